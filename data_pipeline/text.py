@@ -1,0 +1,231 @@
+"""Text to token ids in Kimi's layout, from a tiktoken rank file (real, or trained here).
+
+Kimi's vocabulary is a tiktoken file of 163,584 byte-pair ranks followed by 256 special ids
+(163,584 ... 163,839). A smaller rank file keeps the same layout: special id = number of ranks +
+(Kimi's id - 163,584). The split pattern and the lengths at which long texts are cut before
+splitting are Moonshot's, so that the real file gives the real ids.
+
+Layout of a sample: [BOS], its segments in order, [EOS].
+An image:       <|media_begin|> "image" <|media_content|> <|media_pad|> x N <|media_end|>
+A video chunk:  "00:00:02.000" <|media_begin|> "video" <|media_content|> <|media_pad|> x N
+                <|media_end|>; chunks follow one another with nothing between.
+
+Rank files are parsed here: tiktoken's own loader caches by path and would return an old file.
+"""
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import tiktoken
+import tokenizers
+
+from data_pipeline.store import Store
+
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_MARK = r"[^\r\n\p{L}\p{N}]?"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+SPLIT_PATTERN = "|".join(
+    (
+        r"[\p{Han}]+",
+        f"{_MARK}{_UPPER}*{_LOWER}+{_CONTRACTION}",
+        f"{_MARK}{_UPPER}+{_LOWER}*{_CONTRACTION}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+MAX_CHARS = 400_000  # a longer text is cut here before it is split ...
+MAX_RUN_CHARS = 25_000  # ... and so is a longer run of only spaces or only non-spaces
+
+NUM_SPECIAL = 256
+_KIMI_BASE = 163_584
+_SPECIAL_NAMES = {
+    163584: "[BOS]",
+    163585: "[EOS]",
+    163586: "<|im_end|>",
+    163587: "<|im_user|>",
+    163588: "<|im_assistant|>",
+    163590: "<|start_header_id|>",
+    163591: "<|end_header_id|>",
+    163593: "[EOT]",
+    163594: "<|im_system|>",
+    163595: "<|tool_calls_section_begin|>",
+    163596: "<|tool_calls_section_end|>",
+    163597: "<|tool_call_begin|>",
+    163598: "<|tool_call_argument_begin|>",
+    163599: "<|tool_call_end|>",
+    163601: "<|im_middle|>",
+    163602: "<|media_begin|>",
+    163603: "<|media_content|>",
+    163604: "<|media_end|>",
+    163605: "<|media_pad|>",
+    163606: "<think>",
+    163607: "</think>",
+    163838: "[UNK]",
+    163839: "[PAD]",
+}
+
+
+class Tokenizer:
+    """Byte-pair ranks plus Kimi's 256 special ids. Immutable; safe to use from several threads.
+
+    Attributes:
+        name: what people call it; kept in every source's manifest.
+        hash: SHA-256 of the rank file; what the loader compares.
+        num_base: number of ranks. vocab_size: num_base + 256.
+        bos, eos, pad, media_begin, media_content, media_pad, media_end: special ids.
+    """
+
+    def __init__(self, ranks: bytes, name: str) -> None:
+        """Build from the content of a rank file.
+
+        Raises:
+            ValueError: the file is not a complete list of ranks 0 ... n-1.
+        """
+        table = _parse_ranks(ranks, name)
+        self.name = name
+        self.hash = hashlib.sha256(ranks).hexdigest()
+        self.num_base = len(table)
+        self.vocab_size = self.num_base + NUM_SPECIAL
+        special = {
+            _SPECIAL_NAMES.get(_KIMI_BASE + i, f"<|reserved_token_{_KIMI_BASE + i}|>"): (
+                self.num_base + i
+            )
+            for i in range(NUM_SPECIAL)
+        }
+        self.bos, self.eos, self.pad = special["[BOS]"], special["[EOS]"], special["[PAD]"]
+        self.media_begin = special["<|media_begin|>"]
+        self.media_content = special["<|media_content|>"]
+        self.media_pad = special["<|media_pad|>"]
+        self.media_end = special["<|media_end|>"]
+        self._encoding = tiktoken.Encoding(
+            name, pat_str=SPLIT_PATTERN, mergeable_ranks=table, special_tokens=special
+        )
+        self._image = tuple(self.encode("image"))
+        self._video = tuple(self.encode("video"))
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, hash={self.hash[:12]})"
+
+    @classmethod
+    def from_file(cls, path: str | Path, name: str | None = None) -> "Tokenizer":
+        """Read a rank file from disk; the name is the file's unless given."""
+        path = Path(path)
+        return cls(path.read_bytes(), name or path.name)
+
+    @classmethod
+    def from_store(cls, store: Store, key: str, name: str | None = None) -> "Tokenizer":
+        """Read a rank file from a store; the name is the last part of the key unless given."""
+        return cls(store.get(key), name or key.rsplit("/", 1)[-1])
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`. Special ids are never emitted, whatever the text spells."""
+        if len(text) <= MAX_RUN_CHARS:
+            return self._encoding.encode_ordinary(text)
+        return [i for piece in _pieces(text) for i in self._encoding.encode_ordinary(piece)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; special ids by their names, broken UTF-8 as U+FFFD."""
+        return self._encoding.decode(list(ids))
+
+    def image_prefix(self) -> list[int]:
+        """Ids before an image's media pads; `[media_end]` follows the pads."""
+        return [self.media_begin, *self._image, self.media_content]
+
+    def video_prefix(self, timestamp: str) -> list[int]:
+        """Ids before a video chunk's media pads; `[media_end]` follows the pads."""
+        return [*self.encode(timestamp), self.media_begin, *self._video, self.media_content]
+
+
+def _parse_ranks(content: bytes, name: str) -> dict[bytes, int]:
+    """Lines of `base64(token) rank`, which must count 0 ... n-1 and hold all single bytes."""
+    table: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            token, rank = line.split()
+            table[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise ValueError(
+                f"rank file {name!r}, line {number}: expected 'base64 rank', got {line[:60]!r}"
+            ) from None
+    if sorted(table.values()) != list(range(len(table))):
+        raise ValueError(
+            f"rank file {name!r}: {len(table)} distinct tokens whose ranks are not 0 ... "
+            f"{len(table) - 1}; ids would have gaps: use a complete tiktoken file"
+        )
+    if missing := [b for b in range(256) if bytes([b]) not in table]:
+        raise ValueError(
+            f"rank file {name!r}: {len(missing)} of the 256 single bytes have no rank (first: "
+            f"{missing[0]}); some texts could not be encoded: use a complete tiktoken file"
+        )
+    return table
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a long text where Moonshot's tokenizer cuts it."""
+    for start in range(0, len(text), MAX_CHARS):
+        block = text[start : start + MAX_CHARS]
+        done = 0
+        for run in re.finditer(r"\s+|\S+", block):
+            for cut in range(run.start() + MAX_RUN_CHARS, run.end(), MAX_RUN_CHARS):
+                yield block[done:cut]
+                done = cut
+        yield block[done:]
+
+
+def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
+    """Train byte-pair ranks on `texts` with Kimi's split pattern.
+
+    Args:
+        texts: the training texts; the same texts in the same order give the same bytes.
+        vocab_size: number of ranks, at least 257 (the special ids come on top).
+
+    Returns:
+        The content of a tiktoken rank file.
+
+    Raises:
+        ValueError: `vocab_size` is too small, or the texts do not support that many merges.
+    """
+    if vocab_size <= 256:
+        raise ValueError(f"vocab_size {vocab_size}: the 256 bytes alone take 256; ask for more")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLIT_PATTERN), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    byte_of = _byte_of_letter()
+    tokens = sorted(model.get_vocab().items(), key=lambda item: item[1])
+    if len(tokens) < vocab_size:
+        raise ValueError(
+            f"vocab_size {vocab_size}: these texts support only {len(tokens)} ranks; "
+            "give more text or ask for fewer"
+        )
+    return b"".join(
+        base64.b64encode(bytes(byte_of[letter] for letter in token)) + b" %d\n" % rank
+        for token, rank in tokens
+    )
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """The byte behind each letter of the byte-level alphabet (GPT-2's table).
+
+    Printable Latin-1 bytes stand for themselves; the others take letters from U+0100 in order.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(rest)}

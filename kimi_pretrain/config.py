@@ -1,0 +1,306 @@
+"""The whole configuration of a run: typed, strict, defaults < YAML file < `key=value` overrides.
+
+A section's type lives beside the code that uses it (`moonvit3d.config`, `data_pipeline.config`,
+`kimi_pretrain.optim.config`); this file holds the rest and puts them together. An unknown key is an
+error that names its path and the nearest key that exists. `describe()` prints the arithmetic that
+follows from the few numbers a person states.
+"""
+
+import dataclasses
+import difflib
+import typing
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from data_pipeline.config import DataConfig
+from kimi_pretrain.optim.config import OptimConfig
+from moonvit3d.config import MoonViTConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run: the message names the key, the value and what is allowed."""
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and strict about its keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class YarnConfig(Section):
+    """YaRN scaling of the rotary embedding (kimi_facts, section 3)."""
+
+    factor: float
+    original_max_position: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+
+class LanguageConfig(Section):
+    """The MLA + mixture-of-experts language model (Kimi K2 report, table 2; DeepSeek-V3 layout)."""
+
+    num_layers: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    dense_ffn_size: int = Field(gt=0)
+    expert_ffn_size: int = Field(gt=0)
+    q_lora_rank: int | None
+    kv_lora_rank: int = Field(gt=0)
+    qk_nope_dim: int = Field(gt=0)
+    qk_rope_dim: int = Field(gt=0)
+    v_dim: int = Field(gt=0)
+    num_experts: int = Field(gt=0)
+    experts_per_token: int = Field(gt=0)
+    num_shared_experts: int = Field(gt=0)
+    num_dense_layers: int = Field(default=1, ge=0)
+    routed_scaling_factor: float
+    aux_loss_coeff: float = 1e-3
+    expert_bias_update_rate: float = 1e-3
+    vocab_size: int = Field(gt=0)
+    rope_theta: float = 50_000.0
+    yarn: YarnConfig | None = None
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+
+    @model_validator(mode="after")
+    def _check(self) -> "LanguageConfig":
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} is more than "
+                f"num_experts={self.num_experts}"
+            )
+        if self.num_dense_layers > self.num_layers:
+            raise ValueError(
+                f"num_dense_layers={self.num_dense_layers} is more than "
+                f"num_layers={self.num_layers}"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """The vision encoder (tower and projector) and the language model."""
+
+    vision: MoonViTConfig
+    language: LanguageConfig
+
+    @model_validator(mode="after")
+    def _check(self) -> "ModelConfig":
+        if self.vision.out_width != self.language.hidden_size:
+            raise ValueError(
+                f"model.vision.out_width={self.vision.out_width} must equal "
+                f"model.language.hidden_size={self.language.hidden_size}: "
+                "the projector writes into the language model's embedding space"
+            )
+        return self
+
+
+class LayoutConfig(Section):
+    """How the processes are arranged: pp pipeline stages x dp replicas; experts over ep of the dp.
+
+    `stages` is Megatron-Core's layout string ("E" embedding, "t" a layer, "L" the loss, "|" between
+    chunks, "(tt|)*3" repeats), needed where the layers do not divide evenly over pp x vpp chunks.
+    """
+
+    pp: int = Field(default=1, gt=0)
+    vpp: int = Field(default=1, gt=0)
+    dp: int = Field(default=1, gt=0)
+    ep: int = Field(default=1, gt=0)
+    stages: str | None = None
+
+    def world_size(self) -> int:
+        """Return the number of processes, one per GPU."""
+        return self.pp * self.dp
+
+
+class DepConfig(Section):
+    """The Decoupled Encoder Process (K2.5 report, section 4.5.1)."""
+
+    max_patches_per_chunk: int = Field(default=65_536, gt=0)
+
+
+class TrainConfig(Section):
+    """The loop: length, precision, checkpoints, what is measured."""
+
+    steps: int = Field(gt=0)
+    rows_per_microbatch: int = Field(default=1, gt=0)
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    checkpoint_every: int | None = Field(default=None, gt=0)
+    trace_step: int | None = Field(default=None, gt=0)
+    efficiency_pairs: int = Field(default=0, ge=0)
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    threads: int | None = Field(default=None, gt=0)
+
+
+class Config(Section):
+    """Everything a run needs; written resolved into its run folder."""
+
+    model: ModelConfig
+    layout: LayoutConfig
+    data: DataConfig
+    optim: OptimConfig
+    dep: DepConfig = DepConfig()
+    train: TrainConfig
+
+    def num_microbatches(self) -> int:
+        """Return the microbatches that one replica runs in a step."""
+        return self.data.rows_per_step // (self.layout.dp * self.train.rows_per_microbatch)
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        check_layout(self)
+        return self
+
+
+def check_layout(config: Config) -> None:
+    """Refuse layouts that cannot run, or that Megatron-Core would run silently wrong.
+
+    Raises:
+        ValueError: names the numbers that do not divide.
+    """
+    layout, language = config.layout, config.model.language
+    rows, per_microbatch = config.data.rows_per_step, config.train.rows_per_microbatch
+    chunks = layout.pp * layout.vpp
+    if layout.dp % layout.ep:
+        raise ValueError(
+            f"layout.ep={layout.ep} does not divide layout.dp={layout.dp}: "
+            "experts are spread over data-parallel ranks"
+        )
+    if language.num_experts % layout.ep:
+        raise ValueError(
+            f"layout.ep={layout.ep} does not divide "
+            f"model.language.num_experts={language.num_experts}"
+        )
+    if rows % (layout.dp * per_microbatch):
+        raise ValueError(
+            f"data.rows_per_step={rows} is not a multiple of layout.dp={layout.dp} x "
+            f"train.rows_per_microbatch={per_microbatch} = {layout.dp * per_microbatch}"
+        )
+    if layout.vpp > 1 and layout.pp == 1:
+        raise ValueError(f"layout.vpp={layout.vpp} needs layout.pp > 1: nothing to interleave")
+    if layout.vpp > 1 and config.num_microbatches() % layout.pp:
+        raise ValueError(
+            f"{config.num_microbatches()} microbatches per replica (data.rows_per_step={rows} / "
+            f"layout.dp={layout.dp} / train.rows_per_microbatch={per_microbatch}) is not a "
+            f"multiple of layout.pp={layout.pp}: interleaved 1F1B runs them in groups of pp"
+        )
+    if layout.stages is None and language.num_layers % chunks:
+        raise ValueError(
+            f"model.language.num_layers={language.num_layers} does not divide over layout.pp="
+            f"{layout.pp} x layout.vpp={layout.vpp} = {chunks} chunks; "
+            'give layout.stages, for example "Et|(tt|)*14tL"'
+        )
+
+
+def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
+    """Read a YAML file (or the name of a shipped preset), apply overrides, check everything.
+
+    Args:
+        path: a file, or a preset's name such as `tiny_cpu` or `configs/tiny_cpu.yaml`.
+        overrides: `section.key=value`, the value in YAML syntax.
+
+    Raises:
+        ConfigError: one message that names every key that is wrong.
+    """
+    file = find_config(path)
+    values = yaml.safe_load(file.read_text())
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: expected sections such as `model:`, found {values!r}")
+    for override in overrides:
+        _apply_override(values, override)
+    return parse_config(values, where=str(file))
+
+
+def parse_config(values: dict[str, Any], where: str = "config") -> Config:
+    """Check nested plain values and return the typed configuration; see `load_config`."""
+    if unknown := list(_unknown_keys(Config, values, "")):
+        raise ConfigError(f"{where}: " + "; ".join(unknown))
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: " + "; ".join(_plain(error))) from None
+
+
+def find_config(path: str | Path) -> Path:
+    """Return the file for a path or a preset's name, in a checkout or in an installed package."""
+    given = Path(path)
+    if given.is_file():
+        return given
+    packaged = Path(str(resources.files("kimi_pretrain"))) / "configs"
+    checkout = packaged.parent.parent / "configs"
+    presets = packaged if packaged.is_dir() else checkout
+    preset = presets / f"{given.stem}.yaml"
+    if preset.is_file() and (given.parent.name in ("", "configs")):
+        return preset
+    names = sorted(file.stem for file in presets.glob("*.yaml"))
+    raise ConfigError(f"no configuration file {given}; shipped presets are {', '.join(names)}")
+
+
+def dump_config(config: Config) -> str:
+    """Return the resolved configuration as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def describe(config: Config) -> str:
+    """Return the arithmetic of a step in a few lines, as printed before a run starts."""
+    data, layout, train = config.data, config.layout, config.train
+    tokens = data.rows_per_step * data.seq_len
+    return (
+        f"{layout.world_size()} processes = {layout.pp} stages (x{layout.vpp} virtual) x "
+        f"{layout.dp} replicas, experts over {layout.ep}\n"
+        f"{data.rows_per_step} rows x {data.seq_len} tokens = {tokens:,} tokens a step = "
+        f"{layout.dp} replicas x {config.num_microbatches()} microbatches x "
+        f"{train.rows_per_microbatch} rows\n"
+        f"{train.steps} steps = {tokens * train.steps:,} tokens"
+    )
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}: expected section.key=value")
+    *sections, last = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"override {override!r}: {section} is a value, not a section")
+    values[last] = yaml.safe_load(text)
+
+
+def _fields(section: Any) -> dict[str, Any] | None:
+    """Return field name -> type of a section type, or None for a plain value's type."""
+    for candidate in (section, *typing.get_args(section)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return {name: field.annotation for name, field in candidate.model_fields.items()}
+        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
+            hints = typing.get_type_hints(candidate)
+            return {field.name: hints[field.name] for field in dataclasses.fields(candidate)}
+    return None
+
+
+def _unknown_keys(section: Any, values: Any, where: str) -> typing.Iterator[str]:
+    known = _fields(section)
+    if known is None or not isinstance(values, dict):
+        return
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {where}{near[0]}?" if near else f"known are {', '.join(known)}"
+            yield f"unknown key {where}{key}; {hint}"
+        else:
+            yield from _unknown_keys(known[key], value, f"{where}{key}.")
+
+
+def _plain(error: ValidationError) -> typing.Iterator[str]:
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        value = problem["input"]
+        shown = "" if isinstance(value, dict | BaseModel) else f" (got {value!r})"
+        yield f"{path + ': ' if path else ''}{message}{shown}"

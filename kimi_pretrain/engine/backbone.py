@@ -1,0 +1,213 @@
+"""The language model under Megatron-Core's own pipeline schedule, vision embeddings as leaves.
+
+The schedule is used untouched (design, phase 4). On the first stage the embeddings of a
+microbatch's media are scattered over the media-pad positions as a leaf tensor; after the schedule
+its `.grad` is what goes back to the encoder. One leaf per microbatch: a single leaf would cost a
+full-size zero gradient each time.
+
+Everything that comes out is a sum over tokens: losses, parameter gradients, leaf gradients. The
+one divisor is the caller's (design, 'Loss').
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from kimi_pretrain.config import Config
+from kimi_pretrain.engine.attention import PackedCoreAttention, PackedRows
+from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.engine.names import View, views
+from kimi_pretrain.engine.spec import DTYPES, build_chunks, engine_config, initialise
+
+
+@dataclass
+class Microbatch:
+    """One microbatch of a replica: its rows laid end to end as one packed sequence.
+
+    Attributes:
+        packed: segment borders; every stage needs them.
+        padding: True at the padding at the ends of rows, bool [1, tokens].
+        tokens, labels: int64 [1, tokens]; only on the first and the last stage.
+        loss_mask: which labels count, bool [1, tokens]; only on the last stage.
+        leaf: vision embeddings of its media, [media tokens, hidden]; only on the first stage.
+        leaf_positions: where they go in the sequence, int64 [media tokens].
+    """
+
+    packed: PackedRows
+    padding: Tensor
+    tokens: Tensor | None = None
+    labels: Tensor | None = None
+    loss_mask: Tensor | None = None
+    leaf: Tensor | None = None
+    leaf_positions: Tensor | None = None
+
+
+@dataclass
+class BackboneResult:
+    """Sums over this rank's microbatches; zero off the last stage.
+
+    Attributes:
+        loss_sum: summed token losses, 0-d fp64.
+        outputs: for a forward without labels, what `collect` returned for each microbatch.
+    """
+
+    loss_sum: Tensor
+    outputs: list[Any] = field(default_factory=list)
+
+
+class Backbone:
+    """This rank's chunks of the language model, wrapped for gradient reduction.
+
+    Gradients are summed over the replicas by Megatron-Core's DDP into fp32 buffers.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.engine = engine_config(config)
+        self.dtype = DTYPES[config.train.dtype]
+        self.chunks = build_chunks(config, self.engine)
+        self._initialise()
+        for chunk in self.chunks:
+            chunk.to(mesh.device)
+        self.models = self._wrap()
+        self.schedule = get_forward_backward_func()
+        # Without its token count this sums gradients over replicas and updates the routing
+        # biases; dividing is ours.
+        self.engine.finalize_model_grads_func = _finalize
+        self._aux_scale = 1.0
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.engine.moe_grad_scale_func = lambda: torch.tensor([self._aux_scale], dtype=wide)
+
+    def views(self, *, buffers: bool = False) -> Iterator[View]:
+        """Yield every tensor of the checkpoint that this rank holds; see `engine.names`."""
+        local = self.config.model.language.num_experts // self.mesh.num_expert_ranks
+        for chunk in self.chunks:
+            yield from views(chunk, self.mesh.expert_rank * local, buffers=buffers)
+
+    def train_step(self, microbatches: list[Microbatch], aux_scale: float) -> BackboneResult:
+        """Run forward and backward of all microbatches and sum gradients over replicas (phase 4).
+
+        Args:
+            microbatches: this replica's, in order.
+            aux_scale: loss tokens / tokens of the global batch. Megatron-Core weighs the routers'
+                balance loss by tokens; this makes its share of the divided gradient exact.
+        """
+        for model in self.models:
+            model.train()
+            model.zero_grad_buffer()
+        self._aux_scale = aux_scale
+        losses = self._run(microbatches, self._forward_step, forward_only=False)
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for loss in losses:
+            total += loss["loss_sum"]
+        return BackboneResult(total)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: list[Microbatch], collect) -> BackboneResult:
+        """Run the forward alone; `collect(logits [1, tokens, vocab])` on the last stage."""
+        for model in self.models:
+            model.eval()
+        step = partial(self._logits_step, collect)
+        outputs = self._run(microbatches, step, forward_only=True, collect_non_loss_data=True)
+        return BackboneResult(torch.zeros((), dtype=torch.float64), outputs)
+
+    def take_max_logits(self) -> dict[int, Tensor]:
+        """Return the largest logits since the last call: global layer (from 0) -> [heads]."""
+        return {
+            module.layer_number - 1: module.take_max_logits()
+            for chunk in self.chunks
+            for module in chunk.modules()
+            if isinstance(module, PackedCoreAttention)
+        }
+
+    def grad_of(self, view: View) -> Tensor:
+        """Return the summed gradient of one tensor, a view into the reduction buffer."""
+        return view.of(view.param.main_grad)  # type: ignore[attr-defined]
+
+    def _initialise(self) -> None:
+        std, seed = self.config.model.language.init_std, self.config.train.seed
+        with torch.no_grad():
+            for view in self.views(buffers=True):
+                initialise(view.name, view.data, std, seed)
+
+    def _wrap(self) -> list[DistributedDataParallel]:
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=self.dtype != torch.float64,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=False,
+        )
+        return [
+            DistributedDataParallel(self.engine, ddp, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self.chunks)
+        ]
+
+    def _run(self, microbatches, forward_step, **options) -> list[Any]:
+        virtual = self.config.layout.vpp > 1
+        rows = self.config.train.rows_per_microbatch
+        return self.schedule(
+            forward_step_func=forward_step,
+            data_iterator=[iter(microbatches) for _ in self.models]
+            if virtual
+            else iter(microbatches),
+            model=self.models if virtual else self.models[0],
+            num_microbatches=len(microbatches),
+            seq_length=rows * self.config.data.seq_len,
+            micro_batch_size=1,
+            **options,
+        )
+
+    def _forward_step(self, microbatches: Iterator[Microbatch], model):
+        batch = next(microbatches)
+        losses = self._forward(batch, model, batch.labels)
+        return losses, partial(_sum_loss, batch.loss_mask)
+
+    def _logits_step(self, collect, microbatches: Iterator[Microbatch], model):
+        logits = self._forward(next(microbatches), model, None)
+        return logits, lambda logits, non_loss_data: collect(logits)
+
+    def _forward(self, batch: Microbatch, model, labels: Tensor | None) -> Tensor:
+        chunk = getattr(model, "module", model)
+        embedded = self._embed(batch, chunk) if chunk.pre_process else None
+        return model(
+            input_ids=batch.tokens,
+            position_ids=None,
+            attention_mask=None,
+            decoder_input=embedded,
+            labels=labels if chunk.post_process else None,
+            packed_seq_params=batch.packed,
+            padding_mask=batch.padding,
+        )
+
+    def _embed(self, batch: Microbatch, chunk) -> Tensor:
+        """Return [tokens, 1, hidden]: text embeddings with the vision leaves in their places.
+
+        The embedding is called even for rows of media alone, or its gradient bucket would never
+        report once reduction is overlapped.
+        """
+        embedded = chunk.embedding(input_ids=batch.tokens, position_ids=None)
+        if batch.leaf is None:
+            return embedded
+        flat = rearrange(embedded, "t 1 h -> t h")
+        flat = flat.index_copy(0, batch.leaf_positions, batch.leaf.to(flat.dtype))
+        return rearrange(flat, "t h -> t 1 h")
+
+
+def _finalize(model, num_tokens=None, **kwargs) -> None:
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _sum_loss(loss_mask: Tensor, losses: Tensor):
+    """Return (sum of the token losses that count, their number, what to remember)."""
+    counted = (losses * loss_mask).sum()
+    return counted, loss_mask.sum().int(), {"loss_sum": counted.detach().double()}

@@ -1,0 +1,91 @@
+"""The routed experts of one rank as one grouped product, the same code on CPU and GPU.
+
+`torch.nn.functional.grouped_mm` multiplies each expert's tokens with that expert's matrix in one
+call. The weights are 3-D, [experts, out, in], so that one expert's slice is exactly the matrix of
+the Hugging Face checkpoint.
+
+Shape suffixes: T tokens sorted by expert, E local experts, H hidden, F expert FFN width.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+
+def grouped_linear(x_TI: Tensor, weight_EOI: Tensor, tokens_E: Tensor) -> Tensor:
+    """Apply `x @ weight[e].T` to each expert's run of tokens.
+
+    Args:
+        x_TI: [tokens, in], sorted by expert.
+        weight_EOI: [experts, out, in].
+        tokens_E: how many tokens each expert has, integers [experts]; zero is fine.
+
+    Returns:
+        [tokens, out].
+    """
+    if x_TI.dtype == torch.float64:
+        return grouped_linear_reference(x_TI, weight_EOI, tokens_E)  # the kernel has no fp64
+    ends_E = tokens_E.cumsum(0).to(device=x_TI.device, dtype=torch.int32)
+    y_TO = F.grouped_mm(x_TI, rearrange(weight_EOI, "e o i -> e i o"), offs=ends_E)
+    if y_TO.requires_grad:
+        # The CPU kernel's backward refuses expanded gradients (a broadcast sum's, for example).
+        y_TO.register_hook(torch.Tensor.contiguous)
+    return y_TO
+
+
+def grouped_linear_reference(x_TI: Tensor, weight_EOI: Tensor, tokens_E: Tensor) -> Tensor:
+    """Return the same by a loop over experts: the plain twin."""
+    runs = x_TI.split(tokens_E.tolist())
+    return torch.cat([run @ weight.T for run, weight in zip(runs, weight_EOI, strict=True)])
+
+
+class GroupedExperts(MegatronModule):
+    """SwiGLU experts of this rank, for the `experts` place of Megatron-Core's MoE layer.
+
+    `gate_up` [E, 2F, H] holds the gate projection above the up projection; `down` is [E, H, F].
+    """
+
+    def __init__(self, num_local_experts, config, *, pg_collection=None, name=None):
+        super().__init__(config=config)
+        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
+        self.gate_up = self._weight(num_local_experts, 2 * ffn, hidden)
+        self.down = self._weight(num_local_experts, hidden, ffn)
+
+    def _weight(self, experts: int, out: int, inner: int) -> nn.Parameter:
+        weight = nn.Parameter(torch.empty(experts, out, inner, dtype=self.config.params_dtype))
+        # False sends the gradient to the expert-data-parallel group: other expert-parallel ranks
+        # hold other experts.
+        weight.allreduce = self.config.expert_model_parallel_size == 1
+        return weight
+
+    def forward(self, x_TH: Tensor, tokens_E: Tensor, probs_T: Tensor) -> tuple[Tensor, None]:
+        """Return [tokens, hidden] weighted by the router, and no bias.
+
+        Args:
+            x_TH: dispatched tokens, sorted by local expert.
+            tokens_E: tokens of each local expert.
+            probs_T: the router's weight of each token.
+        """
+        gate_TF, up_TF = grouped_linear(x_TH, self.gate_up, tokens_E).chunk(2, dim=-1)
+        # The weight multiplies before the down projection: linear, so the same, and F < H.
+        inner_TF = F.silu(gate_TF) * up_TF * probs_T[:, None].to(up_TF.dtype)
+        return grouped_linear(inner_TF, self.down, tokens_E), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are not split from the backward here."""
+
+
+class PaddingAwareRouter(TopKRouter):
+    """Megatron-Core's router, counting real tokens only for the routing biases.
+
+    0.19.2 combines its flat padding mask [tokens] with the routing map [tokens, experts] without
+    the missing axis, which fails for any batch with padding.
+    """
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None):
+        if padding_mask is not None:
+            padding_mask = rearrange(padding_mask, "t -> t 1")
+        super()._apply_expert_bias(routing_map, padding_mask)

@@ -1,0 +1,149 @@
+"""Every fact about ranks and process groups, in one object that the other rooms ask.
+
+World size = pipeline stages x data-parallel replicas. Expert-parallel groups lie inside the
+data-parallel ones. Three groups hold identical copies of parameters: "dense" (the replicas of one
+stage), "expert" (the replicas of one expert slice), "encoder" (everyone: the vision encoder is on
+every rank).
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from kimi_pretrain.config import LayoutConfig
+from kimi_pretrain.engine import host
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this process stands.
+
+    Attributes:
+        rank, world_size: in the whole job.
+        stage, num_stages: pipeline rank and size.
+        replica, num_replicas: data-parallel rank and size.
+        expert_rank, num_expert_ranks: which slice of the experts, of how many.
+        first_rank_of, last_rank_of: replica -> global rank of its first / last pipeline stage.
+        groups: "dense", "expert", "encoder" -> process group whose ranks hold identical copies.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    stage: int
+    num_stages: int
+    replica: int
+    num_replicas: int
+    expert_rank: int
+    num_expert_ranks: int
+    first_rank_of: tuple[int, ...]
+    last_rank_of: tuple[int, ...]
+    groups: dict[str, dist.ProcessGroup]
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds tokens and takes in the vision embeddings."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.stage == self.num_stages - 1
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Return element-wise sums over all ranks, in fp64."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: list[float]) -> list[float]:
+        """Return element-wise maxima over all ranks, in fp64."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def gather(self, value: object) -> list[object]:
+        """Return every rank's (small) object, in rank order, on every rank."""
+        values: list[object] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()
+
+    def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=op)
+        return tensor.tolist()
+
+
+def start(layout: LayoutConfig, timeout_seconds: float = 600.0) -> Mesh:
+    """Join the job and build all process groups; world size one needs no launcher.
+
+    Raises:
+        ValueError: the number of processes differs from the layout's.
+    """
+    device = host.enable()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != layout.world_size():
+        raise ValueError(
+            f"{world_size} processes were started, the layout needs layout.pp={layout.pp} x "
+            f"layout.dp={layout.dp} = {layout.world_size()}; "
+            f"start it with torchrun --nproc-per-node {layout.world_size()}"
+        )
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_seconds)
+    if world_size == 1 and "MASTER_ADDR" not in os.environ:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+    return build(layout, device, timeout_seconds)
+
+
+def build(layout: LayoutConfig, device: torch.device, timeout_seconds: float = 600.0) -> Mesh:
+    """Build the groups over an already initialised process group (also a fake one)."""
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,  # a second set beside NCCL's; nothing here uses it
+        distributed_timeout_minutes=max(1, round(timeout_seconds / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(0)  # nothing draws from it: init is by name
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank()
+    # Megatron's rank order (tp-cp-ep-dp-pp): replicas of a stage are neighbours.
+    first = tuple(range(layout.dp))
+    last = tuple(range((layout.pp - 1) * layout.dp, layout.pp * layout.dp))
+    rank = dist.get_rank()
+    assert rank == stage * layout.dp + replica, (rank, stage, replica, layout)
+    return Mesh(
+        rank=rank,
+        world_size=dist.get_world_size(),
+        device=device,
+        stage=stage,
+        num_stages=layout.pp,
+        replica=replica,
+        num_replicas=layout.dp,
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        num_expert_ranks=layout.ep,
+        first_rank_of=first,
+        last_rank_of=last,
+        groups={
+            "dense": parallel_state.get_data_parallel_group(),
+            "expert": parallel_state.get_expert_data_parallel_group(),
+            "encoder": dist.group.WORLD,
+        },
+    )
+
+
+def stop() -> None:
+    """Leave the job cleanly: without this gloo was seen to abort at exit after success."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

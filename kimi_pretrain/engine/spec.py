@@ -1,0 +1,189 @@
+"""Our configuration as Megatron-Core's, and the language model built from its own modules.
+
+The layer spec is Megatron-Core's local one (no Transformer Engine) with three places filled by us:
+core attention (`PackedCoreAttention`), the router (`PaddingAwareRouter`) and the routed experts
+(`GroupedExperts`).
+"""
+
+import hashlib
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from kimi_pretrain.config import Config, LanguageConfig, LayoutConfig
+from kimi_pretrain.engine.attention import PackedCoreAttention, PlainQueryAttention
+from kimi_pretrain.engine.experts import GroupedExperts, PaddingAwareRouter
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def engine_config(config: Config) -> MLATransformerConfig:
+    """Return Megatron-Core's configuration of the language model for this run."""
+    language, layout = config.model.language, config.layout
+    dtype = DTYPES[config.train.dtype]
+    return MLATransformerConfig(
+        **_architecture(language),
+        **_rotary(language),
+        **_experts(language, config.train.dtype),
+        **_pipeline(layout, dtype),
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Weights come from `initialise`, by name; CPU initialisation keeps them off the GPU until
+        # then and on the meta device in a dry run.
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        init_method_std=language.init_std,
+        # The loss stays a sum over tokens; the one divisor is applied in `step.py`.
+        calculate_per_token_loss=True,
+        # Fused kernels exist for CUDA only.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def _architecture(language: LanguageConfig) -> dict:
+    return dict(
+        num_layers=language.num_layers,
+        hidden_size=language.hidden_size,
+        num_attention_heads=language.num_heads,
+        ffn_hidden_size=language.dense_ffn_size,
+        q_lora_rank=language.q_lora_rank,
+        kv_lora_rank=language.kv_lora_rank,
+        qk_head_dim=language.qk_nope_dim,
+        qk_pos_emb_head_dim=language.qk_rope_dim,
+        v_head_dim=language.v_dim,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        layernorm_epsilon=language.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+
+
+def _rotary(language: LanguageConfig) -> dict:
+    yarn = language.yarn
+    if yarn is None:
+        # The softmax scale takes YaRN's factor whatever the type is: 1.0 makes it plain.
+        return dict(
+            rope_type="rope", rotary_base=language.rope_theta, rotary_scaling_factor=1.0
+        )
+    return dict(
+        rope_type="yarn",
+        rotary_base=language.rope_theta,
+        rotary_scaling_factor=yarn.factor,
+        original_max_position_embeddings=yarn.original_max_position,
+        beta_fast=yarn.beta_fast,
+        beta_slow=yarn.beta_slow,
+        mscale=yarn.mscale,
+        mscale_all_dim=yarn.mscale_all_dim,
+    )
+
+
+def _experts(language: LanguageConfig, dtype: str) -> dict:
+    dense = language.num_dense_layers
+    return dict(
+        num_moe_experts=language.num_experts,
+        moe_layer_freq=[0] * dense + [1] * (language.num_layers - dense),
+        moe_ffn_hidden_size=language.expert_ffn_size,
+        moe_shared_expert_intermediate_size=(
+            language.num_shared_experts * language.expert_ffn_size
+        ),
+        moe_router_topk=language.experts_per_token,
+        moe_router_score_function="sigmoid",
+        moe_router_topk_scaling_factor=language.routed_scaling_factor,
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=language.expert_bias_update_rate,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=language.aux_loss_coeff,
+        moe_router_dtype="fp64" if dtype == "float64" else "fp32",
+        moe_token_dispatcher_type="alltoall",
+    )
+
+
+def _pipeline(layout: LayoutConfig, dtype: torch.dtype) -> dict:
+    interleaved = layout.vpp > 1
+    return dict(
+        tensor_model_parallel_size=1,
+        expert_tensor_parallel_size=1,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
+        pipeline_model_parallel_layout=layout.stages,
+        expert_model_parallel_size=layout.ep,
+        pipeline_dtype=dtype,
+        # PP2 with virtual stages and batched p2p is silently wrong in Megatron-Core (loss off by
+        # 0.9); its training scripts forbid the pair, its library does not. Overlapped p2p is right
+        # for every interleaved layout.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+    )
+
+
+def layer_specs(config: MLATransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return the specs of one chunk's layers with our attention and experts in place."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention
+        attention.submodules.core_attention = PackedCoreAttention
+        if config.q_lora_rank is None:
+            attention.module = PlainQueryAttention
+        mlp = layer.submodules.mlp
+        if isinstance(mlp, partial) and mlp.func is MoELayer:
+            mlp.keywords["submodules"].router = PaddingAwareRouter
+            mlp.keywords["submodules"].experts = GroupedExperts
+    return block
+
+
+def build_chunks(config: Config, engine: MLATransformerConfig) -> list[GPTModel]:
+    """Build this rank's model chunks (one, or `layout.vpp`), uninitialised."""
+    return [
+        _build_chunk(config, engine, stage)
+        for stage in (range(config.layout.vpp) if config.layout.vpp > 1 else [None])
+    ]
+
+
+def _build_chunk(config: Config, engine: MLATransformerConfig, vp_stage: int | None) -> GPTModel:
+    virtual = {} if vp_stage is None else dict(ignore_virtual=False, vp_stage=vp_stage)
+    chunk = GPTModel(
+        engine,
+        layer_specs(engine, vp_stage),
+        vocab_size=config.model.language.vocab_size,
+        max_sequence_length=config.data.seq_len,
+        pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+        post_process=parallel_state.is_pipeline_last_stage(**virtual),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        vp_stage=vp_stage,
+    )
+    # Norms and routers are built in fp32 whatever the configured dtype is.
+    for param in chunk.parameters():
+        param.data = param.data.to(engine.params_dtype)
+    return chunk
+
+
+def initialise(name: str, tensor: torch.Tensor, std: float, seed: int) -> None:
+    """Fill one tensor of the checkpoint in place from a generator of its own name.
+
+    So every layout starts from the same weights. Norm gains are one, routing biases zero, the rest
+    N(0, std) (initializer_range of the published configurations).
+    """
+    if name.endswith("norm.weight"):
+        tensor.fill_(1.0)
+    elif name.endswith("e_score_correction_bias"):
+        tensor.zero_()
+    else:
+        key = hashlib.blake2b(f"{seed}/init/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)

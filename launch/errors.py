@@ -1,0 +1,17 @@
+"""Which errors are the user's to mend, and how they are shown: one line, no traceback."""
+
+EXIT_CODE = 2
+
+
+def user_message(error: BaseException) -> str | None:
+    """Return the line to show for an error in the user's input, or None for any other error.
+
+    Bad values, missing files and everything the object store refuses are the user's; anything else
+    is a fault of this program and keeps its traceback.
+    """
+    if isinstance(error, ValueError | FileNotFoundError):
+        return " ".join(str(error).split())
+    # Imported late: the store brings boto3, and the commonest errors need neither.
+    from data_pipeline.store import StoreError
+
+    return " ".join(str(error).split()) if isinstance(error, StoreError) else None

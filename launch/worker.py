@@ -1,0 +1,77 @@
+"""One process of a training job: `python -m launch.worker JSON`, started by torchrun or srun.
+
+Megatron-Core's checkpoint writer may start processes that import this module again, so nothing
+happens outside the guard at the end.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from launch.errors import EXIT_CODE, user_message
+from launch.job import Job
+
+
+def error_file(run_dir: Path, rank: int) -> Path:
+    """Return where a rank leaves the one line that tells why it stopped."""
+    return run_dir / "logs" / f"error_rank_{rank}.txt"
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run folder; complete means it has a manifest."""
+    complete = sorted((run_dir / "checkpoints").glob("step_*/manifest.json"))
+    return complete[-1].parent if complete else None
+
+
+def resume_folder(job: Job) -> Path | None:
+    """Return the checkpoint that a job starts from, or None to start from scratch.
+
+    Raises:
+        FileNotFoundError: the named checkpoint does not exist or was never completed.
+
+    """
+    if job.resume is None:
+        return None
+    if job.resume == "latest":
+        return latest_checkpoint(Path(job.run_dir))
+    folder = Path(job.resume)
+    if not (folder / "manifest.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} is not a complete checkpoint (no manifest.json inside); give a folder "
+            "such as runs/demo/checkpoints/step_00000200"
+        )
+    return folder
+
+
+def run_job(job: Job) -> None:
+    """Train; the rank and the world come from the environment."""
+    # Imported here so that a wrong argument is told before torch has loaded.
+    from kimi_pretrain.config import load_config
+    from kimi_pretrain.train import train
+
+    config = load_config(job.config, job.overrides)
+    train(config, Path(job.run_dir), resume_folder(job))
+
+
+def main(argument: str) -> int:
+    """Run one process of a job; returns its exit code."""
+    job = Job.parse(argument)
+    try:
+        run_job(job)
+    except Exception as error:
+        message = user_message(error)
+        if message is None:
+            raise
+        logging.getLogger("launch").exception("stopped")
+        file = error_file(Path(job.run_dir), int(os.environ.get("RANK", "0")))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # First the file, then the line: who watches this process shows one of them.
+        file.write_text(message + "\n")
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        return EXIT_CODE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

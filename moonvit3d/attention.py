@@ -1,0 +1,119 @@
+"""Attention inside each item of a pack, and nothing across items.
+
+Three functions with one signature: a plain reference that the others are tested against,
+``scaled_dot_product_attention`` item by item (any device, any float type), and torch's
+variable-length kernel for CUDA. ``choose`` is the only place that picks.
+
+Shape suffixes: L packed patches, N heads, H head width.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from einops import einsum, rearrange
+from torch import Tensor
+from torch.nn import functional as F
+
+logger = logging.getLogger(__name__)
+
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+HAS_VARLEN = find_spec("torch.nn.attention.varlen") is not None
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the items of a pack begin and end.
+
+    Args:
+        lengths: patches of each item.
+        cu_seqlens: int32 [items + 1] on the pack's device: 0, then the end of each item.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> "Segments":
+        """Segments of the given lengths, one after the other."""
+        ends = np.cumsum([0, *lengths], dtype=np.int32)
+        return cls(tuple(lengths), torch.from_numpy(ends).to(device))
+
+
+def attend_reference(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> Tensor:
+    """The definition: softmax(q k / sqrt(H)) v inside every segment, [L, N, H]."""
+    out = []
+    parts = (x.split(segments.lengths) for x in (q_LNH, k_LNH, v_LNH))
+    for q, k, v in zip(*parts):
+        logits = einsum(q, k, "i n h, j n h -> n i j") * q.shape[-1] ** -0.5
+        out.append(einsum(logits.softmax(-1), v, "n i j, j n h -> i n h"))
+    return torch.cat(out)
+
+
+def attend_sdpa(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> Tensor:
+    """One fused attention call per segment, [L, N, H]."""
+    out = []
+    parts = (x.split(segments.lengths) for x in (q_LNH, k_LNH, v_LNH))
+    for part in zip(*parts):
+        q, k, v = (rearrange(x, "l n h -> 1 n l h") for x in part)
+        out.append(rearrange(F.scaled_dot_product_attention(q, k, v), "1 n l h -> l n h"))
+    return torch.cat(out)
+
+
+def attend_varlen(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> Tensor:
+    """All segments in one FlashAttention call, [L, N, H]. CUDA, bfloat16 or float16.
+
+    Its backward is deterministic under ``torch.use_deterministic_algorithms(True)`` only.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends, longest = segments.cu_seqlens, max(segments.lengths)
+    out_LNH = varlen_attn(q_LNH, k_LNH, v_LNH, ends, ends, longest, longest)
+    assert isinstance(out_LNH, Tensor)  # a tuple comes only when the log-sum is asked for
+    return out_LNH
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
+
+
+def attend(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> Tensor:
+    """Attention inside each segment, by the function that suits the device and type.
+
+    Args:
+        q_LNH, k_LNH, v_LNH: queries, keys and values [L, heads, head_dim] of the packed items.
+        segments: the items' boundaries.
+
+    Returns:
+        [L, heads, head_dim] in the inputs' dtype.
+    """
+    capability = torch.cuda.get_device_capability(q_LNH.device) if q_LNH.is_cuda else (0, 0)
+    function, reason = choose(q_LNH.device.type, q_LNH.dtype, q_LNH.shape[-1], capability)
+    if reason:
+        _log_once(reason)
+    return function(q_LNH, k_LNH, v_LNH, segments)
+
+
+def choose(
+    device_type: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]
+) -> tuple[Attend, str]:
+    """The attention function to use, and why it is not the fast one ("" where nothing is lost)."""
+    if device_type != "cuda":
+        return attend_sdpa, ""
+    if not HAS_VARLEN:
+        return attend_sdpa, "this torch has no torch.nn.attention.varlen"
+    if dtype not in FLASH_DTYPES:
+        return attend_sdpa, f"the variable-length kernel takes bfloat16 or float16, not {dtype}"
+    if head_dim % 8 or head_dim > 256:
+        return attend_sdpa, f"head_dim {head_dim} is not a multiple of 8 up to 256"
+    if capability < (8, 0):
+        return attend_sdpa, f"compute capability {capability} is below (8, 0)"
+    return attend_varlen, ""
+
+
+@lru_cache(maxsize=32)
+def _log_once(reason: str) -> None:
+    logger.warning("MoonViT attention runs item by item: %s", reason)

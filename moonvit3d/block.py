@@ -1,0 +1,63 @@
+"""One pre-norm transformer block of MoonViT-3D.
+
+Layout and names are the released checkpoint's: fused ``wqkv`` in the order q | k | v, each
+head-major, and an MLP with the tanh form of GELU; every layer has biases.
+
+Shape suffixes: L packed patches, C width, N heads, H head width.
+"""
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moonvit3d.attention import Segments, attend
+from moonvit3d.config import MoonViTConfig
+from moonvit3d.positions import rotate
+
+
+class MLP(nn.Module):
+    """Two linear layers around tanh-GELU; [L, C] to [L, C]."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.fc0 = nn.Linear(width, hidden)
+        self.fc1 = nn.Linear(hidden, width)
+
+    def forward(self, x_LC: Tensor) -> Tensor:
+        """[L, C] to [L, C]."""
+        return self.fc1(F.gelu(self.fc0(x_LC), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention over an item's patches in space and time, then the MLP."""
+
+    def __init__(self, config: MoonViTConfig):
+        super().__init__()
+        self.heads = config.heads
+        self.norm0 = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.norm1 = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.wqkv = nn.Linear(config.width, 3 * config.width)
+        self.wo = nn.Linear(config.width, config.width)
+        self.mlp = MLP(config.width, config.mlp_width)
+
+    def forward(self, x_LC: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
+        """One block.
+
+        Args:
+            x_LC: packed patches [L, C].
+            rotary: cosine and sine [L, head_dim / 2] of each patch's rotation.
+            segments: the items' boundaries; a patch attends to its own item only.
+
+        Returns:
+            [L, C].
+        """
+        x_LC = x_LC + self.attention(self.norm0(x_LC), rotary, segments)
+        return x_LC + self.mlp(self.norm1(x_LC))
+
+    def attention(self, x_LC: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
+        """The attention branch, [L, C] to [L, C]."""
+        qkv = rearrange(self.wqkv(x_LC), "l (three n h) -> three l n h", three=3, n=self.heads)
+        q_LNH, k_LNH, v_LNH = torch.unbind(qkv)
+        mixed_LNH = attend(rotate(q_LNH, *rotary), rotate(k_LNH, *rotary), v_LNH, segments)
+        return self.wo(rearrange(mixed_LNH, "l n h -> l (n h)"))

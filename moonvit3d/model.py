@@ -1,0 +1,215 @@
+"""MoonViT-3D and its projector: packed patches of images and video chunks in, tokens out.
+
+Kimi K2.5 report, section 4.2. Items of any size, one to four frames each, are packed one after the
+other; attention spans an item's patches in space and time. Parameter names are those of the
+released checkpoint. Weights are undefined until ``initialise`` or a checkpoint fills them.
+
+Shape suffixes: L packed patches, C width, T tokens.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moonvit3d.attention import Segments
+from moonvit3d.block import Block
+from moonvit3d.config import MoonViTConfig
+from moonvit3d.flops import flops
+from moonvit3d.geometry import MAX_FRAMES, MERGE, PATCH
+from moonvit3d.merge import sd2_tpool
+from moonvit3d.positions import ROTARY_SIDE, Grid, Positions, rotary_angles, working_dtype
+from moonvit3d.projector import Projector
+
+__all__ = ["MoonViT3D", "VisionEncoder", "flops", "initialise", "normalise"]
+
+
+def normalise(patches: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Bytes to floats in [-1, 1]: ``(px / 255 - 0.5) / 0.5``.
+
+    Args:
+        patches: uint8, any shape.
+        dtype: of the result; computed in float32, or in float64 for float64.
+    """
+    pixels = patches.to(working_dtype(dtype))
+    return ((pixels / 255 - 0.5) / 0.5).to(dtype)
+
+
+class PatchEmbed(nn.Module):
+    """Patches [L, 3, 14, 14] to embeddings [L, C] with their positions added."""
+
+    def __init__(self, config: MoonViTConfig):
+        super().__init__()
+        # A convolution whose stride is its kernel is a linear map of the flattened patch; the
+        # module is kept for the checkpoint's names and shapes.
+        self.proj = nn.Conv2d(3, config.width, kernel_size=PATCH, stride=PATCH)
+        self.pos_emb = Positions(config.pos_grid, config.width)
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Embed normalised patches [L, 3, 14, 14]; returns [L, C]."""
+        flat_LK = rearrange(patches, "l c p q -> l (c p q)")
+        weight_CK = rearrange(self.proj.weight, "c k p q -> c (k p q)")
+        x_LC = F.linear(flat_LK, weight_CK, self.proj.bias)
+        return x_LC + self.pos_emb(grids).to(x_LC.dtype)
+
+
+class Encoder(nn.Module):
+    """The stack of blocks and the final norm."""
+
+    def __init__(self, config: MoonViTConfig):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.final_layernorm = nn.LayerNorm(config.width, eps=config.norm_eps)
+
+    def forward(self, x_LC: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
+        """[L, C] to [L, C]; arguments as for ``Block``."""
+        for block in self.blocks:
+            x_LC = block(x_LC, rotary, segments)
+        return self.final_layernorm(x_LC)
+
+
+class MoonViT3D(nn.Module):
+    """The tower: one pack of items to merged tokens."""
+
+    def __init__(self, config: MoonViTConfig):
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config)
+        self.encoder = Encoder(config)
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Encode a pack.
+
+        Args:
+            patches: [L, 3, 14, 14], uint8 pixels or normalised floats.
+            grids: (t, h, w) of each item; may be empty.
+
+        Returns:
+            [T, 4, C] in the parameters' dtype.
+
+        Raises:
+            ValueError: patches and grids that do not belong together.
+        """
+        check_pack(patches, grids)
+        weight = self.patch_embed.proj.weight
+        if not grids:
+            return weight.new_zeros(0, MERGE * MERGE, self.config.width)
+        if patches.dtype == torch.uint8:
+            patches = normalise(patches, weight.dtype)
+        x_LC = self.patch_embed(patches.to(weight.dtype), grids)
+        rotary = rotary_angles(
+            grids,
+            self.config.head_dim,
+            self.config.rope_theta,
+            working_dtype(weight.dtype),
+            weight.device,
+        )
+        segments = Segments.of([t * h * w for t, h, w in grids], weight.device)
+        return sd2_tpool(self.encoder(x_LC, rotary, segments), grids)
+
+
+class VisionEncoder(nn.Module):
+    """Tower and projector: what a language model sees of an image or a video chunk.
+
+    Args:
+        config: sizes.
+    """
+
+    def __init__(self, config: MoonViTConfig):
+        super().__init__()
+        self.config = config
+        self.vision_tower = MoonViT3D(config)
+        self.mm_projector = Projector(config)
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Encode items into language-model embeddings.
+
+        On CPU an item's output has the same bits whatever it is packed with.
+
+        Args:
+            patches: [L, 3, 14, 14] of all items in order, uint8 pixels or normalised floats.
+            grids: (t, h, w) of each item, 1 <= t <= 4, h and w even; may be empty.
+
+        Returns:
+            [T, out_width] in the parameters' dtype, T = sum of h * w / 4.
+
+        Raises:
+            ValueError: patches and grids that do not belong together.
+        """
+        check_pack(patches, grids)
+        out = [self.mm_projector(self.vision_tower(*pack)) for pack in _packs(patches, grids)]
+        return torch.cat(out)
+
+
+def _packs(patches: Tensor, grids: Sequence[Grid]) -> Iterator[tuple[Tensor, Sequence[Grid]]]:
+    """What runs at once: everything on an accelerator, item by item on CPU.
+
+    CPU matrix libraries pick a kernel by the number of rows, and kernels differ in the last bit;
+    a fifth of MKL's float32 products change with the pack. Item by item there is no pack.
+    """
+    if patches.device.type != "cpu" or len(grids) < 2:
+        yield patches, grids
+        return
+    items = patches.split([t * h * w for t, h, w in grids])
+    yield from ((item, [grid]) for item, grid in zip(items, grids))
+
+
+def check_pack(patches: Tensor, grids: Sequence[Grid]) -> None:
+    """Raise ValueError unless the grids are sound and account for every patch."""
+    if patches.shape[1:] != (3, PATCH, PATCH):
+        raise ValueError(f"patches of shape {tuple(patches.shape)}: want [L, 3, {PATCH}, {PATCH}]")
+    for i, (t, h, w) in enumerate(grids):
+        if not 1 <= t <= MAX_FRAMES:
+            raise ValueError(f"item {i} has grid {(t, h, w)}: want 1 to {MAX_FRAMES} frames")
+        if h % MERGE or w % MERGE or not (0 < h <= ROTARY_SIDE and 0 < w <= ROTARY_SIDE):
+            raise ValueError(
+                f"item {i} has grid {(t, h, w)}: sides must be even, 2 to {ROTARY_SIDE}; "
+                "take grids from moonvit3d.geometry"
+            )
+    wanted = sum(t * h * w for t, h, w in grids)
+    if wanted != patches.shape[0]:
+        raise ValueError(f"the grids add up to {wanted} patches, but {patches.shape[0]} came")
+
+
+@torch.no_grad()
+def initialise(encoder: VisionEncoder, seed: int) -> None:
+    """Fill every parameter in place, the same on every rank and in any order of construction.
+
+    Each parameter draws from its own generator, keyed by (seed, name), in float32 on the CPU, so
+    device and dtype do not matter either. Biases are 0, norms 1 and 0. Linear weights are
+    truncated normals of Glorot's width, std sqrt(2 / (fan_in + fan_out)) with q, k and v counted
+    as three matrices: 0.029 at Kimi's width, and still of the right size where a small config's
+    0.02 would start the signal ten times too low. The patch embedding uses 1 / sqrt(fan_in), and
+    the position grid ``config.pos_init_std``.
+
+    Args:
+        encoder: on any device, in any floating type.
+        seed: any integer.
+    """
+    for name, parameter in encoder.named_parameters():
+        if name.endswith(".bias"):
+            parameter.zero_()
+        elif "norm" in name.rsplit(".", 2)[-2]:
+            parameter.fill_(1.0)
+        else:
+            parameter.copy_(_draw(name, parameter.shape, encoder.config.pos_init_std, seed))
+
+
+def _draw(name: str, shape: torch.Size, pos_std: float, seed: int) -> Tensor:
+    """Float32 weights of one parameter, a function of its name, shape and the seed only."""
+    digest = hashlib.blake2b(f"moonvit3d/{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+    if name.endswith("pos_emb.weight"):
+        return torch.randn(shape, generator=generator, device="cpu") * pos_std
+    fan_in = math.prod(shape[1:])
+    if name.endswith("patch_embed.proj.weight"):
+        std = fan_in**-0.5
+    else:
+        fan_out = shape[0] // 3 if name.endswith("wqkv.weight") else shape[0]
+        std = math.sqrt(2 / (fan_in + fan_out))
+    weight = torch.empty(shape, device="cpu")
+    return nn.init.trunc_normal_(weight, 0.0, std, -2 * std, 2 * std, generator=generator)

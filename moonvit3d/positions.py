@@ -1,0 +1,157 @@
+"""Where a patch is: learned 2-D grid, fixed temporal code, 2-D rotary angles.
+
+Kimi K2.5 report, section 4.2, with the details of the released code: a [64, 64, width] table
+resampled bicubically to each item's grid, a sin-cos code per frame that only chunks of several
+frames get, and rotary angles from (x, y) on adjacent channel pairs, the same for every frame.
+
+Shape suffixes: L packed patches, h/w grid rows and columns, G side of the learned table, C width,
+F rotary frequencies (head_dim / 4), P rotary pairs (head_dim / 2).
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moonvit3d.geometry import MAX_FRAMES
+
+Grid = tuple[int, int, int]
+
+ROTARY_SIDE = 512  # largest side, in patches, that the reference's rotary table covers
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What positions are computed in: float32 is the rule, float64 only for float64 parameters."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@lru_cache(maxsize=2048)
+def bicubic_matrix(target: int, source: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Matrix [target, source] that resamples one axis as bicubic ``F.interpolate`` does.
+
+    Half-pixel centres (align_corners=False), no antialiasing. Resampling by a matrix product has a
+    deterministic gradient, which ``F.interpolate`` lacks on CUDA. The rows are read off
+    ``F.interpolate`` on the identity: computing them afresh rounds the sampling places otherwise,
+    and costs a factor of three in agreement. An entry of the cache is at most 512 x 64 numbers.
+    """
+    # A tensor born in inference mode could not be used by a later training step.
+    with torch.inference_mode(False), torch.no_grad():
+        identity = torch.eye(source, dtype=dtype, device="cpu")[None, None]
+        matrix = F.interpolate(identity, (target, source), mode="bicubic", align_corners=False)
+        return matrix[0, 0].to(device)
+
+
+def temporal_code(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Fixed code [4, width] of a frame's place in its chunk: sines, then cosines."""
+    omega = 1.0 / 10000 ** (torch.arange(0, width, 2, device=device).to(dtype) / width)
+    angle = torch.outer(torch.arange(MAX_FRAMES, device=device).to(dtype), omega)
+    return torch.cat([angle.sin(), angle.cos()], dim=1)
+
+
+class Positions(nn.Module):
+    """Learned grid positions plus the fixed temporal code, added to the patch embeddings.
+
+    Args:
+        side: side of the learned grid, in patches.
+        width: channels.
+    """
+
+    def __init__(self, side: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(side, side, width))
+
+    def forward(self, grids: Sequence[Grid]) -> Tensor:
+        """Position embedding of every patch.
+
+        Args:
+            grids: (t, h, w) of each item, at least one.
+
+        Returns:
+            [L, C] in the working precision (float32, or float64 for a float64 table).
+        """
+        dtype = working_dtype(self.weight.dtype)
+        time_TC = temporal_code(self.weight.shape[-1], dtype, self.weight.device)
+        planes = {(h, w): self.resample(h, w) for _, h, w in grids}  # a video's chunks share one
+        parts = []
+        for t, h, w in grids:
+            plane_LC = planes[h, w]
+            if t == 1:
+                parts.append(plane_LC)  # a single frame gets no temporal code, not even row 0
+            else:
+                parts.extend(plane_LC + time_C for time_C in time_TC[:t])
+        return torch.cat(parts)
+
+    def resample(self, h: int, w: int) -> Tensor:
+        """The learned grid at h x w patches, [h * w, C]; at its own size, the table itself."""
+        side = self.weight.shape[0]
+        dtype = working_dtype(self.weight.dtype)
+        table_GGC = self.weight.to(dtype)
+        if (h, w) != (side, side):
+            rows_hG = bicubic_matrix(h, side, dtype, self.weight.device)
+            columns_wG = bicubic_matrix(w, side, dtype, self.weight.device)
+            table_GGC = torch.einsum("hg,gkc->hkc", rows_hG, table_GGC)
+            table_GGC = torch.einsum("wk,hkc->hwc", columns_wG, table_GGC)
+        return rearrange(table_GGC, "h w c -> (h w) c")
+
+
+def rotary_frequencies(head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """Frequencies f_k = theta^(-4k / head_dim), [F]."""
+    half = head_dim // 2
+    return 1.0 / theta ** (torch.arange(0, half, 2, device="cpu").to(dtype) / half)
+
+
+@lru_cache(maxsize=64)
+def _rotary_table(
+    head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [512, F] of position times frequency.
+
+    One table of fixed size, so that a patch's angles never depend on what it is packed with.
+    """
+    with torch.inference_mode(False):
+        frequencies = rotary_frequencies(head_dim, theta, dtype)
+        angle = torch.outer(torch.arange(ROTARY_SIDE, device="cpu").to(dtype), frequencies)
+        return angle.cos().to(device), angle.sin().to(device)
+
+
+def rotary_angles(
+    grids: Sequence[Grid], head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every patch's rotation, both [L, P].
+
+    Pair 2k turns by x * f_k and pair 2k + 1 by y * f_k (x = column, y = row); every frame of a
+    chunk gets the same angles.
+    """
+    column_L, row_L = (torch.from_numpy(a).to(device) for a in patch_places(grids))
+    cos, sin = (
+        rearrange([table[column_L], table[row_L]], "xy l f -> l (f xy)")
+        for table in _rotary_table(head_dim, theta, dtype, device)
+    )
+    return cos, sin
+
+
+def patch_places(grids: Sequence[Grid]) -> tuple[np.ndarray, np.ndarray]:
+    """Column and row of every patch in packing order (frame, row, column), int64 [L] each."""
+    columns = [np.tile(np.arange(w), t * h) for t, h, w in grids]
+    rows = [np.tile(np.repeat(np.arange(h), w), t) for t, h, w in grids]
+    return np.concatenate(columns), np.concatenate(rows)
+
+
+def rotate(x_LNH: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
+    """Rotate adjacent channel pairs (2i, 2i + 1) of each head; computed in the angles' precision.
+
+    Args:
+        x_LNH: queries or keys [L, heads, head_dim].
+        cos_LP, sin_LP: from ``rotary_angles``.
+
+    Returns:
+        [L, heads, head_dim] in the dtype of ``x_LNH``.
+    """
+    even, odd = rearrange(x_LNH.to(cos_LP.dtype), "l n (p two) -> two l n p", two=2)
+    cos, sin = cos_LP[:, None], sin_LP[:, None]
+    turned = [even * cos - odd * sin, even * sin + odd * cos]
+    return rearrange(turned, "two l n p -> l n (p two)").to(x_LNH.dtype)

@@ -1,0 +1,76 @@
+"""From pixels to patches: resize, pad, cut. numpy and Pillow only.
+
+The rule is the Kimi K2.5 processor's: bicubic resize by Pillow to ``geometry.resized``, zeros to
+the right and below up to whole tokens, 14x14 patches in row order, channels first inside a patch.
+Padding happens before normalisation, so uint8 0 stands for it exactly and patches travel as bytes;
+``moonvit3d.model.normalise`` turns them into floats where they are used.
+"""
+
+import numpy as np
+from einops import rearrange
+from PIL import Image
+
+from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PATCH, PatchLimits, grid, resized
+
+_DEFAULT_LIMITS = PatchLimits()
+
+
+def image_patches(
+    pixels: np.ndarray, limits: PatchLimits = _DEFAULT_LIMITS
+) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Patches of one RGB image.
+
+    Args:
+        pixels: uint8 [H, W, 3].
+        limits: patch limits; ``limits.image`` applies.
+
+    Returns:
+        (uint8 [h * w, 3, 14, 14], grid (1, h, w)).
+
+    Raises:
+        ValueError: not uint8 [H, W, 3].
+    """
+    if pixels.ndim != 3:
+        raise ValueError(f"image of shape {pixels.shape}: want uint8 [height, width, 3]")
+    return _patches(pixels[None], KIND_IMAGE, limits.image, limits)
+
+
+def video_patches(
+    frames: np.ndarray, limits: PatchLimits = _DEFAULT_LIMITS
+) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Patches of one video chunk, frame by frame.
+
+    Args:
+        frames: uint8 [t, H, W, 3] with 1 <= t <= 4.
+        limits: patch limits; ``limits.frame`` applies to each frame.
+
+    Returns:
+        (uint8 [t * h * w, 3, 14, 14], grid (t, h, w)).
+
+    Raises:
+        ValueError: not uint8 [t, H, W, 3], or t out of range.
+    """
+    if frames.ndim != 4:
+        raise ValueError(f"chunk of shape {frames.shape}: want uint8 [frames, height, width, 3]")
+    return _patches(frames, KIND_VIDEO, limits.frame, limits)
+
+
+def _patches(
+    frames: np.ndarray, kind: int, patch_limit: int, limits: PatchLimits
+) -> tuple[np.ndarray, tuple[int, int, int]]:
+    if frames.dtype != np.uint8 or frames.shape[-1] != 3:
+        raise ValueError(f"pixels are {frames.dtype} {frames.shape}: want uint8 with 3 channels")
+    count, height, width, _ = frames.shape
+    t, h, w = grid(kind, count, height, width, limits)
+    new_size = resized(width, height, patch_limit, limits.side)
+    canvas = np.zeros((t, h * PATCH, w * PATCH, 3), dtype=np.uint8)
+    for frame, target in zip(frames, canvas):
+        target[: new_size[1], : new_size[0]] = _resize(frame, new_size)
+    patches = rearrange(canvas, "t (h p) (w q) c -> (t h w) c p q", p=PATCH, q=PATCH)
+    return np.ascontiguousarray(patches), (t, h, w)
+
+
+def _resize(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    if pixels.shape[1::-1] == size:
+        return pixels
+    return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))

@@ -1,0 +1,137 @@
+"""Which room may import which, which package belongs to which room, and that docs name real files.
+
+Plain `ast`: nothing under test is imported, so this runs in a second without torch.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+# A room may import itself and the rooms listed here; nothing else of ours. Longest name wins.
+ROOMS: dict[str, set[str]] = {
+    "moonvit3d.geometry": set(),
+    "moonvit3d.preprocess": {"moonvit3d.geometry"},
+    "moonvit3d": {"moonvit3d.geometry"},
+    "data_pipeline": {"moonvit3d.geometry", "moonvit3d.preprocess"},
+    "kimi_pretrain.config": {"moonvit3d", "data_pipeline", "kimi_pretrain.optim"},
+    "kimi_pretrain.optim": set(),
+    "kimi_pretrain.plots": set(),
+    "kimi_pretrain.engine": {"kimi_pretrain.config"},
+    "kimi_pretrain.dep": {"moonvit3d"},
+    "kimi_pretrain": {
+        "kimi_pretrain.config", "kimi_pretrain.optim", "kimi_pretrain.engine", "kimi_pretrain.dep",
+        "data_pipeline", "moonvit3d", "moonvit3d.geometry",
+    },
+    "launch": {"kimi_pretrain", "kimi_pretrain.config", "kimi_pretrain.plots", "data_pipeline",
+               "moonvit3d.geometry"},
+}  # fmt: skip
+
+# A package that only these rooms (or files) may import: its habits stay behind one wall.
+WALLS: dict[str, set[str]] = {
+    "megatron": {"kimi_pretrain.engine"},
+    "boto3": {"data_pipeline.store"},
+    "botocore": {"data_pipeline.store"},
+    "deepspeed": {"kimi_pretrain.stages"},
+    "torch.distributed": {
+        "kimi_pretrain.engine", "kimi_pretrain.dep", "kimi_pretrain.optim.distributed",
+        "kimi_pretrain.checkpoint", "kimi_pretrain.dry_run",
+    },
+}  # fmt: skip
+
+
+def sources() -> list[Path]:
+    folders = ("moonvit3d", "data_pipeline", "kimi_pretrain", "launch")
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(module: str) -> str | None:
+    inside = [room for room in ROOMS if module == room or module.startswith(room + ".")]
+    return max(inside, key=len, default=None)
+
+
+def imports_of(text: str) -> list[tuple[int, str]]:
+    """Return (line, module) of every absolute import, imports inside functions too."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def wrong_ways(module: str, text: str) -> list[str]:
+    home, bad = room_of(module), []
+    for line, target in imports_of(text):
+        room = room_of(target)
+        if home and room and room != home and room not in ROOMS[home]:
+            bad.append(f"{module}:{line} {home} imports {room}")
+        for package, allowed in WALLS.items():
+            inside = target == package or target.startswith(package + ".")
+            if inside and not any(module == a or module.startswith(a + ".") for a in allowed):
+                bad.append(f"{module}:{line} imports {package}")
+    return bad
+
+
+def test_imports_point_one_way():
+    bad = [line for path in sources() for line in wrong_ways(module_of(path), path.read_text())]
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("moonvit3d.model", "import data_pipeline.plan"),
+        ("data_pipeline.plan", "from kimi_pretrain.config import Config"),
+        ("kimi_pretrain.step", "import megatron.core"),
+        ("kimi_pretrain.step", "import torch.distributed as dist"),
+        ("data_pipeline.loader", "def f():\n    import boto3"),
+        ("kimi_pretrain.dep.assign", "from kimi_pretrain.engine.mesh import Mesh"),
+    ],
+)
+def test_a_wrong_import_is_seen(module, text):
+    assert wrong_ways(module, text)
+
+
+def test_planning_needs_no_torch():
+    bad = [
+        f"{module_of(path)}:{line}"
+        for path in sources()
+        if module_of(path).startswith(("data_pipeline", "moonvit3d.geometry"))
+        for line, target in imports_of(path.read_text())
+        if target.split(".")[0] == "torch"
+    ]
+    assert not bad, bad
+
+
+DOCUMENTS = [
+    path
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if path.exists()
+]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_name_files_that_exist(document):
+    named = set(re.findall(r"`([\w./-]+\.(?:py|md|yaml|toml|txt))`", document.read_text()))
+    outputs = {"config.yaml", "diff.patch"}  # written into a run folder, not part of the project
+    missing = [
+        name for name in sorted(named - outputs)
+        if not (ROOT / name).exists() and not (document.parent / name).exists()
+    ]  # fmt: skip
+    assert not missing, f"{document.name} names files that do not exist: {missing}"
+
+
+def test_configs_say_how_they_are_run():
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        head = path.read_text().split("\nmodel:")[0]
+        for word in ("command:", "hardware:", "expected:"):
+            assert word in head, f"{path.name}: the opening comment lacks {word!r}"

@@ -1,0 +1,120 @@
+"""Made-up indices, and the slow plain twins of layout, packing and planning: token by token."""
+
+import numpy as np
+
+from data_pipeline.blend import append_segment, blend
+from data_pipeline.index import SourceIndex
+from data_pipeline.order import ShardOrder
+from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, grid
+
+
+def made_index(name, shard_sizes, seed=0, *, text=(3, 120), media=0.0, video=0.2, side=400):
+    """An index of random samples; `media` is the chance of another medium in a sample."""
+    rng = np.random.default_rng(seed)
+    num_samples = sum(shard_sizes)
+    text_tokens = rng.integers(*text, num_samples)
+    items, item_ptr = [], [0]
+    for total in text_tokens:
+        number, before = 0, 0
+        while rng.random() < media:
+            before = int(rng.integers(before, total + 1))
+            height, width = rng.integers(20, side, 2)
+            is_video = rng.random() < video
+            for chunk in range(rng.integers(1, 4) if is_video else 1):
+                frames = rng.integers(1, 5) if is_video else 1
+                prefix = 11 if is_video else 3
+                kind = KIND_VIDEO if is_video else KIND_IMAGE
+                items.append((kind, number, chunk, frames, height, width, before, prefix))
+            number += 1
+        item_ptr.append(len(items))
+    names = ["kind", "media", "chunk", "frames", "height", "width", "text_before", "prefix"]
+    columns = np.array(items, np.int64).reshape(-1, len(names)).T
+    return SourceIndex.from_columns(
+        name,
+        text_tokens,
+        item_ptr=item_ptr,
+        shard=np.repeat(np.arange(len(shard_sizes)), shard_sizes),
+        **{f"item_{n}": column for n, column in zip(names, columns)},
+    )
+
+
+def slow_sample(index, sample, limits):
+    """Symbols of a sample, and (item, first pad, pads, grid) of its items."""
+    symbols, items, text_done = ["bos"], [], 0
+    for item in range(index.item_ptr[sample], index.item_ptr[sample + 1]):
+        while text_done < index.item_text_before[item]:
+            symbols.append("text")
+            text_done += 1
+        symbols += ["prefix"] * int(index.item_prefix[item])
+        shape = grid(
+            *(
+                int(getattr(index, f"item_{n}")[item])
+                for n in ("kind", "frames", "height", "width")
+            ),
+            limits,
+        )
+        pads = (shape[1] // 2) * (shape[2] // 2)
+        items.append((item, len(symbols), pads, shape))
+        symbols += ["pad"] * pads + ["end"]
+    while text_done < index.text_tokens[sample]:
+        symbols.append("text")
+        text_done += 1
+    return [*symbols, "eos"], items
+
+
+def slow_best_fit(lengths, seq_len):
+    """Look at every row; of equally good ones take the last touched."""
+    free, touched, rows = [], [], []
+    for clock, length in enumerate(lengths):
+        fitting = [(free[r], -touched[r], r) for r in range(len(free)) if free[r] >= length]
+        if fitting:
+            row = min(fitting)[2]
+        else:
+            row = len(free)
+            free.append(seq_len)
+            touched.append(0)
+        free[row] -= length
+        touched[row] = clock
+        rows.append(row)
+    return rows
+
+
+def slow_substitute(index, sample, lengths, seq_len):
+    """The sample that stands in for `sample`: the next usable one of its shard, in a circle."""
+    inside = [i for i in range(index.num_samples) if index.shard[i] == index.shard[sample]]
+    circle = [i for i in inside if i >= sample] + [i for i in inside if i < sample]
+    everywhere = [(sample + k) % index.num_samples for k in range(index.num_samples)]
+    return next(i for i in circle + everywhere if lengths[i] <= seq_len)
+
+
+def slow_window(indices, config, weights, window):
+    """Rows of a window: lists of (source, index, position, epoch, start, length)."""
+    lengths = [
+        [len(slow_sample(index, i, config.limits)[0]) for i in range(index.num_samples)]
+        for index in indices
+    ]
+    orders = [
+        ShardOrder(np.bincount(index.shard).tolist(), config.shard_window, config.seed, index.name)
+        for index in indices
+    ]
+    segments = append_segment((), 0, weights, config.seed)
+    drawn = []
+    for position in range(window * config.pack_window, (window + 1) * config.pack_window):
+        [source], [draw] = blend([position], segments, config.seed)
+        [sample], [epoch] = orders[source].samples([draw])
+        sample = slow_substitute(indices[source], sample, lengths[source], config.seq_len)
+        drawn.append((int(source), int(sample), position, int(epoch), lengths[source][sample]))
+    longest_first = sorted(drawn, key=lambda d: (-d[4], d[2]))
+    packed = {}
+    for sample, row in zip(
+        longest_first, slow_best_fit([d[4] for d in longest_first], config.seq_len)
+    ):
+        packed.setdefault(row, []).append(sample)
+    rows = []
+    for members in sorted(packed.values(), key=lambda members: members[0][2]):
+        start, row = 0, []
+        for source, sample, position, epoch, length in sorted(members, key=lambda d: d[2]):
+            row.append((source, sample, position, epoch, start, length))
+            start += length
+        rows.append(row)
+    return rows

@@ -1,0 +1,186 @@
+"""The index: what is written is read, and nothing else passes for it."""
+
+import hashlib
+import io
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from data_pipeline.index import (
+    ITEM_COLUMNS,
+    SAMPLE_COLUMNS,
+    IndexMismatch,
+    SourceIndex,
+    check_shards,
+    item_span,
+    read_index,
+    read_samples,
+    write_index,
+)
+from data_pipeline.ingest import ingest
+from data_pipeline.store import MissingKey
+from tests.unit.data_pipeline.media import samples
+
+
+@pytest.fixture
+def source(store, tokenizer):
+    return ingest(samples(24), store, "src", tokenizer, 20_000)
+
+
+def _made() -> SourceIndex:
+    rng = np.random.default_rng(0)
+    ptr = np.array([0, 0, 2, 3, 3, 7])
+    columns = {
+        name: rng.integers(0, 100, 5 if name in SAMPLE_COLUMNS else 7)
+        for name in (*SAMPLE_COLUMNS, *ITEM_COLUMNS)
+    }
+    columns["shard"] = np.array([0, 0, 1, 1, 2])
+    text = columns.pop("text_tokens")
+    return SourceIndex.from_columns("made", text, item_ptr=ptr, **columns)
+
+
+def test_write_then_read_keeps_every_column(store):
+    made = _made()
+    write_index(store, made)
+    found = read_index(store, "made")
+    for name, kind in {**SAMPLE_COLUMNS, **ITEM_COLUMNS}.items():
+        assert getattr(found, name).dtype == kind
+        assert np.array_equal(getattr(found, name), getattr(made, name)), name
+    for name in ("item_ptr", "segment_ptr", "segment_tokens"):
+        assert np.array_equal(getattr(found, name), getattr(made, name)), name
+    assert [found.key_of(i) for i in range(5)] == [made.key_of(i) for i in range(5)]
+    assert (found.name, found.shards, found.content_hash) == ("made", made.shards, made.content_hash)
+    assert (found.num_samples, found.num_items) == (5, 7)
+
+
+def test_an_index_of_no_items_and_of_one_sample(store):
+    for tokens in ([7], [7, 8, 9]):
+        made = SourceIndex.from_columns(f"t{len(tokens)}", tokens)
+        write_index(store, made)
+        found = read_index(store, made.name)
+        assert found.text_tokens.tolist() == tokens
+        assert found.num_items == 0
+        assert found.content_hash == made.content_hash
+
+
+def test_equal_content_gives_equal_bytes(store):
+    write_index(store, _made())
+    first = [store.get(f"made/{name}") for name in ("index.parquet", "manifest.json")]
+    write_index(store, _made())
+    assert [store.get(f"made/{n}") for n in ("index.parquet", "manifest.json")] == first
+
+
+@pytest.mark.parametrize("column", [*SAMPLE_COLUMNS, *ITEM_COLUMNS, "key"])
+def test_every_column_counts_in_the_content_hash(column):
+    made = _made()
+    if column == "key":
+        values = [*[made.key_of(i) for i in range(4)], "other"]
+    else:
+        values = getattr(made, column).copy()
+        values[-1] = values[-1] - 1
+    columns = {name: getattr(made, name) for name in (*SAMPLE_COLUMNS, *ITEM_COLUMNS)}
+    columns[column] = values
+    other = SourceIndex.from_columns(
+        "made", columns.pop("text_tokens"), item_ptr=made.item_ptr, shards=made.shards, **columns
+    )
+    assert other.content_hash != made.content_hash
+
+
+def test_the_manifest_names_everything(store, source, tokenizer):
+    manifest = json.loads(store.get("src/manifest.json"))
+    assert manifest["schema"] == "kimi-pretrain/source/1"
+    assert manifest["tokenizer"] == {"name": "tiny", "sha256": tokenizer.hash}
+    assert (manifest["samples"], manifest["items"]) == (24, source.num_items)
+    assert len(manifest["shards"]) > 2
+    for shard in manifest["shards"]:
+        data = store.get(shard["key"])
+        assert shard["size"] == len(data)
+        assert shard["sha256"] == hashlib.sha256(data).hexdigest()
+    index = store.get("src/index.parquet")
+    assert manifest["index_sha256"] == hashlib.sha256(index).hexdigest()
+    assert pq.read_table(io.BytesIO(index)).num_rows == 24
+
+
+def test_an_unfinished_source_is_not_there(store):
+    store.put("half/index.parquet", b"")
+    with pytest.raises(MissingKey, match="no finished source"):
+        read_index(store, "half")
+
+
+def test_another_schema_is_refused(store, source):
+    manifest = json.loads(store.get("src/manifest.json")) | {"schema": "other/9"}
+    store.put("src/manifest.json", json.dumps(manifest).encode())
+    with pytest.raises(IndexMismatch, match="'other/9', this version reads"):
+        read_index(store, "src")
+    for junk in (b"not json", b"[]"):
+        store.put("src/manifest.json", junk)
+        with pytest.raises(IndexMismatch, match=r"manifest\.json"):
+            read_index(store, "src")
+
+
+def test_an_index_that_is_not_the_manifests_is_refused(store, source):
+    write_index(store, SourceIndex.from_columns("other", [1, 2]))
+    store.put("src/index.parquet", store.get("other/index.parquet"))
+    with pytest.raises(IndexMismatch, match="src: index_sha256 is .* expected"):
+        read_index(store, "src")
+
+
+def test_samples_read_back_and_a_flipped_byte_is_found(store, source):
+    documents = read_samples(store, source, [5, 0, 23])
+    assert [d["meta"]["number"] for d in documents] == [5, 0, 23]
+    shard = source.shards[source.shard[5]].key
+    data = bytearray(store.get(shard))
+    data[source.json_offset[5] + 20] ^= 1
+    store.put(shard, bytes(data))
+    with pytest.raises(IndexMismatch, match=r"s-0005.*CRC-32 is [0-9a-f]{8}, expected"):
+        read_samples(store, source, [5])
+
+
+def test_check_shards_finds_what_changed(store, source):
+    count = len(source.shards)
+    assert check_shards(store, source) == count
+    assert check_shards(store, source, every=2) == (count + 1) // 2
+    victim = source.shards[1].key
+    whole = store.get(victim)
+    store.put(victim, whole + b"\0")
+    with pytest.raises(IndexMismatch, match=f"{victim}: size is {len(whole) + 1}, expected"):
+        check_shards(store, source)
+    assert check_shards(store, source, every=2)  # does not look at shard 1
+    store.put(victim, bytes(len(whole)))
+    with pytest.raises(IndexMismatch, match="CRC-32"):
+        check_shards(store, source)
+    (store.root / victim).unlink()
+    with pytest.raises(MissingKey, match=victim):
+        check_shards(store, source)
+
+
+def test_check_shards_reads_media_too(store, source):
+    shard = next(s for s, info in enumerate(source.shards) if info.samples >= 1)
+    rows = np.flatnonzero(source.shard == shard)
+    middle = rows[len(rows) // 2]
+    while source.item_ptr[middle] == source.item_ptr[middle + 1]:
+        shard += 1
+        rows = np.flatnonzero(source.shard == shard)
+        middle = rows[len(rows) // 2]
+    span = item_span(source, int(source.item_ptr[middle]))
+    data = bytearray(store.get(span.key))
+    data[span.offset + span.length // 2] ^= 1
+    store.put(span.key, bytes(data))
+    with pytest.raises(IndexMismatch, match="CRC-32"):
+        check_shards(store, source)
+
+
+def test_columns_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="item_kind has 1 entries, expected 2"):
+        SourceIndex.from_columns("x", [1], item_ptr=[0, 2], item_kind=[0], item_width=[1, 1])
+    with pytest.raises(ValueError, match="unknown columns"):
+        SourceIndex.from_columns("x", [1], itme_kind=[0])
+    with pytest.raises(ValueError, match="grouped"):
+        SourceIndex.from_columns("x", [1, 1, 1], shard=[0, 1, 0])
+
+
+def test_an_index_cannot_be_changed():
+    with pytest.raises(ValueError, match="read-only"):
+        _made().text_tokens[0] = 1

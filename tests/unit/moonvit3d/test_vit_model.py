@@ -1,0 +1,262 @@
+"""The encoder as a whole: packing, determinism, names and counts, precision, initialisation."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import moonvit3d
+from moonvit3d.config import MoonViTConfig
+from moonvit3d.merge import sd2_tpool
+from moonvit3d.model import VisionEncoder, initialise, normalise
+
+
+def split(patches, grids):
+    return patches.split([t * h * w for t, h, w in grids])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_packing_changes_no_bit(encoder, items, make_patches, dtype):
+    encoder = encoder.to(dtype)
+    patches = make_patches(items)
+    with torch.no_grad():
+        packed = encoder(patches, items)
+        order = [5, 2, 0, 7, 3, 6, 1, 4]
+        parts = split(patches, items)
+        shuffled = encoder(torch.cat([parts[i] for i in order]), [items[i] for i in order])
+        alone = [encoder(part, [grid]) for part, grid in zip(parts, items)]
+    tokens = [h * w // 4 for _, h, w in items]
+    assert packed.dtype == dtype
+    assert torch.equal(packed, torch.cat(alone))
+    assert torch.equal(shuffled, torch.cat([alone[i] for i in order]))
+    assert [len(a) for a in alone] == tokens
+
+
+def test_float_patches_equal_bytes(encoder, items, make_patches):
+    patches = make_patches(items)
+    with torch.no_grad():
+        assert torch.equal(encoder(normalise(patches), items), encoder(patches, items))
+
+
+def test_one_pack_equals_item_by_item(encoder, items, make_patches):
+    """The packed path that accelerators run, against the item-by-item path of the CPU."""
+    encoder = encoder.double()
+    patches = make_patches(items)
+    results = []
+    for forward in (encoder, lambda p, g: encoder.mm_projector(encoder.vision_tower(p, g))):
+        encoder.zero_grad()
+        out = forward(patches, items)
+        out.square().sum().backward()
+        results.append([out.detach(), *(p.grad.clone() for p in encoder.parameters())])
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_an_item_sees_only_itself(encoder, make_patches):
+    grids = [(1, 4, 4), (3, 2, 4), (1, 2, 2)]
+    patches = normalise(make_patches(grids)).requires_grad_()
+    out = encoder.mm_projector(encoder.vision_tower(patches, grids))
+    out[4:6].sum().backward()  # the tokens of the middle item
+    touched = [bool(part.any()) for part in split(patches.grad, grids)]
+    assert touched == [False, True, False]
+    assert patches.grad[16:40].flatten(1).any(1).all()  # and every frame of it
+
+
+def test_backward_is_deterministic(encoder, items, make_patches):
+    patches = make_patches(items)
+    runs = []
+    for _ in range(2):
+        encoder.zero_grad()
+        encoder(patches, items).square().sum().backward()
+        runs.append([p.grad.clone() for p in encoder.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+    assert all(bool(g.any()) for g in runs[0])  # every parameter is reached
+
+
+def test_nothing_in_nothing_out(encoder, small):
+    for empty in (torch.zeros(0, 3, 14, 14, dtype=torch.uint8), torch.zeros(0, 3, 14, 14)):
+        out = encoder(empty, [])
+        assert out.shape == (0, small.out_width)
+    out.sum().backward()  # still part of a graph
+    assert not encoder.mm_projector.pre_norm.weight.grad.any()
+
+
+def test_float64_is_float64_throughout(encoder, items, make_patches):
+    """A central difference with a step of 1e-5 would expose any float32 step on the way."""
+    encoder = encoder.double()
+    patches = make_patches(items)
+    parameters = list(encoder.parameters())
+    torch.manual_seed(0)
+    ways = [torch.randn_like(p) for p in parameters]
+    out = encoder(patches, items)
+    push = torch.randn_like(out)
+    grads = torch.autograd.grad((out * push).sum(), parameters)
+    slope = sum((g * w).sum() for g, w in zip(grads, ways))
+    values = []
+    for step in (1e-5, -2e-5):
+        with torch.no_grad():
+            for parameter, way in zip(parameters, ways):
+                parameter += step * way
+            values.append((encoder(patches, items) * push).sum())
+    assert abs((values[0] - values[1]) / 2e-5 - slope) < 1e-6 * abs(slope)
+
+
+def test_low_precision_follows_float32(encoder, items, make_patches):
+    patches = make_patches(items)
+    with torch.no_grad():
+        exact = encoder(patches, items)
+        rounded = encoder.bfloat16()(patches, items).float()
+    error = (rounded - exact).norm() / exact.norm()
+    assert 1e-4 < error < 3e-2
+
+
+def test_pooling_by_hand():
+    grids = [(2, 2, 4), (1, 4, 2)]
+    x = torch.arange(24, dtype=torch.float64)[:, None].repeat(1, 3)
+    got = sd2_tpool(x, grids)[..., 0].tolist()
+    # Frames 0-7 and 8-15 average to 4-11; a token is its 2x2 square, row by row.
+    assert got == [[4, 5, 8, 9], [6, 7, 10, 11], [16, 17, 18, 19], [20, 21, 22, 23]]
+
+
+def test_full_size_counts_and_names():
+    with torch.device("meta"):
+        encoder = VisionEncoder(MoonViTConfig())
+    tower = dict(encoder.vision_tower.named_parameters())
+    assert len(tower) == 329
+    assert sum(p.numel() for p in tower.values()) == 416_866_032
+    projector = dict(encoder.mm_projector.named_parameters())
+    assert sum(p.numel() for p in projector.values()) == 54_277_888
+    shapes = {name: tuple(p.shape) for name, p in encoder.state_dict().items()}
+    assert len(shapes) == 335  # no buffer is saved
+    block = "vision_tower.encoder.blocks.26."
+    for name, shape in {
+        "vision_tower.patch_embed.proj.weight": (1152, 3, 14, 14),
+        "vision_tower.patch_embed.proj.bias": (1152,),
+        "vision_tower.patch_embed.pos_emb.weight": (64, 64, 1152),
+        block + "norm0.weight": (1152,),
+        block + "norm1.bias": (1152,),
+        block + "wqkv.weight": (3456, 1152),
+        block + "wqkv.bias": (3456,),
+        block + "wo.weight": (1152, 1152),
+        block + "mlp.fc0.weight": (4304, 1152),
+        block + "mlp.fc1.weight": (1152, 4304),
+        "vision_tower.encoder.final_layernorm.weight": (1152,),
+        "mm_projector.pre_norm.bias": (1152,),
+        "mm_projector.proj.0.weight": (4608, 4608),
+        "mm_projector.proj.2.weight": (7168, 4608),
+    }.items():
+        assert shapes[name] == shape
+    out = encoder(torch.empty(64, 3, 14, 14, device="meta"), [(4, 2, 4), (1, 8, 4)])
+    assert out.shape == (10, 7168)
+
+
+# Initialisation ---------------------------------------------------------------------------------
+
+
+def test_initialisation_depends_on_seed_and_name_only(small):
+    torch.manual_seed(1)
+    one = VisionEncoder(small)
+    initialise(one, seed=3)
+    torch.manual_seed(2)
+    other = VisionEncoder(small).double()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(float("nan"))  # whatever is not written stays visible
+    torch.rand(5)
+    initialise(other, seed=3)
+    for (name, a), b in zip(one.named_parameters(), other.parameters()):
+        assert torch.equal(a.double(), b), name
+    initialise(other, seed=4)
+    changed = [n for n, p in other.named_parameters() if not torch.equal(p, one.get_parameter(n))]
+    assert all(p.ndim > 1 for n, p in one.named_parameters() if n in changed)
+    assert len(changed) == sum(p.ndim > 1 for p in one.parameters())
+
+
+FROZEN = [0.0032, -0.0297, 0.0504]
+
+
+def test_initialisation_is_frozen(small):
+    """Runs that should agree across versions of this code draw the same numbers."""
+    model = VisionEncoder(small)
+    initialise(model, seed=0)
+    weight = model.get_parameter("vision_tower.encoder.blocks.1.mlp.fc0.weight")
+    assert [round(v, 4) for v in weight[0, :3].tolist()] == FROZEN
+
+
+def test_initial_scales(small):
+    model = VisionEncoder(MoonViTConfig(width=128, depth=2, heads=4, mlp_width=256, pos_grid=32,
+                                        pos_init_std=0.02, out_width=200))  # fmt: skip
+    initialise(model, seed=0)
+    block = "vision_tower.encoder.blocks.0."
+    truncation = 0.8796  # std of a normal cut at two deviations
+    for name, std in {
+        "vision_tower.patch_embed.pos_emb.weight": 0.02,
+        "vision_tower.patch_embed.proj.weight": truncation * 588**-0.5,
+        block + "wqkv.weight": truncation * 128**-0.5,
+        block + "wo.weight": truncation * 128**-0.5,
+        block + "mlp.fc1.weight": truncation * (2 / 384) ** 0.5,
+        "mm_projector.proj.2.weight": truncation * (2 / 712) ** 0.5,
+    }.items():
+        assert float(model.get_parameter(name).detach().std()) == pytest.approx(std, rel=0.03)
+    assert not model.get_parameter(block + "wqkv.bias").any()
+    assert (model.get_parameter(block + "norm0.weight") == 1).all()
+    assert not model.get_parameter(block + "norm0.bias").any()
+
+
+# What is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("patches", "grids", "message"),
+    [
+        (torch.zeros(4, 3, 14, 14), [(1, 2, 4)], "add up to 8 patches, but 4"),
+        (torch.zeros(4, 3, 14, 14), [], "add up to 0 patches, but 4"),
+        (torch.zeros(4, 588), [(1, 2, 2)], "want \\[L, 3, 14, 14\\]"),
+        (torch.zeros(20, 3, 14, 14), [(5, 2, 2)], "1 to 4 frames"),
+        (torch.zeros(6, 3, 14, 14), [(1, 2, 3)], "must be even"),
+        (torch.zeros(0, 3, 14, 14), [(1, 0, 2)], "must be even"),
+        (torch.zeros(1028, 3, 14, 14), [(1, 2, 514)], "2 to 512"),
+    ],
+)
+def test_unsound_packs_are_refused(encoder, patches, grids, message):
+    with pytest.raises(ValueError, match=message):
+        encoder(patches, grids)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"width": 50}, "multiple of 16"), ({"heads": 0}, "heads = 0"), ({"depth": -1}, "depth")],
+)
+def test_impossible_configs_are_refused(change, message):
+    sizes = dict(width=48, depth=2, heads=4, mlp_width=80)
+    with pytest.raises(ValueError, match=message):
+        MoonViTConfig(**{**sizes, **change})
+
+
+def test_config_defaults_and_strictness():
+    pydantic = pytest.importorskip("pydantic")
+    assert MoonViTConfig().projector_width == 4608
+    assert MoonViTConfig().head_dim == 72
+    read = pydantic.TypeAdapter(MoonViTConfig).validate_python
+    assert read({"width": 64, "heads": 4}).projector_width == 256
+    with pytest.raises(pydantic.ValidationError, match="widht"):
+        read({"widht": 64})
+
+
+# The package ------------------------------------------------------------------------------------
+
+
+def test_every_public_name_is_there():
+    for name in moonvit3d.__all__:
+        assert getattr(moonvit3d, name) is not None
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = moonvit3d.nothing
+
+
+def test_geometry_and_preprocess_need_no_torch():
+    code = (
+        "import sys, moonvit3d.geometry, moonvit3d.preprocess, moonvit3d.flops; "
+        "from moonvit3d import grid, image_patches; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

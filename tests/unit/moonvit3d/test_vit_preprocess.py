@@ -1,0 +1,181 @@
+"""Patches against the released processor's frozen hashes and transformers' own steps."""
+
+import ast
+import hashlib
+import json
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from moonvit3d.geometry import PatchLimits
+from moonvit3d.model import normalise
+from moonvit3d.preprocess import image_patches, video_patches
+
+
+def tensor_sha(tensor):
+    """The frozen hashes' form: compact sorted JSON of dtype and shape, NUL, raw bytes."""
+    facts = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    head = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
+    return hashlib.sha256(head + b"\0" + tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def gradient_image():
+    y, x = np.mgrid[:48, :32]
+    channels = [7 * x + 3 * y + 11, 5 * x + 13 * y + 29, 17 * x + 9 * y + 47]
+    return (np.stack(channels, -1) % 256).astype(np.uint8)
+
+
+def checkerboard_image():
+    y, x = np.mgrid[:33, :57]
+    return np.array([[20, 40, 220], [235, 190, 25]], np.uint8)[(x // 5 + y // 5) % 2]
+
+
+def noise(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "grid", "sha"),
+    [
+        (
+            gradient_image(),
+            (1, 4, 4),
+            "37ae1786eb941cb4b9695c9f78b71996cfdfbb34870b2269a9f2cee08d7b0c52",
+        ),
+        (
+            checkerboard_image(),
+            (1, 4, 6),
+            "589f703f2e54ba8b231cb09347606dd2076f956533da9b6b27646ffe2ca86478",
+        ),
+    ],
+)
+def test_golden_hashes_of_the_released_processor(pixels, grid, sha):
+    patches, got_grid = image_patches(pixels)
+    assert got_grid == grid
+    assert tensor_sha(normalise(torch.from_numpy(patches), torch.bfloat16)) == sha
+
+
+@pytest.fixture(scope="module")
+def processor():
+    """transformers' Kimi_K25ImageProcessor without torchvision: ``preprocess(pixels, limits)``.
+
+    Its own methods run, cut out of the installed file; what it takes from torchvision is fed:
+    Pillow's resize (as the released processor does it), zero padding, subtract-and-divide.
+    """
+    pytest.importorskip("transformers")
+    from transformers.image_processing_backends import TorchvisionBackend
+    from transformers.image_processing_utils import BatchFeature
+    from transformers.image_transforms import group_images_by_shape, reorder_images
+    from transformers.image_utils import SizeDict
+
+    file = Path(find_spec("transformers").origin).parent
+    tree = ast.parse((file / "models/kimi_k25/image_processing_kimi_k25.py").read_text())
+    wanted = {"navit_resize", "patchify", "_preprocess"}
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name in wanted]
+    scope = dict(
+        math=math, torch=torch, SizeDict=SizeDict, BatchFeature=BatchFeature, TensorType=Any,
+        group_images_by_shape=group_images_by_shape, reorder_images=reorder_images,
+    )  # fmt: skip
+    exec(compile(ast.Module(found, []), str(file), "exec"), scope)
+
+    def resize(stacked, size, resample):
+        frames = stacked.permute(0, 2, 3, 1).numpy()
+        out = [Image.fromarray(f).resize((size.width, size.height), resample) for f in frames]
+        return torch.from_numpy(np.stack(out)).permute(0, 3, 1, 2)
+
+    def pad(stacked, pad_size):
+        extra = (0, pad_size.width - stacked.shape[3], 0, pad_size.height - stacked.shape[2])
+        return torch.nn.functional.pad(stacked, extra)
+
+    def normalize(images, mean, std, inplace):
+        return (images - mean[:, None, None]) / std[:, None, None]
+
+    me = SimpleNamespace(resize=resize, pad=pad, normalize=normalize)
+    for name in ("rescale_and_normalize", "_fuse_mean_std_and_rescale_factor"):
+        function = getattr(TorchvisionBackend, name)
+        setattr(me, name, getattr(function, "__wrapped__", function).__get__(me))
+    me.patchify = scope["patchify"].__get__(me)
+
+    def run(pixels, limits):
+        out = scope["_preprocess"](
+            me, [torch.from_numpy(pixels).permute(2, 0, 1)], do_resize=True,
+            size=SimpleNamespace(max_height=limits.side, max_width=limits.side),
+            resample=Image.Resampling.BICUBIC, do_rescale=True, rescale_factor=1 / 255,
+            do_normalize=True, image_mean=(0.5, 0.5, 0.5), image_std=(0.5, 0.5, 0.5), patch_size=14,
+            merge_size=2, max_patches=limits.image, disable_grouping=False, return_tensors="pt",
+        )  # fmt: skip
+        return out["pixel_values"], tuple(out["image_grid_thw"][0].tolist())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("pixels", "limits"),
+    [
+        (gradient_image(), PatchLimits()),
+        (checkerboard_image(), PatchLimits()),
+        (noise(1, 1), PatchLimits()),
+        (noise(56, 84), PatchLimits()),
+        (noise(200, 131), PatchLimits(image=64)),
+        (noise(15, 700), PatchLimits(side=16)),
+        (noise(301, 299), PatchLimits(image=100, side=8)),
+    ],
+)
+def test_equals_transformers(processor, pixels, limits):
+    want, want_grid = processor(pixels, limits)
+    patches, got_grid = image_patches(pixels, limits)
+    got = torch.from_numpy(patches)
+    assert got_grid == want_grid
+    want = want.reshape(got.shape)
+    # transformers folds the 1/255 into mean and std: equal bytes, one float32 rounding apart.
+    assert torch.equal((want * 127.5 + 127.5).round().to(torch.uint8), got)
+    torch.testing.assert_close(normalise(got), want, rtol=0, atol=1.2e-7)
+    assert torch.equal(normalise(got, torch.bfloat16), want.to(torch.bfloat16))
+
+
+def test_video_is_its_frames_one_after_the_other():
+    frames = np.stack([noise(70, 45, seed) for seed in range(3)])
+    limits = PatchLimits(image=12, frame=9, side=100)
+    patches, grid = video_patches(frames, limits)
+    single = [image_patches(f, PatchLimits(image=9, side=100)) for f in frames]
+    assert grid == (3, *single[0][1][1:])
+    assert np.array_equal(patches, np.concatenate([p for p, _ in single]))
+
+
+def test_patches_lie_where_they_should():
+    pixels = noise(30, 58)
+    patches, (_, h, w) = image_patches(pixels)
+    assert (h, w) == (4, 6)
+    canvas = np.zeros((56, 84, 3), np.uint8)
+    canvas[:30, :58] = pixels
+    for row in range(h):
+        for column in range(w):
+            want = canvas[14 * row : 14 * row + 14, 14 * column : 14 * column + 14]
+            assert np.array_equal(patches[row * w + column].transpose(1, 2, 0), want)
+
+
+def test_padding_is_minus_one_after_normalisation():
+    patches, _ = image_patches(np.full((14, 14, 3), 255, np.uint8))
+    values = normalise(torch.from_numpy(patches))
+    assert values[0].unique().tolist() == [1.0]
+    assert values[1:].unique().tolist() == [-1.0]
+    assert normalise(torch.from_numpy(patches), torch.float64).dtype == torch.float64
+
+
+@pytest.mark.parametrize("pixels", [np.zeros((8, 8), np.uint8), np.zeros((8, 8, 4), np.uint8),
+                                    np.zeros((8, 8, 3), np.float32)])  # fmt: skip
+def test_other_pixels_are_refused(pixels):
+    with pytest.raises(ValueError, match="want uint8"):
+        image_patches(pixels)
+
+
+def test_long_chunks_are_refused():
+    with pytest.raises(ValueError, match="5 frames"):
+        video_patches(np.zeros((5, 28, 28, 3), np.uint8))
