@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import av
+import av.container
 import numpy as np
+from av.error import FFmpegError
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -163,14 +165,16 @@ def _rgb(data: bytes) -> NDArray[np.uint8]:
 def _open_video(data: bytes) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
     """The MP4 and its first video stream; ffmpeg's errors inside the block become DecodeError."""
     try:
-        with av.open(io.BytesIO(data), format="mp4") as container:
+        with av.open(io.BytesIO(data), "r", format="mp4") as container:
             if not container.streams.video:
                 raise DecodeError("no video stream in the file")
             stream = container.streams.video[0]
             # The loader runs one decode per thread; ffmpeg's own threads would fight with them.
             stream.codec_context.thread_count = 1
+            # Otherwise ffmpeg paints over damaged blocks and says nothing.
+            stream.codec_context.options = {"err_detect": "explode"}
             yield container, stream
-    except av.FFmpegError as error:
+    except FFmpegError as error:
         raise DecodeError(f"video does not decode: {_reason(error)}") from error
 
 
@@ -200,7 +204,7 @@ def _video_chunks(data: bytes, chunks: Sequence[int]) -> list[NDArray[np.uint8]]
     pixels: dict[int, NDArray[np.uint8]] = {}
     for number, frame in enumerate(_frames(data)):
         if number == wanted[len(pixels)]:
-            pixels[number] = frame.to_ndarray(format="rgb24")
+            pixels[number] = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
             if len(pixels) == len(wanted):
                 break
     if len(pixels) < len(wanted):

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
@@ -27,14 +26,15 @@ from data_pipeline.store import MissingKey, Span, Store, get_many
 
 SCHEMA = "kimi-pretrain/source/1"
 
-SAMPLE_COLUMNS: dict[str, type[np.generic]] = {
+# Column -> dtype. `Any`, so that what is made from them may stand for any typed column.
+SAMPLE_COLUMNS: dict[str, Any] = {
     "shard": np.int32,
     "json_offset": np.int64,
     "json_length": np.int64,
     "json_crc": np.uint32,
     "text_tokens": np.int32,
 }
-ITEM_COLUMNS: dict[str, type[np.generic]] = {
+ITEM_COLUMNS: dict[str, Any] = {
     "item_kind": np.int8,
     "item_media": np.int16,
     "item_chunk": np.int16,
@@ -47,6 +47,7 @@ ITEM_COLUMNS: dict[str, type[np.generic]] = {
     "item_text_before": np.int32,
     "item_prefix": np.int32,
 }
+COLUMNS = {**SAMPLE_COLUMNS, **ITEM_COLUMNS}
 
 
 class IndexMismatch(Exception):
@@ -169,8 +170,7 @@ class SourceIndex:
             digest.update(f"{shard.sha256} {shard.size} {shard.samples}\n".encode())
         for name in self._COLUMNS:
             digest.update(f"{name}\n".encode() + getattr(self, name).tobytes())
-        keys = self.key.to_pylist() if isinstance(self.key, pa.Array) else self.key
-        digest.update("\n".join(keys).encode())
+        digest.update("\n".join(pa.array(self.key, pa.string()).to_pylist()).encode())
         return digest.hexdigest()
 
     @classmethod
@@ -194,14 +194,14 @@ class SourceIndex:
         segment columns each sample is a single text segment, without `item_ptr` there are no items.
         """
         text = np.asarray(text_tokens)
-        if unknown := sorted(set(columns) - set(SAMPLE_COLUMNS) - set(ITEM_COLUMNS)):
+        if unknown := sorted(set(columns) - set(COLUMNS)):
             raise ValueError(f"source {name!r}: unknown columns {unknown}")
         pointer = np.zeros(len(text) + 1, np.int64) if item_ptr is None else np.asarray(item_ptr)
         lengths = {c: len(text) for c in SAMPLE_COLUMNS} | {c: pointer[-1] for c in ITEM_COLUMNS}
         columns = {"item_frames": np.ones(pointer[-1]), **columns, "text_tokens": text}
         filled = {
             column: np.array(columns.get(column, np.zeros(lengths[column])), dtype=kind)
-            for column, kind in {**SAMPLE_COLUMNS, **ITEM_COLUMNS}.items()
+            for column, kind in COLUMNS.items()
         }
         if shards is None:
             counts = np.bincount(filled["shard"]) if len(text) else np.zeros(0, int)
@@ -306,13 +306,13 @@ def _lists(pointer: NDArray[np.int64], values: NDArray[Any]) -> pa.Array:
 def _from_parquet(data: bytes, manifest: dict[str, Any]) -> SourceIndex:
     table = pq.read_table(pa.BufferReader(data))
 
-    def flat(name: str, kind: type[np.generic]) -> NDArray[Any]:
+    def flat(name: str, kind: Any) -> NDArray[Any]:
         column = table.column(name).combine_chunks()
         values = column.flatten() if pa.types.is_large_list(column.type) else column
         return values.to_numpy(zero_copy_only=False).astype(kind)
 
     def pointer(name: str) -> NDArray[np.int64]:
-        lengths = pc.list_value_length(table.column(name)).to_numpy()
+        lengths = table.column(name).combine_chunks().value_lengths().to_numpy()
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     return SourceIndex(
@@ -324,7 +324,7 @@ def _from_parquet(data: bytes, manifest: dict[str, Any]) -> SourceIndex:
         item_ptr=pointer("item_kind"),
         tokenizer_name=manifest["tokenizer"]["name"],
         tokenizer_hash=manifest["tokenizer"]["sha256"],
-        **{name: flat(name, kind) for name, kind in {**SAMPLE_COLUMNS, **ITEM_COLUMNS}.items()},
+        **{name: flat(name, kind) for name, kind in COLUMNS.items()},
     )
 
 

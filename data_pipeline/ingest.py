@@ -18,14 +18,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.decode import DecodeError, is_turned, verify
-from data_pipeline.index import (
-    ITEM_COLUMNS,
-    SAMPLE_COLUMNS,
-    ShardInfo,
-    SourceIndex,
-    manifest_key,
-    write_index,
-)
+from data_pipeline.index import COLUMNS, ShardInfo, SourceIndex, manifest_key, write_index
 from data_pipeline.shards import Member, ShardBuilder, check_sample_key, padded, sample_json
 from data_pipeline.store import MissingBucket, MissingKey, Store
 from data_pipeline.text import Tokenizer
@@ -335,7 +328,7 @@ class _Source:
         self._shards: list[ShardInfo] = []
         self._keys: list[str] = []
         # Typed arrays: ten million samples take hundreds of megabytes, not tens of gigabytes.
-        codes = {column: np.dtype(kind).char for column, kind in _columns().items()}
+        codes = {column: np.dtype(kind).char for column, kind in COLUMNS.items()}
         self._columns = {column: array(code) for column, code in codes.items()}
         self._segments, self._segment_ptr = array("i"), array("q", [0])
         self._item_ptr = array("q", [0])
@@ -418,11 +411,7 @@ class _Source:
             item_ptr=np.array(self._item_ptr, np.int64),
             tokenizer_name=self._tokenizer.name,
             tokenizer_hash=self._tokenizer.hash,
-            **{c: np.array(self._columns[c], kind) for c, kind in _columns().items()},
+            **{c: np.array(self._columns[c], kind) for c, kind in COLUMNS.items()},
         )
         write_index(self._store, index)
         return index
-
-
-def _columns() -> dict[str, type[np.generic]]:
-    return {**SAMPLE_COLUMNS, **ITEM_COLUMNS}

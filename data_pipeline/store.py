@@ -14,7 +14,8 @@ import time
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-import boto3
+import boto3.exceptions
+import boto3.session
 from boto3.s3.transfer import TransferConfig
 from botocore import exceptions as aws
 from botocore.config import Config

@@ -26,7 +26,7 @@ LABELS = {
 }
 SMOOTHING_STEPS = 20
 # A phase shorter than this part of the step gets no number on its bar: it would not fit.
-NUMBERED_SHARE = 0.06
+NUMBERED_SHARE = 0.07
 
 
 def loss_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
@@ -51,7 +51,7 @@ def loss_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
         label=f"mean of the last {min(SMOOTHING_STEPS, len(steps))}",
     )
     top.set_ylabel("loss per token (nats)")
-    top.set_ylim(bottom=0)
+    top.set_ylim(0, losses.max() * 1.08)
     top.legend(frameon=False)
     top.set_title(f"Loss: {losses[0]:.2f} at step {steps[0]:g}, {losses[-1]:.2f} at {steps[-1]:g}")
     bottom.plot(steps, rates, color=MUTED, linewidth=1.5)

@@ -3,13 +3,14 @@
 import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from data_pipeline.index import check_shards, read_index
+from data_pipeline.index import SourceIndex, check_shards, read_index
 from data_pipeline.loader import Loader
 from data_pipeline.plan import GlobalPlan
 from data_pipeline.store import Store, open_store
@@ -24,6 +25,7 @@ from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.run_folder import MetricsWriter, describe_environment, log_to, write_trace
 from kimi_pretrain.step import StepReport, TrainStep, needs, vision_plan
 from kimi_pretrain.update import Update
+from moonvit3d.geometry import grids
 
 log = logging.getLogger("kimi_pretrain.train")
 
@@ -50,6 +52,7 @@ class Run:
     def _open_loader(self) -> Loader:
         data = self.config.data
         indices = [read_index(self.store, name) for name in data.source_names]
+        check_item_sizes(self.config, indices)
         for index in indices:  # ranks share the work of checking shards
             check_shards(self.store, index, self.mesh.world_size, self.mesh.rank)
         return Loader(data, self.store, indices, self.tokenizer, needs(self.config, self.mesh))
@@ -95,6 +98,25 @@ class Run:
     def close(self) -> None:
         """End the loader's threads."""
         self.loader.close()
+
+
+def check_item_sizes(config: Config, indices: Sequence[SourceIndex]) -> None:
+    """Refuse media that no chunk could hold, before anything expensive starts.
+
+    Raises:
+        ConfigError: names the source, the sample and both sizes.
+    """
+    budget = config.dep.max_patches_per_chunk
+    for index in indices:
+        shape = (index.item_frames, index.item_height, index.item_width)
+        sizes = grids(index.item_kind, *shape, config.data.limits).prod(axis=1)
+        if len(sizes) and sizes.max() > budget:
+            sample = int(np.searchsorted(index.item_ptr, sizes.argmax(), side="right")) - 1
+            raise ConfigError(
+                f"source {index.name!r}, sample {index.key_of(sample)!r}: a medium of "
+                f"{sizes.max()} patches is over dep.max_patches_per_chunk={budget}; raise it, or "
+                "lower data.limits so that media are shrunk"
+            )
 
 
 def load_tokenizer(config: Config, store: Store) -> Tokenizer:
@@ -156,13 +178,14 @@ def _loop(run: Run, run_dir: Path) -> None:
         line = _metrics_line(run, batch.plan, report, time.time() - start)
         if metrics is not None:
             metrics.write(line)
-        _log_bad_items(batch.plan, report)
+        if report.skipped_samples:  # the same on every rank, so this is collective
+            _record_skipped(run, report, run_dir / "quarantine.jsonl")
         if run.step == config.train.trace_step:
             spans = mesh.gather(report.spans)
             if mesh.rank == 0:
                 write_trace(run_dir / "trace.json", spans)  # type: ignore[arg-type]
         every = config.train.checkpoint_every
-        if every and run.step % every == 0 and run.step < config.train.steps:
+        if every and (run.step % every == 0 or run.step == config.train.steps):
             run.save(run_dir / "checkpoints")
     if metrics is not None:
         metrics.close()
@@ -226,16 +249,16 @@ def _patches_per_rank(run: Run, plan: GlobalPlan) -> dict[str, list[float]]:
     }
 
 
-def _log_bad_items(plan: GlobalPlan, report: StepReport) -> None:
-    for item, reason in report.bad_items:
-        sample = plan.items.sample[item]
-        log.warning(
-            "skipped sample %d of source %d (its medium %d): %s",
-            plan.samples.index[sample],
-            plan.samples.source[sample],
-            plan.items.media[item],
-            reason,
-        )
+def _record_skipped(run: Run, report: StepReport, file: Path) -> None:
+    """Write down which media were unusable and why; their samples' loss did not count."""
+    for _, reason in report.bad_items:
+        log.warning("step %d: skipped a sample: %s", run.step, reason)
+    found: list[Any] = run.mesh.gather(report.bad_items)
+    if run.mesh.rank == 0:
+        with file.open("a") as lines:
+            for item, reason in sorted(entry for part in found for entry in part):
+                line = {"step": run.step, "item": item, "reason": reason}
+                lines.write(json.dumps(line) + "\n")
 
 
 def _write_state_hashes(run: Run, file: Path) -> None:

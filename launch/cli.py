@@ -17,6 +17,7 @@ import typer
 
 from launch.errors import EXIT_CODE, user_message
 from launch.job import Job
+from launch.quiet import quiet_libraries
 
 app = typer.Typer(
     name="kimi-pretrain",
@@ -136,6 +137,7 @@ def train(
 
 def print_dry_run(config, as_json: bool) -> None:
     """Build the model on the meta device and print what it amounts to."""
+    quiet_libraries()
     from kimi_pretrain import dry_run
 
     result = dry_run.dry_run(config)
@@ -256,12 +258,13 @@ def evaluate(
     kimi-pretrain eval --config runs/demo/config.yaml --checkpoint \\
         runs/demo/checkpoints/step_00000400 --source digits_heldout
     """
+    quiet_libraries()
     with told_plainly():
         from kimi_pretrain.config import load_config
         from kimi_pretrain.evaluate import evaluate as measure
-        from launch.worker import resume_folder
+        from launch.worker import complete_checkpoint
 
-        folder = resume_folder(Job(config, ".", (), str(checkpoint)))
+        folder = complete_checkpoint(checkpoint)
         result = measure(load_config(config, overrides or ()), folder, source)
         if as_json:
             typer.echo(json.dumps(result))

@@ -12,6 +12,13 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, ValueError | FileNotFoundError):
         return " ".join(str(error).split())
     # Imported late: the store brings boto3, and the commonest errors need neither.
+    from data_pipeline.index import IndexMismatch
+    from data_pipeline.loader import LoaderError
     from data_pipeline.store import StoreError
 
-    return " ".join(str(error).split()) if isinstance(error, StoreError) else None
+    if isinstance(error, LoaderError) and error.__cause__ is not None:
+        cause = user_message(error.__cause__)
+        return cause and f"step {error.step}: {cause}"
+    if isinstance(error, StoreError | IndexMismatch):
+        return " ".join(str(error).split())
+    return None

@@ -44,10 +44,15 @@ def run(command: Sequence[str], env: Mapping[str, str], run_dir: Path) -> tuple[
             command, env=dict(env), stderr=subprocess.PIPE, text=True, start_new_session=True
         )
         assert process.stderr is not None
-        relay = threading.Thread(target=_relay, args=(process.stderr, log, logs), daemon=True)
+        hush = threading.Event()
+        relay = threading.Thread(target=_relay, args=(process.stderr, log, logs, hush), daemon=True)
         relay.start()
         try:
             code = process.wait()
+        except BaseException:
+            # Whoever interrupts us knows why: torchrun's traceback of it would only be noise.
+            hush.set()
+            raise
         finally:
             stop(process)
             relay.join(timeout=5)
@@ -81,9 +86,9 @@ def stop(process: subprocess.Popen) -> None:
     psutil.wait_procs(family, timeout=5)
 
 
-def _relay(lines: IO[str], log: IO[str], logs: Path) -> None:
+def _relay(lines: IO[str], log: IO[str], logs: Path, hush: threading.Event) -> None:
     for line in lines:
         log.write(line)
         log.flush()
-        if not any(logs.glob("error_rank_*.txt")):
+        if not hush.is_set() and not any(logs.glob("error_rank_*.txt")):
             sys.stderr.write(line)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launch.errors import EXIT_CODE, user_message
 from launch.job import Job
+from launch.quiet import quiet_libraries
 
 
 def error_file(run_dir: Path, rank: int) -> Path:
@@ -35,7 +36,16 @@ def resume_folder(job: Job) -> Path | None:
         return None
     if job.resume == "latest":
         return latest_checkpoint(Path(job.run_dir))
-    folder = Path(job.resume)
+    return complete_checkpoint(Path(job.resume))
+
+
+def complete_checkpoint(folder: Path) -> Path:
+    """Return `folder` if it is a complete checkpoint.
+
+    Raises:
+        FileNotFoundError: it does not exist or was never completed.
+
+    """
     if not (folder / "manifest.json").is_file():
         raise FileNotFoundError(
             f"{folder} is not a complete checkpoint (no manifest.json inside); give a folder "
@@ -46,6 +56,7 @@ def resume_folder(job: Job) -> Path | None:
 
 def run_job(job: Job) -> None:
     """Train; the rank and the world come from the environment."""
+    quiet_libraries()
     # Imported here so that a wrong argument is told before torch has loaded.
     from kimi_pretrain.config import load_config
     from kimi_pretrain.train import train

@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -113,17 +113,22 @@ def packed_attention_reference(
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """Megatron-Core's packed-sequence parameters plus what our attention wants precomputed."""
+    """Megatron-Core's packed-sequence parameters plus what our layers want precomputed.
+
+    Attributes:
+        parts: segments grouped for `packed_attention`.
+        positions: of each token inside its own segment, int64 [tokens].
+    """
 
     parts: list[Bucket] | None = None
+    positions: Tensor | None = None
 
     @classmethod
     def of(cls, cu_seqlens: list[int], is_document: list[bool], device: torch.device):
         """Build from segment borders; see `buckets`."""
         borders = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
-        # The true maximum, not seq_len: when the rotary table is as long as the row, Megatron-Core
-        # takes it for positions of the whole row and documents would not restart at zero.
-        longest = max(end - start for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:]))
+        lengths = [end - start for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:])]
+        longest = max(lengths)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=borders,
@@ -131,6 +136,7 @@ class PackedRows(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             parts=buckets(cu_seqlens, is_document, device),
+            positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
         )
 
 
@@ -165,7 +171,38 @@ class PackedCoreAttention(MegatronModule):
         return max_N
 
 
-class PlainQueryAttention(MLASelfAttention):
+class RestartingRotary(nn.Module):
+    """Rotary angles for every token of a packed row, starting over in each segment.
+
+    Given a table as long as the longest segment, Megatron-Core rotates segment by segment, and a
+    row holds dozens. Given one angle for each token of the row it rotates all at once.
+    """
+
+    def __init__(self, rotary: nn.Module):
+        super().__init__()
+        self.rotary = rotary
+
+    def get_rotary_seq_len(self, context, block, hidden, config, packed_seq_params) -> PackedRows:
+        """Return what `forward` needs: the row itself takes the place of a length."""
+        return packed_seq_params
+
+    def forward(self, rows: PackedRows, packed_seq: bool = True):
+        """Return angles [tokens, 1, 1, dim]; with YaRN also its factor on queries and keys."""
+        found = self.rotary(rows.max_seqlen_q, packed_seq=packed_seq)
+        if isinstance(found, tuple):
+            return found[0].index_select(0, rows.positions), found[1]
+        return found.index_select(0, rows.positions)
+
+
+class PackedLatentAttention(MLASelfAttention):
+    """Megatron-Core's MLA with rotary angles computed for the packed row as a whole."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rotary_pos_emb = RestartingRotary(self.rotary_pos_emb)
+
+
+class PlainQueryAttention(PackedLatentAttention):
     """MLA without a query latent (Moonlight): the latent of keys and values alone has a norm.
 
     Megatron-Core 0.19.2 ties both norms to one switch and, without a query latent, would ask for a

@@ -18,7 +18,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from kimi_pretrain.config import Config, LanguageConfig, LayoutConfig
-from kimi_pretrain.engine.attention import PackedCoreAttention, PlainQueryAttention
+from kimi_pretrain.engine.attention import (
+    PackedCoreAttention,
+    PackedLatentAttention,
+    PlainQueryAttention,
+)
 from kimi_pretrain.engine.experts import GroupedExperts, PaddingAwareRouter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -137,8 +141,8 @@ def layer_specs(config: MLATransformerConfig, vp_stage: int | None) -> Transform
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
         attention.submodules.core_attention = PackedCoreAttention
-        if config.q_lora_rank is None:
-            attention.module = PlainQueryAttention
+        plain = config.q_lora_rank is None
+        attention.module = PlainQueryAttention if plain else PackedLatentAttention
         mlp = layer.submodules.mlp
         if isinstance(mlp, partial) and mlp.func is MoELayer:
             mlp.keywords["submodules"].router = PaddingAwareRouter

@@ -46,7 +46,9 @@ TABLES = (
     Table("wheat.json", "year", ("wheat", "wages")),
 )
 KINDS = ("bar", "barh", "line", "scatter")
-NUM_ROWS = (4, 8)
+# Few rows and short names: picture and values together must fit a row of 256 tokens.
+NUM_ROWS = (3, 5)
+LABEL_CHARS = 10
 # Inches and dots per inch: from thumbnails to charts at the patch limit of a tiny model.
 SIZES = ((2, 1.5), (2, 2), (3, 2), (4, 3), (6, 4), (8, 3), (4, 8))
 DPIS = (40, 60, 90)
@@ -63,13 +65,17 @@ def rows(file: str) -> list[dict]:
 
 
 def series(table: Table, rng: np.random.Generator) -> tuple[str, list[str], list[float]]:
-    """Choose a column and 4 to 8 successive rows that have a value in it."""
+    """Choose a column and 3 to 5 successive rows that have a value in it."""
     column = table.values[rng.integers(len(table.values))]
     known = [r for r in rows(table.file) if r.get(column) not in (None, "")]
     count = min(len(known), int(rng.integers(NUM_ROWS[0], NUM_ROWS[1] + 1)))
     start = int(rng.integers(0, len(known) - count + 1))
     chosen = known[start : start + count]
-    return column, [str(r[table.label])[:16] for r in chosen], [float(r[column]) for r in chosen]
+    return (
+        column,
+        [str(r[table.label])[:LABEL_CHARS] for r in chosen],
+        [float(r[column]) for r in chosen],
+    )
 
 
 def draw(kind: str, title: str, labels: list[str], values: list[float], size, dpi) -> np.ndarray:

@@ -15,6 +15,7 @@ import numpy as np
 
 from data_pipeline.index import SourceIndex
 from data_pipeline.ingest import CrudeSample, Rejection, TextSegment, ingest
+from data_pipeline.layout import layout
 from data_pipeline.store import Store
 from data_pipeline.text import Tokenizer, train_ranks
 from launch.demo import digits, texts
@@ -22,15 +23,16 @@ from launch.demo.charts import charts
 from launch.demo.clips import clips
 from launch.demo.pages import rendered_pages
 from launch.demo.photos import photos
-from moonvit3d.geometry import PatchLimits, grids
+from moonvit3d.geometry import PatchLimits
 
-# The limits of configs/tiny_cpu.yaml, under which the report counts patches.
-LIMITS = PatchLimits(image=1024, frame=256)
+# As in configs/tiny_cpu.yaml; every sample fits a row, and the report counts patches with these.
+LIMITS = PatchLimits(image=576, frame=256)
 TOKENIZER_KEY = "tokenizer/demo.tiktoken"
 VOCABULARY = 1500
-# Two special tokens stand around a sample, and a row of the tiny model holds 512.
-MOST_TOKENS = 480
-SHARD_BYTES = 4 << 20
+# Two special tokens stand around a sample.
+ROW_TOKENS = 256
+MOST_TOKENS = 230
+SHARD_BYTES = 1 << 20
 TAIL = 0.10
 
 Progress = Callable[[str, int, int], None]
@@ -97,23 +99,24 @@ def tail_share(
     return float(np.interp(share, np.append(0, taken), np.append(0, mass)) / mass[-1])
 
 
-def item_patches(index: SourceIndex) -> np.ndarray:
-    """Return the patches of every media item of a source under the tiny model's limits."""
-    if len(index.item_kind) == 0:
-        return np.zeros(0, np.int64)
-    shape = grids(index.item_kind, index.item_frames, index.item_height, index.item_width, LIMITS)
-    return shape.prod(axis=1)
-
-
 def describe(index: SourceIndex, samples: list[CrudeSample], seconds: float) -> dict:
     """Return the report of one source: plain numbers."""
-    patches = item_patches(index)
+    sizes = layout(index, LIMITS)
+    patches = sizes.grid.prod(axis=1)
+    longest = int(sizes.length.max())
+    if longest > ROW_TOKENS:
+        # It would be left out of training without a word.
+        raise ValueError(
+            f"source {index.name}: sample {index.key[int(sizes.length.argmax())]} has {longest} "
+            f"tokens, a row of the tiny model {ROW_TOKENS}"
+        )
     return {
         "samples": int(index.num_samples),
         "items": len(patches),
         "patches": int(patches.sum()),
         "text_bytes": sum(len(t.encode()) for t in segment_texts(samples)),
         "text_tokens": int(index.text_tokens.sum()),
+        "longest": longest,
         "shards": len(index.shards),
         "tail_share": round(tail_share(patches), 4),
         "seconds": round(seconds, 2),
@@ -136,7 +139,11 @@ def build_corpus(
         progress: called with (stage, done, total) as building goes on.
 
     Returns:
-        {source: {samples, items, patches, text_bytes, text_tokens, shards, tail_share, seconds}}.
+        {source: {samples, items, patches, text_bytes, text_tokens, longest (tokens of a sample),
+        shards, tail_share, seconds}}.
+
+    Raises:
+        ValueError: a sample was rejected or does not fit a row.
 
     """
     size = size or CorpusSize()

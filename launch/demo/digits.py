@@ -29,7 +29,9 @@ PROMPT = "digits:"
 # Number of digits on a page: single digits start the learning, long pages teach the order.
 SINGLE, SHORT = 0.55, 0.25
 BIG_PAGES = 0.04
-BIG_COLS, BIG_ROWS = (8, 16), (6, 12)
+# At most 12x12 cells, the 576 patches of configs/tiny_cpu.yaml: a larger page would be scaled down
+# and its digits would no longer lie on whole vision tokens.
+BIG_COLS, BIG_ROWS = (6, 12), (6, 12)
 # Blank rows or columns added to an ordinary page, and how often.
 MARGINS, MARGIN_SHARES = (0, 1, 2), (0.65, 0.25, 0.10)
 
@@ -68,7 +70,7 @@ def load_scans() -> Scans:
     """Read all scans from scikit-learn's package data and enlarge them to 24x24."""
     from sklearn.datasets import load_digits
 
-    raw, labels = load_digits(return_X_y=True)
+    raw, labels = (np.asarray(part) for part in load_digits(return_X_y=True))
     small = np.rint(raw.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     large = [
         np.asarray(Image.fromarray(s).resize((INK, INK), Image.Resampling.BICUBIC)) for s in small
@@ -92,7 +94,7 @@ def draw_layout(rng: np.random.Generator, num_digits: int, big: bool) -> Layout:
     Args:
         rng: the page's own generator.
         num_digits: 1 to 12.
-        big: a page of 8x6 to 16x12 cells instead of one that fits its digits.
+        big: a page of 6x6 to 12x12 cells instead of one that fits its digits.
 
     """
     cols = int(rng.integers(1, min(num_digits, 6) + 1))

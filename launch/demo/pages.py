@@ -17,9 +17,9 @@ from launch.demo.texts import topics
 
 FONT_SIZES = (11, 13, 16)
 WIDTHS = (20, 32, 48)
-NUM_LINES = (2, 20)
-# With the 256 vision tokens of the largest page this stays inside a row of 512 tokens.
-MOST_CHARS = 400
+NUM_LINES = (2, 12)
+# Picture and text together must fit a row of 256 tokens (configs/tiny_cpu.yaml).
+MOST_CHARS = 220
 SMALLEST_DOCUMENT = 1000
 MARGIN = 10
 SPACING = 4

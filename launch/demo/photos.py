@@ -97,8 +97,8 @@ def variant(image: Image.Image, rng: np.random.Generator, whole: bool) -> Image.
         image = image.crop((left, top, left + w, top + h))
     side = float(np.exp(rng.uniform(*np.log(SIDES))))
     scale = min(1.0, side / max(image.size))
-    size = tuple(max(14, round(s * scale)) for s in image.size)
-    return image.resize(size, Image.Resampling.BICUBIC)
+    width, height = (max(14, round(s * scale)) for s in image.size)
+    return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def photos(seed: int, *, per_photo: int) -> Iterator[CrudeSample]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,8 @@ def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -
     prepare_folder(run_dir)
     console.print(describe(config), highlight=False)
     seconds: dict[str, float] = {}
-    with S3Server(run_dir / "s3", BUCKET) as server, environment(server.environment()):
+    with s3_server(run_dir / "s3") as server, environment(server.environment()):
+        console.print(f"S3 server at {server.endpoint}: a wrong secret was refused")
         with timed(seconds, "setup_data"):
             corpus = make_corpus(console)
         (run_dir / "corpus.json").write_text(json.dumps(corpus, indent=1) + "\n")
@@ -139,6 +140,22 @@ def prepare_folder(run_dir: Path) -> None:
         shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / MARKER).touch()
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[S3Server]:
+    """Run an S3 server that has proved to refuse a wrong secret; stopped however this ends.
+
+    Raises:
+        DemoError: it did not start.
+
+    """
+    with ExitStack() as stack:
+        try:
+            server = stack.enter_context(S3Server(folder, BUCKET))
+        except RuntimeError as error:
+            raise DemoError(str(error)) from error
+        yield server
 
 
 @contextmanager
@@ -236,7 +253,9 @@ def evaluate(run_dir: Path, steps: int) -> dict[str, Any]:
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise DemoError(f"evaluation stopped: {done.stderr.strip() or done.stdout.strip()}")
+        # The command's own last line tells the cause; a traceback ends with it as well.
+        reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise DemoError(f"evaluation stopped: {reason.removeprefix('error: ')}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

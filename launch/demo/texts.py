@@ -80,8 +80,7 @@ def prose_texts(most: int) -> Iterator[str]:
 
     def rest() -> Iterator[str]:
         for name in DESCRIBED:
-            description = importlib.metadata.metadata(name).get_payload()
-            yield str(description)[:20_000]
+            yield importlib.metadata.metadata(name)["Description"][:20_000]
         for path in modules():
             if text := "\n\n".join(docstrings(_read(path))):
                 yield text

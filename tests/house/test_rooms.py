@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 ROOMS: dict[str, set[str]] = {
     "moonvit3d.geometry": set(),
     "moonvit3d.preprocess": {"moonvit3d.geometry"},
-    "moonvit3d": {"moonvit3d.geometry"},
+    "moonvit3d": {"moonvit3d.geometry", "moonvit3d.preprocess"},
     "data_pipeline": {"moonvit3d.geometry", "moonvit3d.preprocess"},
     "kimi_pretrain.config": {"moonvit3d", "data_pipeline", "kimi_pretrain.optim"},
     "kimi_pretrain.optim": set(),

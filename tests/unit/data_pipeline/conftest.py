@@ -3,7 +3,7 @@ import pytest
 from data_pipeline.store import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 
-WORDS = "the map shows 12 rivers, 345 towns and a Straße; 中文字符 don't mix\n\tdef f(x): return x\n"
+WORDS = "the map shows 12 rivers, 345 towns and a Straße; 中文字符 can't\n\tdef f(x): return x\n"
 TRAINING_TEXT = [WORDS + f"row {i} of {i * i}; image video 00:00:0{i % 10}.500 " for i in range(99)]
 
 

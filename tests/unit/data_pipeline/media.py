@@ -27,6 +27,7 @@ def mp4(frames: int, fps: int = 4, height: int = 48, width: int = 64) -> bytes:
     with av.open(out, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=fps)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.bit_rate = 4_000_000
         for i in range(frames):
             grey = np.full((height, width, 3), 8 * i % 256, np.uint8)
             for packet in stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")):

@@ -144,7 +144,7 @@ def test_video_chunks_hold_the_sampled_frames():
         patches = decode_item(data, KIND_VIDEO, chunk, LIMITS, (len(wanted), 4, 6))
         found = rearrange(patches, "(t h w) c y x -> t (h y) (w x) c", h=4, w=6)
         assert np.array_equal(found, np.stack([frames[i] for i in wanted]))
-        assert np.abs(found.mean((1, 2, 3)) - 8 * wanted).max() < 3
+        assert np.abs(found.mean((1, 2, 3)) - 8 * wanted).max() < 4  # half a step
 
 
 def test_several_chunks_from_one_pass_equal_single_ones():

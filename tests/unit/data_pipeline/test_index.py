@@ -51,7 +51,11 @@ def test_write_then_read_keeps_every_column(store):
     for name in ("item_ptr", "segment_ptr", "segment_tokens"):
         assert np.array_equal(getattr(found, name), getattr(made, name)), name
     assert [found.key_of(i) for i in range(5)] == [made.key_of(i) for i in range(5)]
-    assert (found.name, found.shards, found.content_hash) == ("made", made.shards, made.content_hash)
+    assert (found.name, found.shards, found.content_hash) == (
+        "made",
+        made.shards,
+        made.content_hash,
+    )
     assert (found.num_samples, found.num_items) == (5, 7)
 
 

@@ -1,0 +1,58 @@
+# One door to everything. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Written last: an installation that was cut off is done again, a finished one is reused.
+STAMP := $(VENV)/.installed
+RUN_DIR ?= runs/demo
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-unit test-dist check fix bench
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
+
+setup: $(STAMP) ## make .venv with pinned versions (about 2 GB with torch for CPU)
+
+# torch comes first and alone: pip takes it with the machine's own configuration, so that where a
+# CPU wheel is offered it is the one installed, and what follows finds it in place.
+# Megatron-Core 0.19.2 has a wheel for Python 3.11 but declares 3.12: asked for past that there.
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than Python 3.11; use make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt torch==2.13.0
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	if $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then \
+	  $(PIP) install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2; fi
+	touch $(STAMP)
+
+demo: $(STAMP) ## train a tiny Kimi on real data, resume it, measure it (RUN_DIR=, ARGS="train.steps=40")
+	$(BIN)/kimi-pretrain demo --run-dir $(RUN_DIR) $(ARGS)
+
+test: $(STAMP) ## all tests (ARGS="-k digits" to choose)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+test-unit: $(STAMP) ## tests without processes and servers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(ARGS)
+
+test-dist: $(STAMP) ## tests that start several processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m dist $(ARGS)
+
+check: $(STAMP) ## format, lint, spelling and types; changes nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/codespell --skip="$(VENV),.git,runs,build,*.egg-info"
+	$(BIN)/basedpyright
+
+fix: $(STAMP) ## format, and mend what lint can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## run benchmarks/bench_*.py; each prints its numbers
+	@for file in benchmarks/bench_*.py; do \
+	  [ -f "$$file" ] || { echo "no benchmark in benchmarks/" >&2; exit 1; }; \
+	  echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python "$$file" || exit 1; done

@@ -1,0 +1,68 @@
+"""Every wrong key or number is one clear sentence; every shipped preset is sound."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kimi_pretrain.config import ConfigError, dump_config, load_config, parse_config
+
+PRESETS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_presets_load_and_come_back_from_what_is_written(preset):
+    config = load_config(preset)
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_overrides_win_and_keep_their_types():
+    config = load_config("tiny_cpu", ["train.steps=7", "data.seed=3", "optim.lr=1e-3"])
+    assert (config.train.steps, config.data.seed, config.optim.lr) == (7, 3, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.step=7", "unknown key train.step; did you mean train.steps?"),
+        ("optim.learning=7", "unknown key optim.learning; "),
+        ("model.vision.widht=64", "did you mean model.vision.width?"),
+        ("data.limits.images=64", "did you mean data.limits.image?"),
+        ("model.language.yarn={factr: 2}", "did you mean model.language.yarn.factor?"),
+        ("modle.vision.width=64", "did you mean model?"),
+        ("train.steps=none", "train.steps"),
+        ("train.steps=0", "train.steps"),
+        ("data.seq_len=-1", "seq_len"),
+        ("train.dtype=float8", "train.dtype"),
+        ("train.steps", "expected section.key=value"),
+        ("train.steps.more=1", "steps"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(override, told):
+    with pytest.raises(ConfigError) as error:
+        load_config("tiny_cpu", [override])
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["layout.ep=4"], ("layout.ep=4", "layout.dp=2")),
+        (["layout.dp=3", "layout.ep=3", "data.rows_per_step=12"], ("num_experts=8",)),
+        (["data.rows_per_step=18"], ("data.rows_per_step=18", "x train.rows_per_microbatch=4")),
+        (["layout.pp=1"], ("layout.vpp=2", "layout.pp > 1")),
+        (["data.rows_per_step=24"], ("3 microbatches", "layout.pp=2")),
+        (["model.language.num_layers=6"], ("num_layers=6", "4 chunks", "layout.stages")),
+        (["model.vision.out_width=64"], ("out_width=64", "hidden_size=128")),
+    ],
+)
+def test_an_impossible_layout_says_which_numbers(overrides, told):
+    with pytest.raises(ConfigError) as error:
+        load_config("tiny_cpu", overrides)
+    for part in told:
+        assert part in str(error.value)
+
+
+def test_an_unknown_file_names_the_presets():
+    with pytest.raises(ConfigError, match="kimi_k25_1t"):
+        load_config("configs/nothing.yaml")

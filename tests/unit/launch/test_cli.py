@@ -1,0 +1,94 @@
+"""The command line: help, dry output, and errors in one line."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from launch.cli import app
+from launch.errors import user_message
+
+runner = CliRunner()
+
+
+@pytest.mark.parametrize("command", ["train", "submit", "eval", "demo", "data show-index"])
+def test_help_has_an_example(command):
+    result = runner.invoke(app, [*command.split(), "--help"])
+    assert result.exit_code == 0
+    assert f"kimi-pretrain {command} " in " ".join(result.output.split())
+
+
+def test_help_loads_nothing_heavy():
+    code = """
+import sys
+from typer.testing import CliRunner
+from launch.cli import app
+assert CliRunner().invoke(app, ["--help"]).exit_code == 0
+heavy = {"torch", "numpy", "boto3", "megatron", "matplotlib"} & set(sys.modules)
+sys.exit(", ".join(sorted(heavy)) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def one_line_error(arguments: list[str]) -> str:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_unknown_key_names_its_path_and_the_nearest():
+    line = one_line_error(["train", "--config", "tiny_cpu", "optim.learning=1"])
+    assert "optim.learning" in line
+    line = one_line_error(["submit", "--config", "tiny_cpu", "train.stepz=1"])
+    assert "train.stepz" in line
+    assert "train.steps" in line
+
+
+def test_missing_config_file():
+    assert "no_such.yaml" in one_line_error(["train", "--config", "no_such.yaml"])
+
+
+def test_processes_that_do_not_fit_the_layout():
+    base = ["train", "--config", "tiny_cpu"]
+    assert "--nproc 3" in one_line_error([*base, "--nproc", "3"])
+    assert "do not divide over 3 nodes" in one_line_error([*base, "--nnodes", "3"])
+    assert "--rendezvous" in one_line_error([*base, "--nnodes", "2"])
+
+
+def test_resume_from_what_is_no_checkpoint(tmp_path):
+    line = one_line_error(["train", "--config", "tiny_cpu", "--resume", str(tmp_path)])
+    assert "manifest.json" in line
+
+
+def test_submit_dry_run_prints_the_script_of_the_256_gpu_layout(tmp_path):
+    run_dir = tmp_path / "r"
+    result = runner.invoke(
+        app,
+        ["submit", "--config", "kimi_k25_1t", "--dry-run", "--run-dir", str(run_dir)]
+        + ["--module", "cuda/12", "train.steps=9"],
+    )
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("#!/bin/bash\n")
+    assert "#SBATCH --nodes=32\n#SBATCH --ntasks-per-node=8\n" in result.output
+    assert "module load cuda/12\n" in result.output
+    assert '"train.steps=9"' in result.output
+    assert not run_dir.exists()
+
+
+def test_show_index_of_a_missing_source(tmp_path):
+    line = one_line_error(["data", "show-index", str(tmp_path / "digits")])
+    assert "digits" in line
+
+
+def test_only_the_user_s_errors_are_shortened():
+    assert user_message(ValueError("a\n  b")) == "a b"
+    assert user_message(FileNotFoundError("gone")) == "gone"
+    assert user_message(RuntimeError("a bug")) is None
+    from data_pipeline.store import MissingBucket
+
+    assert user_message(MissingBucket("s3://x: no bucket")) == "s3://x: no bucket"

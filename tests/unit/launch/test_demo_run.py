@@ -1,0 +1,169 @@
+"""The parts of the demo that decide: comparison, summary, folders, what GPUs change."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kimi_pretrain.config import load_config
+from launch.demo import run
+from launch.demo.summary import compare_runs, summarise
+
+CONFIG = load_config("tiny_cpu")
+
+
+def metrics_line(step: int, **changes) -> dict:
+    return {
+        "step": step,
+        "loss": 5.0 / step,
+        "grad_norm": 1.0 / step,
+        "lr": 1e-3,
+        "items": 10,
+        "text_tokens": 100,
+        "vision_tokens": 30,
+        "skipped_samples": 0,
+        "balance": {"naive": 2.0 + step, "dep": 1.0, "round_robin": 1.5},
+        "store": {"requests": 7 * step, "bytes": 1000 * step},
+        **changes,
+    }
+
+
+def write_run(folder: Path, lines: list[dict], **hashes) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    states = {"step": 4, "model": "m", "optimizer": "o", "loader": "l", "tensors": 9}
+    (folder / "state_hashes.json").write_text(json.dumps(states | hashes))
+    return folder
+
+
+@pytest.fixture
+def first(tmp_path) -> Path:
+    return write_run(tmp_path / "first", [metrics_line(step) for step in (1, 2, 3, 4)])
+
+
+def test_equal_runs_are_bitwise_equal(first, tmp_path):
+    again = write_run(tmp_path / "again", [metrics_line(step) for step in (3, 4)])
+    assert compare_runs(first, again) == {
+        "bitwise": True,
+        "steps": 2,
+        "tensors": 9,
+        "differences": [],
+    }
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_the_last_bit_of_a_number_is_seen(first, tmp_path, name):
+    import math
+
+    value = metrics_line(3)[name]
+    lines = [metrics_line(3, **{name: math.nextafter(value, 9)}), metrics_line(4)]
+    result = compare_runs(first, write_run(tmp_path / "again", lines))
+    assert not result["bitwise"]
+    assert result["differences"][0].startswith(f"step 3: {name}")
+
+
+@pytest.mark.parametrize("state", ["model", "optimizer", "loader", "step", "tensors"])
+def test_every_state_counts(first, tmp_path, state):
+    again = write_run(tmp_path / "again", [metrics_line(4)], **{state: "other"})
+    assert not compare_runs(first, again)["bitwise"]
+
+
+def test_a_run_that_did_nothing_proves_nothing(first, tmp_path):
+    assert not compare_runs(first, write_run(tmp_path / "again", []))["bitwise"]
+    beyond = write_run(tmp_path / "beyond", [metrics_line(5)])
+    assert not compare_runs(first, beyond)["bitwise"]
+
+
+def test_summary_has_the_promised_keys_and_numbers():
+    lines = [metrics_line(1), metrics_line(2), metrics_line(3, items=0)]
+    summary = summarise(
+        CONFIG,
+        lines,
+        {"multimodal": [3.0, 2.0, 2.5], "text_only": [2.0, 1.0, 9.0]},
+        {"bitwise": True, "steps": 1, "tensors": 9, "differences": []},
+        {"accuracy": 0.9, "accuracy_swapped": 0.1},
+        {"setup_data": 1.26, "train": 2.0, "resume": 3.0, "eval": 4.0},
+    )
+    assert summary["steps"] == 3
+    assert (summary["loss_first"], summary["loss_last"]) == (5.0, 5.0 / 3)
+    assert summary["heldout_digit_accuracy"] == 0.9
+    assert summary["heldout_digit_accuracy_swapped"] == 0.1
+    assert summary["resumed_bitwise"] is True
+    assert summary["world"] == {"pp": 2, "vpp": 2, "ep": 2, "dp": 2}
+    assert summary["media_items"] == 20
+    assert summary["text_tokens"] == 300
+    assert summary["vision_tokens"] == 90
+    # A step without media has no balance to speak of.
+    assert summary["balance_max_over_mean"] == {"naive": 3.5, "dep": 1.0}
+    assert summary["step_seconds_median"] == {"multimodal": 2.5, "text_only": 2.0}
+    assert summary["efficiency_vs_text_only"] == 0.8
+    assert summary["s3"] == {"requests": 21, "bytes": 3000}
+    assert summary["seconds"] == {"setup_data": 1.3, "train": 2.0, "resume": 3.0, "eval": 4.0}
+    json.dumps(summary)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (0, {}),
+        (4, {}),
+        (8, {}),
+        (1, {"pp": 1, "vpp": 1, "dp": 1, "ep": 1}),
+        (2, {"pp": 1, "vpp": 1, "dp": 2, "ep": 2}),
+        (3, {"pp": 1, "vpp": 1, "dp": 2, "ep": 2}),
+    ],
+)
+def test_fewer_gpus_than_processes_change_the_layout(gpus, expected):
+    layout = load_config("tiny_cpu", run.gpu_overrides(gpus, CONFIG)).layout
+    wanted = expected or {"pp": 2, "vpp": 2, "dp": 2, "ep": 2}
+    assert {name: getattr(layout, name) for name in wanted} == wanted
+    assert gpus == 0 or layout.world_size() <= gpus
+
+
+def test_middle_checkpoint_is_complete_and_not_the_last(tmp_path):
+    root = tmp_path / "checkpoints"
+    for step in (100, 200, 300, 400):
+        (root / f"step_{step:08d}").mkdir(parents=True)
+        if step != 200:  # never finished
+            (root / f"step_{step:08d}" / "manifest.json").touch()
+    assert run.middle_checkpoint(tmp_path, 400).name == "step_00000100"
+    assert run.middle_checkpoint(tmp_path, 700).name == "step_00000300"
+    with pytest.raises(run.DemoError, match="before step 100"):
+        run.middle_checkpoint(tmp_path, 100)
+
+
+def test_only_a_demo_s_own_folder_is_emptied(tmp_path):
+    mine = tmp_path / "demo"
+    run.prepare_folder(mine)
+    (mine / "metrics.jsonl").touch()
+    run.prepare_folder(mine)
+    assert [f.name for f in mine.iterdir()] == [run.MARKER]
+    other = tmp_path / "thesis"
+    other.mkdir()
+    (other / "chapter.tex").write_text("years")
+    with pytest.raises(ValueError, match="not the folder of an earlier demo"):
+        run.prepare_folder(other)
+    assert (other / "chapter.tex").read_text() == "years"
+
+
+def test_a_run_without_a_middle_checkpoint_is_refused():
+    config = load_config("tiny_cpu", ["train.steps=10", "train.checkpoint_every=10"])
+    with pytest.raises(ValueError, match="train.checkpoint_every=5"):
+        run.check_lengths(config)
+
+
+def test_environment_is_put_back(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://mine")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    values = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_SECRET_ACCESS_KEY": "s"}
+
+    def fail_inside():
+        with run.environment(values):
+            assert os.environ["AWS_SECRET_ACCESS_KEY"] == "s"
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail_inside()
+    assert os.environ["AWS_ENDPOINT_URL"] == "https://mine"
+    assert "AWS_SECRET_ACCESS_KEY" not in os.environ
