@@ -45,7 +45,7 @@ test-dist: $(STAMP) ## tests that start several processes
 check: $(STAMP) ## format, lint, spelling and types; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/codespell --skip="$(VENV),.git,runs,build,*.egg-info"
+	$(BIN)/codespell
 	$(BIN)/basedpyright
 
 fix: $(STAMP) ## format, and mend what lint can mend

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine.mesh import Mesh
@@ -49,7 +51,9 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
-def save(root: Path, config: Config, mesh: Mesh, tensors: dict[str, Tensor], state: RunState) -> Path:
+def save(
+    root: Path, config: Config, mesh: Mesh, tensors: dict[str, Tensor], state: RunState
+) -> Path:
     """Write a checkpoint from all ranks; it appears under its name only when complete.
 
     Args:
@@ -65,7 +69,7 @@ def save(root: Path, config: Config, mesh: Mesh, tensors: dict[str, Tensor], sta
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     mesh.barrier()
-    dcp.save(dict(tensors), checkpoint_id=str(partial))
+    save_sharded(dict(tensors), checkpoint_id=str(partial))
     mine = sorted(partial.glob(f"__{mesh.rank}_*.distcp"))
     if mesh.rank == 0:
         mine.append(partial / ".metadata")
@@ -133,12 +137,10 @@ def load(folder: Path, config: Config, mesh: Mesh, tensors: dict[str, Tensor]) -
     ]
     if found := [problem for part in mesh.gather(problems) for problem in part]:  # type: ignore
         raise CheckpointError("; ".join(found))
-    held = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    held = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     if missing := sorted(set(tensors) - set(held)):
-        raise CheckpointError(
-            f"{folder}: {len(missing)} tensors are missing, first {missing[0]!r}"
-        )
-    dcp.load(dict(tensors), checkpoint_id=str(folder))
+        raise CheckpointError(f"{folder}: {len(missing)} tensors are missing, first {missing[0]!r}")
+    load_sharded(dict(tensors), checkpoint_id=str(folder))
     return state
 
 
@@ -187,9 +189,7 @@ def _write_json(file: Path, value: Any) -> None:
 def _first_difference(found: Any, wanted: Any, where: str) -> str | None:
     if isinstance(found, dict) and isinstance(wanted, dict):
         for key in sorted({*found, *wanted}):
-            if difference := _first_difference(
-                found.get(key), wanted.get(key), f"{where}.{key}"
-            ):
+            if difference := _first_difference(found.get(key), wanted.get(key), f"{where}.{key}"):
                 return difference
         return None
     return None if found == wanted else f"{where} is {found!r}, this run has {wanted!r}"

@@ -209,9 +209,10 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         ConfigError: one message that names every key that is wrong.
     """
     file = find_config(path)
-    values = yaml.safe_load(file.read_text())
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file}: expected sections such as `model:`, found {values!r}")
+    found: Any = yaml.safe_load(file.read_text())
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: expected sections such as `model:`, found {found!r}")
+    values = typing.cast(dict[str, Any], found)
     for override in overrides:
         _apply_override(values, override)
     return parse_config(values, where=str(file))
@@ -267,9 +268,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r}: expected section.key=value")
     *sections, last = key.split(".")
     for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
+        inner: Any = values.setdefault(section, {})
+        if not isinstance(inner, dict):
             raise ConfigError(f"override {override!r}: {section} is a value, not a section")
+        values = typing.cast(dict[str, Any], inner)
     values[last] = yaml.safe_load(text)
 
 
@@ -288,9 +290,9 @@ def _unknown_keys(section: Any, values: Any, where: str) -> typing.Iterator[str]
     known = _fields(section)
     if known is None or not isinstance(values, dict):
         return
-    for key, value in values.items():
+    for key, value in typing.cast(dict[str, Any], values).items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
+            near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {where}{near[0]}?" if near else f"known are {', '.join(known)}"
             yield f"unknown key {where}{key}; {hint}"
         else:

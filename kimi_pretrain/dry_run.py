@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kimi_pretrain.config import Config, LayoutConfig
 from kimi_pretrain.engine import mesh as engine_mesh
-from kimi_pretrain.engine.names import views
+from kimi_pretrain.engine.names import layers_of, views
 from kimi_pretrain.engine.spec import build_chunks, engine_config
 from moonvit3d.model import VisionEncoder
 
@@ -123,7 +123,7 @@ def _build_and_count(config: Config, stage: int) -> StageCount:
             else:
                 dense += size
     per_token = routed * ep * language.experts_per_token // language.num_experts
-    layers = sorted(layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers)
+    layers = sorted(layer for chunk in chunks for layer in layers_of(chunk))
     return StageCount(
         stage=stage,
         layers=tuple(layers),

@@ -77,7 +77,11 @@ def segments(plan: GlobalPlan, rows: range) -> tuple[list[int], list[bool]]:
 
 
 def attach_leaves(
-    microbatches: list[Microbatch], embeddings: Tensor, plan: GlobalPlan, vision: VisionPlan, mesh: Mesh
+    microbatches: list[Microbatch],
+    embeddings: Tensor,
+    plan: GlobalPlan,
+    vision: VisionPlan,
+    mesh: Mesh,
 ) -> list[Tensor | None]:
     """Give each microbatch its vision embeddings as a fresh leaf that requires grad.
 
@@ -117,7 +121,8 @@ def leaf_gradients(
     gradients = torch.zeros_like(like)
     for microbatch, source in zip(microbatches, taken, strict=True):
         if source is not None:
-            assert microbatch.leaf is not None and microbatch.leaf.grad is not None
+            assert microbatch.leaf is not None
+            assert microbatch.leaf.grad is not None
             gradients.index_copy_(0, source, microbatch.leaf.grad)
     return gradients
 

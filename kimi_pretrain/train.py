@@ -81,9 +81,7 @@ class Run:
 
     def run_state(self) -> checkpoint.RunState:
         """Return what a checkpoint holds besides tensors."""
-        return checkpoint.RunState(
-            self.step, self.update.optimizer.steps, self.loader.state_dict()
-        )
+        return checkpoint.RunState(self.step, self.update.optimizer.steps, self.loader.state_dict())
 
     def save(self, root: Path) -> Path:
         """Write a checkpoint of the step that was just done."""
@@ -191,9 +189,7 @@ def _loop(run: Run, run_dir: Path) -> None:
         metrics.close()
 
 
-def _metrics_line(
-    run: Run, plan: GlobalPlan, report: StepReport, seconds: float
-) -> dict[str, Any]:
+def _metrics_line(run: Run, plan: GlobalPlan, report: StepReport, seconds: float) -> dict[str, Any]:
     """Return one line of metrics.jsonl; collective: gathers times and counts from all ranks."""
     mine = {name: end - start for name, (start, end) in report.spans.items()}
     mine_store = (run.store.stats.requests, run.store.stats.bytes)

@@ -74,9 +74,7 @@ def named_tensors(encoder: DecoupledEncoder, backbone: Backbone) -> list[NamedTe
 class Update:
     """The optimizer with everything that comes before and after its step."""
 
-    def __init__(
-        self, config: Config, mesh: Mesh, encoder: DecoupledEncoder, backbone: Backbone
-    ):
+    def __init__(self, config: Config, mesh: Mesh, encoder: DecoupledEncoder, backbone: Backbone):
         self.config, self.mesh, self.backbone = config, mesh, backbone
         self.named = named_tensors(encoder, backbone)
         self.optimizer = DistributedMuonClip(

@@ -38,7 +38,8 @@ ASSIGNMENTS = {"longest_processing_time": longest_processing_time, "round_robin"
 
 def load_per_rank(weights: NDArray[np.generic], ranks: Ints, num_ranks: int) -> Floats:
     """Return the summed weight of each rank, float64 [ranks]."""
-    return np.bincount(ranks, weights=weights.astype(np.float64), minlength=num_ranks)
+    loads = np.bincount(ranks, weights=weights.astype(np.float64), minlength=num_ranks)
+    return loads.astype(np.float64)  # without items numpy counts in integers
 
 
 def max_over_mean(loads: Floats) -> float:

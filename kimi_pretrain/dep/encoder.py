@@ -29,7 +29,12 @@ class DecoupledEncoder:
     """
 
     def __init__(
-        self, config: MoonViTConfig, budget: int, seed: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: MoonViTConfig,
+        budget: int,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         self.config, self.budget = config, budget
         self.module = VisionEncoder(config)
@@ -95,13 +100,12 @@ class DecoupledEncoder:
 
     def _nothing(self) -> Tensor:
         dtype = next(self.module.parameters()).dtype
-        return torch.empty(
-            0, self.config.out_width, dtype=dtype, device=self.grad_buffer.device
-        )
+        return torch.empty(0, self.config.out_width, dtype=dtype, device=self.grad_buffer.device)
 
 
 def _collect_into(buffer: Tensor):
     def collect(param: Tensor) -> None:
+        assert param.grad is not None
         buffer.add_(param.grad)
         param.grad = None
 

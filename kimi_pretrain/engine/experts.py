@@ -10,8 +10,8 @@ Shape suffixes: T tokens sorted by expert, E local experts, H hidden, F expert F
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 

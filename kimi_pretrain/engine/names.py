@@ -65,6 +65,11 @@ class View:
         return self.of(self.param.detach())
 
 
+def layers_of(chunk: nn.Module) -> list[int]:
+    """Return the global numbers, from 0, of a chunk's decoder layers."""
+    return [layer.layer_number - 1 for layer in chunk.decoder.layers]
+
+
 def views(chunk: nn.Module, first_expert: int, *, buffers: bool = False) -> Iterator[View]:
     """Yield the tensors of one model chunk (a GPTModel) in its own order.
 

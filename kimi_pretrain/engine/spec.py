@@ -81,9 +81,7 @@ def _rotary(language: LanguageConfig) -> dict:
     yarn = language.yarn
     if yarn is None:
         # The softmax scale takes YaRN's factor whatever the type is: 1.0 makes it plain.
-        return dict(
-            rope_type="rope", rotary_base=language.rope_theta, rotary_scaling_factor=1.0
-        )
+        return dict(rope_type="rope", rotary_base=language.rope_theta, rotary_scaling_factor=1.0)
     return dict(
         rope_type="yarn",
         rotary_base=language.rope_theta,
