@@ -44,7 +44,7 @@ def refused(tmp_path: Path, *overrides: str) -> str:
 
 def test_missing_source(data_root, tmp_path):
     line = refused(tmp_path, f"data.root={data_root}", "data.sources={pictures: 1.0, wrods: 1.0}")
-    assert "wrods/manifest.json" in line
+    assert "/wrods: no manifest.json" in line
 
 
 def test_wrong_credentials_and_missing_bucket(s3_environment, monkeypatch, tmp_path):
