@@ -10,7 +10,7 @@ RUN_DIR ?= runs/demo
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-dist check fix bench
+.PHONY: help setup demo test test-unit test-dist check fix
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -51,8 +51,3 @@ check: $(STAMP) ## format, lint, spelling and types; changes nothing
 fix: $(STAMP) ## format, and mend what lint can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-
-bench: $(STAMP) ## run benchmarks/bench_*.py; each prints its numbers
-	@for file in benchmarks/bench_*.py; do \
-	  [ -f "$$file" ] || { echo "no benchmark in benchmarks/" >&2; exit 1; }; \
-	  echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python "$$file" || exit 1; done

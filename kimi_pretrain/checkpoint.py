@@ -81,6 +81,7 @@ def save(
             "schema": SCHEMA,
             "state": vars(state),
             "model": config.model.model_dump(mode="json"),
+            "dtype": config.train.dtype,
             "layout": config.layout.model_dump(mode="json"),
             "files": dict(sorted(hashes.items())),
         }
@@ -111,6 +112,12 @@ def read_manifest(folder: Path, config: Config) -> RunState:
     wanted = config.model.model_dump(mode="json")
     if difference := _first_difference(manifest["model"], wanted, "model"):
         raise CheckpointError(f"{folder}: this is a checkpoint of another model: {difference}")
+    if manifest["dtype"] != config.train.dtype:
+        # Loading would convert silently: masters would be dropped, or missing.
+        raise CheckpointError(
+            f"{folder}: written with train.dtype={manifest['dtype']}, this run has "
+            f"train.dtype={config.train.dtype}"
+        )
     for name, fingerprint in manifest["files"].items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != fingerprint["bytes"]:
@@ -142,14 +149,6 @@ def load(folder: Path, config: Config, mesh: Mesh, tensors: dict[str, Tensor]) -
         raise CheckpointError(f"{folder}: {len(missing)} tensors are missing, first {missing[0]!r}")
     load_sharded(dict(tensors), checkpoint_id=str(folder))
     return state
-
-
-def latest(root: Path) -> Path | None:
-    """Return the newest complete checkpoint under `root`, by step, or None."""
-    complete = sorted(
-        folder for folder in root.glob("step_*") if (folder / "manifest.json").is_file()
-    )
-    return complete[-1] if complete else None
 
 
 def hash_tensors(tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, str]:

@@ -8,6 +8,7 @@ follows from the few numbers a person states.
 
 import dataclasses
 import difflib
+import re
 import typing
 from importlib import resources
 from pathlib import Path
@@ -28,7 +29,7 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """A part of the configuration: frozen, and strict about its keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class YarnConfig(Section):
@@ -125,7 +126,12 @@ class DepConfig(Section):
 
 
 class TrainConfig(Section):
-    """The loop: length, precision, checkpoints, what is measured."""
+    """The loop: length, precision, checkpoints, what is measured.
+
+    `rows_per_microbatch` is not only a matter of speed: the routers' balance loss is taken over
+    each microbatch, all its rows together. `checkpoint_every: null` saves nothing at all; otherwise
+    the last step is saved too. `trace_step` and `efficiency_pairs` measure and change nothing.
+    """
 
     steps: int = Field(gt=0)
     rows_per_microbatch: int = Field(default=1, gt=0)
@@ -190,12 +196,38 @@ def check_layout(config: Config) -> None:
             f"layout.dp={layout.dp} / train.rows_per_microbatch={per_microbatch}) is not a "
             f"multiple of layout.pp={layout.pp}: interleaved 1F1B runs them in groups of pp"
         )
-    if layout.stages is None and language.num_layers % chunks:
+    if layout.stages is not None:
+        _check_stages(layout.stages, chunks, language.num_layers)
+    elif language.num_layers % chunks:
         raise ValueError(
             f"model.language.num_layers={language.num_layers} does not divide over layout.pp="
             f"{layout.pp} x layout.vpp={layout.vpp} = {chunks} chunks; "
             'give layout.stages, for example "Et|(tt|)*14tL"'
         )
+
+
+def _check_stages(stages: str, chunks: int, num_layers: int) -> None:
+    found = expand_stages(stages)
+    where = f'layout.stages="{stages}"'
+    if len(found) != chunks:
+        raise ValueError(f"{where} has {len(found)} chunks; layout.pp x layout.vpp is {chunks}")
+    if (layers := "".join(found).count("t")) != num_layers:
+        raise ValueError(f"{where} has {layers} layers; model.language.num_layers is {num_layers}")
+    if not re.fullmatch("Et*L", "".join(found)):
+        raise ValueError(
+            f'{where}: expected "E" (embedding) first, "L" (loss) last and "t" (layers) between'
+        )
+
+
+def expand_stages(stages: str) -> list[str]:
+    """Return the chunks of a layout string: "Et|(tt|)*2tL" -> ["Et", "tt", "tt", "tL"]."""
+    repeated = re.compile(r"\(([^()]*)\)\*(\d+)|([Et|L])\*(\d+)")
+    text = stages.replace(" ", "").replace(",", "")
+    while match := repeated.search(text):
+        group, times, single, many = match.groups()
+        piece = group * int(times) if times else single * int(many)
+        text = text[: match.start()] + piece + text[match.end() :]
+    return text.split("|")
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:

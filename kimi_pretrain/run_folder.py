@@ -60,12 +60,15 @@ def describe_environment(folder: Path, config: Config) -> None:
 class MetricsWriter:
     """Appends one line a step to metrics.jsonl, the same numbers to TensorBoard, and a bar.
 
-    Every line is flushed when it is written: a killed run keeps all steps it finished.
+    Every line is flushed when it is written: a killed run keeps all steps it finished. Steps that
+    an earlier run of the same folder did after the checkpoint are done again: their lines go.
     """
 
     def __init__(self, folder: Path, first_step: int, steps: int, *, show_bar: bool = True):
+        for name in ("metrics.jsonl", "quarantine.jsonl"):
+            forget_after(folder / name, first_step)
         self._lines = (folder / "metrics.jsonl").open("a", buffering=1)
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -92,6 +95,17 @@ class MetricsWriter:
         self._bar.stop()
         self._lines.close()
         self._board.close()
+
+
+def forget_after(file: Path, step: int) -> None:
+    """Drop the lines of a JSON-lines file that belong to later steps, and a torn last line."""
+    if not file.is_file():
+        return
+    kept = []
+    for line in file.read_text().splitlines(keepends=True):
+        if line.endswith("\n") and json.loads(line)["step"] <= step:
+            kept.append(line)
+    file.write_text("".join(kept))
 
 
 def write_trace(file: Path, spans_of_rank: list[dict[str, tuple[float, float]]]) -> None:
@@ -125,5 +139,8 @@ def _version(package: str) -> str | None:
 
 def _git(checkout: Path, *arguments: str) -> str:
     command = ["git", "-C", str(checkout), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:  # no git here: the run does not need it
+        return f"unknown: {error}"
     return done.stdout

@@ -34,7 +34,7 @@ from kimi_pretrain.update import Update, UpdateReport
 
 @dataclass
 class StepReport:
-    """What one step did; the same on every rank but for `spans`.
+    """What one step did; the same on every rank but for `bad_items` and `spans`.
 
     Attributes:
         loss: mean over the global batch's loss tokens.
@@ -208,6 +208,9 @@ class TrainStep:
         rows = replica_rows(plan, self.mesh)
         per_microbatch = len(rows) // len(microbatches)
         items = plan.items
+        for microbatch in microbatches:  # the loader's own rows stay as they are
+            if microbatch.tokens is not None:
+                microbatch.tokens = microbatch.tokens.clone()
         for item in np.flatnonzero((items.row >= rows.start) & (items.row < rows.stop)):
             number, row = divmod(int(items.row[item]) - rows.start, per_microbatch)
             tokens = microbatches[number].tokens

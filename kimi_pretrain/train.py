@@ -48,6 +48,7 @@ class Run:
         self.step = 0
         if resume is not None:
             self._resume(resume)
+        self.update.check_replicas()
 
     def _open_loader(self) -> Loader:
         data = self.config.data
@@ -92,6 +93,8 @@ class Run:
         self.update.optimizer.steps = state.optimizer_steps
         self.loader.load_state_dict(state.loader)
         self.step = state.step
+        if len(set(self.mesh.gather(self.step))) > 1:  # "latest" on a file system that lags
+            raise checkpoint.CheckpointError(f"{folder}: ranks found checkpoints of other steps")
 
     def close(self) -> None:
         """End the loader's threads."""
@@ -144,21 +147,20 @@ def train(config: Config, run_dir: Path, resume: Path | None = None) -> None:
         torch.set_num_threads(config.train.threads)
     mesh = engine_mesh.start(config.layout, config.train.timeout_seconds)
     log_to(run_dir, mesh.rank)
-    try:
-        run = Run(config, mesh, resume)
-        if mesh.rank == 0:
-            describe_environment(run_dir, config)
-            log.info("%s", describe(config))
-        try:
-            _loop(run, run_dir)
-            _write_state_hashes(run, run_dir / "state_hashes.json")
-            if config.train.efficiency_pairs:
-                _measure_efficiency(run, run_dir / "efficiency.json")
-        finally:
-            run.close()
-        mesh.barrier()
-    finally:
-        engine_mesh.stop()
+    # Nothing is torn down on an error: other ranks may be inside a collective, and leaving it in
+    # order would wait for them. The process ends, and with it the job.
+    run = Run(config, mesh, resume)
+    if mesh.rank == 0:
+        describe_environment(run_dir, config)
+        log.info("%s", describe(config))
+        log.info("data: %s", run.loader.planner.report())
+    _loop(run, run_dir)
+    _write_state_hashes(run, run_dir / "state_hashes.json")
+    if config.train.efficiency_pairs:
+        _measure_efficiency(run, run_dir / "efficiency.json")
+    run.close()
+    mesh.barrier()
+    engine_mesh.stop()
 
 
 def _loop(run: Run, run_dir: Path) -> None:
@@ -202,6 +204,7 @@ def _metrics_line(run: Run, plan: GlobalPlan, report: StepReport, seconds: float
         for name in mine
     }
     patches = _patches_per_rank(run, plan)
+    owners = [patches["naive"][rank] for rank in run.mesh.first_rank_of]
     return {
         "step": run.step,
         "loss": report.loss,
@@ -215,7 +218,9 @@ def _metrics_line(run: Run, plan: GlobalPlan, report: StepReport, seconds: float
         "items": report.items,
         "seconds": max(total for _, _, total in everyone),
         "phase_seconds": phases,
-        "balance": {name: max_over_mean(np.array(loads)) for name, loads in patches.items()},
+        "balance": {name: max_over_mean(np.array(loads)) for name, loads in patches.items()}
+        # Among the first stages alone: what is left of "naive" without the stages that would wait.
+        | {"naive_among_owners": max_over_mean(np.array(owners))},
         "patches_per_rank": patches,
         "max_logit": report.update.max_logit,
         "clipped_heads": report.update.clipped_heads,

@@ -23,7 +23,7 @@ from kimi_pretrain.optim.schedule import learning_rate
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What an update did; the same on every rank but for `newton_schulz_seconds`.
+    """What an update did; the same on every rank.
 
     Attributes:
         lr: learning rate used.
@@ -81,6 +81,21 @@ class Update:
             self.named, mesh.groups, config.optim, model_shape(config)
         )
 
+    def check_replicas(self) -> None:
+        """Compare a checksum of every tensor over the ranks that hold a copy of it.
+
+        Copies that differ at the start train on, with wrong gradients and no other sign.
+
+        Raises:
+            RuntimeError: names the first tensor that differs.
+        """
+        for group in sorted(self.mesh.groups):
+            held = [tensor for tensor in self.named if tensor.replicas == group]
+            sums = [float(tensor.data.double().sum()) for tensor in held]
+            if differing := self.mesh.differing(group, sums):
+                name = held[differing[0]].name
+                raise RuntimeError(f"{name} is not the same on all ranks that hold a copy of it")
+
     def run(self, loss_tokens: int) -> UpdateReport:
         """Update all parameters from the summed gradients of a step.
 
@@ -99,6 +114,8 @@ class Update:
             clip = 1.0 if limit is None else min(1.0, limit / max(grad_norm, 1e-30))
             self.optimizer.step(lr, clip / divisor)
             clipped = self._qk_clip(max_logits)
+        else:
+            self.backbone.undo_routing_biases()
         return UpdateReport(lr, grad_norm, applied, float(max_logits.max()), clipped)
 
     def _max_logits(self) -> Tensor:

@@ -7,6 +7,7 @@ happens outside the guard at the end.
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from launch.errors import EXIT_CODE, user_message
@@ -20,9 +21,18 @@ def error_file(run_dir: Path, rank: int) -> Path:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run folder; complete means it has a manifest."""
-    complete = sorted((run_dir / "checkpoints").glob("step_*/manifest.json"))
-    return complete[-1].parent if complete else None
+    """Return the newest complete checkpoint of a run folder, or None."""
+    complete = complete_checkpoints(run_dir)
+    return complete[max(complete)] if complete else None
+
+
+def complete_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """Return step -> folder of the checkpoints that have their final name and a manifest."""
+    return {
+        int(number): manifest.parent
+        for manifest in (run_dir / "checkpoints").glob("step_*/manifest.json")
+        if (number := manifest.parent.name.removeprefix("step_")).isdigit()
+    }
 
 
 def resume_folder(job: Job) -> Path | None:
@@ -72,9 +82,10 @@ def main(argument: str) -> int:
         run_job(job)
     except Exception as error:
         message = user_message(error)
-        if message is None:
-            raise
         logging.getLogger("launch").exception("stopped")
+        if message is None:
+            traceback.print_exc()
+            return 1
         file = error_file(Path(job.run_dir), int(os.environ.get("RANK", "0")))
         file.parent.mkdir(parents=True, exist_ok=True)
         # First the file, then the line: who watches this process shows one of them.
@@ -85,4 +96,11 @@ def main(argument: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    exit_code = main(sys.argv[1])
+    if exit_code:
+        # At once, without joining threads or leaving the process group: other ranks may sit in a
+        # collective that will never end, and torchrun ends them when it sees this process gone.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)

@@ -33,9 +33,6 @@ def round_robin(costs: Floats, num_ranks: int) -> Ints:
     return np.arange(len(costs), dtype=np.int64) % num_ranks
 
 
-ASSIGNMENTS = {"longest_processing_time": longest_processing_time, "round_robin": round_robin}
-
-
 def load_per_rank(weights: NDArray[np.generic], ranks: Ints, num_ranks: int) -> Floats:
     """Return the summed weight of each rank, float64 [ranks]."""
     loads = np.bincount(ranks, weights=weights.astype(np.float64), minlength=num_ranks)

@@ -82,7 +82,9 @@ def packed_attention(
             rearrange(x.index_select(0, flat), "(S L) N D -> S N L D", **shape)
             for x in (q_TND, k_TND, v_TNV)
         )
-        logits = (q @ k.transpose(-1, -2)).to(wide) * scale
+        # In fp32 throughout: rounded to bf16, logits near QK-Clip's threshold of 100 come in steps
+        # of a half.
+        logits = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
         length = logits.shape[-1]
         # Padding is at the end, so a token of the segment never looks at it: causal is enough.
         future = torch.ones(length, length, dtype=torch.bool, device=flat.device).triu(1)

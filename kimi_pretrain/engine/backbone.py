@@ -86,6 +86,7 @@ class Backbone:
         # biases; dividing is ours.
         self.engine.finalize_model_grads_func = _finalize
         self._aux_scale = 1.0
+        self._biases: list[tuple[Tensor, Tensor]] = []
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.engine.moe_grad_scale_func = lambda: torch.tensor([self._aux_scale], dtype=wide)
 
@@ -107,11 +108,19 @@ class Backbone:
             model.train()
             model.zero_grad_buffer()
         self._aux_scale = aux_scale
+        self._biases = [(bias, bias.clone()) for bias in self._routing_biases()]
         losses = self._run(microbatches, self._forward_step, forward_only=False)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for loss in losses:
             total += loss["loss_sum"]
         return BackboneResult(total)
+
+    def undo_routing_biases(self) -> None:
+        """Put the routing biases back: Megatron-Core moves them inside the schedule, before anyone
+        can know that the step's gradient is not finite.
+        """
+        for bias, before in self._biases:
+            bias.copy_(before)
 
     @torch.no_grad()
     def evaluate(self, microbatches: list[Microbatch], collect) -> BackboneResult:
@@ -134,6 +143,10 @@ class Backbone:
     def grad_of(self, view: View) -> Tensor:
         """Return the summed gradient of one tensor, a view into the reduction buffer."""
         return view.of(view.param.main_grad)  # type: ignore[attr-defined]
+
+    def _routing_biases(self) -> list[Tensor]:
+        named = self.views(buffers=True)
+        return [v.data for v in named if v.name.endswith("e_score_correction_bias")]
 
     def _initialise(self) -> None:
         std, seed = self.config.model.language.init_std, self.config.train.seed

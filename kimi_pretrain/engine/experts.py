@@ -26,8 +26,9 @@ def grouped_linear(x_TI: Tensor, weight_EOI: Tensor, tokens_E: Tensor) -> Tensor
     Returns:
         [tokens, out].
     """
-    if x_TI.dtype == torch.float64:
-        return grouped_linear_reference(x_TI, weight_EOI, tokens_E)  # the kernel has no fp64
+    known = (torch.bfloat16,) if x_TI.is_cuda else (torch.bfloat16, torch.float32)
+    if x_TI.dtype not in known:  # the kernel has no fp64, and on CUDA is specified for bf16 alone
+        return grouped_linear_reference(x_TI, weight_EOI, tokens_E)
     ends_E = tokens_E.cumsum(0).to(device=x_TI.device, dtype=torch.int32)
     y_TO = F.grouped_mm(x_TI, rearrange(weight_EOI, "e o i -> e i o"), offs=ends_E)
     if y_TO.requires_grad:

@@ -62,6 +62,13 @@ class Mesh:
         """Return element-wise maxima over all ranks, in fp64."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
+    def differing(self, group: str, values: list[float]) -> list[int]:
+        """Return the places at which the values of a group's ranks are not all equal."""
+        both = torch.tensor([values, [-value for value in values]], dtype=torch.float64)
+        both = both.to(self.device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.groups[group])
+        return torch.nonzero(both[0] != -both[1]).flatten().tolist()
+
     def gather(self, value: object) -> list[object]:
         """Return every rank's (small) object, in rank order, on every rank."""
         values: list[object] = [None] * self.world_size

@@ -31,6 +31,7 @@ from launch.demo.corpus import TOKENIZER_KEY, build_corpus
 from launch.demo.s3_server import S3Server
 from launch.demo.summary import compare_runs, read_json, read_metrics, summarise
 from launch.job import Job
+from launch.worker import complete_checkpoints
 
 BUCKET = "kimi-demo"
 HELD_OUT = "digits_heldout"
@@ -97,10 +98,14 @@ def gpu_overrides(num_gpus: int, config: Config) -> tuple[str, ...]:
     NCCL wants a GPU for each process. With fewer GPUs the replicas are kept and the pipeline is
     given up; without any the processes run on the CPU and nothing changes.
     """
-    if num_gpus == 0 or num_gpus >= config.layout.world_size():
+    if num_gpus == 0:
         return ()
+    bf16 = ("train.dtype=bfloat16",)  # what the grouped expert product is made for on CUDA
+    if num_gpus >= config.layout.world_size():
+        return bf16
     replicas = 1 if num_gpus < config.layout.dp else config.layout.dp
     return (
+        *bf16,
         "layout.pp=1",
         "layout.vpp=1",
         f"layout.dp={replicas}",
@@ -228,10 +233,7 @@ def middle_checkpoint(run_dir: Path, steps: int) -> Path:
         DemoError: there is none.
 
     """
-    found = {
-        int(file.parent.name.removeprefix("step_")): file.parent
-        for file in (run_dir / "checkpoints").glob("step_*/manifest.json")
-    }
+    found = complete_checkpoints(run_dir)
     earlier = [number for number in found if number < steps]
     if not earlier:
         raise DemoError(f"no complete checkpoint before step {steps} in {run_dir / 'checkpoints'}")

@@ -97,7 +97,8 @@ def summarise(
         "skipped_samples": sum(m["skipped_samples"] for m in metrics),
         # Mean over the steps that have media, of the most loaded rank over the mean of the ranks.
         "balance_max_over_mean": {
-            name: fmean(balance[name] for balance in with_media) for name in ("naive", "dep")
+            name: fmean(balance[name] for balance in with_media)
+            for name in ("naive", "naive_among_owners", "round_robin", "dep")
         }
         if with_media
         else None,

@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kimi_pretrain.config import ConfigError, dump_config, load_config, parse_config
+from kimi_pretrain.config import (
+    ConfigError,
+    dump_config,
+    expand_stages,
+    load_config,
+    parse_config,
+)
 
 PRESETS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
@@ -32,6 +38,8 @@ def test_overrides_win_and_keep_their_types():
         ("modle.vision.width=64", "did you mean model?"),
         ("train.steps=none", "train.steps"),
         ("train.steps=0", "train.steps"),
+        ('train.steps="7"', "train.steps"),
+        ("model.language.num_experts=true", "model.language.num_experts"),
         ("data.seq_len=-1", "seq_len"),
         ("train.dtype=float8", "train.dtype"),
         ("train.steps", "expected section.key=value"),
@@ -53,6 +61,9 @@ def test_a_wrong_key_or_value_is_named(override, told):
         (["layout.pp=1"], ("layout.vpp=2", "layout.pp > 1")),
         (["data.rows_per_step=24"], ("3 microbatches", "layout.pp=2")),
         (["model.language.num_layers=6"], ("num_layers=6", "4 chunks", "layout.stages")),
+        (["layout.stages=Ett|tt"], ("2 chunks", "is 4")),
+        (['layout.stages="Et|t|t|L"'], ("3 layers", "num_layers is 4")),
+        (['layout.stages="tE|t|t|tL"'], ('"E" (embedding) first',)),
         (["model.vision.out_width=64"], ("out_width=64", "hidden_size=128")),
     ],
 )
@@ -61,6 +72,11 @@ def test_an_impossible_layout_says_which_numbers(overrides, told):
         load_config("tiny_cpu", overrides)
     for part in told:
         assert part in str(error.value)
+
+
+def test_stage_strings_expand_as_megatron_core_reads_them():
+    assert expand_stages("Et|(tt|)*2t*3L") == ["Et", "tt", "tt", "tttL"]
+    assert len(expand_stages("Ett|(tt|)*29t|L")) == 32
 
 
 def test_an_unknown_file_names_the_presets():

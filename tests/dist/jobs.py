@@ -1,0 +1,75 @@
+"""Starts real processes on small configurations and brings back what they computed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+WORKER = Path(__file__).parent / "worker.py"
+ROOT = Path(__file__).parent.parent.parent
+
+# A tiny Kimi that takes seconds: every mechanism, four layers, rows of 128 tokens.
+SMALL = (
+    "model.vision.width=32", "model.vision.depth=2", "model.vision.heads=2",
+    "model.vision.mlp_width=64", "model.vision.pos_grid=8", "model.vision.out_width=64",
+    "model.language.hidden_size=64", "model.language.dense_ffn_size=96",
+    "model.language.expert_ffn_size=32", "model.language.q_lora_rank=24",
+    "model.language.kv_lora_rank=16", "model.language.qk_nope_dim=12",
+    "model.language.qk_rope_dim=4", "model.language.v_dim=12", "model.language.vocab_size=768",
+    "data.sources={pictures: 1.0, words: 1.0}", "data.tokenizer=tokenizer.tiktoken",
+    "data.vision_token_ratio=0.2", "data.seq_len=128", "data.rows_per_step=8", "data.pack_window=64", "data.prefetch_steps=1",
+    "data.limits={image: 256, frame: 64}", "optim.warmup_steps=2", "train.rows_per_microbatch=1",
+    "train.efficiency_pairs=0", "train.trace_step=null", "train.checkpoint_every=null",
+)  # fmt: skip
+
+
+def layout(pp: int = 1, vpp: int = 1, dp: int = 1, ep: int = 1) -> tuple[str, ...]:
+    """Return the overrides of a layout."""
+    return (f"layout.pp={pp}", f"layout.vpp={vpp}", f"layout.dp={dp}", f"layout.ep={ep}")
+
+
+def run_job(action: str, out: Path, processes: int, *overrides: str, timeout: float = 100.0):
+    """Run `worker.py ACTION` in `processes` processes; return what rank 0 saved with torch.save.
+
+    Raises:
+        AssertionError: the job failed; shows the end of its output.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    arguments = [str(WORKER), action, str(out), *SMALL, *overrides]
+    launcher = [
+        "-m", "torch.distributed.run", f"--nproc-per-node={processes}",
+        "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
+    ]  # fmt: skip
+    command = [sys.executable, *(launcher if processes > 1 else []), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
+    )
+    assert done.returncode == 0, f"{action} failed:\n{(done.stdout + done.stderr)[-6000:]}"
+    return torch.load(out / "result.pt", weights_only=False)
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """Return the lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(run_dir: Path, *overrides: str, resume: Path | None = None, timeout: float = 150.0):
+    """Run `kimi-pretrain train` on the small configuration, as a person would.
+
+    Returns:
+        the finished process, whatever its exit code.
+    """
+    command = [
+        sys.executable, "-m", "launch.cli", "train", "--config", "tiny_cpu",
+        "--run-dir", str(run_dir), *SMALL, *overrides,
+    ]  # fmt: skip
+    if resume is not None:
+        command += ["--resume", str(resume)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
+    )

@@ -1,0 +1,93 @@
+"""Our layers in Megatron-Core, against plain twins and against transformers' DeepSeek-V3.
+
+They run in processes of their own: the host backend patches torch for the whole process.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.dist.jobs import ROOT, layout, run_job
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+
+def test_attention_experts_and_rotary_equal_their_plain_twins(data_root, tmp_path):
+    errors = run_job("layers_against_twins", tmp_path, 1, f"data.root={data_root}", *layout())
+    assert set(errors) == {"attention", "max_logits", "experts", "experts_grad", "no_tokens"}
+    for name, error in errors.items():
+        assert error <= 1e-10, (name, error)
+
+
+ORACLES = {
+    "query latent, YaRN": ["model.language.yarn={factor: 4.0, original_max_position: 32}"],
+    "no query latent": ["model.language.q_lora_rank=null"],
+}
+
+
+@pytest.mark.parametrize("overrides", ORACLES.values(), ids=ORACLES.keys())
+def test_logits_equal_deepseek_v3(overrides, data_root, tmp_path):
+    """Same weights by name, three packed documents: logits of each document alone, fp32."""
+    import transformers
+
+    out = run_job(
+        "language_model", tmp_path, 1, f"data.root={data_root}", *layout(),
+        "model.language.norm_eps=1e-6", *overrides,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**out["config"]))
+    weights = {name.removeprefix("language_model."): t for name, t in out["weights"].items()}
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(_weight(name, weights))
+        for start, end in zip(out["borders"][:-1], out["borders"][1:], strict=True):
+            logits = model(out["tokens"][:, start:end]).logits
+            scale = logits.abs().max()
+            assert (out["logits"][:, start:end] - logits).abs().max() <= 2e-5 * scale
+
+
+def _weight(name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Find a weight; transformers keeps a layer's experts in two 3-D tensors."""
+    if name in weights:
+        return weights[name]
+    layer, _, kind = name.rpartition(".mlp.experts.")
+    experts = sorted(
+        (key for key in weights if key.startswith(f"{layer}.mlp.experts.") and "down" in key),
+        key=lambda key: int(key.split(".")[-3]),
+    )
+    if kind == "down_proj":
+        return torch.stack([weights[key] for key in experts])
+    assert kind == "gate_up_proj", name
+    pairs = [(key.replace("down_proj", "gate_proj"), key.replace("down_proj", "up_proj")) for key in experts]
+    return torch.stack([torch.cat([weights[gate], weights[up]]) for gate, up in pairs])
+
+
+COUNTS = {
+    "kimi_k25_1t": dict(
+        language_model=1_026_408_209_408, routing_biases=23_040,
+        vision_tower=416_866_032, projector=54_277_888,
+    ),
+    "moonlight_16b_a3b": dict(
+        language_model=15_960_108_544, routing_biases=1_664, vision_tower=416_866_032,
+    ),
+    "tiny_cpu": dict(routing_biases=24),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_dry_run_counts(preset):
+    command = [
+        sys.executable, "-m", "launch.cli", "train", "--config", f"configs/{preset}.yaml",
+        "--dry-run", "--json",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    for name, number in COUNTS[preset].items():
+        assert result[name] == number, name
+    assert result["language_model"] == sum(stage["total"] for stage in result["stages"])
+    if preset == "kimi_k25_1t":
+        assert len(result["stages"]) == 16
+        assert result["language_model_activated"] == 32_861_477_888
+        assert f"{1_026_408_209_408:,}" in done.stdout

@@ -1,0 +1,144 @@
+"""The distributed optimizer as one process without any group: resume, masters, refusals."""
+
+import pytest
+import torch
+
+from kimi_pretrain.optim.distributed import DistributedMuonClip
+from kimi_pretrain.optim.groups import NamedTensor
+from tests.dist.optim_worker import ALL_EXPERTS, ALONE, CONFIG, SHAPE, Job, Toy
+from tests.resume import assert_resumes_anywhere
+
+pytestmark = pytest.mark.dist
+
+ATTENTION = "language_model.model.layers.1.self_attn."
+Q, KV = ATTENTION + "q_b_proj.weight", ATTENTION + "kv_b_proj.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_resume_anywhere_is_bit_exact(dtype):
+    assert_resumes_anywhere(lambda: Job(ALONE, ALL_EXPERTS, dtype), steps=8)
+
+
+def test_state_has_the_promised_names_and_dtypes():
+    state = Job(ALONE, ALL_EXPERTS, torch.bfloat16).optimizer.state_dict()
+    norm = "language_model.model.norm.weight"
+    names = {f"optim.{p}.{norm}" for p in ("exp_avg", "exp_avg_sq", "master")}
+    names |= {f"optim.momentum.{Q}", f"optim.master.{Q}"}
+    assert names <= state.keys()
+    assert all(state[name].dtype == torch.float32 for name in names)
+    fp32 = Job(ALONE, ALL_EXPERTS).optimizer.state_dict()
+    assert not [name for name in fp32 if ".master." in name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_qk_clip_reaches_weights_and_masters(dtype):
+    job = Job(ALONE, ALL_EXPERTS, dtype).train(0, 2)
+    before = job.save()
+    gamma = torch.tensor([0.25, 1.0, 1.0, 0.5])
+    job.optimizer.apply_qk_clip(Q, KV, gamma)
+    after = job.save()
+    q_factor = torch.tensor(
+        [[0.5] * 4 + [0.25] * 2, [1.0] * 6, [1.0] * 6, [0.5**0.5] * 4 + [0.5] * 2]
+    )
+    kv_factor = torch.tensor(
+        [[0.5] * 4 + [1.0] * 4, [1.0] * 8, [1.0] * 8, [0.5**0.5] * 4 + [1.0] * 4]
+    )
+    for name, factor in ((Q, q_factor), (KV, kv_factor)):
+        for part, key in (("weights", name), ("state", f"optim.master.{name}")):
+            if key in before[part]:
+                expected = (before[part][key].float() * factor.reshape(-1, 1)).to(
+                    after[part][key].dtype
+                )
+                torch.testing.assert_close(after[part][key], expected, rtol=1e-6, atol=0)
+    others = [name for name in before["weights"] if name not in (Q, KV)]
+    assert all(torch.equal(before["weights"][n], after["weights"][n]) for n in others)
+
+
+def test_a_rank_without_the_layer_has_nothing_to_clip():
+    job = Job(ALONE, ALL_EXPERTS)
+    before = job.save()["weights"]
+    job.optimizer.apply_qk_clip(Q.replace("1", "9"), KV.replace("1", "9"), torch.full((4,), 0.5))
+    assert all(torch.equal(before[name], weight) for name, weight in job.toy.weights.items())
+
+
+@pytest.mark.parametrize("names", [(KV, Q), (Q, Q), (Q, KV.replace("1", "9")), ("q", "kv")])
+def test_qk_clip_refuses_names_that_are_no_pair(names):
+    with pytest.raises(ValueError, match="of one layer"):
+        Job(ALONE, ALL_EXPERTS).optimizer.apply_qk_clip(*names, torch.ones(4))
+
+
+def test_weights_loaded_without_state_reach_the_masters():
+    job = Job(ALONE, ALL_EXPERTS, torch.bfloat16)
+    weight = job.toy.weights[Q]
+    weight.fill_(2.0)
+    job.optimizer.sync_masters()
+    job.toy.backward(0)
+    job.optimizer.step(0.0)
+    assert torch.equal(weight, torch.full_like(weight, 2.0))
+
+
+def test_the_report_measures_updates():
+    job = Job(ALONE, ALL_EXPERTS)
+    job.toy.backward(0)
+    before = job.save()["weights"]
+    report = job.optimizer.step(1e-2)
+    # W' = (1 - lr wd) W - lr U, so U follows from the weights before and after.
+    muon = [row.name for row in job.optimizer.assignments() if row.kind == "muon"]
+    updates = [(before[n] * (1 - 1e-3) - job.toy.weights[n]).flatten() / 1e-2 for n in muon]
+    assert report.update_elements == sum(update.numel() for update in updates)
+    assert report.update_rms == pytest.approx(
+        torch.cat(updates).square().mean().sqrt().item(), rel=1e-3
+    )
+    assert report.newton_schulz_seconds > 0
+
+
+def test_the_scale_multiplies_gradients_and_may_be_a_tensor():
+    """Seen in the momentum: one step of Muon or AdamW hardly moves with the gradient's size."""
+    for scale in (0.125, torch.tensor(0.125), torch.tensor(0.125, dtype=torch.float64)):
+        job = Job(ALONE, ALL_EXPERTS)
+        job.toy.backward(0)
+        grads = {name: grad.clone() for name, grad in job.toy.grads.items()}
+        job.optimizer.step(1e-2, scale)
+        assert torch.equal(job.optimizer.state_dict()[f"optim.momentum.{Q}"], 0.125 * grads[Q])
+        assert all(torch.equal(job.toy.grads[name], grad) for name, grad in grads.items())
+
+
+def test_no_tensors_at_all():
+    optimizer = DistributedMuonClip([], ALONE, CONFIG, SHAPE)
+    report = optimizer.step(1e-3)
+    assert report.update_rms == 0
+    assert float(optimizer.grad_square_sum()) == 0
+    assert list(optimizer.state_dict()) == ["optim.step"]
+
+
+def test_wrong_input_is_refused():
+    named = Toy(ALL_EXPERTS, torch.float32).named()
+    with pytest.raises(ValueError, match="given twice"):
+        DistributedMuonClip([*named, named[0]], ALONE, CONFIG, SHAPE)
+    with pytest.raises(ValueError, match="groups are \\['dense'\\]"):
+        DistributedMuonClip(named, {"dense": None}, CONFIG, SHAPE)
+    short = NamedTensor(named[0].name, named[0].data, lambda: torch.zeros(3), "dense")
+    with pytest.raises(ValueError, match=r"gradient of .* is \(3,\)"):
+        DistributedMuonClip([short], ALONE, CONFIG, SHAPE).step(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda state: state.pop(f"optim.momentum.{Q}"), "lacks 'optim.momentum"),
+        (lambda state: state.pop("optim.step"), "lacks 'optim.step'"),
+        (lambda state: state.update({f"optim.momentum.{Q}": torch.zeros(3)}), r"\(3,\)"),
+        (
+            lambda state: state.update({f"optim.momentum.{Q}": torch.zeros(24, 10).half()}),
+            "float16",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, complaint):
+    saved = Job(ALONE, ALL_EXPERTS).train(0, 1).save()["state"]
+    change(saved)
+    job = Job(ALONE, ALL_EXPERTS)
+    with pytest.raises(ValueError, match=complaint):
+        job.optimizer.load_state_dict(saved)
+    assert job.optimizer.steps == 0
+    assert all(not tensor.any() for tensor in job.optimizer.state_dict().values())

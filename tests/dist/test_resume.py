@@ -1,0 +1,103 @@
+"""A resumed run equals an uninterrupted one (I3); a bad checkpoint is refused before training."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.dist.jobs import layout, read_metrics, train
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+FOUR = layout(pp=2, vpp=2, dp=2, ep=2)
+
+
+@pytest.fixture(scope="module")
+def straight(data_root, tmp_path_factory):
+    """Six steps in four processes with a checkpoint after the third."""
+    folder = tmp_path_factory.mktemp("straight")
+    overrides = (f"data.root={data_root}", "train.steps=6", "train.checkpoint_every=3", *FOUR)
+    done = train(folder, *overrides, "train.trace_step=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture
+def checkpoint(straight, tmp_path):
+    """A copy of the checkpoint that a test may damage."""
+    copy = tmp_path / "step_00000003"
+    shutil.copytree(straight / "checkpoints" / "step_00000003", copy)
+    return copy
+
+
+def test_resume_is_bitwise(straight, checkpoint, data_root, tmp_path):
+    folder = tmp_path / "resumed"
+    overrides = (f"data.root={data_root}", "train.steps=6", *FOUR)
+    done = train(folder, *overrides, resume=checkpoint)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rest = read_metrics(straight)[3:]
+    assert [line["step"] for line in rest] == [4, 5, 6]
+    for line, expected in zip(read_metrics(folder), rest, strict=True):
+        for number in ("step", "loss", "grad_norm", "max_logit", "loss_tokens", "items"):
+            assert line[number] == expected[number], number
+    resumed, first = (
+        json.loads((run / "state_hashes.json").read_text()) for run in (folder, straight)
+    )
+    assert resumed == first
+    assert first["tensors"] > 200
+    assert any(name.startswith("optim.") for name in first["per_tensor"])
+
+
+def test_resume_in_another_layout_equals_to_rounding(straight, checkpoint, data_root, tmp_path):
+    overrides = (f"data.root={data_root}", "train.steps=6", *layout())
+    done = train(tmp_path / "one", *overrides, resume=checkpoint)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line, expected in zip(read_metrics(tmp_path / "one"), read_metrics(straight)[3:]):
+        assert line["loss_tokens"] == expected["loss_tokens"]
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_run_folder_is_complete(straight):
+    for name in (
+        "config.yaml", "versions.json", "metrics.jsonl", "trace.json", "state_hashes.json",
+        "logs/rank_0.log", "logs/rank_3.log", "checkpoints/step_00000003/manifest.json",
+    ):  # fmt: skip
+        assert (straight / name).is_file(), name
+    phases = {event["name"] for event in json.loads((straight / "trace.json").read_text())["traceEvents"]}
+    assert {"2 vision forward", "4 backbone", "6 vision backward", "7 update"} <= phases
+    assert not list((straight / "checkpoints").glob("*.partial"))
+
+
+def _truncate(folder):
+    file = max(folder.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _flip_a_byte(folder):
+    file = max(folder.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+
+
+BAD = [
+    ("torn", lambda folder: (folder / "manifest.json").unlink(), (), "manifest.json"),
+    ("truncated", _truncate, (), "expected"),
+    ("one bit", _flip_a_byte, (), "sha256"),
+    ("another model", lambda folder: None, ("model.language.num_experts=4",), "num_experts"),
+    ("other data", lambda folder: None, ("data.seed=5",), "seed"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "overrides", "told"), BAD, ids=[row[0] for row in BAD])
+def test_bad_checkpoint_is_refused(
+    name, damage, overrides, told, checkpoint, data_root, tmp_path
+):
+    damage(checkpoint)
+    folder = tmp_path / "refused"
+    settings = (f"data.root={data_root}", "train.steps=6", *layout(), *overrides)
+    done = train(folder, *settings, resume=checkpoint)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "metrics.jsonl").exists() or not read_metrics(folder)

@@ -1,0 +1,212 @@
+"""One process of a test job: `python worker.py ACTION OUT key=value...`; see jobs.py."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+
+def main(action: str, out: Path, overrides: list[str]) -> None:
+    from kimi_pretrain.config import load_config
+    from kimi_pretrain.engine import mesh as engine_mesh
+    from kimi_pretrain.train import Run
+
+    config = load_config("tiny_cpu", overrides)
+    torch.set_num_threads(1)
+    mesh = engine_mesh.start(config.layout, config.train.timeout_seconds)
+    run = Run(config, mesh)
+    try:
+        result = ACTIONS[action](run)
+        if mesh.rank == 0:
+            torch.save(result, out / "result.pt")
+        mesh.barrier()
+    finally:
+        run.close()
+        engine_mesh.stop()
+
+
+def losses(run) -> list[dict]:
+    """Five steps: loss, norm and counts of each."""
+    reports = [run.train_step.run(next(run.loader)) for _ in range(run.config.train.steps)]
+    return [
+        {
+            "loss": report.loss,
+            "grad_norm": report.update.grad_norm,
+            "max_logit": report.update.max_logit,
+            "clipped_heads": report.update.clipped_heads,
+            "vision_tokens": report.vision_tokens,
+            "loss_tokens": report.loss_tokens,
+            "skipped_samples": report.skipped_samples,
+            "items": report.items,
+        }
+        for report in reports
+    ]
+
+
+def dep_gradients(run) -> dict[str, torch.Tensor]:
+    """One step through DEP: every parameter's divided gradient, by name."""
+    report = run.train_step.run(next(run.loader))
+    return _gather(run, {t.name: t.grad() / report.loss_tokens for t in run.update.named})
+
+
+def colocated_gradients(run) -> dict[str, torch.Tensor]:
+    """The same batch with the encoder inside the graph: no DEP, no schedule, no reduction."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from kimi_pretrain.microbatches import build_microbatches
+    from kimi_pretrain.step import grids_of
+
+    batch = next(run.loader)
+    plan, items = batch.plan, batch.plan.items
+    grids = [tuple(int(x) for x in grid) for grid in grids_of(plan)]
+    none = torch.zeros(0, dtype=torch.int64).numpy()
+    microbatches = build_microbatches(batch, run.mesh, 1, none)
+    loss_tokens = sum(int(m.loss_mask.sum()) for m in microbatches)
+    scale = torch.tensor([loss_tokens / plan.num_tokens], dtype=torch.float64)
+    MoEAuxLossAutoScaler.set_loss_scale(scale.to(run.backbone.grad_of(next(run.backbone.views())).dtype))
+    (chunk,) = run.backbone.chunks
+    run.encoder.zero_grads()
+    run.backbone.models[0].zero_grad_buffer()
+    for row, microbatch in enumerate(microbatches):
+        mine = [item for item in range(len(items.row)) if items.row[item] == row]
+        if mine:
+            packed = torch.cat([torch.from_numpy(batch.media[item]) for item in mine])
+            microbatch.leaf = run.encoder.module(packed, [grids[item] for item in mine])
+            microbatch.leaf_positions = torch.cat(
+                [int(items.start[i]) + torch.arange(int(items.tokens[i])) for i in mine]
+            )
+        out = run.backbone._forward(microbatch, chunk, microbatch.labels)
+        (out * microbatch.loss_mask).sum().backward()
+    return {t.name: t.grad().clone() / loss_tokens for t in run.update.named}
+
+
+def planted_infinity(run) -> dict[str, bool]:
+    """A good step, then one whose gradient holds an inf on one rank: did anything change?"""
+    from kimi_pretrain import checkpoint
+
+    def hashes():
+        return checkpoint.hash_tensors(run.tensors(), run.mesh)
+
+    start = hashes()
+    run.train_step.run(next(run.loader))
+    good = hashes()
+    reduce_grads = run.encoder.reduce_grads
+
+    def poisoned():
+        if run.mesh.rank == run.mesh.world_size - 1:
+            run.encoder.grad_buffer[0] = float("inf")
+        reduce_grads()
+
+    run.encoder.reduce_grads = poisoned
+    report = run.train_step.run(next(run.loader))
+    return {
+        "finite step": good != start,
+        "infinite step": hashes() != good,
+        "applied": report.update.applied,
+    }
+
+
+def layers_against_twins(run) -> dict[str, float]:
+    """Largest errors in fp64 (fp32 for the grouped kernel, scaled to its rounding)."""
+    from kimi_pretrain.engine import attention, experts
+
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape, dtype=torch.float64):
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    borders = [0, 5, 6, 40, 41, 64, 80]
+    documents = [True, True, True, True, True, False]
+    q, k, v = random(80, 3, 8), random(80, 3, 8), random(80, 3, 6)
+    parts = attention.buckets(borders, documents, torch.device("cpu"))
+    out, max_logits = attention.packed_attention(q, k, v, parts, 0.3)
+    twin = attention.packed_attention_reference(q, k, v, borders, 0.3)
+    largest = torch.full((3,), -torch.inf, dtype=torch.float64)
+    for start, end in zip(borders[:-2], borders[1:-1], strict=True):  # the padding does not count
+        for i in range(start, end):
+            for j in range(start, i + 1):
+                largest = torch.maximum(largest, (q[i] * k[j]).sum(-1) * 0.3)
+
+    tokens = torch.tensor([3, 0, 9, 4])
+    x = random(16, 12, dtype=torch.float32).requires_grad_()
+    weight = random(4, 20, 12, dtype=torch.float32).requires_grad_()
+    gradient = random(16, 20, dtype=torch.float32)
+    results = []
+    for linear in (experts.grouped_linear, experts.grouped_linear_reference):
+        y = linear(x, weight, tokens)
+        results.append((y, *torch.autograd.grad(y, (x, weight), gradient)))
+    fast, plain = results
+    none = experts.grouped_linear(x[:0], weight, torch.zeros(4, dtype=torch.int64))
+    rounding = 1e-10 / 1e-5  # fp32 rounding counts as 1e-10 in the test's one tolerance
+    return {
+        "attention": float((out - twin).abs().max()),
+        "max_logits": float((max_logits - largest).abs().max()),
+        "experts": float((fast[0] - plain[0]).abs().max()) * rounding,
+        "experts_grad": max(
+            float((a - b).abs().max()) for a, b in zip(fast[1:], plain[1:], strict=True)
+        ) * rounding,
+        "no_tokens": float(none.numel()),
+    }  # fmt: skip
+
+
+def language_model(run) -> dict:
+    """Logits of three packed documents, the weights by name, and transformers' configuration."""
+    from kimi_pretrain.engine.attention import PackedRows
+    from kimi_pretrain.engine.backbone import Microbatch
+
+    language = run.config.model.language
+    generator = torch.Generator().manual_seed(2)
+    length, borders = run.config.data.seq_len, [0, 60, 61, 128]
+    assert borders[-1] == length
+    for view in run.backbone.views(buffers=True):  # weights far from their gentle start
+        if view.name.endswith("e_score_correction_bias"):
+            view.data.copy_(torch.rand(view.data.shape, generator=generator))
+        elif view.data.ndim > 1:
+            view.data.mul_(3.0)
+    tokens = torch.randint(0, language.vocab_size, (1, length), generator=generator)
+    rows = PackedRows.of(borders, [True] * 3, torch.device("cpu"))
+    padding = torch.zeros(1, length, dtype=torch.bool)
+    (logits,) = run.backbone.evaluate([Microbatch(rows, padding, tokens)], lambda x: x.clone()).outputs
+    config = dict(
+        vocab_size=language.vocab_size, hidden_size=language.hidden_size,
+        intermediate_size=language.dense_ffn_size, moe_intermediate_size=language.expert_ffn_size,
+        num_hidden_layers=language.num_layers, num_attention_heads=language.num_heads,
+        num_key_value_heads=language.num_heads, n_shared_experts=language.num_shared_experts,
+        n_routed_experts=language.num_experts, routed_scaling_factor=language.routed_scaling_factor,
+        kv_lora_rank=language.kv_lora_rank, q_lora_rank=language.q_lora_rank,
+        qk_rope_head_dim=language.qk_rope_dim, qk_nope_head_dim=language.qk_nope_dim,
+        v_head_dim=language.v_dim, n_group=1, topk_group=1, num_mtp_layers=0,
+        num_experts_per_tok=language.experts_per_token, norm_topk_prob=True,
+        first_k_dense_replace=language.num_dense_layers, rms_norm_eps=language.norm_eps,
+        rope_theta=language.rope_theta, max_position_embeddings=length, rope_interleave=True,
+        attention_bias=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    if language.yarn:
+        yarn = language.yarn
+        config["rope_scaling"] = dict(
+            rope_type="yarn", factor=yarn.factor, beta_fast=yarn.beta_fast,
+            beta_slow=yarn.beta_slow, mscale=yarn.mscale, mscale_all_dim=yarn.mscale_all_dim,
+            original_max_position_embeddings=yarn.original_max_position, rope_theta=language.rope_theta,
+        )  # fmt: skip
+    weights = {view.name: view.data.clone() for view in run.backbone.views(buffers=True)}
+    return {"logits": logits, "weights": weights, "tokens": tokens, "borders": borders, "config": config}
+
+
+def _gather(run, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    everything: dict[str, torch.Tensor] = {}
+    for part in run.mesh.gather({name: grad.clone() for name, grad in mine.items()}):
+        everything.update(part)
+    return everything
+
+
+ACTIONS = {
+    "losses": losses,
+    "dep_gradients": dep_gradients,
+    "colocated_gradients": colocated_gradients,
+    "planted_infinity": planted_infinity,
+    "layers_against_twins": layers_against_twins,
+    "language_model": language_model,
+}
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
