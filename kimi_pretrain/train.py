@@ -17,7 +17,7 @@ from data_pipeline.store import Store, open_store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain import checkpoint
 from kimi_pretrain.config import Config, ConfigError, describe
-from kimi_pretrain.dep.assign import load_per_rank, max_over_mean, round_robin
+from kimi_pretrain.dep.assign import VisionPlan, load_per_rank, max_over_mean, round_robin
 from kimi_pretrain.dep.encoder import DecoupledEncoder
 from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.backbone import Backbone
@@ -203,7 +203,8 @@ def _metrics_line(run: Run, plan: GlobalPlan, report: StepReport, seconds: float
         }
         for name in mine
     }
-    patches = _patches_per_rank(run, plan)
+    vision = vision_plan(plan, run.config, run.mesh)
+    patches = _patches_per_rank(vision)
     owners = [patches["naive"][rank] for rank in run.mesh.first_rank_of]
     return {
         "step": run.step,
@@ -222,6 +223,7 @@ def _metrics_line(run: Run, plan: GlobalPlan, report: StepReport, seconds: float
         # Among the first stages alone: what is left of "naive" without the stages that would wait.
         | {"naive_among_owners": max_over_mean(np.array(owners))},
         "patches_per_rank": patches,
+        "largest_tenth_of_items": _share_of_largest(vision.patches, 0.1),
         "max_logit": report.update.max_logit,
         "clipped_heads": report.update.clipped_heads,
         "store": {
@@ -232,14 +234,21 @@ def _metrics_line(run: Run, plan: GlobalPlan, report: StepReport, seconds: float
     }
 
 
-def _patches_per_rank(run: Run, plan: GlobalPlan) -> dict[str, list[float]]:
+def _share_of_largest(sizes: np.ndarray, part: float) -> float | None:
+    """Return the share of all patches in the largest `part` of the items; None without items."""
+    if not len(sizes):
+        return None
+    largest = np.sort(sizes)[::-1][: max(1, round(part * len(sizes)))]
+    return float(largest.sum() / sizes.sum())
+
+
+def _patches_per_rank(vision: VisionPlan) -> dict[str, list[float]]:
     """Return patches per rank under three assignments.
 
     "naive" encodes each item on the first stage that owns its row, as systems without DEP do;
     "round_robin" deals items out by count; "dep" is what was done.
     """
-    vision = vision_plan(plan, run.config, run.mesh)
-    world = run.mesh.world_size
+    world = vision.num_ranks
     ranks = {
         "naive": vision.owner,
         "round_robin": round_robin(vision.patches.astype(float), world),

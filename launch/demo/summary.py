@@ -102,6 +102,12 @@ def summarise(
         }
         if with_media
         else None,
+        # Mean over the same steps, of the share of patches in the largest tenth of the items.
+        "patches_in_largest_tenth_of_items": fmean(
+            m["largest_tenth_of_items"] for m in metrics if m["items"]
+        )
+        if with_media
+        else None,
         "step_seconds_median": step_seconds or None,
         "efficiency_vs_text_only": step_seconds["text_only"] / step_seconds["multimodal"]
         if step_seconds

@@ -23,7 +23,13 @@ def metrics_line(step: int, **changes) -> dict:
         "text_tokens": 100,
         "vision_tokens": 30,
         "skipped_samples": 0,
-        "balance": {"naive": 2.0 + step, "dep": 1.0, "round_robin": 1.5},
+        "balance": {
+            "naive": 2.0 + step,
+            "naive_among_owners": 1.0 + step,
+            "dep": 1.0,
+            "round_robin": 1.5,
+        },
+        "largest_tenth_of_items": 0.25 * step,
         "store": {"requests": 7 * step, "bytes": 1000 * step},
         **changes,
     }
@@ -95,7 +101,13 @@ def test_summary_has_the_promised_keys_and_numbers():
     assert summary["text_tokens"] == 300
     assert summary["vision_tokens"] == 90
     # A step without media has no balance to speak of.
-    assert summary["balance_max_over_mean"] == {"naive": 3.5, "dep": 1.0}
+    assert summary["balance_max_over_mean"] == {
+        "naive": 3.5,
+        "naive_among_owners": 2.5,
+        "round_robin": 1.5,
+        "dep": 1.0,
+    }
+    assert summary["patches_in_largest_tenth_of_items"] == 0.375
     assert summary["step_seconds_median"] == {"multimodal": 2.5, "text_only": 2.0}
     assert summary["efficiency_vs_text_only"] == 0.8
     assert summary["s3"] == {"requests": 21, "bytes": 3000}
