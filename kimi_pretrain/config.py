@@ -26,6 +26,17 @@ class ConfigError(ValueError):
     """A configuration that cannot run: the message names the key, the value and what is allowed."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-6 is a number: to PyYAML, which follows YAML 1.1, it is a text."""
+
+
+_Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
 class Section(BaseModel):
     """A part of the configuration: frozen, and strict about its keys."""
 
@@ -241,7 +252,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         ConfigError: one message that names every key that is wrong.
     """
     file = find_config(path)
-    found: Any = yaml.safe_load(file.read_text())
+    found: Any = yaml.load(file.read_text(), _Loader)
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: expected sections such as `model:`, found {found!r}")
     values = typing.cast(dict[str, Any], found)
@@ -304,7 +315,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"override {override!r}: {section} is a value, not a section")
         values = typing.cast(dict[str, Any], inner)
-    values[last] = yaml.safe_load(text)
+    values[last] = yaml.load(text, _Loader)
 
 
 def _fields(section: Any) -> dict[str, Any] | None:

@@ -23,8 +23,10 @@ def test_presets_load_and_come_back_from_what_is_written(preset):
 
 
 def test_overrides_win_and_keep_their_types():
-    config = load_config("tiny_cpu", ["train.steps=7", "data.seed=3", "optim.lr=1e-3"])
+    overrides = ["train.steps=7", "data.seed=3", "optim.lr=1e-3", "model.language.norm_eps=2E-6"]
+    config = load_config("tiny_cpu", overrides)
     assert (config.train.steps, config.data.seed, config.optim.lr) == (7, 3, 1e-3)
+    assert config.model.language.norm_eps == 2e-6
 
 
 @pytest.mark.parametrize(
