@@ -24,11 +24,12 @@ from data_pipeline.store import Span, Store, get_many, open_store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain import checkpoint
 from kimi_pretrain.config import Config, parse_config
-from kimi_pretrain.dep.encoder import DecoupledEncoder, Grid
+from kimi_pretrain.dep.encoder import Grid
 from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.attention import PackedRows
-from kimi_pretrain.engine.backbone import Backbone, Microbatch
+from kimi_pretrain.engine.backbone import Microbatch
 from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.model import Model
 from kimi_pretrain.train import load_tokenizer
 from moonvit3d.geometry import grids, num_tokens
 
@@ -74,16 +75,16 @@ def evaluate(
     examples = read_examples(store, read_index(store, source), config, limit)
     mesh = engine_mesh.start(config.layout)
     try:
-        model = _Model(config, mesh, checkpoint_folder)
+        reader = _Reader(config, mesh, checkpoint_folder)
         wanted = {tokenizer.encode(character)[0] for character in characters}
-        right, total = model.count_right(examples, tokenizer, wanted)
-        swapped, _ = model.count_right(swap_images(examples), tokenizer, wanted)
+        right, total = reader.count_right(examples, tokenizer, wanted)
+        swapped, _ = reader.count_right(swap_images(examples), tokenizer, wanted)
         return {
             "accuracy": right / max(1, total),
             "accuracy_swapped": swapped / max(1, total),
             "tokens": total,
             "samples": len(examples),
-            "step": model.step,
+            "step": reader.step,
         }
     finally:
         engine_mesh.stop()
@@ -134,22 +135,14 @@ def swap_images(examples: list[Example]) -> list[Example]:
     ]
 
 
-class _Model:
-    """The model of a checkpoint in one process."""
+class _Reader:
+    """The model of a checkpoint in one process, and how much it reads."""
 
     def __init__(self, config: Config, mesh: Mesh, folder: Path):
         self.config, self.mesh = config, mesh
-        self.backbone = Backbone(config, mesh)
-        self.encoder = DecoupledEncoder(
-            config.model.vision,
-            config.dep.max_patches_per_chunk,
-            config.train.seed,
-            self.backbone.dtype,
-            mesh.device,
-        )
-        vision = {name: p.detach() for name, p in self.encoder.module.named_parameters()}
-        tensors = vision | {v.name: v.data for v in self.backbone.views(buffers=True)}
-        self.step = checkpoint.load(folder, config, mesh, tensors).step
+        model = Model.build(config, mesh)
+        self.encoder, self.backbone = model.encoder, model.backbone
+        self.step = checkpoint.load(folder, config, mesh, model.tensors()).step
 
     def count_right(
         self, examples: list[Example], tokenizer: Tokenizer, wanted: set[int]

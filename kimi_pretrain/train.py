@@ -18,10 +18,9 @@ from data_pipeline.text import Tokenizer
 from kimi_pretrain import checkpoint
 from kimi_pretrain.config import Config, ConfigError, describe
 from kimi_pretrain.dep.assign import VisionPlan, load_per_rank, max_over_mean, round_robin
-from kimi_pretrain.dep.encoder import DecoupledEncoder
 from kimi_pretrain.engine import mesh as engine_mesh
-from kimi_pretrain.engine.backbone import Backbone
 from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.model import Model
 from kimi_pretrain.run_folder import MetricsWriter, describe_environment, log_to, write_trace
 from kimi_pretrain.step import StepReport, TrainStep, needs, vision_plan
 from kimi_pretrain.update import Update
@@ -44,7 +43,10 @@ class Run:
         self.store = open_store(config.data.root, endpoint=config.data.endpoint)
         self.tokenizer = load_tokenizer(config, self.store)
         self.loader = self._open_loader()
-        self._build_model()
+        self.model = Model.build(config, mesh)
+        self.encoder, self.backbone = self.model.encoder, self.model.backbone
+        self.update = Update(config, mesh, self.encoder, self.backbone)
+        self.train_step = TrainStep(config, mesh, self.encoder, self.backbone, self.update)
         self.step = 0
         if resume is not None:
             self._resume(resume)
@@ -58,27 +60,9 @@ class Run:
             check_shards(self.store, index, self.mesh.world_size, self.mesh.rank)
         return Loader(data, self.store, indices, self.tokenizer, needs(self.config, self.mesh))
 
-    def _build_model(self) -> None:
-        config, mesh = self.config, self.mesh
-        self.backbone = Backbone(config, mesh)
-        self.encoder = DecoupledEncoder(
-            config.model.vision,
-            config.dep.max_patches_per_chunk,
-            config.train.seed,
-            self.backbone.dtype,
-            mesh.device,
-        )
-        self.update = Update(config, mesh, self.encoder, self.backbone)
-        self.train_step = TrainStep(config, mesh, self.encoder, self.backbone, self.update)
-
-    def model_tensors(self) -> dict[str, torch.Tensor]:
-        """Return every model tensor of this rank by its checkpoint name, routing biases too."""
-        vision = {name: p.detach() for name, p in self.encoder.module.named_parameters()}
-        return vision | {view.name: view.data for view in self.backbone.views(buffers=True)}
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return everything a checkpoint holds: the model's and the optimizer's tensors."""
-        return self.model_tensors() | self.update.optimizer.state_dict()
+        return self.model.tensors() | self.update.optimizer.state_dict()
 
     def run_state(self) -> checkpoint.RunState:
         """Return what a checkpoint holds besides tensors."""
@@ -273,7 +257,7 @@ def _record_skipped(run: Run, report: StepReport, file: Path) -> None:
 
 def _write_state_hashes(run: Run, file: Path) -> None:
     """Write SHA-256 of everything the run remembers, so that two runs can be compared."""
-    model = checkpoint.hash_tensors(run.model_tensors(), run.mesh)
+    model = checkpoint.hash_tensors(run.model.tensors(), run.mesh)
     optimizer = checkpoint.hash_tensors(run.update.optimizer.state_dict(), run.mesh)
     state = vars(run.run_state())
     hashes = {
