@@ -268,6 +268,7 @@ class FolderStore:
                 written = sum(file.write(piece) for piece in pieces())
                 file.flush()
                 os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)  # temporary files are private; a corpus is shared
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)

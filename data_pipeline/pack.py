@@ -1,7 +1,7 @@
 """Samples into rows: best-fit decreasing over one window, by lengths alone.
 
 A window is packed by itself and nothing is carried over, so that resuming means packing one window
-again whatever the position (design section 3). Longest first, each sample goes to the row whose
+again whatever the position. Longest first, each sample goes to the row whose
 free space it fills best; ties go to the row that was last touched. Best-fit decreasing never needs
 more than 11/9 of the fewest possible rows (plus a constant; Johnson 1973).
 

@@ -44,7 +44,7 @@ class Section(BaseModel):
 
 
 class YarnConfig(Section):
-    """YaRN scaling of the rotary embedding (kimi_facts, section 3)."""
+    """YaRN scaling of the rotary embedding (arXiv:2309.00071)."""
 
     factor: float
     original_max_position: int = 4096
@@ -213,7 +213,7 @@ def check_layout(config: Config) -> None:
         raise ValueError(
             f"model.language.num_layers={language.num_layers} does not divide over layout.pp="
             f"{layout.pp} x layout.vpp={layout.vpp} = {chunks} chunks; "
-            'give layout.stages, for example "Et|(tt|)*14tL"'
+            'give layout.stages: for 5 layers over 2 chunks, for example, "Ettt|ttL"'
         )
 
 
@@ -252,7 +252,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         ConfigError: one message that names every key that is wrong.
     """
     file = find_config(path)
-    found: Any = yaml.load(file.read_text(), _Loader)
+    found = _parse_yaml(file.read_text(), str(file))
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: expected sections such as `model:`, found {found!r}")
     values = typing.cast(dict[str, Any], found)
@@ -305,6 +305,13 @@ def describe(config: Config) -> str:
     )
 
 
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+
+
 def _apply_override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -315,7 +322,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"override {override!r}: {section} is a value, not a section")
         values = typing.cast(dict[str, Any], inner)
-    values[last] = yaml.load(text, _Loader)
+    values[last] = _parse_yaml(text, f"override {override!r}")
 
 
 def _fields(section: Any) -> dict[str, Any] | None:

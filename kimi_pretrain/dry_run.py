@@ -74,11 +74,10 @@ def dry_run(config: Config) -> DryRun:
 
 def lines(result: DryRun) -> Iterator[str]:
     """Yield the result as text, for the terminal."""
-    yield "stage  layers   parameters on a rank      of the stage         activated"
+    yield "stage  layers        parameters on a rank      of the stage         activated"
     for stage in result.stages:
-        span = f"{stage.layers[0]}-{stage.layers[-1]}" if stage.layers else "none"
         yield (
-            f"{stage.stage:5d}  {span:7s} {stage.per_rank:20,d} {stage.total:17,d} "
+            f"{stage.stage:5d}  {_runs(stage.layers):12s} {stage.per_rank:20,d} {stage.total:17,d} "
             f"{stage.activated:17,d}"
         )
     yield f"language model    {result.language_model:,} parameters"
@@ -86,6 +85,13 @@ def lines(result: DryRun) -> Iterator[str]:
     yield f"  routing biases  {result.routing_biases:,} entries (not parameters)"
     yield f"vision tower      {result.vision_tower:,}"
     yield f"projector         {result.projector:,}"
+
+
+def _runs(layers: tuple[int, ...]) -> str:
+    """Return "0-1,32-33" for layers 0, 1, 32 and 33."""
+    starts = [n for n in layers if n - 1 not in layers]
+    ends = [n for n in layers if n + 1 not in layers]
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends)) or "none"
 
 
 def as_json(result: DryRun) -> dict[str, Any]:

@@ -78,7 +78,12 @@ def script(job: Job, options: SlurmOptions) -> str:
     parts += [f"module load {shlex.quote(name)}" for name in options.modules]
     parts += options.setup
     parts += rendezvous()
-    parts += [f"export OMP_NUM_THREADS={options.cpus_per_task}", ""]
+    parts += [
+        f"export OMP_NUM_THREADS={options.cpus_per_task}",
+        # Since SLURM 22.05 srun does not take this over from sbatch.
+        f"export SRUN_CPUS_PER_TASK={options.cpus_per_task}",
+        "",
+    ]
     parts += requeue_trap() if options.requeue else []
     parts += steps(job, options)
     return "\n".join(parts) + "\n"
@@ -124,7 +129,8 @@ def requeue_trap() -> list[str]:
     return [
         "requeue() {",
         '  echo "time limit near: job $SLURM_JOB_ID goes back into the queue" >&2',
-        '  scontrol requeue "$SLURM_JOB_ID"',
+        # A refusal must not end the script: training is still alive.
+        '  scontrol requeue "$SLURM_JOB_ID" || echo "requeue was refused" >&2',
         "}",
         "trap requeue USR1",
         "",

@@ -59,9 +59,26 @@ def complete_checkpoint(folder: Path) -> Path:
     if not (folder / "manifest.json").is_file():
         raise FileNotFoundError(
             f"{folder} is not a complete checkpoint (no manifest.json inside); give a folder "
-            "such as runs/demo/checkpoints/step_00000200"
+            "such as runs/demo/checkpoints/step_00000110"
         )
     return folder
+
+
+def check_fresh(job: Job) -> None:
+    """Refuse to start from scratch in the folder of an earlier run.
+
+    Raises:
+        ValueError: a later resume would mix the two.
+
+    """
+    run_dir = Path(job.run_dir)
+    if job.resume is None and (
+        complete_checkpoints(run_dir) or (run_dir / "metrics.jsonl").is_file()
+    ):
+        raise ValueError(
+            f"{run_dir} holds an earlier run; go on with --resume latest, or choose another "
+            "--run-dir"
+        )
 
 
 def run_job(job: Job) -> None:
@@ -72,6 +89,8 @@ def run_job(job: Job) -> None:
     from kimi_pretrain.train import train
 
     config = load_config(job.config, job.overrides)
+    if os.environ.get("RANK", "0") == "0":  # others might already see what this run writes
+        check_fresh(job)
     train(config, Path(job.run_dir), resume_folder(job))
 
 

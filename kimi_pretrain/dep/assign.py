@@ -1,7 +1,7 @@
 """Which rank encodes which media item: one balanced assignment over the whole global batch. Pure.
 
 Longest-processing-time: items by falling cost, each to the least loaded rank. Every rank computes
-the same answer from metadata alone, so nobody talks about who does what (design, phase 0).
+the same answer from metadata alone, so nobody talks about who does what (phase 0).
 """
 
 import heapq

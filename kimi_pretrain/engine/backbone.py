@@ -1,12 +1,12 @@
 """The language model under Megatron-Core's own pipeline schedule, vision embeddings as leaves.
 
-The schedule is used untouched (design, phase 4). On the first stage the embeddings of a
+The schedule is used untouched (phase 4). On the first stage the embeddings of a
 microbatch's media are scattered over the media-pad positions as a leaf tensor; after the schedule
 its `.grad` is what goes back to the encoder. One leaf per microbatch: a single leaf would cost a
 full-size zero gradient each time.
 
 Everything that comes out is a sum over tokens: losses, parameter gradients, leaf gradients. The
-one divisor is the caller's (design, 'Loss').
+one divisor is the caller's (`kimi_pretrain.update`).
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Megatron-Core's parameters under the checkpoint's names (kimi_facts, 'HF names').
+"""Megatron-Core's parameters under the names of the published checkpoint.
 
 One fused parameter is several tensors of the checkpoint: gate and up projections, and each routed
 expert. A `View` is one such tensor: a name that does not depend on the layout, and a view into the

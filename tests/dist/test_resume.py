@@ -101,3 +101,11 @@ def test_bad_checkpoint_is_refused(
     assert told in done.stderr
     assert "Traceback" not in done.stderr
     assert not (folder / "metrics.jsonl").exists() or not read_metrics(folder)
+
+
+def test_a_folder_with_an_earlier_run_is_not_trained_into(straight, data_root):
+    lines = read_metrics(straight)
+    done = train(straight, f"data.root={data_root}", "train.steps=2", *FOUR)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "holds an earlier run" in done.stderr
+    assert read_metrics(straight) == lines

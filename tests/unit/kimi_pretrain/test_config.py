@@ -84,3 +84,12 @@ def test_stage_strings_expand_as_megatron_core_reads_them():
 def test_an_unknown_file_names_the_presets():
     with pytest.raises(ConfigError, match="kimi_k25_1t"):
         load_config("configs/nothing.yaml")
+
+
+def test_text_that_is_no_yaml_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="override 'data.sources={pairs': not YAML"):
+        load_config("tiny_cpu", ["data.sources={pairs"])
+    file = tmp_path / "broken.yaml"
+    file.write_text("model: {")
+    with pytest.raises(ConfigError, match="broken.yaml: not YAML"):
+        load_config(file)

@@ -73,7 +73,7 @@ def test_zero_stays_zero_and_the_input_is_untouched():
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 256), (256, 64)])
 def test_update_has_the_size_of_an_adamw_update(shape):
-    """kimi_facts 5: the real RMS is 0.167 to 0.175 for gradients; random ones lie close by."""
+    """The real RMS is 0.167 to 0.175 for gradients; random ones lie close by."""
     update = update_scale(*shape) * orthogonalise(matrix(shape), 5, torch.float64)
     assert 0.15 < update.square().mean().sqrt() < 0.21
 
