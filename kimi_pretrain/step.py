@@ -42,6 +42,7 @@ class StepReport:
         skipped_samples: samples whose loss did not count because a medium was unusable.
         bad_items: (item of the plan, reason) found by this rank.
         update: of the optimizer; see `UpdateReport`.
+        vision: who encoded which item.
         spans: phase -> (start, end) in seconds of the wall clock, on this rank.
     """
 
@@ -53,6 +54,7 @@ class StepReport:
     skipped_samples: int
     bad_items: list[tuple[int, str]]
     update: UpdateReport
+    vision: VisionPlan
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -134,6 +136,7 @@ class TrainStep:
             skipped_samples=len(skipped),
             bad_items=[(bad.item, bad.reason) for bad in batch.bad],
             update=report,
+            vision=vision,
             spans=self._spans,
         )
 

@@ -22,7 +22,7 @@ from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.model import Model
 from kimi_pretrain.run_folder import MetricsWriter, describe_environment, log_to, write_trace
-from kimi_pretrain.step import StepReport, TrainStep, needs, vision_plan
+from kimi_pretrain.step import StepReport, TrainStep, needs
 from kimi_pretrain.update import Update
 from moonvit3d.geometry import grids
 
@@ -187,8 +187,7 @@ def _metrics_line(run: Run, plan: GlobalPlan, report: StepReport, seconds: float
         }
         for name in mine
     }
-    vision = vision_plan(plan, run.config, run.mesh)
-    patches = _patches_per_rank(vision)
+    patches = _patches_per_rank(report.vision)
     owners = [patches["naive"][rank] for rank in run.mesh.first_rank_of]
     return {
         "step": run.step,
@@ -207,7 +206,7 @@ def _metrics_line(run: Run, plan: GlobalPlan, report: StepReport, seconds: float
         # Among the first stages alone: what is left of "naive" without the stages that would wait.
         | {"naive_among_owners": max_over_mean(np.array(owners))},
         "patches_per_rank": patches,
-        "largest_tenth_of_items": _share_of_largest(vision.patches, 0.1),
+        "largest_tenth_of_items": _share_of_largest(report.vision.patches, 0.1),
         "max_logit": report.update.max_logit,
         "clipped_heads": report.update.clipped_heads,
         "store": {

@@ -104,6 +104,11 @@ def test_dep_gradients_equal_colocated_encoder(dtype, tolerance, data_root, tmp_
     assert all(".mlp.experts." in name for name in silent), silent
 
 
+def test_copies_that_differ_at_the_start_are_named(data_root, tmp_path):
+    told = run_job("planted_replica", tmp_path, 2, f"data.root={data_root}", *layout(pp=2))
+    assert told.startswith("vision_tower.patch_embed.")
+
+
 def test_a_step_that_is_not_finite_changes_nothing(data_root, tmp_path):
     axes = layout(pp=2, dp=2, ep=2)
     changed = run_job(

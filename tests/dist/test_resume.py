@@ -85,6 +85,7 @@ BAD = [
     ("truncated", _truncate, (), "expected"),
     ("one bit", _flip_a_byte, (), "sha256"),
     ("another model", lambda folder: None, ("model.language.num_experts=4",), "num_experts"),
+    ("another dtype", lambda folder: None, ("train.dtype=bfloat16",), "train.dtype=float32"),
     ("other data", lambda folder: None, ("data.seed=5",), "seed"),
 ]
 

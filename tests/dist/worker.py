@@ -106,6 +106,18 @@ def planted_infinity(run) -> dict[str, bool]:
     }
 
 
+def planted_replica(run) -> str:
+    """What is said when one rank's copy of the encoder differs at the start."""
+    run.update.check_replicas()  # as built: nothing to say
+    if run.mesh.rank == 1:
+        next(run.encoder.module.parameters()).data.view(-1)[0] += 1e-3
+    try:
+        run.update.check_replicas()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 def layers_against_twins(run) -> dict[str, float]:
     """Largest errors in fp64 (fp32 for the grouped kernel, scaled to its rounding)."""
     from kimi_pretrain.engine import attention, experts
@@ -204,6 +216,7 @@ ACTIONS = {
     "dep_gradients": dep_gradients,
     "colocated_gradients": colocated_gradients,
     "planted_infinity": planted_infinity,
+    "planted_replica": planted_replica,
     "layers_against_twins": layers_against_twins,
     "language_model": language_model,
 }

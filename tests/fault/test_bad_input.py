@@ -31,10 +31,10 @@ def damaged(data_root, tmp_path) -> Path:
     return copy
 
 
-def refused(tmp_path: Path, *overrides: str) -> str:
+def refused(tmp_path: Path, *overrides: str, axes: dict[str, int] | None = None) -> str:
     """Run a job that must be refused; return the one line it printed."""
     run_dir = tmp_path / "run"
-    done = train(run_dir, *layout(), *overrides)
+    done = train(run_dir, *layout(**(axes or {})), *overrides)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert not (run_dir / "metrics.jsonl").exists(), "training must not have started"
@@ -59,10 +59,12 @@ def test_wrong_credentials_and_missing_bucket(s3_environment, monkeypatch, tmp_p
     assert "a-wrong-secret" not in line + written
 
 
-def test_shard_that_the_index_does_not_match(damaged, tmp_path):
+@pytest.mark.parametrize("axes", [{}, dict(pp=2, dp=2)], ids=["one process", "one rank of four"])
+def test_shard_that_the_index_does_not_match(axes, damaged, tmp_path):
+    """Ranks divide the shards: one finds it, while the others wait for it in a collective."""
     shard = damaged / "words" / "000000.tar"
     shard.write_bytes(shard.read_bytes() + bytes(512))
-    line = refused(tmp_path, f"data.root={damaged}")
+    line = refused(tmp_path, f"data.root={damaged}", axes=axes)
     assert "words/000000.tar" in line
     assert "size" in line
 
