@@ -104,6 +104,13 @@ def test_dep_gradients_equal_colocated_encoder(dtype, tolerance, data_root, tmp_
     assert all(".mlp.experts." in name for name in silent), silent
 
 
+def test_a_skipped_sample_loses_its_whole_loss_and_no_other(data_root, tmp_path):
+    common = (f"data.root={data_root}", "train.rows_per_microbatch=2", *layout())
+    found = run_job("skipped_mask", tmp_path, 1, *common)
+    assert found["equal"]
+    assert found["lost"] > 50
+
+
 def test_copies_that_differ_at_the_start_are_named(data_root, tmp_path):
     told = run_job("planted_replica", tmp_path, 2, f"data.root={data_root}", *layout(pp=2))
     assert told.startswith("vision_tower.patch_embed.")

@@ -104,9 +104,10 @@ def test_bad_checkpoint_is_refused(
     assert not (folder / "metrics.jsonl").exists() or not read_metrics(folder)
 
 
-def test_a_folder_with_an_earlier_run_is_not_trained_into(straight, data_root):
+@pytest.mark.parametrize("axes", [FOUR, layout()], ids=["by torchrun", "in this process"])
+def test_a_folder_with_an_earlier_run_is_not_trained_into(axes, straight, data_root):
     lines = read_metrics(straight)
-    done = train(straight, f"data.root={data_root}", "train.steps=2", *FOUR)
+    done = train(straight, f"data.root={data_root}", "train.steps=2", *axes)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "holds an earlier run" in done.stderr
     assert read_metrics(straight) == lines

@@ -106,6 +106,26 @@ def planted_infinity(run) -> dict[str, bool]:
     }
 
 
+def skipped_mask(run) -> dict[str, bool | int]:
+    """Skip the two longest samples of a step: does their whole loss go, and no other?"""
+    from kimi_pretrain.microbatches import build_microbatches
+
+    batch = next(run.loader)
+    samples, rows = batch.plan.samples, run.config.train.rows_per_microbatch
+    longest = samples.length.argsort()[-2:]
+
+    def mask(skipped):
+        found = build_microbatches(batch, run.mesh, rows, skipped)
+        return torch.cat([m.loss_mask.flatten() for m in found]).view(-1, batch.plan.seq_len)
+
+    wanted, found = mask(longest[:0]), mask(longest)
+    before = int(wanted.sum())
+    for sample in longest:
+        start = samples.start[sample]
+        wanted[samples.row[sample], start : start + samples.length[sample]] = False
+    return {"equal": torch.equal(found, wanted), "lost": before - int(found.sum())}
+
+
 def planted_replica(run) -> str:
     """What is said when one rank's copy of the encoder differs at the start."""
     run.update.check_replicas()  # as built: nothing to say
@@ -217,6 +237,7 @@ ACTIONS = {
     "colocated_gradients": colocated_gradients,
     "planted_infinity": planted_infinity,
     "planted_replica": planted_replica,
+    "skipped_mask": skipped_mask,
     "layers_against_twins": layers_against_twins,
     "language_model": language_model,
 }

@@ -52,6 +52,9 @@ def test_what_is_sent_is_what_is_received(items):
     sent = np.array([plan.tokens_to(rank) for rank in range(ranks)])
     received = np.array([plan.tokens_from(rank) for rank in range(ranks)])
     assert np.array_equal(sent, received.T)
+    for rank in range(ranks):  # an all-to-all sends and receives rank by rank
+        assert np.all(np.diff(plan.owner[plan.encoded_by(rank)]) >= 0)
+        assert np.all(np.diff(plan.encoder[plan.received_by(rank)]) >= 0)
     for rank in range(ranks):  # the bytes of one pair are in the same order at both ends
         for source in range(ranks):
             mine = [i for i in plan.received_by(rank) if plan.encoder[i] == source]
