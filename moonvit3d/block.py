@@ -6,11 +6,13 @@ head-major, and an MLP with the tanh form of GELU; every layer has biases.
 Shape suffixes: L packed patches, C width, N heads, H head width.
 """
 
+from collections.abc import Sequence
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from moonvit3d import rows
 from moonvit3d.attention import Segments, attend
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.positions import rotate
@@ -24,9 +26,9 @@ class MLP(nn.Module):
         self.fc0 = nn.Linear(width, hidden)
         self.fc1 = nn.Linear(hidden, width)
 
-    def forward(self, x_LC: Tensor) -> Tensor:
-        """[L, C] to [L, C]."""
-        return self.fc1(F.gelu(self.fc0(x_LC), approximate="tanh"))
+    def forward(self, x_LC: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[L, C] to [L, C]; ``lengths`` are the rows of each item."""
+        return self.fc1(rows.gelu(self.fc0(x_LC), lengths, "tanh"))
 
 
 class Block(nn.Module):
@@ -53,11 +55,12 @@ class Block(nn.Module):
             [L, C].
         """
         x_LC = x_LC + self.attention(self.norm0(x_LC), rotary, segments)
-        return x_LC + self.mlp(self.norm1(x_LC))
+        return x_LC + self.mlp(self.norm1(x_LC), segments.lengths)
 
     def attention(self, x_LC: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
         """The attention branch, [L, C] to [L, C]."""
-        qkv = rearrange(self.wqkv(x_LC), "l (three n h) -> three l n h", three=3, n=self.heads)
-        q_LNH, k_LNH, v_LNH = torch.unbind(qkv)
-        mixed_LNH = attend(rotate(q_LNH, *rotary), rotate(k_LNH, *rotary), v_LNH, segments)
+        qkv = rearrange(self.wqkv(x_LC), "l (three n h) -> l three n h", three=3, n=self.heads)
+        # Turned in place: the backward pass then keeps one copy of q and k, not two.
+        qkv[:, :2] = rotate(qkv[:, :2], *rotary)
+        mixed_LNH = attend(*torch.unbind(qkv, dim=1), segments)
         return self.wo(rearrange(mixed_LNH, "l n h -> l (n h)"))

@@ -9,23 +9,23 @@ Shape suffixes: L packed patches, C width, T tokens.
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moonvit3d import rows
 from moonvit3d.attention import Segments
 from moonvit3d.block import Block
 from moonvit3d.config import MoonViTConfig
-from moonvit3d.flops import flops
-from moonvit3d.geometry import MAX_FRAMES, MERGE, PATCH
+from moonvit3d.geometry import MAX_FRAMES, MERGE, PATCH, num_tokens
 from moonvit3d.merge import sd2_tpool
+from moonvit3d.packing import chunks
 from moonvit3d.positions import ROTARY_SIDE, Grid, Positions, rotary_angles, working_dtype
 from moonvit3d.projector import Projector
-
-__all__ = ["MoonViT3D", "VisionEncoder", "flops", "initialise", "normalise"]
 
 
 def normalise(patches: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -50,11 +50,12 @@ class PatchEmbed(nn.Module):
         self.pos_emb = Positions(config.pos_grid, config.width)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Embed normalised patches [L, 3, 14, 14]; returns [L, C]."""
+        """Embed normalised patches [L + padding, 3, 14, 14]; returns [L + padding, C]."""
         flat_LK = rearrange(patches, "l c p q -> l (c p q)")
         weight_CK = rearrange(self.proj.weight, "c k p q -> c (k p q)")
         x_LC = F.linear(flat_LK, weight_CK, self.proj.bias)
-        return x_LC + self.pos_emb(grids).to(x_LC.dtype)
+        positions_LC = self.pos_emb(grids).to(x_LC.dtype)
+        return x_LC + rows.pad(positions_LC, len(x_LC) - len(positions_LC))
 
 
 class Encoder(nn.Module):
@@ -84,6 +85,8 @@ class MoonViT3D(nn.Module):
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Encode a pack.
 
+        On CPU the pack is filled up with empty rows that attend to themselves (``rows.padding``).
+
         Args:
             patches: [L, 3, 14, 14], uint8 pixels or normalised floats.
             grids: (t, h, w) of each item; may be empty.
@@ -100,16 +103,19 @@ class MoonViT3D(nn.Module):
             return weight.new_zeros(0, MERGE * MERGE, self.config.width)
         if patches.dtype == torch.uint8:
             patches = normalise(patches, weight.dtype)
-        x_LC = self.patch_embed(patches.to(weight.dtype), grids)
-        rotary = rotary_angles(
+        padding = rows.padding(len(patches), weight.device)
+        x_LC = self.patch_embed(rows.pad(patches.to(weight.dtype), padding), grids)
+        cos_LP, sin_LP = rotary_angles(
             grids,
             self.config.head_dim,
             self.config.rope_theta,
             working_dtype(weight.dtype),
             weight.device,
         )
-        segments = Segments.of([t * h * w for t, h, w in grids], weight.device)
-        return sd2_tpool(self.encoder(x_LC, rotary, segments), grids)
+        rotary = rows.pad(cos_LP, padding), rows.pad(sin_LP, padding)
+        lengths = [t * h * w for t, h, w in grids] + [padding] * bool(padding)
+        x_LC = self.encoder(x_LC, rotary, Segments.of(lengths, weight.device))
+        return sd2_tpool(x_LC[: len(patches)], grids)
 
 
 class VisionEncoder(nn.Module):
@@ -125,43 +131,51 @@ class VisionEncoder(nn.Module):
         self.vision_tower = MoonViT3D(config)
         self.mm_projector = Projector(config)
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def forward(
+        self,
+        patches: Tensor,
+        grids: Sequence[Grid],
+        max_patches_per_chunk: int | None = None,
+    ) -> Tensor:
         """Encode items into language-model embeddings.
 
-        On CPU an item's output has the same bits whatever it is packed with.
+        On CPU an item's output has the same bits whatever it is packed with, so also for every
+        ``max_patches_per_chunk``; on an accelerator the last bits may differ.
 
         Args:
             patches: [L, 3, 14, 14] of all items in order, uint8 pixels or normalised floats.
             grids: (t, h, w) of each item, 1 <= t <= 4, h and w even; may be empty.
+            max_patches_per_chunk: run packs of at most so many patches, one after the other;
+                without a graph to keep this bounds the memory. None runs everything at once.
 
         Returns:
             [T, out_width] in the parameters' dtype, T = sum of h * w / 4.
 
         Raises:
-            ValueError: patches and grids that do not belong together.
+            ValueError: patches and grids that do not belong together, pixels that are not
+                numbers, or an item over ``max_patches_per_chunk``.
         """
         check_pack(patches, grids)
-        out = [self.mm_projector(self.vision_tower(*pack)) for pack in _packs(patches, grids)]
-        return torch.cat(out)
+        if max_patches_per_chunk is None:
+            return self._encode(patches, grids)
+        sizes = [t * h * w for t, h, w in grids]
+        items = patches.split(sizes)
+        packs = [
+            self._encode(torch.cat(items[chunk]), grids[chunk])
+            for chunk in chunks(sizes, max_patches_per_chunk)
+        ]
+        return torch.cat(packs) if packs else self._encode(patches, grids)
 
-
-def _packs(patches: Tensor, grids: Sequence[Grid]) -> Iterator[tuple[Tensor, Sequence[Grid]]]:
-    """What runs at once: everything on an accelerator, item by item on CPU.
-
-    CPU matrix libraries pick a kernel by the number of rows, and kernels differ in the last bit;
-    a fifth of MKL's float32 products change with the pack. Item by item there is no pack.
-    """
-    if patches.device.type != "cpu" or len(grids) < 2:
-        yield patches, grids
-        return
-    items = patches.split([t * h * w for t, h, w in grids])
-    yield from ((item, [grid]) for item, grid in zip(items, grids))
+    def _encode(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        return self.mm_projector(self.vision_tower(patches, grids), [num_tokens(*g) for g in grids])
 
 
 def check_pack(patches: Tensor, grids: Sequence[Grid]) -> None:
-    """Raise ValueError unless the grids are sound and account for every patch."""
+    """Raise ValueError unless the grids are sound and account for every patch, and pixels too."""
     if patches.shape[1:] != (3, PATCH, PATCH):
         raise ValueError(f"patches of shape {tuple(patches.shape)}: want [L, 3, {PATCH}, {PATCH}]")
+    if patches.dtype != torch.uint8 and not patches.is_floating_point():
+        raise ValueError(f"patches are {patches.dtype}: want uint8 pixels or normalised floats")
     for i, (t, h, w) in enumerate(grids):
         if not 1 <= t <= MAX_FRAMES:
             raise ValueError(f"item {i} has grid {(t, h, w)}: want 1 to {MAX_FRAMES} frames")
@@ -173,6 +187,19 @@ def check_pack(patches: Tensor, grids: Sequence[Grid]) -> None:
     wanted = sum(t * h * w for t, h, w in grids)
     if wanted != patches.shape[0]:
         raise ValueError(f"the grids add up to {wanted} patches, but {patches.shape[0]} came")
+    # Bytes are always numbers, so the usual path pays nothing here.
+    if patches.is_floating_point() and patches.device.type != "meta":
+        _check_numbers(patches, grids)
+
+
+def _check_numbers(patches: Tensor, grids: Sequence[Grid]) -> None:
+    bad = ~torch.isfinite(patches).flatten(1).all(1)
+    if not bool(bad.any()):
+        return
+    patch = int(bad.nonzero()[0, 0])
+    ends = np.cumsum([t * h * w for t, h, w in grids])
+    item = int(np.searchsorted(ends, patch, side="right"))
+    raise ValueError(f"item {item} with grid {tuple(grids[item])} has pixels that are NaN or inf")
 
 
 @torch.no_grad()

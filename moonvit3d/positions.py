@@ -75,7 +75,8 @@ class Positions(nn.Module):
         """
         dtype = working_dtype(self.weight.dtype)
         time_TC = temporal_code(self.weight.shape[-1], dtype, self.weight.device)
-        planes = {(h, w): self.resample(h, w) for _, h, w in grids}  # a video's chunks share one
+        # A video's chunks, and all icons of one size, share a plane.
+        planes = {size: self.resample(*size) for size in dict.fromkeys(g[1:] for g in grids)}
         parts = []
         for t, h, w in grids:
             plane_LC = planes[h, w]
@@ -141,17 +142,18 @@ def patch_places(grids: Sequence[Grid]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(columns), np.concatenate(rows)
 
 
-def rotate(x_LNH: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
+def rotate(x: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
     """Rotate adjacent channel pairs (2i, 2i + 1) of each head; computed in the angles' precision.
 
     Args:
-        x_LNH: queries or keys [L, heads, head_dim].
+        x: queries, keys or both: [L, ..., head_dim].
         cos_LP, sin_LP: from ``rotary_angles``.
 
     Returns:
-        [L, heads, head_dim] in the dtype of ``x_LNH``.
+        The shape and dtype of ``x``.
     """
-    even, odd = rearrange(x_LNH.to(cos_LP.dtype), "l n (p two) -> two l n p", two=2)
-    cos, sin = cos_LP[:, None], sin_LP[:, None]
+    even, odd = rearrange(x.to(cos_LP.dtype), "l ... (p two) -> two l ... p", two=2)
+    between = (1,) * (x.ndim - 2)
+    cos, sin = (angle.unflatten(1, (*between, -1)) for angle in (cos_LP, sin_LP))
     turned = [even * cos - odd * sin, even * sin + odd * cos]
-    return rearrange(turned, "two l n p -> l n (p two)").to(x_LNH.dtype)
+    return rearrange(turned, "two l ... p -> l ... (p two)").to(x.dtype)

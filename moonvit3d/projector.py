@@ -4,9 +4,12 @@ Kimi K2.5's "patchmerger" projector: the norm sees each of a token's four patche
 they are joined; the GELU is the exact one (the tower's is the tanh form).
 """
 
+from collections.abc import Sequence
+
 from einops import rearrange
 from torch import Tensor, nn
 
+from moonvit3d import rows
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.geometry import MERGE
 
@@ -23,6 +26,21 @@ class Projector(nn.Module):
             nn.Linear(config.projector_width, config.out_width),
         )
 
-    def forward(self, x_T4C: Tensor) -> Tensor:
-        """Project merged tokens [tokens, 4, width] to [tokens, out_width]."""
-        return self.proj(rearrange(self.pre_norm(x_T4C), "t four c -> t (four c)"))
+    def forward(self, x_T4C: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """Project merged tokens.
+
+        Args:
+            x_T4C: [tokens, 4, width].
+            lengths: tokens of each item; without, all are taken as one item, and on CPU the last
+                bits may depend on what a token is packed with.
+
+        Returns:
+            [tokens, out_width].
+        """
+        tokens = len(x_T4C)
+        spans = [tokens] if lengths is None else list(lengths)
+        padding = rows.padding(tokens, x_T4C.device)
+        x_TK = rearrange(rows.pad(self.pre_norm(x_T4C), padding), "t four c -> t (four c)")
+        inner, exact_gelu, outer = self.proj
+        hidden = rows.gelu(inner(x_TK), [*spans, padding], exact_gelu.approximate)
+        return outer(hidden)[:tokens]

@@ -89,25 +89,3 @@ def plan_vision(costs: Floats, owner: Ints, tokens: Ints, patches: Ints, ranks: 
     """Assign a step's items to ranks; see `VisionPlan` for the columns."""
     encoder = longest_processing_time(costs, ranks)
     return VisionPlan(encoder, owner, tokens, patches, ranks)
-
-
-def chunks(patches: Ints, budget: int) -> list[Ints]:
-    """Cut items, in order, into runs of at most `budget` patches.
-
-    Raises:
-        ValueError: one item alone is over the budget.
-    """
-    runs: list[list[int]] = []
-    filled = budget + 1
-    for item, size in enumerate(patches.tolist()):
-        if size > budget:
-            raise ValueError(
-                f"a media item of {size} patches is over dep.max_patches_per_chunk={budget}; "
-                "raise it, or lower data.limits so that images are shrunk"
-            )
-        if filled + size > budget:
-            runs.append([])
-            filled = 0
-        runs[-1].append(item)
-        filled += size
-    return [np.array(run, dtype=np.int64) for run in runs]

@@ -7,7 +7,7 @@ the projections and MLPs plus the quadratic term of attention over the item's ow
 import numpy as np
 
 from moonvit3d.config import MoonViTConfig
-from moonvit3d.model import flops
+from moonvit3d.flops import flops
 
 FORWARDS_PER_STEP = 4.0  # forward, recompute, and a backward of twice a forward
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kimi_pretrain.dep.assign import chunks
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder, initialise
+from moonvit3d.packing import chunks
 
 Grid = tuple[int, int, int]
 
@@ -23,9 +23,8 @@ class DecoupledEncoder:
     Gradients collect over chunks in one flat buffer, fp32 (fp64 for fp64 parameters), as sums over
     tokens: nobody divides here.
 
-    A chunk runs as one pack on every device. Forward and recompute use the same chunks, so their
-    bits agree; on CPU the bits of an item also depend on its pack (in the last place), which
-    calling `module` itself would avoid at several times the cost for small items.
+    Forward and recompute use the same chunks, so their bits agree on every device; on CPU an item
+    has the same bits in every chunk.
     """
 
     def __init__(
@@ -88,15 +87,12 @@ class DecoupledEncoder:
         """Sum the gradients over all ranks; ranks that had no items take part with zeros."""
         dist.all_reduce(self.grad_buffer)
 
-    def _runs(self, grids: list[Grid]) -> list[np.ndarray]:
-        sizes = np.array([t * h * w for t, h, w in grids], dtype=np.int64)
-        return chunks(sizes, self.budget)
+    def _runs(self, grids: list[Grid]) -> list[slice]:
+        return chunks((t * h * w for t, h, w in grids), self.budget)
 
-    def _encode(self, patches: list[np.ndarray], grids: list[Grid], run: np.ndarray) -> Tensor:
-        packed = np.concatenate([patches[item] for item in run])
-        pixels = torch.from_numpy(packed).to(self.grad_buffer.device)
-        merged = self.module.vision_tower(pixels, [grids[item] for item in run])
-        return self.module.mm_projector(merged)
+    def _encode(self, patches: list[np.ndarray], grids: list[Grid], run: slice) -> Tensor:
+        pixels = torch.from_numpy(np.concatenate(patches[run])).to(self.grad_buffer.device)
+        return self.module(pixels, grids[run])
 
     def _nothing(self) -> Tensor:
         dtype = next(self.module.parameters()).dtype

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kimi_pretrain.dep.assign import (
-    chunks,
     load_per_rank,
     longest_processing_time,
     max_over_mean,
@@ -60,12 +59,3 @@ def test_what_is_sent_is_what_is_received(items):
             mine = [i for i in plan.received_by(rank) if plan.encoder[i] == source]
             theirs = [i for i in plan.encoded_by(source) if plan.owner[i] == rank]
             assert mine == theirs
-
-
-def test_chunks_keep_order_and_budget():
-    sizes = np.array([5, 5, 3, 9, 1, 10, 2], dtype=np.int64)
-    runs = chunks(sizes, 10)
-    assert [run.tolist() for run in runs] == [[0, 1], [2], [3, 4], [5], [6]]
-    assert chunks(np.zeros(0, dtype=np.int64), 10) == []
-    with pytest.raises(ValueError, match="11 patches is over dep.max_patches_per_chunk=10"):
-        chunks(np.array([11]), 10)

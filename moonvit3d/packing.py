@@ -1,0 +1,33 @@
+"""How a batch of items is cut into packs of bounded size. Plain integers, no torch."""
+
+from collections.abc import Iterable
+
+
+def chunks(sizes: Iterable[int], max_patches_per_chunk: int) -> list[slice]:
+    """Cut items, in order, into runs of at most ``max_patches_per_chunk`` patches.
+
+    Args:
+        sizes: patches of each item.
+        max_patches_per_chunk: the budget; an item is never divided.
+
+    Returns:
+        Slices of the items, one for each run, none empty.
+
+    Raises:
+        ValueError: one item alone is over the budget.
+    """
+    runs: list[slice] = []
+    start = end = filled = 0
+    for item, size in enumerate(sizes):
+        if size > max_patches_per_chunk:
+            raise ValueError(
+                f"item {item} has {size} patches, over max_patches_per_chunk="
+                f"{max_patches_per_chunk}; raise it, or lower the patch limits so that images "
+                "are shrunk"
+            )
+        if filled + size > max_patches_per_chunk:
+            runs.append(slice(start, end))
+            start, filled = item, 0
+        end = item + 1
+        filled += size
+    return [*runs, slice(start, end)] if end else []
