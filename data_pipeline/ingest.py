@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.decode import DecodeError, is_turned, verify
+from data_pipeline.decode import verify
 from data_pipeline.index import COLUMNS, ShardInfo, SourceIndex, manifest_key, write_index
 from data_pipeline.shards import Member, ShardBuilder, check_sample_key, padded, sample_json
 from data_pipeline.store import MissingBucket, MissingKey, Store
 from data_pipeline.text import Tokenizer
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, video_chunks
+from moonvit3d.media import MediaError, is_turned
 
 # Per kind: suffix as given -> suffix in the shard, and the bytes that a file of it has at `at`.
 _SUFFIXES = {
@@ -234,7 +235,7 @@ def _prepare(sample: CrudeSample, tokenizer: Tokenizer, policy: IngestPolicy) ->
         try:
             measured = _measure(segment.data, kind, len(media), sum(tokens), tokenizer)
             turned += kind == KIND_IMAGE and is_turned(segment.data)
-        except DecodeError as error:
+        except MediaError as error:
             raise _Refused("undecodable", f"segment {number}: {error}") from None
         items += measured
         file = f"{len(media)}.{suffix}"

@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 
 from data_pipeline.collate import Document, RowBatch, rows_batch
 from data_pipeline.config import DataConfig
-from data_pipeline.decode import DecodeError, decode_items
+from data_pipeline.decode import decode_items
 from data_pipeline.index import IndexMismatch, SourceIndex, check_crc, sample_span
 from data_pipeline.plan import GlobalPlan, Planner, State
 from data_pipeline.store import Span, Store, get_many
 from data_pipeline.text import Tokenizer
+from moonvit3d.media import MediaError
 
 # Longer than any sum of the store's own timeouts and retries; reached only if something hangs.
 PATIENCE_S = 1800.0
@@ -273,7 +274,7 @@ class Loader:
         shapes = np.stack([items.frames, items.grid_h, items.grid_w], axis=1)[group].tolist()
         try:
             found = decode_items(data, kind, chunks, self._config.limits, shapes)
-        except DecodeError as error:
+        except MediaError as error:
             if len(group) == 1:
                 return [(group[0], f"{name}: {error}")]
             # One chunk may be bad and the others good: ask for each alone.

@@ -1,8 +1,9 @@
 """MoonViT-3D: the native-resolution image and video encoder of Kimi K2.5, with its projector.
 
-``geometry`` (sizes and token counts, integers only) and ``preprocess`` (pixels to patches) need no
-torch; ``model`` holds the network. Names are loaded on first use, so a data process that only
-counts tokens never imports torch. The package knows nothing of training and works alone.
+``geometry`` (sizes and token counts, integers only), ``media`` (bytes to pixels) and ``preprocess``
+(pixels to patches) need no torch; ``model`` holds the network, ``weights`` its checkpoints. Names
+are loaded on first use, so a data process that only counts tokens never imports torch. The package
+knows nothing of training and works alone.
 """
 
 from importlib import import_module
@@ -12,8 +13,20 @@ if TYPE_CHECKING:
     from moonvit3d.config import MoonViTConfig
     from moonvit3d.flops import flops
     from moonvit3d.geometry import PatchLimits, VideoChunk, grid, grids, num_tokens, video_chunks
+    from moonvit3d.layouts import from_siglip, from_transformers, to_transformers
+    from moonvit3d.media import (
+        MAX_PIXELS,
+        MediaError,
+        Probe,
+        is_turned,
+        probe,
+        read_image,
+        read_video,
+        verify,
+    )
     from moonvit3d.model import MoonViT3D, VisionEncoder, initialise, normalise
     from moonvit3d.preprocess import image_patches, video_patches
+    from moonvit3d.weights import load, save
 
 _HOME = {
     "MoonViTConfig": "config",
@@ -24,27 +37,53 @@ _HOME = {
     "grids": "geometry",
     "num_tokens": "geometry",
     "video_chunks": "geometry",
+    "MAX_PIXELS": "media",
+    "MediaError": "media",
+    "Probe": "media",
+    "is_turned": "media",
+    "probe": "media",
+    "read_image": "media",
+    "read_video": "media",
+    "verify": "media",
+    "from_siglip": "layouts",
+    "from_transformers": "layouts",
+    "to_transformers": "layouts",
     "MoonViT3D": "model",
     "VisionEncoder": "model",
     "initialise": "model",
     "normalise": "model",
     "image_patches": "preprocess",
     "video_patches": "preprocess",
+    "load": "weights",
+    "save": "weights",
 }
 
 __all__ = [
+    "MAX_PIXELS",
+    "MediaError",
     "MoonViT3D",
     "MoonViTConfig",
     "PatchLimits",
+    "Probe",
     "VideoChunk",
     "VisionEncoder",
     "flops",
+    "from_siglip",
+    "from_transformers",
     "grid",
     "grids",
     "image_patches",
     "initialise",
+    "is_turned",
+    "load",
     "normalise",
     "num_tokens",
+    "probe",
+    "read_image",
+    "read_video",
+    "save",
+    "to_transformers",
+    "verify",
     "video_chunks",
     "video_patches",
 ]

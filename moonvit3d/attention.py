@@ -1,8 +1,8 @@
 """Attention inside each item of a pack, and nothing across items.
 
-Three functions with one signature: a plain reference that the others are tested against,
-``scaled_dot_product_attention`` item by item (any device, any float type), and torch's
-variable-length kernel for CUDA. ``choose`` is the only place that picks.
+Functions with one signature: a plain reference that the others are tested against,
+``scaled_dot_product_attention`` item by item (any device, any float type), and two variable-length
+kernels for CUDA, torch's own and flash-attn's. ``choose`` is the only place that picks.
 
 Shape suffixes: L packed patches, N heads, H head width.
 """
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 HAS_VARLEN = find_spec("torch.nn.attention.varlen") is not None
+HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,11 @@ def attend_reference(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segm
 
 def attend_sdpa(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> Tensor:
     """One fused attention call per segment, [L, N, H]."""
-    out = []
-    parts = (x.split(segments.lengths) for x in (q_LNH, k_LNH, v_LNH))
-    for part in zip(*parts):
-        q, k, v = (rearrange(x, "l n h -> 1 n l h") for x in part)
-        out.append(rearrange(F.scaled_dot_product_attention(q, k, v), "1 n l h -> l n h"))
-    return torch.cat(out)
+    whole = (rearrange(x, "l n h -> 1 n l h") for x in (q_LNH, k_LNH, v_LNH))
+    parts = zip(*(x.split(segments.lengths, dim=2) for x in whole))
+    # The kernel writes [l, n, h], so that turning each part back moves no data.
+    out = [F.scaled_dot_product_attention(*part).transpose(1, 2) for part in parts]
+    return torch.cat(out, dim=1)[0]
 
 
 def attend_varlen(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> Tensor:
@@ -75,6 +75,17 @@ def attend_varlen(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segment
     out_LNH = varlen_attn(q_LNH, k_LNH, v_LNH, ends, ends, longest, longest)
     assert isinstance(out_LNH, Tensor)  # a tuple comes only when the log-sum is asked for
     return out_LNH
+
+
+def attend_flash(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> Tensor:
+    """As ``attend_varlen``, by the flash-attn package: for a torch without a kernel of its own."""
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    ends, longest = segments.cu_seqlens, max(segments.lengths)
+    return flash_attn_varlen_func(
+        q_LNH, k_LNH, v_LNH, ends, ends, longest, longest,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
@@ -103,15 +114,15 @@ def choose(
     """The attention function to use, and why it is not the fast one ("" where nothing is lost)."""
     if device_type != "cuda":
         return attend_sdpa, ""
-    if not HAS_VARLEN:
-        return attend_sdpa, "this torch has no torch.nn.attention.varlen"
+    if not HAS_VARLEN and not HAS_FLASH_ATTN:
+        return attend_sdpa, "neither torch.nn.attention.varlen nor flash_attn is installed"
     if dtype not in FLASH_DTYPES:
         return attend_sdpa, f"the variable-length kernel takes bfloat16 or float16, not {dtype}"
     if head_dim % 8 or head_dim > 256:
         return attend_sdpa, f"head_dim {head_dim} is not a multiple of 8 up to 256"
     if capability < (8, 0):
         return attend_sdpa, f"compute capability {capability} is below (8, 0)"
-    return attend_varlen, ""
+    return (attend_varlen if HAS_VARLEN else attend_flash), ""
 
 
 @lru_cache(maxsize=32)

@@ -62,5 +62,6 @@ class Block(nn.Module):
         qkv = rearrange(self.wqkv(x_LC), "l (three n h) -> l three n h", three=3, n=self.heads)
         # Turned in place: the backward pass then keeps one copy of q and k, not two.
         qkv[:, :2] = rotate(qkv[:, :2], *rotary)
-        mixed_LNH = attend(*torch.unbind(qkv, dim=1), segments)
+        q_LNH, k_LNH, v_LNH = torch.unbind(qkv, dim=1)
+        mixed_LNH = attend(q_LNH, k_LNH, v_LNH, segments)
         return self.wo(rearrange(mixed_LNH, "l n h -> l (n h)"))

@@ -156,15 +156,12 @@ class VisionEncoder(nn.Module):
                 numbers, or an item over ``max_patches_per_chunk``.
         """
         check_pack(patches, grids)
-        if max_patches_per_chunk is None:
+        if max_patches_per_chunk is None or not grids:
             return self._encode(patches, grids)
         sizes = [t * h * w for t, h, w in grids]
-        items = patches.split(sizes)
-        packs = [
-            self._encode(torch.cat(items[chunk]), grids[chunk])
-            for chunk in chunks(sizes, max_patches_per_chunk)
-        ]
-        return torch.cat(packs) if packs else self._encode(patches, grids)
+        runs = chunks(sizes, max_patches_per_chunk)
+        packs = patches.split([sum(sizes[run]) for run in runs])
+        return torch.cat([self._encode(pack, grids[run]) for pack, run in zip(packs, runs)])
 
     def _encode(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         return self.mm_projector(self.vision_tower(patches, grids), [num_tokens(*g) for g in grids])
@@ -193,6 +190,8 @@ def check_pack(patches: Tensor, grids: Sequence[Grid]) -> None:
 
 
 def _check_numbers(patches: Tensor, grids: Sequence[Grid]) -> None:
+    if math.isfinite(patches.detach().sum(dtype=torch.float32)):  # one cheap pass if all is well
+        return
     bad = ~torch.isfinite(patches).flatten(1).all(1)
     if not bool(bad.any()):
         return

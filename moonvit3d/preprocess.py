@@ -28,10 +28,9 @@ def image_patches(
         (uint8 [h * w, 3, 14, 14], grid (1, h, w)).
 
     Raises:
-        ValueError: not uint8 [H, W, 3].
+        ValueError: not uint8 [H, W, 3], or a side of 0.
     """
-    if pixels.ndim != 3:
-        raise ValueError(f"image of shape {pixels.shape}: want uint8 [height, width, 3]")
+    _check(pixels, "image", "height, width, 3")
     return _patches(pixels[None], KIND_IMAGE, limits.image, limits)
 
 
@@ -48,18 +47,25 @@ def video_patches(
         (uint8 [t * h * w, 3, 14, 14], grid (t, h, w)).
 
     Raises:
-        ValueError: not uint8 [t, H, W, 3], or t out of range.
+        ValueError: not uint8 [t, H, W, 3], t out of range, or a side of 0.
     """
-    if frames.ndim != 4:
-        raise ValueError(f"chunk of shape {frames.shape}: want uint8 [frames, height, width, 3]")
+    _check(frames, "chunk", "frames, height, width, 3")
     return _patches(frames, KIND_VIDEO, limits.frame, limits)
+
+
+def _check(pixels: np.ndarray, name: str, wanted: str) -> None:
+    """Bytes only: floats would bring a scale, and NaN, with them."""
+    if not isinstance(pixels, np.ndarray):
+        raise ValueError(f"{name} is a {type(pixels).__name__}: want numpy uint8 [{wanted}]")
+    dims = wanted.count(",") + 1
+    if pixels.dtype != np.uint8 or pixels.ndim != dims or pixels.shape[-1] != 3:
+        shape = list(pixels.shape)
+        raise ValueError(f"{name} is {pixels.dtype} {shape}: want uint8 [{wanted}]")
 
 
 def _patches(
     frames: np.ndarray, kind: int, patch_limit: int, limits: PatchLimits
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    if frames.dtype != np.uint8 or frames.shape[-1] != 3:
-        raise ValueError(f"pixels are {frames.dtype} {frames.shape}: want uint8 with 3 channels")
     count, height, width, _ = frames.shape
     t, h, w = grid(kind, count, height, width, limits)
     new_size = resized(width, height, patch_limit, limits.side)

@@ -8,7 +8,8 @@ Only the CPU needs help. Two things there depend on a row's neighbours, both in 
   oneDNN, AVX-512) none depended on the place or the company of a row; without the blocks a quarter
   of the float64 products did.
 * PyTorch's GELU computes the last few numbers of a call, and of each thread's share of it, by
-  scalar code. Calls item by item always have the same rest.
+  scalar code. Whole blocks leave one or two threads no such rest; with more threads, of which
+  PyTorch may use any number, it is called item by item: an item then always has the same rest.
 
 Everything else that the encoder does treats each row, or each item, by itself already.
 """
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-BLOCK = 64  # rows for each thread
+BLOCK = 64  # rows for each thread; also more numbers than PyTorch's loops take at a time
 
 
 def padding(rows: int, device: torch.device) -> int:
@@ -39,7 +40,7 @@ def gelu(x: Tensor, lengths: Sequence[int], approximate: str) -> Tensor:
     """GELU of packed rows [L, width]; without a graph to keep, in the memory of ``x`` itself.
 
     Args:
-        x: must not be used again by the caller.
+        x: whole blocks of rows (``padding``); must not be used again by the caller.
         lengths: rows of each item, adding up to L.
         approximate: "tanh" or "none".
     """
@@ -51,7 +52,8 @@ def gelu(x: Tensor, lengths: Sequence[int], approximate: str) -> Tensor:
 
 
 def _gelu(x: Tensor, lengths: Sequence[int], approximate: str, out: Tensor) -> Tensor:
-    spans = lengths if x.device.type == "cpu" else [len(x)]
+    even = x.device.type != "cpu" or torch.get_num_threads() <= 2
+    spans = [len(x)] if even else lengths
     for part, target in zip(x.split(spans), out.split(spans)):
         torch.ops.aten.gelu.out(part, approximate=approximate, out=target)
     return out

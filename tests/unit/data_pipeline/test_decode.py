@@ -8,16 +8,9 @@ import pytest
 from einops import rearrange
 from PIL import Image
 
-from data_pipeline.decode import (
-    MAX_PIXELS,
-    DecodeError,
-    decode_item,
-    decode_items,
-    is_turned,
-    probe,
-    verify,
-)
+from data_pipeline.decode import decode_item, decode_items, verify
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits
+from moonvit3d.media import MAX_PIXELS, MediaError, is_turned, probe
 from tests.unit.data_pipeline.media import encoded, mp4, noise
 
 LIMITS = PatchLimits()
@@ -89,9 +82,9 @@ def test_probe_reads_headers_and_verify_reads_all():
     whole = encoded(noise(64, 90), "JPEG")
     cut = whole[: len(whole) // 2]
     assert probe(cut, KIND_IMAGE) == probe(whole, KIND_IMAGE) == verify(whole, KIND_IMAGE)
-    with pytest.raises(DecodeError, match="truncated"):
+    with pytest.raises(MediaError, match="truncated"):
         verify(cut, KIND_IMAGE)
-    with pytest.raises(DecodeError, match="truncated"):
+    with pytest.raises(MediaError, match="truncated"):
         decode_item(cut, KIND_IMAGE, 0, LIMITS, (1, 6, 8))
 
 
@@ -111,7 +104,7 @@ def _flip(data: bytes, at: int) -> bytes:
     ids=["empty", "text", "gif", "16-bit", "damaged"],
 )
 def test_what_is_no_plain_image_is_refused(data):
-    with pytest.raises(DecodeError) as error:
+    with pytest.raises(MediaError) as error:
         verify(data, KIND_IMAGE)
     assert " at 0x" not in str(error.value)  # the reason is kept: it must not differ by run
 
@@ -119,12 +112,12 @@ def test_what_is_no_plain_image_is_refused(data):
 def test_too_many_pixels_are_refused_before_decoding():
     side = int(MAX_PIXELS**0.5) + 1
     data = encoded(Image.new("1", (side, side)))
-    with pytest.raises(DecodeError, match=f"{side} x {side} pixels"):
+    with pytest.raises(MediaError, match=f"{side} x {side} pixels"):
         verify(data, KIND_IMAGE)
 
 
 def test_another_grid_than_planned_is_refused():
-    with pytest.raises(DecodeError, match=r"\(1, 2, 2\).*promises \(1, 2, 4\)"):
+    with pytest.raises(MediaError, match=r"\(1, 2, 2\).*promises \(1, 2, 4\)"):
         decode_item(encoded(noise(28, 28)), KIND_IMAGE, 0, LIMITS, (1, 2, 4))
 
 
@@ -157,12 +150,12 @@ def test_several_chunks_from_one_pass_equal_single_ones():
 
 def test_bad_videos_are_refused():
     data = mp4(22)
-    with pytest.raises(DecodeError, match="the video has 3"):
+    with pytest.raises(MediaError, match="the video has 3"):
         decode_item(data, KIND_VIDEO, 3, LIMITS, (1, 4, 6))
     for bad in (b"", b"no video", data[: len(data) // 2], encoded(noise(8, 8))):
-        with pytest.raises(DecodeError):
+        with pytest.raises(MediaError):
             verify(bad, KIND_VIDEO)
-        with pytest.raises(DecodeError):
+        with pytest.raises(MediaError):
             decode_item(bad, KIND_VIDEO, 0, LIMITS, (4, 4, 6))
 
 
@@ -170,5 +163,5 @@ def test_a_video_with_broken_frames_is_refused():
     data = bytearray(mp4(30))
     start = data.index(b"mdat") + 4
     data[start : start + 4000] = bytes(4000)
-    with pytest.raises(DecodeError):
+    with pytest.raises(MediaError):
         verify(bytes(data), KIND_VIDEO)

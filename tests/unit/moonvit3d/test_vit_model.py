@@ -16,21 +16,13 @@ def split(patches, grids):
     return patches.split([t * h * w for t, h, w in grids])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_packing_changes_no_bit(encoder, items, make_patches, dtype):
-    encoder = encoder.to(dtype)
-    patches = make_patches(items)
-    with torch.no_grad():
-        packed = encoder(patches, items)
-        order = [5, 2, 0, 7, 3, 6, 1, 4]
-        parts = split(patches, items)
-        shuffled = encoder(torch.cat([parts[i] for i in order]), [items[i] for i in order])
-        alone = [encoder(part, [grid]) for part, grid in zip(parts, items)]
-    tokens = [h * w // 4 for _, h, w in items]
-    assert packed.dtype == dtype
-    assert torch.equal(packed, torch.cat(alone))
-    assert torch.equal(shuffled, torch.cat([alone[i] for i in order]))
-    assert [len(a) for a in alone] == tokens
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
 
 
 def test_float_patches_equal_bytes(encoder, items, make_patches):
@@ -40,17 +32,41 @@ def test_float_patches_equal_bytes(encoder, items, make_patches):
 
 
 def test_one_pack_equals_item_by_item(encoder, items, make_patches):
-    """The packed path that accelerators run, against the item-by-item path of the CPU."""
+    """The plain twin of a pack: every item by itself, gradients adding up."""
     encoder = encoder.double()
     patches = make_patches(items)
+
+    def one_by_one(patches, grids):
+        return torch.cat([encoder(p, [grid]) for p, grid in zip(split(patches, grids), grids)])
+
     results = []
-    for forward in (encoder, lambda p, g: encoder.mm_projector(encoder.vision_tower(p, g))):
+    for forward in (encoder, one_by_one):
         encoder.zero_grad()
         out = forward(patches, items)
         out.square().sum().backward()
         results.append([out.detach(), *(p.grad.clone() for p in encoder.parameters())])
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)])
+def test_gpu_equals_cpu(items, make_patches, dtype, most):
+    """Outputs and gradients; float32 runs item by item there, bfloat16 by the kernel."""
+    config = MoonViTConfig(width=144, depth=2, heads=2, mlp_width=288, pos_grid=6, out_width=64)
+    encoder = VisionEncoder(config)
+    initialise(encoder, 0)
+    patches = make_patches(items)
+    results = []
+    for device, kind in (("cpu", torch.float64), ("cuda", dtype)):
+        encoder.to(device=device, dtype=kind).zero_grad()
+        out = encoder(patches.to(device), items)
+        out.backward(torch.linspace(-1, 1, out.numel()).to(out).view_as(out))
+        grads = [p.grad.double().cpu() for p in encoder.parameters()]
+        results.append([out.detach().double().cpu(), *grads])
+    for want, got in zip(*results):
+        assert (got - want).norm() < most * want.norm().clamp_min(1e-2)
 
 
 def test_an_item_sees_only_itself(encoder, make_patches):
@@ -63,13 +79,32 @@ def test_an_item_sees_only_itself(encoder, make_patches):
     assert patches.grad[16:40].flatten(1).any(1).all()  # and every frame of it
 
 
-def test_backward_is_deterministic(encoder, items, make_patches):
-    patches = make_patches(items)
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_twice_gives_equal_bits(items, make_patches, device, dtype):
+    """Forward and backward, with torch refusing every operation that it knows to be otherwise."""
+    config = MoonViTConfig(
+        width=144, depth=2, heads=2, mlp_width=80, pos_grid=6, pos_init_std=0.5, out_width=40
+    )
+    encoder = VisionEncoder(config)
+    initialise(encoder, 7)
+    encoder.to(device=device, dtype=dtype)
+    patches = make_patches(items).to(device)
     runs = []
     for _ in range(2):
         encoder.zero_grad()
-        encoder(patches, items).square().sum().backward()
-        runs.append([p.grad.clone() for p in encoder.parameters()])
+        out = encoder(patches, items, 160)
+        out.square().sum().backward()
+        runs.append([out.detach(), *(p.grad.clone() for p in encoder.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*runs))
     assert all(bool(g.any()) for g in runs[0])  # every parameter is reached
 
@@ -207,6 +242,12 @@ def test_initial_scales(small):
 # What is refused --------------------------------------------------------------------------------
 
 
+def with_a_bad_pixel(value):
+    patches = torch.zeros(12, 3, 14, 14)
+    patches[7, 1, 3, 5] = value
+    return patches
+
+
 @pytest.mark.parametrize(
     ("patches", "grids", "message"),
     [
@@ -217,6 +258,10 @@ def test_initial_scales(small):
         (torch.zeros(6, 3, 14, 14), [(1, 2, 3)], "must be even"),
         (torch.zeros(0, 3, 14, 14), [(1, 0, 2)], "must be even"),
         (torch.zeros(1028, 3, 14, 14), [(1, 2, 514)], "2 to 512"),
+        (torch.zeros(4, 1, 14, 14), [(1, 2, 2)], "want \\[L, 3, 14, 14\\]"),
+        (torch.zeros(4, 3, 14, 14, dtype=torch.int64), [(1, 2, 2)], "int64: want uint8"),
+        (with_a_bad_pixel(float("nan")), [(1, 2, 2), (1, 2, 4)], "item 1 with grid .* NaN"),
+        (with_a_bad_pixel(float("inf")), [(1, 2, 4), (1, 2, 2)], "item 0 with grid .* NaN or inf"),
     ],
 )
 def test_unsound_packs_are_refused(encoder, patches, grids, message):

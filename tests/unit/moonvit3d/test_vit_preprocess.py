@@ -169,13 +169,112 @@ def test_padding_is_minus_one_after_normalisation():
     assert normalise(torch.from_numpy(patches), torch.float64).dtype == torch.float64
 
 
-@pytest.mark.parametrize("pixels", [np.zeros((8, 8), np.uint8), np.zeros((8, 8, 4), np.uint8),
-                                    np.zeros((8, 8, 3), np.float32)])  # fmt: skip
+def plain_patches(pixels, patch_limit, side_limit):
+    """The rule once more, written from the released processor's description alone."""
+    height, width, _ = pixels.shape
+    cells = max(1, width // 14) * max(1, height // 14)
+    sides = (side_limit * 14 / width, side_limit * 14 / height)
+    scale = min(1, math.sqrt(patch_limit / cells), *sides)
+    new_w = min(max(1, int(width * scale)), side_limit * 14)
+    new_h = min(max(1, int(height * scale)), side_limit * 14)
+    small = Image.fromarray(pixels).resize((new_w, new_h), Image.Resampling.BICUBIC)
+    rows, columns = 2 * math.ceil(new_h / 28), 2 * math.ceil(new_w / 28)
+    canvas = np.zeros((rows * 14, columns * 14, 3), np.uint8)
+    canvas[:new_h, :new_w] = np.asarray(small)
+    cells = [canvas[14 * r : 14 * r + 14, 14 * c : 14 * c + 14] for r in range(rows)
+             for c in range(columns)]  # fmt: skip
+    return np.stack([cell.transpose(2, 0, 1) for cell in cells]), (1, rows, columns)
+
+
+def fuzz_sizes():
+    rng = np.random.default_rng(5)
+    sizes = np.exp(rng.uniform(0, np.log(900), (70, 2))).astype(int).tolist()
+    edges = [1, 13, 14, 15, 27, 28, 29, 55, 56, 57]
+    return sizes + [[1, 1], [1, 700], [700, 1]] + rng.choice(edges, (20, 2)).tolist()
+
+
+@pytest.mark.parametrize("limits", [PatchLimits(), PatchLimits(image=200, frame=50, side=40)])
+def test_any_size_equals_the_plain_rule(limits):
+    whole = noise(900, 900)
+    for height, width in fuzz_sizes():
+        pixels = whole[:height, :width]  # a view: rows do not lie end to end
+        for cut, limit in (
+            (image_patches, limits.image),
+            (lambda p, limits: video_patches(p[None], limits), limits.frame),
+        ):
+            patches, grid = cut(pixels, limits)
+            want, want_grid = plain_patches(np.ascontiguousarray(pixels), limit, limits.side)
+            assert grid == want_grid, (height, width)
+            assert np.array_equal(patches, want), (height, width)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "grid"),
+    [
+        (896, 896, (1, 64, 64)),  # 64 x 64 patches, the native grid of positions, no pixel over
+        (1, 7168, (1, 2, 512)),  # exactly 512 patches on a side
+        (28, 7168, (1, 2, 512)),
+        (28, 7169, (1, 2, 512)),  # one pixel more: shrunk
+        (20000, 3, (1, 512, 2)),
+        (14, 60000, (1, 2, 512)),
+        (1792, 1792, (1, 128, 128)),  # exactly 16,384 patches
+        (1806, 1806, (1, 128, 128)),  # one patch more on each side: shrunk
+        (448, 7168, (1, 32, 512)),  # both limits at once
+        (462, 7200, (1, 34, 506)),  # shrunk to 16,384 patches, then padded to 17,204
+    ],
+)
+def test_largest_sizes_are_shrunk_by_the_plain_rule(height, width, grid):
+    pixels = noise(height, width)
+    patches, got_grid = image_patches(pixels)
+    want, want_grid = plain_patches(pixels, 16384, 512)
+    assert got_grid == want_grid == grid
+    assert np.array_equal(patches, want)
+
+
+def test_the_source_is_left_alone_and_views_equal_copies():
+    frames = np.stack([noise(40, 60, seed) for seed in range(4)])
+    kept = frames.copy()
+    turned = frames[::-1, ::-1, ::2, ::-1]  # back to front in time, height and colour
+    patches, grid = video_patches(turned)
+    want, want_grid = video_patches(np.ascontiguousarray(turned))
+    assert grid == want_grid == (4, 4, 4)
+    assert np.array_equal(patches, want)
+    assert np.array_equal(frames, kept)
+    patches[:] = 0
+    assert np.array_equal(frames, kept)
+
+
+NAN = np.full((8, 8, 3), np.nan, np.float32)
+
+
+@pytest.mark.parametrize(
+    "pixels",
+    [np.zeros((8, 8), np.uint8), np.zeros((8, 8, 4), np.uint8), np.zeros((8, 8, 1), np.uint8),
+     np.zeros((3, 8, 8), np.uint8), np.zeros((1, 8, 8, 3), np.uint8), np.zeros((), np.uint8),
+     np.zeros((8, 8, 3), np.float32), NAN, np.zeros((8, 8, 3), np.int64),
+     np.zeros((8, 8, 3), np.uint16), np.zeros((8, 8, 3), bool), torch.zeros(8, 8, 3).byte(),
+     [[[0, 0, 0]]], Image.new("RGB", (8, 8)), None],
+    ids=lambda pixels: type(pixels).__name__ + str(getattr(pixels, "shape", "")),
+)  # fmt: skip
 def test_other_pixels_are_refused(pixels):
-    with pytest.raises(ValueError, match="want uint8"):
+    with pytest.raises(ValueError, match=r"want (numpy )?uint8 \[height, width, 3\]") as error:
         image_patches(pixels)
+    assert "\n" not in str(error.value)
+    assert "nan" not in str(error.value)
+    chunk = pixels[None] if isinstance(pixels, np.ndarray | torch.Tensor) else pixels
+    with pytest.raises(ValueError, match=r"want (numpy )?uint8 \[frames, height, width, 3\]"):
+        video_patches(chunk)
 
 
-def test_long_chunks_are_refused():
-    with pytest.raises(ValueError, match="5 frames"):
-        video_patches(np.zeros((5, 28, 28, 3), np.uint8))
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0)])
+def test_a_side_of_0_is_refused(shape):
+    with pytest.raises(ValueError, match=f"{shape[1]} x {shape[0]} pixels: each side must be at"):
+        image_patches(np.zeros((*shape, 3), np.uint8))
+    with pytest.raises(ValueError, match="each side must be at least 1"):
+        video_patches(np.zeros((2, *shape, 3), np.uint8))
+
+
+@pytest.mark.parametrize("frames", [0, 5, 100])
+def test_chunks_of_no_or_too_many_frames_are_refused(frames):
+    with pytest.raises(ValueError, match=f"{frames} frames; .* a video chunk 1 to 4"):
+        video_patches(np.zeros((frames, 28, 28, 3), np.uint8))

@@ -1,0 +1,248 @@
+"""Checkpoint files: opened without being read, read tensor by tensor, written whole or not at all.
+
+A checkpoint is one safetensors file, or several with an index that says which tensor is where;
+of those, only the files that hold vision tensors are opened.
+"""
+
+import json
+import math
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moonvit3d import layouts
+from moonvit3d.config import MoonViTConfig
+from moonvit3d.layouts import Header, Layout, Part
+
+CODES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+KEY = "moonvit3d"  # of the metadata that hold the sizes
+CONSTANTS = ("norm_eps", "rope_theta")
+HEAD_DIM = 72  # Kimi's and SigLIP-SO400M's: the number of heads leaves no trace in any shape
+POS_GRID = 64  # Kimi's
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Open files whose tensors are read on demand.
+
+    Args:
+        path: the file, or the index.
+        layout: how it names tensors.
+        prefix: what stands before every name.
+        files: tensor name to the file that holds it, skipped tensors included.
+        handles: the open files.
+        headers: of every tensor that is not skipped.
+        stated: the sizes that ``save`` or ``convert`` noted; empty for files of other writers.
+    """
+
+    path: Path
+    layout: Layout
+    prefix: str
+    files: Mapping[str, Path]
+    handles: Mapping[Path, Any]
+    headers: Mapping[str, Header]
+    stated: Mapping[str, Any]
+
+    def plan(self, config: MoonViTConfig, part: Part | None) -> dict[str, tuple[str, ...]]:
+        """``layouts.plan`` with the file's name in its errors, and the stated constants checked."""
+        try:
+            _, makings = layouts.plan(self.headers, config, part)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
+        for name in ("heads", *CONSTANTS):  # the sizes that no shape shows
+            if self.stated.get(name, getattr(config, name)) != getattr(config, name):
+                raise ValueError(
+                    f"{self.path} was written with {name} = {self.stated[name]}: "
+                    f"the config has {getattr(config, name)}"
+                )
+        return makings
+
+    def read(self, name: str, sources: Sequence[str], config: MoonViTConfig) -> Tensor:
+        """The released tensor ``name``; ValueError where a number is not finite."""
+        pieces = []
+        for source in sources:
+            piece = self.handles[self.files[source]].get_tensor(source)
+            bad = ~torch.isfinite(piece)
+            if bad.any():
+                place = tuple(bad.nonzero()[0].tolist())
+                raise ValueError(
+                    f"{self.files[source]}: {source}{list(place)} is {piece[place].item()}: "
+                    "want finite numbers"
+                )
+            pieces.append(piece)
+        return layouts.assemble(self.layout, name, pieces, config)
+
+    def of_part(self, part: Part) -> list[Header]:
+        """Headers of a part's tensors; every layout that has a projector calls it mm_projector."""
+        projector = part == "mm_projector"
+        return [h for name, h in self.headers.items() if ("mm_projector." in name) == projector]
+
+    def shape_sizes(self) -> dict[str, int]:
+        """The sizes that shapes show: all but the heads, and the projector's where there is one."""
+        block = "vision_tower.encoder.blocks.{i}."
+        (fc0,) = self.layout.sources(f"{block}mlp.fc0.weight")
+        numbered = re.escape(self.prefix + fc0).replace(re.escape("{i}"), r"(\d+)")
+        found = [re.fullmatch(numbered, name) for name in self.headers]
+        depth = 1 + max((int(match[1]) for match in found if match), default=-1)
+        sizes = {"width": self._size("vision_tower.patch_embed.proj.bias"), "depth": depth}
+        if depth:
+            sizes["mlp_width"] = self._size(f"{block}mlp.fc0.weight".replace("{i}", "0"))
+        side = self._size(layouts.POSITIONS)
+        sizes["pos_grid"] = math.isqrt(side) if self.layout is layouts.SIGLIP else side
+        if self.of_part("mm_projector"):
+            sizes["projector_width"] = self._size("mm_projector.proj.0.bias")
+            sizes["out_width"] = self._size("mm_projector.proj.2.bias")
+        return sizes
+
+    def _size(self, released: str) -> int:
+        (source,) = self.layout.sources(released)
+        header = self.headers.get(self.prefix + source)
+        if header is None or not header.shape:
+            raise ValueError(f"{self.path}: no {self.prefix}{source} to read a size from")
+        return header.shape[0]
+
+    def config(self, heads: int | None, pos_grid: int | None) -> MoonViTConfig:
+        """The config of an encoder that this checkpoint fills."""
+        sizes: dict[str, Any] = self.shape_sizes()
+        sizes |= {name: self.stated[name] for name in CONSTANTS if name in self.stated}
+        if self.layout is layouts.SIGLIP:
+            sizes["pos_grid"] = POS_GRID if pos_grid is None else pos_grid
+        elif pos_grid is not None:
+            raise ValueError(
+                f"{self.path}: pos_grid = {pos_grid}, but layout {self.layout.name} keeps its "
+                f"grid of {sizes['pos_grid']}; only SigLIP's is resampled"
+            )
+        heads = self.stated.get("heads") if heads is None else heads
+        if heads is None and sizes["width"] % HEAD_DIM:
+            raise ValueError(
+                f"{self.path}: width {sizes['width']} is no multiple of {HEAD_DIM}, so the number "
+                "of attention heads cannot be guessed: give --heads"
+            )
+        sizes["heads"] = sizes["width"] // HEAD_DIM if heads is None else heads
+        return MoonViTConfig(**sizes)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Checkpoint]:
+    """Open the files that hold vision tensors and read their headers."""
+    path = _find(path)
+    with ExitStack() as stack:
+        handles: dict[Path, Any] = {}
+        names: dict[Path, set[str]] = {}
+
+        def enter(file: Path) -> None:
+            handles[file] = stack.enter_context(_handle(file))
+            names[file] = set(handles[file].keys())
+
+        if path.suffix == ".json":
+            files = _read_index(path)
+        else:
+            enter(path)
+            files = dict.fromkeys(sorted(names[path]), path)
+        try:
+            layout, prefix = layouts.recognise(files)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        headers = {}
+        for name, file in files.items():
+            if name.startswith(layout.skipped):
+                continue
+            if file not in handles:
+                if not file.is_file():
+                    raise FileNotFoundError(f"{path} places {name} in {file}, which is missing")
+                enter(file)
+            if name not in names[file]:
+                raise ValueError(f"{file}: no {name}, which {path} places there")
+            piece = handles[file].get_slice(name)
+            code: str = piece.get_dtype()
+            headers[name] = Header(tuple(piece.get_shape()), CODES.get(code, code))
+        stated = _stated(path, handles[path].metadata()) if path in handles else {}
+        yield Checkpoint(path, layout, prefix, files, handles, headers, stated)
+
+
+def _find(path: Path) -> Path:
+    """The file or index that a path means."""
+    if path.is_dir():
+        found = [path / name for name in (INDEX, SINGLE) if (path / name).is_file()]
+        if len(found) > 1:
+            raise ValueError(f"{path} holds both {INDEX} and {SINGLE}: name the one to read")
+        if not found:
+            raise FileNotFoundError(f"{path} holds neither {INDEX} nor {SINGLE}: name the file")
+        return found[0]
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    return path
+
+
+def _handle(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{file}: not a whole safetensors file ({error})") from None
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    try:
+        places = json.loads(path.read_text())["weight_map"]
+        return {name: path.parent / file for name, file in places.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: want JSON whose weight_map names each tensor's file ({error!r})"
+        ) from None
+
+
+def _stated(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    text = (metadata or {}).get(KEY, "{}")
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: metadata {KEY} = {text!r}: want JSON sizes ({error})") from None
+
+
+def write(
+    path: Path, tensors: Mapping[str, Tensor], sizes: Mapping[str, Any], overwrite: bool
+) -> None:
+    """A safetensors file: length, JSON header, bytes.
+
+    By hand, because the library writes metadata in random order (safetensors issue 584), so that
+    equal weights would not give equal files, and because one tensor at a time leaves the device.
+    """
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists: overwrite=True (--overwrite) replaces it")
+    codes = {dtype: code for code, dtype in CODES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", KEY: json.dumps(sizes)}}
+    # Widest type first keeps every tensor aligned to its own numbers.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        place = {"shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": codes[tensor.dtype], **place}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with open(partial, "xb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for _, tensor in ordered:
+                file.write(tensor.cpu().flatten().view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

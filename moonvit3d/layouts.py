@@ -1,0 +1,354 @@
+"""Which tensor of a checkpoint is which parameter: names, shapes and row orders, no files.
+
+Four layouts are known. ``released`` is Kimi K2.5's checkpoint, whose names are also this package's
+parameter names. ``transformers`` is the module names of transformers 5.23.0's ``Kimi_K25Model``:
+q, k and v apart, and the rows of q and k reordered, because that code rotates channel i with
+channel i + head_dim / 2 where the checkpoint (and this package) rotate neighbours.
+``transformers-saved`` is what its ``save_pretrained`` writes: the released layout, q and k in their
+first order, with two modules misnamed. ``siglip`` is ``SiglipModel`` or ``SiglipVisionModel``
+(google/siglip-so400m-patch14-384), from which Kimi-VL's tower was initialised (its report, 2.1).
+
+Shape suffixes: G side of the stored position grid, S side of the wanted one, C width.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from moonvit3d.config import MoonViTConfig
+from moonvit3d.model import VisionEncoder
+from moonvit3d.positions import bicubic_matrix, working_dtype
+
+Part = Literal["vision_tower", "mm_projector"]
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+POSITIONS = "vision_tower.patch_embed.pos_emb.weight"
+
+
+class Header(NamedTuple):
+    """Shape and type of a stored tensor; a type that torch cannot name stays a string."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one kind of checkpoint names the encoder's tensors.
+
+    Args:
+        name: for people and messages.
+        renamed: released module (or tensor) to its name there. ``{i}`` is the block's number,
+            ``{qkv}`` stands for three tensors that are stacked on the first axis. What is not
+            listed keeps its released name.
+        prefixes: what may stand before every name, tried in this order.
+        parts: what such a checkpoint can fill.
+        skipped: beginnings of the names that have no counterpart here.
+    """
+
+    name: str
+    renamed: Mapping[str, str]
+    prefixes: tuple[str, ...] = ("",)
+    parts: tuple[Part, ...] = ("vision_tower", "mm_projector")
+    skipped: tuple[str, ...] = ("language_model.", "model.language_model.", "lm_head.")
+
+    def sources(self, released: str) -> tuple[str, ...]:
+        """Names, without prefix, of what makes up the tensor ``released`` (``{i}`` may stay)."""
+        block = re.search(r"\.blocks\.(\d+)\.", released)
+        index = block.group(1) if block else "{i}"
+        template = released.replace(f".blocks.{index}.", ".blocks.{i}.")
+        module, kind = template.rsplit(".", 1)
+        name = self.renamed.get(template) or f"{self.renamed.get(module, module)}.{kind}"
+        name = name.replace("{i}", index)
+        return tuple(dict.fromkeys(name.replace("{qkv}", x) for x in "qkv"))
+
+
+_BLOCK = "vision_tower.encoder.blocks.{i}."
+_LAYER = "vision_tower.layers.{i}."
+
+RELEASED = Layout("released", {})
+
+SAVED = Layout(
+    "transformers-saved",
+    {
+        "vision_tower.patch_embed.proj": "vision_tower.encoder.patch_embed.proj",
+        "mm_projector.pre_norm": "model.mm_projector.pre_norm",
+    },
+)
+
+TRANSFORMERS = Layout(
+    "transformers",
+    {
+        POSITIONS: "vision_tower.patch_embed.pos_emb.position_embeddings",
+        f"{_BLOCK}norm0": f"{_LAYER}norm1",
+        f"{_BLOCK}norm1": f"{_LAYER}norm2",
+        f"{_BLOCK}wqkv": f"{_LAYER}attn.{{qkv}}_proj",
+        f"{_BLOCK}wo": f"{_LAYER}attn.proj",
+        f"{_BLOCK}mlp.fc0": f"{_LAYER}mlp.fc1",
+        f"{_BLOCK}mlp.fc1": f"{_LAYER}mlp.fc2",
+        "vision_tower.encoder.final_layernorm": "vision_tower.final_layernorm",
+        "mm_projector.proj.0": "mm_projector.in_proj",
+        "mm_projector.proj.2": "mm_projector.out_proj",
+    },
+    prefixes=("model.", ""),
+)
+
+SIGLIP = Layout(
+    "siglip",
+    {
+        "vision_tower.patch_embed.proj": "embeddings.patch_embedding",
+        "vision_tower.patch_embed.pos_emb": "embeddings.position_embedding",
+        f"{_BLOCK}norm0": "encoder.layers.{i}.layer_norm1",
+        f"{_BLOCK}norm1": "encoder.layers.{i}.layer_norm2",
+        f"{_BLOCK}wqkv": "encoder.layers.{i}.self_attn.{qkv}_proj",
+        f"{_BLOCK}wo": "encoder.layers.{i}.self_attn.out_proj",
+        f"{_BLOCK}mlp.fc0": "encoder.layers.{i}.mlp.fc1",
+        f"{_BLOCK}mlp.fc1": "encoder.layers.{i}.mlp.fc2",
+        "vision_tower.encoder.final_layernorm": "post_layernorm",
+    },
+    prefixes=("vision_model.", ""),
+    parts=("vision_tower",),
+    skipped=("vision_model.head.", "head.", "text_model.", "logit_scale", "logit_bias"),
+)
+
+LAYOUTS = (RELEASED, SAVED, TRANSFORMERS, SIGLIP)
+
+
+def released_shapes(config: MoonViTConfig) -> dict[str, tuple[int, ...]]:
+    """Released name and shape of every parameter of an encoder of these sizes."""
+    with torch.device("meta"):
+        encoder = VisionEncoder(config)
+    return {name: tuple(p.shape) for name, p in encoder.named_parameters()}
+
+
+def part_of(released: str) -> Part:
+    """The half of the encoder that a released name belongs to."""
+    return "mm_projector" if released.startswith("mm_projector.") else "vision_tower"
+
+
+@lru_cache(maxsize=1)
+def _templates() -> tuple[str, ...]:
+    """Every released name once, ``{i}`` standing for the block's number."""
+    tiny = MoonViTConfig(width=4, depth=1, heads=1, mlp_width=1, pos_grid=1, out_width=1)
+    return tuple(name.replace(".blocks.0.", ".blocks.{i}.") for name in released_shapes(tiny))
+
+
+def recognise(names: Iterable[str]) -> tuple[Layout, str]:
+    """The layout and prefix under which most of the names make sense.
+
+    Raises:
+        ValueError: not one name is known.
+    """
+    plain = [re.sub(r"\.(blocks|layers)\.\d+\.", r".\1.{i}.", name) for name in names]
+    best, most = (RELEASED, ""), 0
+    for layout in LAYOUTS:
+        known = [s for t in _templates() if part_of(t) in layout.parts for s in layout.sources(t)]
+        for prefix in layout.prefixes:
+            count = len({prefix + name for name in known}.intersection(plain))
+            if count > most:
+                best, most = (layout, prefix), count
+    if not most:
+        known = ", ".join(layout.name for layout in LAYOUTS)
+        raise ValueError(f"no tensor of a known layout ({known}) among {_some(sorted(plain))}")
+    return best
+
+
+def plan(
+    headers: Mapping[str, Header], config: MoonViTConfig, part: Part | None = None
+) -> tuple[Layout, dict[str, tuple[str, ...]]]:
+    """Match a checkpoint's tensors with the encoder's, one for one.
+
+    Args:
+        headers: every tensor of the checkpoint.
+        config: sizes of the encoder.
+        part: what to fill; None is all that the layout has (of SigLIP, the tower).
+
+    Returns:
+        The layout, and for each released name the names of the tensors that make it up.
+
+    Raises:
+        ValueError: a tensor missing, unexpected, of another shape, or not of floats.
+    """
+    layout, prefix = recognise(headers)
+    if part and part not in layout.parts:
+        raise ValueError(f"a checkpoint of layout {layout.name} has no {part}")
+    shapes = {n: s for n, s in released_shapes(config).items() if part_of(n) in layout.parts}
+    makings = {n: tuple(prefix + source for source in layout.sources(n)) for n in shapes}
+    known = {source for sources in makings.values() for source in sources}
+    extra = [n for n in headers if n not in known and not n.startswith(layout.skipped)]
+    if extra:
+        raise ValueError(
+            f"unexpected {_some(sorted(extra))}: an encoder of depth {config.depth} has no such "
+            f"tensors in layout {layout.name}"
+        )
+    wanted = {n: s for n, s in makings.items() if part is None or part_of(n) == part}
+    _check_missing(wanted, headers, layout)
+    for name, sources in wanted.items():
+        for source in sources:
+            _check_header(source, headers[source], name, shapes[name], len(sources), layout)
+    return layout, wanted
+
+
+def _check_missing(
+    wanted: Mapping[str, tuple[str, ...]], headers: Mapping[str, Header], layout: Layout
+) -> None:
+    for part in layout.parts:
+        sources = [s for name in wanted if part_of(name) == part for s in wanted[name]]
+        missing = [source for source in sources if source not in headers]
+        if missing and len(missing) == len(sources) and len(layout.parts) > 1:
+            (other,) = set(layout.parts) - {part}
+            raise ValueError(f"no tensor of {part}: part={other!r} takes the {other} alone")
+        if missing:
+            raise ValueError(f"missing {_some(missing)} of layout {layout.name}")
+
+
+def _check_header(
+    source: str, header: Header, name: str, shape: tuple[int, ...], pieces: int, layout: Layout
+) -> None:
+    want: tuple[int | str, ...] = (shape[0] // pieces, *shape[1:])
+    right = header.shape == want
+    if layout is SIGLIP and name == POSITIONS:  # any square grid; it is resampled
+        want = ("side * side", shape[-1])
+        cells = header.shape[0] if header.shape else 0
+        right = header.shape[1:] == want[1:] and cells > 0 and math.isqrt(cells) ** 2 == cells
+    if not right:
+        raise ValueError(f"{source} has shape {list(header.shape)}: want {list(want)}")
+    if header.dtype not in FLOATS:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        raise ValueError(f"{source} is of type {header.dtype}: want one of {known}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# Row orders ------------------------------------------------------------------------------------
+
+
+def neighbours(rows: Tensor, heads: int) -> Tensor:
+    """Rows of q or k (weight or bias): pairs half a head apart, as in transformers, to adjacent."""
+    return rearrange(rows, "(n two p) ... -> (n p two) ...", n=heads, two=2)
+
+
+def halves(rows: Tensor, heads: int) -> Tensor:
+    """The inverse of ``neighbours``."""
+    return rearrange(rows, "(n p two) ... -> (n two p) ...", n=heads, two=2)
+
+
+def resize_grid(table: Tensor, side: int) -> Tensor:
+    """SigLIP's position table [G * G, C] as a grid [S, S, C].
+
+    Bicubic, by the rule that ``positions.Positions`` samples its grid with. At its own size the
+    grid keeps its bits and type; otherwise it is float32, or float64 for a float64 table.
+    """
+    stored = math.isqrt(len(table))
+    grid_GGC = rearrange(table, "(h w) c -> h w c", h=stored)
+    if stored == side:
+        return grid_GGC
+    dtype = working_dtype(table.dtype)
+    matrix_SG = bicubic_matrix(side, stored, dtype, table.device)
+    grid_SGC = torch.einsum("sg,gkc->skc", matrix_SG, grid_GGC.to(dtype))
+    return torch.einsum("tk,skc->stc", matrix_SG, grid_SGC)
+
+
+def assemble(layout: Layout, name: str, pieces: list[Tensor], config: MoonViTConfig) -> Tensor:
+    """One released tensor from the tensors that ``plan`` names for it."""
+    if layout is SIGLIP and name == POSITIONS:
+        return resize_grid(pieces[0], config.pos_grid)
+    if len(pieces) == 1:
+        return pieces[0]
+    q, k, v = pieces
+    # SigLIP turns nothing, so the order of its channels inside a head is free: they stay.
+    if layout is TRANSFORMERS:
+        q, k = neighbours(q, config.heads), neighbours(k, config.heads)
+    return torch.cat([q, k, v])
+
+
+# Whole dictionaries ----------------------------------------------------------------------------
+
+
+def from_transformers(
+    tensors: Mapping[str, Tensor], config: MoonViTConfig, part: Part | None = None
+) -> dict[str, Tensor]:
+    """A Kimi_K25 model's tensors under released names and in released order.
+
+    Args:
+        tensors: ``Kimi_K25Model.state_dict()``, or that of a model around it (names that begin
+            with ``model.``), or what ``save_pretrained`` wrote. The language model is skipped.
+        config: sizes; the heads decide the order of rows.
+        part: what to take; None takes both.
+
+    Returns:
+        Released name to tensor; a tensor that needs no change is passed on, not copied.
+
+    Raises:
+        ValueError: as ``plan``, or tensors of another layout.
+    """
+    return _released(tensors, config, part, (TRANSFORMERS, SAVED))
+
+
+def from_siglip(tensors: Mapping[str, Tensor], config: MoonViTConfig) -> dict[str, Tensor]:
+    """SigLIP's vision tower under released names; the projector is not among them.
+
+    Args:
+        tensors: state dict of ``SiglipModel`` or ``SiglipVisionModel``.
+        config: sizes; the position grid is resampled to ``pos_grid``.
+
+    Returns:
+        Released name to tensor, ``vision_tower.*`` only.
+
+    Raises:
+        ValueError: as ``plan``, or tensors of another layout.
+    """
+    return _released(tensors, config, "vision_tower", (SIGLIP,))
+
+
+def to_transformers(
+    tensors: Mapping[str, Tensor], config: MoonViTConfig, part: Part | None = None
+) -> dict[str, Tensor]:
+    """The inverse of ``from_transformers``: the names of ``Kimi_K25Model.state_dict()``.
+
+    Args:
+        tensors: under released names.
+        config: sizes; the heads decide the order of rows.
+        part: what to take; None takes both.
+
+    Returns:
+        transformers' name to tensor, without the ``model.`` of a model around it.
+
+    Raises:
+        ValueError: as ``plan``, or tensors of another layout.
+    """
+    out = {}
+    for name, tensor in _released(tensors, config, part, (RELEASED,)).items():
+        names = TRANSFORMERS.sources(name)
+        pieces = list(tensor.chunk(len(names)))
+        if len(names) > 1:
+            pieces[:2] = [halves(rows, config.heads) for rows in pieces[:2]]
+        out.update(zip(names, pieces))
+    return out
+
+
+def _released(
+    tensors: Mapping[str, Tensor],
+    config: MoonViTConfig,
+    part: Part | None,
+    layouts: tuple[Layout, ...],
+) -> dict[str, Tensor]:
+    headers = {name: Header(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    found, _ = recognise(headers)
+    if found not in layouts:
+        wanted = " or ".join(layout.name for layout in layouts)
+        raise ValueError(f"tensors of layout {found.name}: want {wanted}")
+    layout, makings = plan(headers, config, part)
+    return {
+        name: assemble(layout, name, [tensors[source] for source in sources], config)
+        for name, sources in makings.items()
+    }

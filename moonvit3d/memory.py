@@ -1,0 +1,49 @@
+"""Memory that training the encoder takes, for planners. numpy only.
+
+What autograd keeps is linear in patches: fused attention stores no logits. Counted from the code of
+``block`` and ``projector``, one term for each tensor that a later backward step reads.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moonvit3d.config import MoonViTConfig
+from moonvit3d.geometry import MERGE, PATCH, num_tokens
+
+
+def activation_bytes(
+    grids: Sequence[tuple[int, int, int]] | np.ndarray, config: MoonViTConfig, itemsize: int = 2
+) -> np.ndarray:
+    """Each item's share of the peak memory of a forward and backward pass, projector included.
+
+    The sum over the items of a chunk is the chunk's peak, beyond weights, gradients and the uint8
+    pixels. One weight's gradient comes on top while it is added up (20 MiB in float32 at Kimi
+    K2.5's size), and on CPU the rows that fill a pack up (``rows.padding``).
+
+    Args:
+        grids: (t, h, w) patch grids, or an integer array [n, 3].
+        config: sizes of the encoder.
+        itemsize: bytes of a number: 2 for bfloat16, 4 for float32, 8 for float64.
+
+    Returns:
+        int64 [n].
+    """
+    t, h, w = np.asarray(grids, dtype=np.int64).reshape(-1, 3).T
+    patches, tokens = t * h * w, num_tokens(t, h, w)
+    width, hidden = config.width, config.mlp_width
+    # Two norm inputs, two norm outputs, q, k and v, and attention's output as the kernel keeps it
+    # and again as one tensor (the CUDA kernel keeps it once); then the MLP before and after GELU.
+    block = 9 * width + 2 * hidden
+    statistics = 4 * (config.heads + 4)  # float32: log-sums of each head, mean and scale of a norm
+    angles = 2 * max(4, itemsize) * config.head_dim // 2
+    kept = patches * (
+        config.depth * (block * itemsize + statistics) + 3 * PATCH**2 * itemsize + angles
+    )
+    # On top of the blocks: at first all of the projector, later the gradients inside one MLP.
+    joined = MERGE**2 * width
+    projector = patches * width + tokens * (
+        2 * joined + 2 * config.projector_width + config.out_width
+    )
+    gradients = patches * (width + 2 * hidden)
+    return kept + itemsize * np.maximum(projector, gradients)

@@ -1,0 +1,628 @@
+"""Bytes to pixels: what is read, bit for bit, and what is refused, with one clear error each."""
+
+import io
+import math
+import struct
+import subprocess
+import sys
+import time
+import tracemalloc
+import zlib
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+import moonvit3d
+from moonvit3d import media
+from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits, video_chunks
+from moonvit3d.media import MediaError, Probe, is_turned, probe, read_image, read_video, verify
+from moonvit3d.preprocess import image_patches, video_patches
+
+ROOT = Path(__file__).parents[3]
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+def noise(height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def encoded(pixels, kind="PNG", **options):
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def png(depth, colour, width, height, rows):
+    """A PNG written by hand; ``rows`` are its bytes without the filter byte of each row."""
+
+    def chunk(name, body):
+        return (
+            struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        )
+
+    head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    body = zlib.compress(b"".join(b"\0" + row for row in rows))
+    parts = chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+def check_line(error):
+    """One line, not long, and no memory address, which would differ from run to run."""
+    text = str(error.value)
+    assert text
+    assert "\n" not in text
+    assert len(text) < 200
+    assert " at 0x" not in text
+
+
+def complaint(function, data):
+    """The message of its MediaError, or nothing; any other error is the test's."""
+    try:
+        function(data)
+    except MediaError as error:
+        return str(error)
+    return ""
+
+
+# Images -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_formats_are_known_by_their_bytes(kind):
+    data = encoded(noise(20, 31), kind)
+    assert probe(data, KIND_IMAGE) == verify(data, KIND_IMAGE) == Probe(kind, 1, 20, 31, 0.0)
+    pixels = read_image(data)
+    assert (pixels.shape, pixels.dtype) == ((20, 31, 3), np.uint8)
+    assert np.array_equal(pixels, np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+def test_lossless_formats_are_exact():
+    pixels = noise(20, 31)
+    assert np.array_equal(read_image(encoded(pixels)), pixels)
+    assert np.array_equal(read_image(encoded(pixels, "WEBP", lossless=True)), pixels)
+    few = Image.fromarray(pixels).quantize(64)
+    assert np.array_equal(read_image(encoded(few, "GIF")), np.asarray(few.convert("RGB")))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_transparency_lies_over_white(kind):
+    layer = np.concatenate([noise(8, 9), np.full((8, 9, 1), 255, np.uint8)], -1)
+    layer[:4, :, 3] = 0
+    pixels = read_image(encoded(layer, kind, **({"lossless": True} if kind == "WEBP" else {})))
+    assert (pixels[:4] == 255).all()
+    assert np.array_equal(pixels[4:], layer[4:, :, :3])
+
+
+def test_a_transparent_gif_lies_over_white():
+    few = Image.fromarray(noise(8, 9)).quantize(8)
+    want = np.array(few.convert("RGB"))
+    want[np.asarray(few) == 3] = 255
+    assert np.array_equal(read_image(encoded(few, "GIF", transparency=3)), want)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP"])
+def test_animations_are_refused(kind):
+    pictures = [Image.fromarray(noise(16, 16, seed)) for seed in range(3)]
+    data = encoded(pictures[0], kind, save_all=True, append_images=pictures[1:])
+    with pytest.raises(MediaError, match=f"animated {kind}; store it as a video") as error:
+        read_image(data)
+    check_line(error)
+    one = encoded(pictures[0], kind, save_all=True)  # written as an animation of one picture
+    assert read_image(one).shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "MPO"])
+def test_first_picture_of_an_animated_png_and_of_a_jpeg_with_several(kind):
+    pictures = [Image.fromarray(noise(16, 16, seed)) for seed in range(3)]
+    data = encoded(pictures[0], kind, save_all=True, append_images=pictures[1:])
+    first = encoded(pictures[0], "PNG" if kind == "PNG" else "JPEG")
+    assert np.array_equal(read_image(data), read_image(first))
+    assert probe(data, KIND_IMAGE).format == ("PNG" if kind == "PNG" else "JPEG")
+
+
+@pytest.mark.parametrize(("colour", "channels"), [(0, 1), (4, 2)], ids=["grey", "grey and alpha"])
+def test_grey_of_16_bits_is_refused(colour, channels):
+    rows = np.random.default_rng(0).integers(0, 2**16, (5, 7, channels)).astype(">u2")
+    data = png(16, colour, 7, 5, [row.tobytes() for row in rows])
+    assert probe(data, KIND_IMAGE).width == 7
+    with pytest.raises(MediaError, match="16-bit grey; write the image as 8-bit") as error:
+        read_image(data)
+    check_line(error)
+
+
+def test_colour_of_16_bits_gives_its_high_byte():
+    values = np.random.default_rng(0).integers(0, 2**16, (5, 7, 3))
+    data = png(16, 2, 7, 5, [row.astype(">u2").tobytes() for row in values])
+    pixels = read_image(data)
+    assert np.array_equal(pixels, values >> 8)
+    assert np.abs(pixels - values / 257).max() < 1  # exact scaling of 65535 to 255
+    opaque = np.concatenate([values, np.full((5, 7, 1), 65535)], -1)
+    data = png(16, 6, 7, 5, [row.astype(">u2").tobytes() for row in opaque])
+    assert np.array_equal(read_image(data), values >> 8)
+
+
+def test_cmyk_inks_are_taken_as_stored_inverted():
+    """Cyan ink alone is cyan on screen, with Adobe's marker in the file and without."""
+    inks = {(255, 0, 0, 0): (0, 255, 255), (0, 255, 0, 0): (255, 0, 255),
+            (0, 0, 255, 0): (255, 255, 0), (0, 0, 0, 255): (0, 0, 0), (0, 0, 0, 0): (255, 255, 255),
+            (0, 0, 0, 100): (155, 155, 155), (255, 255, 0, 0): (0, 0, 255)}  # fmt: skip
+    for ink, colour in inks.items():
+        data = encoded(Image.new("CMYK", (16, 16), ink), "JPEG", quality=100)
+        at = data.index(b"Adobe") - 4  # marker, length, then the name
+        plain = data[:at] + data[at + 2 + int.from_bytes(data[at + 2 : at + 4], "big") :]
+        assert b"Adobe" not in plain
+        for file in (data, plain):
+            assert np.abs(read_image(file).astype(int) - colour).max() <= 2, ink
+    # Stored the other way round, the file means the opposite inks, and that is what comes out.
+    other = Image.eval(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), lambda ink: 255 - ink)
+    assert read_image(encoded(other, "JPEG", quality=100)).max() <= 2
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_orientation_is_told_and_not_applied(kind):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    plain, turned = encoded(noise(28, 56), kind), encoded(noise(28, 56), kind, exif=exif)
+    assert (is_turned(plain), is_turned(turned)) == (False, True)
+    assert np.array_equal(read_image(plain), read_image(turned))
+    assert (verify(turned, KIND_IMAGE).height, probe(turned, KIND_IMAGE).width) == (28, 56)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_unreadable_exif_turns_nothing(kind):
+    data = encoded(noise(28, 56), kind, exif=b"Exif\0\0no TIFF inside, only words")
+    assert b"no TIFF" in data
+    assert not is_turned(data)
+    assert read_image(data).shape == (28, 56, 3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"no picture", encoded(noise(8, 8), "BMP"), encoded(noise(8, 8), "TIFF"), b"GIF89a",
+     b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF\0\0\0\0WEBP", b"\0\0\0\x1cftypisom"],
+    ids=["empty", "text", "bmp", "tiff", "gif mark", "png mark", "jpeg mark", "webp mark", "mp4"],
+)  # fmt: skip
+def test_what_is_no_image_is_refused(data):
+    for function in (read_image, lambda data: probe(data, KIND_IMAGE)):
+        with pytest.raises(MediaError) as error:
+            function(data)
+        check_line(error)
+
+
+def test_a_side_of_0_is_refused():
+    gif = encoded(noise(16, 16), "GIF")
+    at = gif.index(b",", 13 + 768)  # behind the palette: the first frame
+    narrow = gif[:6] + b"\0\0" + gif[8 : at + 5] + b"\0\0" + gif[at + 7 :]
+    for data in (png(8, 2, 0, 5, []), png(8, 2, 5, 0, []), narrow):
+        with pytest.raises(MediaError) as error:
+            read_image(data)
+        check_line(error)
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_cut_files_are_refused_whatever_pillow_is_set_to(kind, lenient, monkeypatch):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", lenient)
+    data = encoded(noise(64, 90), kind)
+    for keep in (0.3, 0.6, 0.95):
+        with pytest.raises(MediaError) as error:
+            read_image(data[: int(len(data) * keep)])
+        check_line(error)
+    damaged = bytearray(encoded(noise(28, 28)))
+    damaged[400] ^= 0xFF
+    with pytest.raises(MediaError):
+        read_image(bytes(damaged))
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is lenient  # as it was found
+
+
+def test_strictness_lasts_while_any_reader_is_inside(monkeypatch):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    one, two = (media._open_image(encoded(noise(8, 8))) for _ in range(2))
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert not ImageFile.LOAD_TRUNCATED_IMAGES
+    two.__exit__(None, None, None)
+    assert ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+def bombs():
+    """Small files that declare far more than they hold."""
+    declared = png(8, 2, 50000, 50000, [b"\0" * 9])
+    yield "PNG", declared
+    # A second header later, which Pillow believes, and an animation it would make room for.
+    pictures = [Image.fromarray(noise(16, 16, seed)) for seed in range(2)]
+    small = encoded(pictures[0], save_all=True, append_images=pictures[1:], disposal=1)
+    yield "PNG", small[:33] + declared[8:33] + small[33:]
+    jpeg = bytearray(encoded(noise(16, 16), "JPEG"))
+    at = jpeg.index(b"\xff\xc0") + 5
+    jpeg[at : at + 4] = struct.pack(">HH", 50000, 50000)
+    yield "JPEG", bytes(jpeg)
+    webp = bytearray(encoded(noise(16, 16), "WEBP", lossless=True))
+    bits = int.from_bytes(webp[21:25], "little")
+    webp[21:25] = (bits | 0xFFFFFFF).to_bytes(4, "little")  # 14 bits a side: 16384
+    yield "WEBP", bytes(webp)
+    gif = encoded(noise(16, 16), "GIF")
+    yield "GIF", gif[:6] + struct.pack("<HH", 50000, 50000) + gif[10:]
+    at = gif.index(b",", 13 + 768)  # the frame leaves the screen, and is to be wiped afterwards
+    wipe = b"!\xf9\x04\x08\0\0\0\0"
+    frame = struct.pack("<HHHH", 0, 0, 50000, 50000)
+    yield "GIF", gif[:at] + wipe + gif[at : at + 1] + frame + gif[at + 9 :]
+
+
+@pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None, 10**12])
+@pytest.mark.parametrize(("kind", "data"), list(bombs()))
+def test_image_bombs_are_refused_before_decoding(kind, data, limit, monkeypatch):
+    """Whether Pillow would have refused them or not."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+
+    def never(*_, **__):
+        raise AssertionError("room was made or a pixel decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", never)
+    monkeypatch.setattr(Image.core, "fill", never)
+    assert len(data) < 5000
+    started = time.monotonic()
+    for function in (read_image, lambda data: verify(data, KIND_IMAGE)):
+        with pytest.raises(MediaError, match="pixels; at most 80000000|exceeds limit") as error:
+            function(data)
+        check_line(error)
+    assert time.monotonic() - started < 1
+
+
+def test_the_bound_is_our_own(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)
+    pixels = noise(20, 31)
+    assert np.array_equal(read_image(encoded(pixels)), pixels)
+    assert read_image(encoded(pixels, "JPEG")).shape == pixels.shape
+    monkeypatch.setattr(media, "MAX_PIXELS", 20 * 31)
+    assert np.array_equal(read_image(encoded(pixels)), pixels)
+    monkeypatch.setattr(media, "MAX_PIXELS", 20 * 31 - 1)
+    with pytest.raises(MediaError, match="31 x 20 pixels; at most 619"):
+        read_image(encoded(pixels))
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_damaged_images_give_pixels_or_one_error():
+    rng = np.random.default_rng(0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    files = [encoded(noise(12, 13), kind) for kind in FORMATS]
+    files += [encoded(noise(12, 13), "JPEG", exif=exif, progressive=True)]
+    for data in files:
+        for _ in range(60):
+            bad = bytearray(data[: rng.integers(1, len(data))] if rng.random() < 0.2 else data)
+            for at in rng.integers(0, min(len(bad), rng.choice([40, len(data)])), 3):
+                bad[at] = rng.integers(0, 256)
+            for function in (read_image, is_turned):
+                assert "\n" not in complaint(function, bytes(bad))
+
+
+# Videos -----------------------------------------------------------------------------------------
+
+
+def clip(frames, fps=4, height=48, width=64, codec="mpeg4"):
+    """An MP4 of noise that drifts, so that no two frames are alike."""
+    out = io.BytesIO()
+    base = noise(height, width).astype(int)
+    with av.open(out, "w", format="mp4") as container:
+        stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.bit_rate = 4_000_000
+        for i in range(frames):
+            pixels = ((base + 11 * i) % 256).astype(np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return out.getvalue()
+
+
+def stills(sizes, fps=4):
+    """An MP4 of JPEGs, each of its own size (height, width)."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as container:
+        stream = container.add_stream("mjpeg", rate=fps)
+        stream.height, stream.width, stream.pix_fmt = *sizes[0], "yuvj420p"
+        for i, size in enumerate(sizes):
+            packet = av.Packet(encoded(noise(*size, seed=i), "JPEG"))
+            packet.stream, packet.pts, packet.dts, packet.duration = stream, i, i, 1
+            packet.time_base, packet.is_keyframe = Fraction(1, fps), True
+            container.mux(packet)
+    return out.getvalue()
+
+
+def boxes(data):
+    """(name, begin, end) of the boxes at the top of an MP4."""
+    found, at = [], 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 4], "big")
+        found.append((data[at + 4 : at + 8], at, at + size))
+        at += size
+    return found
+
+
+def index_first(data):
+    """The same MP4 with its index (moov) before its frames, as files for the web have it."""
+    parts = {name: data[begin:end] for name, begin, end in boxes(data)}
+    moov = bytearray(parts[b"moov"])
+    at = moov.index(b"stco") + 8
+    count = int.from_bytes(moov[at : at + 4], "big")
+    offsets = struct.unpack_from(f">{count}I", moov, at + 4)
+    struct.pack_into(f">{count}I", moov, at + 4, *(offset + len(moov) for offset in offsets))
+    return parts[b"ftyp"] + bytes(moov) + parts[b"free"] + parts[b"mdat"]
+
+
+def patched(data, box, offset, value):
+    """Overwrite bytes of a box, counted from behind its name."""
+    at = data.index(box) + len(box) + offset
+    return data[:at] + value + data[at + len(value) :]
+
+
+def all_frames(data):
+    with av.open(io.BytesIO(data)) as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+def plain_chunks(data, fps, limits):
+    """The whole rule once more, written from the released processor's description alone."""
+    frames = all_frames(data)
+    sample_fps = min(2.0, fps)
+    count = max(round(len(frames) * sample_fps / fps), 1)
+    sampled = [int(round(i)) for i in np.linspace(0, len(frames) - 1, count)]
+    for first in range(0, count, 4):
+        group = sampled[first : first + 4]
+        height, width, _ = frames[group[0]].shape
+        cells = max(1, width // 14) * max(1, height // 14)
+        scale = min(1, math.sqrt(limits.frame / cells), 512 * 14 / width, 512 * 14 / height)
+        new_w, new_h = max(1, int(width * scale)), max(1, int(height * scale))
+        rows, columns = 2 * math.ceil(new_h / 28), 2 * math.ceil(new_w / 28)
+        patches = []
+        for index in group:
+            small = Image.fromarray(frames[index]).resize((new_w, new_h), Image.Resampling.BICUBIC)
+            canvas = np.zeros((rows * 14, columns * 14, 3), np.uint8)
+            canvas[:new_h, :new_w] = np.asarray(small)
+            for row in range(rows):
+                for column in range(columns):
+                    cell = canvas[row * 14 : row * 14 + 14, column * 14 : column * 14 + 14]
+                    patches.append(cell.transpose(2, 0, 1))
+        seconds = group[0] / fps
+        whole, rest = int(seconds), int((seconds % 1) * 1000)
+        stamp = f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}.{rest:03d}"
+        yield np.stack(patches), (len(group), rows, columns), stamp
+
+
+@pytest.mark.parametrize(
+    ("frames", "fps", "size"),
+    [(7, 1, (48, 64)), (10, 12.5, (30, 34)), (40, 12.5, (48, 64)), (23, 24, (50, 90)),
+     (40, 24, (16, 130)), (31, 30000 / 1001, (48, 64)), (40, 30000 / 1001, (70, 32)),
+     (1, 24, (32, 32))],
+)  # fmt: skip
+def test_read_video_and_video_patches_equal_the_plain_rule(frames, fps, size):
+    data = clip(frames, fps, *size)
+    limits = PatchLimits(frame=9)
+    want = list(plain_chunks(data, float(Fraction(fps).limit_denominator(1001)), limits))
+    got = [(*video_patches(pixels, limits), stamp) for pixels, stamp in read_video(data)]
+    assert [(grid, stamp) for _, grid, stamp in got] == [(grid, stamp) for _, grid, stamp in want]
+    for (patches, _, _), (expected, _, _) in zip(got, want, strict=True):
+        assert np.array_equal(patches, expected)
+
+
+@pytest.mark.parametrize("chunks", [[0], [2], [2, 0], [1, 1], [], None])
+def test_a_selection_equals_the_whole_and_stops_when_done(chunks, monkeypatch):
+    data = clip(22)
+    decoded = []
+    one_size = media._of_one_size
+
+    def counted(frames, found):
+        for frame in one_size(frames, found):
+            decoded.append(frame.pts)
+            yield frame
+
+    monkeypatch.setattr(media, "_of_one_size", counted)
+    whole, plan = list(read_video(data)), video_chunks(22, 4.0)
+    decoded.clear()
+    got = list(read_video(data, chunks))
+    wanted = sorted(set(range(3) if chunks is None else chunks))
+    assert len(decoded) == (plan[wanted[-1]].frames[-1] + 1 if wanted else 0)
+    for (pixels, stamp), chunk in zip(got, wanted, strict=True):
+        assert stamp == whole[chunk][1] == plan[chunk].timestamp
+        assert np.array_equal(pixels, whole[chunk][0])
+
+
+def test_one_chunk_is_held_at_a_time():
+    data = clip(150, 6, 96, 128)  # 13 chunks
+    chunk_bytes = 4 * 96 * 128 * 3
+    list(read_video(data, [0]))
+    tracemalloc.start()
+    try:
+        count = 0
+        for frames, _ in read_video(data):
+            count += frames.shape[0]
+            del frames
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert count == 50
+    assert peak < 2 * chunk_bytes
+
+
+def test_leaving_early_closes_the_file():
+    reader = read_video(clip(22))
+    next(reader)
+    reader.close()
+    assert list(reader) == []
+
+
+def test_probe_and_verify_of_a_video():
+    data = clip(22)
+    want = Probe("MP4", 22, 48, 64, 4.0)
+    assert probe(data, KIND_VIDEO) == verify(data, KIND_VIDEO) == want
+    assert probe(index_first(data), KIND_VIDEO) == want
+    assert all(np.array_equal(a, b) for (a, _), (b, _) in
+               zip(read_video(index_first(data)), read_video(data), strict=True))  # fmt: skip
+
+
+def refuses(data, match):
+    """All three functions say the same."""
+    for function in (probe, verify, lambda data, _: list(read_video(data))):
+        with pytest.raises(MediaError, match=match) as error:
+            function(data, KIND_VIDEO)
+        check_line(error)
+
+
+@pytest.mark.parametrize("data", [b"", b"no video", encoded(noise(8, 8)), clip(9)[:700]],
+                         ids=["empty", "text", "png", "without its index"])  # fmt: skip
+def test_what_is_no_video_is_refused(data):
+    refuses(data, "video does not decode|the file ends early")
+
+
+def test_a_video_that_ends_early_is_refused():
+    data = index_first(clip(22))
+    for cut in (1, 100, 3000):
+        refuses(
+            data[:-cut], f"ends early: {len(data) - cut} bytes, its frames reach to {len(data)}"
+        )
+    # Cut between two frames: ffmpeg alone would take it for a shorter, sound video.
+    moov = data[slice(*next((begin, end) for name, begin, end in boxes(data) if name == b"moov"))]
+    at = moov.index(b"stsz") + 12
+    last = struct.unpack_from(">22I", moov, at + 4)[-1]
+    shorter = data[:-last]
+    assert len(all_frames(shorter)) == 21
+    refuses(shorter, "ends early")
+    # A box of open length ("to the end of the file") says nothing; then the cut frame tells.
+    begin = next(begin for name, begin, _ in boxes(data) if name == b"mdat")
+    open_end = data[:begin] + bytes(4) + data[begin + 4 :]
+    assert verify(open_end, KIND_VIDEO).frames == 22
+    refuses(open_end[:-10], "frame 21 is cut off: the file ends early")
+    # A box of 64-bit length takes the room of the empty box before it.
+    size = struct.pack(">Q", len(data) - begin + 8)
+    wide = data[: begin - 8] + b"\0\0\0\1mdat" + size + data[begin + 8 :]
+    assert verify(wide, KIND_VIDEO).frames == 22
+    refuses(wide[:-last], f"its frames reach to {len(data)}")
+
+
+def test_a_video_with_broken_frames_is_refused_where_they_are():
+    data = index_first(clip(22))
+    begin = next(begin for name, begin, _ in boxes(data) if name == b"mdat")
+    middle = begin + (len(data) - begin) // 2
+    broken = data[:middle] + bytes([data[middle] ^ 255]) + data[middle + 1 :]
+    assert len(all_frames(broken)) == 22  # left alone, ffmpeg paints over it and says nothing
+    assert probe(broken, KIND_VIDEO).frames == 22  # headers know nothing of it
+    with pytest.raises(MediaError) as error:
+        verify(broken, KIND_VIDEO)
+    check_line(error)
+    reader = read_video(broken)
+    assert np.array_equal(next(reader)[0], next(read_video(data))[0])
+    with pytest.raises(MediaError) as error:
+        list(reader)
+    check_line(error)
+
+
+def test_videos_without_stream_rate_or_frames_are_refused():
+    data = clip(9)
+    refuses(patched(data, b"hdlr", 8, b"soun"), "no video stream")
+    still = patched(patched(data, b"stts", 12, bytes(4)), b"mdhd", 16, bytes(4))  # no durations
+    refuses(still, "None frames a second: a video needs a rate above 0")
+    refuses(patched(data, b"stsz", 8, bytes(4)), "no frames|rate above 0|ends early")
+    unknown = patched(patched(data, b"stsd", 12, b"zzzz"), b"esds", 17, b"\xfe")
+    refuses(unknown, "a video codec that ffmpeg does not know")
+
+
+def test_frames_that_an_edit_list_drops_are_missed():
+    data = clip(9)
+    ticks = struct.unpack_from(">I", data, data.index(b"mdhd") + 16)[0]  # of a second
+    trimmed = patched(data, b"elst", 12, struct.pack(">I", 3 * ticks // 4))  # shown from frame 3 on
+    with pytest.raises(MediaError, match="the file lists 9 frames, 6 decode"):
+        verify(trimmed, KIND_VIDEO)
+    with pytest.raises(MediaError, match="frame 8 of 9 does not decode"):
+        list(read_video(trimmed))
+
+
+def test_a_name_that_is_no_utf8_does_not_matter():
+    data = clip(9)
+    named = patched(data, b"VideoHandler", -1, b"\xb5")
+    assert named != data
+    assert verify(named, KIND_VIDEO) == verify(data, KIND_VIDEO)
+
+
+def test_a_size_that_changes_inside_the_video_is_refused():
+    assert verify(stills([(48, 64)] * 9), KIND_VIDEO) == Probe("MP4", 9, 48, 64, 4.0)
+    data = stills([(48, 64)] * 5 + [(32, 64)] * 4)
+    with pytest.raises(MediaError, match="frame 5 is 64 x 32 pixels, the stream 64 x 48") as error:
+        verify(data, KIND_VIDEO)
+    check_line(error)
+    with pytest.raises(MediaError, match="encode the video at one size"):
+        list(read_video(data))
+
+
+def test_chunks_that_the_video_lacks_are_refused():
+    for chunk in (3, -1):
+        with pytest.raises(MediaError, match=f"chunk {chunk} asked for, the video has 3"):
+            read_video(clip(22), [0, chunk])
+
+
+def test_video_bombs_are_refused_before_decoding(monkeypatch):
+    def never(*_):
+        raise AssertionError("a frame was asked for")
+
+    monkeypatch.setattr(media, "_of_one_size", never)
+    # ffmpeg decodes the first JPEG while it opens the file, unless it is bound beforehand.
+    data = bytearray(stills([(48, 64)]))
+    at = data.index(b"\xff\xc0") + 5
+    data[at : at + 4] = struct.pack(">HH", 10000, 20000)
+    data = patched(bytes(data), b"mp4v", 24, struct.pack(">HH", 20000, 10000))
+    started = time.monotonic()
+    refuses(data, "no size, or more than 80000000 pixels")
+    assert time.monotonic() - started < 1
+    monkeypatch.setattr(media, "MAX_PIXELS", 48 * 64 - 1)
+    refuses(clip(9), "no size, or more than 3071 pixels")
+    if "libx264" in av.codecs_available:  # here ffmpeg knows the size without decoding
+        refuses(clip(9, codec="libx264"), "64 x 48 pixels; at most 3071 are read")
+
+
+def test_a_frame_above_the_bound_inside_a_video_is_refused(monkeypatch):
+    data = stills([(48, 64)] * 9 + [(480, 640)] * 9)
+    monkeypatch.setattr(media, "MAX_PIXELS", 48 * 64)
+    assert next(read_video(data, [0]))[0].shape[1:] == (48, 64, 3)
+    with pytest.raises(MediaError, match="video does not decode") as error:
+        verify(data, KIND_VIDEO)
+    check_line(error)
+
+
+def test_damaged_videos_give_frames_or_one_error():
+    rng = np.random.default_rng(0)
+    for data in (clip(9), stills([(16, 16)] * 3)):
+        begin, end = next((begin, end) for name, begin, end in boxes(data) if name == b"moov")
+        for _ in range(60):
+            bad = bytearray(data)
+            for at in rng.integers(begin, end, 4):
+                bad[at] = rng.integers(0, 256)
+            for function in (lambda d: verify(d, KIND_VIDEO), lambda d: list(read_video(d, [0]))):
+                assert "\n" not in complaint(function, bytes(bad))
+
+
+# The package alone ------------------------------------------------------------------------------
+
+
+def test_bytes_to_patches_by_the_packages_own_names():
+    items = [moonvit3d.image_patches(moonvit3d.read_image(encoded(noise(30, 58))))]
+    items += [moonvit3d.video_patches(frames) for frames, _ in moonvit3d.read_video(clip(22))]
+    assert [grid for _, grid in items] == [(1, 4, 6), (4, 4, 6), (4, 4, 6), (3, 4, 6)]
+    assert np.array_equal(items[0][0], image_patches(noise(30, 58))[0])
+
+
+def test_images_need_neither_pyav_nor_torch():
+    script = (
+        "import sys; sys.modules['av'] = None\n"
+        "from moonvit3d import image_patches, read_image\n"
+        "print(image_patches(read_image(sys.stdin.buffer.read()))[1], 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, input=encoded(noise(30, 58)), capture_output=True, cwd=ROOT)
+    assert run.stdout.decode().strip() == "(1, 4, 6) False", run.stderr.decode()
