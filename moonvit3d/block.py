@@ -3,19 +3,18 @@
 Layout and names are the released checkpoint's: fused ``wqkv`` in the order q | k | v, each
 head-major, and an MLP with the tanh form of GELU; every layer has biases.
 
-Shape suffixes: L packed patches, C width, N heads, H head width.
+Shape suffixes: L packed patches, C width, N heads, H head width, P rotary pairs, K = 3 * C.
 """
 
 from collections.abc import Sequence
 
-import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from moonvit3d import rows
 from moonvit3d.attention import Segments, attend
 from moonvit3d.config import MoonViTConfig
-from moonvit3d.positions import rotate
+from moonvit3d.positions import rotate_qkv
 
 
 class MLP(nn.Module):
@@ -43,25 +42,25 @@ class Block(nn.Module):
         self.wo = nn.Linear(config.width, config.width)
         self.mlp = MLP(config.width, config.mlp_width)
 
-    def forward(self, x_LC: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
+    def forward(self, x_LC: Tensor, turn_LP: Tensor, segments: Segments) -> Tensor:
         """One block.
 
         Args:
             x_LC: packed patches [L, C].
-            rotary: cosine and sine [L, head_dim / 2] of each patch's rotation.
+            turn_LP: each patch's rotation as complex numbers [L, head_dim / 2].
             segments: the items' boundaries; a patch attends to its own item only.
 
         Returns:
             [L, C].
         """
-        x_LC = x_LC + self.attention(self.norm0(x_LC), rotary, segments)
+        x_LC = x_LC + self.attention(self.norm0(x_LC), turn_LP, segments)
         return x_LC + self.mlp(self.norm1(x_LC), segments.lengths)
 
-    def attention(self, x_LC: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
+    def attention(self, x_LC: Tensor, turn_LP: Tensor, segments: Segments) -> Tensor:
         """The attention branch, [L, C] to [L, C]."""
-        qkv = rearrange(self.wqkv(x_LC), "l (three n h) -> l three n h", three=3, n=self.heads)
-        # Turned in place: the backward pass then keeps one copy of q and k, not two.
-        qkv[:, :2] = rotate(qkv[:, :2], *rotary)
-        q_LNH, k_LNH, v_LNH = torch.unbind(qkv, dim=1)
+        qkv_LK = rotate_qkv(self.wqkv(x_LC), turn_LP, self.heads, segments.lengths)
+        q_LNH, k_LNH, v_LNH = rearrange(
+            qkv_LK, "l (three n h) -> three l n h", three=3, n=self.heads
+        )
         mixed_LNH = attend(q_LNH, k_LNH, v_LNH, segments)
         return self.wo(rearrange(mixed_LNH, "l n h -> l (n h)"))

@@ -4,7 +4,7 @@ Kimi K2.5 report, section 4.2. Items of any size, one to four frames each, are p
 other; attention spans an item's patches in space and time. Parameter names are those of the
 released checkpoint. Weights are undefined until ``initialise`` or a checkpoint fills them.
 
-Shape suffixes: L packed patches, C width, T tokens.
+Shape suffixes: L packed patches, C width, T tokens, P rotary pairs.
 """
 
 import hashlib
@@ -66,10 +66,10 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.final_layernorm = nn.LayerNorm(config.width, eps=config.norm_eps)
 
-    def forward(self, x_LC: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
+    def forward(self, x_LC: Tensor, turn_LP: Tensor, segments: Segments) -> Tensor:
         """[L, C] to [L, C]; arguments as for ``Block``."""
         for block in self.blocks:
-            x_LC = block(x_LC, rotary, segments)
+            x_LC = block(x_LC, turn_LP, segments)
         return self.final_layernorm(x_LC)
 
 
@@ -112,9 +112,9 @@ class MoonViT3D(nn.Module):
             working_dtype(weight.dtype),
             weight.device,
         )
-        rotary = rows.pad(cos_LP, padding), rows.pad(sin_LP, padding)
+        turn_LP = rows.pad(torch.complex(cos_LP, sin_LP), padding)
         lengths = [t * h * w for t, h, w in grids] + [padding] * bool(padding)
-        x_LC = self.encoder(x_LC, rotary, Segments.of(lengths, weight.device))
+        x_LC = self.encoder(x_LC, turn_LP, Segments.of(lengths, weight.device))
         return sd2_tpool(x_LC[: len(patches)], grids)
 
 

@@ -10,6 +10,7 @@ F rotary frequencies (head_dim / 4), P rotary pairs (head_dim / 2).
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moonvit3d import rows
 from moonvit3d.geometry import MAX_FRAMES
 
 Grid = tuple[int, int, int]
@@ -157,3 +159,46 @@ def rotate(x: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
     cos, sin = (angle.unflatten(1, (*between, -1)) for angle in (cos_LP, sin_LP))
     turned = [even * cos - odd * sin, even * sin + odd * cos]
     return rearrange(turned, "two l ... p -> l ... (p two)").to(x.dtype)
+
+
+def rotate_qkv(qkv_LK: Tensor, turn_LP: Tensor, heads: int, lengths: Sequence[int]) -> Tensor:
+    """As ``rotate`` on the queries and keys inside a fused projection, in its own memory.
+
+    The backward pass then keeps one copy of them, and there are no temporaries.
+
+    Args:
+        qkv_LK: [L, 3 * heads * head_dim] in the order q | k | v; overwritten.
+        turn_LP: cosine + i sine of each rotation, complex64 (complex128 for float64).
+        heads: attention heads.
+        lengths: patches of each item.
+
+    Returns:
+        ``qkv_LK`` with q and k rotated.
+    """
+    return _RotateQKV.apply(qkv_LK, turn_LP, heads, rows.spans(qkv_LK, lengths))
+
+
+class _RotateQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_LK: Tensor, turn_LP: Tensor, heads: int, spans: Sequence[int]
+    ) -> Tensor:
+        ctx.mark_dirty(qkv_LK)
+        ctx.turn, ctx.heads, ctx.spans = turn_LP, heads, spans
+        return _turn(qkv_LK, turn_LP, heads, spans)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        back_LP = ctx.turn.conj().resolve_conj()  # the gradient turns the other way
+        return _turn(grads[0].clone(), back_LP, ctx.heads, ctx.spans), None, None, None
+
+
+def _turn(qkv_LK: Tensor, turn_LP: Tensor, heads: int, spans: Sequence[int]) -> Tensor:
+    qk = rearrange(qkv_LK, "l (three n h) -> l three n h", three=3, n=heads)[:, :2]
+    exact = qk.to(turn_LP.real.dtype)  # qk itself, but for bfloat16 and float16
+    pairs = torch.view_as_complex(exact.unflatten(-1, (-1, 2)))
+    for part, turn in zip(pairs.split(spans), turn_LP[:, None, None].split(spans)):
+        part.mul_(turn)
+    if exact.dtype != qk.dtype:
+        qk.copy_(exact)
+    return qkv_LK

@@ -7,9 +7,10 @@ Only the CPU needs help. Two things there depend on a row's neighbours, both in 
   12,000 random products in float32, float64 and bfloat16 with 1, 2, 3, 4 and 8 threads (MKL and
   oneDNN, AVX-512) none depended on the place or the company of a row; without the blocks a quarter
   of the float64 products did.
-* PyTorch's GELU computes the last few numbers of a call, and of each thread's share of it, by
-  scalar code. Whole blocks leave one or two threads no such rest; with more threads, of which
-  PyTorch may use any number, it is called item by item: an item then always has the same rest.
+* PyTorch computes the last few numbers of a call, and of each thread's share of it, by scalar
+  code, which rounds GELU and complex products differently. Whole blocks leave one or two threads
+  no such rest; with more threads, of which PyTorch may use any number, these two are called item
+  by item (``spans``): an item then always has the same rest.
 
 Everything else that the encoder does treats each row, or each item, by itself already.
 """
@@ -36,6 +37,17 @@ def pad(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows)) if rows else x
 
 
+def spans(x: Tensor, lengths: Sequence[int]) -> Sequence[int]:
+    """Rows of ``x`` that one call may treat together: all of them, or each item's.
+
+    Args:
+        x: whole blocks of rows.
+        lengths: rows of each item, adding up to all.
+    """
+    whole = x.device.type != "cpu" or torch.get_num_threads() <= 2
+    return [len(x)] if whole else lengths
+
+
 def gelu(x: Tensor, lengths: Sequence[int], approximate: str) -> Tensor:
     """GELU of packed rows [L, width]; without a graph to keep, in the memory of ``x`` itself.
 
@@ -52,9 +64,8 @@ def gelu(x: Tensor, lengths: Sequence[int], approximate: str) -> Tensor:
 
 
 def _gelu(x: Tensor, lengths: Sequence[int], approximate: str, out: Tensor) -> Tensor:
-    even = x.device.type != "cpu" or torch.get_num_threads() <= 2
-    spans = [len(x)] if even else lengths
-    for part, target in zip(x.split(spans), out.split(spans)):
+    parts = spans(x, lengths)
+    for part, target in zip(x.split(parts), out.split(parts)):
         torch.ops.aten.gelu.out(part, approximate=approximate, out=target)
     return out
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moonvit3d.positions import Positions, bicubic_matrix, rotary_angles, rotate
+from moonvit3d.positions import (
+    Positions,
+    bicubic_matrix,
+    rotary_angles,
+    rotate,
+    rotate_qkv,
+    working_dtype,
+)
 
 CPU = torch.device("cpu")
 
@@ -105,3 +112,25 @@ def test_rotation_of_low_precision_is_computed_in_float32():
     cos, sin = rotary_angles([(1, 2, 64)], 16, 10000.0, torch.float32, CPU)
     x = torch.randn(128, 2, 16).bfloat16()
     assert torch.equal(rotate(x, cos, sin), rotate(x.float(), cos, sin).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "atol"), [(torch.float32, 1e-6), (torch.float64, 1e-14), (torch.bfloat16, 1e-2)]
+)
+def test_rotation_in_place_equals_the_plain_one(dtype, atol):
+    heads, head_dim, grids = 3, 24, [(2, 4, 6), (1, 2, 8)]
+    cos, sin = rotary_angles(grids, head_dim, 10000.0, working_dtype(dtype), CPU)
+    torch.manual_seed(0)
+    leaf = torch.randn(64, 3 * heads * head_dim, dtype=dtype).requires_grad_()
+    push = torch.randn(64, 3 * heads * head_dim, dtype=dtype)
+    q, k, v = leaf.unflatten(1, (3, heads, head_dim)).unbind(1)
+    want = torch.stack([rotate(q, cos, sin), rotate(k, cos, sin), v], 1).flatten(1)
+    (wanted_grad,) = torch.autograd.grad(want, leaf, push)
+    doubled = leaf * 1  # a leaf itself cannot be overwritten
+    got = rotate_qkv(doubled, torch.complex(cos, sin), heads, [48, 16])
+    assert got.data_ptr() == doubled.data_ptr()
+    kept = push.clone()
+    (grad,) = torch.autograd.grad(got, leaf, push)
+    assert torch.equal(push, kept)  # the incoming gradient is not overwritten
+    torch.testing.assert_close(got, want, rtol=0, atol=4 * atol)
+    torch.testing.assert_close(grad, wanted_grad, rtol=0, atol=4 * atol)
