@@ -142,11 +142,14 @@ class TrainConfig(Section):
     `rows_per_microbatch` is not only a matter of speed: the routers' balance loss is taken over
     each microbatch, all its rows together. `checkpoint_every: null` saves nothing at all; otherwise
     the last step is saved too. `trace_step` and `efficiency_pairs` measure and change nothing.
+    `vision_weights` is a safetensors checkpoint (a file, or a folder that every node sees) that the
+    encoder starts from, in any layout that `moonvit3d.weights` knows: Kimi K2.5's own, or SigLIP's.
     """
 
     steps: int = Field(gt=0)
     rows_per_microbatch: int = Field(default=1, gt=0)
     seed: int = 0
+    vision_weights: str | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     checkpoint_every: int | None = Field(default=None, gt=0)
     trace_step: int | None = Field(default=None, gt=0)

@@ -25,6 +25,7 @@ from kimi_pretrain.run_folder import MetricsWriter, describe_environment, log_to
 from kimi_pretrain.step import StepReport, TrainStep, needs
 from kimi_pretrain.update import Update
 from moonvit3d.geometry import grids
+from moonvit3d.weights import load
 
 log = logging.getLogger("kimi_pretrain.train")
 
@@ -45,6 +46,9 @@ class Run:
         self.loader = self._open_loader()
         self.model = Model.build(config, mesh)
         self.encoder, self.backbone = self.model.encoder, self.model.backbone
+        if resume is None and config.train.vision_weights is not None:
+            # Weights in a wider type than the run's are rounded, as those drawn from the seed are.
+            load(self.encoder.module, config.train.vision_weights, rounding=True)
         self.update = Update(config, mesh, self.encoder, self.backbone)
         self.train_step = TrainStep(config, mesh, self.encoder, self.backbone, self.update)
         self.step = 0

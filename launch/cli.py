@@ -121,6 +121,10 @@ def train(
 
         resume_folder(job)
         check_fresh(job)
+        if loaded.train.vision_weights is not None and resume is None:
+            from kimi_pretrain.dep.encoder import check_weights
+
+            check_weights(loaded)  # here, before many processes find the same mistake
         nodes = torchrun.spread(world_size, nnodes, rendezvous)
         if nproc not in (None, nodes.processes):
             raise ValueError(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         read_video,
         verify,
     )
+    from moonvit3d.memory import activation_bytes
     from moonvit3d.model import MoonViT3D, VisionEncoder, initialise, normalise
     from moonvit3d.preprocess import image_patches, video_patches
     from moonvit3d.weights import load, save
@@ -48,6 +49,7 @@ _HOME = {
     "from_siglip": "layouts",
     "from_transformers": "layouts",
     "to_transformers": "layouts",
+    "activation_bytes": "memory",
     "MoonViT3D": "model",
     "VisionEncoder": "model",
     "initialise": "model",
@@ -67,6 +69,7 @@ __all__ = [
     "Probe",
     "VideoChunk",
     "VisionEncoder",
+    "activation_bytes",
     "flops",
     "from_siglip",
     "from_transformers",

@@ -27,7 +27,7 @@ class MLP(nn.Module):
 
     def forward(self, x_LC: Tensor, lengths: Sequence[int]) -> Tensor:
         """[L, C] to [L, C]; ``lengths`` are the rows of each item."""
-        return self.fc1(rows.gelu(self.fc0(x_LC), lengths, "tanh"))
+        return rows.gelu_linear(self.fc0(x_LC), self.fc1, lengths, "tanh")
 
 
 class Block(nn.Module):

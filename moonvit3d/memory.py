@@ -33,8 +33,8 @@ def activation_bytes(
     patches, tokens = t * h * w, num_tokens(t, h, w)
     width, hidden = config.width, config.mlp_width
     # Two norm inputs, two norm outputs, q, k and v, and attention's output as the kernel keeps it
-    # and again as one tensor (the CUDA kernel keeps it once); then the MLP before and after GELU.
-    block = 9 * width + 2 * hidden
+    # and again as one tensor (the CUDA kernel keeps it once); then the MLP before its GELU.
+    block = 9 * width + hidden
     statistics = 4 * (config.heads + 4)  # float32: log-sums of each head, mean and scale of a norm
     angles = 2 * max(4, itemsize) * config.head_dim // 2
     kept = patches * (
@@ -42,8 +42,6 @@ def activation_bytes(
     )
     # On top of the blocks: at first all of the projector, later the gradients inside one MLP.
     joined = MERGE**2 * width
-    projector = patches * width + tokens * (
-        2 * joined + 2 * config.projector_width + config.out_width
-    )
+    projector = patches * width + tokens * (2 * joined + config.projector_width + config.out_width)
     gradients = patches * (width + 2 * hidden)
     return kept + itemsize * np.maximum(projector, gradients)

@@ -41,6 +41,6 @@ class Projector(nn.Module):
         spans = [tokens] if lengths is None else list(lengths)
         padding = rows.padding(tokens, x_T4C.device)
         x_TK = rearrange(rows.pad(self.pre_norm(x_T4C), padding), "t four c -> t (four c)")
-        inner, _, outer = self.proj  # between them the exact GELU, in its packed form
-        hidden = rows.gelu(inner(x_TK), [*spans, padding], "none")
-        return outer(hidden)[:tokens]
+        inner, _, outer = self.proj
+        assert isinstance(outer, nn.Linear)
+        return rows.gelu_linear(inner(x_TK), outer, [*spans, padding], "none")[:tokens]

@@ -71,6 +71,12 @@ def load(
     return list(makings)
 
 
+def check(path: str | os.PathLike[str], config: MoonViTConfig, part: Part | None = None) -> None:
+    """Raise what ``load`` would raise for names, shapes, types and sizes; only headers are read."""
+    with opened(Path(path)) as checkpoint:
+        checkpoint.plan(config, part)
+
+
 def save(encoder: VisionEncoder, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write every parameter under its released name, with the sizes as metadata.
 

@@ -5,7 +5,10 @@ import shutil
 
 import pytest
 
-from tests.dist.jobs import layout, read_metrics, train
+from kimi_pretrain.config import load_config
+from moonvit3d.model import VisionEncoder, initialise
+from moonvit3d.weights import save
+from tests.dist.jobs import SMALL, layout, read_metrics, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -111,3 +114,25 @@ def test_a_folder_with_an_earlier_run_is_not_trained_into(axes, straight, data_r
     assert done.returncode == 2, done.stdout + done.stderr
     assert "holds an earlier run" in done.stderr
     assert read_metrics(straight) == lines
+
+
+def test_a_run_starts_from_given_vision_weights(data_root, tmp_path):
+    """Those that the seed gives anyway: the same run. Others: another run; a resume ignores them."""
+    encoder = VisionEncoder(load_config("tiny_cpu", SMALL).model.vision)
+    runs = {}
+    for seed in (0, 1):
+        initialise(encoder, seed)
+        save(encoder, tmp_path / f"{seed}.safetensors")
+    for name, start in (("seed", "null"), ("same", tmp_path / "0.safetensors"),
+                        ("other", tmp_path / "1.safetensors")):  # fmt: skip
+        done = train(tmp_path / name, f"data.root={data_root}", "train.steps=2", "train.seed=0",
+                     "train.checkpoint_every=1", f"train.vision_weights={start}")  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        runs[name] = [line["loss"] for line in read_metrics(tmp_path / name)]
+    assert runs["same"] == runs["seed"]
+    assert runs["other"][0] != runs["seed"][0]
+    done = train(tmp_path / "resumed", f"data.root={data_root}", "train.steps=2", "train.seed=0",
+                 f"train.vision_weights={tmp_path / 'gone.safetensors'}",
+                 resume=tmp_path / "other" / "checkpoints" / "step_00000001")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["loss"] for line in read_metrics(tmp_path / "resumed")] == runs["other"][1:]

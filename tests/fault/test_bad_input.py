@@ -10,6 +10,9 @@ import pytest
 
 from data_pipeline.index import read_index
 from data_pipeline.store import open_store
+from moonvit3d.config import MoonViTConfig
+from moonvit3d.model import VisionEncoder, initialise
+from moonvit3d.weights import save
 from tests.dist import corpus
 from tests.dist.jobs import layout, read_metrics, run_job, train
 
@@ -123,3 +126,13 @@ def test_skipped_samples_are_written_down(damaged, tmp_path):
     assert skipped > 0
     assert ledger.count("\n") >= skipped
     assert "source 'pictures', sample 'p0" in ledger
+
+
+@pytest.mark.parametrize("axes", [{}, dict(pp=2, dp=2)], ids=["one process", "four"])
+def test_vision_weights_that_do_not_fit(axes, data_root, tmp_path):
+    encoder = VisionEncoder(MoonViTConfig(width=32, depth=1, heads=2, mlp_width=64, out_width=64))
+    initialise(encoder, seed=0)
+    save(encoder, tmp_path / "other.safetensors")
+    start = f"train.vision_weights={tmp_path / 'other.safetensors'}"
+    line = refused(tmp_path, f"data.root={data_root}", start, axes=axes)
+    assert "other.safetensors: missing vision_tower.encoder.blocks.1." in line

@@ -1,12 +1,30 @@
-"""The example of docs/moonvit3d.md runs and gives the shapes that its comments state."""
+"""The example of docs/moonvit3d.md runs, on files as it names them."""
 
 import re
 from pathlib import Path
 
+import av
+import numpy as np
+from PIL import Image
+
 PAGE = Path(__file__).parents[3] / "docs" / "moonvit3d.md"
 
 
-def test_example_runs():
+def test_example_runs(tmp_path, monkeypatch):
+    draw = np.random.default_rng(0)
+    Image.fromarray(draw.integers(0, 256, (120, 200, 3), dtype=np.uint8)).save(
+        tmp_path / "photo.png"
+    )
+    with av.open(tmp_path / "clip.mp4", "w") as file:
+        stream = file.add_stream("mpeg4", rate=24)
+        stream.width, stream.height, stream.pix_fmt = 160, 90, "yuv420p"
+        for _ in range(72):  # three seconds
+            frame = av.VideoFrame.from_ndarray(
+                draw.integers(0, 256, (90, 160, 3), dtype=np.uint8), format="rgb24"
+            )
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+    monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     scope = {}
     exec(code, scope)

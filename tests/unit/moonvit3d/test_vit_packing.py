@@ -100,22 +100,32 @@ def test_gelu_alone_depends_on_company():
     spans = [4 * n for n in range(1, 14)] + [36]
     parts = [torch.nn.functional.gelu(p.clone(), approximate="tanh") for p in x.split(spans)]
     assert not torch.equal(torch.nn.functional.gelu(x, approximate="tanh"), torch.cat(parts))
-    blocks = [rows.gelu(rows.pad(p, -len(p) % 64), [], "tanh")[: len(p)] for p in x.split(spans)]
-    assert torch.equal(rows.gelu(rows.pad(x, 48), [], "tanh")[:400], torch.cat(blocks))
+    same = torch.nn.Linear(20, 20, bias=True)
+    torch.nn.init.eye_(same.weight)
+    torch.nn.init.zeros_(same.bias)
 
-
-def test_gelu_equals_torch():
-    x = torch.randn(20, 36, dtype=torch.float64, requires_grad=True)
-    for kind in ("tanh", "none"):
-        want = torch.nn.functional.gelu(x, approximate=kind)
-        (wanted_grad,) = torch.autograd.grad(want.sin().sum(), x)
-        got = rows.gelu(x, [3, 0, 17], kind)
-        (grad,) = torch.autograd.grad(got.sin().sum(), x)
-        torch.testing.assert_close(got, want, rtol=1e-14, atol=0)
-        torch.testing.assert_close(grad, wanted_grad, rtol=1e-14, atol=1e-15)
+    def packed(x):
         with torch.no_grad():
-            scratch = x.clone()
-            assert torch.equal(rows.gelu(scratch, [3, 0, 17], kind), got)
+            return rows.gelu_linear(rows.pad(x, -len(x) % 64), same, [], "tanh")[: len(x)]
+
+    assert torch.equal(packed(x), torch.cat([packed(p) for p in x.split(spans)]))
+
+
+@pytest.mark.parametrize("kind", ["tanh", "none"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gelu_and_linear_equal_torch(kind, frozen):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(36, 12, dtype=torch.float64).requires_grad_(not frozen)
+    x = torch.randn(20, 36, dtype=torch.float64, requires_grad=True)
+    leaves = [x] if frozen else [x, *linear.parameters()]
+    want = linear(torch.nn.functional.gelu(x, approximate=kind))
+    got = rows.gelu_linear(x, linear, [3, 0, 17], kind)
+    wanted = torch.autograd.grad(want.sin().sum(), leaves)
+    grads = torch.autograd.grad(got.sin().sum(), leaves)
+    for one, other in zip([got, *grads], [want, *wanted]):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+    with torch.no_grad():
+        assert torch.equal(rows.gelu_linear(x.clone(), linear, [3, 0, 17], kind), got)
 
 
 def test_chunks_keep_order_and_budget():

@@ -1,0 +1,297 @@
+"""MoonViT-3D against transformers' Kimi_K25VisionModel: speed and memory, side by side.
+
+Same weights, same items, one process; the two take turns, and each figure is the best of its
+repeats. transformers cannot take several frame counts in one call, so it gets one call for each.
+Outputs are compared before anything is timed. Writes a result file with versions and date.
+
+    python benchmarks/bench_vit.py                     # 3 of 27 layers on CPU, all layers on CUDA
+    python benchmarks/bench_vit.py --mix icons --dtype bfloat16
+    python benchmarks/bench_vit.py --layers 27 --repeats 1
+"""
+
+import argparse
+import json
+import math
+import platform
+import random
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers.models.kimi_k25 import modeling_kimi_k25 as kimi
+
+from moonvit3d.attention import choose
+from moonvit3d.config import MoonViTConfig
+from moonvit3d.flops import flops
+from moonvit3d.layouts import to_transformers
+from moonvit3d.model import VisionEncoder, initialise, normalise
+
+Grid = tuple[int, int, int]
+RESULTS = Path(__file__).parent / "results"
+
+
+# The items ----------------------------------------------------------------------------------------
+
+
+def heavy_tailed(patches: int, largest: int) -> list[Grid]:
+    """Sizes as measured on a real mixture: log-normal, median 1,660 patches, a tenth above 18,500.
+
+    Half of the larger ones are video chunks of 2 to 4 frames. Cut off at ``largest``.
+    """
+    draw = random.Random(0)
+    grids: list[Grid] = []
+    while sum(math.prod(grid) for grid in grids) < patches:
+        size = min(float(largest), math.exp(draw.gauss(math.log(1660), 1.88)))
+        frames = draw.choice([1, 1, 1, 1, 2, 3, 4, 4]) if size > 64 else 1
+        ratio = math.exp(draw.gauss(0, 0.4))
+        side = math.sqrt(size / frames)
+        height, width = (max(2, 2 * round(side * r / 2)) for r in (ratio, 1 / ratio))
+        grids.append((frames, min(height, 512), min(width, 512)))
+    return grids
+
+
+def icons(patches: int, _largest: int) -> list[Grid]:
+    """Small pictures, 28 to 56 pixels a side: 4 to 16 patches."""
+    draw = random.Random(0)
+    return [(1, draw.choice([2, 2, 4]), draw.choice([2, 4, 4])) for _ in range(patches // 9)]
+
+
+def digits(patches: int, _largest: int) -> list[Grid]:
+    """One size, 56 x 56 pixels: 16 patches."""
+    return [(1, 4, 4)] * (patches // 16)
+
+
+MIXES = {"heavy_tailed": heavy_tailed, "icons": icons, "digits": digits}
+
+
+# The two sides ------------------------------------------------------------------------------------
+
+
+def peer(encoder: VisionEncoder) -> torch.nn.ModuleDict:
+    """transformers' tower and projection with the weights of ``encoder``."""
+    config, weight = encoder.config, next(encoder.parameters())
+    vision = kimi.Kimi_K25VisionConfig(
+        pos_emb_height=config.pos_grid, pos_emb_width=config.pos_grid,
+        num_attention_heads=config.heads, num_hidden_layers=config.depth,
+        hidden_size=config.width, intermediate_size=config.mlp_width,
+        rope_parameters={"rope_type": "axial", "rope_theta": config.rope_theta},
+    )  # fmt: skip
+    # Its own best: flash-attn where installed, else torch's fused attention item by item.
+    flash = weight.is_cuda and transformers.utils.is_flash_attn_2_available()
+    vision._attn_implementation = "flash_attention_2" if flash else "sdpa"
+    sizes = SimpleNamespace(
+        vision_config=vision, projection_hidden_size=config.width,
+        projection_layer_norm_eps=config.norm_eps,
+        text_config=SimpleNamespace(hidden_size=config.out_width),
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict(
+            {
+                "vision_tower": kimi.Kimi_K25VisionModel(vision),
+                "mm_projector": kimi.Kimi_K25MultimodalProjection(sizes),
+            }
+        )
+    buffers = {name: b for name, b in _fresh_buffers(vision).items()}
+    model.to_empty(device=weight.device).to(weight.dtype)
+    model.load_state_dict(to_transformers(encoder.state_dict(), config), strict=True)
+    for name, value in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        getattr(model["vision_tower"].get_submodule(owner), leaf).data = value.to(weight.device)
+    return model.train()
+
+
+def _fresh_buffers(vision: Any) -> dict[str, Tensor]:
+    """Tables that are no weights (frequencies, temporal code), which meta construction loses."""
+    small = kimi.Kimi_K25VisionConfig(**{**vision.to_dict(), "num_hidden_layers": 0})
+    return dict(kimi.Kimi_K25VisionModel(small).named_buffers())
+
+
+def calls(encoder: VisionEncoder, other: torch.nn.ModuleDict, grids: list[Grid], chunk: int):
+    """The two functions to compare: pixels are on the device, ready to use, for both."""
+    weight = next(encoder.parameters())
+    sizes = [math.prod(grid) for grid in grids]
+    generator = torch.Generator().manual_seed(0)
+    shape = (sum(sizes), 3, 14, 14)
+    raw = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    ready = normalise(raw, weight.dtype).to(weight.device)
+    groups = []
+    for frames in sorted({grid[0] for grid in grids}):
+        mine = [i for i, grid in enumerate(grids) if grid[0] == frames]
+        pieces = ready.split(sizes)
+        table = torch.tensor([grids[i] for i in mine], device=weight.device)
+        groups.append((torch.cat([pieces[i] for i in mine]), table))
+
+    def ours() -> list[Tensor]:
+        # Chunks bound the memory where no graph is kept; with one they would only cut it up.
+        return [encoder(ready, grids, None if torch.is_grad_enabled() else chunk)]
+
+    def theirs() -> list[Tensor]:
+        merged = [other["vision_tower"](*group).pooler_output for group in groups]
+        return [other["mm_projector"](each).flatten(0, 1) for each in merged]
+
+    return ours, theirs
+
+
+def difference(ours: list[Tensor], theirs: list[Tensor], grids: list[Grid]) -> float:
+    """Relative distance of the outputs; theirs come sorted by frame count."""
+    order = sorted(range(len(grids)), key=lambda i: grids[i][0])
+    pieces = ours[0].split([h * w // 4 for _, h, w in grids])
+    one, other = torch.cat([pieces[i] for i in order]).double(), torch.cat(theirs).double()
+    return float((one - other).norm() / other.norm())
+
+
+# Measuring ----------------------------------------------------------------------------------------
+
+
+def run(call: Callable[[], list[Tensor]], backward: bool) -> None:
+    with torch.set_grad_enabled(backward):
+        out = call()
+        if backward:
+            torch.autograd.backward(out, [torch.ones_like(each) for each in out])
+
+
+def seconds(call: Callable[[], list[Tensor]], backward: bool, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run(call, backward)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def peak_bytes(call: Callable[[], list[Tensor]], backward: bool, device: torch.device) -> int:
+    """Highest sum of allocations above what was there before (weights, gradients, pixels)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(call, backward)
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run(call, backward)
+    found = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = top = 0
+    for event in sorted(found, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        top = max(top, live)
+    return top
+
+
+def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a square matrix product, the best of five."""
+    side = 8192 if device.type == "cuda" else 3072
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    best = min(seconds(lambda: [a @ b], False, device) for _ in range(6))
+    return 2 * side**3 / best
+
+
+def measure(args: argparse.Namespace, mix: str, encoder: VisionEncoder, other: Any) -> list[dict]:
+    weight = next(encoder.parameters())
+    grids = MIXES[mix](args.patches, args.largest)
+    patches = sum(math.prod(grid) for grid in grids)
+    operations = float(sum(part.sum() for part in flops(grids, encoder.config)))
+    both = calls(encoder, other, grids, max(args.chunk, max(math.prod(g) for g in grids)))
+    with torch.no_grad():
+        apart = difference(both[0](), both[1](), grids)
+    rows = []
+    for backward in (False, True):
+        memory = [peak_bytes(call, backward, weight.device) for call in both]
+        peak, times = 0.0, [math.inf, math.inf]
+        for _ in range(args.repeats):  # in turns, so that a busy moment hits both
+            peak = max(peak, matmul_peak(weight.dtype, weight.device))
+            for side, call in enumerate(both):
+                times[side] = min(times[side], seconds(call, backward, weight.device))
+        work = operations * (3 if backward else 1)
+        sides = {
+            name: {
+                "seconds": round(times[i], 4),
+                "items_per_s": round(len(grids) / times[i], 2),
+                "patches_per_s": round(patches / times[i], 1),
+                "tflop_per_s": round(work / times[i] / 1e12, 4),
+                "of_matmul_peak": round(work / times[i] / peak, 3),
+                "peak_MiB": round(memory[i] / 2**20, 1),
+            }
+            for i, name in enumerate(("moonvit3d", "transformers"))
+        }
+        row = {
+            "mix": mix, "items": len(grids), "patches": patches,
+            "pass": "forward+backward" if backward else "forward",
+            "speed_ratio": round(times[1] / times[0], 3),
+            "memory_ratio": round(memory[0] / memory[1], 3),
+            "outputs_apart": float(f"{apart:.1e}"),
+            "matmul_peak_tflop_per_s": round(peak / 1e12, 4), **sides,
+        }  # fmt: skip
+        rows.append(row)
+        ours, theirs = sides["moonvit3d"], sides["transformers"]
+        print(
+            f"{mix:13}{len(grids):6} items {patches:8} patches  {row['pass']:17}"
+            f" x{row['speed_ratio']:<6} of peak {ours['of_matmul_peak']:.2f} against"
+            f" {theirs['of_matmul_peak']:.2f}; memory x{row['memory_ratio']}",
+            flush=True,
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--mix", choices=[*MIXES, "all"], default="all")
+    parser.add_argument("--patches", type=int, default=200_000 if cuda else 4_000)
+    parser.add_argument("--largest", type=int, default=16_384 if cuda else 2_048)
+    parser.add_argument("--layers", type=int, default=27 if cuda else 3)
+    parser.add_argument("--width", choices=["full", "tiny"], default="full")
+    parser.add_argument("--chunk", type=int, default=65_536 if cuda else 1_024)
+    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/vit_<device>.json")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    tiny = {"width": 128, "heads": 4, "mlp_width": 256, "out_width": 256}
+    config = MoonViTConfig(depth=args.layers, **(tiny if args.width == "tiny" else {}))
+    encoder = VisionEncoder(config)
+    initialise(encoder, 0)
+    encoder.to(device=device, dtype=dtype)
+    other = peer(encoder)
+    mixes = list(MIXES) if args.mix == "all" else [args.mix]
+    rows = [row for mix in mixes for row in measure(args, mix, encoder, other)]
+    capability = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
+    report = {
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else _processor(),
+        "threads": args.threads, "dtype": args.dtype, "width": config.width,
+        "layers": args.layers, "largest_item": args.largest,
+        "max_patches_per_chunk": args.chunk, "repeats": args.repeats,
+        "attention": {
+            "moonvit3d": choose(device.type, dtype, config.head_dim, capability)[0].__name__,
+            "transformers": other["vision_tower"].config._attn_implementation,
+        },
+        "python": platform.python_version(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "results": rows,
+    }  # fmt: skip
+    out = args.out or RESULTS / f"vit_{device.type}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written: {out}")
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.split(':', 1)[1].strip()}, {platform.machine()}"
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    main()
