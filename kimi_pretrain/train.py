@@ -24,8 +24,8 @@ from kimi_pretrain.model import Model
 from kimi_pretrain.run_folder import MetricsWriter, describe_environment, log_to, write_trace
 from kimi_pretrain.step import StepReport, TrainStep, needs
 from kimi_pretrain.update import Update
+from kimi_pretrain.vision_weights import load_vision_weights
 from moonvit3d.geometry import grids
-from moonvit3d.weights import load
 
 log = logging.getLogger("kimi_pretrain.train")
 
@@ -46,9 +46,8 @@ class Run:
         self.loader = self._open_loader()
         self.model = Model.build(config, mesh)
         self.encoder, self.backbone = self.model.encoder, self.model.backbone
-        if resume is None and config.train.vision_weights is not None:
-            # Weights in a wider type than the run's are rounded, as those drawn from the seed are.
-            load(self.encoder.module, config.train.vision_weights, rounding=True)
+        if resume is None:
+            load_vision_weights(config, self.encoder.module)
         self.update = Update(config, mesh, self.encoder, self.backbone)
         self.train_step = TrainStep(config, mesh, self.encoder, self.backbone, self.update)
         self.step = 0

@@ -122,9 +122,10 @@ def train(
         resume_folder(job)
         check_fresh(job)
         if loaded.train.vision_weights is not None and resume is None:
-            from kimi_pretrain.dep.encoder import check_weights
+            # Here, before many processes find the same mistake.
+            from kimi_pretrain.vision_weights import check_vision_weights
 
-            check_weights(loaded)  # here, before many processes find the same mistake
+            check_vision_weights(loaded)
         nodes = torchrun.spread(world_size, nnodes, rendezvous)
         if nproc not in (None, nodes.processes):
             raise ValueError(

@@ -10,22 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kimi_pretrain.config import Config
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder, initialise
 from moonvit3d.packing import chunks
-from moonvit3d.weights import check
 
 Grid = tuple[int, int, int]
-
-
-def check_weights(config: Config) -> None:
-    """Raise ValueError or FileNotFoundError unless `train.vision_weights` fits the encoder.
-
-    Only headers are read.
-    """
-    if config.train.vision_weights is not None:
-        check(config.train.vision_weights, config.model.vision)
 
 
 class DecoupledEncoder:
