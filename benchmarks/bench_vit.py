@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=16_384 if cuda else 2_048)
     parser.add_argument("--layers", type=int, default=27 if cuda else 3)
     parser.add_argument("--width", choices=["full", "tiny"], default="full")
-    parser.add_argument("--chunk", type=int, default=65_536 if cuda else 1_024)
+    parser.add_argument("--chunk", type=int, default=65_536 if cuda else 1_792)
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

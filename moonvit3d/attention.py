@@ -112,8 +112,10 @@ def choose(
     device_type: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int]
 ) -> tuple[Attend, str]:
     """The attention function to use, and why it is not the fast one ("" where nothing is lost)."""
-    if device_type != "cuda":
+    if device_type in ("cpu", "meta"):
         return attend_sdpa, ""
+    if device_type != "cuda":
+        return attend_sdpa, f"no variable-length kernel is known for {device_type}"
     if not HAS_VARLEN and not HAS_FLASH_ATTN:
         return attend_sdpa, "neither torch.nn.attention.varlen nor flash_attn is installed"
     if dtype not in FLASH_DTYPES:

@@ -5,6 +5,7 @@ patch side (14), the 2x2 merge and the 4 frames of a chunk are fixed in ``geomet
 would change every token count.
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -51,7 +52,8 @@ class MoonViTConfig:
             object.__setattr__(self, "projector_width", 4 * self.width)
         for field in fields(self):
             value = getattr(self, field.name)
-            if value < 0 or (value == 0 and field.name not in ("depth", "pos_init_std")):
+            may_be_zero = field.name in ("depth", "pos_init_std")
+            if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
                 raise ValueError(f"MoonViTConfig.{field.name} = {value}: must be positive")
         if self.width % (ROPE_PAIRS * self.heads):
             raise ValueError(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder
-from moonvit3d.positions import bicubic_matrix, working_dtype
+from moonvit3d.positions import resample, working_dtype
 
 Part = Literal["vision_tower", "mm_projector"]
 
@@ -252,10 +252,8 @@ def resize_grid(table: Tensor, side: int) -> Tensor:
     grid_GGC = rearrange(table, "(h w) c -> h w c", h=stored)
     if stored == side:
         return grid_GGC
-    dtype = working_dtype(table.dtype)
-    matrix_SG = bicubic_matrix(side, stored, dtype, table.device)
-    grid_SGC = torch.einsum("sg,gkc->skc", matrix_SG, grid_GGC.to(dtype))
-    return torch.einsum("tk,skc->stc", matrix_SG, grid_SGC)
+    wide_GGC = grid_GGC.to(working_dtype(table.dtype))
+    return rearrange(resample(wide_GGC, side, side), "(h w) c -> h w c", h=side)
 
 
 def assemble(layout: Layout, name: str, pieces: list[Tensor], config: MoonViTConfig) -> Tensor:

@@ -27,6 +27,8 @@ from moonvit3d.packing import chunks
 from moonvit3d.positions import ROTARY_SIDE, Grid, Positions, rotary_angles, working_dtype
 from moonvit3d.projector import Projector
 
+Grids = Sequence[Grid] | np.ndarray | Tensor
+
 
 def normalise(patches: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Bytes to floats in [-1, 1]: ``(px / 255 - 0.5) / 0.5``.
@@ -82,14 +84,14 @@ class MoonViT3D(nn.Module):
         self.patch_embed = PatchEmbed(config)
         self.encoder = Encoder(config)
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def forward(self, patches: Tensor, grids: Grids) -> Tensor:
         """Encode a pack.
 
         On CPU the pack is filled up with empty rows that attend to themselves (``rows.padding``).
 
         Args:
             patches: [L, 3, 14, 14], uint8 pixels or normalised floats.
-            grids: (t, h, w) of each item; may be empty.
+            grids: (t, h, w) of each item, or integers [items, 3]; may be empty.
 
         Returns:
             [T, 4, C] in the parameters' dtype.
@@ -97,7 +99,7 @@ class MoonViT3D(nn.Module):
         Raises:
             ValueError: patches and grids that do not belong together.
         """
-        check_pack(patches, grids)
+        grids = checked_grids(patches, grids)
         weight = self.patch_embed.proj.weight
         if not grids:
             return weight.new_zeros(0, MERGE * MERGE, self.config.width)
@@ -113,7 +115,7 @@ class MoonViT3D(nn.Module):
             weight.device,
         )
         turn_LP = rows.pad(torch.complex(cos_LP, sin_LP), padding)
-        lengths = [t * h * w for t, h, w in grids] + [padding] * bool(padding)
+        lengths = [t * h * w for t, h, w in grids] + rows.padding_lengths(padding)
         x_LC = self.encoder(x_LC, turn_LP, Segments.of(lengths, weight.device))
         return sd2_tpool(x_LC[: len(patches)], grids)
 
@@ -134,7 +136,7 @@ class VisionEncoder(nn.Module):
     def forward(
         self,
         patches: Tensor,
-        grids: Sequence[Grid],
+        grids: Grids,
         max_patches_per_chunk: int | None = None,
     ) -> Tensor:
         """Encode items into language-model embeddings.
@@ -144,7 +146,8 @@ class VisionEncoder(nn.Module):
 
         Args:
             patches: [L, 3, 14, 14] of all items in order, uint8 pixels or normalised floats.
-            grids: (t, h, w) of each item, 1 <= t <= 4, h and w even; may be empty.
+            grids: (t, h, w) of each item, 1 <= t <= 4, h and w even, or integers [items, 3]; may
+                be empty.
             max_patches_per_chunk: run packs of at most so many patches, one after the other;
                 without a graph to keep this bounds the memory. None runs everything at once.
 
@@ -155,7 +158,7 @@ class VisionEncoder(nn.Module):
             ValueError: patches and grids that do not belong together, pixels that are not
                 numbers, or an item over ``max_patches_per_chunk``.
         """
-        check_pack(patches, grids)
+        grids = checked_grids(patches, grids)
         if max_patches_per_chunk is None or not grids:
             return self._encode(patches, grids)
         sizes = [t * h * w for t, h, w in grids]
@@ -167,8 +170,12 @@ class VisionEncoder(nn.Module):
         return self.mm_projector(self.vision_tower(patches, grids), [num_tokens(*g) for g in grids])
 
 
-def check_pack(patches: Tensor, grids: Sequence[Grid]) -> None:
-    """Raise ValueError unless the grids are sound and account for every patch, and pixels too."""
+def checked_grids(patches: Tensor, grids: Grids) -> list[Grid]:
+    """The grids as tuples; ValueError unless they are sound and account for every patch."""
+    table = np.asarray(grids.tolist() if isinstance(grids, Tensor) else grids, dtype=np.int64)
+    if table.size and (table.ndim != 2 or table.shape[1] != 3):
+        raise ValueError(f"grids of shape {table.shape}: want (t, h, w) of each item")
+    grids = [(t, h, w) for t, h, w in table.reshape(-1, 3).tolist()]
     if patches.shape[1:] != (3, PATCH, PATCH):
         raise ValueError(f"patches of shape {tuple(patches.shape)}: want [L, 3, {PATCH}, {PATCH}]")
     if patches.dtype != torch.uint8 and not patches.is_floating_point():
@@ -187,6 +194,7 @@ def check_pack(patches: Tensor, grids: Sequence[Grid]) -> None:
     # Bytes are always numbers, so the usual path pays nothing here.
     if patches.is_floating_point() and patches.device.type != "meta":
         _check_numbers(patches, grids)
+    return grids
 
 
 def _check_numbers(patches: Tensor, grids: Sequence[Grid]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moonvit3d import rows
@@ -77,8 +78,10 @@ class Positions(nn.Module):
         """
         dtype = working_dtype(self.weight.dtype)
         time_TC = temporal_code(self.weight.shape[-1], dtype, self.weight.device)
-        # A video's chunks, and all icons of one size, share a plane.
-        planes = {size: self.resample(*size) for size in dict.fromkeys(g[1:] for g in grids)}
+        # Widened once, so that the gradients of all sizes add up in the wide type. A video's
+        # chunks, and all icons of one size, share a plane.
+        table_GGC = self.weight.to(dtype)
+        planes = {hw: resample(table_GGC, *hw) for hw in dict.fromkeys(g[1:] for g in grids)}
         parts = []
         for t, h, w in grids:
             plane_LC = planes[h, w]
@@ -88,17 +91,16 @@ class Positions(nn.Module):
                 parts.extend(plane_LC + time_C for time_C in time_TC[:t])
         return torch.cat(parts)
 
-    def resample(self, h: int, w: int) -> Tensor:
-        """The learned grid at h x w patches, [h * w, C]; at its own size, the table itself."""
-        side = self.weight.shape[0]
-        dtype = working_dtype(self.weight.dtype)
-        table_GGC = self.weight.to(dtype)
-        if (h, w) != (side, side):
-            rows_hG = bicubic_matrix(h, side, dtype, self.weight.device)
-            columns_wG = bicubic_matrix(w, side, dtype, self.weight.device)
-            table_GGC = torch.einsum("hg,gkc->hkc", rows_hG, table_GGC)
-            table_GGC = torch.einsum("wk,hkc->hwc", columns_wG, table_GGC)
-        return rearrange(table_GGC, "h w c -> (h w) c")
+
+def resample(table_GGC: Tensor, h: int, w: int) -> Tensor:
+    """The grid at h x w patches, [h * w, C]; at its own size, the table itself."""
+    side, dtype, device = len(table_GGC), table_GGC.dtype, table_GGC.device
+    if (h, w) != (side, side):
+        rows_hG = bicubic_matrix(h, side, dtype, device)
+        columns_wG = bicubic_matrix(w, side, dtype, device)
+        table_GGC = torch.einsum("hg,gkc->hkc", rows_hG, table_GGC)
+        table_GGC = torch.einsum("wk,hkc->hwc", columns_wG, table_GGC)
+    return rearrange(table_GGC, "h w c -> (h w) c")
 
 
 def rotary_frequencies(head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
@@ -175,6 +177,11 @@ def rotate_qkv(qkv_LK: Tensor, turn_LP: Tensor, heads: int, lengths: Sequence[in
     Returns:
         ``qkv_LK`` with q and k rotated.
     """
+    if torch.compiler.is_compiling():  # AOTAutograd loses the gradient of what is overwritten
+        cos_LP, sin_LP = turn_LP.real, turn_LP.imag
+        qkv = rearrange(qkv_LK, "l (three n h) -> l three n h", three=3, n=heads)
+        turned = torch.cat([rotate(qkv[:, :2], cos_LP, sin_LP), qkv[:, 2:]], dim=1)
+        return rearrange(turned, "l three n h -> l (three n h)")
     return _RotateQKV.apply(qkv_LK, turn_LP, heads, rows.spans(qkv_LK, lengths))
 
 
@@ -188,9 +195,13 @@ class _RotateQKV(torch.autograd.Function):
         return _turn(qkv_LK, turn_LP, heads, spans)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, None, None, None]:
         back_LP = ctx.turn.conj().resolve_conj()  # the gradient turns the other way
-        return _turn(grads[0].clone(), back_LP, ctx.heads, ctx.spans), None, None, None
+        own = grads[0].clone(memory_format=torch.contiguous_format)
+        return _turn(own, back_LP, ctx.heads, ctx.spans), None, None, None
 
 
 def _turn(qkv_LK: Tensor, turn_LP: Tensor, heads: int, spans: Sequence[int]) -> Tensor:

@@ -42,5 +42,5 @@ class Projector(nn.Module):
         padding = rows.padding(tokens, x_T4C.device)
         x_TK = rearrange(rows.pad(self.pre_norm(x_T4C), padding), "t four c -> t (four c)")
         inner, _, outer = self.proj
-        assert isinstance(outer, nn.Linear)
-        return rows.gelu_linear(inner(x_TK), outer, [*spans, padding], "none")[:tokens]
+        spans += rows.padding_lengths(padding)
+        return rows.gelu_linear(inner(x_TK), outer, spans, "none")[:tokens]

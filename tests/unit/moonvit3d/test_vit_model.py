@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,6 +78,79 @@ def test_an_item_sees_only_itself(encoder, make_patches):
     touched = [bool(part.any()) for part in split(patches.grad, grids)]
     assert touched == [False, True, False]
     assert patches.grad[16:40].flatten(1).any(1).all()  # and every frame of it
+
+
+# What others do to a model -----------------------------------------------------------------------
+
+
+def gradients(call, encoder, patches, grids):
+    out = call(patches, grids)
+    return [out, *torch.autograd.grad(out.sin().sum(), list(encoder.parameters()))]
+
+
+def test_compiled_gradients_are_right(encoder, make_patches):
+    """AOTAutograd, which every compiling backend uses, loses gradients of overwritten tensors."""
+    encoder, grids = encoder.double(), [(1, 4, 4), (2, 2, 6)]
+    patches = make_patches(grids)
+    want = gradients(encoder, encoder, patches, grids)
+    got = gradients(torch.compile(encoder, backend="aot_eager"), encoder, patches, grids)
+    for one, other in zip(got, want):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def test_autocast_trains(encoder, items, make_patches):
+    patches = make_patches(items)
+    want = gradients(encoder, encoder, patches, items)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = encoder(patches, items)
+    got = [out, *torch.autograd.grad(out.float().sin().sum(), list(encoder.parameters()))]
+    assert got[0].dtype == torch.bfloat16
+    far = [
+        float((a.detach().float() - b.detach()).norm() / b.detach().norm().clamp_min(1))
+        for a, b in zip(got, want)
+    ]
+    assert max(far) < 0.25  # bfloat16 products
+
+
+def test_hooks_and_adapters_on_the_second_linear_work(encoder, items, make_patches):
+    patches, seen = make_patches(items), []
+    plain = encoder(patches, items)
+    block = encoder.vision_tower.encoder.blocks[0].mlp
+    handle = block.fc1.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(encoder(patches, items), plain, rtol=0, atol=1e-5)
+    assert seen
+    handle.remove()
+
+    class Doubled(torch.nn.Module):
+        def __init__(self, inside):
+            super().__init__()
+            self.inside, self.weight, self.bias = inside, inside.weight, inside.bias
+
+        def forward(self, x):
+            return 2 * self.inside(x)
+
+    block.fc1 = Doubled(block.fc1)
+    assert (encoder(patches, items) - plain).norm() > 0.05 * plain.norm()
+
+
+def test_second_derivatives_are_refused(encoder, items, make_patches):
+    out = encoder(make_patches(items), items)
+    weight = encoder.mm_projector.proj[0].weight
+    (grad,) = torch.autograd.grad(out.sin().sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("form", [np.array, torch.tensor, lambda g: [list(x) for x in g]])
+def test_grids_come_in_any_form(encoder, items, make_patches, form):
+    patches = make_patches(items)
+    with torch.no_grad():
+        assert torch.equal(encoder(patches, form(items), 160), encoder(patches, items))
+    with pytest.raises(ValueError, match="want \\(t, h, w\\)"):
+        encoder(patches, form([(4, 4)]))
+
+
+# Determinism ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -271,7 +345,12 @@ def test_unsound_packs_are_refused(encoder, patches, grids, message):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"width": 50}, "multiple of 16"), ({"heads": 0}, "heads = 0"), ({"depth": -1}, "depth")],
+    [
+        ({"norm_eps": float("nan")}, "norm_eps = nan"),
+        ({"width": 50}, "multiple of 16"),
+        ({"heads": 0}, "heads = 0"),
+        ({"depth": -1}, "depth"),
+    ],
 )
 def test_impossible_configs_are_refused(change, message):
     sizes = dict(width=48, depth=2, heads=4, mlp_width=80)
