@@ -12,7 +12,11 @@ from tests.dist.jobs import SMALL, layout, read_metrics, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-FOUR = layout(pp=2, vpp=2, dp=2, ep=2)
+# With the preset's seed one token falls to another expert by rounding in step 5, and two layouts
+# part by 2e-5 in the loss; with this one they stay within 4e-8 for eight steps.
+SEED = "train.seed=1"
+ONE = (*layout(), SEED)
+FOUR = (*layout(pp=2, vpp=2, dp=2, ep=2), SEED)
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +56,12 @@ def test_resume_is_bitwise(straight, checkpoint, data_root, tmp_path):
 
 
 def test_resume_in_another_layout_equals_to_rounding(straight, checkpoint, data_root, tmp_path):
-    overrides = (f"data.root={data_root}", "train.steps=6", *layout())
+    overrides = (f"data.root={data_root}", "train.steps=6", *ONE)
     done = train(tmp_path / "one", *overrides, resume=checkpoint)
     assert done.returncode == 0, done.stdout + done.stderr
     for line, expected in zip(read_metrics(tmp_path / "one"), read_metrics(straight)[3:]):
         assert line["loss_tokens"] == expected["loss_tokens"]
-        # 1e-8 as a rule; a token at the edge between two experts may fall to the other: 2e-5.
-        assert line["loss"] == pytest.approx(expected["loss"], rel=5e-5)
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 def test_run_folder_is_complete(straight):
@@ -100,7 +103,7 @@ def test_bad_checkpoint_is_refused(
 ):
     damage(checkpoint)
     folder = tmp_path / "refused"
-    settings = (f"data.root={data_root}", "train.steps=6", *layout(), *overrides)
+    settings = (f"data.root={data_root}", "train.steps=6", *ONE, *overrides)
     done = train(folder, *settings, resume=checkpoint)
     assert done.returncode == 2, done.stdout + done.stderr
     assert told in done.stderr
@@ -108,7 +111,7 @@ def test_bad_checkpoint_is_refused(
     assert not (folder / "metrics.jsonl").exists() or not read_metrics(folder)
 
 
-@pytest.mark.parametrize("axes", [FOUR, layout()], ids=["by torchrun", "in this process"])
+@pytest.mark.parametrize("axes", [FOUR, ONE], ids=["by torchrun", "in this process"])
 def test_a_folder_with_an_earlier_run_is_not_trained_into(axes, straight, data_root):
     lines = read_metrics(straight)
     done = train(straight, f"data.root={data_root}", "train.steps=2", *axes)
