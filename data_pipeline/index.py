@@ -1,30 +1,36 @@
-"""What a source holds: where every sample and medium lies, how large it is, and how to check it.
+"""What a source holds, as columns: where every sample and medium lies, how large it is, its CRC.
 
-One Parquet file with a row per sample (items are list columns) and one small JSON manifest that
-names its hash, the shards' hashes and the tokenizer. The planner needs nothing else: which tokens a
-sample has follows from these columns and `moonvit3d.geometry`, so planning reads no data bytes.
-
-The manifest is written last and is what makes a source exist. Reading checks the manifest's schema,
-the index against the manifest, and every byte range against its CRC-32 from the index.
+The planner needs nothing else: which tokens a sample has follows from these columns and
+`moonvit3d.geometry`, so planning reads no data bytes. `data_pipeline.manifest` keeps them in files.
 """
 
 import hashlib
-import io
-import json
-import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
-from data_pipeline.store import MissingKey, Span, Store, get_many
+SCHEMA = "kimi-pretrain/source/2"
 
-SCHEMA = "kimi-pretrain/source/1"
+# What a source may be about; rules of augmentation and documentation go by it.
+CATEGORIES = (
+    "agent",
+    "caption",
+    "code",
+    "grounding",
+    "interleaved",
+    "knowledge",
+    "ocr",
+    "text",
+    "video",
+)
+
+# A piece is what a sample is laid out from, in order.
+PIECE_TEXT, PIECE_ITEM, PIECE_REGION = 0, 1, 2
 
 # Column -> dtype. `Any`, so that what is made from them may stand for any typed column.
 SAMPLE_COLUMNS: dict[str, Any] = {
@@ -32,26 +38,36 @@ SAMPLE_COLUMNS: dict[str, Any] = {
     "json_offset": np.int64,
     "json_length": np.int64,
     "json_crc": np.uint32,
-    "text_tokens": np.int32,
+    "flip_ok": np.bool_,
+    "turn_ok": np.bool_,
 }
-ITEM_COLUMNS: dict[str, Any] = {
-    "item_kind": np.int8,
-    "item_media": np.int16,
-    "item_chunk": np.int16,
-    "item_frames": np.int16,
-    "item_height": np.int32,
-    "item_width": np.int32,
-    "item_offset": np.int64,
-    "item_length": np.int64,
-    "item_crc": np.uint32,
-    "item_text_before": np.int32,
-    "item_prefix": np.int32,
+# A sample has any number of each of these; `<group>_ptr` says where a sample's begin.
+GROUPS: dict[str, dict[str, Any]] = {
+    "piece": {
+        "piece_kind": np.int8,
+        "piece_tokens": np.int32,
+        "piece_variants": np.int16,
+    },
+    "variant": {"variant_tokens": np.int32},
+    "item": {
+        "item_kind": np.int8,
+        "item_media": np.int16,
+        "item_chunk": np.int16,
+        "item_frames": np.int16,
+        "item_height": np.int32,
+        "item_width": np.int32,
+        "item_offset": np.int64,
+        "item_length": np.int64,
+        "item_crc": np.uint32,
+    },
+    "region": {
+        "region_item": np.int16,
+        "region_shape": np.int8,
+        "region_points": np.int16,
+    },
+    "point": {"point_x": np.float32, "point_y": np.float32},
 }
-COLUMNS = {**SAMPLE_COLUMNS, **ITEM_COLUMNS}
-
-
-class IndexMismatch(Exception):
-    """Index, manifest and shards do not belong together, or bytes were damaged at rest."""
+COLUMNS = SAMPLE_COLUMNS | {name: kind for group in GROUPS.values() for name, kind in group.items()}
 
 
 @dataclass(frozen=True)
@@ -66,39 +82,54 @@ class ShardInfo:
 
 @dataclass(frozen=True, eq=False)
 class SourceIndex:
-    """Columns of N samples and M items (an item is an image or one video chunk), read-only.
+    """Columns of N samples and of what they hold, read-only.
+
+    A sample has pieces, in order: texts, media items (an image or one video chunk) and regions
+    (written coordinates). Texts with variants, items, regions and the regions' points have columns
+    of their own; `<group>_ptr` int64 [N+1] says where a sample's begin in the columns of the group.
 
     Attributes:
         name: name of the source, the folder it lies in.
+        category: one of `CATEGORIES`.
         shards: the tar files, in the order the `shard` column counts them.
         key: N sample keys, as a list or an Arrow array; use `key_of`.
         shard: int32 [N], grouped: never decreasing.
         json_offset, json_length: int64 [N], bytes of the sample's JSON in its shard.
         json_crc: uint32 [N], CRC-32 of those bytes.
-        text_tokens: int32 [N], tokens of all text segments, without bos and eos.
-        segment_ptr: int64 [N+1] into segment_tokens: int32, tokens of each text segment.
-        item_ptr: int64 [N+1] into the item columns, items in the order of the sample.
+        flip_ok, turn_ok: bool [N], its images may be mirrored, or turned by quarters.
+        piece_kind: int8 [P], PIECE_TEXT, PIECE_ITEM or PIECE_REGION.
+        piece_tokens: int32 [P], tokens of a text (its first variant) or of a written region; of an
+            item those before its media pads (with a chunk's timestamp).
+        piece_variants: int16 [P], how many texts there are to choose from; 1 but for variants.
+        variant_tokens: int32 [V], tokens of the second, third ... variant of each such piece.
         item_kind: int8 [M], 0 image, 1 video chunk.
         item_media: int16 [M], which media file of the sample. item_chunk: which chunk of it.
         item_frames: int16 [M], 1 ... 4. item_height, item_width: int32 [M], source pixels.
         item_offset, item_length, item_crc: the media file in the shard; chunks of a video share it.
-        item_text_before: int32 [M], text tokens of the sample before the item.
-        item_prefix: int32 [M], layout tokens before the pads (with a chunk's timestamp).
+        region_item: int16 [R], the item of the sample it lies in.
+        region_shape: int8 [R], see `data_pipeline.regions`. region_points: int16 [R], its points.
+        point_x, point_y: float32 [Q], pixels of the file as stored, in edge coordinates.
         tokenizer_name, tokenizer_hash: of the tokenizer that counted the tokens.
 
-    The length of a sample is 2 + text_tokens + sum over its items of (item_prefix + pads + 1).
+    The length of a sample is 2 + tokens of its pieces + (pads + 1) of each item.
     """
 
     name: str
+    category: str
     shards: tuple[ShardInfo, ...]
     key: Sequence[str] | pa.Array
     shard: NDArray[np.int32]
     json_offset: NDArray[np.int64]
     json_length: NDArray[np.int64]
     json_crc: NDArray[np.uint32]
-    text_tokens: NDArray[np.int32]
-    segment_ptr: NDArray[np.int64]
-    segment_tokens: NDArray[np.int32]
+    flip_ok: NDArray[np.bool_]
+    turn_ok: NDArray[np.bool_]
+    piece_ptr: NDArray[np.int64]
+    piece_kind: NDArray[np.int8]
+    piece_tokens: NDArray[np.int32]
+    piece_variants: NDArray[np.int16]
+    variant_ptr: NDArray[np.int64]
+    variant_tokens: NDArray[np.int32]
     item_ptr: NDArray[np.int64]
     item_kind: NDArray[np.int8]
     item_media: NDArray[np.int16]
@@ -109,28 +140,40 @@ class SourceIndex:
     item_offset: NDArray[np.int64]
     item_length: NDArray[np.int64]
     item_crc: NDArray[np.uint32]
-    item_text_before: NDArray[np.int32]
-    item_prefix: NDArray[np.int32]
+    region_ptr: NDArray[np.int64]
+    region_item: NDArray[np.int16]
+    region_shape: NDArray[np.int8]
+    region_points: NDArray[np.int16]
+    point_ptr: NDArray[np.int64]
+    point_x: NDArray[np.float32]
+    point_y: NDArray[np.float32]
     tokenizer_name: str
     tokenizer_hash: str
 
     _COLUMNS: ClassVar[tuple[str, ...]] = (
         *SAMPLE_COLUMNS,
-        *("segment_ptr", "segment_tokens", "item_ptr"),
-        *ITEM_COLUMNS,
+        *(name for group, columns in GROUPS.items() for name in (f"{group}_ptr", *columns)),
     )
 
     def __post_init__(self) -> None:
-        n, m = self.num_samples, self.num_items
-        expected = {name: n for name in SAMPLE_COLUMNS} | {name: m for name in ITEM_COLUMNS}
-        expected |= {"key": n, "item_ptr": n + 1, "segment_ptr": n + 1}
-        expected["segment_tokens"] = int(self.segment_ptr[-1]) if len(self.segment_ptr) else 0
+        if self.category not in CATEGORIES:
+            raise ValueError(
+                f"source {self.name!r}: category is {self.category!r}; known are "
+                f"{', '.join(CATEGORIES)}"
+            )
+        n = self.num_samples
+        expected = dict.fromkeys((*SAMPLE_COLUMNS, "key"), n)
+        for group, columns in GROUPS.items():
+            pointer = getattr(self, f"{group}_ptr")
+            expected[f"{group}_ptr"] = n + 1
+            expected |= dict.fromkeys(columns, int(pointer[-1]) if len(pointer) else 0)
         for name, length in expected.items():
             if len(getattr(self, name)) != length:
                 raise ValueError(
                     f"source {self.name!r}: column {name} has {len(getattr(self, name))} entries, "
-                    f"expected {length} ({n} samples, {m} items)"
+                    f"expected {length} ({n} samples)"
                 )
+        self._check_sums()
         if n and (np.any(np.diff(self.shard) < 0) or self.shard[-1] >= len(self.shards)):
             raise ValueError(
                 f"source {self.name!r}: column shard must be grouped and name one of the "
@@ -138,6 +181,20 @@ class SourceIndex:
             )
         for name in self._COLUMNS:
             getattr(self, name).flags.writeable = False
+
+    def _check_sums(self) -> None:
+        """What one group says of another must add up, or offsets would run into neighbours."""
+        for what, counted, entries in (
+            ("items", int((self.piece_kind == PIECE_ITEM).sum()), len(self.item_kind)),
+            ("regions", int((self.piece_kind == PIECE_REGION).sum()), len(self.region_shape)),
+            ("variants", int((self.piece_variants - 1).sum(dtype=int)), len(self.variant_tokens)),
+            ("points", int(self.region_points.sum(dtype=int)), len(self.point_x)),
+        ):
+            if counted != entries:
+                raise ValueError(
+                    f"source {self.name!r}: {entries} {what} in their columns, but {counted} "
+                    "where they are named"
+                )
 
     def __repr__(self) -> str:
         return (
@@ -148,12 +205,19 @@ class SourceIndex:
     @property
     def num_samples(self) -> int:
         """N."""
-        return len(self.text_tokens)
+        return len(self.shard)
 
     @property
     def num_items(self) -> int:
         """M, images and video chunks."""
-        return int(self.item_ptr[-1]) if len(self.item_ptr) else 0
+        return len(self.item_kind)
+
+    @cached_property
+    def text_tokens(self) -> NDArray[np.int64]:
+        """Tokens of each sample's texts (first variants) and written regions, int64 [N]."""
+        counted = np.where(self.piece_kind == PIECE_ITEM, 0, self.piece_tokens)
+        running = np.concatenate([[0], np.cumsum(counted, dtype=np.int64)])
+        return running[self.piece_ptr[1:]] - running[self.piece_ptr[:-1]]
 
     def key_of(self, sample: int) -> str:
         """The key of a sample, for messages."""
@@ -165,7 +229,8 @@ class SourceIndex:
 
         Unlike the hash of the Parquet file it does not depend on the version that wrote it.
         """
-        digest = hashlib.sha256(f"{SCHEMA}\n{self.tokenizer_hash}\n".encode())
+        head = f"{SCHEMA}\n{self.category}\n{self.tokenizer_hash}\n"
+        digest = hashlib.sha256(head.encode())
         for shard in self.shards:
             digest.update(f"{shard.sha256} {shard.size} {shard.samples}\n".encode())
         for name in self._COLUMNS:
@@ -179,224 +244,90 @@ class SourceIndex:
         name: str,
         text_tokens: ArrayLike,
         *,
+        category: str = "text",
         key: Sequence[str] | None = None,
         shards: Sequence[ShardInfo] | None = None,
-        segment_ptr: ArrayLike | None = None,
-        segment_tokens: ArrayLike | None = None,
         item_ptr: ArrayLike | None = None,
+        item_text_before: ArrayLike | None = None,
+        item_prefix: ArrayLike | None = None,
         tokenizer_name: str = "none",
         tokenizer_hash: str = "",
         **columns: ArrayLike,
     ) -> "SourceIndex":
-        """Build an index from plain arrays; a column left out is zero (item_frames one).
+        """Build an index of texts and items from plain arrays; a column left out is zero.
 
-        Without `shards` there is one empty one per number in the `shard` column, without
-        segment columns each sample is a single text segment, without `item_ptr` there are no items.
+        Args:
+            text_tokens: [N] tokens of each sample's text.
+            item_ptr: [N+1]; without it there are no items.
+            item_text_before: [M] how many of the sample's text tokens stand before the item.
+            item_prefix: [M] tokens before the item's pads.
+            shards: without it one empty shard for each number in the `shard` column.
+            columns: sample and item columns by name (item_frames is 1 unless given).
         """
-        text = np.asarray(text_tokens)
-        if unknown := sorted(set(columns) - set(COLUMNS)):
+        text = np.asarray(text_tokens, np.int64)
+        known = {**SAMPLE_COLUMNS, **GROUPS["item"]}
+        if unknown := sorted(set(columns) - set(known)):
             raise ValueError(f"source {name!r}: unknown columns {unknown}")
-        pointer = np.zeros(len(text) + 1, np.int64) if item_ptr is None else np.asarray(item_ptr)
-        lengths = {c: len(text) for c in SAMPLE_COLUMNS} | {c: pointer[-1] for c in ITEM_COLUMNS}
-        columns = {"item_frames": np.ones(pointer[-1]), **columns, "text_tokens": text}
+        pointer = np.zeros(len(text) + 1, np.int64) if item_ptr is None else np.array(item_ptr)
+        lengths = dict.fromkeys(known, int(pointer[-1])) | dict.fromkeys(SAMPLE_COLUMNS, len(text))
+        columns = {"item_frames": np.ones(pointer[-1]), **columns}
         filled = {
             column: np.array(columns.get(column, np.zeros(lengths[column])), dtype=kind)
-            for column, kind in COLUMNS.items()
+            for column, kind in known.items()
         }
         if shards is None:
             counts = np.bincount(filled["shard"]) if len(text) else np.zeros(0, int)
             shards = [ShardInfo(f"{name}/{i}.tar", 0, "", int(c)) for i, c in enumerate(counts)]
-        if segment_ptr is None or segment_tokens is None:
-            segment_ptr, segment_tokens = np.arange(len(text) + 1), text
+        zeros = np.zeros(pointer[-1], np.int64)
+        before = zeros if item_text_before is None else np.asarray(item_text_before)
+        prefix = zeros if item_prefix is None else np.asarray(item_prefix)
+        pieces = _pieces(text, pointer.astype(np.int64), before, prefix)
+        empty = {
+            column: np.zeros(0, kind)
+            for group in ("variant", "region", "point")
+            for column, kind in GROUPS[group].items()
+        }
+        none = {f"{group}_ptr": np.zeros(len(text) + 1, np.int64) for group in
+                ("variant", "region", "point")}  # fmt: skip
         return cls(
             name=name,
+            category=category,
             shards=tuple(shards),
             key=[f"{i:06d}" for i in range(len(text))] if key is None else key,
-            segment_ptr=np.array(segment_ptr, np.int64),
-            segment_tokens=np.array(segment_tokens, np.int32),
-            item_ptr=np.array(pointer, np.int64),
+            item_ptr=pointer.astype(np.int64),
             tokenizer_name=tokenizer_name,
             tokenizer_hash=tokenizer_hash,
             **filled,
+            **pieces,
+            **empty,
+            **none,
         )
 
 
-def manifest_key(name: str) -> str:
-    """Where a source's manifest lies."""
-    return f"{name}/manifest.json"
-
-
-def index_key(name: str) -> str:
-    """Where a source's index lies."""
-    return f"{name}/index.parquet"
-
-
-def write_index(store: Store, index: SourceIndex) -> None:
-    """Put index.parquet, then manifest.json; with the latter the source exists."""
-    data = _to_parquet(index)
-    manifest = {
-        "schema": SCHEMA,
-        "name": index.name,
-        "tokenizer": {"name": index.tokenizer_name, "sha256": index.tokenizer_hash},
-        "samples": index.num_samples,
-        "items": index.num_items,
-        "shards": [asdict(shard) for shard in index.shards],
-        "index_sha256": hashlib.sha256(data).hexdigest(),
-        "content_hash": index.content_hash,
+def _pieces(
+    text: NDArray[np.int64],
+    item_ptr: NDArray[np.int64],
+    before: NDArray[np.int64],
+    prefix: NDArray[np.int64],
+) -> dict[str, Any]:
+    """Piece columns of samples laid out as text, item, text, item, ... text."""
+    items = np.diff(item_ptr)
+    pointer = np.concatenate([[0], np.cumsum(2 * items + 1)])
+    sample = np.repeat(np.arange(len(text)), items)
+    place = pointer[sample] + 2 * (np.arange(len(sample)) - item_ptr[sample]) + 1
+    kind = np.full(pointer[-1], PIECE_TEXT, np.int8)
+    kind[place] = PIECE_ITEM
+    # Text that ends before each item, and all of it at the last piece; differences are the pieces.
+    done = np.zeros(pointer[-1] + 1, np.int64)
+    done[place - 1], done[pointer[1:] - 1] = before, text
+    tokens = np.zeros(pointer[-1], np.int64)
+    is_text = np.flatnonzero(kind == PIECE_TEXT)
+    tokens[is_text] = np.diff(done[is_text], prepend=0)
+    tokens[pointer[:-1]] = done[pointer[:-1]]
+    tokens[place] = prefix
+    return {
+        "piece_ptr": pointer.astype(np.int64),
+        "piece_kind": kind,
+        "piece_tokens": tokens.astype(np.int32),
+        "piece_variants": np.ones(len(kind), np.int16),
     }
-    store.put(index_key(index.name), data)
-    text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
-    store.put(manifest_key(index.name), text.encode())
-
-
-def read_index(store: Store, name: str) -> SourceIndex:
-    """Read and check a source.
-
-    Raises:
-        MissingKey: there is no manifest: no such source, or its ingest did not finish.
-        IndexMismatch: another schema, or an index that is not the manifest's.
-    """
-    where = f"{store.uri}/{name}"
-    try:
-        manifest = json.loads(store.get(manifest_key(name)))
-    except MissingKey as error:
-        raise MissingKey(
-            f"{where}: no manifest.json, so no finished source of this name; check the name or "
-            "run the ingest (again)"
-        ) from error
-    except ValueError as error:
-        raise IndexMismatch(f"{where}/manifest.json: not JSON; ingest the source again") from error
-    found = manifest.get("schema") if isinstance(manifest, dict) else None
-    if found != SCHEMA:
-        raise IndexMismatch(
-            f"{where}/manifest.json: schema is {found!r}, this version reads {SCHEMA!r}; ingest "
-            "the source again or use the version that wrote it"
-        )
-    data = store.get(index_key(name))
-    _expect(where, "index_sha256", hashlib.sha256(data).hexdigest(), manifest["index_sha256"])
-    index = _from_parquet(data, manifest)
-    _expect(where, "samples", index.num_samples, manifest["samples"])
-    _expect(where, "items", index.num_items, manifest["items"])
-    _expect(where, "content_hash", index.content_hash, manifest["content_hash"])
-    return index
-
-
-def _expect(where: str, what: str, found: object, expected: object) -> None:
-    if found != expected:
-        raise IndexMismatch(
-            f"{where}: {what} is {found}, expected {expected}; index and data do not belong "
-            "together: restore the objects or ingest the source again"
-        )
-
-
-def _to_parquet(index: SourceIndex) -> bytes:
-    columns: dict[str, pa.Array] = {"key": pa.array(index.key, pa.string())}
-    columns |= {name: pa.array(getattr(index, name)) for name in SAMPLE_COLUMNS}
-    columns["segment_tokens"] = _lists(index.segment_ptr, index.segment_tokens)
-    columns |= {name: _lists(index.item_ptr, getattr(index, name)) for name in ITEM_COLUMNS}
-    sink = io.BytesIO()
-    pq.write_table(pa.table(columns), sink, compression="zstd")
-    return sink.getvalue()
-
-
-def _lists(pointer: NDArray[np.int64], values: NDArray[Any]) -> pa.Array:
-    return pa.LargeListArray.from_arrays(pa.array(pointer), pa.array(values))
-
-
-def _from_parquet(data: bytes, manifest: dict[str, Any]) -> SourceIndex:
-    table = pq.read_table(pa.BufferReader(data))
-
-    def flat(name: str, kind: Any) -> NDArray[Any]:
-        column = table.column(name).combine_chunks()
-        values = column.flatten() if pa.types.is_large_list(column.type) else column
-        return values.to_numpy(zero_copy_only=False).astype(kind)
-
-    def pointer(name: str) -> NDArray[np.int64]:
-        lengths = table.column(name).combine_chunks().value_lengths().to_numpy()
-        return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-
-    return SourceIndex(
-        name=manifest["name"],
-        shards=tuple(ShardInfo(**shard) for shard in manifest["shards"]),
-        key=table.column("key").combine_chunks(),
-        segment_ptr=pointer("segment_tokens"),
-        segment_tokens=flat("segment_tokens", np.int32),
-        item_ptr=pointer("item_kind"),
-        tokenizer_name=manifest["tokenizer"]["name"],
-        tokenizer_hash=manifest["tokenizer"]["sha256"],
-        **{name: flat(name, kind) for name, kind in COLUMNS.items()},
-    )
-
-
-def sample_span(index: SourceIndex, sample: int) -> Span:
-    """Where a sample's JSON lies."""
-    shard = index.shards[index.shard[sample]].key
-    return Span(shard, int(index.json_offset[sample]), int(index.json_length[sample]))
-
-
-def item_span(index: SourceIndex, item: int) -> Span:
-    """Where the media file of an item lies (chunks of one video give equal spans)."""
-    sample = int(np.searchsorted(index.item_ptr, item, side="right")) - 1
-    shard = index.shards[index.shard[sample]].key
-    return Span(shard, int(index.item_offset[item]), int(index.item_length[item]))
-
-
-def read_samples(
-    store: Store, index: SourceIndex, samples: Sequence[int], threads: int = 8
-) -> list[dict[str, Any]]:
-    """The JSON documents of some samples, each checked against its CRC.
-
-    Raises:
-        IndexMismatch: naming the shard, the sample, the value and the expected one.
-    """
-    texts = get_many(store, [sample_span(index, i) for i in samples], threads=threads)
-    for i, text in zip(samples, texts, strict=True):
-        check_crc(text, int(index.json_crc[i]), _where(store, index, i))
-    return [json.loads(text) for text in texts]
-
-
-def check_crc(data: bytes, expected: int, where: str) -> None:
-    """Raise IndexMismatch unless `data` has the CRC-32 from the index."""
-    if (found := zlib.crc32(data)) != expected:
-        _expect(where, "CRC-32", f"{found:08x}", f"{expected:08x}")
-
-
-def _where(store: Store, index: SourceIndex, sample: int) -> str:
-    shard = index.shards[index.shard[sample]].key
-    return f"{store.uri}/{shard}, sample {index.key_of(sample)!r}"
-
-
-def check_shards(
-    store: Store, index: SourceIndex, every: int = 1, first: int = 0, threads: int = 8
-) -> int:
-    """Compare shards with the index: their size, and one whole sample's CRCs.
-
-    Args:
-        every, first: check shards first, first + every, ...; ranks that share a source pass their
-            number and rank and divide the work.
-
-    Returns:
-        The number of shards checked.
-
-    Raises:
-        MissingKey: a shard is gone.
-        IndexMismatch: naming the shard, the value and the expected one.
-    """
-    chosen = list(range(first, len(index.shards), every))
-    spans: list[Span] = []
-    checks: list[tuple[int, int]] = []  # (expected CRC, sample), one per span
-    for number in chosen:
-        info = index.shards[number]
-        _expect(f"{store.uri}/{info.key}", "size", store.head(info.key).size, info.size)
-        first, end = np.searchsorted(index.shard, [number, number + 1])
-        if first == end:
-            continue
-        sample = int(first + end) // 2
-        spans.append(sample_span(index, sample))
-        checks.append((int(index.json_crc[sample]), sample))
-        for item in range(index.item_ptr[sample], index.item_ptr[sample + 1]):
-            spans.append(item_span(index, item))
-            checks.append((int(index.item_crc[item]), sample))
-    for data, (crc, sample) in zip(get_many(store, spans, threads=threads), checks, strict=True):
-        check_crc(data, crc, _where(store, index, sample))
-    return len(chosen)

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.decode import verify
-from data_pipeline.index import COLUMNS, ShardInfo, SourceIndex, manifest_key, write_index
+from data_pipeline.index import COLUMNS, ShardInfo, SourceIndex
+from data_pipeline.manifest import manifest_key, write_index
 from data_pipeline.shards import Member, ShardBuilder, check_sample_key, padded, sample_json
 from data_pipeline.store import MissingBucket, MissingKey, Store
 from data_pipeline.text import Tokenizer

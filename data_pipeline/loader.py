@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from data_pipeline.collate import Document, RowBatch, rows_batch
 from data_pipeline.config import DataConfig
 from data_pipeline.decode import decode_items
-from data_pipeline.index import IndexMismatch, SourceIndex, check_crc, sample_span
+from data_pipeline.index import SourceIndex
+from data_pipeline.manifest import IndexMismatch, check_crc, sample_span
 from data_pipeline.plan import GlobalPlan, Planner, State
 from data_pipeline.store import Span, Store, get_many
 from data_pipeline.text import Tokenizer

@@ -19,7 +19,8 @@ import torch
 
 from data_pipeline.collate import sample_tokens
 from data_pipeline.decode import decode_item
-from data_pipeline.index import SourceIndex, read_index
+from data_pipeline.index import SourceIndex
+from data_pipeline.manifest import read_index
 from data_pipeline.store import Span, Store, get_many, open_store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain import checkpoint

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_pipeline.index import SourceIndex, check_shards, read_index
+from data_pipeline.index import SourceIndex
 from data_pipeline.loader import Loader
+from data_pipeline.manifest import check_shards, read_index
 from data_pipeline.plan import GlobalPlan
 from data_pipeline.store import Store, open_store
 from data_pipeline.text import Tokenizer

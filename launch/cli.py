@@ -9,14 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from launch.errors import EXIT_CODE, user_message
+from launch.data import data
+from launch.errors import EXIT_CODE, JsonOption, told_plainly
 from launch.job import Job
 from launch.quiet import quiet_libraries
 
@@ -30,7 +29,6 @@ app = typer.Typer(
     # A plain traceback: the pretty one prints local variables, and those may hold secrets.
     pretty_exceptions_enable=False,
 )
-data = typer.Typer(help="Look at data.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
 ConfigOption = Annotated[
@@ -40,22 +38,6 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="section.key=value, the value in YAML.", show_default=False),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
-
-
-@contextmanager
-def told_plainly() -> Iterator[None]:
-    """Turn an error that the user can mend into one line and exit code 2."""
-    try:
-        yield
-    except (typer.Exit, typer.Abort):
-        raise
-    except Exception as error:
-        message = user_message(error)
-        if message is None:
-            raise
-        typer.echo(f"error: {message}", err=True)
-        raise typer.Exit(EXIT_CODE) from None
 
 
 def end_in_order() -> None:
@@ -229,31 +211,6 @@ def submit(
         file = run_dir / "job.sbatch"
         file.write_text(text)
         raise typer.Exit(subprocess.run(["sbatch", str(file)], check=False).returncode)
-
-
-@data.command("show-index")
-def show_index(
-    uri: Annotated[str, typer.Argument(help="The source: s3://bucket/prefix/NAME or a folder.")],
-) -> None:
-    """Print what a source's index holds, as one JSON object.
-
-    \b
-    kimi-pretrain data show-index s3://corpus/digits
-    """
-    with told_plainly():
-        from data_pipeline.index import read_index
-        from data_pipeline.store import open_store
-
-        root, _, source = uri.rstrip("/").rpartition("/")
-        index = read_index(open_store(root or "."), source)
-        summary = {
-            "name": index.name,
-            "samples": int(index.num_samples),
-            "items": len(index.item_kind),
-            "text_tokens": int(index.text_tokens.sum()),
-            "shards": [{"key": s.key, "size": s.size, "sha256": s.sha256} for s in index.shards],
-        }
-        typer.echo(json.dumps(summary))
 
 
 @app.command("eval")

@@ -1,6 +1,14 @@
 """Which errors are the user's to mend, and how they are shown: one line, no traceback."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
 EXIT_CODE = 2
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
 
 
 def user_message(error: BaseException) -> str | None:
@@ -12,8 +20,8 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, ValueError | FileNotFoundError):
         return " ".join(str(error).split())
     # Imported late: the store brings boto3, and the commonest errors need neither.
-    from data_pipeline.index import IndexMismatch
     from data_pipeline.loader import LoaderError
+    from data_pipeline.manifest import IndexMismatch
     from data_pipeline.store import StoreError
 
     if isinstance(error, LoaderError) and error.__cause__ is not None:
@@ -22,3 +30,18 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, StoreError | IndexMismatch):
         return " ".join(str(error).split())
     return None
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """Turn an error that the user can mend into one line and exit code 2."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        message = user_message(error)
+        if message is None:
+            raise
+        typer.echo(f"error: {message}", err=True)
+        raise typer.Exit(EXIT_CODE) from None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.index import read_index
+from data_pipeline.manifest import read_index
 from data_pipeline.store import open_store
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder, initialise

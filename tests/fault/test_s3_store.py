@@ -12,7 +12,7 @@ import traceback
 
 import pytest
 
-from data_pipeline.index import check_shards, read_index
+from data_pipeline.manifest import check_shards, read_index
 from data_pipeline.ingest import CrudeSample, TextSegment, ingest
 from data_pipeline.store import (
     AccessDenied,

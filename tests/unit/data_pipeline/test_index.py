@@ -8,18 +8,16 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from data_pipeline.index import (
-    ITEM_COLUMNS,
-    SAMPLE_COLUMNS,
+from data_pipeline.index import ITEM_COLUMNS, SAMPLE_COLUMNS, SourceIndex
+from data_pipeline.ingest import ingest
+from data_pipeline.manifest import (
     IndexMismatch,
-    SourceIndex,
     check_shards,
     item_span,
     read_index,
     read_samples,
     write_index,
 )
-from data_pipeline.ingest import ingest
 from data_pipeline.store import MissingKey
 from tests.unit.data_pipeline.media import samples
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_pipeline.index import item_span, read_index, sample_span
 from data_pipeline.ingest import (
     CrudeSample,
     ImageSegment,
@@ -18,6 +17,7 @@ from data_pipeline.ingest import (
     VideoSegment,
     ingest,
 )
+from data_pipeline.manifest import item_span, read_index, sample_span
 from data_pipeline.store import FolderStore
 from tests.unit.data_pipeline.media import encoded, mp4, noise, samples
 

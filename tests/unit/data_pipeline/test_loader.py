@@ -13,9 +13,10 @@ from PIL import Image
 from data_pipeline.collate import sample_tokens
 from data_pipeline.config import DataConfig
 from data_pipeline.decode import decode_item
-from data_pipeline.index import IndexMismatch, SourceIndex
+from data_pipeline.index import SourceIndex
 from data_pipeline.ingest import CrudeSample, ImageSegment, TextSegment, VideoSegment, ingest
 from data_pipeline.loader import Loader, LoaderError, Needs, everything
+from data_pipeline.manifest import IndexMismatch
 from data_pipeline.store import FolderStore, StoreUnavailable
 from data_pipeline.text import Tokenizer, train_ranks
 from moonvit3d.geometry import PatchLimits
