@@ -1,16 +1,19 @@
-"""Which source a position of the stream draws from: exact shares, in closed form.
+"""Which source a position of the stream draws from: exact shares at every position.
 
-Positions fall into blocks of 256. How many draws of a block go to each source follows from
-Webster's apportionment (each source's k-th draw is due at time (2k + 1) / (2 weight)), so the
-shares hold in every block, rounding errors never add up, and the counts up to any position are a
-table lookup: weights are whole numbers of UNITS, after UNITS draws the pattern of counts repeats.
-Largest remainders block by block would lose small sources (a quota below half a draw rounds to
-nothing for ever), and on running totals a count can go down. Inside a block the sources stand in
-an order keyed by (seed, block).
+At no position has a source been drawn a whole draw more or less often than its share of the draws
+so far. This is just-in-time sequencing (Tijdeman, "The chairman assignment problem", 1980; Steiner
+and Yeomans, 1993): each draw of a source has a first and a last position at which that stays true,
+and taking the draw with the nearest last position keeps every one. Largest remainders block by
+block would lose small sources (a quota below half a draw rounds to nothing for ever).
+
+Weights are whole numbers of UNITS, so that the sequence repeats after UNITS draws: it is computed
+once and any position is a table lookup. Which *samples* the draws are is keyed by the seed
+(`data_pipeline.order`); the sequence of sources needs no chance, and is the same for every seed.
 
 A change of shares appends a segment {start, weights}; what lies before `start` never changes.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,9 +22,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from data_pipeline.order import keyed, mix
-
-BLOCK = 256
 UNITS = 1 << 18  # resolution of a weight: 4 draws in a million
 
 
@@ -51,7 +51,7 @@ class SourceTotals:
 
 
 def append_segment(
-    segments: Sequence[Segment], start: int, weights: Sequence[int], seed: int
+    segments: Sequence[Segment], start: int, weights: Sequence[int]
 ) -> tuple[Segment, ...]:
     """Return the segments with one more that begins at `start` (0 for the first one).
 
@@ -69,12 +69,12 @@ def append_segment(
         raise ValueError(f"{len(weights)} weights, but the blend has {len(last.weights)} sources")
     if start <= last.start:
         raise ValueError(f"blend segment at {start} does not come after the last, {last.start}")
-    counts = counts_before(start, segments, seed)
+    counts = counts_before(start, segments)
     return (*segments, Segment(start, tuple(weights), tuple(counts.tolist())))
 
 
 def blend(
-    positions: ArrayLike, segments: Sequence[Segment], seed: int
+    positions: ArrayLike, segments: Sequence[Segment]
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     """Return (source int16 [n], draw number int64 [n]) of positions [n] >= 0, in any order."""
     places = np.asarray(positions, np.int64).ravel()
@@ -86,67 +86,68 @@ def blend(
     draw = np.empty(places.size, np.int64)
     for number, segment in enumerate(segments):
         chosen = np.flatnonzero(owner == number)
-        block, slot = np.divmod(places[chosen] - segment.start, BLOCK)
-        blocks, which = np.unique(block, return_inverse=True)
-        sources, draws = _block_table(segment, blocks, seed)
-        source[chosen], draw[chosen] = sources[which, slot], draws[which, slot]
+        if not chosen.size:
+            continue
+        cycle, place = np.divmod(places[chosen] - segment.start, UNITS)
+        sources, ranks = _cycle(segment.weights)
+        source[chosen] = sources[place]
+        before = np.array(segment.counts, np.int64)[sources[place]]
+        whole = cycle * np.array(segment.weights, np.int64)[sources[place]]
+        draw[chosen] = before + whole + ranks[place]
     return source, draw
 
 
-def counts_before(position: int, segments: Sequence[Segment], seed: int) -> NDArray[np.int64]:
+def counts_before(position: int, segments: Sequence[Segment]) -> NDArray[np.int64]:
     """Return the draws of each source in positions 0..position-1, int64 [sources]."""
     segment = [s for s in segments if s.start <= position][-1]
-    block, slot = divmod(position - segment.start, BLOCK)
-    counts = _border_counts(segment, np.array([block]))[0]
-    if slot:
-        sources, _ = _block_table(segment, np.array([block]), seed)
-        counts = counts + np.bincount(sources[0, :slot], minlength=counts.size)
+    cycle, place = divmod(position - segment.start, UNITS)
+    counts = np.array(segment.counts, np.int64) + cycle * np.array(segment.weights, np.int64)
+    if place:
+        sources, _ = _cycle(segment.weights)
+        counts += np.bincount(sources[:place], minlength=counts.size)
     return counts
 
 
-def _block_table(
-    segment: Segment, blocks: NDArray[np.int64], seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (source, draw), int64 [blocks, BLOCK] each, of whole blocks of a segment."""
-    num_sources = len(segment.weights)
-    before, after = _border_counts(segment, blocks), _border_counts(segment, blocks + 1)
-    counts = after - before
-    grouped = np.repeat(np.tile(np.arange(num_sources), blocks.size), counts.ravel())
-    grouped = grouped.reshape(blocks.size, BLOCK)
-    # The k-th of a source's entries in the block is its draw before + k.
-    first = np.cumsum(counts, axis=1) - counts
-    rank = np.arange(BLOCK) - np.take_along_axis(first, grouped, axis=1)
-    grouped_draws = np.take_along_axis(before, grouped, axis=1) + rank
-
-    key = keyed(seed, "blend", segment.start)
-    words = (blocks[:, None] * BLOCK + np.arange(BLOCK)).astype(np.uint64)
-    shuffled = np.argsort(mix(mix(words) ^ np.uint64(key)), axis=1, kind="stable")
-    source = np.take_along_axis(grouped, shuffled, axis=1)
-    # Draw numbers rise with position: the j-th place held by a source takes its j-th draw.
-    places = np.argsort(source, axis=1, kind="stable")
-    draw = np.empty_like(grouped_draws)
-    np.put_along_axis(draw, places, grouped_draws, axis=1)
-    return source, draw
-
-
-def _border_counts(segment: Segment, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the draws of each source before each block of a segment, int64 [blocks, sources]."""
-    cycle, place = np.divmod(blocks, UNITS // BLOCK)
-    weights = np.array(segment.weights, np.int64)
-    table = _cycle_table(segment.weights)
-    return np.array(segment.counts, np.int64) + cycle[:, None] * weights + table[place]
+def position_of(source: int, draw: int, segment: Segment) -> int:
+    """Return the position of a source's draw in a segment that has the source (and never ends)."""
+    cycle, rank = divmod(draw - segment.counts[source], segment.weights[source])
+    sources, _ = _cycle(segment.weights)
+    place = np.flatnonzero(sources == source)[rank]
+    return segment.start + cycle * UNITS + int(place)
 
 
 @lru_cache(maxsize=16)
-def _cycle_table(weights: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return the draws of each source before each block of one cycle, [UNITS / BLOCK, sources]."""
-    # Numerators are below 2**37 and divisions are correctly rounded: equal times compare equal
-    # on every machine, and the stable sort gives them to the lower source.
-    due = [(2 * np.arange(w) + 1) * (UNITS / 2) / w if w else np.empty(0) for w in weights]
-    source = np.repeat(np.arange(len(weights)), weights)
-    source = source[np.argsort(np.concatenate(due), kind="stable")].reshape(-1, BLOCK)
-    counts = np.stack([(source == s).sum(axis=1) for s in range(len(weights))], axis=1)
-    return np.cumsum(counts, axis=0) - counts
+def _cycle(weights: tuple[int, ...]) -> tuple[NDArray[np.int16], NDArray[np.int32]]:
+    """Return one cycle: source int16 [UNITS], and its how-many-th draw int32 [UNITS].
+
+    After t positions a source of weight w may have been drawn more than w * t / UNITS - 1 times and
+    fewer than w * t / UNITS + 1 times. So its draw k is released at position k * UNITS // w and due
+    by position ceil((k + 1) * UNITS / w) - 1; the earliest due among the released is taken.
+    """
+    owner = np.repeat(np.arange(len(weights)), weights)
+    rank = np.concatenate([np.arange(w) for w in weights])
+    weight = np.array(weights, np.int64)[owner]
+    released = rank * UNITS // weight
+    due = -(-(rank + 1) * UNITS // weight)
+    order = np.argsort(released, kind="stable")  # equal releases by source
+    # One integer holds due date and source: ties go to the lower source.
+    tickets = (due[order] * len(weights) + owner[order]).tolist()
+    ready: list[int] = []
+    taken: list[int] = []
+    start = 0
+    ends = np.searchsorted(released[order], np.arange(UNITS), side="right").tolist()
+    for end in ends:
+        for ticket in tickets[start:end]:
+            heapq.heappush(ready, ticket)
+        start = end
+        taken.append(heapq.heappop(ready))
+    source = np.array(taken, np.int64) % len(weights)
+    ranks = np.empty(UNITS, np.int32)
+    for number, w in enumerate(weights):
+        ranks[source == number] = np.arange(w)
+    source = source.astype(np.int16)
+    source.flags.writeable = ranks.flags.writeable = False
+    return source, ranks
 
 
 def weights_for_ratio(
@@ -154,23 +155,26 @@ def weights_for_ratio(
 ) -> tuple[int, ...]:
     """Return draw weights (whole numbers of UNITS) that give the wanted shares of tokens.
 
-    With a ratio, shares are token shares inside two groups, sources with media tokens and sources
-    without, and the groups are weighted so that expected media tokens over expected tokens equal
-    the ratio. Without one, shares are token shares over all sources.
+    A source of share 0 is not drawn. With a ratio, shares are token shares inside two groups,
+    sources with media tokens and sources without, and the groups are weighted so that expected
+    media tokens over expected tokens equal the ratio. Without one, shares are token shares over all
+    sources.
 
     Raises:
         ValueError: the ratio cannot be reached (the message gives the reachable range), or a
             source would be drawn less than once in UNITS draws.
     """
     parts = [Fraction(share) for share in shares]
+    if not any(parts):
+        raise ValueError("no source is left to draw from")
     if vision_token_ratio is not None:
         parts = _grouped_shares(totals, parts, Fraction(vision_token_ratio))
     # Tokens per draw turn token shares into draw shares. Exact fractions: no float sum here may
     # round differently on another machine.
     draws = [part * t.samples / t.tokens for part, t in zip(parts, totals)]
     weights = apportion(draws, UNITS)
-    for total, weight in zip(totals, weights):
-        if weight == 0:
+    for total, part, weight in zip(totals, parts, weights):
+        if part > 0 and weight == 0:
             raise ValueError(
                 f"source {total.name!r} would be drawn less than once in {UNITS} draws; "
                 "raise its share, lower vision_token_ratio, or leave it out"
@@ -184,7 +188,11 @@ def _grouped_shares(
     media = sum((s for s, t in zip(shares, totals) if t.vision_tokens), Fraction(0))
     plain = sum((s for s, t in zip(shares, totals) if not t.vision_tokens), Fraction(0))
     reach = sum(
-        (s / media * t.vision_tokens / t.tokens for s, t in zip(shares, totals) if t.vision_tokens),
+        (
+            s / (media or 1) * t.vision_tokens / t.tokens
+            for s, t in zip(shares, totals)
+            if t.vision_tokens
+        ),
         Fraction(0),
     )
     if ratio > reach:

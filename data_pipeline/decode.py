@@ -9,13 +9,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.augment import Draw
+from data_pipeline.pixels import apply
 from moonvit3d import media
 from moonvit3d.geometry import KIND_IMAGE, PatchLimits
 from moonvit3d.media import MediaError, Probe, read_image, read_video
 from moonvit3d.preprocess import image_patches, video_patches
 
 # What a shard may hold. Every reader of the schema must know them: `media` may read more.
-FORMATS = ("PNG", "JPEG", "MP4")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "MP4")
 
 
 def verify(data: bytes, kind: int) -> Probe:
@@ -57,10 +59,19 @@ def decode_items(
     chunks: Sequence[int],
     limits: PatchLimits,
     grids: Sequence[Sequence[int]],
+    draw: Draw | None = None,
 ) -> list[NDArray[np.uint8]]:
-    """As `decode_item` for several chunks of one file, which is decoded only once."""
+    """As `decode_item` for several chunks of one file, which is decoded only once.
+
+    Args:
+        draw: what augmentation does to an image.
+    """
     if kind == KIND_IMAGE:
-        found = dict.fromkeys(chunks, image_patches(read_image(data), limits))
+        pixels = read_image(data)
+        if draw is not None:
+            _check_size(pixels, draw)
+            pixels = apply(draw, pixels)
+        found = dict.fromkeys(chunks, image_patches(pixels, limits))
     else:
         frames = (frames for frames, _ in read_video(data, chunks))
         found = {
@@ -75,3 +86,12 @@ def decode_items(
                 f"index promises {tuple(map(int, expected))}"
             )
     return [found[chunk][0] for chunk in chunks]
+
+
+def _check_size(pixels: NDArray[np.uint8], draw: Draw) -> None:
+    """An image of another size than in the index would be cut wrongly."""
+    if pixels.shape[:2] != (draw.height, draw.width):
+        raise MediaError(
+            f"decodes to {pixels.shape[1]} x {pixels.shape[0]} pixels, the index promises "
+            f"{draw.width} x {draw.height}"
+        )

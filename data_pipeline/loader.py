@@ -1,60 +1,40 @@
-"""The bytes of a step: what this process needs of it, fetched ahead, in order.
+"""The steps of a training, in order: planned, fetched ahead, and resumed from a few numbers.
 
-    state -> plan -> needs -> ranged reads -> rows of tokens, patches of media
+    state -> plan -> needs -> request -> worker -> rows of tokens, patches of media
 
 The plan is global, `needs` says which rows and which media items this process has to hold, and only
-those are read. One background thread works up to `prefetch_steps` steps ahead; it hands the reads
-of a step to the store's threads and the decoding to a pool. The state of the loader is the state
-after the last step it handed out: what was fetched ahead and not used is forgotten, and fetched
-again after a resume.
+those are read. Workers (processes, or a thread of this one) carry out requests up to
+`prefetch_steps` steps and `prefetch_bytes` ahead. The state of the loader is the state after the
+last step it handed out: what was fetched ahead and not used is forgotten, and fetched again after a
+resume.
 """
 
-import json
-import queue
 import threading
 import time
-import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.collate import Document, RowBatch, rows_batch
+from data_pipeline.access import open_fetcher, register, shard_versions
+from data_pipeline.collate import RowBatch
 from data_pipeline.config import DataConfig
-from data_pipeline.decode import decode_items
+from data_pipeline.fetch import BadSample, Fetched, Fetcher, Needs, StepRequest, everything, resolve
 from data_pipeline.index import SourceIndex
-from data_pipeline.manifest import IndexMismatch, check_crc, sample_span
+from data_pipeline.manifest import IndexMismatch
 from data_pipeline.plan import GlobalPlan, Planner, State
-from data_pipeline.store import Span, Store, get_many
+from data_pipeline.store import Store
 from data_pipeline.text import Tokenizer
-from moonvit3d.media import MediaError
+from data_pipeline.workers import Run, Workers
+
+__all__ = ["BadSample", "Loader", "LoaderError", "LoaderStats", "Needs", "StepBatch", "everything"]
 
 # Longer than any sum of the store's own timeouts and retries; reached only if something hangs.
 PATIENCE_S = 1800.0
-
-
-@dataclass(frozen=True, eq=False)
-class Needs:
-    """What one process holds of a step: row numbers and item numbers of the plan, int [k] each."""
-
-    rows: NDArray[np.integer]
-    items: NDArray[np.integer]
-
-
-def everything(plan: GlobalPlan) -> Needs:
-    """Need all rows and all items: a world of one process."""
-    return Needs(np.arange(plan.num_rows), np.arange(plan.items.item.size))
-
-
-@dataclass(frozen=True)
-class BadItem:
-    """A media item whose bytes cannot be used, and why."""
-
-    item: int
-    reason: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,24 +46,34 @@ class StepBatch:
         rows: tokens of the needed rows; None when none are needed.
         row_ids: their numbers in the plan, int64 [R].
         media: item number in the plan -> uint8 patches [L, 3, 14, 14].
-        bad: needed items that are not in `media`, with the reason; ascending.
+        bad: samples that cannot be used as far as this process can tell, with the reason. A sample
+            whose text is damaged is padding in `rows`; a damaged medium is missing in `media`.
     """
 
     plan: GlobalPlan
     rows: RowBatch | None
     row_ids: NDArray[np.int64]
     media: Mapping[int, NDArray[np.uint8]]
-    bad: Sequence[BadItem]
+    bad: Sequence[BadSample]
 
 
 @dataclass(frozen=True)
 class LoaderStats:
-    """Running totals: steps handed out, seconds `next` waited, bytes read, unusable items."""
+    """Running totals.
+
+    Attributes:
+        steps: handed out.
+        wait_s: seconds that `next` waited.
+        bytes: read from the store (or its cache).
+        bad: unusable samples and media.
+        reread: reads that were repeated because of a wrong checksum.
+    """
 
     steps: int = 0
     wait_s: float = 0.0
     bytes: int = 0
     bad: int = 0
+    reread: int = 0
 
 
 class LoaderError(RuntimeError):
@@ -94,15 +84,24 @@ class LoaderError(RuntimeError):
         self.step = step
 
 
+@dataclass(frozen=True)
+class Quarantined:
+    """A sample whose place will be filled by another, and the step that showed it unusable."""
+
+    source: str
+    key: str
+    step: int
+
+
 class Loader:
-    """Iterates over steps without end; `close` it, or use it in a `with`.
+    """Iterates over steps, without end unless the config limits the epochs; `close` it after use.
 
     Args:
-        config: the data config.
+        config: the data config. With `workers` above 0, they open `config.root` themselves.
         store: rooted at config.root.
         indices: one per source of the config, in any order.
         tokenizer: the one the indices were made with.
-        needs: rows and items of a plan that this process holds. It is called from the background
+        needs: rows and items of a plan that this process holds. It is called from a background
             thread: it must be a pure function and must not communicate.
 
     Raises:
@@ -125,17 +124,25 @@ class Loader:
                 raise IndexMismatch(
                     f"source {index.name!r} was made with tokenizer {index.tokenizer_name!r} "
                     f"({index.tokenizer_hash[:12]}), this run has {tokenizer.name!r} "
-                    f"({tokenizer.hash[:12]}); give that tokenizer or ingest the source again"
+                    f"({tokenizer.hash[:12]}); give that tokenizer or reindex the source"
                 )
         self.stats = LoaderStats()
-        self._config = config
-        self._store = store
-        self._tokenizer = tokenizer
-        self._needs = needs
-        self._state = self.planner.state_dict()
-        self._ahead: _Ahead | None = None
-        self._pool = ThreadPoolExecutor(config.fetch_threads, thread_name_prefix="decode")
         self._stats_lock = threading.Lock()
+        self._config, self._needs = config, needs
+        self._state = self.planner.state_dict()
+        versions = shard_versions(self.indices)
+        register(store, versions)
+        self._fetcher: Fetcher | None = None
+        if config.workers:
+            setup = partial(open_fetcher, config, versions)
+        else:
+            self._fetcher = Fetcher(store, tokenizer, config.fetch_threads)
+            setup = partial(_same, self._fetcher)
+        self._workers: Workers[StepRequest, Fetched] = Workers(
+            setup, config.workers, timeout_s=PATIENCE_S, name="loader"
+        )
+        self._run: Run[Fetched] | None = None
+        self._planned: deque[tuple[GlobalPlan, State, NDArray[np.int64]]] = deque()
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
@@ -150,67 +157,46 @@ class Loader:
         begin = time.monotonic()
         step = self._state["step"]
         try:
-            if self._config.prefetch_steps == 0:
-                batch, state = self._produce(self._state)
-            else:
-                if self._ahead is None:
-                    self._ahead = _Ahead(self._produce, self._state, self._config.prefetch_steps)
-                batch, state = self._ahead.take(step)
+            if self._run is None:
+                self._run = self._start()
+            fetched = next(self._run)
+            plan, state, rows = self._planned.popleft()
         except Exception as error:
-            self._forget(wait=False)
+            self._forget()
             raise LoaderError(step, error) from error
         except BaseException:  # an interrupt may fall between taking a step and noting it
-            self._forget(wait=False)
+            self._forget()
             raise
-        assert batch.plan.step == step
+        assert plan.step == step
         self._state = state
-        self._count(steps=1, wait_s=time.monotonic() - begin)
-        return batch
+        self._count(
+            steps=1,
+            wait_s=time.monotonic() - begin,
+            bytes=fetched.bytes,
+            bad=len(fetched.bad),
+            reread=fetched.reread,
+        )
+        return StepBatch(plan, fetched.rows, rows, fetched.media, fetched.bad)
 
-    def fetch(self, plan: GlobalPlan) -> StepBatch:
-        """Fetch what this process needs of a plan, now, in the calling thread.
+    def quarantine(self, plan: GlobalPlan, samples: Sequence[int]) -> list[Quarantined]:
+        """Fill the places of samples of a step by others, in windows opened later on.
 
-        Raises:
-            StoreError: naming the key; the store's own retries are used up.
-            IndexMismatch: damaged text; names source and sample key.
-            ValueError: text with other tokens than the index says; names source and sample key.
+        To be called on every rank with the same samples, before the next step is asked for.
+
+        Returns:
+            Those that were not in quarantine yet.
         """
-        needs = self._needs(plan)
-        rows = np.asarray(needs.rows, np.int64)
-        items = np.asarray(needs.items, np.int64).tolist()
-        for what, wanted, total in (
-            ("row", rows.tolist(), plan.num_rows),
-            ("item", items, plan.items.item.size),
-        ):
-            if wanted and not 0 <= min(wanted) <= max(wanted) < total:
-                raise ValueError(f"needs name {what}s {wanted}, step {plan.step} has {total}")
-        samples = _samples_of(plan, rows)
-        texts = {sample: self._text_span(plan, sample) for sample in samples}
-        files = {item: self._file_span(plan, item) for item in items}
-        spans = list(dict.fromkeys([*texts.values(), *files.values()]))
-        bodies = get_many(self._store, spans, threads=self._config.fetch_threads)
-        data = dict(zip(spans, bodies))
-
-        groups: dict[Span, list[int]] = {}
-        for item in sorted(files):
-            groups.setdefault(files[item], []).append(item)
-        decoding = [
-            self._pool.submit(self._decode_file, plan, group, data[span])
-            for span, group in groups.items()
-        ]
-        documents = {s: self._document(plan, s, data[span]) for s, span in texts.items()}
-        batch = None
-        if rows.size:
-            batch = rows_batch(plan, rows, documents, self._tokenizer, self.indices)
-        results = dict(sorted(pair for future in decoding for pair in future.result()))
-        bad = [BadItem(item, found) for item, found in results.items() if isinstance(found, str)]
-        media = {item: found for item, found in results.items() if not isinstance(found, str)}
-        self._count(bytes=sum(len(body) for body in bodies), bad=len(bad))
-        return StepBatch(plan, batch, rows, media, tuple(bad))
+        new: list[Quarantined] = []
+        for sample in samples:
+            source, at = int(plan.samples.source[sample]), int(plan.samples.index[sample])
+            if self.planner.quarantine(source, at, plan.step):
+                index = self.indices[source]
+                new.append(Quarantined(index.name, index.key_of(at), plan.step))
+        return new
 
     def state_dict(self) -> State:
         """Return the state after the last step that `next` returned. JSON, below 1 KB."""
-        return json.loads(json.dumps(self._state))
+        return self.planner.with_quarantine(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a state; what was fetched ahead is dropped.
@@ -218,14 +204,16 @@ class Loader:
         Raises:
             ValueError: naming the field that does not belong to this run.
         """
-        self.planner.load_state_dict(state)
         self._forget()
+        self.planner.load_state_dict(state)
         self._state = self.planner.state_dict()
 
     def close(self) -> None:
-        """End all threads. A step being fetched is waited for."""
+        """End all workers and threads."""
         self._forget()
-        self._pool.shutdown(cancel_futures=True)
+        self._workers.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
 
     def __enter__(self) -> "Loader":
         return self
@@ -233,57 +221,30 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _produce(self, state: State) -> tuple[StepBatch, State]:
-        plan, after = self.planner.plan(state)
-        return self.fetch(plan), after
+    def _start(self) -> Run[Fetched]:
+        """Begin to fetch ahead from the present state."""
+        config = self._config
+        planned = self._planned = deque()
+        return self._workers.run(
+            self._requests(self._state, planned),
+            max_bytes=config.prefetch_bytes,
+            max_jobs=config.prefetch_steps,
+        )
 
-    def _forget(self, wait: bool = True) -> None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.stop(wait)
+    def _requests(
+        self, state: State, planned: deque[tuple[GlobalPlan, State, NDArray[np.int64]]]
+    ) -> Iterator[tuple[StepRequest, int]]:
+        """Plan step after step; noted in `planned`, for the consumer to take with the results."""
+        while True:
+            plan, state = self.planner.plan(state)
+            request = resolve(self.planner, plan, self._needs(plan))
+            planned.append((plan, state, request.row_ids))
+            yield request, request.num_bytes
 
-    def _text_span(self, plan: GlobalPlan, sample: int) -> Span:
-        return sample_span(*self._line(plan, sample))
-
-    def _file_span(self, plan: GlobalPlan, item: int) -> Span:
-        # Chunks of one video name the same bytes and share one read. (`item_span` of the index
-        # would search for the sample, which is known here.)
-        index, at = self._line(plan, int(plan.items.sample[item]))
-        line = plan.items.item[item]
-        key = index.shards[index.shard[at]].key
-        return Span(key, int(index.item_offset[line]), int(index.item_length[line]))
-
-    def _document(self, plan: GlobalPlan, sample: int, data: bytes) -> Document:
-        index, at = self._line(plan, sample)
-        shard = index.shards[index.shard[at]].key
-        where = f"source {index.name!r}, sample {index.key_of(at)!r} in {shard!r}"
-        check_crc(data, int(index.json_crc[at]), where)
-        return json.loads(data)["segments"]
-
-    def _decode_file(
-        self, plan: GlobalPlan, group: list[int], data: bytes
-    ) -> list[tuple[int, NDArray[np.uint8] | str]]:
-        """Decode the items of one file: (item, patches, or the reason why there are none)."""
-        items = plan.items
-        index, at = self._line(plan, int(items.sample[group[0]]))
-        name = f"source {index.name!r}, sample {index.key_of(at)!r}, file {items.media[group[0]]}"
-        expected = int(index.item_crc[items.item[group[0]]])
-        if (crc := zlib.crc32(data)) != expected:
-            reason = f"{name}: CRC-32 is {crc:08x}, expected {expected:08x}"
-            return [(item, reason) for item in group]
-        kind, chunks = int(items.kind[group[0]]), items.chunk[group].tolist()
-        shapes = np.stack([items.frames, items.grid_h, items.grid_w], axis=1)[group].tolist()
-        try:
-            found = decode_items(data, kind, chunks, self._config.limits, shapes)
-        except MediaError as error:
-            if len(group) == 1:
-                return [(group[0], f"{name}: {error}")]
-            # One chunk may be bad and the others good: ask for each alone.
-            return [pair for item in group for pair in self._decode_file(plan, [item], data)]
-        return list(zip(group, found))
-
-    def _line(self, plan: GlobalPlan, sample: int) -> tuple[SourceIndex, int]:
-        return self.indices[plan.samples.source[sample]], int(plan.samples.index[sample])
+    def _forget(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
 
     def _count(self, **more: float) -> None:
         with self._stats_lock:
@@ -291,56 +252,5 @@ class Loader:
             self.stats = replace(now, **{k: getattr(now, k) + v for k, v in more.items()})
 
 
-class _Ahead:
-    """One thread that produces steps from a state on, at most `depth` ahead of the consumer."""
-
-    def __init__(
-        self,
-        produce: Callable[[State], tuple[StepBatch, State]],
-        state: State,
-        depth: int,
-    ):
-        self._ready: queue.SimpleQueue[tuple[StepBatch, State] | Exception] = queue.SimpleQueue()
-        self._room = threading.Semaphore(depth)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(produce, state), name="loader", daemon=True
-        )
-        self._thread.start()
-
-    def take(self, step: int) -> tuple[StepBatch, State]:
-        try:
-            result = self._ready.get(timeout=PATIENCE_S)
-        except queue.Empty:
-            raise TimeoutError(f"step {step} was not fetched within {PATIENCE_S:.0f} s") from None
-        if isinstance(result, Exception):
-            raise result
-        self._room.release()
-        return result
-
-    def stop(self, wait: bool) -> None:
-        self._stopping.set()
-        self._room.release()  # wakes a thread that waits for room
-        if wait:
-            self._thread.join(PATIENCE_S)
-        if wait and self._thread.is_alive():
-            raise TimeoutError(f"the loader's thread did not end within {PATIENCE_S:.0f} s")
-
-    def _run(self, produce: Callable[[State], tuple[StepBatch, State]], state: State) -> None:
-        while True:
-            self._room.acquire()
-            if self._stopping.is_set():
-                return
-            try:
-                batch, state = produce(state)
-            except Exception as error:  # surfaces in `take`, on the consumer's side
-                self._ready.put(error)
-                return
-            self._ready.put((batch, state))
-
-
-def _samples_of(plan: GlobalPlan, rows: NDArray[np.int64]) -> list[int]:
-    """Return the samples of some rows, in the order of `rows`."""
-    first = np.searchsorted(plan.samples.row, rows)
-    end = np.searchsorted(plan.samples.row, rows, side="right")
-    return [sample for a, b in zip(first.tolist(), end.tolist()) for sample in range(a, b)]
+def _same(fetcher: Fetcher) -> Fetcher:
+    return fetcher

@@ -1,17 +1,25 @@
 """What a store of objects is: keys, ranges, errors; a folder as a store; many small reads as few.
 
 A store is a flat map from keys to immutable byte strings with a version mark (ETag) each.
-`data_pipeline.store` adds the S3 one and opens either from a URI.
+`data_pipeline.store` adds the S3 one and opens any of them from a URI.
 """
 
 import os
 import tempfile
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.store_stats import Counter as Counter
+from data_pipeline.store_stats import StoreStats as StoreStats
 
 # Merged reads stay below this size, so that neighbours still spread over the threads.
 _MAX_MERGED = 16 << 20
@@ -49,23 +57,6 @@ class ObjectInfo:
     etag: str
 
 
-@dataclass(frozen=True)
-class StoreStats:
-    """Counts since the store was opened, over all threads.
-
-    Args:
-        requests: HTTP requests sent (each retry is one), or file operations of a folder.
-        bytes: payload bytes received, those of broken bodies included.
-        written: payload bytes sent.
-        resumes: bodies that broke and were taken up again.
-    """
-
-    requests: int = 0
-    bytes: int = 0
-    written: int = 0
-    resumes: int = 0
-
-
 class Span(NamedTuple):
     """`length` bytes of object `key` from `offset`."""
 
@@ -89,7 +80,9 @@ class Store(Protocol):
 
         Raises:
             MissingKey, MissingBucket, AccessDenied, StoreUnavailable: as named.
-            ObjectChanged: the object's ETag is not `etag`, or changed between two attempts.
+            ObjectChanged: the object's ETag is not `etag`, or changed between two attempts. S3 and
+                memory stores also notice, without `etag`, that the object is no longer the one
+                that they read first; to follow an object that changes, pass the ETag of `head`.
             StoreError: the object ends before `offset + length`.
         """
         ...
@@ -110,32 +103,43 @@ class Store(Protocol):
         """All keys that start with `prefix`, sorted."""
         ...
 
+    def close(self) -> None:
+        """End threads and connections. A read that waits to be tried again ends with an error."""
+        ...
+
     @property
     def stats(self) -> StoreStats:
         """What was asked of the store so far."""
         ...
 
 
-class Counter:
-    """Thread-safe sums behind `StoreStats`."""
+class Versions:
+    """The ETag under which each object was first read: one that is overwritten must be noticed.
 
-    def __init__(self) -> None:
+    Args:
+        limit: keys kept; the one not read for longest is forgotten, and with it that it changed.
+    """
+
+    def __init__(self, limit: int = 65536) -> None:
         self._lock = threading.Lock()
-        self._stats = StoreStats()
+        self._first: OrderedDict[str, str] = OrderedDict()
+        self._limit = limit
 
-    def add(self, requests: int = 0, received: int = 0, written: int = 0, resumes: int = 0) -> None:
-        """Add to the counts."""
+    def check(self, uri: str, key: str, etag: str) -> None:
+        """Raise ObjectChanged if `key` of the store at `uri` was first read under another ETag."""
         with self._lock:
-            s = self._stats
-            self._stats = StoreStats(
-                s.requests + requests, s.bytes + received, s.written + written, s.resumes + resumes
-            )
+            first = self._first.setdefault(key, etag)
+            self._first.move_to_end(key)
+            if len(self._first) > self._limit:
+                self._first.popitem(last=False)
+        if first != etag:
+            raise object_changed(f"{uri}/{key}", first)
 
-    @property
-    def stats(self) -> StoreStats:
-        """The counts at this moment."""
+    def wrote(self, key: str, etag: str) -> None:
+        """Take the version that this store wrote itself for the first one."""
         with self._lock:
-            return self._stats
+            if key in self._first:
+                self._first[key] = etag
 
 
 def check_key(key: str) -> str:
@@ -180,7 +184,11 @@ def access_denied(where: str, reason: str) -> AccessDenied:
 
 
 class FolderStore:
-    """A folder as a store: the same contract without a server. Writes are atomic renames."""
+    """A folder as a store: the same contract without a server. Writes are atomic renames.
+
+    Its ETags come from inode and time, which differ after a copy of the same bytes. Therefore it
+    does not remember them by itself: a reader's checksums see a file that was overwritten.
+    """
 
     _TEMPORARY = ".part-"
 
@@ -196,6 +204,9 @@ class FolderStore:
     def stats(self) -> StoreStats:
         """See `Store.stats`."""
         return self._counter.stats
+
+    def close(self) -> None:
+        """See `Store.close`; a folder holds nothing open."""
 
     def _path(self, key: str) -> Path:
         # resolve() follows links: a link inside the root must not be a way out of it.
@@ -221,6 +232,7 @@ class FolderStore:
         """See `Store.get`."""
         check_range(offset, length)
         self._counter.add(requests=1)
+        begin = time.monotonic()
         try:
             with self._path(key).open("rb") as file:
                 info = self._info(os.fstat(file.fileno()))
@@ -235,6 +247,7 @@ class FolderStore:
         self._counter.add(received=len(data))
         if length is not None and len(data) != length:
             raise short_object(f"{self.uri}/{key}", offset, length, len(data))
+        self._counter.timed(time.monotonic() - begin)
         return data
 
     def head(self, key: str) -> ObjectInfo:
@@ -299,41 +312,69 @@ def get_many(
     The first error stops what has not started and is raised.
 
     Returns:
-        One `bytes` per request, of exactly its length.
+        One `bytes` per request, of exactly its length. A span that is a whole read is not copied.
     """
-    groups = _merge(requests, max_gap)
+    order, starts, groups = merge_spans(requests, max_gap)
     if len(groups) <= 1 or threads <= 1:
-        bodies = [store.get(*span) for span, _ in groups]
+        bodies = [store.get(*group) for group in groups]
     else:
         with ThreadPoolExecutor(min(threads, len(groups))) as pool:
-            futures = [pool.submit(store.get, *span) for span, _ in groups]
+            futures = [pool.submit(store.get, *group) for group in groups]
             try:
                 bodies = [future.result() for future in futures]
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     answers = [b""] * len(requests)
-    for (merged, members), body in zip(groups, bodies, strict=True):
-        for i in members:
-            start = requests[i].offset - merged.offset
-            answers[i] = body[start : start + requests[i].length]
+    for (_, base, _), body, begin, end in zip(groups, bodies, starts, starts[1:], strict=False):
+        for i in order[begin:end]:
+            _, offset, length = requests[i]
+            answers[i] = body[offset - base : offset - base + length]
     return answers
 
 
-def _merge(requests: Sequence[Span], max_gap: int) -> list[tuple[Span, list[int]]]:
-    """Group spans by object and neighbourhood: (the span to read, which requests it answers)."""
-    groups: list[tuple[Span, list[int]]] = []
-    wanted = [i for i, span in enumerate(requests) if span.length]
-    for i in sorted(wanted, key=lambda i: requests[i]):
-        span = requests[i]
-        if groups and groups[-1][0].key == span.key:
-            last = groups[-1][0]
-            end = max(last.offset + last.length, span.offset + span.length)
-            near = span.offset - (last.offset + last.length) <= max_gap
-            inside = end == last.offset + last.length
-            if inside or (near and end - last.offset <= _MAX_MERGED):
-                groups[-1] = (Span(last.key, last.offset, end - last.offset), groups[-1][1])
-                groups[-1][1].append(i)
-                continue
-        groups.append((span, [i]))
-    return groups
+def merge_spans(requests: Sequence[Span], max_gap: int) -> tuple[list[int], list[int], list[Span]]:
+    """Group spans by object and neighbourhood.
+
+    Returns:
+        The numbers of the requests that are not empty, sorted by (key, offset, length); where in
+        them each group starts, and their count; the span that each group has to read.
+    """
+    wanted = [span for span in requests if span[2]]
+    if not wanted:
+        return [], [0], []
+    numbers = np.arange(len(requests))
+    if len(wanted) < len(requests):
+        numbers = np.flatnonzero([span[2] for span in requests])
+    keys, offsets, lengths = zip(*wanted)
+    names = sorted(set(keys))
+    rank = {name: number for number, name in enumerate(names)}
+    key = np.fromiter(map(rank.__getitem__, keys), np.int64, len(wanted))
+    begin = np.asarray(offsets, np.int64)
+    order = np.lexsort((np.asarray(lengths, np.int64), begin, key))
+    key, begin = key[order], begin[order]
+    end = begin + np.asarray(lengths, np.int64)[order]
+    starts: list[int] = []
+    groups: list[Span] = []
+    edges = [0, *(np.flatnonzero(np.diff(key)) + 1).tolist(), len(wanted)]
+    for name, low, high in zip(names, edges, edges[1:]):
+        for first, last_byte in _neighbours(begin[low:high], end[low:high], max_gap):
+            base = int(begin[low + first])
+            starts.append(low + first)
+            groups.append(Span(name, base, last_byte - base))
+    return numbers[order].tolist(), [*starts, len(wanted)], groups
+
+
+def _neighbours(
+    begin: NDArray[np.int64], end: NDArray[np.int64], max_gap: int
+) -> Iterator[tuple[int, int]]:
+    """Cut sorted spans [n] of one object into groups: (number of the first, end byte)."""
+    reach = np.maximum.accumulate(end)
+    runs = [0, *(np.flatnonzero(begin[1:] - reach[:-1] > max_gap) + 1).tolist(), len(begin)]
+    for first, stop in zip(runs, runs[1:]):
+        while first < stop:
+            # A span inside the group costs nothing; one that would make it too long starts anew.
+            limit = max(int(begin[first]) + _MAX_MERGED, int(reach[first]))
+            after = first + int(np.searchsorted(reach[first:stop], limit, side="right"))
+            yield first, int(reach[after - 1])
+            first = after

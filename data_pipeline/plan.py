@@ -1,152 +1,63 @@
-"""What a global step consists of, from metadata alone: every rank computes the same answer.
+"""The plan of every global step, from metadata alone: every rank computes the same answer.
 
-    position -> (source, draw) -> sample -> length -> row          blend, order, layout, pack
+    position -> (source, draw) -> sample -> length -> row     mixture, blend, order, source, pack
     step     -> the next `rows_per_step` rows of the packed windows          here
 
 Positions come in windows of `pack_window` samples; a window is packed by itself and its rows follow
 those of the window before. A step takes the next rows, across window borders. Nothing depends on
 ranks, workers, prefetching or on what was asked before: a step is a function of a state of a few
 numbers, and the state of step k + 1 is a function of the state of step k.
+
+A sample that turns out unusable while it is fetched is put into quarantine. Its place is filled by
+another sample in every window that is opened QUARANTINE_DELAY steps later or more, beyond
+anything that may have been planned when it was found; so this too is the same on every rank and
+after every resume.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from importlib.metadata import version
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.blend import Segment, append_segment, blend, weights_for_ratio
-from data_pipeline.config import DataConfig
+from data_pipeline.blend import Segment, append_segment, blend
+from data_pipeline.config import MAX_PREFETCH, DataConfig
 from data_pipeline.index import SourceIndex
-from data_pipeline.layout import Source
+from data_pipeline.mixture import Mixer, Mixture
 from data_pipeline.pack import PackedWindow, pack_window
+from data_pipeline.ragged import gather
+from data_pipeline.source import Drawn, Source
+from data_pipeline.step_plan import GlobalPlan, ItemTable, SampleTable
 
-SCHEMA = 1
-KEPT_WINDOWS = 16  # packed windows held in memory, some 50 bytes per sample
+__all__ = ["DataUsedUp", "GlobalPlan", "ItemTable", "Planner", "SampleTable", "State"]
+
+SCHEMA = 2
+KEPT_WINDOWS = 16  # packed windows held in memory, some 100 bytes per sample
+# More than may be planned ahead of the step in use, with some to spare.
+QUARANTINE_DELAY = MAX_PREFETCH + 8
+MAX_QUARANTINED = 1000
 
 State = dict[str, Any]
+Table = TypeVar("Table", SampleTable, ItemTable)
 
 
-@dataclass(frozen=True, eq=False)
-class SampleTable:
-    """The n samples of a step, ordered by (row, start).
-
-    Attributes:
-        source: int16 [n] number of the source, in `Planner.indices` (sorted by name).
-        index: int64 [n] sample in the source's index.
-        position: int64 [n] position in the stream.
-        epoch: int32 [n] how often the source had been gone through before.
-        row: int32 [n] row of the step.
-        start: int32 [n] first token in the row.
-        length: int32 [n] tokens.
-    """
-
-    source: NDArray[np.int16]
-    index: NDArray[np.int64]
-    position: NDArray[np.int64]
-    epoch: NDArray[np.int32]
-    row: NDArray[np.int32]
-    start: NDArray[np.int32]
-    length: NDArray[np.int32]
-
-
-@dataclass(frozen=True, eq=False)
-class ItemTable:
-    """The m media items (images, video chunks) of a step, ordered by (row, start).
-
-    Attributes:
-        sample: int32 [m] its sample, in the SampleTable.
-        item: int64 [m] its line in the source's item columns.
-        kind: int8 [m] KIND_IMAGE or KIND_VIDEO.
-        media: int16 [m] number of its file in the sample.
-        chunk: int16 [m] number of the chunk in its video.
-        frames, grid_h, grid_w: int32 [m] patches along each side.
-        row: int32 [m] row of the step.
-        start: int32 [m] first media-pad token in the row.
-        tokens: int32 [m] media-pad tokens.
-    """
-
-    sample: NDArray[np.int32]
-    item: NDArray[np.int64]
-    kind: NDArray[np.int8]
-    media: NDArray[np.int16]
-    chunk: NDArray[np.int16]
-    frames: NDArray[np.int32]
-    grid_h: NDArray[np.int32]
-    grid_w: NDArray[np.int32]
-    row: NDArray[np.int32]
-    start: NDArray[np.int32]
-    tokens: NDArray[np.int32]
-
-    @property
-    def patches(self) -> NDArray[np.int64]:
-        """Patches of each item, int64 [m]."""
-        return self.frames.astype(np.int64) * self.grid_h * self.grid_w
-
-
-@dataclass(frozen=True, eq=False)
-class GlobalPlan:
-    """One global step: `num_rows` rows of `seq_len` tokens, their samples and media items."""
-
-    step: int
-    seq_len: int
-    num_rows: int
-    samples: SampleTable
-    items: ItemTable
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of samples; padding is not counted."""
-        return int(self.samples.length.sum(dtype=np.int64))
-
-    @property
-    def vision_tokens(self) -> int:
-        """Media-pad tokens."""
-        return int(self.items.tokens.sum(dtype=np.int64))
-
-    @property
-    def text_tokens(self) -> int:
-        """Tokens of samples that are no media pads."""
-        return self.num_tokens - self.vision_tokens
-
-    @property
-    def fill_rate(self) -> float:
-        """Tokens of samples over tokens of rows."""
-        return self.num_tokens / (self.num_rows * self.seq_len)
-
-    def cu_seqlens(self, row: int) -> NDArray[np.int32]:
-        """Return [0, end of each sample..., seq_len] of a row; a padding tail is the last piece."""
-        if not 0 <= row < self.num_rows:
-            raise ValueError(f"row {row} of a step of {self.num_rows} rows")
-        first, end = np.searchsorted(self.samples.row, [row, row + 1])
-        ends = self.samples.start[first:end] + self.samples.length[first:end]
-        tail = [self.seq_len] if not ends.size or ends[-1] < self.seq_len else []
-        return np.concatenate([[0], ends, tail]).astype(np.int32)
-
-    def content_hash(self) -> str:
-        """Return the sha256 over every number of the plan."""
-        digest = hashlib.sha256(f"{self.step} {self.seq_len} {self.num_rows}".encode())
-        for table in (self.samples, self.items):
-            for column in fields(table):
-                values = np.ascontiguousarray(getattr(table, column.name))
-                digest.update(f"\n{column.name} {values.dtype.str} {values.size}\n".encode())
-                digest.update(values.tobytes())
-        return digest.hexdigest()
+class DataUsedUp(ValueError):
+    """No source may be drawn from any more; the message says why and what to change."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Window:
-    """A packed window with what stands where; columns ordered by (row, start)."""
+    """A packed window: its samples by (row, start), their items, where each sample's begin."""
 
     packed: PackedWindow
-    source: NDArray[np.int16]
-    index: NDArray[np.int64]
-    position: NDArray[np.int64]
-    epoch: NDArray[np.int64]
+    samples: SampleTable  # rows of the window; starts in the row
+    items: ItemTable  # samples of the window; starts in the row
+    item_ptr: NDArray[np.int64]
 
 
 class Planner:
@@ -167,65 +78,67 @@ class Planner:
         names = tuple(index.name for index in self.indices)
         if names != config.source_names:
             raise ValueError(f"config names sources {config.source_names}, indices are {names}")
-        self._sources = [
-            Source(index, config.limits, config.seq_len, config.shard_window, config.seed)
-            for index in self.indices
-        ]
-        self._totals = [source.totals for source in self._sources]
-        shares = [config.sources[name] for name in names]
-        self.weights = weights_for_ratio(self._totals, shares, config.vision_token_ratio)
+        self.sources = tuple(Source(index, config) for index in self.indices)
+        self._totals = [source.totals for source in self.sources]
+        units = [source.num_units for source in self.sources]
+        self._mixer = Mixer(config, self._totals, units)
+        self.mixture = self._mixer.mixture()
         contents = "\n".join(f"{index.name} {index.content_hash}" for index in self.indices)
         self.manifest = hashlib.sha256(contents.encode()).hexdigest()
-        limits = config.limits
-        self._packing = {
-            "seq_len": config.seq_len,
-            "pack_window": config.pack_window,
-            "shard_window": config.shard_window,
-            "limits": [limits.image, limits.frame, limits.side],
-        }
+        self._packing = _packing(config)
         self._window = lru_cache(maxsize=KEPT_WINDOWS)(self._pack)
-        self._segments = lru_cache(maxsize=KEPT_WINDOWS)(self._build_segments)
-        self._state = self._encode(self._segments(((0, self.weights),)), 0, 0, 0)
+        self._mixtures = lru_cache(maxsize=KEPT_WINDOWS)(self._mix)
+        self._quarantine: list[tuple[int, int, int]] = []
+        self._state = self._encode(self.mixture, 0, 0, 0, 0)
 
     def plan(self, state: Mapping[str, Any]) -> tuple[GlobalPlan, State]:
         """Return the plan of the state's step and the state after it. Pure; `state` is kept.
 
         Raises:
             ValueError: the state belongs to other data, another seed or another packing.
+            DataUsedUp: the step would go beyond the last epoch of the data.
         """
-        segments = self._decode(state)
+        mixture = self._decode(state)
+        step, opened = state["step"], state["opened"]
         window, row, missing = state["window"], state["row"], self.config.rows_per_step
         pieces: list[tuple[_Window, int, int]] = []
         while missing:
-            content = self._window(window, segments)
-            if row >= content.packed.num_rows:
-                raise ValueError(
-                    f"state field 'row' is {row}, but window {window} has "
-                    f"{content.packed.num_rows} rows"
-                )
-            end = min(row + missing, content.packed.num_rows)
+            opened = opened if row else step
+            content = self._content(window, mixture, opened)
+            rows = content.packed.num_rows
+            if row >= rows:
+                raise ValueError(f"state field 'row' is {row}, but window {window} has {rows} rows")
+            end = min(row + missing, rows)
             pieces.append((content, row, end))
             missing -= end - row
-            window, row = (window + 1, 0) if end == content.packed.num_rows else (window, end)
-        samples = _join(pieces)
-        seq_len, num_rows = self.config.seq_len, self.config.rows_per_step
-        plan = GlobalPlan(state["step"], seq_len, num_rows, samples, self._items(samples))
-        return plan, self._encode(segments, window, row, state["step"] + 1)
+            window, row = (window + 1, 0) if end == rows else (window, end)
+        samples, items = _join(pieces)
+        plan = GlobalPlan(step, self.config.seq_len, self.config.rows_per_step, samples, items)
+        known = len(state["blend"])
+        return plan, self._encode(mixture, window, row, step + 1, opened, known)
 
     def state_at(self, step: int) -> State:
         """Return the state before `step` of a run that began at step 0 with this config.
 
         Packs every window up to there: no bytes are read, but cost grows with `step`.
         """
-        segments = self._segments(((0, self.weights),))
-        window, row = 0, step * self.config.rows_per_step
-        while row >= (rows := self._window(window, segments).packed.num_rows):
-            window, row = window + 1, row - rows
-        return self._encode(segments, window, row, step)
+        window, row, opened = 0, 0, 0
+        rows_per_step = self.config.rows_per_step
+        row = step * rows_per_step
+        first = 0  # rows before the window
+        while row >= (rows := self._content(window, self.mixture, opened).packed.num_rows):
+            window, row, first = window + 1, row - rows, first + rows
+            opened = first // rows_per_step
+        return self._encode(self.mixture, window, row, step, opened)
 
     def state_dict(self) -> State:
         """Return the state to begin with: step 0, or what `load_state_dict` was given."""
-        return json.loads(json.dumps(self._state))
+        return self.with_quarantine(self._state)
+
+    def with_quarantine(self, state: Mapping[str, Any]) -> State:
+        """Return a copy of a state that also holds what is in quarantine by now."""
+        entries = [list(entry) for entry in self._quarantine]
+        return json.loads(json.dumps({**state, "quarantine": entries}))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check a state and begin with it.
@@ -234,139 +147,253 @@ class Planner:
             ValueError: naming the field that does not belong to this planner.
         """
         self._decode(state)
+        self._quarantine = [(int(a), int(b), int(c)) for a, b, c in state["quarantine"]]
         self._state = json.loads(json.dumps(dict(state)))
+
+    def quarantine(self, source: int, sample: int, step: int) -> bool:
+        """Fill the places of a sample, which step `step` showed to be unusable, from later on.
+
+        Every rank must say the same for a step before it goes on to the next. Returns False if the
+        sample was in quarantine already.
+
+        Raises:
+            ValueError: so many samples are unusable that the data itself must be broken.
+        """
+        if any(entry[:2] == (source, sample) for entry in self._quarantine):
+            return False
+        if len(self._quarantine) >= MAX_QUARANTINED:
+            raise ValueError(
+                f"more than {MAX_QUARANTINED} samples are unusable; check the data with "
+                "`kimi-pretrain data verify` before going on"
+            )
+        self._quarantine.append((source, sample, step))
+        self._quarantine.sort()
+        return True
 
     def with_own_blend(self, state: Mapping[str, Any]) -> State:
         """Return a state that goes over to this config's shares at the next window.
 
         What was handed out stays; the window in progress is finished with its own shares.
         """
-        segments = self._decode(state, own_blend=False)
-        if segments[-1].weights == self.weights:
-            return dict(state)
+        parts = self._parts(state)
         start = (state["window"] + (state["row"] > 0)) * self.config.pack_window
-        kept = tuple(segment for segment in segments if segment.start < start)
-        segments = append_segment(kept, start, self.weights, self.config.seed)
-        return self._encode(segments, state["window"], state["row"], state["step"])
+        kept: tuple[Segment, ...] = ()
+        for begin, weights in parts:
+            if begin < start:
+                kept = append_segment(kept, begin, weights)
+        mixture = self._mixer.mixture(kept, start)
+        changed = self._encode(
+            mixture, state["window"], state["row"], state["step"], state["opened"], len(kept) + 1
+        )
+        return {**changed, "quarantine": state["quarantine"]}
 
     def report(self) -> dict[str, Any]:
         """Return what the blend comes to, ready for JSON.
 
-        Per source: samples, samples too long for a row (their places are filled by others),
-        longest sample, mean tokens of a draw, share of draws, of tokens, and of media tokens in its
-        own tokens; for the whole: the expected share of media tokens.
+        Per source: samples; how many were split, shrunk and refused; longest sample; mean tokens of
+        a draw, share of draws, of tokens, and of media tokens in its own tokens; for the whole: the
+        expected share of media tokens. Shares are those at the start.
         """
-        rate = [w * t.tokens / t.samples for w, t in zip(self.weights, self._totals)]
+        weights = self.mixture.segments[0].weights
+        rate = [w * t.tokens / t.samples for w, t in zip(weights, self._totals)]
         sources: dict[str, Any] = {}
         vision = 0.0
-        for i, (source, total) in enumerate(zip(self._sources, self._totals)):
+        for i, (source, total) in enumerate(zip(self.sources, self._totals)):
             inside = total.vision_tokens / total.tokens
             vision += rate[i] / sum(rate) * inside
             sources[total.name] = {
-                "samples": total.samples,
-                "too_long": int(source.too_long.size),
-                "longest": int(source.layout.length.max()),
+                **source.counts,
                 "mean_tokens": total.tokens / total.samples,
-                "draw_share": self.weights[i] / sum(self.weights),
+                "draw_share": weights[i] / sum(weights),
                 "token_share": rate[i] / sum(rate),
                 "vision_share": inside,
             }
-        return {"sources": sources, "vision_token_ratio": vision, "manifest": self.manifest}
+        segments = [[s.start, list(s.weights)] for s in self.mixture.segments]
+        return {
+            "sources": sources,
+            "vision_token_ratio": vision,
+            "manifest": self.manifest,
+            "blend": segments,
+            "ends_at": self.mixture.end,
+        }
 
-    def _pack(self, window: int, segments: tuple[Segment, ...]) -> _Window:
+    def _content(self, window: int, mixture: Mixture, opened: int) -> _Window:
+        end = (window + 1) * self.config.pack_window
+        if mixture.end is not None and end > mixture.end:
+            raise DataUsedUp(f"the data ends at position {mixture.end}: {mixture.reason}")
+        known = tuple(
+            (source, sample)
+            for source, sample, step in self._quarantine
+            if step + QUARANTINE_DELAY <= opened
+        )
+        return self._window(window, mixture.segments, known)
+
+    def _pack(
+        self, window: int, segments: tuple[Segment, ...], quarantined: tuple[tuple[int, int], ...]
+    ) -> _Window:
         size = self.config.pack_window
         position = np.arange(window * size, (window + 1) * size)
-        source, draw = blend(position, segments, self.config.seed)
-        index, epoch, length = np.empty_like(draw), np.empty_like(draw), np.empty_like(draw)
-        for number, content in enumerate(self._sources):
+        source, draw = blend(position, segments)
+        places: list[NDArray[np.int64]] = []
+        parts: list[Drawn] = []
+        for number, content in enumerate(self.sources):
             chosen = np.flatnonzero(source == number)
             if chosen.size:
-                index[chosen], epoch[chosen] = content.samples(draw[chosen])
-                length[chosen] = content.layout.length[index[chosen]]
+                bad = [sample for owner, sample in quarantined if owner == number]
+                places.append(chosen)
+                parts.append(content.draw(draw[chosen], bad))
+        # Where the samples of the window lie when those of each source are laid end to end.
+        joined = np.empty(size, np.int64)
+        joined[np.concatenate(places)] = np.arange(size)
+        length = np.concatenate([part.layout.length for part in parts])[joined]
         packed = pack_window(length, self.config.seq_len)
-        at = packed.sample
-        return _Window(packed, source[at], index[at], position[at], epoch[at])
-
-    def _items(self, samples: SampleTable) -> ItemTable:
-        num_samples = samples.index.size
-        first, count = np.zeros(num_samples, np.int64), np.zeros(num_samples, np.int64)
-        for number, source in enumerate(self._sources):
-            chosen = samples.source == number
-            index, ptr = samples.index[chosen], source.index.item_ptr
-            first[chosen], count[chosen] = ptr[index], ptr[index + 1] - ptr[index]
-        sample = np.repeat(np.arange(num_samples), count)
-        within = np.arange(sample.size) - np.repeat(np.cumsum(count) - count, count)
-        item = first[sample] + within
-        columns = np.zeros((sample.size, 8), np.int64)
-        owner = samples.source[sample]
-        for number, source in enumerate(self._sources):
-            chosen = np.flatnonzero(owner == number)
-            at, index = item[chosen], source.index
-            columns[chosen, 0] = index.item_kind[at]
-            columns[chosen, 1] = index.item_media[at]
-            columns[chosen, 2] = index.item_chunk[at]
-            columns[chosen, 3:6] = source.layout.grid[at]
-            columns[chosen, 6] = source.layout.start[at]
-            columns[chosen, 7] = source.layout.tokens[at]
-        kind, media, chunk, frames, grid_h, grid_w, start, tokens = columns.T
-        return ItemTable(
-            sample=sample.astype(np.int32),
-            item=item,
-            kind=kind.astype(np.int8),
-            media=media.astype(np.int16),
-            chunk=chunk.astype(np.int16),
-            frames=frames.astype(np.int32),
-            grid_h=grid_h.astype(np.int32),
-            grid_w=grid_w.astype(np.int32),
-            row=samples.row[sample],
-            start=(samples.start[sample] + start).astype(np.int32),
-            tokens=tokens.astype(np.int32),
+        at = joined[packed.sample]
+        samples = SampleTable(
+            source=source[packed.sample],
+            index=np.concatenate([part.sample for part in parts])[at],
+            part=np.concatenate([part.part for part in parts])[at],
+            position=position[packed.sample],
+            epoch=np.concatenate([part.epoch for part in parts])[at].astype(np.int32),
+            varied=np.concatenate([part.varied for part in parts])[at],
+            row=packed.row,
+            start=packed.start,
+            length=packed.length,
         )
+        items, item_ptr = self._items(parts, source[np.concatenate(places)], at, samples)
+        return _Window(packed, samples, items, item_ptr)
 
-    def _build_segments(
-        self, parts: tuple[tuple[int, tuple[int, ...]], ...]
-    ) -> tuple[Segment, ...]:
-        segments: tuple[Segment, ...] = ()
-        for start, weights in parts:
-            segments = append_segment(segments, start, weights, self.config.seed)
-        return segments
+    def _items(
+        self,
+        parts: Sequence[Drawn],
+        source: NDArray[np.int16],
+        at: NDArray[np.int64],
+        samples: SampleTable,
+    ) -> tuple[ItemTable, NDArray[np.int64]]:
+        """Return the items of a window's samples in packed order, and where each sample's begin.
 
-    def _encode(self, segments: tuple[Segment, ...], window: int, row: int, step: int) -> State:
-        # Counts are left out: they follow from starts and weights, and a state has to stay small.
+        Args:
+            source: source of each of the samples as `parts` has them.
+            at: which of those each packed sample is.
+        """
+        counts = np.concatenate([np.diff(part.layout.item_ptr) for part in parts])
+        ptr = np.concatenate([[0], np.cumsum(counts)])
+        item, item_ptr = gather(ptr, at)
+        line = np.concatenate([part.layout.item for part in parts])[item]
+        grid = np.concatenate([part.layout.grid for part in parts])[item]
+        start = np.concatenate([part.layout.start for part in parts])[item]
+        tokens = np.concatenate([part.layout.tokens for part in parts])[item]
+        level = np.concatenate([part.level for part in parts])
+        sample = np.repeat(np.arange(at.size), np.diff(item_ptr))
+        named = np.zeros((item.size, 3), np.int16)
+        owner = source[at][sample]
+        for number, index in enumerate(self.indices):
+            chosen = np.flatnonzero(owner == number)
+            lines = line[chosen]
+            named[chosen, 0] = index.item_kind[lines]
+            named[chosen, 1] = index.item_media[lines]
+            named[chosen, 2] = index.item_chunk[lines]
+        table = ItemTable(
+            sample=sample.astype(np.int32),
+            item=line,
+            kind=named[:, 0].astype(np.int8),
+            media=named[:, 1].copy(),
+            chunk=named[:, 2].copy(),
+            level=level[at][sample],
+            frames=grid[:, 0].copy(),
+            grid_h=grid[:, 1].copy(),
+            grid_w=grid[:, 2].copy(),
+            row=samples.row[sample],
+            start=samples.start[sample] + start,
+            tokens=tokens,
+        )
+        return table, item_ptr
+
+    def _mix(self, parts: tuple[tuple[int, tuple[int, ...]], ...]) -> Mixture:
+        """Return the mixture of a state that has gone through these segments, the last its own."""
+        *before, (start, _) = parts
+        past: tuple[Segment, ...] = ()
+        for begin, weights in before:
+            past = append_segment(past, begin, weights)
+        return self._mixer.mixture(past, start)
+
+    @staticmethod
+    def _parts(state: Mapping[str, Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        return tuple((int(start), tuple(weights)) for start, weights in state["blend"])
+
+    def _encode(
+        self, mixture: Mixture, window: int, row: int, step: int, opened: int, known: int = 1
+    ) -> State:
+        """Return a state; it holds the segments that have begun, and the first `known` at least.
+
+        Those that lie ahead follow from the config, and counts from starts and weights: left out,
+        because a state has to stay small. A change that was made by hand is known before it begins.
+        """
+        position = window * self.config.pack_window
+        begun = sum(segment.start <= position for segment in mixture.segments)
+        begun = mixture.segments[: max(begun, known)]
         return {
             "schema": SCHEMA,
             "manifest": self.manifest,
             "packing": dict(self._packing),
+            "decoders": _decoders() if self.config.same_decoders else None,
             "seed": self.config.seed,
-            "segments": [{"start": s.start, "weights": list(s.weights)} for s in segments],
+            "blend": [[s.start, list(s.weights)] for s in begun],
             "window": int(window),
             "row": int(row),
+            "opened": int(opened),
             "step": int(step),
+            "quarantine": [],
         }
 
-    def _decode(self, state: Mapping[str, Any], own_blend: bool = True) -> tuple[Segment, ...]:
-        """Check a state field by field and return its blend segments."""
-        expected = self._encode((), 0, 0, 0)
+    def _decode(self, state: Mapping[str, Any]) -> Mixture:
+        """Check a state field by field and return the mixture it goes on with."""
+        expected = self._encode(self.mixture, 0, 0, 0, 0)
         if set(state) != set(expected):
             raise ValueError(f"state has fields {sorted(state)}, expected {sorted(expected)}")
         for field in ("schema", "manifest", "seed"):
             _same(field, state[field], expected[field])
         for field, value in self._packing.items():
             _same(f"packing.{field}", state["packing"].get(field), value)
-        for field in ("window", "row", "step"):
+        if self.config.same_decoders and state["decoders"] not in (None, expected["decoders"]):
+            raise ValueError(
+                f"state field 'decoders' is {state['decoders']!r}, installed are "
+                f"{expected['decoders']!r}: pictures may decode to other pixels; install those "
+                "versions, or accept the difference with same_decoders: false"
+            )
+        for field in ("window", "row", "opened", "step"):
             value = state[field]
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"state field {field!r} is {value!r}; expected an integer >= 0")
-        segments = self._segments(
-            tuple((part["start"], tuple(part["weights"])) for part in state["segments"])
-        )
-        if own_blend and segments[-1].weights != self.weights:
+        parts = self._parts(state)
+        mixture = self._mixtures(parts)
+        own = mixture.segments[len(parts) - 1].weights
+        if own != parts[-1][1]:
             raise ValueError(
-                f"state field 'segments' ends with weights {segments[-1].weights}, this config "
-                f"gives {self.weights}; to go on with the new shares from the next window on, "
-                "pass the state through Planner.with_own_blend"
+                f"state field 'blend' ends with weights {parts[-1][1]}, this config gives {own}; "
+                "to go on with the new shares from the next window on, pass the state through "
+                "Planner.with_own_blend"
             )
-        return segments
+        return mixture
+
+
+def _packing(config: DataConfig) -> dict[str, Any]:
+    """What else the rows depend on, small enough for a state."""
+    augment = json.dumps([[name, repr(config.augment[name])] for name in sorted(config.augment)])
+    return {
+        "seq_len": config.seq_len,
+        "pack_window": config.pack_window,
+        "shard_window": config.shard_window,
+        "limits": [config.limits.image, config.limits.frame, config.limits.side],
+        "split_text": config.split_text,
+        "shrink_media": config.shrink_media,
+        "augment": hashlib.sha256(augment.encode()).hexdigest()[:16] if config.augment else None,
+    }
+
+
+@lru_cache(maxsize=1)
+def _decoders() -> str:
+    """Name the libraries that turn bytes into pixels, with their versions."""
+    return " ".join(f"{name} {version(name)}" for name in ("pillow", "av"))
 
 
 def _same(field: str, value: object, expected: object) -> None:
@@ -377,23 +404,31 @@ def _same(field: str, value: object, expected: object) -> None:
         )
 
 
-def _join(pieces: Sequence[tuple[_Window, int, int]]) -> SampleTable:
+def _join(pieces: Sequence[tuple[_Window, int, int]]) -> tuple[SampleTable, ItemTable]:
     """Take rows [first, end) of each window and number them through as the rows of a step."""
-    parts: list[tuple[NDArray[Any], ...]] = []
-    rows_before = 0
+    samples: list[SampleTable] = []
+    items: list[ItemTable] = []
+    rows_before = samples_before = 0
     for window, first, end in pieces:
-        packed = window.packed
-        part = slice(int(packed.row_ptr[first]), int(packed.row_ptr[end]))
-        parts.append(
-            (
-                window.source[part],
-                window.index[part],
-                window.position[part],
-                window.epoch[part].astype(np.int32),
-                packed.row[part] + np.int32(rows_before - first),
-                packed.start[part],
-                packed.length[part],
-            )
-        )
+        begin, stop = (int(window.packed.row_ptr[row]) for row in (first, end))
+        part, shift = slice(begin, stop), np.int32(rows_before - first)
+        chosen = _slice(window.samples, part)
+        samples.append(replace(chosen, row=chosen.row + shift))
+        some = _slice(window.items, slice(int(window.item_ptr[begin]), int(window.item_ptr[stop])))
+        sample = some.sample + np.int32(samples_before - begin)
+        items.append(replace(some, row=some.row + shift, sample=sample))
         rows_before += end - first
-    return SampleTable(*(np.concatenate(column) for column in zip(*parts)))
+        samples_before += stop - begin
+    return _concatenate(samples), _concatenate(items)
+
+
+def _slice(table: Table, part: slice) -> Table:
+    return type(table)(*(getattr(table, column.name)[part] for column in fields(table)))
+
+
+def _concatenate(tables: Sequence[Table]) -> Table:
+    first = tables[0]
+    if len(tables) == 1:
+        return first
+    columns = [column.name for column in fields(first)]
+    return type(first)(*(np.concatenate([getattr(t, c) for t in tables]) for c in columns))

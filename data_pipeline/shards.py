@@ -1,8 +1,7 @@
 """Shards: plain tar files that webdataset, tar and Python's tarfile read.
 
 A sample is `KEY.json` followed by its media `KEY.0.png`, `KEY.1.mp4`, ... The JSON is
-{"segments": [{"kind": "text", "text": str, "loss": bool} | {"kind": "image", "file": "0.png"} |
-{"kind": "video", "file": "1.mp4", "timestamps": ["00:00:00.000", ...]}], "meta": {...}}.
+{"meta": {...}, "segments": [...]}; docs/data_format.md says what a segment may be.
 
 Headers carry no time, owner or mode of the machine, so equal samples give equal bytes.
 """
@@ -64,47 +63,62 @@ def sample_json(segments: Sequence[dict[str, Any]], meta: dict[str, Any]) -> byt
     return text.encode()
 
 
-def padded(length: int) -> int:
-    """Bytes a member of `length` takes in a tar file, header included."""
-    return _BLOCK + (length + _BLOCK - 1) // _BLOCK * _BLOCK
+@dataclass(frozen=True)
+class Framed:
+    """The tar blocks of one sample; offsets of its members count from the first of their bytes."""
+
+    data: bytes
+    members: tuple[Member, ...]
+
+
+def frame(key: str, document: bytes, media: Sequence[tuple[str, bytes]]) -> Framed:
+    """Lay a sample out as it stands in a shard, wherever that will be.
+
+    Args:
+        key: see `check_sample_key`.
+        document: from `sample_json`.
+        media: (file name as in the document, such as "0.png"; bytes) in order.
+
+    Returns:
+        Blocks, with the member of the document first, then one per medium.
+    """
+    blocks: list[bytes] = []
+    members: list[Member] = []
+    size = 0
+    for name, data in (("json", document), *media):
+        header = tarfile.TarInfo(f"{key}.{name}")
+        header.size, header.mode = len(data), 0o444
+        blocks += (header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % _BLOCK))
+        members.append(Member(size + _BLOCK, len(data), zlib.crc32(data)))
+        size += _BLOCK + (len(data) + _BLOCK - 1) // _BLOCK * _BLOCK
+    return Framed(b"".join(blocks), tuple(members))
 
 
 class ShardBuilder:
     """Collects samples in memory and hands out one tar file."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []
+        self._blocks: list[bytes] = []
         self.size = len(_END)
         self.samples = 0
 
     def add(self, key: str, document: bytes, media: Sequence[tuple[str, bytes]]) -> list[Member]:
-        """Append a sample.
+        """Append a sample, arguments as of `frame`; returns its members, placed in the shard."""
+        framed = frame(key, document, media)
+        start = self.append(framed.data)
+        return [Member(start + m.offset, m.length, m.crc) for m in framed.members]
 
-        Args:
-            key: see `check_sample_key`.
-            document: from `sample_json`.
-            media: (file name as in the document, such as "0.png"; bytes) in order.
-
-        Returns:
-            The member of the document, then one per medium.
-        """
-        members = [self._append(f"{key}.json", document)]
-        members += [self._append(f"{key}.{name}", data) for name, data in media]
+    def append(self, blocks: bytes) -> int:
+        """Append the blocks of a sample; returns where in the shard they begin."""
+        start = self.size - len(_END)
+        self._blocks.append(blocks)
+        self.size += len(blocks)
         self.samples += 1
-        return members
-
-    def _append(self, name: str, data: bytes) -> Member:
-        header = tarfile.TarInfo(name)
-        header.size, header.mode = len(data), 0o444
-        offset = self.size - len(_END) + _BLOCK
-        filling = bytes(-len(data) % _BLOCK)
-        self._pieces += (header.tobuf(tarfile.USTAR_FORMAT), data, filling)
-        self.size += padded(len(data))
-        return Member(offset, len(data), zlib.crc32(data))
+        return start
 
     def finish(self) -> Shard:
         """The tar file of all samples so far; the builder is empty afterwards."""
-        data = b"".join((*self._pieces, _END))
+        data = b"".join((*self._blocks, _END))
         shard = Shard(data, hashlib.sha256(data).hexdigest(), self.samples)
-        self._pieces, self.size, self.samples = [], len(_END), 0
+        self._blocks, self.size, self.samples = [], len(_END), 0
         return shard

@@ -7,6 +7,7 @@ splitting are Moonshot's, so that the real file gives the real ids.
 
 Layout of a sample: [BOS], its segments in order, [EOS].
 An image:       <|media_begin|> "image" <|media_content|> <|media_pad|> x N <|media_end|>
+A region:       its label, then "[012,034,...]", digit by digit.
 A video chunk:  "00:00:02.000" <|media_begin|> "video" <|media_content|> <|media_pad|> x N
                 <|media_end|>; chunks follow one another with nothing between.
 
@@ -110,6 +111,9 @@ class Tokenizer:
         )
         self._image = tuple(self.encode("image"))
         self._video = tuple(self.encode("video"))
+        # Single bytes always have a rank, so a written number has the same length whatever it is.
+        self._digits = tuple(table[bytes([b])] for b in b"0123456789")
+        self._open, self._comma, self._close = (table[mark] for mark in (b"[", b",", b"]"))
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, hash={self.hash[:12]})"
@@ -142,6 +146,26 @@ class Tokenizer:
     def video_prefix(self, timestamp: str) -> list[int]:
         """Ids before a video chunk's media pads; `[media_end]` follows the pads."""
         return [*self.encode(timestamp), self.media_begin, *self._video, self.media_content]
+
+    def region(self, label: str, numbers: Sequence[int]) -> list[int]:
+        """Ids of a written region: its label, then "[", numbers of three digits with ",", and "]".
+
+        Args:
+            label: any text.
+            numbers: each in 0 ... 999. How many ids they become depends on their count alone, so
+                that the length of a sample is known before its coordinates are.
+        """
+        ids = [*self.encode(label), self._open]
+        for place, number in enumerate(numbers):
+            if not 0 <= number <= 999:
+                raise ValueError(f"region {label!r}: number {number} is not in 0 ... 999")
+            ids += [self._comma] * (place > 0)
+            ids += [self._digits[int(digit)] for digit in f"{number:03d}"]
+        return [*ids, self._close]
+
+    def region_length(self, label: str, count: int) -> int:
+        """How many ids `region` gives for `count` numbers."""
+        return len(self.encode(label)) + 1 + 4 * count
 
 
 def _parse_ranks(content: bytes, name: str) -> dict[bytes, int]:

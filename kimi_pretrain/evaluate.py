@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_pipeline.collate import sample_tokens
+from data_pipeline.access import open_data
+from data_pipeline.collate import SampleLayout, laid_out
 from data_pipeline.decode import decode_item
 from data_pipeline.index import SourceIndex
 from data_pipeline.manifest import read_index
-from data_pipeline.store import Span, Store, get_many, open_store
+from data_pipeline.store import Span, Store, get_many
 from data_pipeline.text import Tokenizer
 from kimi_pretrain import checkpoint
 from kimi_pretrain.config import Config, parse_config
@@ -71,7 +72,7 @@ def evaluate(
     checkpoint.read_manifest(checkpoint_folder, config)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    store = open_store(config.data.root, endpoint=config.data.endpoint)
+    store = open_data(config.data)
     tokenizer = load_tokenizer(config, store)
     examples = read_examples(store, read_index(store, source), config, limit)
     mesh = engine_mesh.start(config.layout)
@@ -192,7 +193,7 @@ def _runs(examples: list[Example], tokenizer: Tokenizer, length: int):
     """Yield runs of (example, its layout) that fit one microbatch, in order."""
     run, filled = [], 0
     for example in examples:
-        layout = sample_tokens(example.segments, tokenizer, [_tokens(example)])
+        layout = laid_out(example.segments, tokenizer, SampleLayout(0, (_tokens(example),)))
         size = len(layout[0])
         if run and filled + size > length:
             yield run

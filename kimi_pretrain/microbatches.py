@@ -23,7 +23,11 @@ def replica_rows(plan: GlobalPlan, mesh: Mesh) -> range:
 
 
 def build_microbatches(
-    batch: StepBatch, mesh: Mesh, per_microbatch: int, skipped: np.ndarray
+    batch: StepBatch,
+    mesh: Mesh,
+    per_microbatch: int,
+    skipped: np.ndarray,
+    restart_positions: bool = True,
 ) -> list[Microbatch]:
     """Return this replica's microbatches, without vision leaves.
 
@@ -31,17 +35,30 @@ def build_microbatches(
         batch: rows fetched for this rank (`batch.rows` is None on middle stages).
         per_microbatch: rows laid end to end in one microbatch.
         skipped: samples of the plan (their numbers) whose loss does not count.
+        restart_positions: positions begin at 0 in every document, or in every row.
     """
     rows = replica_rows(batch.plan, mesh)
     starts = range(0, len(rows), per_microbatch)
     return [
-        _microbatch(batch, rows[start : start + per_microbatch], start, mesh.device, skipped)
+        _microbatch(
+            batch,
+            rows[start : start + per_microbatch],
+            start,
+            mesh.device,
+            skipped,
+            restart_positions,
+        )
         for start in starts
     ]
 
 
 def _microbatch(
-    batch: StepBatch, rows: range, first: int, device: torch.device, skipped: np.ndarray
+    batch: StepBatch,
+    rows: range,
+    first: int,
+    device: torch.device,
+    skipped: np.ndarray,
+    restart_positions: bool,
 ) -> Microbatch:
     plan = batch.plan
     borders, documents = segments(plan, rows)
@@ -49,7 +66,9 @@ def _microbatch(
     for start, end, document in zip(borders[:-1], borders[1:], documents, strict=True):
         if not document:
             padding[0, start:end] = True
-    microbatch = Microbatch(PackedRows.of(borders, documents, device), padding)
+    positions = np.concatenate([plan.positions(row, restart_positions) for row in rows])
+    packed = PackedRows.of(borders, documents, device, torch.from_numpy(positions))
+    microbatch = Microbatch(packed, padding)
     if batch.rows is not None:
         local = slice(first, first + len(rows))
         loss_mask = batch.rows.loss_mask[local].copy()

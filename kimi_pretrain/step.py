@@ -6,7 +6,7 @@ divisor, the global number of loss tokens, is applied in phase 7 to encoder and 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipeline.loader import Needs, StepBatch
+from data_pipeline.loader import BadSample, Needs, StepBatch
 from data_pipeline.plan import GlobalPlan
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.assign import VisionPlan, plan_vision
@@ -34,13 +34,13 @@ from kimi_pretrain.update import Update, UpdateReport
 
 @dataclass
 class StepReport:
-    """What one step did; the same on every rank but for `bad_items` and `spans`.
+    """What one step did; the same on every rank but for `bad` and `spans`.
 
     Attributes:
         loss: mean over the global batch's loss tokens.
         loss_tokens, text_tokens, vision_tokens, items: of the global batch.
-        skipped_samples: samples whose loss did not count because a medium was unusable.
-        bad_items: (item of the plan, reason) found by this rank.
+        skipped: samples of the plan whose loss did not count because they were unusable, int64.
+        bad: what this rank found unusable, and why.
         update: of the optimizer; see `UpdateReport`.
         vision: who encoded which item.
         spans: phase -> (start, end) in seconds of the wall clock, on this rank.
@@ -51,8 +51,8 @@ class StepReport:
     text_tokens: int
     vision_tokens: int
     items: int
-    skipped_samples: int
-    bad_items: list[tuple[int, str]]
+    skipped: np.ndarray
+    bad: Sequence[BadSample]
     update: UpdateReport
     vision: VisionPlan
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -118,7 +118,8 @@ class TrainStep:
             vision = vision_plan(batch.plan, self.config, self.mesh)
             skipped = self._skipped_samples(batch)
             rows = self.config.train.rows_per_microbatch
-            microbatches = build_microbatches(batch, self.mesh, rows, skipped)
+            restart = self.config.data.restart_positions
+            microbatches = build_microbatches(batch, self.mesh, rows, skipped, restart)
             loss_tokens = self._count_loss_tokens(microbatches)
         if text_only:
             self._replace_media_tokens(batch.plan, microbatches)
@@ -133,8 +134,8 @@ class TrainStep:
             text_tokens=int(batch.plan.text_tokens),
             vision_tokens=int(batch.plan.vision_tokens),
             items=len(batch.plan.items.row),
-            skipped_samples=len(skipped),
-            bad_items=[(bad.item, bad.reason) for bad in batch.bad],
+            skipped=skipped,
+            bad=batch.bad,
             update=report,
             vision=vision,
             spans=self._spans,
@@ -193,11 +194,9 @@ class TrainStep:
 
     def _skipped_samples(self, batch: StepBatch) -> np.ndarray:
         """Return the samples that some rank found unusable, the same array on every rank."""
-        unusable = np.zeros(len(batch.plan.items.row))
-        unusable[[bad.item for bad in batch.bad]] = 1.0
-        if len(unusable):
-            unusable = np.array(self.mesh.max(unusable.tolist()))
-        return np.unique(batch.plan.items.sample[unusable > 0])
+        unusable = np.zeros(len(batch.plan.samples.row))
+        unusable[[bad.sample for bad in batch.bad]] = 1.0
+        return np.flatnonzero(np.array(self.mesh.max(unusable.tolist())) > 0)
 
     def _count_loss_tokens(self, microbatches: list[Microbatch]) -> int:
         mine = 0

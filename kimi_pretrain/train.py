@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from data_pipeline.access import open_data, open_tokenizer
 from data_pipeline.index import SourceIndex
 from data_pipeline.loader import Loader
 from data_pipeline.manifest import check_shards, read_index
 from data_pipeline.plan import GlobalPlan
-from data_pipeline.store import Store, open_store
+from data_pipeline.store import Store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain import checkpoint
 from kimi_pretrain.config import Config, ConfigError, describe
@@ -42,7 +43,7 @@ class Run:
         if resume is not None:
             checkpoint.read_manifest(resume, config)
         self.config, self.mesh = config, mesh
-        self.store = open_store(config.data.root, endpoint=config.data.endpoint)
+        self.store = open_data(config.data)
         self.tokenizer = load_tokenizer(config, self.store)
         self.loader = self._open_loader()
         self.model = Model.build(config, mesh)
@@ -114,7 +115,7 @@ def load_tokenizer(config: Config, store: Store) -> Tokenizer:
     Raises:
         ConfigError: its vocabulary is larger than the model's.
     """
-    tokenizer = Tokenizer.from_store(store, config.data.tokenizer)
+    tokenizer = open_tokenizer(config.data, store)
     if tokenizer.vocab_size > config.model.language.vocab_size:
         raise ConfigError(
             f"tokenizer {config.data.tokenizer} has {tokenizer.vocab_size} ids, "
@@ -166,8 +167,8 @@ def _loop(run: Run, run_dir: Path) -> None:
         line = _metrics_line(run, batch.plan, report, time.time() - start)
         if metrics is not None:
             metrics.write(line)
-        if report.skipped_samples:  # the same on every rank, so this is collective
-            _record_skipped(run, report, run_dir / "quarantine.jsonl")
+        if report.skipped.size:  # the same on every rank, so this is collective
+            _quarantine(run, batch.plan, report, run_dir / "quarantine.jsonl")
         if run.step == config.train.trace_step:
             spans = mesh.gather(report.spans)
             if mesh.rank == 0:
@@ -217,7 +218,7 @@ def _metrics_line(run: Run, plan: GlobalPlan, report: StepReport, seconds: float
             "requests": sum(store[0] for _, store, _ in everyone),
             "bytes": sum(store[1] for _, store, _ in everyone),
         },
-        "skipped_samples": report.skipped_samples,
+        "skipped_samples": len(report.skipped),
     }
 
 
@@ -246,16 +247,24 @@ def _patches_per_rank(vision: VisionPlan) -> dict[str, list[float]]:
     }
 
 
-def _record_skipped(run: Run, report: StepReport, file: Path) -> None:
-    """Write down which media were unusable and why; their samples' loss did not count."""
-    for _, reason in report.bad_items:
-        log.warning("step %d: skipped a sample: %s", run.step, reason)
-    found: list[Any] = run.mesh.gather(report.bad_items)
+def _quarantine(run: Run, plan: GlobalPlan, report: StepReport, file: Path) -> None:
+    """Fill the places of unusable samples from later on, and write down what was wrong with them.
+
+    In this step their loss did not count.
+    """
+    for bad in report.bad:
+        log.warning("step %d: skipped a sample: %s", run.step, bad.reason)
+    run.loader.quarantine(plan, report.skipped.tolist())
+    found: list[Any] = run.mesh.gather([(b.sample, b.item, b.reason) for b in report.bad])
     if run.mesh.rank == 0:
+        # Two stages that read the same row find the same fault.
+        entries = {entry for part in found for entry in part}
         with file.open("a") as lines:
-            for item, reason in sorted(entry for part in found for entry in part):
-                line = {"step": run.step, "item": item, "reason": reason}
-                lines.write(json.dumps(line) + "\n")
+            for sample, item, reason in sorted(entries, key=str):
+                index = run.loader.indices[plan.samples.source[sample]]
+                key = index.key_of(int(plan.samples.index[sample]))
+                line = {"step": run.step, "source": index.name, "key": key, "item": item}
+                lines.write(json.dumps(line | {"reason": reason}) + "\n")
 
 
 def _write_state_hashes(run: Run, file: Path) -> None:

@@ -119,18 +119,30 @@ class PackedRows(PackedSeqParams):
 
     Attributes:
         parts: segments grouped for `packed_attention`.
-        positions: of each token inside its own segment, int64 [tokens].
+        positions: of each token, for its rotary angle, int64 [tokens].
+        num_positions: one more than the largest of them.
     """
 
     parts: list[Bucket] | None = None
     positions: Tensor | None = None
+    num_positions: int = 0
 
     @classmethod
-    def of(cls, cu_seqlens: list[int], is_document: list[bool], device: torch.device):
-        """Build from segment borders; see `buckets`."""
+    def of(
+        cls,
+        cu_seqlens: list[int],
+        is_document: list[bool],
+        device: torch.device,
+        positions: Tensor | None = None,
+    ):
+        """Build from segment borders; see `buckets`. Positions begin at 0 in every segment unless
+        they are given, int64 [tokens].
+        """
         borders = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
         lengths = [end - start for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:])]
         longest = max(lengths)
+        if positions is None:
+            positions = torch.cat([torch.arange(length) for length in lengths])
         return cls(
             qkv_format="thd",
             cu_seqlens_q=borders,
@@ -138,7 +150,8 @@ class PackedRows(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             parts=buckets(cu_seqlens, is_document, device),
-            positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
+            positions=positions.to(device),
+            num_positions=int(positions.max()) + 1,
         )
 
 
@@ -190,7 +203,7 @@ class RestartingRotary(nn.Module):
 
     def forward(self, rows: PackedRows, packed_seq: bool = True):
         """Return angles [tokens, 1, 1, dim]; with YaRN also its factor on queries and keys."""
-        found = self.rotary(rows.max_seqlen_q, packed_seq=packed_seq)
+        found = self.rotary(rows.num_positions, packed_seq=packed_seq)
         if isinstance(found, tuple):
             return found[0].index_select(0, rows.positions), found[1]
         return found.index_select(0, rows.positions)

@@ -36,7 +36,7 @@ def losses(run) -> list[dict]:
             "clipped_heads": report.update.clipped_heads,
             "vision_tokens": report.vision_tokens,
             "loss_tokens": report.loss_tokens,
-            "skipped_samples": report.skipped_samples,
+            "skipped_samples": len(report.skipped),
             "items": report.items,
         }
         for report in reports

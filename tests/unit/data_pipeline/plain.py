@@ -3,7 +3,7 @@
 import numpy as np
 
 from data_pipeline.blend import append_segment, blend
-from data_pipeline.index import SourceIndex
+from data_pipeline.index import PIECE_ITEM, PIECE_TEXT, SourceIndex
 from data_pipeline.order import ShardOrder
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, grid
 
@@ -40,12 +40,15 @@ def made_index(name, shard_sizes, seed=0, *, text=(3, 120), media=0.0, video=0.2
 
 def slow_sample(index, sample, limits):
     """Symbols of a sample, and (item, first pad, pads, grid) of its items."""
-    symbols, items, text_done = ["bos"], [], 0
-    for item in range(index.item_ptr[sample], index.item_ptr[sample + 1]):
-        while text_done < index.item_text_before[item]:
-            symbols.append("text")
-            text_done += 1
-        symbols += ["prefix"] * int(index.item_prefix[item])
+    symbols, items = ["bos"], []
+    item = int(index.item_ptr[sample])
+    for piece in range(index.piece_ptr[sample], index.piece_ptr[sample + 1]):
+        tokens = int(index.piece_tokens[piece])
+        if index.piece_kind[piece] != PIECE_ITEM:
+            kind = "text" if index.piece_kind[piece] == PIECE_TEXT else "region"
+            symbols += [kind] * tokens
+            continue
+        symbols += ["prefix"] * tokens
         shape = grid(
             *(
                 int(getattr(index, f"item_{n}")[item])
@@ -56,9 +59,7 @@ def slow_sample(index, sample, limits):
         pads = (shape[1] // 2) * (shape[2] // 2)
         items.append((item, len(symbols), pads, shape))
         symbols += ["pad"] * pads + ["end"]
-    while text_done < index.text_tokens[sample]:
-        symbols.append("text")
-        text_done += 1
+        item += 1
     return [*symbols, "eos"], items
 
 
@@ -97,10 +98,10 @@ def slow_window(indices, config, weights, window):
         ShardOrder(np.bincount(index.shard).tolist(), config.shard_window, config.seed, index.name)
         for index in indices
     ]
-    segments = append_segment((), 0, weights, config.seed)
+    segments = append_segment((), 0, weights)
     drawn = []
     for position in range(window * config.pack_window, (window + 1) * config.pack_window):
-        [source], [draw] = blend([position], segments, config.seed)
+        [source], [draw] = blend([position], segments)
         [sample], [epoch] = orders[source].samples([draw])
         sample = slow_substitute(indices[source], sample, lengths[source], config.seq_len)
         drawn.append((int(source), int(sample), position, int(epoch), lengths[source][sample]))

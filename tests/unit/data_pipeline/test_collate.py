@@ -1,11 +1,7 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from data_pipeline.collate import rows_batch, sample_tokens
-from data_pipeline.index import SourceIndex
-from data_pipeline.plan import GlobalPlan, ItemTable, SampleTable
+from data_pipeline.collate import RowBatch, SampleLayout, laid_out, sample_tokens
 from data_pipeline.text import Tokenizer, train_ranks
 
 WORDS = "the quick brown fox jumps over the lazy dog near 12 rivers, 345 boats and one image video "
@@ -29,7 +25,8 @@ DOCUMENTS = [
     ],
     [{"kind": "text", "text": "", "loss": True}, {"kind": "text", "text": "dog", "loss": False}],
 ]
-PADS = [[5], [4, 2, 1], []]
+PADS = [(5,), (4, 2, 1), ()]
+SEQ_LEN = 64
 
 
 def symbols_of(document, pads, tokenizer):
@@ -50,65 +47,36 @@ def symbols_of(document, pads, tokenizer):
     return [*out, (tokenizer.eos, True)]
 
 
+def layout_of(number, tokenizer, **changes):
+    """What a right plan says of a document."""
+    symbols = symbols_of(DOCUMENTS[number], PADS[number], tokenizer)
+    is_pad = [token == tokenizer.media_pad for token, _ in symbols]
+    starts = [i for i, pad in enumerate(is_pad) if pad and not is_pad[i - 1]]
+    known = {"length": len(symbols), "pads": PADS[number], "starts": tuple(starts)}
+    return SampleLayout(**known | changes)
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_a_sample_is_laid_out_as_described(tokenizer, number):
     expected = symbols_of(DOCUMENTS[number], PADS[number], tokenizer)
-    tokens, loss, starts = sample_tokens(DOCUMENTS[number], tokenizer, PADS[number])
+    layout = layout_of(number, tokenizer)
+    tokens, loss = sample_tokens(DOCUMENTS[number], tokenizer, layout, SEQ_LEN)
     assert tokens.tolist() == [token for token, _ in expected]
     assert loss.tolist() == [predicted for _, predicted in expected]
-    is_pad = np.append(tokens, -1) == tokenizer.media_pad
-    assert starts == np.flatnonzero(is_pad[:-1] & ~np.roll(is_pad, 1)[:-1]).tolist()
+    assert laid_out(DOCUMENTS[number], tokenizer, layout)[2] == list(layout.starts)
     assert tokens.dtype == np.int64
     assert loss.dtype == np.bool_
 
 
-def made_plan(tokenizer, lengths=None, seq_len=64):
-    """Row 0 holds samples 0 and 2, row 1 holds sample 1; the index says what the layout gives."""
-    laid = [sample_tokens(d, tokenizer, p) for d, p in zip(DOCUMENTS, PADS)]
-    order, rows = [0, 2, 1], [0, 0, 1]
-    length = [laid[i][0].size for i in order]
-    start = [0, length[0], 0]
-    samples = SampleTable(
-        source=np.zeros(3, np.int16),
-        index=np.array(order),
-        position=np.array(order),
-        epoch=np.zeros(3, np.int32),
-        row=np.array(rows, np.int32),
-        start=np.array(start, np.int32),
-        length=np.array(length, np.int32),
-    )
-    item_sample = [0, 2, 2, 2]
-    item_start = [laid[0][2][0], *laid[1][2]]
-    nothing = np.zeros(4, np.int32)
-    items = ItemTable(
-        sample=np.array(item_sample, np.int32),
-        item=np.arange(4),
-        kind=np.array([0, 1, 1, 0], np.int8),
-        media=nothing.astype(np.int16),
-        chunk=nothing.astype(np.int16),
-        frames=nothing,
-        grid_h=nothing,
-        grid_w=nothing,
-        row=np.array([0, 1, 1, 1], np.int32),
-        start=np.array(item_start, np.int32),
-        tokens=np.array([5, 4, 2, 1], np.int32),
-    )
-    return GlobalPlan(step=0, seq_len=seq_len, num_rows=2, samples=samples, items=items)
-
-
-@pytest.fixture
-def index():
-    return SourceIndex.from_columns("talks", [0, 0, 0], key=["a/0", "a/1", "a/2"])
-
-
-def documents_of(plan):
-    return {s: DOCUMENTS[plan.samples.index[s]] for s in range(3)}
-
-
-def test_rows_labels_and_mask(tokenizer, index):
-    plan = made_plan(tokenizer)
-    batch = rows_batch(plan, [1, 0], documents_of(plan), tokenizer, [index])
-    for place, members in enumerate([[1], [0, 2]]):
+def test_rows_labels_and_mask(tokenizer):
+    batch = RowBatch.empty(2, SEQ_LEN, tokenizer.pad)
+    for row, members in enumerate([[1], [0, 2]]):
+        start = 0
+        for member in members:
+            layout = layout_of(member, tokenizer)
+            batch.place(row, start, *sample_tokens(DOCUMENTS[member], tokenizer, layout, SEQ_LEN))
+            start += layout.length
+    for row, members in enumerate([[1], [0, 2]]):
         tokens, labels, mask = [], [], []
         for member in members:
             symbols = symbols_of(DOCUMENTS[member], PADS[member], tokenizer)
@@ -117,38 +85,81 @@ def test_rows_labels_and_mask(tokenizer, index):
                 following = symbols[i + 1] if i + 1 < len(symbols) else (tokenizer.pad, False)
                 labels.append(following[0])
                 mask.append(following[1] and following[0] != tokenizer.media_pad)
-        filling = 64 - len(tokens)
-        assert batch.tokens[place].tolist() == tokens + [tokenizer.pad] * filling
-        assert batch.labels[place].tolist() == labels + [tokenizer.pad] * filling
-        assert batch.loss_mask[place].tolist() == mask + [False] * filling
+        filling = SEQ_LEN - len(tokens)
+        assert batch.tokens[row].tolist() == tokens + [tokenizer.pad] * filling
+        assert batch.labels[row].tolist() == labels + [tokenizer.pad] * filling
+        assert batch.loss_mask[row].tolist() == mask + [False] * filling
     assert not batch.loss_mask[batch.labels == tokenizer.media_pad].any()
     assert batch.loss_mask.any()
     assert batch.tokens.dtype == batch.labels.dtype == np.int64
 
 
-def test_a_row_of_media_stands_where_the_plan_says(tokenizer, index):
-    plan = made_plan(tokenizer)
-    batch = rows_batch(plan, [0, 1], documents_of(plan), tokenizer, [index])
-    for item in range(4):
-        row, start = plan.items.row[item], plan.items.start[item]
-        pads = batch.tokens[row, start : start + plan.items.tokens[item]]
-        assert (pads == tokenizer.media_pad).all()
-    assert (batch.tokens == tokenizer.media_pad).sum() == plan.vision_tokens
+def test_a_variant_is_chosen_by_number(tokenizer):
+    document = [
+        {"kind": "text", "text": "the ", "loss": True},
+        {"kind": "text", "texts": ["dog", "quick brown fox", "boats"], "loss": True},
+    ]
+    for chosen, text in enumerate(document[1]["texts"]):
+        expected = [
+            *(tokenizer.bos, *tokenizer.encode("the "), *tokenizer.encode(text), tokenizer.eos)
+        ]
+        layout = SampleLayout(len(expected), variants=(0, chosen))
+        assert sample_tokens(document, tokenizer, layout, SEQ_LEN)[0].tolist() == expected
+    first = SampleLayout(2 + len(tokenizer.encode("the ")) + len(tokenizer.encode("dog")))
+    assert tokenizer.decode(sample_tokens(document, tokenizer, first, SEQ_LEN)[0][1:-1]) == (
+        "the dog"
+    )
 
 
-def test_other_tokens_than_the_index_are_refused(tokenizer, index):
-    plan = made_plan(tokenizer)
-    right = plan.samples.length.copy()
-    wrong = right + np.array([0, 0, 1], np.int32)
-    changed = replace(plan, samples=replace(plan.samples, length=wrong))
-    with pytest.raises(
-        ValueError,
-        match=rf"source 'talks', sample 'a/1': {right[2]} tokens, the index says {wrong[2]}",
-    ):
-        rows_batch(changed, [0, 1], documents_of(plan), tokenizer, [index])
-    moved = replace(plan, items=replace(plan.items, start=plan.items.start + np.int32(1)))
-    with pytest.raises(ValueError, match=r"sample 'a/0': media pads begin at \[\d+\], the index"):
-        rows_batch(moved, [0], documents_of(plan), tokenizer, [index])
+def test_regions_are_written_and_lost_ones_left_out(tokenizer):
+    document = [
+        {"kind": "region", "label": "dog", "shape": "box", "media": 0, "loss": True},
+        {"kind": "image", "file": "0.png"},
+        {"kind": "region", "label": " fox", "shape": "point", "media": 0, "loss": False},
+    ]
+    layout = SampleLayout(0, (2,), regions=((1, 20, 300, 999), (7, 0)))
+    tokens, loss, starts = laid_out(document, tokenizer, layout)
+    text = tokenizer.decode(tokens)
+    assert text.startswith("[BOS]dog[001,020,300,999]<|media_begin|>image")
+    assert text.endswith("<|media_end|> fox[007,000][EOS]")
+    assert tokens[starts[0]] == tokenizer.media_pad
+    written = tokenizer.region_length(" fox", 2)
+    assert loss[-1 - written : -1].tolist() == [False] * written
+    without = laid_out(document, tokenizer, SampleLayout(0, (2,), regions=(None, (7, 0))))
+    assert without[0].size == tokens.size - tokenizer.region_length("dog", 4)
+    assert tokenizer.decode(without[0]).startswith("[BOS]<|media_begin|>")
+
+
+@pytest.mark.parametrize("extra", [0, 1, 5])
+def test_parts_of_a_split_text_are_the_text(tokenizer, extra):
+    """Each part begins with bos and ends with eos; only the last one's eos may be learnt."""
+    words = " ".join(WORDS.split() * 8)
+    room = 30
+    ids = tokenizer.encode(words)[: 3 * room + extra] if extra else None
+    words = tokenizer.decode(ids) if extra else words
+    ids = tokenizer.encode(words)
+    document = [{"kind": "text", "text": words, "loss": True}]
+    parts = -(-len(ids) // room)
+    assert parts > 2
+    joined = []
+    for part in range(parts):
+        length = 2 + min(room, len(ids) - part * room)
+        layout = SampleLayout(length, part=part)
+        tokens, loss = sample_tokens(document, tokenizer, layout, room + 2)
+        assert (tokens[0], tokens[-1]) == (tokenizer.bos, tokenizer.eos)
+        assert loss.tolist() == [False, *[True] * (length - 2), part == parts - 1]
+        joined += tokens[1:-1].tolist()
+    assert joined == ids
+
+
+def test_other_tokens_than_the_index_are_refused(tokenizer):
+    right = layout_of(1, tokenizer)
+    wrong = layout_of(1, tokenizer, length=right.length + 1)
+    with pytest.raises(ValueError, match=f"{right.length} tokens, the index says {wrong.length}"):
+        sample_tokens(DOCUMENTS[1], tokenizer, wrong, SEQ_LEN)
+    moved = layout_of(1, tokenizer, starts=tuple(start + 1 for start in right.starts))
+    with pytest.raises(ValueError, match=r"media pads begin at \[\d+, \d+, \d+\], the index"):
+        sample_tokens(DOCUMENTS[1], tokenizer, moved, SEQ_LEN)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +168,15 @@ def test_other_tokens_than_the_index_are_refused(tokenizer, index):
         (lambda d: d[:1], r"0 media items, but the index has 1"),
         (lambda d: [*d, d[1]], r"more media items than the 1 of the index"),
         (lambda d: [*d, {"kind": "sound"}], r"unknown segment kind 'sound'"),
-        (lambda d: [*d, {"kind": "video", "file": "9.mp4"}], r"'9.mp4' has no 'timestamps'"),
-        (lambda d: [{"kind": "text", "text": "x"}], r"KeyError\('loss'\)"),
+        (
+            lambda d: [*d, {"kind": "region", "label": "x", "loss": True}],
+            r"more regions than the 0 of the index",
+        ),
     ],
 )
-def test_broken_documents_name_source_and_sample(tokenizer, index, change, message):
-    plan = made_plan(tokenizer)
-    documents = documents_of(plan) | {0: change(DOCUMENTS[0])}
-    with pytest.raises(ValueError, match=rf"source 'talks', sample 'a/0': .*{message}"):
-        rows_batch(plan, [0], documents, tokenizer, [index])
+def test_broken_documents_are_refused(tokenizer, change, message):
+    document = change(DOCUMENTS[0])
+    for segment in document:
+        segment.setdefault("loss", True)
+    with pytest.raises(ValueError, match=message):
+        sample_tokens(document, tokenizer, layout_of(0, tokenizer), SEQ_LEN)

@@ -8,7 +8,16 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from data_pipeline.index import ITEM_COLUMNS, SAMPLE_COLUMNS, SourceIndex
+from data_pipeline.index import (
+    COLUMNS,
+    GROUPS,
+    PIECE_ITEM,
+    PIECE_REGION,
+    PIECE_TEXT,
+    SAMPLE_COLUMNS,
+    ShardInfo,
+    SourceIndex,
+)
 from data_pipeline.ingest import ingest
 from data_pipeline.manifest import (
     IndexMismatch,
@@ -24,37 +33,68 @@ from tests.unit.data_pipeline.media import samples
 
 @pytest.fixture
 def source(store, tokenizer):
-    return ingest(samples(24), store, "src", tokenizer, 20_000)
+    return ingest(samples(24), store, "src", tokenizer, 20_000, category="caption")
 
 
-def _made() -> SourceIndex:
+ALL_COLUMNS = [*COLUMNS, *(f"{group}_ptr" for group in GROUPS)]
+
+
+def _made(**changed) -> SourceIndex:
+    """Five samples with pieces of every kind; `changed` replaces columns."""
     rng = np.random.default_rng(0)
-    ptr = np.array([0, 0, 2, 3, 3, 7])
-    columns = {
-        name: rng.integers(0, 100, 5 if name in SAMPLE_COLUMNS else 7)
-        for name in (*SAMPLE_COLUMNS, *ITEM_COLUMNS)
+    kinds = [[0], [0, 1, 2, 1, 0], [2, 1], [0, 0], [1, 1, 2, 1, 0, 1, 2]]
+    piece_kind = np.array([kind for row in kinds for kind in row])
+    variants = np.where(piece_kind == PIECE_TEXT, 1 + np.arange(len(piece_kind)) % 3, 1)
+    sample = np.repeat(np.arange(5), [len(row) for row in kinds])
+    is_region = piece_kind == PIECE_REGION
+    points = 1 + np.arange(is_region.sum())
+    entries = {
+        "piece": np.ones(len(sample), int),
+        "variant": variants - 1,
+        "item": piece_kind == PIECE_ITEM,
+        "region": is_region,
+        "point": np.zeros(len(sample), int),
     }
-    columns["shard"] = np.array([0, 0, 1, 1, 2])
-    text = columns.pop("text_tokens")
-    return SourceIndex.from_columns("made", text, item_ptr=ptr, **columns)
+    entries["point"][is_region] = points
+    columns = {
+        f"{group}_ptr": np.append(0, np.cumsum(np.bincount(sample, counts, 5))).astype(np.int64)
+        for group, counts in entries.items()
+    }
+    for group, names in GROUPS.items():
+        for name, kind in names.items():
+            columns[name] = rng.integers(0, 100, entries[group].sum()).astype(kind)
+    for name, kind in SAMPLE_COLUMNS.items():
+        columns[name] = rng.integers(0, 100, 5).astype(kind)
+    columns |= {
+        "piece_kind": piece_kind.astype(np.int8),
+        "piece_variants": variants.astype(np.int16),
+        "region_points": points.astype(np.int16),
+        "shard": np.array([0, 0, 1, 1, 2], np.int32),
+    }
+    about = {
+        "name": "made",
+        "category": "grounding",
+        "shards": tuple(ShardInfo(f"made/{i}.tar", 9, f"{i}", n) for i, n in enumerate([2, 2, 1])),
+        "key": [f"k{i}" for i in range(5)],
+        "tokenizer_name": "tiny",
+        "tokenizer_hash": "abc",
+    }
+    return SourceIndex(**(about | columns | changed))
 
 
 def test_write_then_read_keeps_every_column(store):
     made = _made()
     write_index(store, made)
     found = read_index(store, "made")
-    for name, kind in {**SAMPLE_COLUMNS, **ITEM_COLUMNS}.items():
-        assert getattr(found, name).dtype == kind
-        assert np.array_equal(getattr(found, name), getattr(made, name)), name
-    for name in ("item_ptr", "segment_ptr", "segment_tokens"):
+    for name in ALL_COLUMNS:
+        assert getattr(found, name).dtype == COLUMNS.get(name, np.int64)
         assert np.array_equal(getattr(found, name), getattr(made, name)), name
     assert [found.key_of(i) for i in range(5)] == [made.key_of(i) for i in range(5)]
-    assert (found.name, found.shards, found.content_hash) == (
-        "made",
-        made.shards,
-        made.content_hash,
-    )
+    for name in ("name", "category", "shards", "content_hash", "tokenizer_name", "tokenizer_hash"):
+        assert getattr(found, name) == getattr(made, name), name
     assert (found.num_samples, found.num_items) == (5, 7)
+    texts = [made.piece_tokens[made.piece_kind != PIECE_ITEM].sum(), found.text_tokens.sum()]
+    assert texts[0] == texts[1]
 
 
 def test_an_index_of_no_items_and_of_one_sample(store):
@@ -74,25 +114,48 @@ def test_equal_content_gives_equal_bytes(store):
     assert [store.get(f"made/{n}") for n in ("index.parquet", "manifest.json")] == first
 
 
-@pytest.mark.parametrize("column", [*SAMPLE_COLUMNS, *ITEM_COLUMNS, "key"])
+@pytest.mark.parametrize("column", [*ALL_COLUMNS, "key", "category", "tokenizer_hash", "shards"])
 def test_every_column_counts_in_the_content_hash(column):
     made = _made()
+    values = getattr(made, column)
     if column == "key":
-        values = [*[made.key_of(i) for i in range(4)], "other"]
+        other = [*values[:4], "other"]
+    elif column == "shards":
+        other = (*values[:2], ShardInfo("made/2.tar", 9, "x", 1))
+    elif isinstance(values, str):
+        other = "code" if column == "category" else "other"
     else:
-        values = getattr(made, column).copy()
-        values[-1] = values[-1] - 1
-    columns = {name: getattr(made, name) for name in (*SAMPLE_COLUMNS, *ITEM_COLUMNS)}
-    columns[column] = values
-    other = SourceIndex.from_columns(
-        "made", columns.pop("text_tokens"), item_ptr=made.item_ptr, shards=made.shards, **columns
-    )
-    assert other.content_hash != made.content_hash
+        other = values.copy()
+        # Sums must go on adding up: pointers and counts move by one and back.
+        at = {"shard": -2, "piece_kind": 3}.get(column, -1)
+        if column in ("piece_kind", "piece_variants", "region_points"):
+            other[:] = other[::-1]
+        elif column.endswith("_ptr"):
+            other[2] -= 1
+        else:
+            other[at] = 2 if column == "shard" else not other[at]
+    assert _made(**{column: other}).content_hash != made.content_hash
+
+
+@pytest.mark.parametrize(
+    ("column", "what"),
+    [
+        ("piece_kind", "items"),
+        ("piece_variants", "variants"),
+        ("region_points", "points"),
+    ],
+)
+def test_groups_that_do_not_add_up_are_refused(column, what):
+    values = getattr(_made(), column).copy()
+    values[0] += 1
+    with pytest.raises(ValueError, match=f"{what} in their columns, but"):
+        _made(**{column: values})
 
 
 def test_the_manifest_names_everything(store, source, tokenizer):
     manifest = json.loads(store.get("src/manifest.json"))
-    assert manifest["schema"] == "kimi-pretrain/source/1"
+    assert manifest["schema"] == "kimi-pretrain/source/2"
+    assert manifest["category"] == "caption"
     assert manifest["tokenizer"] == {"name": "tiny", "sha256": tokenizer.hash}
     assert (manifest["samples"], manifest["items"]) == (24, source.num_items)
     assert len(manifest["shards"]) > 2
@@ -185,4 +248,4 @@ def test_columns_that_do_not_fit_are_refused():
 
 def test_an_index_cannot_be_changed():
     with pytest.raises(ValueError, match="read-only"):
-        _made().text_tokens[0] = 1
+        _made().piece_tokens[0] = 1

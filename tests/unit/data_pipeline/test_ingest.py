@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data_pipeline.index import PIECE_ITEM, PIECE_TEXT
 from data_pipeline.ingest import (
     CrudeSample,
     ImageSegment,
@@ -37,13 +38,12 @@ def test_index_and_shards_hold_what_was_handed_in(store, tokenizer):
         assert zlib.crc32(document) == index.json_crc[i]
         content = json.loads(document)
         assert content["meta"] == sample.meta
-        first, end = index.item_ptr[i : i + 2]
-        items, media, text, counts = list(range(first, end)), 0, 0, []
+        items = list(range(*index.item_ptr[i : i + 2]))
+        media, pieces = 0, []
         for segment, written in zip(sample.segments, content["segments"], strict=True):
             if isinstance(segment, TextSegment):
                 assert written == {"kind": "text", "text": segment.text, "loss": segment.loss}
-                counts.append(len(tokenizer.encode(segment.text)))
-                text += counts[-1]
+                pieces.append((PIECE_TEXT, len(tokenizer.encode(segment.text)), 1))
                 continue
             video = isinstance(segment, VideoSegment)
             assert written["file"] == f"{media}.{segment.suffix}"
@@ -52,20 +52,20 @@ def test_index_and_shards_hold_what_was_handed_in(store, tokenizer):
                 item = items.pop(0)
                 assert store.get(*item_span(index, item)) == segment.data
                 assert index.item_crc[item] == zlib.crc32(segment.data)
-                layout = ("item_kind", "item_media", "item_chunk", "item_text_before")
-                found = [int(getattr(index, name)[item]) for name in layout]
-                assert found == [video, media, chunk, text]
+                layout = ("item_kind", "item_media", "item_chunk")
+                assert [int(getattr(index, name)[item]) for name in layout] == [video, media, chunk]
                 size = (48, 64) if video else Image.open(io.BytesIO(segment.data)).size[::-1]
                 assert (index.item_height[item], index.item_width[item]) == size
                 assert index.item_frames[item] == ((4, 4, 3)[chunk] if video else 1)
                 stamp = ("00:00:00.000", "00:00:02.000", "00:00:04.250")[chunk]
                 prefix = tokenizer.video_prefix(stamp) if video else tokenizer.image_prefix()
-                assert index.item_prefix[item] == len(prefix)
+                pieces.append((PIECE_ITEM, len(prefix), 1))
             media += 1
         assert not items
-        assert index.text_tokens[i] == text
-        row = slice(index.segment_ptr[i], index.segment_ptr[i + 1])
-        assert index.segment_tokens[row].tolist() == counts
+        row = slice(index.piece_ptr[i], index.piece_ptr[i + 1])
+        columns = (index.piece_kind, index.piece_tokens, index.piece_variants)
+        assert list(zip(*(column[row].tolist() for column in columns))) == pieces
+        assert index.text_tokens[i] == sum(p[1] for p in pieces if p[0] == PIECE_TEXT)
 
 
 def test_what_ingest_returns_is_what_is_read_later(store, tokenizer):
@@ -132,7 +132,7 @@ REJECTED = {
     "key twice": _text("good"),
     "bad key": _text("with.dot"),
     "empty": CrudeSample("e", []),
-    "unknown suffix": CrudeSample("u", [ImageSegment(PNG, "webp")]),
+    "unknown suffix": CrudeSample("u", [ImageSegment(PNG, "bmp")]),
     "undecodable": CrudeSample("d", [TextSegment("x"), ImageSegment(PNG[:-30], "png")]),
     "not JSON": CrudeSample("j", [TextSegment("x")], {"nan": float("nan")}),
     "too large": _text("l", "many tokens " * 200),

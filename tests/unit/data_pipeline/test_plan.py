@@ -22,6 +22,8 @@ CONFIG = DataConfig(
     shard_window=2,
     seed=5,
     limits=LIMITS,
+    split_text=False,
+    shrink_media=False,
 )
 
 
@@ -41,6 +43,10 @@ def indices():
 @pytest.fixture(scope="module")
 def planner(indices):
     return Planner(indices, CONFIG)
+
+
+def weights_of(planner):
+    return planner.mixture.segments[0].weights
 
 
 def run(planner, steps, state=None):
@@ -78,7 +84,7 @@ def test_rows_equal_the_slow_twin(planner):
             got.append(list(zip(*(c[here].tolist() for c in (*columns, table.length)))))
     expected, window = [], 0
     while len(expected) < len(got):
-        expected += slow_window(planner.indices, CONFIG, planner.weights, window)
+        expected += slow_window(planner.indices, CONFIG, weights_of(planner), window)
         window += 1
     assert window > 2
     assert got == expected[: len(got)]
@@ -191,7 +197,7 @@ def test_plan_keeps_the_state_it_is_given(planner):
 
 def test_epochs_use_every_sample_once(indices):
     planner = Planner(indices, replace(CONFIG, seq_len=2000, rows_per_step=3))
-    assert not any(source["too_long"] for source in planner.report()["sources"].values())
+    assert not any(source["refused"] for source in planner.report()["sources"].values())
     plans, state = run(planner, 60)
     assert state["window"] > 10
     columns = [(p.samples.source, p.samples.index, p.samples.epoch) for p in plans]
@@ -221,36 +227,36 @@ def test_too_long_samples_are_replaced_inside_their_shard(indices):
     config = replace(CONFIG, seq_len=90, vision_token_ratio=None)
     planner = Planner(indices, config)
     report = planner.report()["sources"]
-    assert all(report[name]["too_long"] > 0 for name in config.sources)
+    assert all(report[name]["refused"] > 0 for name in config.sources)
     assert report["web"]["longest"] > 90
     plans, _ = run(planner, 30)
     rows = []
     for window in range(4):
-        rows += slow_window(planner.indices, config, planner.weights, window)
+        rows += slow_window(planner.indices, config, weights_of(planner), window)
     got = np.concatenate([p.samples.index for p in plans])
     expected = [sample[1] for row in rows for sample in row]
     assert got.size > len(expected) == 4 * 64
     assert got[: len(expected)].tolist() == expected
     assert max(p.samples.length.max() for p in plans) <= 90
     with pytest.raises(
-        ValueError, match=r"'captions': all 65 samples .* row of 4 tokens \(shortest"
+        ValueError, match=r"'captions': all 65 samples .* row of 3 tokens \(shortest"
     ):
-        Planner(indices, replace(config, seq_len=4))
+        Planner(indices, replace(config, seq_len=3))
 
 
 def test_a_source_with_a_whole_shard_too_long_takes_the_next_shards_samples():
     index = made_index("a", [3, 4], text=(3, 9))
-    text = np.array([500, 500, 500, 5, 600, 6, 7])
-    index = replace(index, text_tokens=text.astype(np.int32))
+    text = np.array([500, 500, 500, 5, 600, 6, 7], np.int32)
+    index = replace(index, piece_tokens=text)
     config = replace(CONFIG, sources={"a": 1.0}, vision_token_ratio=None)
     planner = Planner([index], config)
     drawn = [p.samples.index.tolist() for p in run(planner, 1)[0]]
     assert set(sum(drawn, [])) == {3, 5, 6}
-    assert slow_window([index], config, planner.weights, 0)[0][0][1] == drawn[0][0]
+    assert slow_window([index], config, weights_of(planner), 0)[0][0][1] == drawn[0][0]
 
 
 FAULTS = {
-    "schema": 2,
+    "schema": 1,
     "manifest": "0" * 64,
     "seed": 6,
     "window": -1,
@@ -295,14 +301,14 @@ def test_a_change_of_shares_keeps_the_past_and_the_window_in_progress(indices, p
     changed = Planner(indices, replace(CONFIG, vision_token_ratio=0.05))
     _, state = run(planner, 5)
     assert state["row"] > 0
-    with pytest.raises(ValueError, match=r"state field 'segments' ends with weights"):
+    with pytest.raises(ValueError, match=r"state field 'blend' ends with weights"):
         changed.plan(state)
     moved = changed.with_own_blend(state)
     changed.load_state_dict(moved)
     border = (state["window"] + 1) * CONFIG.pack_window
     old, new = run(planner, 9, state)[0], run(changed, 40, moved)[0]
     old_rows, new_rows = row_stream(old), row_stream(new)
-    kept = planner._window(state["window"], planner._segments(((0, planner.weights),)))
+    kept = planner._content(state["window"], planner.mixture, 0)
     left = kept.packed.num_rows - state["row"]
     assert new_rows[:left] == old_rows[:left]
     assert new_rows[left:][:30] != old_rows[left:][:30]

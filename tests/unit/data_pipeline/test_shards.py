@@ -10,7 +10,14 @@ import zlib
 import pytest
 import webdataset
 
-from data_pipeline.shards import MAX_KEY, ShardBuilder, check_sample_key, padded, sample_json
+from data_pipeline.shards import (
+    MAX_KEY,
+    Member,
+    ShardBuilder,
+    check_sample_key,
+    frame,
+    sample_json,
+)
 
 KEYS = ["a", "deep/er/k-1", "b_2", "c" * MAX_KEY]
 
@@ -98,9 +105,14 @@ def test_bad_keys_are_refused(key):
         check_sample_key(key)
 
 
-def test_padded_is_the_growth_of_a_shard():
-    for length in (0, 1, 512, 513):
-        builder = ShardBuilder()
+def test_a_framed_sample_is_the_same_wherever_it_stands():
+    builder = ShardBuilder()
+    for key, document, media in _content():
+        framed = frame(key, document, media)
         empty = builder.size
-        builder.add("k", b"x" * length, [])
-        assert builder.size - empty == padded(length)
+        members = builder.add(key, document, media)
+        assert builder.size - empty == len(framed.data)
+        start = members[0].offset - framed.members[0].offset
+        assert [Member(start + m.offset, m.length, m.crc) for m in framed.members] == members
+        assert builder.finish().data[start : start + len(framed.data)] == framed.data
+        builder.append(b"\0" * 1024)  # the next one stands elsewhere

@@ -1,0 +1,28 @@
+"""What every peer does with a sample: the same work, by the same libraries."""
+
+import io
+import zlib
+from typing import Any
+
+
+def payload(jpeg: bytes, mode: str) -> Any:
+    """The JPEG as the mode wants it."""
+    if mode == "raw":
+        return jpeg
+    if mode == "sums":
+        return zlib.crc32(jpeg)
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    return torch.from_numpy(np.array(Image.open(io.BytesIO(jpeg)).convert("RGB")))
+
+
+def collate(samples: list[tuple[int, Any, Any]], mode: str) -> dict[str, Any]:
+    """(number, payload, document) of each sample -> a batch."""
+    numbers, payloads, documents = (list(column) for column in zip(*samples))
+    if mode == "pixels":
+        import torch
+
+        return {"ids": numbers, "x": torch.stack(payloads), "cap": documents}
+    return {"ids": numbers, "x": payloads, "cap": documents}

@@ -1,0 +1,79 @@
+"""What a config's data is reached through: store, request budget, cache, tokenizer.
+
+Every process of a node opens its own; budget and cache are shared through files of the node.
+"""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_pipeline.budget import Budget
+from data_pipeline.cache import CachedStore
+from data_pipeline.config import DataConfig
+from data_pipeline.fetch import Fetcher
+from data_pipeline.index import SourceIndex
+from data_pipeline.store import Store, open_store
+from data_pipeline.text import Tokenizer
+
+# (key, size, SHA-256) of every shard.
+ShardVersions = Sequence[tuple[str, int, str]]
+
+
+def shard_versions(indices: Sequence[SourceIndex]) -> ShardVersions:
+    """Return what a cache has to know of the shards of some sources."""
+    return [(shard.key, shard.size, shard.sha256) for index in indices for shard in index.shards]
+
+
+def register(store: Store, versions: ShardVersions) -> None:
+    """Tell a store that caches which objects there are to cache."""
+    if isinstance(store, CachedStore):
+        for key, size, version in versions:
+            store.register(key, size, version)
+
+
+def open_data(config: DataConfig) -> Store:
+    """Open the store at `config.root`, behind the node's request budget and cache.
+
+    Raises:
+        ValueError: the root, the endpoint or the cache cannot be as the config says.
+    """
+    budget = None
+    if config.requests_per_second is not None:
+        budget = Budget(node_folder(config), config.requests_per_second)
+    store = open_store(
+        config.root,
+        endpoint=config.endpoint,
+        patience=config.patience,
+        budget=budget,
+        threads=max(32, config.fetch_threads),
+    )
+    return store if config.cache is None else CachedStore(store, config.cache)
+
+
+def node_folder(config: DataConfig) -> Path:
+    """Return the folder for what the processes of this node share besides the cache."""
+    if config.cache is not None and config.cache.folder is not None:
+        return Path(config.cache.folder)
+    return Path(tempfile.gettempdir()) / f"kimi-pretrain-{os.getuid()}"
+
+
+def open_tokenizer(config: DataConfig, store: Store) -> Tokenizer:
+    """Read the tokenizer's rank file: a key under the root, or a path or URI of its own.
+
+    Raises:
+        StoreError: there is none.
+        ValueError: it is no complete rank file.
+    """
+    name = config.tokenizer
+    if "://" in name or name.startswith(("/", "~")):
+        folder, _, file = name.rpartition("/")
+        return Tokenizer.from_store(open_store(folder or "/", endpoint=config.endpoint), file)
+    return Tokenizer.from_store(store, name)
+
+
+def open_fetcher(config: DataConfig, versions: ShardVersions) -> Fetcher:
+    """Open what a worker process needs to carry out requests."""
+    store = open_data(config)
+    register(store, versions)
+    return Fetcher(store, open_tokenizer(config, store), config.fetch_threads)

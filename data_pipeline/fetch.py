@@ -1,0 +1,366 @@
+"""What one process needs of a step: named by the plan, read, decoded, laid out.
+
+    plan + needs -> StepRequest (a few numbers for each sample and file)        resolve
+    StepRequest -> ranged reads -> rows of tokens, patches of media             Fetcher
+
+A request holds all that is to be known, so that it can be carried out in another process that has
+neither plan nor index: a store and a tokenizer are enough.
+
+Bytes that do not have the checksum of the index are read again, from the store itself. If they stay
+wrong, or a medium does not decode, the sample is reported as unusable and everything else goes on.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.augment import Draw
+from data_pipeline.collate import RowBatch, SampleLayout, sample_tokens
+from data_pipeline.decode import decode_items
+from data_pipeline.layout import limits_at
+from data_pipeline.plan import GlobalPlan, Planner
+from data_pipeline.store import Span, Store, get_many
+from data_pipeline.text import Tokenizer
+from data_pipeline.variation import Detail
+from moonvit3d.geometry import PatchLimits
+from moonvit3d.media import MediaError
+
+# Reads of bytes with a wrong checksum, the first included.
+READS = 3
+_PATCH_BYTES = 3 * 14 * 14
+_TOKEN_BYTES = 8 + 8 + 1
+
+
+@dataclass(frozen=True, eq=False)
+class Needs:
+    """What one process holds of a step: row numbers and item numbers of the plan, int [k] each."""
+
+    rows: NDArray[np.integer]
+    items: NDArray[np.integer]
+
+
+def everything(plan: GlobalPlan) -> Needs:
+    """Need all rows and all items: a world of one process."""
+    return Needs(np.arange(plan.num_rows), np.arange(plan.items.item.size))
+
+
+@dataclass(frozen=True)
+class TextRead:
+    """One sample's document: where it lies, its CRC-32, and where it goes."""
+
+    span: Span
+    crc: int
+    name: str
+    sample: int
+    row: int
+    start: int
+    layout: SampleLayout
+
+
+@dataclass(frozen=True)
+class FileRead:
+    """One media file: where it lies, its CRC-32, and the items that are wanted of it."""
+
+    span: Span
+    crc: int
+    name: str
+    sample: int
+    kind: int
+    items: tuple[int, ...]
+    chunks: tuple[int, ...]
+    grids: tuple[tuple[int, int, int], ...]
+    level: int
+    draw: Draw | None
+
+
+@dataclass(frozen=True, eq=False)
+class StepRequest:
+    """All reads of a step for one process, with the numbers of its rows int64 [R]."""
+
+    step: int
+    seq_len: int
+    limits: PatchLimits
+    row_ids: NDArray[np.int64]
+    texts: tuple[TextRead, ...]
+    files: tuple[FileRead, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what it becomes: rows and patches."""
+        patches = sum(t * h * w for file in self.files for t, h, w in file.grids)
+        return self.row_ids.size * self.seq_len * _TOKEN_BYTES + patches * _PATCH_BYTES
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample of the plan that cannot be used, and why; `item` is the medium, if it is one."""
+
+    sample: int
+    reason: str
+    item: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Fetched:
+    """What a request became.
+
+    Attributes:
+        rows: tokens of the requested rows, None if there are none.
+        media: item number in the plan -> uint8 patches [L, 3, 14, 14].
+        bad: what is missing in both, ascending by sample and item.
+        bytes: payload bytes read.
+        reread: reads that were repeated for a wrong checksum.
+    """
+
+    rows: RowBatch | None
+    media: Mapping[int, NDArray[np.uint8]]
+    bad: tuple[BadSample, ...]
+    bytes: int
+    reread: int
+
+
+def resolve(planner: Planner, plan: GlobalPlan, needs: Needs) -> StepRequest:
+    """Name every read of a step.
+
+    Raises:
+        ValueError: needs name rows or items that the step does not have.
+    """
+    rows = np.asarray(needs.rows, np.int64)
+    items = np.asarray(needs.items, np.int64)
+    for what, wanted, total in (
+        ("row", rows, plan.num_rows),
+        ("item", items, plan.items.item.size),
+    ):
+        if wanted.size and not 0 <= wanted.min() <= wanted.max() < total:
+            raise ValueError(f"needs name {what}s {wanted.tolist()}, step {plan.step} has {total}")
+    items = np.unique(items)
+    samples, places = _samples_of(plan, rows)
+    owners = np.unique(np.concatenate([samples, plan.items.sample[items]]))
+    details = _details(planner, plan, owners)
+    texts = _texts(planner, plan, samples, places, details)
+    files = _files(planner, plan, items, details)
+    limits = planner.config.limits
+    return StepRequest(plan.step, plan.seq_len, limits, rows, tuple(texts), tuple(files))
+
+
+def _samples_of(
+    plan: GlobalPlan, rows: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the samples of some rows, in the order of `rows`, and which of those rows it is."""
+    first = np.searchsorted(plan.samples.row, rows)
+    count = np.searchsorted(plan.samples.row, rows, side="right") - first
+    before = np.cumsum(count) - count
+    samples = np.repeat(first - before, count) + np.arange(count.sum())
+    return samples, np.repeat(np.arange(rows.size), count)
+
+
+def _details(
+    planner: Planner, plan: GlobalPlan, samples: NDArray[np.int64]
+) -> dict[int, Detail | None]:
+    """Return what chance does to each of the samples; None where nothing can happen."""
+    found: dict[int, Detail | None] = dict.fromkeys(samples.tolist())
+    table = plan.samples
+    for number, source in enumerate(planner.sources):
+        mine = samples[table.source[samples] == number]
+        regions = np.diff(source.index.region_ptr)
+        changed = mine[(regions[table.index[mine]] > 0) | table.varied[mine]]
+        if changed.size:
+            details = source.variation.details(
+                table.index[changed], table.epoch[changed], table.varied[changed]
+            )
+            found.update(zip(changed.tolist(), details))
+    return found
+
+
+def _texts(
+    planner: Planner,
+    plan: GlobalPlan,
+    samples: NDArray[np.int64],
+    places: NDArray[np.int64],
+    details: Mapping[int, Detail | None],
+) -> list[TextRead]:
+    first, end = (
+        np.searchsorted(plan.items.sample, samples, side=side).tolist()
+        for side in ("left", "right")
+    )
+    table, reads = plan.samples, []
+    for number, place, begin, stop in zip(samples.tolist(), places.tolist(), first, end):
+        source = planner.sources[table.source[number]]
+        index, at = source.index, int(table.index[number])
+        detail = details[number]
+        start = int(table.start[number])
+        layout = SampleLayout(
+            length=int(table.length[number]),
+            pads=tuple(plan.items.tokens[begin:stop].tolist()),
+            starts=tuple((plan.items.start[begin:stop] - start).tolist()),
+            part=int(table.part[number]) if source.is_split(at) else None,
+            variants=detail.variants if detail else (),
+            regions=detail.regions if detail else (),
+        )
+        shard = index.shards[index.shard[at]].key
+        span = Span(shard, int(index.json_offset[at]), int(index.json_length[at]))
+        name = f"source {index.name!r}, sample {index.key_of(at)!r} in {shard!r}"
+        reads.append(TextRead(span, int(index.json_crc[at]), name, number, place, start, layout))
+    return reads
+
+
+def _files(
+    planner: Planner,
+    plan: GlobalPlan,
+    items: NDArray[np.int64],
+    details: Mapping[int, Detail | None],
+) -> list[FileRead]:
+    """One read for each file: the wanted chunks of a video are decoded together."""
+    table = plan.items
+    groups: dict[tuple[int, int], list[int]] = {}
+    for item in items.tolist():
+        groups.setdefault((int(table.sample[item]), int(table.media[item])), []).append(item)
+    reads: list[FileRead] = []
+    for (sample, media), group in groups.items():
+        index = planner.indices[plan.samples.source[sample]]
+        at, line = int(plan.samples.index[sample]), int(table.item[group[0]])
+        detail = details[sample]
+        shard = index.shards[index.shard[at]].key
+        shapes = zip(table.frames[group], table.grid_h[group], table.grid_w[group])
+        reads.append(
+            FileRead(
+                span=Span(shard, int(index.item_offset[line]), int(index.item_length[line])),
+                crc=int(index.item_crc[line]),
+                name=f"source {index.name!r}, sample {index.key_of(at)!r}, file {media} in "
+                f"{shard!r}",
+                sample=sample,
+                kind=int(table.kind[group[0]]),
+                items=tuple(group),
+                chunks=tuple(table.chunk[group].tolist()),
+                grids=tuple((int(t), int(h), int(w)) for t, h, w in shapes),
+                level=int(table.level[group[0]]),
+                draw=detail.draws.get(media) if detail else None,
+            )
+        )
+    return reads
+
+
+class Fetcher:
+    """Carries out requests; `close` it.
+
+    Args:
+        store: rooted where the sources lie.
+        tokenizer: of the indices.
+        threads: for requests and decoding, each.
+    """
+
+    def __init__(self, store: Store, tokenizer: Tokenizer, threads: int):
+        self._store, self._tokenizer, self._threads = store, tokenizer, threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+
+    def __call__(self, request: StepRequest) -> Fetched:
+        """Read, decode and lay out.
+
+        Raises:
+            StoreError: naming the key; the store's own retries are used up.
+            ValueError: text with other tokens than the index says; names source and sample key.
+        """
+        reads = [*request.texts, *request.files]
+        spans = list(dict.fromkeys(read.span for read in reads))
+        data = dict(zip(spans, self._read(spans)))
+        read_bytes = sum(len(body) for body in data.values())
+        reread = self._mend(reads, data)
+        decoding = [
+            self._pool.submit(_decode, file, data[file.span], request.limits)
+            for file in request.files
+        ]
+        bad: list[BadSample] = []
+        rows = self._rows(request, data, bad) if request.row_ids.size else None
+        media: dict[int, NDArray[np.uint8]] = {}
+        for future in decoding:
+            for item, found in future.result():
+                if isinstance(found, BadSample):
+                    bad.append(found)
+                else:
+                    media[item] = found
+        bad.sort(key=lambda entry: (entry.sample, -1 if entry.item is None else entry.item))
+        return Fetched(rows, dict(sorted(media.items())), tuple(bad), read_bytes, reread)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _read(self, spans: Sequence[Span]) -> Sequence[bytes]:
+        # A cache answers many reads at once better than one by one.
+        together = getattr(self._store, "get_many", None)
+        if together is not None:
+            return together(spans)
+        return get_many(self._store, spans, threads=self._threads)
+
+    def _mend(self, reads: Sequence[TextRead | FileRead], data: dict[Span, bytes]) -> int:
+        """Read again what has a wrong checksum; returns how often."""
+        again = 0
+        for read in reads:
+            for _ in range(READS - 1):
+                if zlib.crc32(data[read.span]) == read.crc:
+                    break
+                forget = getattr(self._store, "forget", None)
+                if forget is not None:  # or a cache would answer with the same bytes
+                    forget(*read.span)
+                data[read.span] = self._store.get(*read.span)
+                again += 1
+        return again
+
+    def _rows(
+        self, request: StepRequest, data: Mapping[Span, bytes], bad: list[BadSample]
+    ) -> RowBatch:
+        rows = RowBatch.empty(request.row_ids.size, request.seq_len, self._tokenizer.pad)
+        for read in request.texts:
+            body = data[read.span]
+            if reason := _damage(read, body):
+                bad.append(BadSample(read.sample, reason))
+                continue
+            try:
+                segments = json.loads(body)["segments"]
+                tokens, loss = sample_tokens(
+                    segments, self._tokenizer, read.layout, request.seq_len
+                )
+            except (KeyError, TypeError, ValueError) as error:
+                what = error if isinstance(error, ValueError) else repr(error)
+                raise ValueError(
+                    f"{read.name}: {what}; the index was made with another tokenizer or from "
+                    "other data: ingest or reindex the source again"
+                ) from error
+            rows.place(read.row, read.start, tokens, loss)
+        return rows
+
+
+def _damage(read: TextRead | FileRead, data: bytes) -> str | None:
+    found = zlib.crc32(data)
+    if found == read.crc:
+        return None
+    return f"{read.name}: CRC-32 is {found:08x}, expected {read.crc:08x} (read {READS} times)"
+
+
+def _decode(
+    read: FileRead, data: bytes, limits: PatchLimits
+) -> list[tuple[int, NDArray[np.uint8] | BadSample]]:
+    """Decode the items of one file: (item, patches, or why there are none)."""
+    if reason := _damage(read, data):
+        return [(item, BadSample(read.sample, reason, item)) for item in read.items]
+    lowered = limits_at(limits, read.level)
+    every = list(zip(read.items, read.chunks, read.grids))
+    try:
+        found = decode_items(data, read.kind, read.chunks, lowered, read.grids, read.draw)
+        return list(zip(read.items, found))
+    except MediaError as error:
+        if len(every) == 1:
+            return [(read.items[0], BadSample(read.sample, f"{read.name}: {error}", read.items[0]))]
+    # One chunk may be bad and the others good: ask for each alone.
+    answers: list[tuple[int, NDArray[np.uint8] | BadSample]] = []
+    for item, chunk, grid in every:
+        try:
+            answers.append((item, decode_items(data, read.kind, [chunk], lowered, [grid])[0]))
+        except MediaError as error:
+            answers.append((item, BadSample(read.sample, f"{read.name}: {error}", item)))
+    return answers

@@ -1,0 +1,268 @@
+"""Points, boxes, polygons and orientations of a sample: how they follow the pixels.
+
+A region is a shape code and k points (x, y), pixels of the stored file in edge coordinates: x
+right, y down, from (0, 0) to (width, height).
+
+| shape   | points | under a matrix | where it leaves the frame |
+|---------|--------|----------------|---------------------------|
+| POINT   | 1      | moves          | dropped if it is outside  |
+| BOX     | 2, opposite corners | becomes the bounding box of its four moved corners: exact under mirror, quarter turns, crop and scaling, wider than the object under rotation and shear | clipped; dropped if less than `min_visible` of its area is left, or none |
+| POLYGON | 3 or more | moves       | dropped if a point is more than half a pixel outside, otherwise those are drawn to the edge |
+| TURN    | 1, (degrees, 0) | the content's clockwise turn in degrees, 0, 90, 180 or 270, becomes the one after the quarter turns | never |
+
+A polygon is not cut along the edge, because that changes how many numbers it is written with, and
+with that the length of the sample: which regions survive decides lengths, and packing needs those
+before any pixel is read. `survivors` answers for all regions of a window at once; `survivor` is the
+same for one, in plain Python, equal bit for bit.
+"""  # noqa: E501
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+POINT, BOX, POLYGON, TURN = range(4)
+NAMES = ("point", "box", "polygon", "turn")
+
+# How far outside, in pixels of the output, a point of a polygon may lie, and a point of its own.
+# The second only makes up for rounding: a point on the very edge of the picture stays in.
+POLYGON_SLACK = 0.5
+POINT_SLACK = 2.0**-10
+
+# Shape -> fewest and most points.
+_NUM_POINTS = {POINT: (1, 1), BOX: (2, 2), POLYGON: (3, 2**15 - 1), TURN: (1, 1)}
+
+
+def check_region(shape: int, points: Sequence[Sequence[float]]) -> None:
+    """Refuse a region that cannot be moved or written.
+
+    Raises:
+        ValueError: an unknown shape, a wrong number of points, a number that is not finite, a box
+            without area, or a turn other than 0, 90, 180, 270.
+    """
+    if shape not in _NUM_POINTS:
+        raise ValueError(f"shape {shape}; known are 0 to 3: {', '.join(NAMES)}")
+    least, most = _NUM_POINTS[shape]
+    if not least <= len(points) <= most or any(len(point) != 2 for point in points):
+        wanted = f"{least}" if least == most else f"{least} to {most}"
+        raise ValueError(
+            f"{NAMES[shape]} of {list(map(list, points))}; expected {wanted} of [x, y]"
+        )
+    if not np.isfinite(points).all():
+        raise ValueError(f"{NAMES[shape]} of {list(map(list, points))}; numbers must be finite")
+    if shape == BOX and (points[0][0] == points[1][0] or points[0][1] == points[1][1]):
+        raise ValueError(f"box of {list(map(list, points))} has no area")
+    if shape == TURN and points[0][0] not in (0, 90, 180, 270):
+        raise ValueError(f"turn of {points[0][0]} degrees; allowed: 0, 90, 180, 270")
+
+
+def move(points: ArrayLike, matrix: ArrayLike) -> NDArray[np.float64]:
+    """Points float64 [k, 2] under a 3x3 matrix (last row 0, 0, 1): float64 [k, 2]."""
+    x, y = np.asarray(points, np.float64).reshape(-1, 2).T
+    (a, b, c), (d, e, f), _ = np.asarray(matrix, np.float64)
+    # Not a matrix product: BLAS may add in another order or without rounding in between.
+    return np.stack([a * x + b * y + c, d * x + e * y + f], axis=1)
+
+
+def survivor(
+    shape: int,
+    points: ArrayLike,
+    matrix: ArrayLike,
+    out_w: int,
+    out_h: int,
+    min_visible: float,
+) -> NDArray[np.float64] | None:
+    """Where one region lies in the output, or None if it is dropped; see the module's table.
+
+    Args:
+        shape: POINT, BOX, POLYGON or TURN.
+        points: float64 [k, 2].
+        matrix: float64 [3, 3], from edge coordinates of the source to those of the output.
+        out_w, out_h: size of the output.
+        min_visible: share of a box's area that must be left.
+
+    Returns:
+        float64 [k, 2] inside the output; of a box the upper left and the lower right corner.
+
+    Raises:
+        ValueError: a turn under a mirror.
+    """
+    given = np.asarray(points, np.float64).reshape(-1, 2).tolist()
+    if shape == TURN:
+        degrees = (given[0][0] + 90.0 * _quarters(np.asarray(matrix, np.float64))) % 360.0
+        return np.array([[degrees, 0.0]])
+    if shape == BOX:
+        (x0, y0), (x1, y1) = given
+        given = [[x0, y0], [x1, y0], [x0, y1], [x1, y1]]
+    moved = move(given, matrix).tolist()
+    if shape == BOX:
+        return _clipped(moved, float(out_w), float(out_h), min_visible)
+    slack = POINT_SLACK if shape == POINT else POLYGON_SLACK
+    for x, y in moved:
+        if not (-slack <= x <= out_w + slack and -slack <= y <= out_h + slack):
+            return None
+    return np.array([[_inside(x, out_w), _inside(y, out_h)] for x, y in moved])
+
+
+def _inside(value: float, end: float) -> float:
+    # "+ 0.0" leaves no -0.0, which min and max of Python and numpy pick differently.
+    return min(max(value, 0.0), float(end)) + 0.0
+
+
+def _clipped(
+    corners: Sequence[Sequence[float]], width: float, height: float, min_visible: float
+) -> NDArray[np.float64] | None:
+    xs, ys = [x for x, _ in corners], [y for _, y in corners]
+    left, right, top, bottom = min(xs), max(xs), min(ys), max(ys)
+    area = (right - left) * (bottom - top)
+    left, right = _inside(left, width), _inside(right, width)
+    top, bottom = _inside(top, height), _inside(bottom, height)
+    seen = (right - left) * (bottom - top)
+    return np.array([[left, top], [right, bottom]]) if 0 < seen >= min_visible * area else None
+
+
+def _quarters(matrices: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Clockwise quarter turns nearest to matrices [..., 3, 3]: int64 [...].
+
+    Told by where the x axis goes, which shear leaves alone and 45 degrees or less leave nearest.
+    """
+    a, b = matrices[..., 0, 0], matrices[..., 0, 1]
+    d, e = matrices[..., 1, 0], matrices[..., 1, 1]
+    if (a * e - b * d <= 0).any():
+        raise ValueError(
+            "an image with orientation metadata is mirrored: its source must say flip_ok = false"
+        )
+    return np.where(
+        np.abs(a) >= np.abs(d), np.where(a > 0, 0, 2), np.where(d > 0, 1, 3)
+    )  # fmt: skip
+
+
+def survivors(
+    shape: NDArray[np.int8],
+    point_ptr: NDArray[np.int64],
+    points: NDArray[np.float64],
+    matrices: NDArray[np.float64],
+    out_w: ArrayLike,
+    out_h: ArrayLike,
+    min_visible: ArrayLike,
+) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    """`survivor` for r regions of any images.
+
+    Args:
+        shape: [r] codes.
+        point_ptr: int64 [r+1], first point of each region, and the end.
+        points: float64 [p, 2].
+        matrices: float64 [r, 3, 3] of the images they lie in.
+        out_w, out_h: integers [r], sizes of those images' outputs.
+        min_visible: number, or [r].
+
+    Returns:
+        (keep bool [r], float64 [p, 2]: where the points lie in the output, NaN in dropped regions).
+
+    Raises:
+        ValueError: a turn under a mirror, or a number of points that its shape does not have.
+    """
+    num = shape.size
+    ends = np.stack(np.broadcast_arrays(np.asarray(out_w), np.asarray(out_h)), axis=-1)
+    frame = np.broadcast_to(ends.astype(np.float64), (num, 2))
+    counts = np.diff(point_ptr)
+    _check_counts(shape, counts)
+    owner = np.repeat(np.arange(num), counts)
+    moved = _move_each(points, matrices, owner)
+    slack = np.where(shape == POLYGON, POLYGON_SLACK, POINT_SLACK)[owner, None]
+    outside = ~((moved >= -slack) & (moved <= frame[owner] + slack)).all(axis=1)
+    keep = np.bincount(owner, outside, num) == 0
+    moved = _inside_each(moved, frame[owner])
+
+    turn = np.flatnonzero(shape == TURN)
+    first = point_ptr[turn]
+    degrees = points[first, 0] + 90.0 * _quarters(matrices[turn])
+    moved[first, 0], moved[first, 1] = degrees % 360.0, 0.0
+    keep[turn] = True
+
+    box = np.flatnonzero(shape == BOX)
+    first = point_ptr[box]
+    share = np.broadcast_to(np.asarray(min_visible, np.float64), (num,))[box]
+    keep[box], moved[first], moved[first + 1] = _clip_each(
+        points[first], points[first + 1], matrices[box], frame[box], share
+    )
+    moved[~keep[owner]] = np.nan
+    return keep, moved
+
+
+def _check_counts(shape: NDArray[np.int8], counts: NDArray[np.int64]) -> None:
+    least, most = (np.array([_NUM_POINTS[code][end] for code in range(4)]) for end in (0, 1))
+    known = (shape >= 0) & (shape < len(NAMES))
+    code = np.where(known, shape, 0)
+    if bad := np.flatnonzero(~known | (counts < least[code]) | (counts > most[code])).tolist():
+        i = bad[0]
+        raise ValueError(f"region {i}: shape {shape[i]} with {counts[i]} points; see the table")
+
+
+def _move_each(
+    points: NDArray[np.float64], matrices: NDArray[np.float64], owner: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """`move` with another matrix for each point."""
+    x, y = points[:, 0], points[:, 1]
+    out = np.empty_like(points)
+    for axis in (0, 1):
+        a, b, c = (matrices[:, axis, column][owner] for column in range(3))
+        out[:, axis] = a * x + b * y + c
+    return out
+
+
+def _inside_each(points: NDArray[np.float64], frame: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.minimum(np.maximum(points, 0.0), frame) + 0.0
+
+
+def _clip_each(
+    one: NDArray[np.float64],
+    other: NDArray[np.float64],
+    matrices: NDArray[np.float64],
+    frame: NDArray[np.float64],
+    min_visible: NDArray[np.float64],
+) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
+    """Boxes [b] by opposite corners [b, 2] -> (keep, upper left [b, 2], lower right [b, 2])."""
+    every = np.arange(len(one))
+    corners = np.stack(
+        [
+            _move_each(np.stack([x, y], axis=1), matrices, every)
+            for x, y in (
+                (one[:, 0], one[:, 1]),
+                (other[:, 0], one[:, 1]),
+                (one[:, 0], other[:, 1]),
+                (other[:, 0], other[:, 1]),
+            )
+        ]
+    )
+    low, high = corners.min(axis=0), corners.max(axis=0)
+    area = (high - low)[:, 0] * (high - low)[:, 1]
+    low, high = _inside_each(low, frame), _inside_each(high, frame)
+    seen = (high - low)[:, 0] * (high - low)[:, 1]
+    return (seen > 0) & (seen >= min_visible * area), low, high
+
+
+def written(shape: int, points: NDArray[np.float64], out_w: int, out_h: int) -> tuple[int, ...]:
+    """The numbers that a region is written with, as many as its shape and points say.
+
+    Args:
+        shape: POINT, BOX, POLYGON or TURN.
+        points: float64 [k, 2] in the output, from `survivor` or `survivors`.
+        out_w, out_h: size of the output.
+
+    Returns:
+        x, y, x, y ... in thousandths of the frame, 0 to 999; of a turn its degrees alone.
+    """
+    if shape == TURN:
+        return (int(points[0, 0]),)
+    return tuple(to_thousandths(points, out_w, out_h).ravel().tolist())
+
+
+def to_thousandths(points: ArrayLike, width: ArrayLike, height: ArrayLike) -> NDArray[np.int64]:
+    """Thousandths of the frame, rounded down, 0 to 999: int64 [..., 2] from points [..., 2].
+
+    Multiplied first, which is exact for fractions of a pixel: only the division rounds.
+    """
+    size = np.stack(np.broadcast_arrays(np.asarray(width), np.asarray(height)), axis=-1)
+    share = np.floor(np.asarray(points, np.float64) * 1000.0 / size)
+    return np.clip(share.astype(np.int64), 0, 999)

@@ -1,0 +1,47 @@
+"""What can be wrong with a source, and how it is told."""
+
+import json
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# What a problem may be of, in the order in which reports list them.
+KINDS = {
+    "index": "the index cannot be read, or is not the one its manifest names",
+    "tokenizer": "the index was made with another tokenizer than the one given",
+    "key": "a sample key that is not allowed, or stands twice",
+    "region": "a region that does not lie in its picture",
+    "shard missing": "a shard is gone",
+    "shard changed": "a shard was overwritten while it was read",
+    "shard size": "a shard has another size than the index says",
+    "shard hash": "a shard has another SHA-256 than the index says",
+    "tar": "a tar header is not where, or not what, the index says",
+    "lost": "a sample lies past the end of its shard",
+    "json crc": "bytes of a document changed",
+    "media crc": "bytes of a media file changed",
+    "document": "a document is not what the index says, or not in the format",
+    "tokens": "other token counts than the tokenizer gives",
+    "media": "a media file is not what the index says, or does not decode",
+}
+
+
+class Fault(NamedTuple):
+    """What is wrong: a kind to count by, and what was found and expected."""
+
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. `kind` is one of `KINDS`; shard and sample are "" where it is of
+    the whole source or shard."""
+
+    source: str
+    kind: str
+    detail: str
+    shard: str = ""
+    sample: str = ""
+
+    def as_json(self) -> str:
+        """One line of a report."""
+        return json.dumps(vars(self), ensure_ascii=False)

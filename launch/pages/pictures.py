@@ -1,0 +1,125 @@
+"""Patches back to a picture, and the picture with what is said of it drawn on top, as inline SVG."""
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from einops import rearrange
+from numpy.typing import NDArray
+from PIL import Image
+
+from launch.pages.html import text
+from moonvit3d.geometry import PATCH
+
+# Longest side in the page; larger pictures are scaled down, smaller ones shown as large as they are
+# but never smaller than this, or nothing could be told apart.
+LONGEST, SMALLEST = 448, 96
+# Pictures of fewer pixels are kept without loss.
+_LOSSLESS_PIXELS = 160 * 160
+# Bright enough over pictures, dark enough over a page: one per region, in turn.
+COLOURS = ("#e6194b", "#1f77ff", "#109618", "#ff7f0e", "#911eb4", "#008b8b", "#b8860b", "#d6249f")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Something to draw.
+
+    Attributes:
+        name: "point", "box" or "polygon".
+        points: [(x, y), ...] in pixels of the frame; of a box two corners.
+        number: which region of the document, for its colour.
+        label: shown when one points at it.
+
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    number: int
+    label: str
+
+
+def unpatchify(patches: NDArray[np.uint8], grid: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Put patches back together: the inverse of the cut in `moonvit3d.preprocess`.
+
+    Args:
+        patches: uint8 [t * h * w, 3, 14, 14].
+        grid: (t, h, w).
+
+    Returns:
+        uint8 [t, 14 * h, 14 * w, 3], the padding to whole tokens included.
+
+    """
+    t, h, w = grid
+    return rearrange(
+        patches, "(t h w) c p q -> t (h p) (w q) c", t=t, h=h, w=w, p=PATCH, q=PATCH
+    )  # fmt: skip
+
+
+def colour(number: int) -> str:
+    """Return the colour of region `number` of a document."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def drawing(
+    pixels: NDArray[np.uint8], frame: tuple[float, float], shapes: Sequence[Shape] = ()
+) -> str:
+    """Return a picture with shapes on it, as SVG.
+
+    Args:
+        pixels: uint8 [H, W, 3], what the model gets, with its padding.
+        frame: (width, height) in pixels of the picture without the padding; a dashed line marks it
+            where there is padding.
+        shapes: in pixels of the frame.
+
+    """
+    height, width = pixels.shape[:2]
+    scale = min(LONGEST / max(width, height), 1.0)
+    scale = max(scale, min(SMALLEST / max(width, height), 8.0))
+    stroke = 1.6 / scale  # so that lines are equally thick on every picture
+    inside = "".join(_shape(shape, stroke) for shape in shapes)
+    if frame[0] < width or frame[1] < height:
+        inside = (
+            f'<rect x="0" y="0" width="{frame[0]:g}" height="{frame[1]:g}" fill="none" '
+            f'stroke="#888" stroke-width="{stroke:.3g}" stroke-dasharray="{3 * stroke:.3g}"/>'
+        ) + inside
+    smooth = "auto" if scale < 1 else "pixelated"
+    return (
+        f'<svg width="{width * scale:.0f}" height="{height * scale:.0f}" '
+        f'viewBox="0 0 {width} {height}"><image width="{width}" height="{height}" '
+        f'style="image-rendering:{smooth}" href="{_data_uri(pixels)}"/>{inside}</svg>'
+    )
+
+
+def _shape(shape: Shape, stroke: float) -> str:
+    line = f'fill="none" stroke="{colour(shape.number)}" stroke-width="{stroke:.3g}"'
+    title = f"<title>{text(shape.label)}</title>"
+    if shape.name == "point":
+        ((x, y),) = shape.points
+        return (
+            f'<circle cx="{x:.4g}" cy="{y:.4g}" r="{3 * stroke:.3g}" {line}>{title}</circle>'
+            f'<circle cx="{x:.4g}" cy="{y:.4g}" r="{stroke:.3g}" fill="{colour(shape.number)}"/>'
+        )
+    if shape.name == "box":
+        (left, top), (right, bottom) = shape.points
+        return (
+            f'<rect x="{left:.4g}" y="{top:.4g}" width="{right - left:.4g}" '
+            f'height="{bottom - top:.4g}" {line}>{title}</rect>'
+        )
+    points = " ".join(f"{x:.4g},{y:.4g}" for x, y in shape.points)
+    return f'<polygon points="{points}" {line}>{title}</polygon>'
+
+
+def _data_uri(pixels: NDArray[np.uint8]) -> str:
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    if max(image.size) > LONGEST:
+        image.thumbnail((LONGEST, LONGEST), Image.Resampling.LANCZOS)
+    out = io.BytesIO()
+    lossless = image.width * image.height <= _LOSSLESS_PIXELS
+    if lossless:
+        image.save(out, "PNG")
+    else:
+        image.save(out, "JPEG", quality=88)
+    kind = "png" if lossless else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"

@@ -1,0 +1,152 @@
+"""Tokens of a row as HTML: each as the text it stands for, coloured by whether it is learnt."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.collate import SampleLayout
+from data_pipeline.text import Tokenizer
+from launch.pages.html import text
+from launch.pages.pictures import colour
+
+# A character of text has four bytes at most, and a token at least one.
+_TOKENS_PER_CHARACTER = 4
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_NUMBERS = re.compile(r"\[(\d{3}(?:,\d{3})*)\]$")
+
+STYLE = """
+.tokens { overflow-wrap: anywhere; white-space: pre-wrap; }
+.t { border-right: 1px dotted var(--line); } .l { background: var(--learnt); }
+.s { color: var(--special); font-size: 12px; } .r { border-bottom: 2px solid; }
+.w { outline: 2px solid var(--wrong); }
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of a sample's tokens that belongs together.
+
+    Attributes:
+        kind: "text", "region", or "media" (the pads alone).
+        start, stop: tokens, counted from the sample's bos.
+        number: of the text or region among the document's own; of the item among the sample's.
+        note: for who points at it.
+
+    """
+
+    kind: str
+    start: int
+    stop: int
+    number: int
+    note: str = ""
+
+
+def parts(
+    segments: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, layout: SampleLayout
+) -> list[Part]:
+    """Say which tokens of a sample stand for what.
+
+    Args:
+        segments: of its document.
+        tokenizer: of the source.
+        layout: what the plan says of the sample.
+
+    Returns:
+        In order, without overlap; what is between them stands around media and samples.
+
+    """
+    if layout.part is not None:
+        return [Part("text", 1, layout.length - 1, 0, f"part {layout.part} of a longer text")]
+    found: list[Part] = []
+    at, piece, texts, regions, items = 1, 0, 0, 0, 0
+    for segment in segments:
+        kind = segment["kind"]
+        if kind == "text":
+            wordings = segment.get("texts") or [segment["text"]]
+            chosen = layout.variants[piece] if layout.variants else 0
+            stop = at + len(tokenizer.encode(wordings[chosen]))
+            note = f"wording {chosen + 1} of {len(wordings)}" if len(wordings) > 1 else ""
+            found.append(Part("text", at, stop, texts, note))
+            at, texts, piece = stop, texts + 1, piece + 1
+        elif kind == "region":
+            numbers = layout.regions[regions]
+            if numbers is not None:
+                stop = at + tokenizer.region_length(segment["label"], len(numbers))
+                note = f"{segment['shape']} in file {segment['media']}"
+                found.append(Part("region", at, stop, regions, note))
+                at = stop
+            regions, piece = regions + 1, piece + 1
+        else:
+            for _ in segment.get("timestamps", [None]):
+                start, pads = layout.starts[items], layout.pads[items]
+                found.append(Part("media", start, start + pads, items))
+                at, items, piece = start + pads + 1, items + 1, piece + 1
+    return found
+
+
+def written_numbers(ids: Sequence[int], tokenizer: Tokenizer) -> list[int] | None:
+    """Read the coordinates that the tokens of a region spell; None if they spell none."""
+    match = _NUMBERS.search(tokenizer.decode(ids))
+    return [int(number) for number in match[1].split(",")] if match else None
+
+
+def spans(
+    ids: NDArray[np.int64],
+    learnt: NDArray[np.bool_],
+    wrong: NDArray[np.bool_],
+    tokenizer: Tokenizer,
+    region: int | None = None,
+) -> str:
+    """Return tokens as HTML.
+
+    A character may be spread over several tokens; those are shown as one.
+
+    Args:
+        ids: [n].
+        learnt: [n] the model is trained to predict this token.
+        wrong: [n] it is trained to predict another one in its place.
+        tokenizer: of the source.
+        region: number of the region they belong to, for its colour.
+
+    """
+    pieces = []
+    for first, end in _characters(ids.tolist(), tokenizer):
+        group = ids[first:end].tolist()
+        # Control characters, NUL among them, are no part of HTML.
+        shown = "".join(c if c in "\n\t" or c >= " " else "\N{SYMBOL FOR NULL}"
+                        for c in tokenizer.decode(group))  # fmt: skip
+        classes = ["t"]
+        classes += ["l"] * bool(learnt[first:end].any()) + ["w"] * bool(wrong[first:end].any())
+        classes += ["s"] * (group[0] >= tokenizer.num_base)
+        shade = ""
+        if region is not None:
+            classes.append("r")
+            shade = f' style="border-bottom-color:{colour(region)}"'
+        name = " ".join(classes)
+        title = " ".join(str(one) for one in group)
+        pieces.append(f'<span class="{name}"{shade} title="{title}">{_visible(shown)}</span>')
+    return "".join(pieces)
+
+
+def _characters(ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[int, int]]:
+    """Cut tokens into the shortest runs that are whole characters: [(first, end), ...]."""
+    found, first = [], 0
+    while first < len(ids):
+        end = first + 1
+        if _BROKEN in tokenizer.decode(ids[first:end]):
+            for longer in range(first + 2, min(first + _TOKENS_PER_CHARACTER, len(ids)) + 1):
+                if _BROKEN not in tokenizer.decode(ids[first:longer]):
+                    end = longer
+                    break
+        found.append((first, end))
+        first = end
+    return found
+
+
+def _visible(shown: str) -> str:
+    """Mark line breaks, which would otherwise only be seen by what follows them."""
+    return text(shown).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")

@@ -1,0 +1,490 @@
+"""Every kind of damage that `data verify` promises to find, planted one at a time in real sources.
+
+The clean source is built once by the real ingest; a test changes a copy of it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline.ingest import ingest
+from data_pipeline.manifest import read_index, write_index
+from data_pipeline.samples import (
+    CrudeSample,
+    ImageSegment,
+    RegionSegment,
+    TextSegment,
+    VideoSegment,
+)
+from data_pipeline.shards import ShardBuilder, sample_json
+from data_pipeline.store import FolderStore, StoreUnavailable
+from data_pipeline.text import Tokenizer
+from data_pipeline.verify import Checks, open_source, sources_at, verify_source
+from data_pipeline.verify_document import describe, document_faults
+from data_pipeline.verify_problem import KINDS, Fault, Problem
+from tests.unit.data_pipeline.conftest import TRAINING_TEXT, train_ranks
+from tests.unit.data_pipeline.media import encoded, mp4, noise
+
+NAME = "mixed"
+
+
+def crude(count: int = 8) -> list[CrudeSample]:
+    """Every kind of segment, in samples of four forms."""
+    clip = mp4(22)
+    made = []
+    for i in range(count):
+        picture = ImageSegment(encoded(noise(28 + i, 40, i)), "png")
+        photo = ImageSegment(encoded(noise(33, 57 + i, i), "JPEG"), "jpg")
+        drawing = ImageSegment(encoded(noise(20, 20 + i, i), "WEBP", lossless=True), "webp")
+        segments = [
+            [TextSegment(f"plain text number {i}"), TextSegment(texts=["one", "another", "third"])],
+            [
+                RegionSegment("point", [[3.5, 4]], "a speck"),
+                picture,
+                TextSegment("Where?", False),
+                RegionSegment("box", [[1, 2], [20, 25.25]], " Here"),
+                RegionSegment("polygon", [[0, 0], [40, 0], [40, 28]], " corner"),
+                RegionSegment("turn", degrees=90, label=" turned"),
+            ],
+            [TextSegment("Look:"), VideoSegment(clip), TextSegment("gone"), photo],
+            [photo, drawing, RegionSegment("box", [[0, 0], [20, 20]], " all", media=1)],
+        ][i % 4]
+        made.append(CrudeSample(f"s-{i:04d}", segments, {"number": i}))
+    return made
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory, tokenizer) -> Path:
+    root = tmp_path_factory.mktemp("clean")
+    ingest(crude(), FolderStore(root), NAME, tokenizer, 20_000, category="grounding")
+    return root
+
+
+@pytest.fixture
+def store(clean, tmp_path) -> FolderStore:
+    shutil.copytree(clean, tmp_path / "copy")
+    return FolderStore(tmp_path / "copy")
+
+
+def found(store, tokenizer=None, **checks) -> list[Problem]:
+    index = read_index(store, NAME)
+    reports = verify_source(store, index, Checks(tokenizer, **checks))
+    return [problem for report in reports for problem in report.problems]
+
+
+def kinds(problems: list[Problem]) -> dict[str, int]:
+    assert {problem.kind for problem in problems} <= set(KINDS)
+    return dict(Counter(problem.kind for problem in problems))
+
+
+def flip(store: FolderStore, key: str, at: int) -> None:
+    data = bytearray(store.get(key))
+    data[at] ^= 4
+    store.put(key, bytes(data))
+
+
+def change_index(store: FolderStore, **columns) -> None:
+    """Write the index again with other columns: an index that is sound by itself."""
+    write_index(store, dataclasses.replace(read_index(store, NAME), **columns))
+
+
+def changed(column: np.ndarray, at: int, by: float) -> np.ndarray:
+    copy = column.copy()
+    copy[at] += by
+    return copy
+
+
+def first_image(index, form: int = 1) -> int:
+    """The first item of the first sample of a form (see `crude`)."""
+    return int(index.item_ptr[form])
+
+
+def test_a_sound_source_has_no_problem(store, tokenizer):
+    index = read_index(store, NAME)
+    assert len(index.shards) > 2
+    reports = list(verify_source(store, index, Checks(tokenizer, decode=True)))
+    assert [problem for report in reports for problem in report.problems] == []
+    assert sum(report.samples for report in reports) == 8
+    assert sum(report.bytes for report in reports) == sum(shard.size for shard in index.shards)
+    with tarfile.open(store.root / index.shards[0].key) as tar:
+        assert reports[1].files == len(tar.getnames())
+
+
+def test_bytes_are_counted_as_they_are_read(store):
+    index, seen = read_index(store, NAME), []
+    list(verify_source(store, index, Checks(), seen.append))
+    assert sum(seen) == sum(shard.size for shard in index.shards)
+
+
+def test_a_flipped_bit_in_a_medium(store, tokenizer):
+    index = read_index(store, NAME)
+    item = first_image(index)
+    shard = index.shards[index.shard[1]].key
+    flip(store, shard, int(index.item_offset[item]) + 60)
+    problems = found(store, tokenizer)
+    assert kinds(problems) == {"media crc": 1, "shard hash": 1}
+    assert [(p.shard, p.sample) for p in problems if p.sample] == [(shard, "s-0001")]
+
+
+def test_a_flipped_bit_in_a_document(store, tokenizer):
+    index = read_index(store, NAME)
+    flip(store, index.shards[index.shard[5]].key, int(index.json_offset[5]) + 9)
+    problems = found(store, tokenizer)
+    assert kinds(problems) == {"json crc": 1, "shard hash": 1}
+    assert "s-0005.json" in problems[0].detail
+
+
+@pytest.mark.parametrize("at", [2, 130, 150, 156])  # in the name, the size, the sum, the type
+def test_a_flipped_bit_in_a_tar_header(store, tokenizer, at):
+    index = read_index(store, NAME)
+    flip(store, index.shards[0].key, int(index.item_offset[0]) - 512 + at)
+    problems = found(store, tokenizer)
+    assert kinds(problems) == {"tar": 1, "shard hash": 1}
+    assert problems[0].sample == "s-0001"
+
+
+def test_a_name_that_is_another_sample_s(store, tokenizer):
+    """Header and sum are right, and yet a reader of tar files would hand out the wrong picture."""
+    index = read_index(store, NAME)
+    key, at = index.shards[0].key, int(index.item_offset[0]) - 512
+    data = bytearray(store.get(key))
+    header = tarfile.TarInfo.frombuf(bytes(data[at : at + 512]), "utf-8", "strict")
+    header.name = "s-0001.0.jpg"
+    data[at : at + 512] = header.tobuf(tarfile.USTAR_FORMAT)
+    store.put(key, bytes(data))
+    problems = found(store, tokenizer)
+    assert kinds(problems) == {"tar": 1, "media": 1, "shard hash": 1}
+    assert any("'s-0001.0.png' is expected" in problem.detail for problem in problems)
+
+
+def test_a_flipped_bit_in_the_filling(store, tokenizer):
+    index = read_index(store, NAME)
+    flip(store, index.shards[0].key, int(index.json_offset[0] + index.json_length[0]))
+    assert kinds(found(store, tokenizer)) == {"tar": 1, "shard hash": 1}
+
+
+def test_a_truncated_shard_names_every_lost_sample(store, tokenizer):
+    index = read_index(store, NAME)
+    key, cut = index.shards[0].key, int(index.item_offset[0]) + 10
+    store.put(key, store.get(key)[:cut])
+    problems = found(store, tokenizer)
+    in_shard = [index.key_of(i) for i in np.flatnonzero(index.shard == 0)]
+    assert kinds(problems) == {"shard size": 1, "shard hash": 1, "lost": len(in_shard) - 1}
+    assert [p.sample for p in problems if p.kind == "lost"] == in_shard[1:]
+
+
+def test_a_missing_shard(store, tokenizer):
+    index = read_index(store, NAME)
+    (store.root / index.shards[1].key).unlink()
+    problems = found(store, tokenizer)
+    assert kinds(problems) == {"shard missing": 1}
+    assert problems[0].shard == index.shards[1].key
+
+
+def test_bytes_after_the_end(store, tokenizer):
+    key = read_index(store, NAME).shards[0].key
+    store.put(key, store.get(key) + b"\1" * 700)
+    problems = found(store, tokenizer)
+    assert kinds(problems) == {"shard size": 1, "shard hash": 1, "tar": 1}
+
+
+def test_a_file_that_the_index_does_not_know(store, tokenizer):
+    key = read_index(store, NAME).shards[0].key
+    with tarfile.open(store.root / key, "a") as tar:
+        tar.add(__file__, "more.py")
+    problems = found(store, tokenizer)
+    assert kinds(problems) == {"shard size": 1, "shard hash": 1, "tar": 1}
+    assert "'more.py'" in [p for p in problems if p.kind == "tar"][0].detail
+
+
+def test_a_tar_without_its_end(store, tokenizer):
+    """Sizes and hashes of manifest and shard agree; only a reader of tar files would stumble."""
+    index = read_index(store, NAME)
+    data = store.get(index.shards[-1].key)[:-1024]
+    store.put(index.shards[-1].key, data)
+    info = dataclasses.replace(
+        index.shards[-1], size=len(data), sha256=hashlib.sha256(data).hexdigest()
+    )
+    change_index(store, shards=(*index.shards[:-1], info))
+    assert kinds(found(store, tokenizer)) == {"tar": 1}
+
+
+def test_an_index_of_another_version(store, tokenizer, tmp_path):
+    """The shards were written again with one word changed, the index is the old one."""
+    old = read_index(store, NAME)
+    other = FolderStore(tmp_path / "other")
+    samples = crude()
+    samples[4] = dataclasses.replace(samples[4], segments=[TextSegment("a longer text than before")])
+    ingest(samples, other, NAME, tokenizer, 20_000, category="grounding")
+    for shard in old.shards:
+        store.put(shard.key, other.get(shard.key))
+    assert "shard hash" in kinds(found(store, tokenizer))
+
+
+def test_an_index_that_is_not_the_manifest_s(store):
+    change = store.get(f"{NAME}/index.parquet")
+    store.put(f"{NAME}/index.parquet", change[:-1] + b"\0")
+    problem = open_source(store, NAME)
+    assert isinstance(problem, Problem)
+    assert problem.kind == "index"
+    assert "index_sha256" in problem.detail
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema": "kimi-pretrain/source/1"}, "schema"),
+        ({"shards": None}, "NoneType"),
+        ({"samples": 3}, "samples is 8, expected 3"),
+        ({"category": "pictures"}, "category"),
+    ],
+)
+def test_a_manifest_that_is_no_such_thing(store, change, said):
+    key = f"{NAME}/manifest.json"
+    store.put(key, json.dumps(json.loads(store.get(key)) | change).encode())
+    problem = open_source(store, NAME)
+    assert isinstance(problem, Problem)
+    assert said in problem.detail
+
+
+def test_a_source_without_its_index(store):
+    (store.root / NAME / "index.parquet").unlink()
+    problem = open_source(store, NAME)
+    assert isinstance(problem, Problem)
+    assert "index.parquet" in problem.detail
+
+
+def test_wrong_token_counts(store, tokenizer):
+    index = read_index(store, NAME)
+    change_index(
+        store,
+        piece_tokens=changed(index.piece_tokens, 0, 1),
+        variant_tokens=changed(index.variant_tokens, 3, -1),
+    )
+    problems = found(store, tokenizer)
+    assert kinds(problems) == {"tokens": 2}
+    assert [p.sample for p in problems] == ["s-0000", "s-0004"]
+    assert found(store, None) == [], "without a tokenizer no tokens are counted"
+
+
+def test_another_tokenizer(store):
+    other = Tokenizer(train_ranks(TRAINING_TEXT, 300), "other")
+    problems = found(store, other)
+    assert kinds(problems) == {"tokenizer": 1}
+
+
+@pytest.mark.parametrize(
+    ("column", "at", "by", "expected"),
+    [
+        ("item_width", 0, 1, {"media": 1}),
+        ("item_height", 2, -3, {"media": 1}),
+        ("item_frames", 1, -1, {"media": 1}),
+        ("item_crc", 0, 1, {"media crc": 1}),
+        ("json_crc", 3, 1, {"json crc": 1}),
+        ("json_length", 0, -1, {"tar": 2, "json crc": 1}),
+        ("json_length", 0, 1 << 40, {"lost": 1}),
+        ("item_media", 0, 1, {"document": 1, "tar": 1}),
+        ("item_chunk", 1, 1, {"document": 1}),
+        ("region_shape", 0, 3, {"document": 1, "region": 1}),
+        ("region_item", 5, -1, {"document": 1}),
+        ("point_x", 0, 0.25, {"document": 1}),
+        ("point_x", 1, 50, {"document": 1, "region": 1}),
+        ("point_y", 1, -2.5, {"document": 1, "region": 1}),
+        ("region_item", 0, 4, {"document": 1, "region": 1}),
+    ],
+)  # fmt: skip
+def test_a_wrong_number_in_the_index(store, tokenizer, column, at, by, expected):
+    index = read_index(store, NAME)
+    change_index(store, **{column: changed(getattr(index, column), at, by)})
+    assert kinds(found(store, tokenizer)) == expected
+
+
+def test_a_wrong_offset_is_told_and_the_rest_is_still_checked(store, tokenizer):
+    index = read_index(store, NAME)
+    change_index(store, json_offset=changed(index.json_offset, 1, 512))
+    flip(store, index.shards[-1].key, int(index.json_offset[-1]) + 3)
+    problems = found(store, tokenizer)
+    assert {p.sample for p in problems if p.kind == "tar"} >= {"s-0001"}
+    assert [p.sample for p in problems if p.kind == "json crc"] == ["s-0001", "s-0007"]
+
+
+def test_a_video_with_another_number_of_frames(store, tokenizer):
+    """The shard, its CRCs and its hash are those of the index; only the file tells."""
+    other = FolderStore(store.root / "other")
+    samples = crude(3)
+    builder = ShardBuilder()
+    index = ingest(samples, other, NAME, tokenizer, category="video")
+    data, clip = other.get(index.shards[0].key), mp4(10)
+    assert clip != samples[2].segments[1].data
+    picture = samples[1].segments[1].data
+    read = [data[o : o + n] for o, n in zip(index.json_offset, index.json_length)]
+    photo = samples[2].segments[3].data
+    media = [[], [("0.png", picture)], [("0.mp4", clip), ("1.jpg", photo)]]
+    members = [builder.add(index.key_of(i), read[i], media[i]) for i in range(3)]
+    shard = builder.finish()
+    other.put(index.shards[0].key, shard.data)
+    info = dataclasses.replace(index.shards[0], size=len(shard.data), sha256=shard.sha256)
+    lines = [members[1][1], *[members[2][1]] * 3, members[2][2]]
+    columns = {
+        f"item_{part}": np.array([getattr(line, part) for line in lines], dtype)
+        for part, dtype in (("offset", np.int64), ("length", np.int64), ("crc", np.uint32))
+    }
+    write_index(other, dataclasses.replace(index, shards=(info,), **columns))
+    problems = found(other, tokenizer)
+    assert kinds(problems) == {"media": 2}  # frames of the chunks, and their times
+    assert {p.sample for p in problems} == {"s-0002"}
+
+
+def test_damage_that_only_decoding_finds(store, tokenizer, tmp_path):
+    """A PNG whose header is sound and whose pixels are not."""
+    other = FolderStore(tmp_path / "other")
+    index = ingest(crude(2), other, NAME, tokenizer, category="grounding")
+    at, length = int(index.item_offset[0]), int(index.item_length[0])
+    flip(other, index.shards[0].key, at + length // 2)
+    data = other.get(index.shards[0].key)
+    info = dataclasses.replace(index.shards[0], sha256=hashlib.sha256(data).hexdigest())
+    import zlib
+
+    crc = np.array([zlib.crc32(data[at : at + length])], np.uint32)
+    write_index(other, dataclasses.replace(index, shards=(info,), item_crc=crc))
+    assert found(other, tokenizer) == []
+    assert kinds(found(other, tokenizer, decode=True)) == {"media": 1}
+
+
+def test_keys_that_stand_twice_or_are_no_keys(store, tokenizer):
+    index = read_index(store, NAME)
+    keys = [str(key) for key in index.key]
+    keys[3], keys[6] = keys[2], "two.dots"
+    change_index(store, key=keys)
+    problems = found(store, tokenizer)
+    assert [p.sample for p in problems if p.kind == "key"] == ["s-0002", "two.dots"]
+    assert kinds(problems)["tar"] >= 2  # names in the tar are others than the index says
+
+
+def test_counts_of_samples_per_shard(store, tokenizer):
+    index = read_index(store, NAME)
+    info = dataclasses.replace(index.shards[0], samples=index.shards[0].samples + 1)
+    change_index(store, shards=(info, *index.shards[1:]))
+    assert kinds(found(store, tokenizer)) == {"index": 1}
+
+
+def test_all_problems_are_found_in_the_order_of_the_shards(store, tokenizer):
+    index = read_index(store, NAME)
+    for sample in range(index.num_samples):
+        flip(store, index.shards[index.shard[sample]].key, int(index.json_offset[sample]) + 5)
+    runs = [found(store, tokenizer, threads=threads) for threads in (1, 4)]
+    assert runs[0] == runs[1]
+    assert kinds(runs[0])["json crc"] == index.num_samples
+    shards = [p.shard for p in runs[0]]
+    assert shards == sorted(shards)
+
+
+def test_a_share_of_the_samples_reads_a_share_of_the_bytes(store, tokenizer):
+    index = read_index(store, NAME)
+    for sample in (0, 1):
+        flip(store, index.shards[index.shard[sample]].key, int(index.json_offset[sample]) + 5)
+    reports = list(verify_source(store, index, Checks(tokenizer, share=0.5)))
+    assert sum(report.samples for report in reports) == 4
+    assert sum(r.bytes for r in reports) < 0.8 * sum(shard.size for shard in index.shards)
+    problems = [problem for report in reports for problem in report.problems]
+    assert kinds(problems) == {"json crc": 1}
+    assert problems[0].sample == "s-0000"
+
+
+def test_a_share_still_sees_every_shard_s_size(store):
+    index = read_index(store, NAME)
+    store.put(index.shards[-1].key, store.get(index.shards[-1].key) + b"\0")
+    assert kinds(found(store, share=0.01)) == {"shard size": 1}
+
+
+def test_a_shard_overwritten_while_it_is_read(store, monkeypatch):
+    index = read_index(store, NAME)
+    monkeypatch.setattr("data_pipeline.verify_shard._PART", 512)
+    calls = []
+
+    def overwrite(_: int) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            store.put(index.shards[0].key, store.get(index.shards[0].key))
+
+    reports = verify_source(store, index, Checks(threads=1), overwrite)
+    problems = [problem for report in reports for problem in report.problems]
+    assert kinds(problems) == {"shard changed": 1}
+
+
+def test_a_store_that_does_not_answer_is_no_problem_of_the_data(store):
+    class Down(FolderStore):
+        def get(self, key, offset=0, length=None, *, etag=None):
+            raise StoreUnavailable("down")
+
+    index = read_index(store, NAME)
+    with pytest.raises(StoreUnavailable):
+        list(verify_source(Down(store.root), index, Checks()))
+
+
+def test_sources_are_found_by_their_manifests(store):
+    store.put("tokenizer/t.tiktoken", b"")
+    store.put("unfinished/000000.tar", b"")
+    store.put("a/b/manifest.json", b"")
+    assert sources_at(store) == [NAME]
+
+
+@pytest.mark.parametrize("share", [0, -1, 1.5, float("nan")])
+def test_a_share_out_of_bounds(share):
+    with pytest.raises(ValueError, match="above 0, at most 1"):
+        Checks(share=share)
+
+
+@pytest.mark.parametrize(
+    ("segment", "said"),
+    [
+        ("text", "list, expected an object"),
+        ({"kind": "sound"}, "unknown kind 'sound'"),
+        ({"kind": "text", "loss": True}, "'text' (a string)"),
+        ({"kind": "text", "text": "a", "texts": ["a", "b"], "loss": True}, "both"),
+        ({"kind": "text", "texts": ["a"], "loss": True}, "1 variants"),
+        ({"kind": "text", "text": "a", "loss": 1}, "'loss' is 1"),
+        ({"kind": "image", "file": "0.mp4"}, "no name for a image"),
+        ({"kind": "image", "file": "../0.png"}, "no name for"),
+        ({"kind": "image", "file": "1.png"}, "numbered [1]"),
+        ({"kind": "video", "file": "0.mp4"}, "'timestamps'"),
+        ({"kind": "region", "media": 0, "shape": "box", "label": "", "loss": True,
+          "points": [[0, 0], [1, 1]]}, "no image of this sample"),
+        ({"kind": "region", "media": 0, "shape": "ring", "label": "", "loss": True}, "'ring'"),
+        ({"kind": "region", "media": 0, "shape": "box", "label": "", "loss": True,
+          "points": [[0, 0]]}, "box with points"),
+        ({"kind": "region", "media": 0, "shape": "turn", "label": "", "loss": True,
+          "degrees": 45}, "degrees is 45"),
+    ],
+)  # fmt: skip
+def test_documents_out_of_form(segment, said):
+    segment = ["no", "object"] if segment == "text" else segment
+    fault = describe(json.dumps({"meta": {}, "segments": [segment]}).encode(), None)
+    assert isinstance(fault, Fault)
+    assert fault.kind == "document"
+    assert said in fault.detail
+
+
+@pytest.mark.parametrize("data", [b"{", b"[]", b'{"segments": []}', b"\xff", b"[" * 100_000])
+def test_bytes_that_are_no_document(data):
+    fault = describe(data, None)
+    assert isinstance(fault, Fault)
+
+
+def test_a_document_of_more_pieces_than_the_index(store, tokenizer):
+    index = read_index(store, NAME)
+    text = {"kind": "text", "text": "plain text number 0", "loss": True}
+    described = describe(sample_json([text] * 3, {}), tokenizer)
+    assert not isinstance(described, Fault)
+    faults = document_faults(described, index, 0)
+    assert [fault.detail for fault in faults] == [
+        "piece_kind: 3 entries in the document, 2 in the index",
+        "variant_tokens: 0 entries in the document, 2 in the index",
+    ]
