@@ -144,9 +144,7 @@ class CachedStore:
         self._objects.clear()
         self._blocks.close()
         self._node.close()
-        close = getattr(self._inner, "close", None)
-        if close is not None:
-            close()
+        self._inner.close()
 
     def register(self, key: str, size: int, version: str) -> None:
         """From now on, cache reads of `key`, an object of `size` bytes.

@@ -211,6 +211,7 @@ class Blocks:
         read: Callable[[CachedObject, int, int], bytes],
         deliver: Deliver,
     ) -> None:
+        self._look_after()  # before others are evicted for these
         known, first = run[0]
         data = memoryview(read(known, first, first + len(run)))
         with self._lock:
@@ -257,18 +258,24 @@ class Blocks:
         return True
 
     def _keep_open(self, place: Place, block: OpenBlock) -> None:
-        now, watched = time.monotonic(), list[tuple[Place, OpenBlock]]()
         with self._lock:
             self._open[place] = block
             while len(self._open) > self._most_open:
                 self._open.popitem(last=False)
-            if now >= self._upkeep_at:
-                self._upkeep_at = now + _UPKEEP_S
-                watched = list(self._open.items())
-        for other, block in watched:
+        self._look_after()
+
+    def _look_after(self) -> None:
+        """Now and then: mark open blocks that were read as used, let go of those evicted."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._upkeep_at:
+                return
+            self._upkeep_at = now + _UPKEEP_S
+            watched = list(self._open.items())
+        for place, block in watched:
             if not block.look_after():
                 with self._lock:
-                    self._open.pop(other, None)
+                    self._open.pop(place, None)
 
     def _hold(self, first: int, count: int, what: str) -> AbstractContextManager[bool]:
         if self._node.path.is_dir():

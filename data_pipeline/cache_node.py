@@ -98,7 +98,7 @@ def _unlock_and_close(handle: int) -> None:
 
 
 class NodeFolder:
-    """A folder `<parent>/kimi-pretrain-<uid>/<name>` that lives as long as a process uses it.
+    """A folder `<parent>/kimi-pretrain-cache-<uid>/<name>` that lives as long as a process uses it.
 
     Args:
         parent: an existing folder of this node, normally `SHARED_MEMORY`.
@@ -115,7 +115,7 @@ class NodeFolder:
     """
 
     def __init__(self, parent: Path, name: str, wait_s: float) -> None:
-        base = parent / f"kimi-pretrain-{os.getuid()}"
+        base = parent / f"kimi-pretrain-cache-{os.getuid()}"
         self.path = base / name
         with _guarded(base, wait_s):
             _remove_unused(base)
@@ -125,7 +125,7 @@ class NodeFolder:
             # Cannot block: the exclusive lock is only ever taken by who guards the base.
             fcntl.flock(lease, fcntl.LOCK_SH)
         # Also runs when the process ends in an orderly way without close().
-        self._leave = weakref.finalize(self, _leave, base, lease, os.getpid(), wait_s)
+        self._leave = weakref.finalize(self, _leave, base, lease, wait_s)
 
     def close(self) -> None:
         """Give up the lease; the last one out removes the folder. A second call does nothing."""
@@ -179,9 +179,8 @@ def _remove_unused(base: Path) -> None:
             os.close(handle)
 
 
-def _leave(base: Path, lease: int, owner: int, wait_s: float) -> None:
-    if os.getpid() != owner:
-        return  # a forked child ends: the lease is its parent's
+def _leave(base: Path, lease: int, wait_s: float) -> None:
+    # In a forked child this gives up nothing: the lease holds until the parent has closed it too.
     with _guarded(base, wait_s):
         os.close(lease)
         _remove_unused(base)

@@ -23,11 +23,11 @@ TEXT_BEARING = frozenset(("ocr", "knowledge", "agent", "code"))
 _SIDES = r"""
 left(?:s|most|wards?|hand|ie)? right(?:s|most|wards?|hand)? east\w* west\w* mirror\w*
 (?:counter|anti)?clockwise o'clock
-links\w* rechts\w* linke[nmrs]? rechte[nmrs]? linker\w* rechter\w* (?:gegen)?uhrzeigersinn\w*
+links\w* rechts\w* (?:link|recht)e[nms]? (?:link|recht)er\w* (?:gegen)?uhrzeigersinn\w*
 gauches? droite?s? izquierd[oa]s? izq derech[oa]s? esquerd[oa]s? direit[oa]s?
 sinistr[oaie] destr[oaie] esquerr[ae]s? dret[ae]?s? stanga dreapta stang drept
 vanster vanstra hoger hogra venstre hoyre hojre vasen vasem\w* oikea\w*
-lew[aoey]\w* praw[aoey]\w* vlevo vpravo lev[aey] prav[aey] vlavo bal bal(?:ra|rol|oldal\w*)
+(?:le|pra)w[aoey]\w* vlevo vpravo lev[aey] prav[aey] vlavo bal bal(?:ra|rol|oldal\w*)
 jobb jobb(?:ra|rol|oldal\w*) solda\w* solunda\w* sola sag sag[ad]\w* sagin\w*
 слева справа влево вправо налево направо лев(?:ы|а|о|у)\w* прав(?:ы|а|о|у)\w*
 ліворуч праворуч зліва ліви\w* αριστερ\w* δεξι\w* kiri kanan trai phai
@@ -35,10 +35,11 @@ jobb jobb(?:ra|rol|oldal\w*) solda\w* solunda\w* sola sag sag[ad]\w* sagin\w*
 _VERTICAL = r"""
 top(?:s|most)? bottoms? above below beneath under underneath upper(?:most)? lower(?:most)? upside
 up down upwards? downwards? upright vertical\w* horizontal\w* north\w* south\w*
-oben unten ober\w* unter\w* uber darunter daruber senkrecht\w* waagerecht\w* kopfuber
+oben ober\w* unt(?:en|er\w*) uber darunter daruber senkrecht\w* waagerecht\w* kopfuber
 haut\w* bas basse dessus dessous sous arriba abajo encima debajo superior\w* inferior\w*
-acima abaixo cima baixo sopra sotto alto basso sus jos ovan ovenfor nedenfor nedre ovre onder boven
-gor[aey]\w* dol[aey]\w* nahore dole fent lent felso also ustte altta ustunde altinda yukari asagi
+acima abaixo cima baixo sopra sotto alto basso deasupra dedesubt
+ovan ovenfor nedenfor nedre ovre onder boven
+gor[aey]\w* dol[aey]\w* nahore dole fent lent felso ustte altta ustunde altinda yukari asagi
 сверху снизу вверху внизу наверху вверх вниз над под верхн\w* нижн\w* вгорі зверху знизу
 επανω πανω κατω atas bawah tren duoi
 """

@@ -195,7 +195,7 @@ class ProcessHand(Generic[Job, Result]):
                 self._worker.close()  # it died between two jobs; no job is to blame
                 self._worker = None
             if self._worker is None:
-                with signals_held():  # an interrupt must not lose what has just been started
+                with signals_held():
                     self._worker = Worker(self._setup)
                     self._starts += 1
             return self._worker

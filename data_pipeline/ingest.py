@@ -34,7 +34,7 @@ from data_pipeline.samples import (
     VideoSegment,
 )
 from data_pipeline.shard_writer import IngestProgress, Outcome, ShardWriter
-from data_pipeline.shards import check_sample_key
+from data_pipeline.shards import check_source_name
 from data_pipeline.store import MissingBucket, MissingKey, Store
 from data_pipeline.text import Tokenizer
 
@@ -95,7 +95,7 @@ def ingest(
             one with other arguments, or no sample left.
     """
     policy = policy or IngestPolicy()
-    reader = samples if hasattr(samples, "identity") else Listed(samples)  # pyright: ignore
+    reader = samples if isinstance(samples, Reader) else Listed(samples)
     request = None
     if reader.identity is not None:
         request = {
@@ -126,9 +126,7 @@ def ingest(
 
 
 def _check_request(name: str, shard_bytes: int, category: str) -> None:
-    if "/" in name:
-        raise ValueError(f"source name {name!r}: use letters, digits, '_' and '-'")
-    check_sample_key(name)
+    check_source_name(name)
     if shard_bytes < 1 << 12:
         raise ValueError(f"shard_bytes {shard_bytes}: a shard holds at least 4096 bytes")
     if category not in CATEGORIES:
@@ -182,7 +180,7 @@ def _preparer(
     def one(unit: CrudeSample | Pending) -> Outcome:
         key = unit.key
         try:
-            sample = unit if isinstance(unit, CrudeSample) else unit.load()
+            sample = unit if isinstance(unit, CrudeSample) else unit.load(policy)
             key = sample.key
             return prepare(sample, category, tokenizer, policy)
         except Refused as refusal:

@@ -68,17 +68,21 @@ class Changes:
 
 
 def limits_at(limits: PatchLimits, level: int) -> PatchLimits:
-    """Return the patch limits at a shrink level: each allows nine tenths of the one before."""
-    image, frame = (value * 9**level // 10**level for value in (limits.image, limits.frame))
-    return PatchLimits(max(1, image), max(1, frame), limits.side)
+    """Return the patch limits at a shrink level: nine tenths of the level before.
+
+    A limit stays at MIN_PATCHES once it is there, or where it was if it was below.
+    """
+    image, frame = (
+        max(min(MIN_PATCHES, value), value * 9**level // 10**level)
+        for value in (limits.image, limits.frame)
+    )
+    return PatchLimits(image, frame, limits.side)
 
 
 def num_levels(limits: PatchLimits) -> int:
-    """Return how many shrink levels leave an image and a frame MIN_PATCHES patches."""
+    """Return the last level, beyond which nothing shrinks any more."""
     level = 0
-    while min(limits_at(limits, level + 1).image, limits_at(limits, level + 1).frame) >= min(
-        MIN_PATCHES, limits.image, limits.frame
-    ):
+    while limits_at(limits, level) != limits_at(limits, level + 1):
         level += 1
     return level
 

@@ -7,8 +7,14 @@
 Whichever hand is free admits the next job, as long as the bytes that the job is estimated to need
 fit beside those in flight; so results that nobody takes are back-pressure. Which hand does a job,
 and when, never shows in the order.
+
+An interrupt is raised in the main thread, at any line, also inside of `threading.Condition`, which
+may then be left locked. So the consumer uses only what is written in C, where that cannot be: plain
+locks in a `with`, and a queue.
 """
 
+import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -122,8 +128,10 @@ class Line:
         # One thread at a time asks the iterator, which gives the jobs their order.
         self._asking = threading.Lock()
         self._asked = 0
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes the consumer
         # Guards all below. Nothing that may take long happens under it.
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # wakes hands
         self._stopped = False
         self._end: int | None = None  # the place after the last outcome, once it is known
         self._next = 0  # the place to be taken next
@@ -146,40 +154,48 @@ class Line:
             TimeoutError: naming the job, and who has it.
             Exception: what the job raised.
         """
-        with self._changed:
-            place, begin = self._next, time.monotonic()
-            while place not in self._done:
+        place, begin = self._next, time.monotonic()
+        while True:
+            with self._lock:
+                if place in self._done:
+                    outcome = self._pop(place)
+                    break
                 if self._stopped or (self._end is not None and place >= self._end):
                     raise StopIteration
                 ticket = self._tickets.get(place)
-                since = begin if ticket is None else max(begin, ticket.begun)
-                left = since + self._timeout_s - time.monotonic()
-                if left <= 0:
-                    self._give_up(place, ticket)
-                self._changed.wait(left)
-            outcome = self._done.pop(place)
-            self._flying.pop(place, None)
-            self._next += 1
-            self._tally.flying(self._in_flight())
-            self._changed.notify_all()
+            since = begin if ticket is None else max(begin, ticket.begun)
+            left = since + self._timeout_s - time.monotonic()
+            if left <= 0:
+                self._give_up(place, ticket)
+            with contextlib.suppress(queue.Empty):
+                self._news.get(timeout=left)
         if outcome.error is not None:
             raise outcome.error
         return outcome.result
 
     def stop(self) -> None:
         """Drop all outcomes, admit nothing more."""
-        with self._changed:
+        with self._lock:
             if not self._stopped:
                 self._stopped = True
                 self._done.clear()
                 self._flying.clear()
                 self._tally.flying(0)
                 self._changed.notify_all()
+                self._news.put(None)
+
+    def _pop(self, place: int) -> _Outcome:
+        """Take an outcome away; the lock is held."""
+        self._flying.pop(place, None)
+        self._next += 1
+        self._tally.flying(self._in_flight())
+        self._changed.notify_all()
+        return self._done.pop(place)
 
     def _admit(self, hand: Hand[Any, Any]) -> Ticket | None:
         """Wait for room and take the next job for a hand; None: nothing more is to be begun."""
         with self._asking:
-            with self._changed:
+            with self._lock:
                 if not self._room(lambda: len(self._flying) < self._max_jobs):
                     return None
             place = self._asked
@@ -188,20 +204,20 @@ class Line:
                 if nbytes < 0:
                     raise ValueError(f"job {place} is estimated at {nbytes} bytes")
             except StopIteration:
-                self._ends_at(place)
+                self._deliver(place, None)
                 return None
             except BaseException as error:
                 self._deliver(place, _Outcome(None, raisable(error)))
                 return None
             self._asked += 1
-            with self._changed:
+            with self._lock:
                 if not self._room(lambda: not self._flying or self._fits(nbytes)):
                     return None
                 ticket = Ticket(place, job, hand, time.monotonic())
                 self._tickets[place] = ticket
                 self._flying[place] = nbytes
                 self._tally.flying(self._in_flight())
-                self._changed.notify_all()  # whoever waits for it knows now whom to blame
+                self._news.put(None)  # whoever waits for it knows now whom to blame
                 return ticket
 
     def _do(self, ticket: Ticket) -> None:
@@ -213,20 +229,17 @@ class Line:
             self._tally.add(jobs=1, busy_s=seconds)
             self._deliver(ticket.place, _Outcome(result, None))
 
-    def _deliver(self, place: int, outcome: _Outcome) -> None:
-        """Put an outcome in its place; an error is the last one of the run."""
-        with self._changed:
+    def _deliver(self, place: int, outcome: _Outcome | None) -> None:
+        """Put an outcome in its place; None or an error ends the run there."""
+        with self._lock:
             self._tickets.pop(place, None)
-            if not self._stopped:
+            if outcome is not None and not self._stopped:
                 self._done[place] = outcome
-            if outcome.error is not None:
-                self._ends_at(place + 1)
-            self._changed.notify_all()
-
-    def _ends_at(self, place: int) -> None:
-        with self._changed:
-            self._end = place if self._end is None else min(self._end, place)
-            self._changed.notify_all()
+            if outcome is None or outcome.error is not None:
+                end = place if outcome is None else place + 1
+                self._end = end if self._end is None else min(self._end, end)
+                self._changed.notify_all()
+            self._news.put(None)
 
     def _room(self, room: Callable[[], bool]) -> bool:
         """Wait for room; False: nothing more is to be begun. The lock is held."""

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -314,7 +314,7 @@ def get_many(
     Returns:
         One `bytes` per request, of exactly its length. A span that is a whole read is not copied.
     """
-    order, starts, groups = merge_spans(requests, max_gap)
+    groups, parts = merge_spans(requests, max_gap)
     if len(groups) <= 1 or threads <= 1:
         bodies = [store.get(*group) for group in groups]
     else:
@@ -326,55 +326,63 @@ def get_many(
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     answers = [b""] * len(requests)
-    for (_, base, _), body, begin, end in zip(groups, bodies, starts, starts[1:], strict=False):
-        for i in order[begin:end]:
-            _, offset, length = requests[i]
-            answers[i] = body[offset - base : offset - base + length]
+    for number, group, start, stop in parts:
+        answers[number] = bodies[group][start:stop]
     return answers
 
 
-def merge_spans(requests: Sequence[Span], max_gap: int) -> tuple[list[int], list[int], list[Span]]:
+def merge_spans(
+    requests: Sequence[Span], max_gap: int
+) -> tuple[list[Span], Iterable[tuple[int, int, int, int]]]:
     """Group spans by object and neighbourhood.
 
     Returns:
-        The numbers of the requests that are not empty, sorted by (key, offset, length); where in
-        them each group starts, and their count; the span that each group has to read.
+        The spans to read, sorted; and for each request of 1 byte and more: its number, the number
+        of the span that holds it, where it starts and stops in that span.
     """
-    wanted = [span for span in requests if span[2]]
-    if not wanted:
-        return [], [0], []
-    numbers = np.arange(len(requests))
-    if len(wanted) < len(requests):
-        numbers = np.flatnonzero([span[2] for span in requests])
-    keys, offsets, lengths = zip(*wanted)
+    keys, begins, lengths = zip(*requests) if requests else ((), (), ())
+    begin, length = np.asarray(begins, np.int64), np.asarray(lengths, np.int64)
     names = sorted(set(keys))
     rank = {name: number for number, name in enumerate(names)}
-    key = np.fromiter(map(rank.__getitem__, keys), np.int64, len(wanted))
-    begin = np.asarray(offsets, np.int64)
-    order = np.lexsort((np.asarray(lengths, np.int64), begin, key))
-    key, begin = key[order], begin[order]
-    end = begin + np.asarray(lengths, np.int64)[order]
-    starts: list[int] = []
-    groups: list[Span] = []
-    edges = [0, *(np.flatnonzero(np.diff(key)) + 1).tolist(), len(wanted)]
-    for name, low, high in zip(names, edges, edges[1:]):
-        for first, last_byte in _neighbours(begin[low:high], end[low:high], max_gap):
-            base = int(begin[low + first])
-            starts.append(low + first)
-            groups.append(Span(name, base, last_byte - base))
-    return numbers[order].tolist(), [*starts, len(wanted)], groups
+    key = np.fromiter(map(rank.__getitem__, keys), np.int64, len(keys))
+    order = np.lexsort((length, begin, key))
+    order = order[length[order] > 0]
+    if not len(order):
+        return [], ()
+    key, begin, length = key[order], begin[order], length[order]
+    reach = begin + length  # the furthest end up to here, of the same object
+    objects = [0, *(np.flatnonzero(np.diff(key)) + 1).tolist(), len(key)]
+    for low, high in zip(objects, objects[1:]):
+        np.maximum.accumulate(reach[low:high], out=reach[low:high])
+    apart = (np.diff(key) != 0) | (begin[1:] - reach[:-1] > max_gap)
+    first = _cut_long(np.concatenate(([0], np.flatnonzero(apart) + 1)), begin, reach)
+    last = np.append(first[1:], len(key)) - 1
+    names_of = map(names.__getitem__, key[first].tolist())
+    groups = list(map(Span, names_of, begin[first].tolist(), (reach[last] - begin[first]).tolist()))
+    group = np.repeat(np.arange(len(first)), last - first + 1)
+    start = begin - begin[first][group]
+    columns = (order, group, start, start + length)
+    return groups, zip(*(column.tolist() for column in columns))
 
 
-def _neighbours(
-    begin: NDArray[np.int64], end: NDArray[np.int64], max_gap: int
-) -> Iterator[tuple[int, int]]:
-    """Cut sorted spans [n] of one object into groups: (number of the first, end byte)."""
-    reach = np.maximum.accumulate(end)
-    runs = [0, *(np.flatnonzero(begin[1:] - reach[:-1] > max_gap) + 1).tolist(), len(begin)]
-    for first, stop in zip(runs, runs[1:]):
-        while first < stop:
-            # A span inside the group costs nothing; one that would make it too long starts anew.
-            limit = max(int(begin[first]) + _MAX_MERGED, int(reach[first]))
-            after = first + int(np.searchsorted(reach[first:stop], limit, side="right"))
-            yield first, int(reach[after - 1])
-            first = after
+def _cut_long(
+    first: NDArray[np.int64], begin: NDArray[np.int64], reach: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Where groups start, when those that are longer than one read should be are cut.
+
+    Args:
+        first: where they start before that, [groups].
+        begin, reach: of all spans, [spans].
+    """
+    stop = np.append(first[1:], len(begin))
+    cuts = [first]
+    for number in np.flatnonzero(reach[stop - 1] - begin[first] > _MAX_MERGED).tolist():
+        low, high = int(first[number]), int(stop[number])
+        while True:
+            # A span inside what is read anyway costs nothing, so only a longer reach is a cut.
+            limit = max(begin[low] + _MAX_MERGED, reach[low])
+            low += int(np.searchsorted(reach[low:high], limit, side="right"))
+            if low == high:
+                break
+            cuts.append(np.array([low]))
+    return np.sort(np.concatenate(cuts))

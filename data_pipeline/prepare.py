@@ -253,9 +253,8 @@ class _Sheet:
         turn = segment.shape == "turn"
         numbers = {"degrees": segment.degrees} if turn else {"points": [*map(list, segment.points)]}
         self.described.append(described | numbers)
-        tokens = self._encode(segment.label) + self._tokenizer.region_length(
-            "", count_numbers(segment.shape, len(points))
-        )
+        count = count_numbers(segment.shape, len(points))
+        tokens = self._encode(segment.label) + self._tokenizer.region_length("", count)
         self._append(piece_kind=PIECE_REGION, piece_tokens=tokens, piece_variants=1)
         self._append(
             region_item=medium.first_item,

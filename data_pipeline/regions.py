@@ -1,20 +1,22 @@
 """Points, boxes, polygons and orientations of a sample: how they follow the pixels.
 
-A region is a shape code and k points (x, y), pixels of the stored file in edge coordinates: x
-right, y down, from (0, 0) to (width, height).
+A region is a shape code and k points (x, y), finite pixels of the stored file in edge coordinates:
+x right, y down, from (0, 0) to (width, height). Under a matrix, and where it leaves the frame:
 
-| shape   | points | under a matrix | where it leaves the frame |
-|---------|--------|----------------|---------------------------|
-| POINT   | 1      | moves          | dropped if it is outside  |
-| BOX     | 2, opposite corners | becomes the bounding box of its four moved corners: exact under mirror, quarter turns, crop and scaling, wider than the object under rotation and shear | clipped; dropped if less than `min_visible` of its area is left, or none |
-| POLYGON | 3 or more | moves       | dropped if a point is more than half a pixel outside, otherwise those are drawn to the edge |
-| TURN    | 1, (degrees, 0) | the content's clockwise turn in degrees, 0, 90, 180 or 270, becomes the one after the quarter turns | never |
+POINT (1 point) moves; dropped if it is outside.
+BOX (2 points, opposite corners) becomes the bounding box of its four moved corners: exact under
+    mirror, quarter turns, crop and scaling, wider than the object under rotation and shear. It is
+    clipped, and dropped if less than `min_visible` of its area is left, or none.
+POLYGON (3 points or more) moves; dropped if a point is more than half a pixel outside, otherwise
+    such points are drawn to the edge.
+TURN (1 point, (degrees, 0)) says by how much the content is turned clockwise: 0, 90, 180 or 270.
+    Quarter turns add to it; it is never dropped, and no image that has one may be mirrored.
 
 A polygon is not cut along the edge, because that changes how many numbers it is written with, and
 with that the length of the sample: which regions survive decides lengths, and packing needs those
 before any pixel is read. `survivors` answers for all regions of a window at once; `survivor` is the
 same for one, in plain Python, equal bit for bit.
-"""  # noqa: E501
+"""
 
 from collections.abc import Sequence
 
@@ -72,7 +74,7 @@ def survivor(
     out_h: int,
     min_visible: float,
 ) -> NDArray[np.float64] | None:
-    """Where one region lies in the output, or None if it is dropped; see the module's table.
+    """Where one region lies in the output, or None if it is dropped; the rules stand at the top.
 
     Args:
         shape: POINT, BOX, POLYGON or TURN.
@@ -89,8 +91,8 @@ def survivor(
     """
     given = np.asarray(points, np.float64).reshape(-1, 2).tolist()
     if shape == TURN:
-        degrees = (given[0][0] + 90.0 * _quarters(np.asarray(matrix, np.float64))) % 360.0
-        return np.array([[degrees, 0.0]])
+        quarters = int(_quarters(np.asarray(matrix, np.float64)[None], [0])[0])
+        return np.array([[(given[0][0] + 90.0 * quarters) % 360.0, 0.0]])
     if shape == BOX:
         (x0, y0), (x1, y1) = given
         given = [[x0, y0], [x1, y0], [x0, y1], [x1, y1]]
@@ -121,20 +123,22 @@ def _clipped(
     return np.array([[left, top], [right, bottom]]) if 0 < seen >= min_visible * area else None
 
 
-def _quarters(matrices: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Clockwise quarter turns nearest to matrices [..., 3, 3]: int64 [...].
+def _quarters(
+    matrices: NDArray[np.float64], which: Sequence[int] | NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Clockwise quarter turns nearest to matrices [t, 3, 3] of regions `which` [t]: int64 [t].
 
-    Told by where the x axis goes, which shear leaves alone and 45 degrees or less leave nearest.
+    Told by where the x axis goes: shear leaves it alone, and 45 degrees or less leave it nearest.
     """
-    a, b = matrices[..., 0, 0], matrices[..., 0, 1]
-    d, e = matrices[..., 1, 0], matrices[..., 1, 1]
-    if (a * e - b * d <= 0).any():
+    a, b = matrices[:, 0, 0], matrices[:, 0, 1]
+    d, e = matrices[:, 1, 0], matrices[:, 1, 1]
+    if bad := np.flatnonzero(a * e - b * d <= 0).tolist():
         raise ValueError(
-            "an image with orientation metadata is mirrored: its source must say flip_ok = false"
+            f"region {which[bad[0]]}: an image with orientation metadata is mirrored; its sample "
+            "must say flip_ok = false in the index"
         )
-    return np.where(
-        np.abs(a) >= np.abs(d), np.where(a > 0, 0, 2), np.where(d > 0, 1, 3)
-    )  # fmt: skip
+    level = np.abs(a) >= np.abs(d)
+    return np.where(level, np.where(a > 0, 0, 2), np.where(d > 0, 1, 3))
 
 
 def survivors(
@@ -176,7 +180,7 @@ def survivors(
 
     turn = np.flatnonzero(shape == TURN)
     first = point_ptr[turn]
-    degrees = points[first, 0] + 90.0 * _quarters(matrices[turn])
+    degrees = points[first, 0] + 90.0 * _quarters(matrices[turn], turn)
     moved[first, 0], moved[first, 1] = degrees % 360.0, 0.0
     keep[turn] = True
 
@@ -196,7 +200,10 @@ def _check_counts(shape: NDArray[np.int8], counts: NDArray[np.int64]) -> None:
     code = np.where(known, shape, 0)
     if bad := np.flatnonzero(~known | (counts < least[code]) | (counts > most[code])).tolist():
         i = bad[0]
-        raise ValueError(f"region {i}: shape {shape[i]} with {counts[i]} points; see the table")
+        raise ValueError(
+            f"region {i}: shape {shape[i]} with {counts[i]} points; expected 0, a point, with 1; "
+            "1, a box, with 2; 2, a polygon, with 3 or more; 3, a turn, with 1"
+        )
 
 
 def _move_each(
@@ -226,13 +233,8 @@ def _clip_each(
     every = np.arange(len(one))
     corners = np.stack(
         [
-            _move_each(np.stack([x, y], axis=1), matrices, every)
-            for x, y in (
-                (one[:, 0], one[:, 1]),
-                (other[:, 0], one[:, 1]),
-                (one[:, 0], other[:, 1]),
-                (other[:, 0], other[:, 1]),
-            )
+            _move_each(np.stack([x[:, 0], y[:, 1]], axis=1), matrices, every)
+            for x, y in ((one, one), (other, one), (one, other), (other, other))
         ]
     )
     low, high = corners.min(axis=0), corners.max(axis=0)

@@ -276,8 +276,8 @@ class S3Store:
         delay = tries.failed()
         if delay is None:
             raise StoreUnavailable(
-                f"{self.uri}/{key}: gave up after {tries.failures} attempts in "
-                f"{tries.seconds:.0f} s ({reason}); check that the endpoint answers and is not "
+                f"{self.uri}/{key}: gave up after {tries.failures} attempts ({reason}; no progress "
+                f"for {tries.seconds:.0f} s); check that the endpoint answers and is not "
                 "throttling, then run again"
             ) from error
         self._remark(key, tries, reason)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 # Shape of a region -> its code in the index.
 SHAPES = {"point": 0, "box": 1, "polygon": 2, "turn": 3}
@@ -105,8 +105,11 @@ class Pending(Protocol):
         """About how many bytes it is, to spread the work evenly."""
         ...
 
-    def load(self) -> CrudeSample:
+    def load(self, policy: "IngestPolicy") -> CrudeSample:
         """Read it.
+
+        Args:
+            policy: files that are too large need not be read.
 
         Raises:
             Refused: with the reason why it cannot be used.
@@ -114,6 +117,7 @@ class Pending(Protocol):
         ...
 
 
+@runtime_checkable
 class Reader(Protocol):
     """An input of ingest that can be read from any place in it.
 

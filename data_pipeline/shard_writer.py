@@ -1,4 +1,4 @@
-"""Prepared samples, in order, into shards of bounded size; the full one goes up while the next fills.
+"""Prepared samples, in order, into shards of bounded size; a full one goes up as the next fills.
 
 A shard is put first and then its part in the journal, so a part always tells of a whole shard.
 """
@@ -105,7 +105,7 @@ class ShardWriter:
         self._filling = _Filling()
         self._thread = ThreadPoolExecutor(1, "ingest-upload")
         self._uploading: Future[Part] | None = None
-        self._told = time.monotonic()
+        self._tell(now=True)
 
     def __enter__(self) -> "ShardWriter":
         return self

@@ -49,6 +49,13 @@ def check_sample_key(key: str) -> None:
         )
 
 
+def check_source_name(name: str) -> None:
+    """Raise ValueError unless `name` can name a source."""
+    check_sample_key(name)
+    if "/" in name:
+        raise ValueError(f"source name {name!r}: use letters, digits, '_' and '-'")
+
+
 def sample_json(segments: Sequence[dict[str, Any]], meta: dict[str, Any]) -> bytes:
     """The JSON document of a sample, the same bytes whatever the order of its keys.
 

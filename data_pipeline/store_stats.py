@@ -90,5 +90,5 @@ class Counter:
             sums, seconds = self._sums, list(self._seconds)
         seconds.sort()
         names = (field.name for field in fields(StoreStats))
-        high = (quantile(seconds, share) for share in (0.5, 0.95, 1.0))
-        return StoreStats(**dict(zip(names, (*sums, *high), strict=True)))
+        values: list[Any] = [*sums, *(quantile(seconds, share) for share in (0.5, 0.95, 1.0))]
+        return StoreStats(**dict(zip(names, values, strict=True)))

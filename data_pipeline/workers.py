@@ -13,11 +13,12 @@ and the jobs have to pickle; the main script is not imported by them, and needs 
 `if __name__ == "__main__"`.
 """
 
+import contextlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, Literal
 
@@ -92,8 +93,7 @@ class Workers(Generic[Job, Result]):
             self._hands += [ThreadHand(f"{name} {i}", setup) for i in range(max(1, num_workers))]
         self._lines: list[Line | Inline] = []  # the present run's; a list, for `_end` to look into
         self._end = weakref.finalize(self, _end, os.getpid(), self._lines, self._hands)
-        for hand in self._hands:
-            hand.start()
+        _in_thread(_start, self._hands)
 
     @property
     def stats(self) -> Stats:
@@ -133,10 +133,7 @@ class Workers(Generic[Job, Result]):
         else:
             line = Line(iter(jobs), max_bytes, max_jobs, self._timeout_s, self._tally)
             self._lines[:] = [line]
-            for hand in self._hands:
-                threading.Thread(
-                    target=line.work, args=(hand,), name=hand.name, daemon=True
-                ).start()
+            _in_thread(_staff, line, self._hands)
         return Run(self, self._lines[0], self._tally)
 
     def close(self) -> None:
@@ -188,6 +185,23 @@ class Run(Generic[Result]):
     def close(self) -> None:
         """End the run: no further job is begun, no further result handed out."""
         self._line.stop()
+
+
+def _in_thread(target: Callable[..., None], *args: Any) -> None:
+    """Start things away from the main thread, where an interrupt could lose what was started."""
+    threading.Thread(target=target, args=args, name="workers", daemon=True).start()
+
+
+def _start(hands: list[Hand[Any, Any]]) -> None:
+    """Let workers begin to make ready. What fails here fails again, and is told, at a job."""
+    with contextlib.suppress(OSError, HandClosed):
+        for hand in hands:
+            hand.start()
+
+
+def _staff(line: Line, hands: list[Hand[Any, Any]]) -> None:
+    for hand in hands:
+        threading.Thread(target=line.work, args=(hand,), name=hand.name, daemon=True).start()
 
 
 def _end(owner: int, lines: list[Line | Inline], hands: list[Hand[Any, Any]]) -> None:

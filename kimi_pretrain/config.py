@@ -340,6 +340,17 @@ def _fields(section: Any) -> dict[str, Any] | None:
 
 
 def _unknown_keys(section: Any, values: Any, where: str) -> typing.Iterator[str]:
+    if typing.get_origin(section) in (dict, list):
+        # Sections under names of the user's own, or one after the other.
+        *_, inner = typing.get_args(section)
+        entries: typing.Iterable[Any] = ()
+        if isinstance(values, dict):
+            entries = typing.cast(dict[str, Any], values).items()
+        elif isinstance(values, list):
+            entries = enumerate(typing.cast(list[Any], values))
+        for name, value in entries:
+            yield from _unknown_keys(inner, value, f"{where}{name}.")
+        return
     known = _fields(section)
     if known is None or not isinstance(values, dict):
         return

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from launch import inspect  # noqa: F401 (its commands)
 from launch.data import data
 from launch.errors import EXIT_CODE, JsonOption, told_plainly
 from launch.job import Job

@@ -1,13 +1,191 @@
 """`kimi-pretrain data ...`: make sources and look at them."""
 
 import json
+import os
 from typing import Annotated
 
 import typer
 
-from launch.errors import told_plainly
+from launch.errors import JsonOption, told_plainly
 
 data = typer.Typer(help="Make sources and look at them.", no_args_is_help=True)
+
+EndpointOption = Annotated[
+    str | None, typer.Option(help="Of the object store; else AWS_ENDPOINT_URL.")
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(min=0, help="Processes that do the work; one per core unless given.")
+]
+
+
+@data.command()
+def ingest(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Folders, .tar files, folders of those, .jsonl manifests; paths or s3:// URIs.",
+        ),
+    ],
+    to: Annotated[str, typer.Option(help="Root of the sources: s3://bucket/prefix or a folder.")],
+    name: Annotated[str, typer.Option(help="Of the new source.")],
+    category: Annotated[
+        str,
+        typer.Option(
+            help="agent, caption, code, grounding, interleaved, knowledge, ocr, text or video."
+        ),
+    ],
+    tokenizer: Annotated[str, typer.Option(help="Rank file: a key under --to, a path or a URI.")],
+    shard_mb: Annotated[int, typer.Option(min=1, help="Largest shard, in MiB.")] = 256,
+    workers: WorkersOption = None,
+    prefix_keys: Annotated[
+        bool, typer.Option("--prefix-keys", help="Put the input's name before each sample's key.")
+    ] = False,
+    endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a source of crude data: shards, index and manifest.
+
+    What cannot be used is left out, counted by reason, and listed in NAME/rejected.jsonl. If it is
+    interrupted or killed, the same command goes on where it was. A finished source never changes:
+    more data of the same kind is another source beside it. docs/data_format.md shows what the
+    inputs may look like.
+
+    \b
+    kimi-pretrain data ingest photos/ --to s3://corpus --name pairs --category caption \\
+        --tokenizer tokenizer/kimi.tiktoken
+    kimi-pretrain data ingest s3://crude/laion/ --to s3://corpus --name laion \\
+        --category caption --tokenizer tokenizer/kimi.tiktoken --workers 16
+    kimi-pretrain data ingest boxes.jsonl --to /data/corpus --name boxes \\
+        --category grounding --tokenizer kimi.tiktoken --json
+    """
+    with told_plainly():
+        from data_pipeline.ingest import ingest as write_source
+        from data_pipeline.ordered import WorkerDied
+        from data_pipeline.readers import open_inputs
+        from data_pipeline.store import open_store
+        from launch.ingest_view import Pace, print_rejections, rejections, shown
+        from launch.sources import named_tokenizer
+
+        _use_endpoint(endpoint)
+        store = open_store(to)
+        ranks = named_tokenizer(tokenizer, store, endpoint)
+        reader, pace = open_inputs(inputs, category, prefix_keys=prefix_keys), Pace()
+        try:
+            with shown(name, reader.total, pace) as show:
+                index = write_source(
+                    reader,
+                    store,
+                    name,
+                    ranks,
+                    shard_mb << 20,
+                    category=category,
+                    workers=_num_workers(workers),
+                    progress=show,
+                )
+        except KeyboardInterrupt:
+            typer.echo("interrupted; the same command goes on where it was", err=True)
+            raise typer.Exit(130) from None
+        except WorkerDied as error:
+            raise ValueError(f"{error}; the same command goes on where it was") from error
+        found = rejections(store, name)
+        print_rejections(found, f"{store.uri}/{name}")
+        if pace.now.turned:
+            typer.echo(
+                f"{pace.now.turned} images carry an EXIF orientation, which is not applied: if "
+                "they should be upright, turn them and ingest them again",
+                err=True,
+            )
+        summary = {
+            "name": name,
+            "uri": f"{store.uri}/{name}",
+            "samples": index.num_samples,
+            "items": index.num_items,
+            "text_tokens": int(index.text_tokens.sum()),
+            "shards": len(index.shards),
+            "bytes": sum(shard.size for shard in index.shards),
+            "rejected": {reason: count for reason, (count, _) in found.items()},
+            "turned": pace.now.turned,
+            "samples_per_second": round(pace.samples_per_second(), 1),
+            "content_hash": index.content_hash,
+        }
+        _print_summary(summary, as_json)
+
+
+@data.command()
+def reindex(
+    uri: Annotated[str, typer.Argument(help="The source: s3://bucket/prefix/NAME or a folder.")],
+    name: Annotated[str, typer.Option(help="Of the new source, in the same root.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="Rank file: a key in the source's root, a path or a URI.")
+    ],
+    workers: WorkersOption = None,
+    threads: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 16,
+    endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count a source's tokens anew with another tokenizer, without reading its media.
+
+    The source stays as it is, because runs may be reading it. The new one has an index and a
+    manifest of its own, and the shards of the old one: keep those as long as either is used.
+
+    \b
+    kimi-pretrain data reindex s3://corpus/pairs --name pairs_k2 \\
+        --tokenizer tokenizer/kimi.tiktoken
+    """
+    with told_plainly():
+        from data_pipeline.ordered import WorkerDied
+        from data_pipeline.reindex import reindex as count_anew
+        from data_pipeline.store import open_store
+        from launch.ingest_view import counted
+        from launch.sources import named_tokenizer
+
+        _use_endpoint(endpoint)
+        root, _, old = uri.rstrip("/").rpartition("/")
+        store = open_store(root or ".")
+        ranks = named_tokenizer(tokenizer, store, endpoint)
+        try:
+            with counted(name) as show:
+                index = count_anew(
+                    store,
+                    old,
+                    name,
+                    ranks,
+                    workers=_num_workers(workers),
+                    threads=threads,
+                    progress=show,
+                )
+        except WorkerDied as error:
+            raise ValueError(str(error)) from error
+        summary = {
+            "name": name,
+            "uri": f"{store.uri}/{name}",
+            "samples": index.num_samples,
+            "text_tokens": int(index.text_tokens.sum()),
+            "shards_of": old,
+            "content_hash": index.content_hash,
+        }
+        _print_summary(summary, as_json)
+
+
+def _use_endpoint(endpoint: str | None) -> None:
+    """For all stores that will be opened, by workers too, which inherit the environment."""
+    if endpoint:
+        os.environ["AWS_ENDPOINT_URL"] = endpoint
+
+
+def _num_workers(asked: int | None) -> int:
+    cores = len(os.sched_getaffinity(0))
+    # With one core a second process would only cost.
+    return (cores if cores > 1 else 0) if asked is None else asked
+
+
+def _print_summary(summary: dict[str, object], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(summary))
+        return
+    for key, value in summary.items():
+        typer.echo(f"{key:20s} {value}")
 
 
 @data.command("show-index")
@@ -27,6 +205,7 @@ def show_index(
         index = read_index(open_store(root or "."), source)
         summary = {
             "name": index.name,
+            "category": index.category,
             "samples": int(index.num_samples),
             "items": len(index.item_kind),
             "text_tokens": int(index.text_tokens.sum()),

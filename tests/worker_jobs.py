@@ -1,10 +1,8 @@
 """Jobs for the tests of workers, in a module of their own: worker processes import it by name."""
 
 import ctypes
-import functools
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -86,10 +84,6 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def path() -> list[str]:
-    return sys.path
-
-
 def touch_later(file: Path, after_s: float) -> None:
     time.sleep(after_s)
     file.touch()
@@ -129,7 +123,3 @@ def die(how: str, marks: Path, times: int) -> str:
 def hang(marks: Path) -> None:
     (marks / f"{os.getpid()}").touch()
     time.sleep(60)
-
-
-def call(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    return functools.partial(function, *args)

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-# What becomes of a JPEG: handed out as it is, decoded, or reduced to a checksum (to compare runs).
-MODES = ("raw", "pixels", "sums")
+# What becomes of a JPEG: handed out as bytes, decoded, reduced to a checksum (to compare runs), or
+# left as what the loader gives (which may be a view that nobody has read).
+MODES = ("raw", "pixels", "sums", "views")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Patches back to a picture, and the picture with what is said of it drawn on top, as inline SVG."""
+"""Patches back to a picture, and what is said of it drawn on top, as inline SVG."""
 
 import base64
 import io
@@ -15,7 +15,7 @@ from moonvit3d.geometry import PATCH
 
 # Longest side in the page; larger pictures are scaled down, smaller ones shown as large as they are
 # but never smaller than this, or nothing could be told apart.
-LONGEST, SMALLEST = 448, 96
+LONGEST, SMALLEST = 448, 140
 # Pictures of fewer pixels are kept without loss.
 _LOSSLESS_PIXELS = 160 * 160
 # Bright enough over pictures, dark enough over a page: one per region, in turn.
@@ -86,7 +86,7 @@ def drawing(
         ) + inside
     smooth = "auto" if scale < 1 else "pixelated"
     return (
-        f'<svg width="{width * scale:.0f}" height="{height * scale:.0f}" '
+        f'<svg style="outline:1px solid var(--line)" width="{width * scale:.0f}" height="{height * scale:.0f}" '
         f'viewBox="0 0 {width} {height}"><image width="{width}" height="{height}" '
         f'style="image-rendering:{smooth}" href="{_data_uri(pixels)}"/>{inside}</svg>'
     )

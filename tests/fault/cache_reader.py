@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from data_pipeline import cache_node
+from data_pipeline import cache_blocks, cache_node
 from data_pipeline.cache import CacheConfig, CachedStore, CacheStats
 from data_pipeline.objects import FolderStore, Span
 
@@ -57,6 +57,7 @@ def random_reads(
     folder: Path, config: dict, seed: int, count: int, processes: int = 1
 ) -> CacheStats:
     """Read random ranges in all three ways and compare each with the file."""
+    cache_blocks._MOST_OPEN = 8  # so that blocks are opened again and again
     meet(folder, processes)
     rng = random.Random(seed)
     files = {path.name: path.read_bytes() for path in sorted((folder / "objects").iterdir())}

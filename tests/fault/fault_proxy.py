@@ -1,33 +1,73 @@
 """An HTTP/1.1 proxy on the loopback that breaks chosen answers of the S3 server behind it.
 
-The Host header is passed on as it is, so signatures still verify. Faults are a script: each request
-whose method and path match takes the first fault that waits for it; everything else passes.
+The Host header is passed on as it is, so signatures still verify. `proxy.faults` is a script, a
+list that a test may change at any time:
+
+    with FaultProxy(server.endpoint) as proxy:
+        store = open_store("s3://bucket", endpoint=proxy.endpoint)
+        proxy.faults.append(Fault("truncate", path="tar", after=1000))           # the next such GET
+        proxy.faults.append(Fault("slowdown", method="", times=None, p=0.2))     # one in five
+        proxy.faults.append(Fault("slowdown", method="", times=None, seconds=3)) # all, for 3 s
+        proxy.faults.append(Fault("corrupt", after=50, delay=0.1, rate=100_000)) # late, slow, wrong
+        ...
+        assert proxy.count("truncate") == 1
+
+Each request takes the first fault of the list that it matches; one without passes. A fault leaves
+the list when it is used up. `proxy.requests` is what came by, in the order of its coming.
 """
 
 import asyncio
+import random
 import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from urllib.parse import urlsplit
 
-_SLOW_DOWN = (
-    b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>SlowDown</Code>'
-    b"<Message>Please reduce your request rate.</Message></Error>"
-)
 _HOST = "127.0.0.1"
+KINDS = (
+    *("slowdown", "error", "expired", "refuse"),  # no answer of the server's
+    *("late", "slow", "truncate", "reset", "stall", "corrupt"),  # the server's, spoilt
+)
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One broken answer.
+class Request:
+    """What came by. `fault` is the kind of what was done to it, "" for nothing."""
 
-    kind: "truncate" closes the connection after `after` bytes of the body, "reset" does so with a
-    TCP reset, "slowdown" answers 503, "late" holds the answer back for `delay` seconds.
-    then: called when the fault has been done, before the client can ask again.
+    method: str
+    path: str
+    range: str
+    if_match: str
+    access_key: str
+    at: float
+    fault: str = ""
+
+
+@dataclass(eq=False)
+class Fault:
+    """What to break.
+
+    kind:
+        "slowdown" answers 503 SlowDown, "expired" 400 ExpiredToken, "error" `status` and `code`;
+        "refuse" resets the connection before any answer; "late" only waits for `delay` seconds;
+        "slow" sends the body with `rate` bytes a second; "truncate" closes the connection after
+        `after` bytes of the body, "reset" does so with a TCP reset, "stall" sends no more but
+        keeps it open for `delay` seconds; "corrupt" flips a bit of byte `after` of the body (or
+        of its last byte). A body that is shorter than `after` passes whole.
+    delay, rate: go with every kind: the answer comes so much later (but "stall"), at that rate.
+    method: of the requests to take; "" takes any.
+    path: regular expression to be found in path and query.
+    only: a further condition on the request.
+    p: the share of matching requests to take, drawn by the proxy's own generator.
+    times: how many requests to take; None: any number.
+    seconds: how long to go on after the first one taken.
+    then: called when it is done, before the client can know.
+    taken: counts.
     """
 
     kind: str
@@ -36,26 +76,46 @@ class Fault:
     after: int = 0
     delay: float = 0.0
     then: Callable[[], object] | None = None
+    only: Callable[[Request], bool] | None = None
+    p: float = 1.0
+    times: int | None = 1
+    seconds: float | None = None
+    rate: int = 0
+    status: int = 500
+    code: str = "InternalError"
+    taken: int = field(default=0, init=False)
+    _end: float = field(default=float("inf"), init=False)
 
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"no fault of kind {self.kind!r}; there are {KINDS}")
 
-@dataclass(frozen=True)
-class Request:
-    method: str
-    path: str
-    range: str
-    if_match: str
-    fault: str
+    def matches(self, request: Request) -> bool:
+        return (
+            self.method in ("", request.method)
+            and re.search(self.path, request.path) is not None
+            and (self.only is None or self.only(request))
+        )
+
+    def is_over(self) -> bool:
+        used_up = self.times is not None and self.taken >= self.times
+        return used_up or time.monotonic() > self._end
+
+    def take(self) -> None:
+        if self.taken == 0 and self.seconds is not None:
+            self._end = time.monotonic() + self.seconds
+        self.taken += 1
 
 
 class FaultProxy:
-    """Context manager; `faults` is the script, `requests` what came by."""
+    """Context manager; `faults` is the script, `requests` what came by, `upstream` the server."""
 
-    def __init__(self, upstream: str) -> None:
-        address = urlsplit(upstream)
-        self._upstream = (address.hostname, address.port)
+    def __init__(self, upstream: str, seed: int = 0) -> None:
+        self.upstream = upstream
         self.faults: list[Fault] = []
         self.requests: list[Request] = []
         self.endpoint = ""
+        self._draw = random.Random(seed)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -77,6 +137,10 @@ class FaultProxy:
         self._thread.join(10)
         self._loop.close()
 
+    def count(self, fault: str, method: str = "") -> int:
+        """How many requests got a fault of that kind ("": none)."""
+        return sum(r.fault == fault and method in ("", r.method) for r in self.requests)
+
     async def _end(self) -> None:
         self._server.close()
         tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
@@ -87,75 +151,137 @@ class FaultProxy:
     def _take(self, head: bytes) -> Fault | None:
         method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
 
-        def header(name: bytes) -> str:
-            found = re.search(rb"(?i)\r\n" + name + rb": *([^\r]*)", head)
+        def header(name: bytes, value: bytes = rb"([^\r]*)") -> str:
+            found = re.search(rb"(?i)\r\n" + name + rb": *" + value, head)
             return found[1].decode() if found else ""
 
-        for fault in self.faults:
-            if fault.method == method and re.search(fault.path, path):
-                self.faults.remove(fault)
-                break
-        else:
-            fault = None
-        self.requests.append(
-            Request(
-                method, path, header(b"range"), header(b"if-match"), fault.kind if fault else ""
-            )
-        )
+        access_key = header(b"authorization", rb"[^\r]*Credential=([^/\r]*)")
+        about = (header(b"range"), header(b"if-match"), access_key, time.monotonic())
+        request = Request(method, path, *about)
+        fault = self._fault(request)
+        self.requests.append(Request(method, path, *about, fault.kind if fault else ""))
         return fault
+
+    def _fault(self, request: Request) -> Fault | None:
+        for fault in list(self.faults):
+            if fault.is_over():
+                self._drop(fault)
+            elif fault.matches(request) and self._draw.random() < fault.p:
+                fault.take()
+                if fault.is_over():
+                    self._drop(fault)
+                return fault
+        return None
+
+    def _drop(self, fault: Fault) -> None:
+        if fault in self.faults:  # a test may have taken it out meanwhile
+            self.faults.remove(fault)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            while await self._exchange(reader, writer):
-                pass
+            await self._exchange(reader, writer)
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
             writer.close()
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """One request and its answer; False when the connection is to be closed."""
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request and its answer, of the one connection."""
         head = await reader.readuntil(b"\r\n\r\n")
         fault = self._take(head)
-        if fault and fault.kind == "slowdown":
-            writer.write(
-                b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\n"
-                b"Content-Length: %d\r\n\r\n" % len(_SLOW_DOWN) + _SLOW_DOWN
-            )
-            await writer.drain()
-            return False
-        if fault and fault.kind == "late":
+        if fault and fault.kind != "stall":
             await asyncio.sleep(fault.delay)
-        # One upstream connection per request: its end is the end of the answer.
-        head = re.sub(rb"(?i)\r\nconnection:[^\r]*", b"", head)[:-2] + b"Connection: close\r\n\r\n"
-        upstream, sink = await asyncio.open_connection(*self._upstream)
+        if fault and fault.kind in ("slowdown", "error", "expired"):
+            writer.write(_error(fault))
+            await writer.drain()
+            await _done(fault)
+        elif fault and fault.kind == "refuse":
+            await _done(fault)
+            _reset(writer)
+        else:
+            # One upstream connection per request: its end is the end of the answer.
+            head = re.sub(rb"(?i)\r\nconnection:[^\r]*", b"", head)[:-2]
+            await self._pass_on(head + b"Connection: close\r\n\r\n", reader, writer, fault)
+
+    async def _pass_on(
+        self,
+        head: bytes,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        fault: Fault | None,
+    ) -> None:
+        address = urlsplit(self.upstream)
+        upstream, sink = await asyncio.open_connection(address.hostname, address.port)
         try:
             sink.write(head)
             body = asyncio.ensure_future(_copy(reader, sink))  # nothing, or the body of a PUT
             try:
-                await self._answer(upstream, writer, fault)
+                if fault is None:
+                    await _copy(upstream, writer)
+                else:
+                    await _answer(upstream, writer, fault)
             finally:
                 body.cancel()
         finally:
             sink.close()
-        return False
 
-    async def _answer(
-        self, upstream: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault | None
-    ) -> None:
-        if fault is None or fault.kind == "late":
-            return await _copy(upstream, writer)
-        head = await upstream.readuntil(b"\r\n\r\n")
-        writer.write(head + await upstream.readexactly(fault.after))
+
+def _error(fault: Fault) -> bytes:
+    status, code = {
+        "slowdown": (503, "SlowDown"),
+        "expired": (400, "ExpiredToken"),
+        "error": (fault.status, fault.code),
+    }[fault.kind]
+    text = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{code}</Message></Error>'
+    return (
+        f"HTTP/1.1 {status} {code}\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+        f"Content-Length: {len(text)}\r\n\r\n{text}"
+    ).encode()
+
+
+async def _done(fault: Fault) -> None:
+    if fault.then:
+        await asyncio.get_running_loop().run_in_executor(None, fault.then)
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    linger = struct.pack("ii", 1, 0)
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    writer.transport.abort()
+
+
+async def _answer(
+    upstream: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault
+) -> None:
+    """Pass an answer on, spoilt."""
+    while (head := await upstream.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 1"):
+        writer.write(head)  # 100 Continue
+    writer.write(head)
+    length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+    last = int(length[1]) - 1 if length else fault.after
+    cut = fault.after if fault.kind in ("truncate", "reset", "stall") else None
+    sent = 0
+    while cut is None or sent < cut:
+        most = max(1, fault.rate // 20) if fault.rate else 1 << 16
+        piece = await upstream.read(most if cut is None else min(most, cut - sent))
+        if not piece:
+            break
+        at = min(fault.after, last) - sent
+        if fault.kind == "corrupt" and 0 <= at < len(piece):
+            piece = piece[:at] + bytes([piece[at] ^ 1]) + piece[at + 1 :]
+        writer.write(piece)
         await writer.drain()
-        if fault.then:
-            await asyncio.get_running_loop().run_in_executor(None, fault.then)
-        if fault.kind == "reset":
-            # What is still in flight may be lost with a reset; let it arrive first.
-            await asyncio.sleep(0.05)
-            linger = struct.pack("ii", 1, 0)
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            writer.transport.abort()
+        sent += len(piece)
+        if fault.rate:
+            await asyncio.sleep(len(piece) / fault.rate)
+    await writer.drain()
+    await _done(fault)
+    if fault.kind == "stall":
+        await asyncio.sleep(fault.delay)
+    if fault.kind == "reset" and sent == cut:
+        # What is still in flight may be lost with a reset; let it arrive first.
+        await asyncio.sleep(0.05)
+        _reset(writer)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

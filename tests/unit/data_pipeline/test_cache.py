@@ -1,5 +1,6 @@
 """The cache in one process: the same bytes as the store behind it, with few requests."""
 
+import fcntl
 import logging
 import os
 import threading
@@ -15,7 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from data_pipeline import cache, cache_blocks, cache_node, cache_tier
 from data_pipeline.cache import CacheConfig, CachedStore
-from data_pipeline.cache_node import CacheTimeout, RangeLocks
+from data_pipeline.cache_node import CacheTimeout, NodeFolder, RangeLocks
+from data_pipeline.cache_tier import BlockId, Tier
 from data_pipeline.objects import FolderStore, MissingKey, Span, StoreError
 
 BLOCK = 1024
@@ -313,6 +315,11 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
+def extend(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
 def empty(path: Path) -> None:
     os.truncate(path, 0)
 
@@ -324,7 +331,7 @@ def swap(path: Path) -> None:
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-@pytest.mark.parametrize("damage", [damage_byte, damage_header, truncate, empty, swap])
+@pytest.mark.parametrize("damage", [damage_byte, damage_header, truncate, extend, empty, swap])
 def test_a_damaged_block_is_dropped_and_fetched_again(opened, inner, shared_memory, tier, damage):
     writer = opened(**TIERS["both" if damage is damage_byte else tier])
     writer.get("a/shard")
@@ -385,8 +392,51 @@ def test_the_limit_holds_and_the_blocks_used_last_stay(opened, inner, shared_mem
         store._blocks._upkeep_at = 0.0
         assert sum(path.stat().st_size for path in block_files(folder)) <= limit
     assert len([gets for gets in inner.gets if gets[0] == "a/shard"]) == 1
+    inner.gets.clear()
+    other = opened(**TIERS[tier], **{f"{tier}_bytes": limit}) if tier == "disk" else store
+    for i in (97, 98, 99):
+        assert other.get("a/shard", 0, 2 * BLOCK) == DATA[: 2 * BLOCK]
+        assert store.get("big", i * BLOCK, BLOCK) == (DATA * 10)[i * BLOCK :][:BLOCK]
+    assert inner.gets == []
     assert store.cache_stats.evicted > 50
     assert sum(path.stat().st_size for path in block_files(folder)) > limit // 2
+
+
+def test_a_block_that_is_being_written_counts_in_full(tmp_path):
+    limit = 6 * (BLOCK + 64)
+    tier = Tier("disk", tmp_path, limit, 5.0)
+    for i in range(6):
+        assert tier.put(BlockId(b"0" * 16, i, BLOCK), memoryview(bytes(BLOCK)))
+    with tier._ledger() as ledger:
+        part = tier._reserve(ledger, 3 * BLOCK)
+    for i in range(6, 20):
+        tier.put(BlockId(b"0" * 16, i, BLOCK), memoryview(bytes(BLOCK)))
+        assert sum(path.stat().st_size for path in block_files(tmp_path)) <= limit - 3 * BLOCK
+    # Its writer is gone: the next scan takes it for what it is.
+    os.close(part[0])
+    for i in range(20, 30):
+        assert tier.put(BlockId(b"0" * 16, i, BLOCK), memoryview(bytes(BLOCK)))
+    assert not list(tmp_path.glob(".part-*"))
+
+
+def test_more_than_fits_is_not_kept(tmp_path, caplog):
+    tier = Tier("disk", tmp_path, 2 * BLOCK, 5.0)
+    assert not tier.put(BlockId(b"0" * 16, 0, 3 * BLOCK), memoryview(bytes(3 * BLOCK)))
+    assert tier.put(BlockId(b"0" * 16, 1, BLOCK), memoryview(bytes(BLOCK)))
+    assert tier.writable
+    assert caplog.text == ""
+
+
+def test_a_write_that_fails_leaves_nothing(opened, tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(5, "Input/output error")
+
+    store = opened(folder="disk")
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_tier.os, "rename", refuse)
+        assert store.get("a/shard") == DATA
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["ledger"]
+    assert "Input/output error" in caplog.text
 
 
 def test_a_smaller_limit_is_kept_from_the_start(opened, tmp_path):
@@ -469,6 +519,23 @@ def test_a_lock_that_is_held_too_long_is_named(tmp_path):
         assert not waited
 
 
+def test_a_node_folder_that_goes_while_one_waits_for_it_is_made_again(tmp_path):
+    base = tmp_path / f"kimi-pretrain-cache-{os.getuid()}"
+    base.mkdir(mode=0o700)
+    with ThreadPoolExecutor(1) as pool:
+        handle = os.open(base, os.O_RDONLY)
+        assert cache_node.try_flock(handle, fcntl.LOCK_EX)
+        waiting = pool.submit(NodeFolder, tmp_path, "name", 5.0)
+        time.sleep(0.05)
+        base.rmdir()
+        os.close(handle)
+        node = waiting.result()
+    assert node.first
+    assert node.path.is_dir()
+    node.close()
+    assert not base.exists()
+
+
 # Where there is nothing to write to
 
 
@@ -487,7 +554,7 @@ def test_without_shared_memory_the_disk_still_works(opened, inner, monkeypatch, 
 
 def test_a_base_folder_of_somebody_else_is_not_used(opened, shared_memory, caplog, monkeypatch):
     monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(shared_memory.parent))
-    base = shared_memory / f"kimi-pretrain-{os.getuid()}"
+    base = shared_memory / f"kimi-pretrain-cache-{os.getuid()}"
     base.mkdir()
     base.chmod(0o777)
     store = opened(**TIERS["both"])
@@ -561,6 +628,14 @@ def test_a_vanished_disk_folder_is_tried_again_later(opened, inner, tmp_path, ca
 def test_bad_configs_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         CacheConfig(**config)
+
+
+def test_all_tiers_are_read_when_none_is_written(opened, inner, monkeypatch):
+    opened(**TIERS["both"]).get("a/shard")
+    for store in opened(**TIERS["both"]), opened(folder="disk", memory_bytes=1 << 21):
+        monkeypatch.setattr(cache_tier.Tier, "writable", False)
+        assert store.get("a/shard") == DATA
+    assert len(inner.gets) == 1
 
 
 def test_unknown_config_keys_are_refused():

@@ -7,6 +7,7 @@ from data_pipeline.index import CATEGORIES
 
 SIDES = [
     "A dog on the left of a tree",
+    "im linken Bild",
     "the RIGHT-most cup",
     "turn the knob clockwise",
     "at 3 o’clock",

@@ -176,7 +176,7 @@ def test_what_survives_lies_in_the_frame(region):
 
 def test_mirrored_orientations_and_wrong_counts_are_refused():
     mirror = np.array([[[-1.0, 0, 9], [0, 1, 0], [0, 0, 1]]])
-    with pytest.raises(ValueError, match="flip_ok = false"):
+    with pytest.raises(ValueError, match="flip_ok = false in the index"):
         survivors(np.array([TURN]), np.array([0, 1]), np.zeros((1, 2)), mirror, [9], [9], 0.3)
     for shape, count in ((POINT, 2), (BOX, 1), (POLYGON, 2), (7, 1)):
         with pytest.raises(ValueError, match=f"region 0: shape {shape} with {count} points"):

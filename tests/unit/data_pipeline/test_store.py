@@ -1,12 +1,16 @@
-"""The store contract on a folder, coalescing, and opening by URI. S3 itself: tests/fault."""
+"""The store contract on a folder and in memory, coalescing, opening by URI. S3: tests/fault."""
 
 import random
 import threading
 
 import pytest
 
+from data_pipeline.objects import Versions, merge_spans
+from data_pipeline.s3_answers import failure, meaning_of
 from data_pipeline.store import (
+    AccessDenied,
     FolderStore,
+    MemoryStore,
     MissingBucket,
     MissingKey,
     ObjectChanged,
@@ -16,6 +20,21 @@ from data_pipeline.store import (
     get_many,
     open_store,
 )
+from data_pipeline.store_stats import Counter, quantile
+
+
+@pytest.fixture(params=["folder", "memory"])
+def store(request, tmp_path):
+    if request.param == "folder":
+        return FolderStore(tmp_path / "bucket")
+    memory = MemoryStore("test_store", "some/prefix")
+    memory.clear()
+    return memory
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return FolderStore(tmp_path / "bucket")
 
 
 def test_bytes_come_back_whole_and_in_ranges(store):
@@ -44,14 +63,14 @@ def test_keys_are_sorted_and_by_prefix(store):
     assert store.list("b") == ["b/10", "b/2", "bb/1"]
 
 
-def test_a_failed_write_leaves_the_old_object_and_no_rest(store, monkeypatch):
-    store.put("a", b"old")
+def test_a_failed_write_leaves_the_old_object_and_no_rest(folder, monkeypatch):
+    folder.put("a", b"old")
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
-            store.put("a", b"new")
-    assert store.get("a") == b"old"
-    assert [p.name for p in store.root.iterdir()] == ["a"]
+            folder.put("a", b"new")
+    assert folder.get("a") == b"old"
+    assert [p.name for p in folder.root.iterdir()] == ["a"]
 
 
 def test_missing_things_are_told_apart(store, tmp_path):
@@ -61,6 +80,8 @@ def test_missing_things_are_told_apart(store, tmp_path):
             call("no/such")
         with pytest.raises(MissingBucket, match="nowhere"):
             getattr(FolderStore(tmp_path / "nowhere"), call.__name__)("a")
+    with pytest.raises(MissingKey, match="a/x: no such object"):
+        store.get("a/x")
 
 
 def test_a_changed_object_is_noticed(store):
@@ -68,6 +89,48 @@ def test_a_changed_object_is_noticed(store):
     store.put("a", b"two")
     with pytest.raises(ObjectChanged, match="overwritten"):
         store.get("a", etag=old.etag)
+
+
+def test_a_store_in_memory_notices_that_an_object_is_another_one_than_before():
+    mine, theirs = MemoryStore("shared"), MemoryStore("shared")
+    mine.clear()
+    theirs.put("a", b"one")
+    first = mine.head("a").etag
+    assert mine.get("a") == b"one"
+    theirs.put("a", b"two")
+    for _ in range(2):  # it stays an error
+        with pytest.raises(ObjectChanged, match=f"memory://shared/a: expected .*{first}"):
+            mine.get("a", 0, 1)
+    assert mine.get("a", etag=mine.head("a").etag) == b"two"  # as one who knows may ask
+    theirs.put("a", b"one")
+    assert mine.get("a") == b"one"
+    mine.put("a", b"own")
+    assert mine.get("a") == b"own"
+
+
+def test_first_versions_are_kept_for_the_keys_read_last():
+    versions = Versions(limit=2)
+    for key in ("a", "b", "a", "c"):  # b goes
+        versions.check("u", key, "1")
+    versions.check("u", "b", "2")  # c stays, a goes
+    with pytest.raises(ObjectChanged, match="u/c: expected the version with ETag 1"):
+        versions.check("u", "c", "2")
+    versions.check("u", "a", "2")
+
+
+def test_names_in_memory_are_apart_and_prefixes_nest():
+    for name in ("one", "two"):
+        MemoryStore(name).clear()
+        MemoryStore(name, "a/b").put("key", name.encode())
+    assert open_store("memory://one").get("a/b/key") == b"one"
+    assert open_store("memory://two/a").get("b/key") == b"two"
+    assert open_store("memory://two/a").list() == ["b/key"]
+    buffer = bytearray(b"xyz")
+    MemoryStore("one").put("k", buffer)
+    buffer[0] = 0
+    assert MemoryStore("one").get("k") == b"xyz"
+    MemoryStore("one", "a").clear()
+    assert MemoryStore("one").list() == ["k"]
 
 
 def test_reading_past_the_end_says_both_numbers(store):
@@ -85,13 +148,13 @@ def test_keys_that_leave_the_root_are_refused(store, key):
             call(key)
 
 
-def test_a_link_is_no_way_out(store, tmp_path):
+def test_a_link_is_no_way_out(folder, tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("s")
-    store.put("a", b"")
-    (store.root / "link").symlink_to(tmp_path / "outside")
+    folder.put("a", b"")
+    (folder.root / "link").symlink_to(tmp_path / "outside")
     with pytest.raises(ValueError, match="leads out"):
-        store.get("link/secret")
+        folder.get("link/secret")
 
 
 def _counting(store):
@@ -124,6 +187,46 @@ def test_get_many_equals_plain_reads_and_merges_neighbours(store):
     assert get_many(store, []) == []
 
 
+def _merged_one_by_one(spans, max_gap, most=16 << 20):
+    """The plain twin of merge_spans: one span after the other."""
+    groups, parts = [], []
+    for number in sorted((n for n, s in enumerate(spans) if s.length), key=lambda n: spans[n]):
+        span = spans[number]
+        stop = span.offset + span.length
+        if groups and groups[-1][0] == span.key:
+            _, start, end = groups[-1]
+            near = span.offset - end <= max_gap and max(end, stop) - start <= most
+            if stop <= end or near:
+                groups[-1][2] = max(end, stop)
+                parts.append((number, len(groups) - 1, span.offset - start, stop - start))
+                continue
+        groups.append([span.key, span.offset, stop])
+        parts.append((number, len(groups) - 1, 0, span.length))
+    return [Span(key, start, end - start) for key, start, end in groups], parts
+
+
+@pytest.mark.parametrize("gap", [0, 100, 65536, 5 << 20])
+def test_spans_are_merged_as_one_by_one(gap):
+    rng = random.Random(gap)
+    for size in (1, 7, 300):
+        for longest in (10, 4000, 9 << 20, 40 << 20):  # the last ones are longer than one read
+            spans = [
+                Span(rng.choice("zyx"), rng.randrange(200 * longest), rng.randrange(longest))
+                for _ in range(size)
+            ]
+            spans += rng.choices(spans, k=size // 5)
+            groups, parts = merge_spans(spans, gap)
+            expected, one_by_one = _merged_one_by_one(spans, gap)
+            assert groups == expected
+            assert sorted(parts) == sorted(one_by_one)
+
+
+def test_a_span_that_is_a_whole_read_is_not_copied(store):
+    body = bytes(1000)
+    store.get = lambda *_: body
+    assert get_many(store, [Span("x", 5, 1000)])[0] is body
+
+
 def test_the_gap_decides_what_is_merged(store):
     store.put("x", bytes(1000))
     seen = _counting(store)
@@ -153,14 +256,65 @@ def test_counts_are_exact_under_threads(store):
     assert store.stats.written == 100
 
 
+def test_stats_tell_how_long_recent_reads_took(store):
+    assert store.stats.latency_max_s == 0
+    store.put("x", bytes(100))
+    store.get("x")
+    stats = store.stats
+    assert 0 < stats.latency_p50_s == stats.latency_p95_s == stats.latency_max_s < 60
+    counter = Counter()
+    for seconds in range(1, 2001):  # only the last 1,024 are kept: 977 ... 2000
+        counter.timed(seconds)
+    stats = counter.stats
+    assert (stats.latency_p50_s, stats.latency_p95_s) == (976 + 512, 976 + 973)
+    assert stats.latency_max_s == 2000
+    assert [quantile([1, 2, 3, 4], share) for share in (0, 0.25, 0.26, 1)] == [1, 1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "meaning"),
+    [
+        (503, "SlowDown", "throttled"),
+        (429, "", "throttled"),
+        (400, "RequestLimitExceeded", "throttled"),
+        (500, "InternalError", "again"),
+        (502, "", "again"),
+        (400, "RequestTimeout", "again"),
+        (409, "OperationAborted", "again"),
+        (501, "NotImplemented", "refused"),
+        (400, "ExpiredToken", "expired"),
+        (403, "InvalidToken", "expired"),
+        (400, "400", "expired"),  # HEAD
+        (400, "InvalidArgument", "refused"),
+        (403, "SignatureDoesNotMatch", "denied"),
+        (404, "NoSuchBucket", "no_bucket"),
+        (404, "404", "missing"),
+        (412, "PreconditionFailed", "changed"),
+        (416, "InvalidRange", "range"),
+    ],
+)
+def test_what_an_answer_means(status, code, meaning):
+    assert meaning_of(status, code) == meaning
+
+
+def test_a_failure_is_one_sentence():
+    denied = failure("expired", "s3://b/k", "b", "HTTP 400 ExpiredToken", None)
+    assert isinstance(denied, AccessDenied)
+    assert "ExpiredToken, and again with credentials fetched anew" in str(denied)
+    assert str(failure("refused", "s3://b/k", "b", "HTTP 400 X", None)).startswith(
+        "s3://b/k: refused: HTTP 400 X"
+    )
+
+
 def test_open_store_reads_the_scheme(tmp_path, monkeypatch):
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
     assert open_store(tmp_path).uri == str(tmp_path)
     assert open_store(f"file://{tmp_path}").uri == str(tmp_path)
+    assert open_store("memory://name/some/").uri == "memory://name/some"
     s3 = open_store("s3://bucket/some/prefix/", endpoint="http://127.0.0.1:9")
     assert isinstance(s3, S3Store)
     assert s3.uri == "s3://bucket/some/prefix"
-    for uri in ("gs://bucket/x", "s3://", "s3:///x"):
+    for uri in ("gs://bucket/x", "s3://", "s3:///x", "memory://"):
         with pytest.raises(ValueError, match="use s3://"):
             open_store(uri)
 

@@ -1,0 +1,115 @@
+"""Problems of sources, collected as they are found and told in groups."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from data_pipeline.verify import Problem, ShardReport
+from data_pipeline.verify_problem import KINDS
+from launch.pages.html import num_bytes
+
+
+class Findings:
+    """Counts of all problems, the first few of each kind, and all of them in a file.
+
+    Memory does not grow with the number of problems.
+
+    Args:
+        first: how many problems of a kind to keep for each source.
+        report: file for all of them, one JSON object a line; None writes none.
+
+    """
+
+    def __init__(self, first: int, report: Path | None = None):
+        self._first = first
+        self._lines = None
+        if report is not None:
+            report.parent.mkdir(parents=True, exist_ok=True)
+            self._lines = report.open("w")
+        self._kept: dict[tuple[str, str], list[Problem]] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._checked: dict[str, Counter[str]] = {}
+
+    def __enter__(self) -> "Findings":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+    @property
+    def total(self) -> int:
+        """Number of problems."""
+        return sum(self._counts.values())
+
+    def add_report(self, source: str, report: ShardReport) -> None:
+        """Take in what was checked of a shard."""
+        checked = self._checked.setdefault(source, Counter())
+        checked.update(
+            shards=bool(report.shard),
+            samples=report.samples,
+            files=report.files,
+            bytes=report.bytes,
+        )
+        for problem in report.problems:
+            self.add(problem)
+
+    def add(self, problem: Problem) -> None:
+        """Take in a problem."""
+        self._checked.setdefault(problem.source, Counter())
+        group = (problem.source, problem.kind)
+        self._counts[group] += 1
+        kept = self._kept.setdefault(group, [])
+        if len(kept) < self._first:
+            kept.append(problem)
+        if self._lines is not None:
+            self._lines.write(problem.as_json() + "\n")
+
+    def lines(self) -> Iterator[str]:
+        """Tell everything, source by source and kind by kind."""
+        for source, checked in sorted(self._checked.items()):
+            problems = sum(n for (name, _), n in self._counts.items() if name == source)
+            yield (
+                f"{source}: {checked['samples']:,} samples, {checked['files']:,} files, "
+                f"{num_bytes(checked['bytes'])} in {checked['shards']:,} shards: "
+                + (f"{problems:,} problems" if problems else "sound")
+            )
+            for kind, meaning in KINDS.items():
+                count = self._counts[source, kind]
+                if not count:
+                    continue
+                yield f"  {kind}: {count:,} ({meaning})"
+                for problem in self._kept[source, kind]:
+                    where = " ".join(part for part in (problem.shard, problem.sample) if part)
+                    yield f"    {where + ': ' if where else ''}{problem.detail}"
+                if count > self._first:
+                    yield f"    ... and {count - self._first:,} more"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same for JSON."""
+        return {
+            "problems": self.total,
+            "sources": {
+                source: {
+                    **checked,
+                    "problems": {
+                        kind: self._counts[source, kind]
+                        for kind in KINDS
+                        if self._counts[source, kind]
+                    },
+                    "first": [
+                        vars(problem)
+                        for kind in KINDS
+                        for problem in self._kept.get((source, kind), ())
+                    ],
+                }
+                for source, checked in sorted(self._checked.items())
+            },
+        }

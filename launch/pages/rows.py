@@ -1,0 +1,272 @@
+"""The rows of a step as the model gets them: tokens, loss mask, pictures, what is said of them.
+
+Tokens, masks and patches are the loader's own. The documents serve to tell which tokens stand for
+what; regions are drawn where the tokens say they are, not where the document has them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.augment import Draw
+from data_pipeline.fetch import FileRead, StepRequest, TextRead
+from data_pipeline.index import SourceIndex
+from data_pipeline.layout import limits_at
+from data_pipeline.loader import StepBatch
+from data_pipeline.text import Tokenizer
+from launch.pages import tokens
+from launch.pages.html import page, percent, text
+from launch.pages.pictures import Shape, colour, drawing, unpatchify
+from moonvit3d.geometry import KIND_IMAGE, PatchLimits, resized
+
+STYLE = (
+    tokens.STYLE
+    + """
+.row { display: flex; height: 14px; border: 1px solid var(--line); margin: .5rem 0; }
+.row span { background: var(--bar); border-right: 2px solid var(--paper); min-width: 1px; }
+.tokens figure { display: inline-block; margin: .3rem .6rem; vertical-align: top;
+  white-space: normal; line-height: 1.4; }
+.tokens figcaption { font: 12px/1.4 system-ui, sans-serif; max-width: 28rem; }
+"""
+)
+LEGEND = (
+    '<p class="note tokens"><span class="t l">learnt</span> the model is trained to predict this '
+    'token; <span class="t">read</span> it is only read; <span class="t s">[BOS]</span> a special '
+    "token. A token's id shows when one points at it. A dashed frame in a picture is where it ends "
+    "and its padding to whole tokens begins. Shapes stand where the tokens say.</p>"
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What there is to show of one step.
+
+    Attributes:
+        batch: from the loader, with some of the step's rows.
+        request: what of the step those rows need (`data_pipeline.fetch.resolve`).
+        documents: sample of the plan -> its document, where it could be read.
+        indices: sources as the plan numbers them.
+        tokenizer: of the sources.
+
+    """
+
+    batch: StepBatch
+    request: StepRequest
+    documents: Mapping[int, Mapping[str, Any]]
+    indices: Sequence[SourceIndex]
+    tokenizer: Tokenizer
+
+    def source(self, sample: int) -> tuple[SourceIndex, int]:
+        """Return a sample's source and its number there."""
+        table = self.batch.plan.samples
+        return self.indices[table.source[sample]], int(table.index[sample])
+
+
+def rows_page(step: Step, title: str) -> str:
+    """Return the page of a step's rows."""
+    body = [LEGEND]
+    for place, row in enumerate(step.batch.row_ids.tolist()):
+        body += _row(step, place, row)
+    return page(title, body, STYLE)
+
+
+def _row(step: Step, place: int, row: int) -> Iterator[str]:
+    plan, rows = step.batch.plan, step.batch.rows
+    assert rows is not None, "only rows that were asked for are shown"
+    samples = [read for read in step.request.texts if read.row == place]
+    filled = sum(read.layout.length for read in samples)
+    learnt = int(rows.loss_mask[place].sum())
+    yield f'<section id="row-{row}">\n<h2>Row {row} of step {plan.step}</h2>'
+    yield (
+        f"<p>{len(samples)} documents, {filled:,} of {plan.seq_len:,} tokens "
+        f"({percent(filled / plan.seq_len)} filled), {learnt:,} learnt "
+        f"({percent(learnt / plan.seq_len)})</p>"
+    )
+    bar = "".join(
+        f'<span style="width:{100 * read.layout.length / plan.seq_len:.3f}%" '
+        f'title="{text(step.source(read.sample)[0].name)}: {read.layout.length} tokens"></span>'
+        for read in samples
+    )
+    yield f'<div class="row">{bar}</div>'
+    for read in samples:
+        yield from _document(step, place, read)
+    yield "</section>"
+
+
+def _document(step: Step, place: int, read: TextRead) -> Iterator[str]:
+    index, number = step.source(read.sample)
+    table = step.batch.plan.samples
+    facts = [
+        f"epoch {table.epoch[read.sample]}",
+        f"{read.layout.length} tokens from {read.start}",
+        f"position {table.position[read.sample]} of the stream",
+    ]
+    if read.layout.part is not None:
+        facts.append(f"part {read.layout.part} of a split text")
+    if table.varied[read.sample]:
+        facts.append("augmented")
+    yield (
+        f"<article>\n<header><b>{text(index.name)}</b> ({text(index.category)}) "
+        f"<b>{text(index.key_of(number))}</b> &middot; {text(' · '.join(facts))}</header>"
+    )
+    for bad in step.batch.bad:
+        if bad.sample == read.sample:
+            yield f'<div class="wrong">{text(bad.reason)}</div>'
+    yield f'<div class="tokens">{_Document(step, place, read).html()}</div>\n</article>'
+
+
+class _Document:
+    """One sample of a row."""
+
+    def __init__(self, step: Step, place: int, read: TextRead):
+        rows, stop = step.batch.rows, read.start + read.layout.length
+        assert rows is not None
+        self._step, self._read = step, read
+        self._ids = rows.tokens[place, read.start : stop]
+        # Token j is learnt where the place before it has loss; its label is this token, or wrong.
+        before = np.arange(read.start, stop) - 1
+        self._learnt = rows.loss_mask[place, before] & (before >= 0)
+        self._wrong = self._learnt & (rows.labels[place, before] != self._ids)
+        document = step.documents.get(read.sample)
+        self._segments = document["segments"] if document else []
+        self._parts = tokens.parts(self._segments, step.tokenizer, read.layout) if document else []
+        items = step.batch.plan.items
+        self._items = np.flatnonzero(items.sample == read.sample).tolist()
+        self._regions = [segment for segment in self._segments if segment["kind"] == "region"]
+        self._files = {
+            item: file for file in step.request.files for item in file.items
+            if file.sample == read.sample
+        }  # fmt: skip
+
+    def html(self) -> str:
+        """Return the tokens with pictures at their places."""
+        pieces, at = [], 0
+        for part in self._parts:
+            pieces += [self._tokens(at, part.start), self._part(part)]
+            at = part.stop
+        return "".join((*pieces, self._tokens(at, len(self._ids))))
+
+    def _tokens(self, start: int, stop: int, region: int | None = None) -> str:
+        where = slice(start, stop)
+        return tokens.spans(
+            self._ids[where],
+            self._learnt[where],
+            self._wrong[where],
+            self._step.tokenizer,
+            region,
+        )
+
+    def _part(self, part: tokens.Part) -> str:
+        if part.kind == "media":
+            return self._medium(part)
+        inside = self._tokens(part.start, part.stop, part.number if part.kind == "region" else None)
+        return f'<span title="{text(part.note)}">{inside}</span>' if part.note else inside
+
+    def _medium(self, part: tokens.Part) -> str:
+        """The picture in place of its pads."""
+        step = self._step
+        items, item = step.batch.plan.items, self._items[part.number]
+        pads = self._ids[part.start : part.stop]
+        file, patches = self._files[item], step.batch.media.get(item)
+        if (pads != step.tokenizer.media_pad).any():
+            return self._tokens(part.start, part.stop) + _wrong("not all of these are media pads")
+        name = f"file {items.media[item]}"
+        if patches is None:
+            return f"<figure>{_wrong(f'{name} could not be used')}</figure>"
+        grid = (int(items.frames[item]), int(items.grid_h[item]), int(items.grid_w[item]))
+        index, _ = step.source(self._read.sample)
+        line = int(items.item[item])
+        stored = int(index.item_width[line]), int(index.item_height[line])
+        frame = frame_size(file, stored, step.request.limits)
+        shapes = self._shapes(int(items.media[item]), frame)
+        pictures = "".join(drawing(one, frame, shapes) for one in unpatchify(patches, grid))
+        facts = [
+            f"{name}, {stored[0]} x {stored[1]} pixels",
+            *([f"chunk {items.chunk[item]}"] if file.kind != KIND_IMAGE else []),
+            *describe_draw(file.draw),
+            f"seen as {frame[0]} x {frame[1]}",
+            *([f"shrunk {file.level} times to fit the row"] if file.level else []),
+            f"{len(pads)} tokens",
+        ]
+        caption = text(", ".join(facts)) + self._said(int(items.media[item]))
+        return f"<figure>{pictures}<figcaption>{caption}</figcaption></figure>"
+
+    def _written(self, media: int) -> Iterator[tuple[int, Mapping[str, Any], list[int] | None]]:
+        """(number, segment, numbers in the tokens) of the regions of a file that are written."""
+        for part in self._parts:
+            if part.kind == "region" and self._regions[part.number]["media"] == media:
+                ids = self._ids[part.start : part.stop].tolist()
+                numbers = tokens.written_numbers(ids, self._step.tokenizer)
+                yield part.number, self._regions[part.number], numbers
+
+    def _shapes(self, media: int, frame: tuple[int, int]) -> list[Shape]:
+        """Regions of a file as the tokens have them, in pixels of the frame."""
+        shapes = []
+        for number, region, numbers in self._written(media):
+            if numbers and region["shape"] != "turn" and len(numbers) % 2 == 0:
+                # A number stands for its thousandth of the frame: draw at the middle of it.
+                points = [
+                    ((x + 0.5) / 1000 * frame[0], (y + 0.5) / 1000 * frame[1])
+                    for x, y in zip(numbers[::2], numbers[1::2])
+                ]
+                shapes.append(Shape(region["shape"], points, number, region["label"]))
+        return shapes
+
+    def _said(self, media: int) -> str:
+        """List the regions of a file under its picture, those left out as well."""
+        lines, seen = [], set[int]()
+        for number, region, numbers in self._written(media):
+            seen.add(number)
+            if numbers is None:
+                lines.append(_wrong(f"region {number} spells no coordinates"))
+                continue
+            written_as = ",".join(f"{value:03d}" for value in numbers)
+            what = f"{region['shape']}: {region['label']}[{written_as}]"
+            mark = f'<span style="color:{colour(number)}">&#9632;</span>'
+            lines.append(f"{mark} {text(what)}")
+        for number, region in enumerate(self._regions):
+            if region["media"] == media and number not in seen:
+                what = f"{region['shape']}: {region['label']} left the frame, not written"
+                lines.append(f"&#9633; {text(what)}")
+        return "".join(f"<br>{line}" for line in lines)
+
+
+def frame_size(file: FileRead, stored: tuple[int, int], limits: PatchLimits) -> tuple[int, int]:
+    """Return (width, height) of an item as the model gets it, without padding.
+
+    Args:
+        file: the read that it comes from.
+        stored: (width, height) in pixels of the file.
+        limits: of the run.
+
+    """
+    lowered = limits_at(limits, file.level)
+    width, height = (file.draw.out_width, file.draw.out_height) if file.draw else stored
+    most = lowered.image if file.kind == KIND_IMAGE else lowered.frame
+    return resized(width, height, most, lowered.side)
+
+
+def describe_draw(draw: Draw | None) -> list[str]:
+    """Say in words what augmentation did to an image."""
+    if draw is None:
+        return []
+    left, top, right, bottom = draw.crop
+    turned = (draw.height, draw.width) if draw.turns % 2 else (draw.width, draw.height)
+    cut = (left, top, right, bottom) != (0, 0, *turned)
+    scaled = (draw.out_width, draw.out_height) != (right - left, bottom - top)
+    said = {
+        "mirrored": draw.flip,
+        f"turned by {90 * draw.turns} degrees": draw.turns,
+        "warped": draw.affine is not None,
+        f"cut to ({left}, {top}, {right}, {bottom})": cut,
+        f"scaled to {draw.out_width} x {draw.out_height}": scaled,
+        "colours changed": draw.colour is not None,
+        f"JPEG quality {draw.jpeg}": draw.jpeg,
+    }
+    return [what for what, done in said.items() if done]
+
+
+def _wrong(message: str) -> str:
+    return f'<span class="wrong">{text(message)}</span>'

@@ -1,0 +1,155 @@
+"""What sources hold, as a page: a table to compare them, and plots for each."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from data_pipeline.stats import PERCENTILES
+from launch.pages.html import amount, num_bytes, page, percent, table, text
+from launch.pages.plots import histogram, shares
+
+STYLE = ".plots { display: flex; flex-wrap: wrap; gap: .5rem 1.5rem; }\n"
+_KINDS = {"media": "media files", "samples": "samples"}
+_PLURAL = {"point": "points", "box": "boxes", "polygon": "polygons", "turn": "turns"}
+_MOST_PLACES = 4
+
+
+def stats_page(found: Mapping[str, Any], title: str) -> str:
+    """Return the page.
+
+    Args:
+        found: what `data stats --json` prints: limits, sources, totals, duplicates (or None).
+        title: of the page.
+
+    """
+    sources = found["sources"]
+    body = [_limits(found), *_overview(sources, found["totals"])]
+    for source in sources:
+        body += _source(source)
+    if found["duplicates"] is not None:
+        body += _duplicates(found["duplicates"])
+    return page(title, body, STYLE)
+
+
+def _limits(found: Mapping[str, Any]) -> str:
+    limits = found["limits"]
+    said = (
+        f"Media tokens under limits of {limits['image']:,} patches an image and "
+        f"{limits['frame']:,} a video frame."
+    )
+    if found["seq_len"] is not None:
+        said += f" Rows of {found['seq_len']:,} tokens."
+    return f'<p class="note">{text(said)}</p>'
+
+
+def _overview(sources: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> Iterator[str]:
+    head = ["source", "category", "samples", "shards", "size", "tokens", "media share",
+            "tokens/sample", "items", "regions", "variants", "longer than a row"]  # fmt: skip
+    yield "<h2>Sources</h2>"
+    yield table(head, [_line(source) for source in sources])
+    yield shares(
+        [
+            (source["name"], [source[f"{part}_tokens"] for part in ("text", "media", "markup")])
+            for source in sources
+        ],
+        ("text", "media", "markup"),
+        "Tokens",
+    )
+    yield "<h2>Categories</h2>"
+    yield table(
+        ["category", "sources", "samples", "size", "tokens", "media share"],
+        [
+            [name, part["sources"], amount(part["samples"]), num_bytes(part["bytes"]),
+             amount(part["tokens"]), percent(part["media_share"])]
+            for name, part in (*totals["categories"].items(), ("all", totals["all"]))
+        ],
+    )  # fmt: skip
+
+
+def _line(source: Mapping[str, Any]) -> list[str]:
+    over = source.get("over_seq_len")
+    return [
+        source["name"],
+        source["category"],
+        amount(source["samples"]),
+        amount(source["shards"]),
+        num_bytes(source["bytes"]),
+        amount(source["tokens"]),
+        percent(source["media_share"]),
+        amount(source["tokens_per_sample"].get("mean", 0)),
+        amount(source["items"]),
+        amount(sum(source["regions"].values())),
+        amount(source["variants"]),
+        f"{over['samples']:,} ({percent(over['share'])})" if over else "",
+    ]
+
+
+def _source(source: Mapping[str, Any]) -> Iterator[str]:
+    images, videos, regions = source["images"], source["videos"], source["regions"]
+    yield f"<section>\n<h2>{text(source['name'])}</h2>"
+    facts = {
+        f"{source['category']}; tokenizer {source['tokenizer']['name']}": 1,
+        f"{amount(images['files'])} images of {num_bytes(images['bytes'])}": images["files"],
+        f"{amount(videos['files'])} videos of {num_bytes(videos['bytes'])} in "
+        f"{amount(videos['chunks'])} chunks, {amount(videos['frames'])} frames": videos["files"],
+        f"{amount(source['scaled_down'])} of {amount(source['items'])} items scaled down": source[
+            "items"
+        ],
+        ", ".join(f"{_PLURAL[name]}: {amount(n)}" for name, n in regions.items() if n): any(
+            regions.values()
+        ),
+        f"{amount(source['texts_with_variants'])} texts with {amount(source['variants'])} more "
+        "wordings": source["variants"],
+        f"{amount(source['flip_ok'])} samples may be mirrored, "
+        f"{amount(source['turn_ok'])} turned": source["items"],
+        "longest: " + ", ".join(f"{key} ({amount(n)})" for key, n in source["longest"][:3]): 1,
+    }
+    told = "<br>".join(text(fact) for fact, there in facts.items() if there)
+    yield f'<p class="note">{told}</p>'
+    spreads = {
+        "tokens per sample": source["tokens_per_sample"],
+        "text tokens per sample": source["text_tokens_per_sample"],
+        "tokens per media item": source["tokens_per_item"],
+        "longer side of an image, pixels": images["longer_side"],
+        "width / height of an image": images["aspect"],
+        "longer side of a video, pixels": videos["longer_side"],
+    }
+    spreads = {name: one for name, one in spreads.items() if one["count"]}
+    columns = ["mean", "min", *(f"p{percent}" for percent in PERCENTILES), "max"]
+    yield table(
+        ["", *columns],
+        [[name, *(amount(one[column]) for column in columns)] for name, one in spreads.items()],
+    )
+    plots = "\n".join(
+        histogram(one["histogram"], name, "", "samples" if "sample" in name else "items")
+        for name, one in spreads.items()
+    )
+    yield f'<div class="plots">\n{plots}\n</div>\n</section>'
+
+
+def _duplicates(found: Mapping[str, Any]) -> Iterator[str]:
+    yield "<h2>Duplicates, byte for byte</h2>"
+    for kind, name in _KINDS.items():
+        part = found[kind]
+        yield (
+            f"<p>{amount(part['groups'])} groups of equal {name}: {amount(part['redundant'])} "
+            f"copies beyond the first, {num_bytes(part['redundant_bytes'])}.</p>"
+        )
+        if part["largest"]:
+            yield table(
+                ["SHA-256", "bytes", "copies", "where"],
+                [
+                    [group["sha256"][:16], amount(group["bytes"]), group["copies"],
+                     _places(group)]
+                    for group in part["largest"]
+                ],
+            )  # fmt: skip
+
+
+def _places(group: Mapping[str, Any]) -> str:
+    named = [
+        f"{place['source']}/{place['sample']}"
+        + (f".{place['media']}" if place["media"] >= 0 else "")
+        for place in group["places"][:_MOST_PLACES]
+    ]
+    more = group["copies"] - len(named)
+    return ", ".join(named) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,105 @@
+"""What `kimi-pretrain data show` reads before it writes its page."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from data_pipeline.access import open_data, open_tokenizer
+from data_pipeline.fetch import Needs, StepRequest, resolve
+from data_pipeline.index import SourceIndex
+from data_pipeline.loader import Loader
+from data_pipeline.manifest import check_crc, item_span, read_index, read_samples
+from data_pipeline.plan import GlobalPlan
+from data_pipeline.store import Store, get_many
+from kimi_pretrain.config import load_config
+from launch.pages.rows import Step, rows_page
+from launch.pages.samples import Sample, samples_page
+from launch.sources import find_sample, open_sources
+
+
+def show_rows(config: str, overrides: tuple[str, ...], step: int, rows: range) -> str:
+    """Return the page of some rows of a step, read as a run of one process reads them.
+
+    Args:
+        config: YAML file or preset.
+        overrides: `section.key=value`.
+        step: which step of a run from the start.
+        rows: which rows of it; those beyond the last are left out.
+
+    Raises:
+        ValueError: the config cannot run, or the step has no such row.
+
+    """
+    # One step is wanted: no other process, nothing fetched ahead, nothing left on the disk.
+    data = replace(load_config(config, overrides).data, workers=0, prefetch_steps=0, cache=None)
+    if rows.start >= data.rows_per_step:
+        raise ValueError(f"--first-row {rows.start}: a step has {data.rows_per_step} rows")
+    rows = range(rows.start, min(rows.stop, data.rows_per_step))
+
+    def needs(plan: GlobalPlan) -> Needs:
+        return Needs(np.array(rows), np.flatnonzero(np.isin(plan.items.row, rows)))
+
+    store = open_data(data)
+    indices = [read_index(store, name) for name in data.source_names]
+    tokenizer = open_tokenizer(data, store)
+    with Loader(data, store, indices, tokenizer, needs) as loader:
+        loader.load_state_dict(loader.planner.state_at(step))
+        batch = next(loader)
+        request = resolve(loader.planner, batch.plan, needs(batch.plan))
+        found = Step(
+            batch, request, _documents(store, batch.bad, request), loader.indices, tokenizer
+        )
+    return rows_page(found, f"Step {step}, rows {rows.start} to {rows.stop - 1}")
+
+
+def _documents(store: Store, bad: Sequence, request: StepRequest) -> dict[int, dict]:
+    """Read the documents of the samples that can be used."""
+    damaged = {entry.sample for entry in bad if entry.item is None}
+    reads = [read for read in request.texts if read.sample not in damaged]
+    bodies = get_many(store, [read.span for read in reads])
+    return {read.sample: json.loads(body) for read, body in zip(reads, bodies, strict=True)}
+
+
+def show_samples(
+    uri: str, endpoint: str | None, source: str, keys: Sequence[str], first: int
+) -> str:
+    """Return the page of some samples of a source.
+
+    Args:
+        uri: where the source lies.
+        endpoint: of an object store.
+        source: its name.
+        keys: of the samples; without any the first ones are shown.
+        first: how many.
+
+    Raises:
+        ValueError: no such source or sample.
+        IndexMismatch: its bytes are not those of the index.
+
+    """
+    store, (name,) = open_sources(uri, endpoint, [source])
+    index = read_index(store, name)
+    numbers = [find_sample(index, key) for key in keys]
+    numbers = numbers or list(range(min(first, index.num_samples)))
+    documents = read_samples(store, index, numbers)
+    samples = [
+        Sample(number, document, _files(store, index, number))
+        for number, document in zip(numbers, documents, strict=True)
+    ]
+    return samples_page(index, samples, f"Samples of {name}")
+
+
+def _files(store: Store, index: SourceIndex, number: int) -> dict[int, bytes]:
+    """Read a sample's media files, each checked against its CRC: number of the file -> bytes."""
+    lines = [
+        line
+        for line in range(int(index.item_ptr[number]), int(index.item_ptr[number + 1]))
+        if index.item_chunk[line] == 0
+    ]
+    bodies = get_many(store, [item_span(index, line) for line in lines])
+    for line, body in zip(lines, bodies, strict=True):
+        where = f"{store.uri}, sample {index.key_of(number)!r}, file {index.item_media[line]}"
+        check_crc(body, int(index.item_crc[line]), where)
+    return {int(index.item_media[line]): body for line, body in zip(lines, bodies, strict=True)}

@@ -1,0 +1,150 @@
+"""Finding what a person means: sources under a URI, a source's tokenizer, a sample by its key."""
+
+import difflib
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pyarrow as pa
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from data_pipeline.index import SourceIndex
+from data_pipeline.store import MissingBucket, MissingKey, Store, open_store
+from data_pipeline.text import Tokenizer
+from data_pipeline.verify import sources_at
+
+ALL = "all"
+# Looking for a similar key among more than this would take longer than the answer is worth.
+_KEYS_COMPARED = 50_000
+
+
+def open_sources(uri: str, endpoint: str | None, wanted: Sequence[str]) -> tuple[Store, list[str]]:
+    """Open what a URI means, and choose sources of it.
+
+    Args:
+        uri: a root that holds sources, or one source itself.
+        endpoint: of an object store, None for the environment's.
+        wanted: names; empty or "all" means every source.
+
+    Returns:
+        The store of the root, and the names, sorted.
+
+    Raises:
+        ValueError: there is no source, or none of a name; tells the nearest.
+        StoreError: the store cannot be read.
+
+    """
+    root, _, last = uri.rstrip("/").rpartition("/")
+    store = open_store(uri, endpoint=endpoint)
+    if not root.endswith(":/") and _exists(store, "manifest.json"):
+        store, names = open_store(root or ".", endpoint=endpoint), [last]
+    else:
+        names = sources_at(store)
+    if not names:
+        raise ValueError(
+            f"{store.uri}: no finished source here (no NAME/manifest.json); give the folder that "
+            "holds the sources, or a source itself"
+        )
+    chosen = [name for name in dict.fromkeys(wanted) if name != ALL]
+    for name in chosen:
+        if name not in names:
+            raise ValueError(f"{store.uri}: no source {name!r}; {_nearest(name, names)}")
+    return store, sorted(chosen) if chosen and ALL not in wanted else names
+
+
+def _exists(store: Store, key: str) -> bool:
+    try:
+        store.head(key)
+    except (MissingKey, MissingBucket):
+        return False
+    return True
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    listed = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
+    return f"{guess}there are: {listed}"
+
+
+def find_sample(index: SourceIndex, key: str) -> int:
+    """Return the number of a sample.
+
+    Raises:
+        ValueError: there is none of this key; tells the nearest.
+
+    """
+    keys = pa.array(index.key, pa.string())
+    at = keys.index(key).as_py()
+    if at < 0:
+        near = difflib.get_close_matches(key, keys[:_KEYS_COMPARED].to_pylist(), 1)
+        guess = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"source {index.name!r}: no sample {key!r} among {index.num_samples}{guess}"
+        )
+    return at
+
+
+def named_tokenizer(name: str, store: Store, endpoint: str | None) -> Tokenizer:
+    """Open a rank file: a key under the root, or a path or URI of its own.
+
+    Raises:
+        StoreError: there is none.
+        ValueError: it is no complete rank file.
+
+    """
+    if _exists_key(store, name):
+        return Tokenizer.from_store(store, name)
+    folder, _, file = name.rpartition("/")
+    return Tokenizer.from_store(open_store(folder or ".", endpoint=endpoint), file)
+
+
+def _exists_key(store: Store, name: str) -> bool:
+    try:
+        return _exists(store, name)
+    except ValueError:  # a path or URI is no key
+        return False
+
+
+def own_tokenizer(store: Store, index: SourceIndex) -> Tokenizer | None:
+    """Look under tokenizer/ of the root for the rank file that a source was made with."""
+    for key in store.list("tokenizer/"):
+        data = store.get(key)
+        if hashlib.sha256(data).hexdigest() == index.tokenizer_hash:
+            return Tokenizer(data, index.tokenizer_name)
+    return None
+
+
+@contextmanager
+def byte_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar of bytes on the terminal, if there is one; yields what to call with more bytes."""
+    with _bar() as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda more: bar.advance(task, more)
+
+
+@contextmanager
+def total_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """As `byte_bar`, but yields what to call with (bytes done, bytes in all)."""
+    with _bar() as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _bar() -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def num_shard_bytes(indices: Iterable[SourceIndex]) -> int:
+    """Return the bytes of all shards of some sources."""
+    return sum(shard.size for index in indices for shard in index.shards)

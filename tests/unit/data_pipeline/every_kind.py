@@ -1,0 +1,148 @@
+"""A small corpus of every kind of sample, real files in a folder, and a config that uses it all."""
+
+import io
+
+import av
+import numpy as np
+from PIL import Image, ImageDraw
+
+from data_pipeline.augment_config import (
+    AffineConfig,
+    AugmentConfig,
+    ColourConfig,
+    CropConfig,
+    JpegConfig,
+)
+from data_pipeline.config import BlendStage, DataConfig
+from data_pipeline.ingest import ingest
+from data_pipeline.samples import (
+    CrudeSample,
+    ImageSegment,
+    RegionSegment,
+    TextSegment,
+    VideoSegment,
+)
+from data_pipeline.text import Tokenizer, train_ranks
+from moonvit3d.geometry import PatchLimits
+
+WORDS = "the quick brown fox jumps over a lazy dog near 12 rivers, 345 boats and one image video"
+TOKENIZER_KEY = "tokenizer/words.tiktoken"
+CONFIG = DataConfig(
+    root="a folder",
+    sources={"boxes": 2.0, "captions": 1.0, "clips": 1.0, "web": 1.0},
+    seq_len=96,
+    rows_per_step=12,
+    vision_token_ratio=0.25,
+    schedule=[BlendStage(6_000, {"boxes": 1.0, "captions": 2.0, "web": 1.0}, 0.2)],
+    max_epochs={"clips": 6.0},
+    augment={
+        "boxes": AugmentConfig(
+            flip=0.5,
+            turn=0.3,
+            affine=AffineConfig(probability=0.3, degrees=10, scale=(0.9, 1.1)),
+            crop=CropConfig(probability=0.5, area=(0.5, 1.0), rescale=(0.6, 1.0)),
+        ),
+        "captions": AugmentConfig(
+            flip=0.5,
+            colour=ColourConfig(brightness=0.2, contrast=0.2),
+            jpeg=JpegConfig(quality=(40, 90), probability=0.5),
+            variants=True,
+        ),
+    },
+    pack_window=48,
+    shard_window=2,
+    seed=3,
+    limits=PatchLimits(image=64, frame=16, side=512),
+    tokenizer=TOKENIZER_KEY,
+    prefetch_steps=2,
+    fetch_threads=2,
+)
+
+
+def sentence(rng, most=14):
+    return " ".join(rng.choice(WORDS.split(), rng.integers(1, most)))
+
+
+def picture(rng, suffix="png"):
+    height, width = rng.integers(20, 160, 2)
+    pixels = rng.integers(0, 255, (height, width, 3), np.uint8)
+    return encoded(pixels, suffix)
+
+
+def encoded(pixels, suffix="png"):
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, {"png": "PNG", "jpg": "JPEG"}[suffix])
+    return out.getvalue()
+
+
+def clip(rng, frames):
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width = stream.height = 48
+        for _ in range(frames):
+            pixels = rng.integers(0, 255, (48, 48, 3), np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+    return out.getvalue()
+
+
+def marked(rng, key):
+    """A white block on a dark ground, and the region that says where it is."""
+    height, width = (int(n) for n in rng.integers(90, 220, 2))
+    image = Image.new("RGB", (width, height), (30, 40, 60))
+    x, y = int(rng.integers(8, width - 45)), int(rng.integers(8, height - 45))
+    w, h = (int(n) for n in rng.integers(18, 36, 2))
+    ImageDraw.Draw(image).rectangle([x, y, x + w - 1, y + h - 1], fill=(255, 255, 255))
+    return CrudeSample(
+        key,
+        [
+            TextSegment("boats: ", loss=False),
+            ImageSegment(encoded(np.asarray(image)), "png"),
+            RegionSegment("box", [[x, y], [x + w, y + h]], label="fox"),
+        ],
+    )
+
+
+def samples(seed=0, scale=1):
+    """Source -> (category, samples)."""
+    rng = np.random.default_rng(seed)
+    web = [
+        CrudeSample(
+            f"w{i}", [TextSegment(sentence(rng, 60 if i % 9 else 300)), TextSegment("", False)]
+        )
+        for i in range(60 * scale)
+    ]
+    captions = [
+        CrudeSample(
+            f"s{i}",
+            [
+                ImageSegment(picture(rng, "jpg" if i % 2 else "png"), "jpg" if i % 2 else "png"),
+                TextSegment(texts=[sentence(rng), sentence(rng), sentence(rng)]),
+            ],
+        )
+        for i in range(40 * scale)
+    ]
+    clips = [
+        CrudeSample(f"c{i}", [VideoSegment(clip(rng, int(n))), TextSegment(sentence(rng))])
+        for i, n in enumerate(rng.integers(1, 24, 8 * scale))
+    ]
+    boxes = [marked(rng, f"b{i}") for i in range(40 * scale)]
+    return {
+        "boxes": ("grounding", boxes),
+        "captions": ("caption", captions),
+        "clips": ("video", clips),
+        "web": ("text", web),
+    }
+
+
+def build(store, seed=0, scale=1):
+    """Write the corpus; returns (tokenizer, indices)."""
+    ranks = train_ranks([WORDS * 3], 300)
+    store.put(TOKENIZER_KEY, ranks)
+    tokenizer = Tokenizer(ranks, "words")
+    sizes = {"boxes": 40_000, "captions": 400_000, "clips": 60_000, "web": 12_000}
+    return tokenizer, [
+        ingest(part, store, name, tokenizer, sizes[name], category=category)
+        for name, (category, part) in samples(seed, scale).items()
+    ]

@@ -1,0 +1,171 @@
+"""The blend of a whole training: schedule, epoch caps, and what a state holds of it."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from data_pipeline.blend import UNITS, SourceTotals, blend, counts_before
+from data_pipeline.config import BlendStage, DataConfig
+from data_pipeline.mixture import Mixer
+from data_pipeline.plan import DataUsedUp, Planner
+from tests.unit.data_pipeline.plain import made_index
+
+WINDOW = 64
+CONFIG = DataConfig(
+    root="unused",
+    sources={"a": 1.0, "b": 1.0, "c": 2.0},
+    seq_len=100,
+    rows_per_step=4,
+    pack_window=WINDOW,
+)
+TOTALS = [
+    SourceTotals("a", samples=500, tokens=5_000, vision_tokens=0),
+    SourceTotals("b", samples=2000, tokens=40_000, vision_tokens=10_000),
+    SourceTotals("c", samples=9000, tokens=90_000, vision_tokens=0),
+]
+UNITS_OF = [500, 2000, 9000]
+
+
+def mixture_of(**changes):
+    config = replace(CONFIG, **changes)
+    return Mixer(config, TOTALS, UNITS_OF).mixture()
+
+
+def test_one_segment_without_schedule_or_caps():
+    mixture = mixture_of()
+    assert len(mixture.segments) == 1
+    assert mixture.end is None
+
+
+def test_a_stage_begins_at_the_first_border_after_its_tokens():
+    later = BlendStage(30_000, {"b": 1.0, "c": 1.0})
+    mixture = mixture_of(schedule=[later])
+    first, second = mixture.segments
+    assert second.weights[0] == 0
+    assert second.start % WINDOW == 0
+    per_draw = [Fraction(t.tokens, t.samples) for t in TOTALS]
+
+    def tokens(position):
+        counts = counts_before(position, (first,)).tolist()
+        return sum(n * mean for n, mean in zip(counts, per_draw))
+
+    assert tokens(second.start) >= 30_000 - max(per_draw) * 3  # a prefix is a draw off at most
+    assert tokens(second.start - WINDOW) < 30_000
+    source, draw = blend(np.arange(second.start + 5000), mixture.segments)
+    for s in range(3):
+        assert draw[source == s].tolist() == list(range((source == s).sum()))
+
+
+@pytest.mark.parametrize("cap", [0.5, 1.0, 3.25])
+def test_a_source_stops_at_the_last_border_inside_its_epochs(cap):
+    mixture = mixture_of(max_epochs={"a": cap})
+    first, second = mixture.segments
+    assert second.weights[0] == 0
+    assert second.start % WINDOW == 0
+    drawn = counts_before(second.start, mixture.segments)[0]
+    assert drawn <= cap * 500
+    assert drawn + WINDOW > cap * 500 - WINDOW * first.weights[0] / UNITS - 1
+    assert counts_before(second.start + WINDOW, (first,))[0] > cap * 500
+    # The others keep their shares among themselves.
+    tokens = [w * t.tokens / t.samples for w, t in zip(second.weights, TOTALS)]
+    assert tokens[2] / tokens[1] == pytest.approx(2, rel=1e-3)
+    assert counts_before(10**7, mixture.segments)[0] == drawn
+
+
+def test_when_all_are_used_up_the_data_ends():
+    mixture = mixture_of(max_epochs={"a": 1, "b": 1.5, "c": 2})
+    assert mixture.end is not None
+    assert mixture.end % WINDOW == 0
+    counts = counts_before(mixture.end, mixture.segments).tolist()
+    for drawn, cap, units in zip(counts, (1, 1.5, 2), UNITS_OF):
+        assert drawn <= cap * units
+    assert sum(counts) > 0.9 * (500 + 3000 + 18_000)
+    assert "max_epochs" in mixture.reason
+
+
+def test_a_ratio_that_cannot_be_kept_ends_the_data():
+    mixture = mixture_of(vision_token_ratio=0.1, max_epochs={"b": 1})
+    assert mixture.end is not None
+    assert "['b'] have reached" in mixture.reason
+
+
+def test_the_rest_is_the_same_from_any_segment_on():
+    """What a state holds (the segments begun) is enough to know the others."""
+    config = replace(
+        CONFIG,
+        max_epochs={"a": 1.0, "c": 3.0},
+        schedule=[
+            BlendStage(5_000, {"a": 1.0, "b": 1.0, "c": 1.0}),
+            BlendStage(60_000, {"b": 1.0, "c": 1.0}),
+        ],
+    )
+    mixer = Mixer(config, TOTALS, UNITS_OF)
+    whole = mixer.mixture()
+    assert len(whole.segments) >= 4
+    for number, segment in enumerate(whole.segments):
+        again = mixer.mixture(whole.segments[:number], segment.start)
+        assert again == whole
+
+
+def planner_of(**changes):
+    indices = [
+        made_index("a", [40, 10], 1),
+        made_index("b", [60], 2, media=0.4, text=(3, 30), side=100),
+        made_index("c", [300], 3),
+    ]
+    return Planner(indices, replace(CONFIG, **changes))
+
+
+def test_a_run_goes_through_its_stages_and_ends_in_order():
+    planner = planner_of(
+        max_epochs={"a": 2.0, "b": 4.0, "c": 3.0},
+        schedule=[BlendStage(9_000, {"b": 1.0, "c": 1.0})],
+    )
+    state, epochs, plans = planner.state_dict(), {0: 0, 1: 0, 2: 0}, []
+    with pytest.raises(DataUsedUp, match="the data ends at position"):  # noqa: PT012
+        while True:
+            plan, after = planner.plan(state)
+            plans.append((state, plan.content_hash()))
+            for source, epoch in zip(plan.samples.source.tolist(), plan.samples.epoch.tolist()):
+                epochs[source] = max(epochs[source], epoch + 1)
+            state = after
+    assert len(plans) > 50
+    assert epochs[0] <= 2
+    assert epochs[1] <= 4
+    assert epochs[2] <= 3
+    assert len(state["blend"]) > 1
+    for state, expected in plans[:: len(plans) // 9]:
+        fresh = planner_of(
+            max_epochs={"a": 2.0, "b": 4.0, "c": 3.0},
+            schedule=[BlendStage(9_000, {"b": 1.0, "c": 1.0})],
+        )
+        fresh.load_state_dict(state)
+        assert fresh.plan(state)[0].content_hash() == expected
+
+
+def test_a_new_source_may_come_in_with_a_stage():
+    indices = [made_index("a", [40], 1), made_index("late", [50], 5)]
+    config = replace(
+        CONFIG, sources={"a": 1.0}, schedule=[BlendStage(5_000, {"a": 1.0, "late": 1.0})]
+    )
+    planner = Planner(indices, config)
+    state, seen = planner.state_dict(), []
+    for _ in range(60):
+        plan, state = planner.plan(state)
+        seen.append(set(plan.samples.source.tolist()))
+    assert seen[0] == {0}
+    assert seen[-1] == {0, 1}
+
+
+def test_bad_schedules_and_caps_are_refused():
+    for changes, message in [
+        ({"max_epochs": {"x": 1}}, r"max_epochs names \['x'\]"),
+        ({"max_epochs": {"a": 0}}, r"max_epochs\['a'\] is 0"),
+        ({"schedule": [BlendStage(5, {"a": 1}), BlendStage(5, {"b": 1})]}, "they must increase"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            replace(CONFIG, **changes)
+    with pytest.raises(ValueError, match="after_tokens is 0"):
+        BlendStage(0, {"a": 1.0})

@@ -1,0 +1,353 @@
+"""Order, limits, errors and ends of runs; what happens to processes is in tests/fault."""
+
+import gc
+import os
+import random
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+from data_pipeline.workers import HandClosed, JobError, RemoteTraceback, Workers
+from tests.resume import fingerprint
+from tests.worker_jobs import (
+    Sleepy,
+    Unpicklable,
+    a_lock,
+    arrays_of,
+    broken_setup,
+    calls,
+    environment,
+    hang,
+    memory_files,
+    sleepy,
+    throw,
+    touch,
+    touch_later,
+)
+
+KINDS = [("thread", 1), ("thread", 3), ("process", 2)]
+PLENTY = {"max_bytes": 1 << 40, "max_jobs": 8}
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[1]}-{kind[0]}")
+def crew(request):
+    kind, number = request.param
+    with Workers(calls, number, kind=kind, timeout_s=20) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with Workers(calls, 2, timeout_s=20) as workers:
+        yield workers
+
+
+def wait_until(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "ahead"),
+    [
+        (0, "process", 0),
+        (0, "process", 5),
+        (1, "process", 3),
+        (2, "process", 1),
+        (2, "process", 6),
+        (4, "process", 9),
+        (3, "thread", 5),
+    ],
+)
+def test_results_are_the_same_whoever_does_the_jobs(number, kind, ahead):
+    durations = random.Random(3)
+    jobs = [(Sleepy(i, durations.choice((0, 0, 0.01, 0.03))), 1) for i in range(30)]
+    with Workers(sleepy, number, kind=kind, timeout_s=20) as workers:
+        got = [fingerprint(r) for r in workers.run(jobs, max_bytes=100, max_jobs=ahead)]
+    assert got == [fingerprint(arrays_of(i)) for i in range(30)]
+
+
+def test_results_stay_as_they_are_while_others_arrive(pair):
+    kept = list(pair.run(((partial(arrays_of, i), 1) for i in range(25)), **PLENTY))
+    assert [fingerprint(r) for r in kept] == [fingerprint(arrays_of(i)) for i in range(25)]
+
+
+def test_memory_goes_with_the_results(pair):
+    big = partial(np.zeros, 1 << 20)
+    kept = list(pair.run([(big, 1)] * 30, **PLENTY))
+    assert memory_files() >= 30
+    del kept
+    gc.collect()
+    for _ in pair.run([(big, 1)] * 60, max_bytes=9, max_jobs=1):
+        pass
+    assert memory_files() < 12
+
+
+class Watched:
+    """Jobs that note how many were asked for."""
+
+    def __init__(self, sizes, job=os.getpid):
+        self.asked = 0
+        self._jobs = [(job, size) for size in sizes]
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.asked == len(self._jobs):
+            raise StopIteration
+        self.asked += 1
+        return self._jobs[self.asked - 1]
+
+
+@pytest.mark.parametrize("max_jobs", [1, 3, 20])
+def test_bytes_in_flight_stay_within_the_limit(crew, max_jobs):
+    draw = random.Random(max_jobs)
+    sizes = [draw.choice((0, 1, 10, 40, 60)) for _ in range(60)]
+    jobs = Watched(sizes)
+    run = crew.run(jobs, max_bytes=100, max_jobs=max_jobs)
+    for taken in range(60):
+        assert crew.stats.bytes_in_flight <= 100
+        next(run)
+        # Beyond those in flight one may be asked for, to know what it needs.
+        assert jobs.asked <= taken + 1 + max_jobs + 1
+    assert next(run, None) is None
+    assert crew.stats.bytes_in_flight == 0
+
+
+def test_the_limit_is_used_and_holds_back():
+    with Workers(calls, 0) as workers:
+        jobs = Watched([40] * 9)
+        run = workers.run(jobs, max_bytes=100, max_jobs=8)
+        wait_until(lambda: jobs.asked == 3)
+        time.sleep(0.05)
+        assert (jobs.asked, workers.stats.bytes_in_flight) == (3, 80)
+        next(run)
+        wait_until(lambda: jobs.asked == 4)
+        time.sleep(0.05)
+        assert (jobs.asked, workers.stats.bytes_in_flight) == (4, 80)
+        assert len(list(run)) == 8
+        assert workers.stats.high_water_bytes == 80
+
+
+def test_a_huge_job_goes_alone(crew):
+    before = crew.stats.jobs
+    assert len(list(crew.run(Watched([1, 999, 1, 999, 999]), max_bytes=10, max_jobs=9))) == 5
+    assert crew.stats.jobs == before + 5
+    with Workers(calls, 0) as workers:
+        assert len(list(workers.run(Watched([1, 99, 5, 6]), max_bytes=10, max_jobs=9))) == 4
+        assert workers.stats.high_water_bytes == 99
+
+
+def test_number_in_flight_stays_within_the_limit():
+    with Workers(calls, 3, kind="thread") as workers:
+        jobs = Watched([0] * 9)
+        run = workers.run(jobs, max_bytes=0, max_jobs=2)
+        wait_until(lambda: workers.stats.jobs == 2)
+        time.sleep(0.05)
+        assert jobs.asked == 2
+        assert len(list(run)) == 9
+
+
+def test_nothing_is_asked_for_ahead_with_no_jobs_ahead():
+    with Workers(calls, 0) as workers:
+        jobs = Watched([7] * 3, threading.get_ident)
+        run = workers.run(jobs, max_bytes=0, max_jobs=0)
+        assert jobs.asked == 0
+        assert next(run) == threading.get_ident()
+        assert (jobs.asked, workers.stats.jobs, workers.stats.high_water_bytes) == (1, 1, 7)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("kind", "type_", "message"),
+    [
+        ("value", ValueError, "no 7"),
+        ("unpicklable", Unpicklable, "x is 7"),
+        ("stop", JobError, "StopIteration: 7"),
+        ("exit", JobError, "SystemExit: 3"),
+        ("base", JobError, "Ends: enough"),
+    ],
+)
+def test_an_error_is_raised_in_its_place(pair, kind, type_, message, ahead):
+    jobs = [(partial(int, i), 1) for i in range(4)]
+    jobs += [(partial(throw, kind), 1)] + [(partial(int, 9), 1)] * 9
+    crews = [pair] if ahead else []
+    with Workers(calls, 0) as one:
+        for workers in [*crews, one]:
+            got = []
+            process = workers is pair
+            expected = JobError if process and kind == "unpicklable" else type_
+            with pytest.raises(expected, match=message) as caught:  # noqa: PT012
+                for result in (run := workers.run(jobs, max_bytes=99, max_jobs=ahead)):
+                    got.append(result)
+            assert got == [0, 1, 2, 3]
+            assert next(run, "nothing") == "nothing"
+            if process:
+                assert isinstance(caught.value.__cause__, RemoteTraceback)
+                assert "in throw" in str(caught.value.__cause__)
+
+
+def test_after_an_error_no_job_is_begun(crew, tmp_path):
+    jobs = [(partial(throw, "value"), 1)]
+    jobs += [(partial(touch, tmp_path / str(i)), 1) for i in range(100)]
+    with pytest.raises(ValueError, match="no 7"):
+        next(crew.run(iter(jobs), max_bytes=10**9, max_jobs=200))
+    list(crew.run([(partial(int, 1), 1)] * 6, **PLENTY))  # all have finished with the former run
+    count = len(list(tmp_path.iterdir()))
+    assert count < 90
+    time.sleep(0.05)
+    assert len(list(tmp_path.iterdir())) == count
+
+
+def test_an_earlier_job_is_waited_for_when_a_later_one_fails(crew, tmp_path):
+    jobs = [(partial(touch_later, tmp_path / "a", 0.2), 1), (partial(throw, "value"), 1)]
+    run = crew.run(jobs, **PLENTY)
+    assert next(run) is None
+    assert (tmp_path / "a").exists()
+    with pytest.raises(ValueError, match="no 7"):
+        next(run)
+
+
+def test_an_error_of_the_iterator_is_raised_in_its_place(crew):
+    def jobs(estimate):
+        yield partial(int, 3), 1
+        yield partial(int, 4), estimate
+        raise KeyError("the plan")
+
+    run = crew.run(jobs(1), **PLENTY)
+    assert [next(run), next(run)] == [3, 4]
+    with pytest.raises(KeyError, match="the plan"):
+        next(run)
+    run = crew.run(jobs(-2), **PLENTY)
+    assert next(run) == 3
+    with pytest.raises(ValueError, match="job 1 is estimated at -2 bytes"):
+        next(run)
+
+
+def test_what_does_not_pickle_is_named(pair):
+    lock = threading.Lock()
+    run = pair.run([(partial(int, 3), 1), (lambda: lock, 1)], **PLENTY)
+    assert next(run) == 3
+    with pytest.raises(ValueError, match=r"job 1 \(<function .*lambda.* cannot be sent"):
+        next(run)
+    with pytest.raises(TypeError, match="cannot pickle '_thread.lock'"):
+        next(pair.run([(a_lock, 1)], **PLENTY))
+    with pytest.raises(ValueError, match="setup cannot be sent to a worker process"):
+        Workers(lambda: calls, 1)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_of_setup_is_the_first_result(number):
+    with Workers(broken_setup, number) as workers:
+        for _ in range(2):  # it is tried again
+            with pytest.raises(FileNotFoundError, match="no bucket 'b'"):
+                next(workers.run([(3, 1)], **PLENTY))
+
+
+def test_a_new_run_ends_the_former(crew):
+    pids = set(crew.run([(os.getpid, 1)] * 20, **PLENTY))
+    first = crew.run(((partial(int, i), 1) for i in range(10**9)), **PLENTY)
+    assert [next(first), next(first)] == [0, 1]
+    second = crew.run([(partial(int, 50 + i), 1) for i in range(20)], **PLENTY)
+    assert next(first, "nothing") == "nothing"
+    assert list(second) == list(range(50, 70))
+    assert set(crew.run([(os.getpid, 1)] * 20, **PLENTY)) <= pids | {os.getpid()}
+    assert crew.stats.restarts == 0
+
+
+def test_a_job_that_hangs_is_named_and_its_worker_replaced(tmp_path):
+    with Workers(calls, 1, timeout_s=1.5) as workers:
+        run = workers.run([(partial(hang, tmp_path), 1)] * 2, **PLENTY)
+        with pytest.raises(TimeoutError, match=r"1.5 s for job 0 \(.*hang.* worker 0 is still at"):
+            next(run)
+        assert list(workers.run([(partial(int, 4), 1)], **PLENTY)) == [4]
+        assert workers.stats.restarts == 1
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_iterator_that_hangs_is_named():
+    release = threading.Event()
+
+    def jobs():
+        yield partial(int, 3), 1
+        release.wait(20)
+
+    with Workers(calls, 0, timeout_s=0.2) as workers:
+        run = workers.run(jobs(), **PLENTY)
+        assert next(run) == 3
+        with pytest.raises(TimeoutError, match="for job 1: the iterator of jobs has not given it"):
+            next(run)
+        release.set()
+
+
+def test_workers_have_one_thread_and_the_path_of_their_parent(pair, tmp_path, monkeypatch):
+    found = next(pair.run([(environment, 1)], **PLENTY))
+    assert found["OMP_NUM_THREADS"] == found["OPENBLAS_NUM_THREADS"] == "1"
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "only_here.py").write_text("def setup():\n    return len\n")
+    import only_here  # type: ignore
+
+    with Workers(only_here.setup, 1) as workers:
+        assert list(workers.run([("four", 1)], **PLENTY)) == [4]
+
+
+def test_numbers_are_counted(pair):
+    before = pair.stats
+    run = pair.run([(partial(time.sleep, 0.05), 5)] * 4, **PLENTY)
+    list(run)
+    after = pair.stats
+    assert after.jobs - before.jobs == 4
+    assert 0.2 <= after.busy_s - before.busy_s < 1
+    assert 0.09 <= after.wait_s - before.wait_s < 1
+    assert after.bytes_in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_workers": -1}, "num_workers is -1"),
+        ({"num_workers": 1, "kind": "fork"}, "kind is 'fork'"),
+        ({"num_workers": 1, "timeout_s": 0}, "timeout_s is 0"),
+    ],
+)
+def test_wrong_numbers_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Workers(calls, **arguments)
+
+
+def test_wrong_limits_are_named(crew):
+    with pytest.raises(ValueError, match="max_bytes is -1"):
+        crew.run([], max_bytes=-1, max_jobs=1)
+    with pytest.raises(ValueError, match="max_jobs is 0, which leaves nothing to do for"):
+        crew.run([], max_bytes=1, max_jobs=0)
+
+
+@pytest.mark.parametrize(("number", "ahead"), [(0, 0), (0, 3), (1, 3)])
+def test_closed_workers_say_so(number, ahead):
+    workers = Workers(calls, number)
+    run = workers.run([(partial(int, 4), 1)] * 9, max_bytes=9, max_jobs=ahead)
+    assert next(run) == 4
+    workers.close()
+    workers.close()
+    assert next(run, "nothing") == "nothing"
+    with pytest.raises(HandClosed, match="closed"):
+        workers.run([], **PLENTY)
+
+
+def test_workers_that_nobody_holds_end():
+    workers = Workers(calls, 1)
+    run = workers.run([(os.getpid, 1)] * 9, **PLENTY)
+    pid = next(run)
+    del workers
+    assert next(run) == pid  # the run holds them
+    del run
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    wait_until(lambda: not any(t.name == "worker 0" for t in threading.enumerate()))
