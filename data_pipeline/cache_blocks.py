@@ -189,6 +189,7 @@ class Blocks:
             CacheTimeout: another process has been at one of these blocks for too long.
             Whatever `read` raises.
         """
+        self._look_after()  # before others are evicted for these
         known, first = run[0]
         what = f"{known.where}, blocks {first} to {run[-1][1]}"
         with self._hold(known.locks + first, len(run), what) as waited:
@@ -211,7 +212,6 @@ class Blocks:
         read: Callable[[CachedObject, int, int], bytes],
         deliver: Deliver,
     ) -> None:
-        self._look_after()  # before others are evicted for these
         known, first = run[0]
         data = memoryview(read(known, first, first + len(run)))
         with self._lock:

@@ -5,6 +5,7 @@ what it needs. So one stretch can be on its way while another is being used.
 """
 
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,6 +76,7 @@ class FileExtents:
     def __init__(self, store: FolderStore) -> None:
         self._store = store
         self._files: OrderedDict[str, _File] = OrderedDict()
+        self._lock = threading.Lock()
 
     def prepare(self, stretch: Stretch) -> "_FileParts":
         """See `Extents`."""
@@ -86,17 +88,18 @@ class FileExtents:
 
     def open(self, info: ShardInfo) -> "_File":
         """The shard's file; kept open for the next stretch."""
-        file = self._files.get(info.key)
-        if file is None:
-            try:
-                file = _File(self._store.root / check_key(info.key))
-            except OSError:
-                self._store.get(info.key, 0, 1)  # says in its own words what is wrong
-                raise
-            self._files[info.key] = file
-            while len(self._files) > _KEPT_FILES:
-                self._files.pop(next(iter(self._files)), None)
-        return file
+        with self._lock:
+            file = self._files.get(info.key)
+            if file is None:
+                try:
+                    file = _File(self._store.root / check_key(info.key))
+                except OSError:
+                    self._store.get(info.key, 0, 1)  # says in its own words what is wrong
+                    raise
+                self._files[info.key] = file
+                if len(self._files) > _KEPT_FILES:
+                    self._files.popitem(last=False)
+            return file
 
 
 class _File:
@@ -242,7 +245,7 @@ def ranges(
     fresh[1:] |= shard_[1:] != shard_[:-1]
     number = np.cumsum(fresh) - 1
     heads = np.flatnonzero(fresh)
-    tails = np.append(heads[1:], order.size) - 1
+    tails = np.append(heads, order.size)[1:] - 1
     owner = np.empty(order.size, np.int64)
     owner[order] = number
     # By first use, so that what is needed first is asked for first.

@@ -15,28 +15,24 @@ shards or large ranges one stretch ahead (`data_pipeline.extents`).
 """
 
 import hashlib
-import json
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from data_pipeline.batches import Assembly, Batch, Sample
 from data_pipeline.blend import UNITS, Segment, append_segment, apportion
-from data_pipeline.extents import MAX_GAP, PATIENCE_S, Extents, Parts, open_extents
+from data_pipeline.extents import MAX_GAP, PATIENCE_S, open_extents
 from data_pipeline.index import SourceIndex
-from data_pipeline.manifest import IndexMismatch
 from data_pipeline.order import ShardOrder
 from data_pipeline.store import Store
-from data_pipeline.stretch import DOCUMENT, Stretch, keys_of, locate, positions_of
-from moonvit3d.geometry import KIND_IMAGE
-from moonvit3d.media import MediaError, read_image, read_video
+from data_pipeline.stretch import keys_of, locate, positions_of
+
+__all__ = ["Batch", "Sample", "SampleStream", "StreamConfig"]
 
 SCHEMA = 1
 # Samples found at a time. The first stretch is one step, so that it comes soon; each later one is
@@ -136,10 +132,11 @@ class SampleStream:
         self.config, self._rank, self._world_size = config, rank, world_size
         self._transform = transform
         self._orders = [
-            ShardOrder([shard.samples for shard in i.shards], config.shard_window, config.seed, i.name)
+            ShardOrder(
+                [shard.samples for shard in i.shards], config.shard_window, config.seed, i.name
+            )
             for i in self.indices
         ]
-        self._name_column = np.array(self.names, object)
         self._key_columns = [pa.array(index.key, pa.string()) for index in self.indices]
         self._manifest = _manifest(self.indices)
         self._segments = append_segment((), 0, self._weights(config.shares))
@@ -149,8 +146,7 @@ class SampleStream:
         whole = window <= config.memory_bytes // 2 and mean * world_size <= MAX_GAP
         self._extents = open_extents(store, whole, config.memory_bytes // 2, config.threads)
         self._pool = ThreadPoolExecutor(config.workers, "sample") if config.workers else None
-        self._batches: Iterator[tuple[int, Any]] | None = None
-        self._closed = False
+        self._batches: Generator[tuple[int, Any], None, None] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -167,7 +163,7 @@ class SampleStream:
         After an error the position has not moved: asking again tries the same step again.
         """
         if self._batches is None:
-            self._batches = self._make_workers() if self._pool else self._make()
+            self._batches = self._made_ahead(self._pool) if self._pool else self._made()
         try:
             self._position, batch = next(self._batches)
         except BaseException:  # an interrupt too: what was on its way is asked for again
@@ -236,7 +232,9 @@ class SampleStream:
         if shares is None:
             shares = {index.name: index.num_samples for index in self.indices}
         if tuple(sorted(shares)) != self.names or min(shares.values()) < 0:
-            raise ValueError(f"shares are {dict(shares)}; give one above 0 for each of {self.names}")
+            raise ValueError(
+                f"shares are {dict(shares)}; give one above 0 for each of {self.names}"
+            )
         weights = apportion([Fraction(shares[name]) for name in self.names], UNITS)
         if 0 in weights:
             raise ValueError(
@@ -249,14 +247,15 @@ class SampleStream:
         """Drop what was found and fetched ahead."""
         batches, self._batches = self._batches, None
         if batches is not None:
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()
 
-    def _made(self) -> Iterator[tuple[int, Any]]:
+    def _made(self) -> Generator[tuple[int, Any], None, None]:
         """(position after it, batch) of every step that follows, made when asked for."""
-        for assembly, step in self._steps():
-            yield assembly.end(step), self._finished(assembly.batch(step))
+        for assembly, steps in self._tasks():
+            for step in steps:
+                yield assembly.end(step), self._finished(assembly.batch(step))
 
-    def _made_ahead(self, pool: ThreadPoolExecutor) -> Iterator[tuple[int, Any]]:
+    def _made_ahead(self, pool: ThreadPoolExecutor) -> Generator[tuple[int, Any], None, None]:
         """The same, made by the workers' threads."""
         tasks: deque[Future[list[tuple[int, Any]]]] = deque()
         try:
@@ -277,22 +276,56 @@ class SampleStream:
         return batch if self._transform is None else self._transform(batch)
 
     def _tasks(self) -> Iterator[tuple[Assembly, range]]:
-        """Steps in groups that are worth a task."""
-        plain = not self.config.decode and self._transform is None
-        many = max(1, TASK_SAMPLES * self._world_size // self.config.batch_size) if plain else 1
-        for assembly in self._assemblies():
-            for step in range(0, assembly.num_steps, many):
-                yield assembly, range(step, min(step + many, assembly.num_steps))
-
-    def _steps(self) -> Iterator[tuple[Assembly, int]]:
-        for assembly in self._assemblies():
-            for step in range(assembly.num_steps):
-                yield assembly, step
-
-    def _assemblies(self) -> Iterator[Assembly]:
-        """All stretches that follow; the next one is on its way while one is being used."""
+        """All steps that follow, in groups worth a task; a stretch is begun one stretch ahead."""
+        light = self._transform is None and not self.config.decode
+        group = max(1, TASK_SAMPLES * self._world_size // self.config.batch_size) if light else 1
         ahead = self._prepare(self._position, 1)
         while ahead is not None:
-            assembly = ahead
-            after = self._prepare
-            yield assembly
+            assembly, ahead = ahead, None
+            for begin in range(0, assembly.num_steps, group):
+                yield assembly, range(begin, min(begin + group, assembly.num_steps))
+                if begin == 0:  # not before: the first batch waits for nothing but its own bytes
+                    last = assembly.num_steps - 1
+                    ahead = self._prepare(assembly.end(last), GROWTH * assembly.num_steps)
+
+    def _prepare(self, first: int, num_steps: int) -> Assembly | None:
+        """Find a stretch and begin to fetch it; None at the end of the stream."""
+        config, batch_size = self.config, self.config.batch_size
+        num_steps = min(num_steps, max(1, self._most * self._world_size // batch_size))
+        if config.num_samples is not None:
+            left = config.num_samples - first
+            if left <= 0:
+                return None
+            batch_size = min(batch_size, left)  # the last step may be a short one
+            num_steps = min(num_steps, left // batch_size)
+        positions = positions_of(first, num_steps, batch_size, self._rank, self._world_size)
+        stretch = locate(positions.ravel(), self.indices, self._orders, self._segments)
+        return Assembly(
+            stretch,
+            self._extents.prepare(stretch),
+            keys_of(stretch, self._key_columns),
+            self.names,
+            first=first,
+            num_steps=num_steps,
+            batch_size=batch_size,
+            check=config.check,
+            parse=config.parse,
+            decode=config.decode,
+        )
+
+
+def _manifest(indices: Sequence[SourceIndex]) -> str:
+    """What the order depends on besides seed and window: SHA-256 (hex) over names and contents."""
+    contents = "\n".join(f"{index.name} {index.content_hash}" for index in indices)
+    return hashlib.sha256(contents.encode()).hexdigest()
+
+
+def _sizes(indices: Sequence[SourceIndex], shard_window: int) -> tuple[float, int]:
+    """Mean bytes of a sample, and bytes of the shards in one window of every source."""
+    shards = [shard for index in indices for shard in index.shards]
+    mean = sum(shard.size for shard in shards) / sum(shard.samples for shard in shards)
+    window = sum(
+        min(shard_window, len(index.shards)) * max(shard.size for shard in index.shards)
+        for index in indices
+    )
+    return max(mean, 1.0), window

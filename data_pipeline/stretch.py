@@ -114,12 +114,11 @@ def locate(
     )
 
 
-def keys_of(stretch: Stretch, indices: Sequence[SourceIndex]) -> list[str]:
-    """The keys of all samples of a stretch [n]."""
+def keys_of(stretch: Stretch, columns: Sequence[pa.Array]) -> list[str]:
+    """The keys of all samples of a stretch [n], from the sources' columns of keys."""
     keys = np.empty(stretch.sample.size, object)
-    for number, index in enumerate(indices):
+    for number, column in enumerate(columns):
         chosen = np.flatnonzero(stretch.source == number)
-        column = index.key if isinstance(index.key, pa.Array) else pa.array(index.key, pa.string())
         taken = column.take(pa.array(stretch.sample[chosen]))
         keys[chosen] = taken.to_numpy(zero_copy_only=False)
     return keys.tolist()

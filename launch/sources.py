@@ -4,6 +4,7 @@ import difflib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pyarrow as pa
 from rich.console import Console
@@ -16,7 +17,7 @@ from data_pipeline.verify import sources_at
 
 ALL = "all"
 # Looking for a similar key among more than this would take longer than the answer is worth.
-_KEYS_COMPARED = 50_000
+_KEYS_COMPARED = 20_000
 
 
 def open_sources(uri: str, endpoint: str | None, wanted: Sequence[str]) -> tuple[Store, list[str]]:
@@ -94,17 +95,17 @@ def named_tokenizer(name: str, store: Store, endpoint: str | None) -> Tokenizer:
         ValueError: it is no complete rank file.
 
     """
-    if _exists_key(store, name):
+    if "://" in name:
+        folder, _, file = name.rpartition("/")
+        return Tokenizer.from_store(open_store(folder, endpoint=endpoint), file)
+    if not name.startswith(("/", "~", ".")) and _exists(store, name):
         return Tokenizer.from_store(store, name)
-    folder, _, file = name.rpartition("/")
-    return Tokenizer.from_store(open_store(folder or ".", endpoint=endpoint), file)
-
-
-def _exists_key(store: Store, name: str) -> bool:
-    try:
-        return _exists(store, name)
-    except ValueError:  # a path or URI is no key
-        return False
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"no rank file {name!r}, neither under {store.uri} nor as a file of this machine"
+        )
+    return Tokenizer.from_file(path)
 
 
 def own_tokenizer(store: Store, index: SourceIndex) -> Tokenizer | None:

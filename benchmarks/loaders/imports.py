@@ -15,7 +15,9 @@ def import_streaming() -> ModuleType:
         names = ("", ".datasets", ".transforms", ".transforms.functional")
         vision, datasets, transforms, functional = (ModuleType(f"torchvision{n}") for n in names)
         vision.__dict__.update(datasets=datasets, transforms=transforms, __version__="0.0.0")
-        datasets.__dict__.update(VisionDataset=type("VisionDataset", (), {}), CIFAR10=type("C", (), {}))
+        datasets.__dict__.update(
+            VisionDataset=type("VisionDataset", (), {}), CIFAR10=type("C", (), {})
+        )
         transforms.__dict__.update(functional=functional)
         functional.__dict__.update(to_tensor=_absent)
         for module in (vision, datasets, transforms, functional):

@@ -29,7 +29,8 @@ th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 th { color: var(--muted); font-weight: 600; }
-figure { margin: 1rem 0; } svg { max-width: 100%; height: auto; margin-right: 4px; }
+figure { margin: 1rem 0; } svg { max-width: 100%; height: auto; }
+figure svg { outline: 1px solid var(--line); margin-right: 4px; }
 article { border: 1px solid var(--line); border-radius: 6px; margin: .8rem 0; }
 article > header { background: var(--panel); padding: .35rem .8rem; border-radius: 6px 6px 0 0; }
 article > div { padding: .6rem .8rem; }

@@ -86,7 +86,7 @@ def drawing(
         ) + inside
     smooth = "auto" if scale < 1 else "pixelated"
     return (
-        f'<svg style="outline:1px solid var(--line)" width="{width * scale:.0f}" height="{height * scale:.0f}" '
+        f'<svg width="{width * scale:.0f}" height="{height * scale:.0f}" '
         f'viewBox="0 0 {width} {height}"><image width="{width}" height="{height}" '
         f'style="image-rendering:{smooth}" href="{_data_uri(pixels)}"/>{inside}</svg>'
     )

@@ -84,26 +84,9 @@ def _line(source: Mapping[str, Any]) -> list[str]:
 
 
 def _source(source: Mapping[str, Any]) -> Iterator[str]:
-    images, videos, regions = source["images"], source["videos"], source["regions"]
+    images, videos = source["images"], source["videos"]
     yield f"<section>\n<h2>{text(source['name'])}</h2>"
-    facts = {
-        f"{source['category']}; tokenizer {source['tokenizer']['name']}": 1,
-        f"{amount(images['files'])} images of {num_bytes(images['bytes'])}": images["files"],
-        f"{amount(videos['files'])} videos of {num_bytes(videos['bytes'])} in "
-        f"{amount(videos['chunks'])} chunks, {amount(videos['frames'])} frames": videos["files"],
-        f"{amount(source['scaled_down'])} of {amount(source['items'])} items scaled down": source[
-            "items"
-        ],
-        ", ".join(f"{_PLURAL[name]}: {amount(n)}" for name, n in regions.items() if n): any(
-            regions.values()
-        ),
-        f"{amount(source['texts_with_variants'])} texts with {amount(source['variants'])} more "
-        "wordings": source["variants"],
-        f"{amount(source['flip_ok'])} samples may be mirrored, "
-        f"{amount(source['turn_ok'])} turned": source["items"],
-        "longest: " + ", ".join(f"{key} ({amount(n)})" for key, n in source["longest"][:3]): 1,
-    }
-    told = "<br>".join(text(fact) for fact, there in facts.items() if there)
+    told = "<br>".join(text(fact) for fact in _facts(source))
     yield f'<p class="note">{told}</p>'
     spreads = {
         "tokens per sample": source["tokens_per_sample"],
@@ -124,6 +107,30 @@ def _source(source: Mapping[str, Any]) -> Iterator[str]:
         for name, one in spreads.items()
     )
     yield f'<div class="plots">\n{plots}\n</div>\n</section>'
+
+
+def _facts(source: Mapping[str, Any]) -> Iterator[str]:
+    """What is worth a line; nothing of what a source has none of."""
+    images, videos = source["images"], source["videos"]
+    yield f"{source['category']}; tokenizer {source['tokenizer']['name']}"
+    if images["files"]:
+        yield (
+            f"{images['files']:,} images of {num_bytes(images['bytes'])}; "
+            f"{source['flip_ok']:,} samples may be mirrored, {source['turn_ok']:,} turned"
+        )
+    if videos["files"]:
+        yield (
+            f"{videos['files']:,} videos of {num_bytes(videos['bytes'])} in "
+            f"{videos['chunks']:,} chunks, {videos['frames']:,} frames"
+        )
+    if source["items"]:
+        yield f"{source['scaled_down']:,} of {source['items']:,} items scaled down"
+    if any(source["regions"].values()):
+        counted = source["regions"].items()
+        yield ", ".join(f"{number:,} {_PLURAL[name]}" for name, number in counted if number)
+    if source["variants"]:
+        yield (f"{source['texts_with_variants']:,} texts with {source['variants']:,} more wordings")
+    yield "longest: " + ", ".join(f"{key} ({tokens:,})" for key, tokens in source["longest"][:3])
 
 
 def _duplicates(found: Mapping[str, Any]) -> Iterator[str]:

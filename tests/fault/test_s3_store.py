@@ -12,8 +12,8 @@ import traceback
 
 import pytest
 
-from data_pipeline.manifest import check_shards, read_index
 from data_pipeline.ingest import CrudeSample, TextSegment, ingest
+from data_pipeline.manifest import check_shards, read_index
 from data_pipeline.store import (
     AccessDenied,
     MissingBucket,
@@ -41,8 +41,9 @@ def test_objects_come_back_whole_and_in_ranges(store, tmp_path):
     assert store.get("a/b", 2_999_000) == DATA[2_999_000:]
     assert store.get("a/b", 3, 0) == b""
     assert store.get("a/b", 0, 9, etag=info.etag) == DATA[:9]
-    (tmp_path / "file").write_bytes(bytes(9_000_000))  # above boto3's size for parts
-    assert store.put_file("a/c", tmp_path / "file").size == 9_000_000
+    (tmp_path / "file").write_bytes(DATA * 6)  # goes up in parts
+    assert store.put_file("a/c", tmp_path / "file").size == 18_000_000
+    assert store.get("a/c") == DATA * 6
     store.put("empty", b"")
     assert store.get("empty") == b""
     assert store.list() == ["a/b", "a/c", "empty"]
@@ -71,9 +72,9 @@ def test_a_broken_body_goes_on_from_the_last_good_byte(store, proxy, kind):
     gets = [r for r in proxy.requests if r.method == "GET"]
     assert [r.fault for r in gets] == [kind] * 3 + [""]
     starts = [int(r.range.removeprefix("bytes=").split("-")[0]) for r in gets]
-    # A piece of 64 KiB may be lost with each break, never more, and nothing is read twice.
+    # What has arrived is kept, and nothing is read twice.
     for i, arrived in enumerate((1_000_000, 500_000, 0)):
-        assert 0 <= starts[i] + arrived - starts[i + 1] <= 65_536
+        assert starts[i + 1] == starts[i] + arrived
     assert {r.range.split("-")[1] for r in gets} == {"2900999"}
     assert [r.if_match for r in gets] == ["", etag, etag, etag]
     assert store.stats.resumes == 3
@@ -108,6 +109,7 @@ def test_slow_down_is_retried(store, proxy):
     assert store.get("x", 7, 7) == DATA[7:14]
     assert [r.fault for r in proxy.requests[-3:]] == ["slowdown", "slowdown", ""]
     assert store.stats.requests == len(proxy.requests)
+    assert (store.stats.throttled, store.stats.retries, store.stats.resumes) == (2, 2, 0)
     proxy.faults = [Fault("slowdown", method="PUT")]
     store.put("y", b"written")
     assert store.get("y") == b"written"
@@ -133,9 +135,10 @@ def test_an_object_overwritten_between_attempts_is_never_mixed(store, proxy, s3_
     old, new = b"o" * 400_000, b"n" * 400_000
     direct.put("x", old)
     proxy.faults = [Fault("truncate", after=200_000, then=lambda: direct.put("x", new))]
-    with pytest.raises(ObjectChanged, match="/x: expected the version with ETag .*overwritten"):
-        store.get("x")
-    assert store.get("x") == new
+    for _ in range(2):  # asking again does not make it right
+        with pytest.raises(ObjectChanged, match="/x: expected the version with ETag .*overwritten"):
+            store.get("x")
+    assert open_store(store.uri).get("x") == new
 
 
 def test_an_etag_that_is_gone_is_refused(store):

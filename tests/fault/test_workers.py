@@ -1,4 +1,4 @@
-"""Workers that die, parents that die, and interrupts: results stay right, nothing is left behind."""
+"""Workers that die, parents that die, interrupts: results stay right and nothing is left behind."""
 
 import os
 import signal

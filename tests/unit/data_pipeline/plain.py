@@ -119,3 +119,9 @@ def slow_window(indices, config, weights, window):
             start += length
         rows.append(row)
     return rows
+
+
+def part_of(plan, sample):
+    """Where a sample of a plan lies in its row."""
+    start = int(plan.samples.start[sample])
+    return slice(start, start + int(plan.samples.length[sample]))

@@ -419,6 +419,17 @@ def test_a_block_that_is_being_written_counts_in_full(tmp_path):
     assert not list(tmp_path.glob(".part-*"))
 
 
+def test_opening_a_block_counts_as_use(tmp_path):
+    tier = Tier("disk", tmp_path, 6 * (BLOCK + 64), 5.0)
+    blocks = [BlockId(b"0" * 16, i, BLOCK) for i in range(7)]
+    for i, block in enumerate(blocks[:6]):
+        assert tier.put(block, memoryview(bytes(BLOCK)))
+        os.utime(tmp_path / block.name, (i, i))
+    assert tier.open(blocks[0]) is not None
+    assert tier.put(blocks[6], memoryview(bytes(BLOCK)))
+    assert [tier.open(block) is not None for block in blocks[:4]] == [True, False, False, True]
+
+
 def test_more_than_fits_is_not_kept(tmp_path, caplog):
     tier = Tier("disk", tmp_path, 2 * BLOCK, 5.0)
     assert not tier.put(BlockId(b"0" * 16, 0, 3 * BLOCK), memoryview(bytes(3 * BLOCK)))

@@ -1,14 +1,11 @@
-import io
 import json
 import tarfile
 import threading
 import time
 from dataclasses import replace
 
-import av
 import numpy as np
 import pytest
-from PIL import Image
 
 from data_pipeline.collate import SampleLayout, laid_out
 from data_pipeline.config import DataConfig
@@ -21,8 +18,8 @@ from data_pipeline.store import FolderStore, StoreUnavailable
 from data_pipeline.text import Tokenizer, train_ranks
 from moonvit3d.geometry import PatchLimits
 from tests.resume import assert_resumes_anywhere, fingerprint
+from tests.unit.data_pipeline.every_kind import WORDS, clip, picture, sentence
 
-WORDS = "the quick brown fox jumps over the lazy dog near 12 rivers, 345 boats and one image video"
 CONFIG = DataConfig(
     root="a folder",
     sources={"web": 1.0, "shots": 1.0, "clips": 1.0},
@@ -35,29 +32,6 @@ CONFIG = DataConfig(
     prefetch_steps=2,
     fetch_threads=2,
 )
-
-
-def sentence(rng):
-    return " ".join(rng.choice(WORDS.split(), rng.integers(1, 14)))
-
-
-def png(rng):
-    height, width = rng.integers(8, 120, 2)
-    out = io.BytesIO()
-    Image.fromarray(rng.integers(0, 255, (height, width, 3), np.uint8)).save(out, "PNG")
-    return out.getvalue()
-
-
-def mp4(rng, frames):
-    out = io.BytesIO()
-    with av.open(out, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=4)
-        stream.width = stream.height = 48
-        for _ in range(frames):
-            pixels = rng.integers(0, 255, (48, 48, 3), np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode(None))
-    return out.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +51,10 @@ def built(tmp_path_factory, tokenizer):
 
     web = [CrudeSample(f"w{i}", [text(), text(False)]) for i in range(40)]
     shots = [
-        CrudeSample(f"s{i}", [text(), ImageSegment(png(rng), "png"), text()]) for i in range(20)
+        CrudeSample(f"s{i}", [text(), ImageSegment(picture(rng), "png"), text()]) for i in range(20)
     ]
     clips = [
-        CrudeSample(f"c{i}", [VideoSegment(mp4(rng, int(n))), text()])
+        CrudeSample(f"c{i}", [VideoSegment(clip(rng, int(n))), text()])
         for i, n in enumerate(rng.integers(1, 24, 8))
     ]
     indices = [

@@ -1,0 +1,98 @@
+"""Ours: `data_pipeline.stream` with a window of one shard, as litdata permutes inside one chunk.
+
+job.extra: "check": False leaves out the CRC-32 of every file; "shard_window"; "blend": True adds
+the text-only source, half of the draws.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.loaders.data import PAIRS, PROSE
+from benchmarks.loaders.job import Job
+
+PACKAGE, HAS_STATE = "kimi-pretrain", True
+
+
+def load() -> None:
+    import pyarrow.parquet  # noqa: F401
+    import torch  # noqa: F401
+
+    import data_pipeline.manifest
+    import data_pipeline.stream  # noqa: F401
+
+
+def build(job: Job) -> Any:
+    from data_pipeline.manifest import read_index
+    from data_pipeline.store import open_store
+    from data_pipeline.stream import SampleStream, StreamConfig
+
+    store = open_store(f"s3://{job.bucket}/ours" if job.place == "s3" else f"{job.root}/ours")
+    blended = job.extra.get("blend", False)
+    indices = [read_index(store, name) for name in ((PAIRS, PROSE) if blended else (PAIRS,))]
+    config = StreamConfig(
+        batch_size=job.batch * job.world,
+        shares={PAIRS: 1, PROSE: 1} if blended else None,
+        seed=job.seed,
+        shard_window=job.extra.get("shard_window", 1),
+        num_samples=None if blended else indices[0].num_samples,
+        check=job.extra.get("check", True),
+        decode=job.mode == "pixels",
+        workers=job.workers,
+    )
+    transform = stacked if job.mode == "pixels" else None
+    return Pass(SampleStream(store, indices, config, job.rank, job.world, transform), job.mode)
+
+
+class Pass:
+    """A stream, and what becomes of its batches."""
+
+    def __init__(self, stream: Any, mode: str) -> None:
+        self.stream = stream
+        self._finish = MODES[mode]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self._finish, self.stream)
+
+
+def stacked(batch: Any) -> dict[str, Any]:
+    import numpy as np
+    import torch
+
+    pixels = torch.from_numpy(np.stack([media[0] for media in batch.media]))
+    return {"ids": list(map(int, batch.key)), "x": pixels, "cap": batch.document}
+
+
+def raw(batch: Any) -> dict[str, Any]:
+    return {
+        "ids": list(map(int, batch.key)), "x": [media[0] for media in batch.media],
+        "cap": batch.document,
+    }  # fmt: skip
+
+
+def sums(batch: Any) -> dict[str, Any]:
+    """Of the medium, or of a sample that has none its document; keys of words are hashed, too."""
+    found = [media[0] if media else text for media, text in zip(batch.media, batch.document)]
+    return {
+        "ids": [int(key) if key.isdigit() else zlib.crc32(key.encode()) for key in batch.key],
+        "x": list(map(zlib.crc32, found)), "cap": batch.document,
+    }  # fmt: skip
+
+
+MODES = {"raw": raw, "views": raw, "sums": sums, "pixels": lambda batch: batch}
+
+
+def batches(loader: Pass) -> Iterator[dict[str, Any]]:
+    return iter(loader)
+
+
+def state(loader: Pass) -> Any:
+    return loader.stream.state_dict()
+
+
+def restore(loader: Pass, state: Any) -> None:
+    loader.stream.load_state_dict(state)
+
+
+def redistribute(states: Sequence[str], job: Job) -> list[str]:
+    return [states[0]] * job.world

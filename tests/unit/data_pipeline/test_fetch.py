@@ -1,0 +1,140 @@
+"""What a step's bytes become: coordinates that follow the pixels, variants, repeated reads."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from data_pipeline.fetch import Fetcher, everything, resolve
+from data_pipeline.plan import Planner
+from data_pipeline.store import FolderStore
+from moonvit3d.geometry import PATCH, resized
+from tests.unit.data_pipeline.every_kind import CONFIG, build
+from tests.unit.data_pipeline.plain import part_of
+
+REGION = re.compile(r"fox\[(\d{3}),(\d{3}),(\d{3}),(\d{3})\]")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("every kind")
+    tokenizer, indices = build(FolderStore(folder))
+    config = replace(CONFIG, root=str(folder), rows_per_step=120)
+    return config, tokenizer, indices
+
+
+def picture_of(patches, grid):
+    """Patches [L, 3, 14, 14] of one frame back to pixels [H, W, 3]."""
+    _, h, w = grid
+    pixels = patches.reshape(h, w, 3, PATCH, PATCH).transpose(0, 3, 1, 4, 2)
+    return pixels.reshape(h * PATCH, w * PATCH, 3)
+
+
+def test_written_boxes_are_where_the_pixels_are(corpus):
+    """The white block of a picture, found in the patches, lies where the tokens say."""
+    config, tokenizer, indices = corpus
+    planner = Planner(indices, config)
+    fetcher = Fetcher(FolderStore(config.root), tokenizer, 2)
+    state, checked, moved, worst = planner.state_dict(), 0, 0, 0.0
+    boxes = [index.name for index in planner.indices].index("boxes")
+    for _ in range(4):
+        plan, state = planner.plan(state)
+        request = resolve(planner, plan, everything(plan))
+        fetched = fetcher(request)
+        draws = {file.items[0]: file.draw for file in request.files}
+        for item in np.flatnonzero(plan.samples.source[plan.items.sample] == boxes).tolist():
+            sample = int(plan.items.sample[item])
+            ids = fetched.rows.tokens[plan.samples.row[sample]][part_of(plan, sample)]
+            text = tokenizer.decode([i for i in ids.tolist() if i != tokenizer.media_pad])
+            numbers = REGION.search(text)
+            assert numbers, text
+            draw = draws[item]
+            line = plan.items.item[item]
+            index = planner.indices[boxes]
+            size = (index.item_width[line], index.item_height[line])
+            if draw is not None:
+                size, moved = (draw.out_width, draw.out_height), moved + 1
+            width, height = resized(*map(int, size), config.limits.image, config.limits.side)
+            grid = (1, int(plan.items.grid_h[item]), int(plan.items.grid_w[item]))
+            pixels = picture_of(fetched.media[item], grid)[:height, :width].astype(float)
+            # Where it is half white, in edge coordinates: the sum over a line through the block.
+            white = (pixels.mean(axis=2) > 150).nonzero()
+            found = np.array(
+                [white[1].min(), white[0].min(), white[1].max() + 1, white[0].max() + 1]
+            )
+            wanted = np.array([int(n) for n in numbers.groups()]) / 1000
+            wanted = wanted * [width, height, width, height]
+            # A pixel of the shrunk picture, half a source pixel, and the thousandth it is cut to.
+            worst = max(worst, float(np.abs(found - wanted).max()))
+            checked += 1
+    fetcher.close()
+    assert checked > 100
+    assert moved > 50
+    assert worst < 1.6, worst
+
+
+def test_a_caption_is_one_of_its_variants_and_all_are_seen(corpus):
+    config, tokenizer, indices = corpus
+    planner = Planner(indices, config)
+    captions = [index.name for index in planner.indices].index("captions")
+    fetcher = Fetcher(FolderStore(config.root), tokenizer, 2)
+    state, chosen = planner.state_dict(), []
+    for _ in range(3):
+        plan, state = planner.plan(state)
+        request = resolve(planner, plan, everything(plan))
+        fetched = fetcher(request)
+        assert not fetched.bad
+        for read in request.texts:
+            if plan.samples.source[read.sample] == captions:
+                chosen.append(read.layout.variants[1])
+                ids = fetched.rows.tokens[plan.samples.row[read.sample]]
+                ids = ids[part_of(plan, read.sample)]
+                assert ids[0] == tokenizer.bos
+                assert ids[-1] == tokenizer.eos
+    fetcher.close()
+    assert set(chosen) == {0, 1, 2}
+
+
+class Flipping:
+    """A store whose first reads of a shard have one byte turned over."""
+
+    def __init__(self, folder, times):
+        self.inner, self.left, self.asked = FolderStore(folder), times, []
+
+    def get(self, key, offset=0, length=None, *, etag=None):
+        data = bytearray(self.inner.get(key, offset, length, etag=etag))
+        self.asked.append((key, offset, length))
+        if self.left > 0 and len(data) > 2:
+            data[len(data) // 2] ^= 0x40
+            self.left -= 1
+        return bytes(data)
+
+
+def test_bytes_damaged_on_the_way_are_read_again(corpus):
+    config, tokenizer, indices = corpus
+    planner = Planner(indices, config)
+    plan, _ = planner.plan(planner.state_dict())
+    request = resolve(planner, plan, everything(plan))
+    fetchers = [Fetcher(store, tokenizer, 1) for store in
+                (FolderStore(config.root), Flipping(config.root, 3))]  # fmt: skip
+    clean, mended = (fetcher(request) for fetcher in fetchers)
+    assert clean.reread == 0
+    assert 1 <= mended.reread <= 3  # a byte between two spans harms nobody
+    assert not mended.bad
+    assert np.array_equal(clean.rows.tokens, mended.rows.tokens)
+    assert all(np.array_equal(clean.media[item], mended.media[item]) for item in clean.media)
+    for fetcher in fetchers:
+        fetcher.close()
+
+
+def test_a_request_says_how_large_its_result_is(corpus):
+    config, tokenizer, indices = corpus
+    planner = Planner(indices, config)
+    plan, _ = planner.plan(planner.state_dict())
+    request = resolve(planner, plan, everything(plan))
+    fetcher = Fetcher(FolderStore(config.root), tokenizer, 1)
+    fetched = fetcher(request)
+    fetcher.close()
+    rows = sum(a.nbytes for a in vars(fetched.rows).values())
+    assert request.num_bytes == rows + sum(patches.nbytes for patches in fetched.media.values())
