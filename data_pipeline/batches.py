@@ -142,8 +142,8 @@ class Assembly:
         found = map(zlib.crc32, bodies)
         part, crc = next((p, c) for p, c in enumerate(found, first) if c != self._crc[p])
         return IndexMismatch(
-            f"{self._where(part)}: CRC-32 is {crc:08x}, expected {self._crc[part]:08x}; restore the "
-            "shard or ingest the source again"
+            f"{self._where(part)}: CRC-32 is {crc:08x}, expected {self._crc[part]:08x}; restore "
+            "the shard or ingest the source again"
         )
 
     def _where(self, part: int) -> str:

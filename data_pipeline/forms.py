@@ -73,7 +73,7 @@ def segments_of(described: Sequence[Any], media: Media) -> list[Segment]:
         loss = _typed(segment, "loss", bool, True, where)
         if kind == "text":
             _only(segment, ("kind", "text", "texts", "loss"), where)
-            texts = _typed(segment, "texts", list, [], where)
+            texts = _typed(segment, "texts", list, (), where)
             text = _typed(segment, "text", str, "" if texts else _MISSING, where)
             found.append(TextSegment(text, loss, texts))
         elif kind in ("image", "video"):

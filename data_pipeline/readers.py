@@ -252,10 +252,10 @@ class Tar:
                 hidden = re.search(r"(?:^|/)\.(?!/)", info.name)
                 if info.isreg() and not hidden:
                     yield info, self._blob(tar, info)
-            # tarfile takes a damaged header for the end.
+            # tarfile takes a damaged header, and the end of a file that breaks off, for the end.
             file.seek(tar.offset)
-            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
-                raise tarfile.ReadError(f"no header at byte {tar.offset}")
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError(f"neither a header nor the end mark at byte {tar.offset}")
 
     def _blob(self, tar: tarfile.TarFile, info: tarfile.TarInfo) -> Blob:
         if self._by_range and not info.issparse() and (self._local or info.size > _HELD):

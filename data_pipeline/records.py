@@ -148,15 +148,17 @@ class Group:
             return {"texts": found}
         if not isinstance(found, dict):
             raise Refused("bad field", f"{name}: {found!r:.60}, expected an object")
-        if "caption" in found and not {"text", "texts"} & set(found):
-            found["texts" if isinstance(found["caption"], list) else "text"] = found.pop("caption")
         return found
 
     def _add_text(self, record: dict[str, Any], policy: IngestPolicy) -> None:
-        """The text file's text stands before what a JSON says, which is then only kept in meta."""
+        """The text file's text goes before what a JSON says, which is then only kept in meta."""
         plain = self.category in ("text", "code")
         texts = [m for m in self.members if suffix_of(f".{m}") in (PLAIN if plain else CAPTIONS)]
         if not texts:
+            told = {"text", "texts"} & set(record)
+            if "caption" in record and "text" in FORMS[self.category].fields and not told:
+                caption = record.pop("caption")
+                record["texts" if isinstance(caption, list) else "text"] = caption
             return
         if len(texts) > 1:
             raise Refused("bad field", f"{self.stem} has several texts: {', '.join(texts)}")

@@ -11,6 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import boto3.session
+import botocore.loaders
+import botocore.session
 import urllib3.exceptions
 from botocore import exceptions as aws
 from botocore.config import Config
@@ -62,7 +64,11 @@ _NO_NEW_CREDENTIALS = (
     *(aws.SSOError, aws.RefreshWithMFAUnsupportedError),
 )
 _BROKEN = (BrokenBody, urllib3.exceptions.HTTPError, OSError)
-_NETWORK = (aws.HTTPClientError, aws.ConnectionError, ResponseParserError, *_BROKEN)
+_NETWORK = (aws.HTTPClientError, aws.ConnectionError, ResponseParserError)
+
+
+# What botocore knows of S3 is some JSON; read once, a new client takes 10 ms and not 60.
+_LOADER = botocore.loaders.create_loader()
 
 
 def _connect(
@@ -70,7 +76,9 @@ def _connect(
 ) -> Any:
     """A client of S3 with the credentials of this moment; `before_send` is called per request."""
     try:
-        session = boto3.session.Session()
+        source = botocore.session.get_session()
+        source.register_component("data_loader", _LOADER)
+        session = boto3.session.Session(botocore_session=source)
         client = session.client(
             "s3",
             endpoint_url=endpoint,
@@ -107,10 +115,10 @@ def _meaning(error: Exception) -> tuple[Meaning, str] | None:
         return "expired", f"credentials could not be fetched: {type(error).__name__}"
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return "refused", "the server's certificate is not trusted (AWS_CA_BUNDLE names others)"
-    if isinstance(error, _BROKEN):
-        return "again", f"the body broke off: {error}"
     if isinstance(error, _NETWORK):
         return "again", type(error).__name__
+    if isinstance(error, _BROKEN):
+        return "again", f"the body broke off: {error}"
     return ("refused", str(error)) if isinstance(error, aws.BotoCoreError) else None
 
 

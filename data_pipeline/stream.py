@@ -137,7 +137,7 @@ class SampleStream:
             )
             for i in self.indices
         ]
-        self._key_columns = [pa.array(index.key, pa.string()) for index in self.indices]
+        self._keys = [_key_column(index) for index in self.indices]
         self._manifest = _manifest(self.indices)
         self._segments = append_segment((), 0, self._weights(config.shares))
         self._position = 0
@@ -238,8 +238,8 @@ class SampleStream:
         weights = apportion([Fraction(shares[name]) for name in self.names], UNITS)
         if 0 in weights:
             raise ValueError(
-                f"shares are {dict(shares)}: source {self.names[weights.index(0)]!r} would be drawn "
-                f"less than once in {UNITS} draws; raise its share or leave it out"
+                f"shares are {dict(shares)}: source {self.names[weights.index(0)]!r} would be "
+                f"drawn less than once in {UNITS} draws; raise its share or leave it out"
             )
         return weights
 
@@ -303,7 +303,7 @@ class SampleStream:
         return Assembly(
             stretch,
             self._extents.prepare(stretch),
-            keys_of(stretch, self._key_columns),
+            keys_of(stretch, self._keys),
             self.names,
             first=first,
             num_steps=num_steps,
@@ -312,6 +312,10 @@ class SampleStream:
             parse=config.parse,
             decode=config.decode,
         )
+
+
+def _key_column(index: SourceIndex) -> pa.Array:
+    return index.key if isinstance(index.key, pa.Array) else pa.array(index.key, pa.string())
 
 
 def _manifest(indices: Sequence[SourceIndex]) -> str:

@@ -31,7 +31,8 @@ def main() -> None:
     side.load()
     jobs = [Job(**fields) for fields in json.loads(Path(jobs_file).read_text())]
     answers = [_forked(side, job, f"{answers_file}.{number}") for number, job in enumerate(jobs)]
-    report = {"version": version(side.PACKAGE), "answers": answers}
+    found = version(side.PACKAGE) if side.PACKAGE else "this checkout"
+    report = {"version": found, "answers": answers}
     Path(answers_file).write_text(json.dumps(report))
 
 
@@ -75,7 +76,7 @@ def run(side: Side, job: Job) -> Answer:
         LOCAL_WORLD_SIZE=str(job.world), GLOBAL_RANK=str(job.rank), NNODES="1",
     )  # fmt: skip
     answer, skip = Answer(), 0
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     loader = side.build(job)
     answer.build_s = time.perf_counter() - begin
     if job.state_in:
@@ -101,6 +102,7 @@ def run(side: Side, job: Job) -> Answer:
         if job.limit and answer.count >= job.limit:
             break
     answer.end_s = time.perf_counter() - begin
+    answer.cpu_s = time.process_time() - cpu
     return answer
 
 

@@ -49,12 +49,16 @@ class Job:
 
 @dataclass
 class Answer:
-    """What happened. Seconds count from before the loader was built; None where it never came."""
+    """What happened. Seconds count from before the loader was built; None where it never came.
+
+    `cpu_s` is of this process and its threads, without worker processes.
+    """
 
     count: int = 0
     build_s: float | None = None
     first_s: float | None = None
     end_s: float | None = None
+    cpu_s: float | None = None
     state_bytes: int | None = None
     ids: list[int] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
@@ -64,7 +68,7 @@ class Answer:
 class Side(Protocol):
     """A loader under test. A batch is {"ids": [int], "x": payloads, "cap": documents}."""
 
-    PACKAGE: str  # what importlib.metadata calls it
+    PACKAGE: str  # what importlib.metadata calls it; empty: this checkout
     HAS_STATE: bool  # without, resuming means to go through everything again
 
     def load(self) -> None:

@@ -11,15 +11,18 @@ from typing import Any
 from benchmarks.loaders.data import PAIRS, PROSE
 from benchmarks.loaders.job import Job
 
-PACKAGE, HAS_STATE = "kimi-pretrain", True
+PACKAGE, HAS_STATE = "", True
 
 
 def load() -> None:
+    import pyarrow.dataset  # noqa: F401
     import pyarrow.parquet  # noqa: F401
     import torch  # noqa: F401
 
     import data_pipeline.manifest
     import data_pipeline.stream  # noqa: F401
+
+    pyarrow.array(["x"])  # the first one imports pandas, where there is one
 
 
 def build(job: Job) -> Any:

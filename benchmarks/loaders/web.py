@@ -18,7 +18,7 @@ SHARDS_SHUFFLED, BUFFER, INITIAL = 100, 1000, 100
 
 
 def load() -> None:
-    import torch.utils.data
+    import torch.utils.data  # noqa: F401
     import webdataset  # noqa: F401
 
 

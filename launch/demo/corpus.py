@@ -1,7 +1,8 @@
 """Build the demo's corpus: real images, video and text from packages on PyPI, written as shards.
 
-Sources: `digits` (pages of scanned digits), `charts`, `photos`, `clips`, `pages` (rendered text),
-`prose`, `code`, and `digits_heldout`, whose scans no training page contains. The tokenizer is
+Sources: `digits` (pages of scanned digits), `where` (such pages with the boxes of their digits),
+`charts`, `photos`, `clips`, `pages` (rendered text), `prose`, `code`, and `digits_heldout`, whose
+scans no training page contains. The tokenizer is
 trained on the text of the training sources and stored beside them. The same seed and package
 versions give the same bytes.
 """
@@ -14,8 +15,9 @@ from itertools import chain
 import numpy as np
 
 from data_pipeline.index import SourceIndex
-from data_pipeline.ingest import CrudeSample, Rejection, TextSegment, ingest
-from data_pipeline.layout import layout
+from data_pipeline.ingest import ingest
+from data_pipeline.layout import lay_out
+from data_pipeline.samples import CrudeSample, RegionSegment, Rejection, TextSegment
 from data_pipeline.store import Store
 from data_pipeline.text import Tokenizer, train_ranks
 from launch.demo import digits, texts
@@ -33,6 +35,17 @@ VOCABULARY = 1500
 ROW_TOKENS = 256
 MOST_TOKENS = 230
 SHARD_BYTES = 1 << 20
+CATEGORIES = {
+    "digits": "ocr",
+    "digits_heldout": "ocr",
+    "where": "grounding",
+    "charts": "knowledge",
+    "photos": "caption",
+    "clips": "video",
+    "pages": "ocr",
+    "prose": "text",
+    "code": "code",
+}
 TAIL = 0.10
 
 Progress = Callable[[str, int, int], None]
@@ -44,6 +57,7 @@ class CorpusSize:
 
     digits: int = 12_000
     digits_heldout: int = 512
+    where: int = 600
     charts: int = 150
     per_photo: int = 6
     per_clip: int = 24
@@ -60,6 +74,7 @@ def media_sources(seed: int, size: CorpusSize) -> dict[str, Iterator[CrudeSample
         "digits_heldout": digits.pages(
             held_out, seed, purpose="digits_heldout", count=size.digits_heldout, most=4
         ),
+        "where": digits.located(train, seed, count=size.where),
         "charts": charts(seed, count=size.charts),
         "photos": photos(seed, per_photo=size.per_photo),
         "clips": clips(seed, per_clip=size.per_clip),
@@ -68,11 +83,13 @@ def media_sources(seed: int, size: CorpusSize) -> dict[str, Iterator[CrudeSample
 
 
 def segment_texts(samples: list[CrudeSample]) -> Iterator[str]:
-    """Yield the text of every text segment."""
+    """Yield the text of every text segment, of variants each, and of every region's label."""
     for sample in samples:
         for segment in sample.segments:
             if isinstance(segment, TextSegment):
-                yield segment.text
+                yield from segment.texts or (segment.text,)
+            elif isinstance(segment, RegionSegment):
+                yield segment.label
 
 
 def tail_share(
@@ -101,7 +118,8 @@ def tail_share(
 
 def describe(index: SourceIndex, samples: list[CrudeSample], seconds: float) -> dict:
     """Return the report of one source: plain numbers."""
-    sizes = layout(index, LIMITS)
+    everything = np.arange(index.num_samples)
+    sizes = lay_out(index, LIMITS, everything, np.zeros_like(everything))
     patches = sizes.grid.prod(axis=1)
     longest = int(sizes.length.max())
     if longest > ROW_TOKENS:
@@ -174,7 +192,15 @@ def build_corpus(
     for done, (name, samples) in enumerate(built.items()):
         report(f"writing {name}", done, len(built))
         start = time.perf_counter()
-        index = ingest(samples, store, name, tokenizer, SHARD_BYTES, rejected=_refuse)
+        index = ingest(
+            samples,
+            store,
+            name,
+            tokenizer,
+            SHARD_BYTES,
+            category=CATEGORIES[name],
+            rejected=_refuse,
+        )
         seconds[name] += time.perf_counter() - start
         described[name] = describe(index, samples, seconds[name])
     report("corpus", 1, 1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from data_pipeline.ingest import CrudeSample, ImageSegment, TextSegment
+from data_pipeline.samples import CrudeSample, ImageSegment, RegionSegment, TextSegment
 from launch.demo.keyed import generator
 
 CELL = 28
@@ -25,6 +25,7 @@ INK = 24
 JITTER = CELL - INK
 TRAIN_SCANS = 1500
 PROMPT = "digits:"
+WHERE = "where:"
 
 # Number of digits on a page: single digits start the learning, long pages teach the order.
 SINGLE, SHORT = 0.55, 0.25
@@ -163,6 +164,32 @@ def pages(scans: Scans, seed: int, *, purpose: str, count: int, most: int) -> It
             ],
             {"digits": digits, "boxes": layout.boxes.tolist()},
         )
+
+
+def located(scans: Scans, seed: int, *, count: int) -> Iterator[CrudeSample]:
+    """Yield `count` pages of 1 to 4 digits whose target says where each digit stands.
+
+    The boxes are regions: they follow the picture when it is augmented.
+
+    Args:
+        scans: the scans that may be used.
+        seed: the corpus seed.
+        count: number of pages.
+
+    """
+    for item in range(count):
+        rng = generator(seed, "where/page", item)
+        number = int(rng.integers(1, 5))
+        chosen = rng.integers(0, len(scans.labels), size=number)
+        layout = draw_layout(rng, number, big=False)
+        boxes = [
+            RegionSegment("box", [[left, top], [right, bottom]], label=f" {digit}")
+            for digit, (left, top, right, bottom) in zip(
+                scans.labels[chosen].tolist(), layout.boxes.tolist()
+            )
+        ]
+        picture = ImageSegment(png(draw_page(layout, scans.pixels[chosen])), "png")
+        yield CrudeSample(f"where-{item:06d}", [picture, TextSegment(WHERE, False), *boxes])
 
 
 def png(pixels: np.ndarray) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data_pipeline.ingest import CrudeSample, ImageSegment, TextSegment
+from data_pipeline.samples import CrudeSample, ImageSegment, TextSegment
 from launch.demo.keyed import generator
 
 # What the photographs show; the file names alone would make poor captions.
@@ -110,9 +110,10 @@ def photos(seed: int, *, per_photo: int) -> Iterator[CrudeSample]:
             picture = variant(image, generator(seed, f"photos/{path}", number), number == 0)
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=88)
-            text = caption if number == 0 else f"part of a picture: {caption}"
+            part = "" if number == 0 else "part of "
+            texts = [f"{part}a picture: {caption}", f"{part}a photograph of {caption}", caption]
             yield CrudeSample(
                 f"photos-{Path(path).stem}-{number:02d}",
-                [ImageSegment(out.getvalue(), "jpg"), TextSegment(text, True)],
+                [ImageSegment(out.getvalue(), "jpg"), TextSegment(texts=texts)],
                 {"source": path, "size": list(picture.size)},
             )

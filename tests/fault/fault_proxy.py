@@ -116,6 +116,8 @@ class FaultProxy:
         self.requests: list[Request] = []
         self.endpoint = ""
         self._draw = random.Random(seed)
+        # asyncio holds tasks by weak references: one that waits for the server would be collected.
+        self._tasks: set[asyncio.Task[None] | None] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -178,11 +180,14 @@ class FaultProxy:
             self.faults.remove(fault)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self._tasks.add(task)
         try:
             await self._exchange(reader, writer)
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
+            self._tasks.discard(task)
             writer.close()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
+import re
 import tarfile
+import traceback
 import zlib
 
 import numpy as np
@@ -14,12 +17,16 @@ from data_pipeline.ingest import (
     CrudeSample,
     ImageSegment,
     IngestPolicy,
+    Listed,
+    RegionSegment,
     TextSegment,
     VideoSegment,
     ingest,
 )
 from data_pipeline.manifest import item_span, read_index, sample_span
+from data_pipeline.ordered import WorkerDied, ordered_map
 from data_pipeline.store import FolderStore
+from data_pipeline.text import Tokenizer, train_ranks
 from tests.unit.data_pipeline.media import encoded, mp4, noise, samples
 
 
@@ -132,6 +139,9 @@ REJECTED = {
     "key twice": _text("good"),
     "bad key": _text("with.dot"),
     "empty": CrudeSample("e", []),
+    "bad text": CrudeSample("t", [TextSegment(texts=["one"])]),
+    "bad region": CrudeSample("r", [TextSegment("x"), RegionSegment("point", [[1, 2]])]),
+    "bad segment": CrudeSample("s", ["text"]),
     "unknown suffix": CrudeSample("u", [ImageSegment(PNG, "bmp")]),
     "undecodable": CrudeSample("d", [TextSegment("x"), ImageSegment(PNG[:-30], "png")]),
     "not JSON": CrudeSample("j", [TextSegment("x")], {"nan": float("nan")}),
@@ -162,6 +172,11 @@ def test_what_cannot_be_used_is_left_out_with_its_reason(store, tokenizer, reaso
         VideoSegment(mp4(30)[:-2000]),
         ImageSegment(encoded(np.zeros((8, 8), np.uint16)), "png"),
         TextSegment("half a pair \ud800"),
+        TextSegment(texts=["fine", "half a pair \ud800"]),
+        TextSegment("a", texts=["b", "c"]),
+        TextSegment(texts="bc"),
+        TextSegment(7),
+        RegionSegment("turn", degrees=90),
     ],
 )
 def test_more_that_cannot_be_used(store, tokenizer, segment):
@@ -169,6 +184,249 @@ def test_more_that_cannot_be_used(store, tokenizer, segment):
     index = ingest(given, store, "src", tokenizer)
     assert index.num_samples == 1
     assert json.loads(store.get("src/rejected.jsonl"))["key"] == "bad"
+
+
+def _placed(*regions: RegionSegment, **options) -> CrudeSample:
+    """A video, a picture of 40 x 28 pixels as medium 1, another one, and regions around them."""
+    picture = ImageSegment(encoded(noise(28, 40)), "png")
+    segments = [regions[0], VideoSegment(mp4(22)), picture, picture, *regions[1:]]
+    return CrudeSample("placed", segments, **options)
+
+
+def test_regions_and_variants_in_the_index(store, tokenizer):
+    corner, far = RegionSegment("point", [[0, 28]], "a corner", 1), [[0, 0], [40, 0], [40, 28]]
+    texts = ["one wording", "another wording, longer", "third"]
+    sample = _placed(
+        corner,
+        RegionSegment("box", [[1, 2.5], [40, 28]], "\nbox", 1),
+        TextSegment(texts=texts, loss=False),
+        RegionSegment("polygon", far, "", 2, loss=False),
+        RegionSegment("turn", label="up", media=2, degrees=270),
+    )
+    index = ingest([_text("t"), sample], store, "src", tokenizer, category="ocr")
+    assert index.piece_kind.tolist() == [0, 2, 1, 1, 1, 1, 1, 2, 0, 2, 2]
+    assert index.piece_variants.tolist() == [1] * 8 + [3, 1, 1]
+    lengths = [len(tokenizer.encode(text)) for text in texts]
+    assert [index.piece_tokens[8], *index.variant_tokens] == lengths
+    for piece, label, numbers in ((1, "a corner", 2), (7, "\nbox", 4), (9, "", 6), (10, "up", 1)):
+        assert index.piece_tokens[piece] == len(tokenizer.region(label, [0] * numbers))
+    # Items of the sample: three chunks of the video, then the pictures.
+    assert index.region_item.tolist() == [3, 3, 4, 4]
+    assert index.region_shape.tolist() == [0, 1, 2, 3]
+    assert index.region_points.tolist() == [1, 2, 3, 1]
+    points = [[0, 28], [1, 2.5], [40, 28], *far, [270, 0]]
+    assert np.stack([index.point_x, index.point_y], 1).tolist() == points
+    for group, counts in {"piece": [1, 10], "variant": [0, 2], "region": [0, 4]}.items():
+        assert np.diff(getattr(index, f"{group}_ptr")).tolist() == counts
+    written = json.loads(store.get(*sample_span(index, 1)))["segments"]
+    assert written[0] == {
+        "kind": "region", "label": "a corner", "loss": True, "media": 1, "points": [[0, 28]],
+        "shape": "point",
+    }  # fmt: skip
+    assert written[5] == {"kind": "text", "loss": False, "texts": texts}
+    assert written[7] == {
+        "kind": "region", "label": "up", "loss": True, "media": 2, "degrees": 270, "shape": "turn",
+    }  # fmt: skip
+
+
+WRONG_REGIONS = {
+    r"\(40.1, 3\) lies outside the picture of 40 x 28": RegionSegment("point", [[40.1, 3]], "", 1),
+    r"\(3, -1\) lies outside": RegionSegment("box", [[3, -1], [5, 5]], "", 1),
+    "x1 < x2": RegionSegment("box", [[5, 5], [5, 9]], "", 1),
+    "y1 < y2": RegionSegment("box", [[5, 9], [6, 5]], "", 1),
+    "a point has 1 point, not 2": RegionSegment("point", [[1, 1], [2, 2]], "", 1),
+    "a box has 2 points, not 1": RegionSegment("box", [[1, 1]], "", 1),
+    "a polygon has 3 points or more, not 2": RegionSegment("polygon", [[1, 1], [2, 2]], "", 1),
+    "not a list of": RegionSegment("point", [[1, 2, 3]], "", 1),
+    "points 'ab' are not": RegionSegment("point", "ab", "", 1),
+    r"points \[\['1', 2\]\] are not": RegionSegment("point", [["1", 2]], "", 1),
+    r"points \[\[True, 2\]\] are not": RegionSegment("point", [[True, 2]], "", 1),
+    r"points \[\[nan, 2\]\] are not": RegionSegment("point", [[float("nan"), 2]], "", 1),
+    "media 0 is not an image": RegionSegment("point", [[1, 1]]),
+    "media 3, there are 3": RegionSegment("point", [[1, 1]], "", 3),
+    "media -1, there are 3": RegionSegment("point", [[1, 1]], "", -1),
+    "label 7 is not a text": RegionSegment("point", [[1, 1]], 7, 1),
+    "shape 'circle'; known are point": RegionSegment("circle", [[1, 1]], "", 1),
+    "degrees of 0, 90, 180 or 270, not 45": RegionSegment("turn", (), "", 1, 45),
+    "not None": RegionSegment("turn", (), "", 1),
+    "a turn has no points": RegionSegment("turn", [[1, 1]], "", 1, 90),
+    "degrees belong to a turn": RegionSegment("point", [[1, 1]], "", 1, 90),
+}
+
+
+@pytest.mark.parametrize("detail", WRONG_REGIONS)
+def test_regions_that_cannot_be_are_refused_with_the_numbers(store, tokenizer, detail):
+    told = []
+    given = [_text("good"), _placed(WRONG_REGIONS[detail])]
+    ingest(given, store, "src", tokenizer, rejected=told.append, category="grounding")
+    assert [rejection.reason for rejection in told] == ["bad region"]
+    assert re.search(f"segment 0: .*{detail}", told[0].detail)
+
+
+def _turned(*media: int) -> list[RegionSegment]:
+    return [RegionSegment("turn", (), "turn", number, 90) for number in media]
+
+
+@pytest.mark.parametrize(
+    ("category", "sample", "flip", "turn"),
+    [
+        ("caption", _placed(TextSegment("a dog")), True, True),
+        ("caption", _placed(TextSegment("the left dog")), False, False),
+        ("caption", _placed(TextSegment(texts=["a dog", "above it"])), True, False),
+        ("caption", _placed(RegionSegment("point", [[1, 1]], "left", 1)), False, False),
+        ("caption", _placed(TextSegment("a dog"), meta={"flip": False}), False, True),
+        ("caption", _placed(TextSegment("a dog"), meta={"flip": True}), True, True),
+        ("caption", _placed(*_turned(1)), False, True),
+        ("ocr", _placed(TextSegment("a dog")), False, False),
+        ("ocr", _placed(*_turned(1)), False, False),
+        ("ocr", _placed(*_turned(1, 2)), False, True),
+        ("code", _text("t"), False, False),
+    ],
+)
+def test_what_augmentation_may_do(store, tokenizer, category, sample, flip, turn):
+    index = ingest([sample], store, "src", tokenizer, category=category)
+    assert (index.flip_ok.tolist(), index.turn_ok.tolist()) == ([flip], [turn])
+
+
+def test_every_format_of_pictures(store, tokenizer):
+    kinds = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp", "GIF": "gif"}
+    pictures = [ImageSegment(encoded(noise(28, 28), k), f".{s.upper()}") for k, s in kinds.items()]
+    index = ingest([CrudeSample("p", pictures)], store, "src", tokenizer)
+    assert index.num_items == 4
+    with tarfile.open(fileobj=io.BytesIO(store.get("src/000000.tar"))) as tar:
+        assert tar.getnames()[1:] == ["p.0.png", "p.1.jpg", "p.2.webp", "p.3.gif"]
+
+
+# Workers -----------------------------------------------------------------------------------------
+
+
+class Strange:
+    """A sample whose reading fails in a way that nobody foresaw."""
+
+    key, size = "strange", 0
+
+    def load(self, policy):
+        raise ZeroDivisionError("a bug")
+
+
+class Deadly(Strange):
+    def load(self, policy):
+        os._exit(1)
+
+
+def _objects(store) -> dict[str, bytes]:
+    return {key: store.get(key) for key in store.list()}
+
+
+def test_workers_give_the_same_bytes_and_errors_come_through(tmp_path, tokenizer):
+    given, found = samples(40), []
+    given[7:7] = [CrudeSample("bad", []), given[3]]
+    for workers in (0, 2):
+        store = FolderStore(tmp_path / f"{workers}")
+        told = []
+        ingest(given, store, "src", tokenizer, 30_000, workers=workers, rejected=told.append)
+        assert [rejection.key for rejection in told] == ["bad", "s-0003"]
+        found.append(_objects(store))
+    assert found[0] == found[1]
+    with pytest.raises(ZeroDivisionError, match="a bug") as caught:
+        ingest([*given, Strange()], store, "a", tokenizer, workers=1)
+    assert "while preparing sample 'strange'" in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(WorkerDied, match="killed for want of memory, or crashed"):
+        ingest([Deadly()], store, "b", tokenizer, workers=1)
+    with pytest.raises(ValueError, match="workers -1"):
+        ingest(given, store, "c", tokenizer, workers=-1)
+
+
+def test_work_runs_ahead_only_a_little():
+    taken = []
+
+    def tasks():
+        for number in range(100):
+            taken.append(number)
+            yield number
+
+    results = ordered_map(_identity, (), tasks(), 1)
+    for number in range(20):
+        assert next(results) == number
+        assert len(taken) <= number + 5
+    results.close()
+
+
+def _identity():
+    return int
+
+
+# Taking up what was killed -----------------------------------------------------------------------
+
+
+class Killed(Exception):
+    pass
+
+
+def _listed(count: int = 12, stop: int | None = None) -> Listed:
+    def given():
+        for number, sample in enumerate(samples(count)):
+            if number == stop:
+                raise Killed
+            yield CrudeSample("no", []) if number in (4, 8) else sample
+
+    return Listed(given(), identity={"count": count})
+
+
+@pytest.mark.parametrize("stops", [[5], [0, 1, 11], [9, 9, 12]])
+def test_an_ingest_goes_on_where_it_stopped(tmp_path, tokenizer, stops):
+    whole, store = FolderStore(tmp_path / "whole"), FolderStore(tmp_path / "cut")
+    ingest(_listed(), whole, "src", tokenizer, 16_384)
+    done = set()
+    for stop in stops:
+        with pytest.raises(Killed):
+            ingest(_listed(stop=stop if stop < 12 else 11), store, "src", tokenizer, 16_384)
+        assert "src/manifest.json" not in store.list()
+        assert done <= set(store.list())
+        done = set(store.list())
+    put, counts = store.put, []
+    store.put = lambda key, data: (counts.append(key), put(key, data))[1]
+    progress = []
+    index = ingest(_listed(), store, "src", tokenizer, 16_384, progress=progress.append)
+    finished = {key.replace(".tar", "") for key in done if key.endswith(".tar")}
+    parts = {key.replace("src/.ingest", "src")[:-4] for key in done if key.endswith(".npz")}
+    assert finished == parts
+    # What is done is not done again: neither put nor counted twice.
+    assert not {key[:-4] for key in counts if key.endswith(".tar")} & parts
+    assert progress[0].shards == len(parts)
+    assert progress[-1].samples == index.num_samples == 10
+    assert progress[-1].rejected == 2
+    assert _objects(store) == _objects(whole)
+
+
+def test_another_request_does_not_go_on(tmp_path, store, tokenizer):
+    with pytest.raises(Killed):
+        ingest(_listed(stop=9), store, "src", tokenizer, 16_384)
+    other = Tokenizer(train_ranks(["other words 1 2 3"] * 9, 257), "other")
+    for differing, request in {
+        "input": lambda: ingest(_listed(13), store, "src", tokenizer, 16_384),
+        "tokenizer": lambda: ingest(_listed(), store, "src", other, 16_384),
+        "shard bytes": lambda: ingest(_listed(), store, "src", tokenizer, 16_385),
+        "category": lambda: ingest(_listed(), store, "src", tokenizer, 16_384, category="code"),
+        "policy": lambda: ingest(
+            _listed(), store, "src", tokenizer, 16_384, policy=IngestPolicy(max_items=9)
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=rf"src/\.ingest.* begun with another {differing} \("):
+            request()
+    with pytest.raises(ValueError, match="an unfinished ingest of this name lies here"):
+        ingest(samples(3), store, "src", tokenizer, 16_384)
+    assert ingest(_listed(), store, "src", tokenizer, 16_384).num_samples == 10
+
+
+def test_a_shard_that_someone_deleted_is_made_again(tmp_path, store, tokenizer):
+    whole = FolderStore(tmp_path / "whole")
+    ingest(_listed(), whole, "src", tokenizer, 16_384)
+    with pytest.raises(Killed):
+        ingest(_listed(stop=11), store, "src", tokenizer, 16_384)
+    (store.root / "src" / "000001.tar").unlink()
+    ingest(_listed(), store, "src", tokenizer, 16_384)
+    assert _objects(store) == _objects(whole)
 
 
 def test_too_many_items_or_bytes(store, tokenizer):
@@ -206,7 +464,10 @@ def test_progress_counts_and_turned_images_are_told(store, tokenizer):
     told = []
     given = [*samples(9), CrudeSample("t", [turned]), CrudeSample("bad", [])]
     index = ingest(given, store, "src", tokenizer, 16_384, progress=told.append)
-    assert [p.shards for p in told] == list(range(1, len(index.shards) + 1))
+    shards = [p.shards for p in told]
+    assert shards == sorted(shards)
+    assert set(shards) == set(range(len(index.shards) + 1))
+    assert [p.samples for p in told] == sorted(p.samples for p in told)
     last = told[-1]
     assert (last.samples, last.rejected, last.turned) == (10, 1, 1)
     assert last.bytes == sum(shard.size for shard in index.shards)

@@ -28,6 +28,7 @@ from launch.demo.keyed import generator
 SIZE = CorpusSize(
     digits=200,
     digits_heldout=20,
+    where=12,
     charts=6,
     per_photo=1,
     per_clip=2,
@@ -35,7 +36,7 @@ SIZE = CorpusSize(
     prose_bytes=120_000,
     code_bytes=120_000,
 )
-MEDIA = ("digits", "digits_heldout", "charts", "photos", "clips", "pages")
+MEDIA = ("digits", "digits_heldout", "where", "charts", "photos", "clips", "pages")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,10 @@ def test_the_same_seed_gives_the_same_bytes(built, tmp_path):
     assert timeless[0] == timeless[1]
 
 
+def texts_of(segment: dict) -> list[str]:
+    return segment.get("texts") or [segment[name] for name in ("text", "label") if name in segment]
+
+
 def test_report_counts_what_the_shards_hold(built):
     root, report = built
     assert set(report) == {*MEDIA, "prose", "code"}
@@ -81,10 +86,10 @@ def test_report_counts_what_the_shards_hold(built):
         samples = samples_of(root, source)
         assert numbers["samples"] == len(samples)
         text = sum(
-            len(segment["text"].encode())
+            len(text.encode())
             for document, _ in samples
             for segment in document["segments"]
-            if segment["kind"] == "text"
+            for text in texts_of(segment)
         )
         assert numbers["text_bytes"] == text
         if source != "clips":
@@ -110,7 +115,7 @@ def test_images_decode_and_fit_their_captions(built):
         for document, (image,) in samples_of(root, source):
             picture = np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
             assert picture.std() > 1  # something was drawn
-            assert len(document["segments"][1]["text"]) > 10
+            assert min(len(text) for text in texts_of(document["segments"][1])) > 10
 
 
 def test_chart_text_gives_the_values_of_the_table(built):

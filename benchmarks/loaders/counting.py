@@ -1,0 +1,81 @@
+"""Counts the requests that pass on their way to an S3 server, and changes nothing.
+
+A relay of bytes on the loopback. A request begins with its method at the start of what a client
+sends, or right after the blank line that ends the one before: loaders send no bodies. The Host
+header goes through as it is, so signatures still verify. Counting costs time, so what is counted
+is not timed.
+"""
+
+import asyncio
+import re
+import threading
+from collections import Counter
+from types import TracebackType
+from urllib.parse import urlsplit
+
+_REQUEST = re.compile(rb"(GET|HEAD|PUT|POST|DELETE) (\S+) HTTP/1\.1\r\n")
+_HOST = "127.0.0.1"
+
+
+class CountingProxy:
+    """A context manager; `requests` counts (method, path) since it was last cleared."""
+
+    def __init__(self, upstream: str) -> None:
+        address = urlsplit(upstream)
+        self._upstream = (str(address.hostname), int(address.port or 80))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.requests: Counter[tuple[str, str]] = Counter()
+        self.bytes = 0
+        self.endpoint = ""
+
+    def __enter__(self) -> "CountingProxy":
+        self._thread.start()
+        starting = asyncio.start_server(self._serve, _HOST, 0)
+        server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(10)
+        self.endpoint = f"http://{_HOST}:{server.sockets[0].getsockname()[1]}"
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def by_method(self) -> dict[str, int]:
+        """Requests of each method."""
+        counts: Counter[str] = Counter()
+        for (method, _), number in self.requests.items():
+            counts[method] += number
+        return dict(sorted(counts.items()))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection(*self._upstream)
+        except OSError:
+            writer.close()
+            return
+        asking = self._relay(reader, far_writer, self._count_requests)
+        answering = self._relay(far_reader, writer, self._count_bytes)
+        await asyncio.gather(asking, answering)
+
+    async def _relay(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, seen) -> None:
+        try:
+            while data := await source.read(1 << 18):
+                seen(data)
+                sink.write(data)
+                await sink.drain()
+        except OSError:
+            pass
+        finally:
+            sink.close()
+
+    def _count_requests(self, data: bytes) -> None:
+        for method, path in _REQUEST.findall(data):
+            self.requests[method.decode(), path.decode().split("?")[0]] += 1
+
+    def _count_bytes(self, data: bytes) -> None:
+        self.bytes += len(data)
