@@ -12,8 +12,8 @@ import resource
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from data_pipeline.cache_node import NodeFolder, RangeLocks
@@ -277,18 +277,26 @@ class Blocks:
                 with self._lock:
                     self._open.pop(place, None)
 
-    def _hold(self, first: int, count: int, what: str) -> AbstractContextManager[bool]:
-        if self._node.path.is_dir():
-            return self._locks.hold(first, count, what)
-        # Some systems empty /dev/shm when a user logs out.
-        if not self._said_unlocked:
-            self._said_unlocked = True
+    @contextmanager
+    def _hold(self, first: int, count: int, what: str) -> Iterator[bool]:
+        """Hold the lock of a run, or go on without where locks cannot be; whether it waited."""
+        with ExitStack() as stack:
+            waited = False
+            try:
+                waited = stack.enter_context(self._locks.hold(first, count, what))
+            except OSError as error:  # some systems empty /dev/shm when a user logs out
+                self._say_unlocked(error)
+            yield waited
+
+    def _say_unlocked(self, error: OSError) -> None:
+        with self._lock:
+            said, self._said_unlocked = self._said_unlocked, True
+        if not said:
             log.warning(
-                "the cache's folder %s was removed; every process now fetches for itself. Let "
-                "nothing clean up there, and start again to share. This is said once.",
-                self._node.path,
+                "the cache has lost its locks (%s): every process now fetches for itself. Let "
+                "nothing clean up in %s, and start again to share. This is said once.",
+                *(error, self._node.path),
             )
-        return nullcontext(False)
 
 
 def neighbours(places: Sequence[Place], most: int) -> list[list[Place]]:

@@ -231,7 +231,8 @@ class RangeLocks:
             )
 
         waited = patiently(attempt, self._wait_s, complaint)
-        os.pwrite(handle, _NOTE.pack(os.getpid()), first % _NOTES * _NOTE.size)
+        with suppress(OSError):  # shared memory is full: the lock holds, without a name
+            os.pwrite(handle, _NOTE.pack(os.getpid()), first % _NOTES * _NOTE.size)
         return waited
 
 

@@ -46,15 +46,21 @@ class Group:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Groups of two or more, those that take most space first."""
+    """Groups of two or more, those that take most space first.
+
+    Attributes:
+        media: equal files. samples: equal samples.
+        left_out: sources not looked at, because all of their shards are those of another one.
+    """
 
     media: tuple[Group, ...]
     samples: tuple[Group, ...]
+    left_out: tuple[str, ...] = ()
 
     def as_dict(self, listed: int = 50) -> dict[str, Any]:
         """For JSON: per kind the number of groups, of copies beyond the first of each and their
-        bytes, and the largest groups."""
-        return {
+        bytes, and the largest groups; and the sources left out."""
+        kinds = {
             kind: {
                 "groups": len(groups),
                 "redundant": sum(len(group.places) - 1 for group in groups),
@@ -71,6 +77,7 @@ class Duplicates:
             }
             for kind, groups in (("media", self.media), ("samples", self.samples))
         }
+        return kinds | {"left_out": list(self.left_out)}
 
 
 class _Candidate(NamedTuple):
@@ -97,6 +104,7 @@ def find_duplicates(
     Raises:
         StoreError: what the index names cannot be read.
     """
+    indices, left_out = _with_own_shards(indices)
     files = [np.flatnonzero(index.item_chunk == 0) for index in indices]
     media = _candidates([
         _filter_key(index.item_length[lines], index.item_crc[lines])
@@ -116,7 +124,22 @@ def find_duplicates(
     return Duplicates(
         _groups(indices, of_media, _media_place, lambda i, line: int(i.item_length[line])),
         _groups(indices, of_samples, _sample_place, _sample_bytes),
+        left_out,
     )
+
+
+def _with_own_shards(
+    indices: Sequence[SourceIndex],
+) -> tuple[list[SourceIndex], tuple[str, ...]]:
+    """Leave out sources that only count another one's shards anew: no byte of them is a copy."""
+    kept: list[SourceIndex] = []
+    seen: set[str] = set()
+    for index in indices:
+        keys = {shard.key for shard in index.shards}
+        if not keys <= seen:
+            kept.append(index)
+        seen |= keys
+    return kept, tuple(index.name for index in indices if index not in kept)
 
 
 def _filter_key(length: NDArray[np.int64], crc: NDArray[np.uint32]) -> NDArray[np.uint64]:
@@ -124,13 +147,10 @@ def _filter_key(length: NDArray[np.int64], crc: NDArray[np.uint32]) -> NDArray[n
 
 
 def _sample_key(index: SourceIndex) -> NDArray[np.uint64]:
-    """uint64 [N], equal where documents and media agree in lengths and CRCs."""
-    media = _filter_key(index.item_length, index.item_crc)
-    within = np.arange(index.num_items) - np.repeat(index.item_ptr[:-1], np.diff(index.item_ptr))
-    # Mixed with its place, so that the same files in another order are another sample.
-    placed = mix(media ^ mix(within.astype(np.uint64))).astype(np.int64)
+    """uint64 [N], equal where documents and media, in any order, agree in lengths and CRCs."""
+    media = mix(_filter_key(index.item_length, index.item_crc)).astype(np.int64)
     with np.errstate(over="ignore"):
-        own = sums(placed, index.item_ptr).astype(np.uint64)
+        own = sums(media, index.item_ptr).astype(np.uint64)
     return _filter_key(index.json_length, index.json_crc) ^ mix(own)
 
 

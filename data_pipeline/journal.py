@@ -7,9 +7,11 @@ gives the same bytes. All of it goes when the source is finished.
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from data_pipeline.parts import Part
+from data_pipeline.removal import remove, remove_unfinished
 from data_pipeline.store import MissingBucket, MissingKey, Store
 
 _THREADS = 8
@@ -87,14 +89,14 @@ class Journal:
 
     def remove(self) -> None:
         """Forget everything; the request goes last, so that a removal cut short is done again."""
-        delete = getattr(self._store, "delete", None)
-        if not self.kept or delete is None:
+        if not self.kept:
             return
-        names = self._store.list(f"{self._folder}/")
-        parts = [name for name in names if name.endswith(".npz")]
+        parts = [name for name in self._store.list(f"{self._folder}/") if name.endswith(".npz")]
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(delete, parts))
-        delete(f"{self._folder}/request.json")
+            list(pool.map(partial(remove, self._store), parts))
+        for folder in (self._folder, self._folder.rpartition("/")[0]):
+            remove_unfinished(self._store, folder)
+        remove(self._store, f"{self._folder}/request.json")
 
     def _name(self, number: int) -> str:
         return f"{self._folder}/{number:06d}.npz"

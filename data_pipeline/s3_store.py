@@ -324,6 +324,10 @@ class _Tries(Tries):
 
     renewed = False
 
+    def progress(self) -> None:
+        super().progress()
+        self.renewed = False  # a long read may outlive more than one token
+
 
 def _any_version(_: str) -> None:
     """The check of a read whose ETag was given: If-Match has done it."""

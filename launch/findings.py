@@ -77,9 +77,10 @@ class Findings:
         for source, checked in sorted(self._checked.items()):
             problems = sum(n for (name, _), n in self._counts.items() if name == source)
             yield (
-                f"{source}: {checked['samples']:,} samples, {checked['files']:,} files, "
-                f"{num_bytes(checked['bytes'])} in {checked['shards']:,} shards: "
-                + (f"{problems:,} problems" if problems else "sound")
+                f"{source}: {_count(checked['samples'], 'sample')}, "
+                f"{_count(checked['files'], 'file')}, {num_bytes(checked['bytes'])} in "
+                f"{_count(checked['shards'], 'shard')}: "
+                + (_count(problems, "problem") if problems else "sound")
             )
             for kind, meaning in KINDS.items():
                 count = self._counts[source, kind]
@@ -113,3 +114,7 @@ class Findings:
                 for source, checked in sorted(self._checked.items())
             },
         }
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.data import data
+from launch.data import EndpointOption, data
 from launch.errors import JsonOption, told_plainly
 
 if TYPE_CHECKING:
@@ -22,9 +22,6 @@ UriArgument = Annotated[
 ]
 SourceOption = Annotated[
     list[str] | None, typer.Option("--source", help='A source\'s name; repeatable. "all" is usual.')
-]
-EndpointOption = Annotated[
-    str | None, typer.Option(help="Of the object store; else AWS_ENDPOINT_URL.")
 ]
 OutOption = Annotated[Path, typer.Option(help="HTML file to write.")]
 

@@ -2,6 +2,8 @@
 
 import difflib
 import hashlib
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +16,13 @@ from data_pipeline.index import SourceIndex
 from data_pipeline.store import MissingBucket, MissingKey, Store, open_store
 from data_pipeline.text import Tokenizer
 from data_pipeline.verify import sources_at
+from launch.pages.html import num_bytes
 
 ALL = "all"
 # Looking for a similar key among more than this would take longer than the answer is worth.
 _KEYS_COMPARED = 20_000
+# Seconds between two lines of progress where there is no terminal.
+_LINE_SECONDS = 30.0
 
 
 def open_sources(uri: str, endpoint: str | None, wanted: Sequence[str]) -> tuple[Store, list[str]]:
@@ -118,32 +123,48 @@ def own_tokenizer(store: Store, index: SourceIndex) -> Tokenizer | None:
 
 
 @contextmanager
-def byte_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar of bytes on the terminal, if there is one; yields what to call with more bytes."""
-    with _bar() as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda more: bar.advance(task, more)
-
-
-@contextmanager
 def total_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """As `byte_bar`, but yields what to call with (bytes done, bytes in all)."""
-    with _bar() as bar:
+    """Show progress: a bar on a terminal, otherwise a line now and then.
+
+    Yields what to call, from any thread, with (bytes done, bytes in all).
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(title, console)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(),
+               TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _bar() -> Progress:
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+@contextmanager
+def byte_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """As `total_bar` for a known total; yields what to call with each number of bytes read."""
+    lock, done = threading.Lock(), 0
+    with total_bar(title) as show:
+
+        def add(more: int) -> None:
+            nonlocal done
+            with lock:
+                done += more
+                show(done, total)
+
+        yield add
+
+
+class _Lines:
+    """Progress in the log of a job."""
+
+    def __init__(self, title: str, console: Console):
+        self._title, self._console, self._told = title, console, time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._told + _LINE_SECONDS:
+            self._told = time.monotonic()
+            line = f"{self._title}: {num_bytes(done)} of {num_bytes(total)}"
+            self._console.print(line, highlight=False)
 
 
 def num_shard_bytes(indices: Iterable[SourceIndex]) -> int:

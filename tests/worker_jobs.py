@@ -62,6 +62,13 @@ class Unpicklable(Exception):
         super().__init__(f"{name} is {number}")
 
 
+class Doubled(Exception):
+    """Is made again, with another message."""
+
+    def __init__(self, name: str):
+        super().__init__(f"no {name}")
+
+
 class Ends(BaseException):
     """No Exception."""
 
@@ -70,6 +77,7 @@ def throw(kind: str) -> None:
     raise {
         "value": ValueError("no 7"),
         "unpicklable": Unpicklable(7, "x"),
+        "doubled": Doubled("bread"),
         "stop": StopIteration(7),
         "exit": SystemExit(3),
         "base": Ends("enough"),
@@ -112,9 +120,12 @@ def die(how: str, marks: Path, times: int) -> str:
         ctypes.string_at(0)
     if how == "exit":
         os._exit(5)
-    if how == "orphan" and os.fork() == 0:  # a child that keeps the worker's socket open
-        time.sleep(5)
-        os._exit(0)
+    if how == "orphan":  # a child that keeps the worker's socket open
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        (marks / f"{attempt}-{os.getpid()}").write_text(str(child))
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
     return "unreachable"

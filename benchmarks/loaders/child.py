@@ -85,7 +85,8 @@ def run(side: Side, job: Job) -> Answer:
             side.restore(loader, pickle.loads(kept))
         else:
             skip = json.loads(kept)["skip"]
-    for batch in side.batches(loader):
+    every = (batch for _ in range(job.epochs) for batch in side.batches(loader))
+    for batch in every:
         if skip > 0:
             skip -= len(batch["ids"])
             continue

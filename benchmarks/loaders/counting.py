@@ -45,6 +45,11 @@ class CountingProxy:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.requests.clear()
+        self.bytes = 0
+
     def by_method(self) -> dict[str, int]:
         """Requests of each method."""
         counts: Counter[str] = Counter()

@@ -38,7 +38,8 @@ def build(job: Job) -> Any:
         shares={PAIRS: 1, PROSE: 1} if blended else None,
         seed=job.seed,
         shard_window=job.extra.get("shard_window", 1),
-        num_samples=None if blended else indices[0].num_samples,
+        # Nothing is fetched that will not be handed out; a resumed pass is stopped from outside.
+        num_samples=None if job.state_in else job.limit * job.world,
         check=job.extra.get("check", True),
         decode=job.mode == "pixels",
         workers=job.workers,

@@ -1,7 +1,8 @@
 """The demo: the whole system on real data, on this machine, with nothing left running at the end.
 
 1. An S3 server on the loopback address, with credentials made for this run.
-2. A corpus of images, video and text from installed packages, ingested into it.
+2. A corpus of images, video and text from installed packages, ingested into it, verified against
+   its indices, and shown as pages of HTML: what it holds, and rows as the model gets them.
 3. Training, by torchrun, from S3.
 4. The same training once more from its middle checkpoint, in new processes; compared bit by bit.
 5. Reading held-out pages of digits, with the right and with swapped images.
@@ -62,6 +63,8 @@ def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -
         f"data.root=s3://{BUCKET}",
         f"data.tokenizer={TOKENIZER_KEY}",
     )
+    if load_config(config_path, overrides).data.cache is not None:
+        overrides = (*overrides, f"data.cache.folder={(run_dir / 'cache').resolve()}")
     config = load_config(config_path, overrides)
     check_lengths(config)
     prepare_folder(run_dir)
@@ -72,6 +75,8 @@ def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -
         with timed(seconds, "setup_data"):
             corpus = make_corpus(console)
         (run_dir / "corpus.json").write_text(json.dumps(corpus, indent=1) + "\n")
+        with timed(seconds, "inspect_data"), step(console, "verifying and showing the corpus"):
+            inspect_data(config_path, overrides, run_dir)
         job = Job(config_path, str(run_dir), overrides)
         with timed(seconds, "train"), step(console, "training"):
             train(job, config)
@@ -211,6 +216,36 @@ def make_corpus(console: Console) -> dict[str, dict]:
     return report
 
 
+def inspect_data(config_path: str, overrides: tuple[str, ...], run_dir: Path) -> None:
+    """Check every entry of the corpus, and write stats.html and rows.html into the run folder.
+
+    Raises:
+        DemoError: a source is not what its index says.
+
+    """
+    uri, config = f"s3://{BUCKET}", ("--config", config_path)
+    command("data", "verify", uri, what="verification")
+    stats, rows = str(run_dir / "stats.html"), str(run_dir / "rows.html")
+    command("data", "stats", uri, *config, "--out", stats, what="statistics")
+    command("data", "show", *config, *overrides, "--out", rows, what="showing rows")
+
+
+def command(*arguments: str, what: str) -> str:
+    """Run a `kimi-pretrain` command in a process of its own; returns what it printed.
+
+    Raises:
+        DemoError: it failed; told by the last line it printed.
+
+    """
+    line = [sys.executable, "-m", "launch.cli", *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if done.returncode:
+        # The command's own last line tells the cause; a traceback ends with it as well.
+        printed = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        raise DemoError(f"{what} stopped: {printed.splitlines()[-1].removeprefix('error: ')}")
+    return done.stdout
+
+
 def train(job: Job, config: Config) -> None:
     """Run one training job to its end.
 
@@ -248,17 +283,13 @@ def evaluate(run_dir: Path, steps: int) -> dict[str, Any]:
 
     """
     checkpoint = run_dir / "checkpoints" / f"step_{steps:08d}"
-    command = [
-        *(sys.executable, "-m", "launch.cli", "eval", "--json"),
-        *("--config", str(run_dir / "config.yaml"), "--checkpoint", str(checkpoint)),
+    config = str(run_dir / "config.yaml")
+    printed = command(
+        *("eval", "--json", "--config", config, "--checkpoint", str(checkpoint)),
         *("--source", HELD_OUT),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        # The command's own last line tells the cause; a traceback ends with it as well.
-        reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise DemoError(f"evaluation stopped: {reason.removeprefix('error: ')}")
-    return json.loads(done.stdout.splitlines()[-1])
+        what="evaluation",
+    )
+    return json.loads(printed.splitlines()[-1])
 
 
 def write_results(
@@ -309,7 +340,13 @@ def show(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
     for line in summary["resumed_differences"]:
         console.print(f"  {line}", style="red", highlight=False)
     pictures = [f"{name}.png" for name in ("loss", "dep_balance", "timeline")]
-    files = ["summary.json", "metrics.jsonl", *(p for p in pictures if (run_dir / p).is_file())]
+    pages = ["stats.html", "rows.html"]
+    files = [
+        "summary.json",
+        "metrics.jsonl",
+        *pages,
+        *(p for p in pictures if (run_dir / p).is_file()),
+    ]
     console.print(f"in {run_dir}: {', '.join(files)}", highlight=False)
     console.print(
         f"try next:\n"

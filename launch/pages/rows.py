@@ -79,11 +79,12 @@ def _row(step: Step, place: int, row: int) -> Iterator[str]:
     filled = sum(read.layout.length for read in samples)
     learnt = int(rows.loss_mask[place].sum())
     yield f'<section id="row-{row}">\n<h2>Row {row} of step {plan.step}</h2>'
-    yield (
-        f"<p>{len(samples)} documents, {filled:,} of {plan.seq_len:,} tokens "
-        f"({percent(filled / plan.seq_len)} filled), {learnt:,} learnt "
-        f"({percent(learnt / plan.seq_len)})</p>"
+    said = (
+        f"{len(samples)} document{'s' * (len(samples) != 1)}, {filled:,} of {plan.seq_len:,} "
+        f"tokens ({percent(filled / plan.seq_len)} filled), {learnt:,} learnt "
+        f"({percent(learnt / plan.seq_len)})"
     )
+    yield f"<p>{said}</p>"
     bar = "".join(
         f'<span style="width:{100 * read.layout.length / plan.seq_len:.3f}%" '
         f'title="{text(step.source(read.sample)[0].name)}: {read.layout.length} tokens"></span>'

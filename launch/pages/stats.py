@@ -135,6 +135,9 @@ def _facts(source: Mapping[str, Any]) -> Iterator[str]:
 
 def _duplicates(found: Mapping[str, Any]) -> Iterator[str]:
     yield "<h2>Duplicates, byte for byte</h2>"
+    if found["left_out"]:
+        names = ", ".join(found["left_out"])
+        yield f'<p class="note">Without {text(names)}: the shards are those of other sources.</p>'
     for kind, name in _KINDS.items():
         part = found[kind]
         yield (

@@ -87,6 +87,30 @@ def whole_reads(folder: Path, config: dict, seed: int, processes: int) -> CacheS
         return store.cache_stats
 
 
+def s3_epoch(folder: Path, uri: str, endpoint: str, seed: int, processes: int) -> int:
+    """Read every sample (1,000 bytes) of a shard once, in batches in a random order.
+
+    Returns:
+        Requests that this process sent to the server.
+    """
+    from data_pipeline.store import open_store  # boto3: not for the processes that need none
+
+    cache_node.SHARED_MEMORY = (folder / "shm").resolve()
+    config = CacheConfig(folder=str(folder / "disk"), memory_bytes=1 << 22, block_bytes=1 << 16)
+    data = (folder / "shard").read_bytes()
+    samples = [Span("shard", i, min(1000, len(data) - i)) for i in range(0, len(data), 1000)]
+    random.Random(seed).shuffle(samples)
+    with CachedStore(open_store(uri, endpoint=endpoint), config) as store:
+        store.register("shard", len(data), hashlib.sha256(data).hexdigest())
+        meet(folder, processes)
+        for i in range(0, len(samples), 16):
+            batch = samples[i : i + 16]
+            wanted = [data[offset : offset + length] for _, offset, length in batch]
+            assert store.get_many(batch) == wanted
+        meet(folder / "done", processes)  # the last one out takes the shared memory along
+        return store.stats.requests
+
+
 def one_read(folder: Path, config: dict, hang: bool) -> bytes:
     """Read the first three blocks of `shard-0`; `hang`: never come back from the store."""
     with open_cache(folder, config, hang=hang) as store:

@@ -12,13 +12,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from data_pipeline import cache_node
 from data_pipeline.cache_node import CacheTimeout, locked_file
+from data_pipeline.store import open_store
 from tests.fault import cache_reader
 from tests.fault.cache_reader import BLOCK, requests
 
@@ -85,6 +88,23 @@ def test_requests_do_not_grow_with_the_processes(node, processes):
     assert sum(length for _, _, length in asked) <= sum(SIZES.values())
     assert len(asked) == len(set(asked))
     assert all(c.corrupt == c.failures == 0 and c.off == () for c in counts)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_requests_to_s3_for_an_epoch_of_a_shard(node, s3_environment, processes):
+    """Never more than one per block, where without a cache it is one per sample and process."""
+    uri = f"s3://{s3_environment.bucket}/cache-{processes}"
+    data = random.Random(2).randbytes(20 * (1 << 16) + 5000)
+    (node / "shard").write_bytes(data)
+    (node / "done").mkdir()
+    open_store(uri, endpoint=s3_environment.endpoint).put("shard", data)
+    with ProcessPoolExecutor(processes, SPAWN) as pool:
+        futures = [
+            pool.submit(cache_reader.s3_epoch, node, uri, s3_environment.endpoint, seed, processes)
+            for seed in range(processes)
+        ]
+        sent = sum(future.result(timeout=50) for future in futures)
+    assert 1 <= sent <= 21
 
 
 @pytest.mark.parametrize("tiers", TIERS)
@@ -226,18 +246,31 @@ def test_processes_killed_at_any_moment_break_nothing(node):
 # Disks
 
 
-@pytest.fixture
-def small_disk(node):
-    """A file system of 96 KiB, really full when it is full."""
-    folder = node / "disk"
-    folder.mkdir()
+@contextmanager
+def mounted(folder: Path, size: str) -> Iterator[None]:
+    """A file system of its own, really full when it is full."""
+    folder.mkdir(exist_ok=True)
     mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=96k", "none", str(folder)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True
     )
     if mount.returncode:
         pytest.skip("mounting needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    with open(folder / "theirs", "wb", buffering=0) as file:
+        while file.write(bytes(4096)) == 4096 and shutil.disk_usage(folder).free:
+            pass
+
+
+@pytest.fixture
+def small_disk(node):
+    with mounted(node / "disk", "96k"):
+        yield node / "disk"
 
 
 def read_all(node: Path, store) -> None:
@@ -270,9 +303,7 @@ def test_a_full_disk_is_said_once_and_gone_without(node, small_disk, tiers, capl
 
 
 def test_a_full_disk_of_other_peoples_files(node, small_disk, caplog):
-    with open(small_disk / "theirs", "wb", buffering=0) as file:
-        while file.write(bytes(4096)) == 4096 and shutil.disk_usage(small_disk).free:
-            pass
+    fill(small_disk)
     with cache_reader.open_cache(node, config(node, "disk")) as store:
         read_all(node, store)
         read_all(node, store)
@@ -280,6 +311,25 @@ def test_a_full_disk_of_other_peoples_files(node, small_disk, caplog):
     assert len(caplog.records) == 1
     assert (small_disk / "theirs").stat().st_size >= 90 << 10
     assert not list(small_disk.glob("*.block"))
+
+
+@pytest.mark.parametrize("tiers", ["memory", "both"])
+def test_full_shared_memory(node, caplog, tiers):
+    with mounted((node / "shm").resolve(), "96k"):
+        with cache_reader.open_cache(node, config(node, tiers)) as store:
+            read_all(node, store)
+            fill((node / "shm").resolve())
+            for _ in range(2):
+                read_all(node, store)
+            assert store.cache_stats.off == ("memory",)
+            assert store.cache_stats.corrupt == 0
+        assert len(caplog.records) == 1
+        assert os.strerror(errno.ENOSPC) in caplog.text
+        # Not even room for the number in the ledger, or for a note beside a lock.
+        with cache_reader.open_cache(node, config(node, tiers)) as store:
+            read_all(node, store)
+            assert store.cache_stats.off == ("memory",)
+        assert "lost its locks" not in caplog.text
 
 
 def test_a_limit_of_file_sizes(node, caplog):

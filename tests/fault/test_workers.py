@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_pipeline.worker_main import LEFT_TO_PARENT
 from data_pipeline.workers import WorkerDied, Workers
 from tests.worker_jobs import calls, die, hang
 
@@ -43,9 +44,15 @@ def wait_until(condition, seconds=10.0):
 def test_a_job_whose_worker_dies_is_done_by_another(how, tmp_path, capfd):
     jobs = [(partial(np.full, 30_000, i), 1) for i in range(9)]
     jobs[4] = (partial(die, how, tmp_path, 1), 1)
-    with Workers(calls, 2, timeout_s=20) as workers:
+    begin = time.monotonic()
+    with Workers(calls, 2, timeout_s=30) as workers:
         got = list(workers.run(jobs, **PLENTY))
         assert workers.stats.restarts == 1
+    assert time.monotonic() - begin < 15  # the orphan, if there is one, holds on for longer
+    orphans = [mark.read_text() for mark in tmp_path.iterdir() if mark.stat().st_size]
+    assert len(orphans) == (how == "orphan")
+    for orphan in orphans:
+        os.kill(int(orphan), signal.SIGKILL)
     assert got.pop(4) == "alive"
     assert [int(array[-1]) for array in got] == [0, 1, 2, 3, 5, 6, 7, 8]
     # A crash tells where, whatever ends from outside says nothing.
@@ -97,6 +104,26 @@ def test_signals_are_left_to_the_parent(send):
         assert list(workers.run([(os.getpid, 1)], **PLENTY)) == [pid]
 
 
+def masks(pid: int) -> tuple[int, int]:
+    """Signals blocked and ignored by a process, as bits."""
+    fields = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
+    return int(fields["SigBlk"], 16), int(fields["SigIgn"], 16)
+
+
+def test_no_signal_finds_a_worker_half_started():
+    wanted = sum(1 << number - 1 for number in LEFT_TO_PARENT)
+    before = set(children_of(os.getpid()))
+    seen = []
+    with Workers(calls, 1):
+        wait_until(lambda: set(children_of(os.getpid())) - before)
+        (pid,) = set(children_of(os.getpid())) - before
+        wait_until(lambda: seen.append(masks(pid)) or seen[-1][1] & wanted == wanted)
+    assert len(seen) > 1  # some of them from before it came to ignore them
+    assert all((blocked | ignored) & wanted == wanted for blocked, ignored in seen)
+
+
 def test_a_stopped_worker_is_replaced_after_the_timeout(tmp_path):
     with Workers(calls, 1, timeout_s=1.5) as workers:
         (pid,) = workers.run([(os.getpid, 1)], **PLENTY)
@@ -125,6 +152,7 @@ SCRIPT = """
 import os, sys, time
 from functools import partial
 from pathlib import Path
+from data_pipeline.worker_main import LEFT_TO_PARENT
 from data_pipeline.workers import Workers
 from tests.worker_jobs import calls, hang
 marks = Path(sys.argv[1])
@@ -259,13 +287,14 @@ list(workers.run(jobs[:3], max_bytes=9, max_jobs=4))
 def test_workers_end_with_a_killed_parent_whose_fork_lives_on(tmp_path):
     body = """
 workers = Workers(calls, 2)
+list(workers.run([(partial(time.sleep, 0.1), 1)] * 2, max_bytes=9, max_jobs=4))
 if os.fork() == 0:  # holds the sockets of its parent open
     os.close(1), os.close(2)
     time.sleep(8)
     os._exit(0)
 list(workers.run(jobs, max_bytes=9, max_jobs=4))
 """
-    with script(tmp_path, body) as running:
+    with script(tmp_path, body, "-W", "ignore") as running:
         wait_until(lambda: len(marks_in(tmp_path)) == 2)
         running.kill()
         running.communicate(timeout=20)

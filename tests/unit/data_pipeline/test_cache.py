@@ -584,7 +584,7 @@ def test_a_vanished_node_folder_costs_only_the_sharing(opened, inner, shared_mem
         for _ in range(3):
             assert store.get("a/shard") == DATA
     said = [record.getMessage() for record in caplog.records]
-    assert len([m for m in said if "was removed; every process" in m]) == 1
+    assert len([m for m in said if "has lost its locks" in m]) == 1
     assert len([m for m in said if "the memory tier of the cache" in m]) == 1
     assert store.cache_stats.off == ("memory",)
 

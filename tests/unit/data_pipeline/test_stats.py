@@ -9,6 +9,7 @@ import pytest
 from data_pipeline.duplicates import Place, find_duplicates
 from data_pipeline.index import SourceIndex
 from data_pipeline.ingest import ingest
+from data_pipeline.reindex import reindex
 from data_pipeline.samples import (
     CrudeSample,
     ImageSegment,
@@ -19,9 +20,9 @@ from data_pipeline.samples import (
 from data_pipeline.stats import histogram, source_stats, spread, totals
 from data_pipeline.store import FolderStore
 from moonvit3d.geometry import PatchLimits, grid
+from tests.unit.data_pipeline.crude_samples import crude
 from tests.unit.data_pipeline.media import encoded, mp4, noise
 from tests.unit.data_pipeline.plain import made_index
-from tests.unit.data_pipeline.test_verify import crude
 
 LIMITS = PatchLimits(image=64, frame=8)
 
@@ -203,6 +204,14 @@ def test_without_equals_nothing_is_read(tokenizer, store):
     found = find_duplicates(store, [index])
     assert (found.media, found.samples) == ((), ())
     assert store.stats.requests == before
+
+
+def test_the_same_shards_under_another_index_are_no_copies(planted, tokenizer):
+    store, indices = planted
+    again = reindex(store, "one", "one_again", tokenizer)
+    found = find_duplicates(store, [*indices, again])
+    assert found.left_out == ("one_again",)
+    assert found.media == find_duplicates(store, indices).media
 
 
 def test_the_report_lists_the_largest_groups(planted):

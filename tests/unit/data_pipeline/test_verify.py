@@ -17,48 +17,17 @@ import pytest
 
 from data_pipeline.ingest import ingest
 from data_pipeline.manifest import read_index, write_index
-from data_pipeline.samples import (
-    CrudeSample,
-    ImageSegment,
-    RegionSegment,
-    TextSegment,
-    VideoSegment,
-)
-from data_pipeline.shards import ShardBuilder, sample_json
+from data_pipeline.samples import TextSegment
+from data_pipeline.shards import ShardBuilder
 from data_pipeline.store import FolderStore, StoreUnavailable
 from data_pipeline.text import Tokenizer
 from data_pipeline.verify import Checks, open_source, sources_at, verify_source
-from data_pipeline.verify_document import describe, document_faults
-from data_pipeline.verify_problem import KINDS, Fault, Problem
+from data_pipeline.verify_problem import KINDS, Problem
 from tests.unit.data_pipeline.conftest import TRAINING_TEXT, train_ranks
-from tests.unit.data_pipeline.media import encoded, mp4, noise
+from tests.unit.data_pipeline.crude_samples import crude
+from tests.unit.data_pipeline.media import mp4
 
 NAME = "mixed"
-
-
-def crude(count: int = 8) -> list[CrudeSample]:
-    """Every kind of segment, in samples of four forms."""
-    clip = mp4(22)
-    made = []
-    for i in range(count):
-        picture = ImageSegment(encoded(noise(28 + i, 40, i)), "png")
-        photo = ImageSegment(encoded(noise(33, 57 + i, i), "JPEG"), "jpg")
-        drawing = ImageSegment(encoded(noise(20, 20 + i, i), "WEBP", lossless=True), "webp")
-        segments = [
-            [TextSegment(f"plain text number {i}"), TextSegment(texts=["one", "another", "third"])],
-            [
-                RegionSegment("point", [[3.5, 4]], "a speck"),
-                picture,
-                TextSegment("Where?", False),
-                RegionSegment("box", [[1, 2], [20, 25.25]], " Here"),
-                RegionSegment("polygon", [[0, 0], [40, 0], [40, 28]], " corner"),
-                RegionSegment("turn", degrees=90, label=" turned"),
-            ],
-            [TextSegment("Look:"), VideoSegment(clip), TextSegment("gone"), photo],
-            [photo, drawing, RegionSegment("box", [[0, 0], [20, 20]], " all", media=1)],
-        ][i % 4]
-        made.append(CrudeSample(f"s-{i:04d}", segments, {"number": i}))
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +132,18 @@ def test_a_name_that_is_another_sample_s(store, tokenizer):
     problems = found(store, tokenizer)
     assert kinds(problems) == {"tar": 1, "media": 1, "shard hash": 1}
     assert any("'s-0001.0.png' is expected" in problem.detail for problem in problems)
+
+
+def test_a_member_that_is_no_plain_file(store, tokenizer):
+    """tarfile would hand out a link to another file instead of these bytes."""
+    index = read_index(store, NAME)
+    key, at = index.shards[0].key, int(index.item_offset[0]) - 512
+    data = bytearray(store.get(key))
+    header = tarfile.TarInfo.frombuf(bytes(data[at : at + 512]), "utf-8", "strict")
+    header.type = tarfile.SYMTYPE
+    data[at : at + 512] = header.tobuf(tarfile.USTAR_FORMAT)
+    store.put(key, bytes(data))
+    assert kinds(found(store, tokenizer)) == {"tar": 1, "shard hash": 1}
 
 
 def test_a_flipped_bit_in_the_filling(store, tokenizer):
@@ -441,51 +422,3 @@ def test_sources_are_found_by_their_manifests(store):
 def test_a_share_out_of_bounds(share):
     with pytest.raises(ValueError, match="above 0, at most 1"):
         Checks(share=share)
-
-
-@pytest.mark.parametrize(
-    ("segment", "said"),
-    [
-        ("text", "list, expected an object"),
-        ({"kind": "sound"}, "unknown kind 'sound'"),
-        ({"kind": "text", "loss": True}, "'text' (a string)"),
-        ({"kind": "text", "text": "a", "texts": ["a", "b"], "loss": True}, "both"),
-        ({"kind": "text", "texts": ["a"], "loss": True}, "1 variants"),
-        ({"kind": "text", "text": "a", "loss": 1}, "'loss' is 1"),
-        ({"kind": "image", "file": "0.mp4"}, "no name for a image"),
-        ({"kind": "image", "file": "../0.png"}, "no name for"),
-        ({"kind": "image", "file": "1.png"}, "numbered [1]"),
-        ({"kind": "video", "file": "0.mp4"}, "'timestamps'"),
-        ({"kind": "region", "media": 0, "shape": "box", "label": "", "loss": True,
-          "points": [[0, 0], [1, 1]]}, "no image of this sample"),
-        ({"kind": "region", "media": 0, "shape": "ring", "label": "", "loss": True}, "'ring'"),
-        ({"kind": "region", "media": 0, "shape": "box", "label": "", "loss": True,
-          "points": [[0, 0]]}, "box with points"),
-        ({"kind": "region", "media": 0, "shape": "turn", "label": "", "loss": True,
-          "degrees": 45}, "degrees is 45"),
-    ],
-)  # fmt: skip
-def test_documents_out_of_form(segment, said):
-    segment = ["no", "object"] if segment == "text" else segment
-    fault = describe(json.dumps({"meta": {}, "segments": [segment]}).encode(), None)
-    assert isinstance(fault, Fault)
-    assert fault.kind == "document"
-    assert said in fault.detail
-
-
-@pytest.mark.parametrize("data", [b"{", b"[]", b'{"segments": []}', b"\xff", b"[" * 100_000])
-def test_bytes_that_are_no_document(data):
-    fault = describe(data, None)
-    assert isinstance(fault, Fault)
-
-
-def test_a_document_of_more_pieces_than_the_index(store, tokenizer):
-    index = read_index(store, NAME)
-    text = {"kind": "text", "text": "plain text number 0", "loss": True}
-    described = describe(sample_json([text] * 3, {}), tokenizer)
-    assert not isinstance(described, Fault)
-    faults = document_faults(described, index, 0)
-    assert [fault.detail for fault in faults] == [
-        "piece_kind: 3 entries in the document, 2 in the index",
-        "variant_tokens: 0 entries in the document, 2 in the index",
-    ]

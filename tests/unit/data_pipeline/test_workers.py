@@ -13,6 +13,7 @@ import pytest
 from data_pipeline.workers import HandClosed, JobError, RemoteTraceback, Workers
 from tests.resume import fingerprint
 from tests.worker_jobs import (
+    Doubled,
     Sleepy,
     Unpicklable,
     a_lock,
@@ -169,6 +170,7 @@ def test_nothing_is_asked_for_ahead_with_no_jobs_ahead():
     [
         ("value", ValueError, "no 7"),
         ("unpicklable", Unpicklable, "x is 7"),
+        ("doubled", Doubled, "^no bread$"),
         ("stop", JobError, "StopIteration: 7"),
         ("exit", JobError, "SystemExit: 3"),
         ("base", JobError, "Ends: enough"),
@@ -182,8 +184,9 @@ def test_an_error_is_raised_in_its_place(pair, kind, type_, message, ahead):
         for workers in [*crews, one]:
             got = []
             process = workers is pair
-            expected = JobError if process and kind == "unpicklable" else type_
-            with pytest.raises(expected, match=message) as caught:  # noqa: PT012
+            expected = JobError if process and kind in ("unpicklable", "doubled") else type_
+            text = message if expected is type_ else f"^{type_.__name__}: {message.strip('^')}"
+            with pytest.raises(expected, match=text) as caught:  # noqa: PT012
                 for result in (run := workers.run(jobs, max_bytes=99, max_jobs=ahead)):
                     got.append(result)
             assert got == [0, 1, 2, 3]

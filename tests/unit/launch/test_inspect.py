@@ -101,6 +101,12 @@ def check_self_contained(text: str) -> Page:
     return page
 
 
+@pytest.mark.parametrize("command", ["verify", "stats", "show"])
+def test_help_has_an_example(command):
+    result = run(command, "--help")
+    assert f"kimi-pretrain data {command} " in " ".join(result.output.split())
+
+
 # verify -----------------------------------------------------------------------------------------
 
 
@@ -217,6 +223,9 @@ def overrides(root: Path, **more: str) -> tuple[str, ...]:
         "vision_token_ratio": "null",
         "sources": "{digits: 1.0, mixed: 1.0, prose: 1.0}",
         "pack_window": "64",
+        "schedule": "[]",
+        "max_epochs": "{}",
+        "augment": "{}",
     }
     return tuple(f"data.{key}={value}" for key, value in (settings | more).items())
 

@@ -1,0 +1,42 @@
+"""What our checks around Pillow cost: `moonvit3d.media.read_image` against Pillow alone."""
+
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.loaders.data import PAIRS
+from data_pipeline.manifest import read_index
+from data_pipeline.store import FolderStore
+from data_pipeline.stream import SampleStream, StreamConfig
+from moonvit3d.media import read_image
+
+SAMPLES = 500
+
+
+def by_pillow(jpeg: bytes) -> Any:
+    """As the peers' side does it."""
+    return np.array(Image.open(io.BytesIO(jpeg)).convert("RGB"))
+
+
+def overhead(root: Path, repeats: int = 5) -> dict[str, float]:
+    """Microseconds per image, the best of some repeats that take turns."""
+    store = FolderStore(root / "ours")
+    with SampleStream(store, [read_index(store, PAIRS)], StreamConfig(batch_size=SAMPLES)) as s:
+        jpegs = [media[0] for media in next(s).media]
+    times = {"pillow_us": float("inf"), "read_image_us": float("inf")}
+    for _ in range(repeats):
+        times["pillow_us"] = min(times["pillow_us"], _microseconds(by_pillow, jpegs))
+        times["read_image_us"] = min(times["read_image_us"], _microseconds(read_image, jpegs))
+    return {name: round(value, 1) for name, value in times.items()}
+
+
+def _microseconds(decode: Callable[[bytes], Any], jpegs: list[bytes]) -> float:
+    begin = time.perf_counter()
+    for jpeg in jpegs:
+        decode(jpeg)
+    return 1e6 * (time.perf_counter() - begin) / len(jpegs)

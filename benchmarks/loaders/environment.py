@@ -1,0 +1,107 @@
+"""What the loaders run in: an environment for the peers, the data on disk, and in an S3 bucket."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import boto3
+
+from benchmarks.loaders import data
+from launch.demo.s3_server import S3Server
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parent.parent
+PEERS = ("lit", "web", "mosaic", "energon")
+PLACES = ("ours", "mds", "lit", "tar")
+BUCKET = "bench"
+# Energon's reader of object stores takes its addresses from a file only, its keys from there or
+# from the usual variables.
+_MSC = """profiles:
+  bench:
+    storage_provider:
+      type: s3
+      options: {{base_path: {bucket}, region_name: us-east-1, endpoint_url: "{endpoint}"}}
+"""
+
+
+def make_peers(folder: Path) -> None:
+    """A virtual environment with the peers, unless it is there: about 2 GB.
+
+    torch comes first and pinned, or one of the peers would bring another one, built for CUDA.
+    """
+    done = folder / ".installed"
+    if done.exists():
+        return
+    print(f"installing the peers into {folder} (about 2 GB)", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    (folder / ".gitignore").write_text("*\n")
+    python = str(folder / "bin" / "python")
+    pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    pins = ["--constraint", str(HERE / "constraints.txt")]
+    subprocess.run([*pip, "install", *pins, "torch==2.13.0"], check=True)
+    subprocess.run([*pip, "install", *pins, "-r", str(HERE / "requirements.txt")], check=True)
+    # The one on PyPI is built for CUDA and keeps others from loading (see imports.py).
+    subprocess.run([*pip, "uninstall", "--yes", "torchvision"], check=True)
+    done.touch()
+
+
+def make_data(root: Path, count: int, peers: Path | None) -> None:
+    """The samples under `root`, for ours and, where their environment is given, for the peers."""
+    data.make(root / "ours", count)
+    if peers is not None:
+        command = [str(peers / "bin" / "python"), "-m", "benchmarks.loaders.convert", str(root)]
+        subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket with the data in it."""
+
+    endpoint: str
+    secrets: dict[str, str]
+
+    def variables(self, endpoint: str) -> dict[str, str]:
+        """What a loader needs in its environment to read from `endpoint`."""
+        handle, path = tempfile.mkstemp(suffix=".yaml")
+        with os.fdopen(handle, "w") as file:
+            file.write(_MSC.format(bucket=BUCKET, endpoint=endpoint))
+        addresses = {"AWS_ENDPOINT_URL": endpoint, "S3_ENDPOINT_URL": endpoint, "MSC_CONFIG": path}
+        return self.secrets | addresses
+
+    def urls(self, endpoint: str) -> list[str]:
+        """Signed URLs of the tars."""
+        client = self.client(endpoint)
+        listed = client.list_objects_v2(Bucket=BUCKET, Prefix=f"ours/{data.PAIRS}/")["Contents"]
+        return [
+            client.generate_presigned_url("get_object", {"Bucket": BUCKET, "Key": found["Key"]})
+            for found in listed
+            if found["Key"].endswith(".tar")
+        ]
+
+    def client(self, endpoint: str):
+        return boto3.client(
+            "s3", endpoint_url=endpoint, region_name="us-east-1",
+            aws_access_key_id=self.secrets["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=self.secrets["AWS_SECRET_ACCESS_KEY"],
+        )  # fmt: skip
+
+
+@contextmanager
+def bucket(root: Path) -> Iterator[Bucket]:
+    """An S3 server on the loopback that holds all the data of `root`."""
+    with S3Server(root / "server", BUCKET) as server:
+        filled = Bucket(server.endpoint, server.environment())
+        client = filled.client(server.endpoint)
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
+        there = {found["Key"] for page in pages for found in page.get("Contents", ())}
+        for place in PLACES:
+            for path in sorted((root / place).rglob("*")):
+                key = path.relative_to(root).as_posix()
+                if path.is_file() and key not in there:
+                    client.upload_file(str(path), BUCKET, key)
+        yield filled

@@ -1,0 +1,294 @@
+"""The passes: how fast, where a resume goes on, what another number of ranks changes, what is
+asked of the server.
+
+Every pass is a process of its own (`child.py`). The loaders take turns inside a round, and rounds
+begin with another one each time, so that a busy moment of the machine hits all of them alike.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.loaders.counting import CountingProxy
+from benchmarks.loaders.environment import BUCKET, REPOSITORY, Bucket
+from benchmarks.loaders.job import Job
+
+BATCH = 25
+GLOBAL_BATCH = 80
+# What a loader is called in the results; ours has several settings.
+SIDES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ours": ("ours", {}),
+    "ours, unchecked": ("ours", {"check": False}),
+    "ours, window of 20 shards": ("ours", {"shard_window": 20}),
+    "ours, blended": ("ours", {"blend": True}),
+    "litdata": ("lit", {}),
+    "webdataset": ("web", {}),
+    "mosaicml-streaming": ("mosaic", {}),
+    "megatron-energon": ("energon", {}),
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where everything is.
+
+    Attributes:
+        root: folder of the data.
+        count: samples.
+        peers: the peers' environment, None without.
+        bucket: the S3 server, None without.
+    """
+
+    root: Path
+    count: int
+    peers: Path | None
+    bucket: Bucket | None
+
+    def job(self, **fields: Any) -> Job:
+        """A pass over all samples, unless told otherwise."""
+        return Job(**{"root": str(self.root), "limit": self.count, "batch": BATCH, **fields})
+
+    def run(self, name: str, jobs: Sequence[Job], endpoint: str = "") -> dict[str, Any]:
+        """Run the jobs of one loader, one after the other: {"version", "answers"}."""
+        return self.run_ranks(name, [jobs], endpoint)[0]
+
+    def run_ranks(
+        self, name: str, ranks: Sequence[Sequence[Job]], endpoint: str = ""
+    ) -> list[dict[str, Any]]:
+        """The same on several ranks at once, each with its jobs.
+
+        Raises:
+            RuntimeError: a loader does not start; the message is the end of what it printed.
+        """
+        module, extra = SIDES[name]
+        python = sys.executable if module == "ours" else str(self.peers / "bin" / "python")  # type: ignore
+        variables = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+        if self.bucket is not None:
+            variables |= self.bucket.variables(endpoint or self.bucket.endpoint)
+        found = []
+        with tempfile.TemporaryDirectory(dir=self.root) as folder, _killed() as running:
+            for rank, jobs in enumerate(ranks):
+                given = [asdict(replace(job, extra=extra | job.extra)) for job in jobs]
+                asked, answers = (Path(folder, f"{what}-{rank}") for what in ("jobs", "answers"))
+                asked.write_text(json.dumps(given))
+                command = [python, "-m", "benchmarks.loaders.child", module, asked, answers]
+                with Path(folder, f"log-{rank}").open("w") as log:
+                    running.append(
+                        subprocess.Popen(
+                            command, cwd=REPOSITORY, env=variables, stdout=log, stderr=log
+                        )
+                    )
+            for rank, process in enumerate(running):
+                if process.wait():
+                    said = Path(folder, f"log-{rank}").read_text().strip()[-800:]
+                    raise RuntimeError(f"{name} did not start: {said}")
+                found.append(json.loads(Path(folder, f"answers-{rank}").read_text()))
+        return found
+
+
+@contextmanager
+def _killed() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that do not outlive the block."""
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        yield running
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+# Speed --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure of the table of speeds."""
+
+    place: str
+    mode: str
+    workers: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.place} {self.mode} w{self.workers}"
+
+
+def speed_round(bench: Bench, name: str, cells: Sequence[Cell], pixels: int) -> dict[str, Any]:
+    """Every cell once: {"version", cell name: {"samples_per_s", "first_s", "cpu_s", "error"}}."""
+    jobs, caches = [], []
+    for cell in cells:
+        limit = pixels if cell.mode == "pixels" else bench.count
+        if name == "megatron-energon" and cell.place == "s3":
+            limit = min(limit, bench.count // 5)  # it would take longer than all others together
+        where: dict[str, Any] = {}
+        if cell.place == "s3":
+            assert bench.bucket is not None
+            caches.append(tempfile.mkdtemp(dir=bench.root))  # empty: a cold start
+            where = {
+                "cache": caches[-1], "bucket": BUCKET,
+                "urls": bench.bucket.urls(bench.bucket.endpoint) if name == "webdataset" else (),
+            }  # fmt: skip
+        jobs.append(
+            bench.job(place=cell.place, mode=cell.mode, workers=cell.workers, limit=limit, **where)
+        )
+    report = bench.run(name, jobs)
+    for cache in caches:
+        shutil.rmtree(cache, ignore_errors=True)
+    figures: dict[str, Any] = {"version": report["version"]}
+    for cell, job, answer in zip(cells, jobs, report["answers"]):
+        error = answer["error"]
+        if not error and (answer["count"] < job.limit or len(set(answer["ids"])) < answer["count"]):
+            error = f"{len(set(answer['ids']))} different samples of {job.limit}"
+        figures[cell.name] = {
+            "samples_per_s": answer["count"] / answer["end_s"] if answer["end_s"] else None,
+            "first_s": answer["first_s"], "seconds": answer["end_s"], "cpu_s": answer["cpu_s"],
+            "error": error,
+        }  # fmt: skip
+    return figures
+
+
+# Resume -------------------------------------------------------------------------------------------
+
+
+def resume(bench: Bench, name: str, workers: int, repeats: int, timed_place: str = "disk") -> Any:
+    """Stop at three quarters, go on in a new process: how soon, and with the right samples?"""
+    at = bench.count * 3 // 4 // BATCH * BATCH
+    with tempfile.TemporaryDirectory(dir=bench.root) as folder:
+        kept = str(Path(folder, "state"))
+        whole = bench.job(mode="sums", workers=workers, save_at=at, state_out=kept)
+        rest = bench.job(mode="sums", workers=workers, limit=bench.count - at, state_in=kept)
+        first = bench.job(workers=workers, limit=BATCH)
+        again = replace(first, state_in=kept)
+        report = bench.run(name, [whole, rest, *[first, again] * repeats])
+    one, two, *timed = report["answers"]
+    fresh = sorted(a["first_s"] or float("inf") for a in timed[::2])
+    resumed = sorted(a["first_s"] or float("inf") for a in timed[1::2])
+    middle = len(fresh) // 2
+    return {
+        "workers": workers,
+        "same_samples": one["ids"][at:] == two["ids"] and bool(two["ids"]),
+        "same_bytes": one["sums"][at:] == two["sums"] and bool(two["sums"]),
+        "fresh_first_batch_s": fresh[middle],
+        "resumed_first_batch_s": resumed[middle],
+        "later_by_ms": 1e3 * (resumed[middle] - fresh[middle]),
+        "state_bytes": one["state_bytes"],
+        "error": one["error"] or two["error"],
+    }
+
+
+# Another number of ranks --------------------------------------------------------------------------
+
+# (batch of a rank, workers) in a world of two and of four; by default a rank takes its share.
+_ELASTIC = {"megatron-energon": {2: (20, 2), 4: (20, 1)}}  # the only way that it carries over
+
+
+def elastic(bench: Bench, name: str) -> Any:
+    """Ordered global steps: two ranks against four, and four that go on from two."""
+    steps = bench.count // GLOBAL_BATCH
+    stop = steps // 2
+    with tempfile.TemporaryDirectory(dir=bench.root) as folder:
+
+        def world(size: int, **fields: Any) -> list[Job]:
+            batch, workers = _ELASTIC.get(name, {}).get(size, (GLOBAL_BATCH // size, 0))
+            common = {"mode": "sums", "batch": batch, "workers": workers, "world": size, **fields}
+            limit = common.pop("steps") * GLOBAL_BATCH // size
+            return [bench.job(rank=rank, limit=limit, **common) for rank in range(size)]
+
+        two = [
+            replace(job, save_at=stop * GLOBAL_BATCH // 2, state_out=f"{folder}/state-{rank}")
+            for rank, job in enumerate(world(2, steps=steps))
+        ]
+        before = _global_steps(bench.run_ranks(name, [[job] for job in two]))
+        other = _global_steps(bench.run_ranks(name, [[job] for job in world(4, steps=steps)]))
+        after: list[Any] = []
+        error = ""
+        try:
+            saved = [job.state_out for job in two]
+            later = world(4, steps=steps - stop)
+            states = _redistributed(bench, name, saved, later[0])
+            jobs = [[replace(job, state_in=state)] for job, state in zip(later, states)]
+            answers = bench.run_ranks(name, jobs)
+            error = answers[0]["answers"][0]["error"]
+            after = _global_steps(answers)
+        except (RuntimeError, OSError) as failure:
+            error = str(failure)[-300:]
+    return {
+        "steps": steps,
+        "other_world_ordered": _equal(before, other),
+        "other_world_as_sets": _equal(_sets(before), _sets(other)),
+        "resumed_steps": steps - stop,
+        "resumed_ordered": _equal(before[stop:], after),
+        "resumed_as_sets": _equal(_sets(before[stop:]), _sets(after)),
+        "error": error,
+    }
+
+
+def _redistributed(bench: Bench, name: str, saved: list[str], job: Job) -> list[str]:
+    """The side's own way from states of two ranks to those of four, in its own environment."""
+    module, _ = SIDES[name]
+    python = sys.executable if module == "ours" else str(bench.peers / "bin" / "python")  # type: ignore
+    program = (
+        "import importlib, json, sys; from benchmarks.loaders.job import Job\n"
+        f"side = importlib.import_module('benchmarks.loaders.{module}')\n"
+        "print(json.dumps(side.redistribute(json.loads(sys.argv[1]), Job(**json.loads(sys.argv[2])))))"
+    )
+    command = [python, "-c", program, json.dumps(saved), json.dumps(asdict(job))]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-300:])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _global_steps(ranks: Sequence[dict[str, Any]]) -> list[list[tuple[int, int]]]:
+    """Step -> (number, checksum) of its samples, rank after rank."""
+    answers = [rank["answers"][0] for rank in ranks]
+    share = GLOBAL_BATCH // len(answers)
+    pairs = [list(zip(answer["ids"], answer["sums"])) for answer in answers]
+    steps = min(len(found) for found in pairs) // share
+    return [
+        [entry for found in pairs for entry in found[step * share : (step + 1) * share]]
+        for step in range(steps)
+    ]
+
+
+def _sets(steps: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+    return [sorted(step) for step in steps]
+
+
+def _equal(one: Sequence[Any], other: Sequence[Any]) -> int:
+    return sum(a == b for a, b in zip(one, other))
+
+
+# Requests -----------------------------------------------------------------------------------------
+
+
+def requests(bench: Bench, name: str) -> Any:
+    """What one cold pass, and a second one after it, ask of the server."""
+    assert bench.bucket is not None
+    counts = {}
+    with CountingProxy(bench.bucket.endpoint) as proxy:
+        for epochs in (1, 2):
+            proxy.clear()
+            urls = bench.bucket.urls(proxy.endpoint) if name == "webdataset" else ()
+            proxy.clear()
+            with tempfile.TemporaryDirectory(dir=bench.root) as cache:
+                job = bench.job(
+                    place="s3", bucket=BUCKET, cache=cache, urls=urls, epochs=epochs,
+                    limit=epochs * bench.count,
+                )  # fmt: skip
+                answer = bench.run(name, [job], proxy.endpoint)["answers"][0]
+            counts[f"epochs_{epochs}"] = {
+                **proxy.by_method(), "MiB": round(proxy.bytes / 2**20, 1),
+                "samples": answer["count"], "error": answer["error"],
+            }  # fmt: skip
+    return counts

@@ -1,0 +1,174 @@
+"""The results as figures that can be compared, and as a page to read."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+# A cell's rounds, by loader: {"litdata": [{cell name: {...}}, ...]}
+Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+def summary(rounds: Rounds, cells: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Loader -> cell -> median, least and most samples per second, median time to first batch."""
+    found: dict[str, dict[str, Any]] = {}
+    for loader, passes in rounds.items():
+        found[loader] = {}
+        for cell in cells:
+            given = [each[cell] for each in passes if cell in each]
+            speeds = [g["samples_per_s"] for g in given if g["samples_per_s"] and not g["error"]]
+            errors = [g["error"] for g in given if g["error"]]
+            if speeds:
+                firsts = [g["first_s"] for g in given if g["first_s"] and not g["error"]]
+                found[loader][cell] = {
+                    "median": median(speeds), "min": min(speeds), "max": max(speeds),
+                    "rounds": len(speeds), "first_batch_s": median(firsts),
+                    "cpu_us_per_sample": median(
+                        1e6 * g["cpu_s"] / g["samples_per_s"] / g["seconds"] for g in given
+                        if not g["error"]
+                    ),
+                }  # fmt: skip
+            if errors:
+                found[loader].setdefault(cell, {})["errors"] = errors
+    return found
+
+
+def ratios(rounds: Rounds, cells: Sequence[str], ours: str, peers: Sequence[str]) -> dict[str, Any]:
+    """Cell -> how many times as fast as each peer, and as the best one: median of the rounds."""
+    found: dict[str, Any] = {}
+    for cell in cells:
+        per_round: dict[str, list[float]] = {peer: [] for peer in peers} | {"best peer": []}
+        for number, mine in enumerate(rounds[ours]):
+            own = _speed(mine, cell)
+            others = {p: _speed(rounds[p][number], cell) for p in peers if p in rounds}
+            known = {peer: speed for peer, speed in others.items() if speed}
+            if own and known:
+                for peer, speed in known.items():
+                    per_round[peer].append(own / speed)
+                per_round["best peer"].append(own / max(known.values()))
+        found[cell] = {
+            peer: {"median": median(r), "min": min(r), "max": max(r)}
+            for peer, r in per_round.items() if r
+        }  # fmt: skip
+    return found
+
+
+def _speed(figures: Mapping[str, Any], cell: str) -> float | None:
+    found = figures.get(cell)
+    return found["samples_per_s"] if found and not found["error"] else None
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The results file to read."""
+    about = report["about"]
+    lines = [
+        "# Loaders side by side",
+        "",
+        f"{about['date']}, {about['machine']}, Python {about['python']}. {about['samples']:,} JPEGs "
+        f"of 224 x 224 pixels (mean {about['mean_bytes']:,} bytes) with captions; batches of "
+        f"{about['batch']}; medians of {about['rounds']} rounds in which the loaders took turns "
+        "(least - most). Samples per second count from before a loader is built to its last batch.",
+        "",
+        "Versions: "
+        + ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        + ".",
+    ]
+    lines += [f"\n**{note}**" for note in about["notes"]]
+    for place, title in (("disk", "Local disk, warm"), ("s3", "S3 (SeaweedFS), cold")):
+        columns = [cell for cell in about["cells"] if cell.startswith(place)]
+        if columns:
+            lines += ["", f"## {title}: samples per second", ""]
+            lines += _speeds(report["speed"], columns)
+            if report["ratios"]:
+                lines += ["", "Ours over theirs, round by round:", ""]
+                lines += _ratio_table(report["ratios"], columns)
+    lines += ["", "## Going on at three quarters, in a new process", ""]
+    lines += _table(
+        ["loader", "workers", "first batch fresh", "resumed", "later by", "same samples", "same bytes",
+         "state"],
+        [
+            [name, r["workers"], _ms(r["fresh_first_batch_s"]), _ms(r["resumed_first_batch_s"]),
+             f"{r['later_by_ms']:.1f} ms", _yes(r["same_samples"]), _yes(r["same_bytes"]),
+             f"{r['state_bytes']} B" if r["state_bytes"] else "none"]
+            for name, rows in report["resume"].items() for r in rows
+        ],
+    )  # fmt: skip
+    lines += ["", "## Ordered global steps with another number of ranks", ""]
+    lines += _table(
+        ["loader", "2 ranks = 4 ranks", "as sets", "going on with 4 ranks", "as sets", "note"],
+        [
+            [name, f"{r['other_world_ordered']}/{r['steps']}",
+             f"{r['other_world_as_sets']}/{r['steps']}",
+             f"{r['resumed_ordered']}/{r['resumed_steps']}",
+             f"{r['resumed_as_sets']}/{r['resumed_steps']}", r["error"][:80]]
+            for name, r in report["elastic"].items()
+        ],
+    )  # fmt: skip
+    if report["requests"]:
+        lines += ["", "## Requests to S3, all samples once and twice in one process", ""]
+        lines += _table(
+            ["loader", "once: GET", "HEAD", "MiB", "twice: GET", "HEAD", "MiB", "note"],
+            [
+                [name, *(counts[e].get(what, 0) for e in ("epochs_1", "epochs_2")
+                         for what in ("GET", "HEAD", "MiB")),
+                 counts["epochs_1"]["error"] or counts["epochs_2"]["error"]]
+                for name, counts in report["requests"].items()
+            ],
+        )  # fmt: skip
+    decode = report["decode"]
+    lines += [
+        "",
+        f"Decoding one image: Pillow alone {decode['pillow_us']} us, `moonvit3d.media.read_image` "
+        f"{decode['read_image_us']} us.",
+        "",
+        "## Targets",
+        "",
+    ]
+    lines += _table(
+        ["target", "found", "met"],
+        [[t["target"], t["found"], _yes(t["met"])] for t in report["targets"]],
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _speeds(speed: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
+    rows = []
+    for loader, figures in speed.items():
+        row: list[str] = [loader]
+        for cell in columns:
+            found = figures.get(cell, {})
+            if "median" in found:
+                row.append(f"{found['median']:,.0f} ({found['min']:,.0f} - {found['max']:,.0f})")
+            else:
+                row.append((found.get("errors") or ["-"])[0][:60])
+        rows.append(row)
+    return _table(["loader", *(cell.split(" ", 1)[1] for cell in columns)], rows)
+
+
+def _ratio_table(ratios_: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
+    peers = list(dict.fromkeys(peer for cell in columns for peer in ratios_[cell]))
+    rows = []
+    for peer in peers:
+        found = [ratios_[cell].get(peer) for cell in columns]
+        rows.append(
+            [
+                peer,
+                *(
+                    f"{f['median']:.2f} ({f['min']:.2f} - {f['max']:.2f})" if f else "-"
+                    for f in found
+                ),
+            ]
+        )
+    return _table(["over", *(cell.split(" ", 1)[1] for cell in columns)], rows)
+
+
+def _table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
+    lines = ["| " + " | ".join(map(str, head)) + " |", "|" + "---|" * len(head)]
+    return lines + ["| " + " | ".join(str(c).replace("|", "/") for c in row) + " |" for row in rows]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _yes(value: bool | None) -> str:
+    return "not measured" if value is None else "yes" if value else "no"

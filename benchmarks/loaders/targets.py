@@ -1,0 +1,81 @@
+"""What was promised, held against what was found."""
+
+from collections.abc import Mapping
+from typing import Any
+
+FASTER_FROM_S3 = 1.5
+LATER_BY_MS = 5.0
+STATE_BYTES = 1024
+
+
+def targets(report: Mapping[str, Any], peers: list[str]) -> list[dict[str, Any]]:
+    """Each target with its figure, and whether it is met; None where nothing was measured."""
+    found = [_target(f"{cell}: ahead of litdata at an equal window", _over(report, cell, "litdata"), 1)
+             for cell in report["about"]["cells"] if cell.startswith("disk")]  # fmt: skip
+    found += [
+        _target(f"{cell}: {FASTER_FROM_S3} x the best peer", _over(report, cell, "best peer"), FASTER_FROM_S3)
+        for cell in report["about"]["cells"] if cell.startswith("s3")
+    ]  # fmt: skip
+    found += [_requests(report, peers), *_resume(report["resume"]), *_elastic(report["elastic"])]
+    return found
+
+
+def _over(report: Mapping[str, Any], cell: str, peer: str) -> float | None:
+    ratio = report["ratios"].get(cell, {}).get(peer)
+    return ratio["median"] if ratio else None
+
+
+def _target(what: str, found: float | None, least: float) -> dict[str, Any]:
+    if found is None:
+        return {"target": what, "found": "-", "met": None}
+    return {"target": what, "found": f"{found:.2f} x", "met": found >= least}
+
+
+def _requests(report: Mapping[str, Any], peers: list[str]) -> dict[str, Any]:
+    what = "no more requests to S3 than the best peer"
+    counts = {
+        name: [sum(c.get(m, 0) for m in ("GET", "HEAD")) for c in found.values()]
+        for name, found in report["requests"].items()
+        if not any(c["error"] for c in found.values())
+    }
+    others = {name: count for name, count in counts.items() if name in peers}
+    if "ours" not in counts or not others:
+        return {"target": what, "found": "-", "met": None}
+    best = min(others, key=lambda name: others[name][0])
+    found = (
+        f"{counts['ours'][0]} against {others[best][0]} ({best}) for one epoch, "
+        f"{counts['ours'][1]} against {others[best][1]} for two"
+    )
+    return {"target": what, "found": found, "met": counts["ours"][0] <= others[best][0]}
+
+
+def _resume(resume: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = resume.get("ours", [])
+    later = max((row["later_by_ms"] for row in rows), default=0.0)
+    exact = all(row["same_samples"] and row["same_bytes"] for row in rows)
+    state = max((row["state_bytes"] or 0 for row in rows), default=0)
+    return [
+        {
+            "target": f"first batch after a resume within {LATER_BY_MS:g} ms of a fresh start",
+            "found": f"{later:+.1f} ms", "met": later <= LATER_BY_MS,
+        },
+        {"target": "the same sequence after a resume", "found": "", "met": exact},
+        {
+            "target": f"state below {STATE_BYTES} bytes", "found": f"{state} B",
+            "met": 0 < state < STATE_BYTES,
+        },
+    ]  # fmt: skip
+
+
+def _elastic(elastic: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "target": f"ordered global steps, another number of ranks: {name}",
+            "found": f"{r['other_world_ordered']}/{r['steps']}, after a resume "
+            f"{r['resumed_ordered']}/{r['resumed_steps']}",
+            "met": r["other_world_ordered"] == r["steps"]
+            and r["resumed_ordered"] == r["resumed_steps"],
+        }
+        for name, r in elastic.items()
+        if name.startswith("ours")
+    ]
