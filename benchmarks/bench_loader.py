@@ -5,7 +5,7 @@ mosaicml-streaming, webdataset, litdata and megatron-energon, in an environment 
 here, about 2 GB; PEERS_VENV or --peers says where). The first run also makes the data (about 1 GB
 under --work). Afterwards a full run takes some ten minutes.
 
-    python benchmarks/bench_loader.py                    # everything; results/loader_<cores>.json, .md
+    python benchmarks/bench_loader.py                    # everything, to results/loader_*
     python benchmarks/bench_loader.py --rounds 1         # a first look
     python benchmarks/bench_loader.py --quick            # ours only, 1,000 samples, seconds
     python benchmarks/bench_loader.py --only speed,requests --loaders litdata
@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.loaders import decoding, environment, measure, report, targets
-from benchmarks.loaders.data import PAIRS
+from benchmarks.loaders.job import PAIRS
 from benchmarks.loaders.measure import BATCH, Bench, Cell
 from data_pipeline.manifest import read_index
 from data_pipeline.store import FolderStore
@@ -75,7 +75,7 @@ def each(names: Sequence[str], what: str, call: Callable[[str], Any]) -> dict[st
 def run(args: argparse.Namespace, bench: Bench, peers: list[str], notes: list[str]) -> Any:
     places = ["disk"] + (["s3"] if bench.bucket else [])
     wanted = cells(places, (0,) if args.quick else (0, 1, 2))
-    names = [*OURS, *peers]
+    names = [*(OURS[:1] if args.quick else OURS), *peers]
     parts = args.only.split(",")
     rounds: Any = {}
     if "speed" in parts:
@@ -91,7 +91,8 @@ def run(args: argparse.Namespace, bench: Bench, peers: list[str], notes: list[st
         )  # fmt: skip
     elastic: Any = {}
     if "elastic" in parts:
-        elastic = each([*ELASTIC, *peers], "elastic", lambda name: measure.elastic(bench, name))
+        ours = ELASTIC[:1] if args.quick else ELASTIC
+        elastic = each([*ours, *peers], "elastic", lambda name: measure.elastic(bench, name))
     asked: Any = {}
     if "requests" in parts and bench.bucket:
         asked = each(["ours", *peers], "requests", lambda name: measure.requests(bench, name))

@@ -294,7 +294,7 @@ class Fetcher:
         # A cache answers many reads at once better than one by one.
         together = getattr(self._store, "get_many", None)
         if together is not None:
-            return together(spans)
+            return together(spans, threads=self._threads)
         return get_many(self._store, spans, threads=self._threads)
 
     def _mend(self, reads: Sequence[TextRead | FileRead], data: dict[Span, bytes]) -> int:

@@ -9,8 +9,11 @@ again by calling it again: finished shards stay, and the result is the same byte
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from data_pipeline.index import CATEGORIES, SCHEMA, SourceIndex
@@ -113,12 +116,18 @@ def ingest(
     with ShardWriter(store, name, journal, shard_bytes, progress, rejected) as writer:
         if not writer.complete:
             units = reader.read(writer.cursor)
-            for outcomes in _prepared(units, category, tokenizer, policy, workers):
-                for cursor, outcome in outcomes:
+            with closing(_prepared(units, category, tokenizer, policy, workers)) as batches:
+                for cursor, outcome in chain.from_iterable(batches):
                     writer.add(cursor, outcome)
         parts, rejections = writer.finish()
     lines = (json.dumps(asdict(r), ensure_ascii=True) + "\n" for r in rejections)
     store.put(f"{name}/rejected.jsonl", "".join(lines).encode())
+    if not parts:
+        counts = dict(sorted(Counter(r.reason for r in rejections).items()))
+        raise ValueError(
+            f"source {name!r}: no sample left to write; rejected: {counts or 'none'}"
+            + (f", first: {rejections[0]}" if rejections else "")
+        )
     index = merged(name, category, tokenizer, parts)
     write_index(store, index)
     journal.remove()
@@ -156,7 +165,7 @@ Placed = tuple[Any, CrudeSample | Pending]  # with its cursor
 
 def _prepared(
     units: Iterable[Placed], category: str, tokenizer: Tokenizer, policy: IngestPolicy, workers: int
-) -> Iterator[list[tuple[Any, Outcome]]]:
+) -> Generator[list[tuple[Any, Outcome]]]:
     batches = _batches(units) if workers else ([unit] for unit in units)
     return ordered_map(_preparer, (category, tokenizer, policy), batches, workers)
 

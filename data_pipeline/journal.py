@@ -41,7 +41,7 @@ class Journal:
         """Whether an ingest of the same request was begun.
 
         Raises:
-            ValueError: another one was; the message says what differs.
+            ValueError: another one was, and shards of it are done; the message says what differs.
         """
         try:
             found = json.loads(self._store.get(f"{self._folder}/request.json"))
@@ -49,6 +49,9 @@ class Journal:
             return False
         if self._request is not None and found == self._request:
             return True
+        if self._name(0) not in self._store.list(f"{self._folder}/"):
+            remove(self._store, f"{self._folder}/request.json")
+            return False
         where = f"{self._store.uri}/{self._folder}"
         if self._request is None:
             raise ValueError(

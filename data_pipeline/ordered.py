@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ def ordered_map(
     arguments: tuple[Any, ...],
     tasks: Iterable[Task],
     workers: int,
-) -> Iterator[Result]:
+) -> Generator[Result]:
     """Yield the results of tasks in their order.
 
     Args:

@@ -88,7 +88,7 @@ class Part:
         }
         sink = io.BytesIO()
         text = np.frombuffer(json.dumps(head).encode(), np.uint8)
-        np.savez(sink, allow_pickle=False, head=text, **self.columns)
+        np.savez(sink, head=text, **self.columns)
         return sink.getvalue()
 
     @classmethod

@@ -184,20 +184,9 @@ class ShardWriter:
             self._progress(IngestProgress(**counts, shards=len(self._parts)))
 
     def finish(self) -> tuple[list[Part], list[Rejection]]:
-        """Put what is left; returns all parts and all rejections in order.
-
-        Raises:
-            ValueError: there is no sample at all.
-        """
+        """Put what is left; returns all parts, none without samples, and all rejections in order."""
         if self._filling.builder.samples:
             self._close(None, last=True)
         self._settle()
         rejections = [rejection for part in self._parts for rejection in part.rejections]
-        rejections += self._filling.rejections
-        if not self._parts:
-            counts = dict(sorted(Counter(r.reason for r in rejections).items()))
-            raise ValueError(
-                f"source {self._name!r}: no sample left to write; rejected: {counts or 'none'}"
-                + (f", first: {rejections[0]}" if rejections else "")
-            )
-        return self._parts, rejections
+        return self._parts, rejections + self._filling.rejections

@@ -24,6 +24,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from data_pipeline.access import register, shard_versions
 from data_pipeline.batches import Assembly, Batch, Sample
 from data_pipeline.blend import UNITS, Segment, append_segment, apportion
 from data_pipeline.extents import MAX_GAP, PATIENCE_S, open_extents
@@ -143,6 +144,7 @@ class SampleStream:
         self._position = 0
         mean, window = _sizes(self.indices, config.shard_window)
         self._most = max(1, min(MOST_SAMPLES, int(config.memory_bytes / 8 / mean)))
+        register(store, shard_versions(self.indices))
         whole = window <= config.memory_bytes // 2 and mean * world_size <= MAX_GAP
         self._extents = open_extents(store, whole, config.memory_bytes // 2, config.threads)
         self._pool = ThreadPoolExecutor(config.workers, "sample") if config.workers else None

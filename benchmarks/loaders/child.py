@@ -28,8 +28,8 @@ PATIENCE_S = 120.0
 def main() -> None:
     name, jobs_file, answers_file = sys.argv[1:4]
     side: Any = importlib.import_module(f"benchmarks.loaders.{name}")
-    side.load()
     jobs = [Job(**fields) for fields in json.loads(Path(jobs_file).read_text())]
+    side.load(sorted({job.mode for job in jobs}))
     answers = [_forked(side, job, f"{answers_file}.{number}") for number, job in enumerate(jobs)]
     found = version(side.PACKAGE) if side.PACKAGE else "this checkout"
     report = {"version": found, "answers": answers}

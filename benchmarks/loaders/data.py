@@ -13,6 +13,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from benchmarks.loaders.job import PAIRS, PROSE
 from data_pipeline.ingest import CrudeSample, ImageSegment, TextSegment, ingest
 from data_pipeline.store import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
@@ -24,7 +25,6 @@ SEED = 2026
 SIDE = 224
 QUALITY = 74  # gives 8 KB in the mean
 SHARDS = 20
-PAIRS, PROSE = "pairs", "prose"
 TOKENIZER = "tokenizer/bench.tiktoken"
 
 

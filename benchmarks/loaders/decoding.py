@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from benchmarks.loaders.data import PAIRS
+from benchmarks.loaders.job import PAIRS
 from data_pipeline.manifest import read_index
 from data_pipeline.store import FolderStore
 from data_pipeline.stream import SampleStream, StreamConfig

@@ -15,7 +15,7 @@ PACKAGE, HAS_STATE = "megatron-energon", True
 BUFFER, SLICE = 1000, 100
 
 
-def load() -> None:
+def load(modes: Sequence[str]) -> None:
     import megatron.energon  # noqa: F401
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import boto3
 
 from benchmarks.loaders import data
+from benchmarks.loaders.job import PAIRS
 from launch.demo.s3_server import S3Server
 
 HERE = Path(__file__).parent
@@ -76,7 +77,7 @@ class Bucket:
     def urls(self, endpoint: str) -> list[str]:
         """Signed URLs of the tars."""
         client = self.client(endpoint)
-        listed = client.list_objects_v2(Bucket=BUCKET, Prefix=f"ours/{data.PAIRS}/")["Contents"]
+        listed = client.list_objects_v2(Bucket=BUCKET, Prefix=f"ours/{PAIRS}/")["Contents"]
         return [
             client.generate_presigned_url("get_object", {"Bucket": BUCKET, "Key": found["Key"]})
             for found in listed

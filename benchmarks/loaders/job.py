@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+# The sources: pictures with captions, which every loader reads, and text alone.
+PAIRS, PROSE = "pairs", "prose"
 # What becomes of a JPEG: handed out as bytes, decoded, reduced to a checksum (to compare runs), or
 # left as what the loader gives (which may be a view that nobody has read).
 MODES = ("raw", "pixels", "sums", "views")
@@ -73,8 +75,8 @@ class Side(Protocol):
     PACKAGE: str  # what importlib.metadata calls it; empty: this checkout
     HAS_STATE: bool  # without, resuming means to go through everything again
 
-    def load(self) -> None:
-        """Import everything; not timed."""
+    def load(self, modes: Sequence[str]) -> None:
+        """Import everything that these modes need; not timed."""
 
     def build(self, job: Job) -> Any:
         """The loader, ready to be iterated."""

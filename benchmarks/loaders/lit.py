@@ -10,7 +10,7 @@ from benchmarks.loaders.payload import collate, payload
 PACKAGE, HAS_STATE = "litdata", True
 
 
-def load() -> None:
+def load(modes: Sequence[str]) -> None:
     import litdata  # noqa: F401
 
 

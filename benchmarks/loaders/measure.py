@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.loaders import ours
 from benchmarks.loaders.counting import CountingProxy
 from benchmarks.loaders.environment import BUCKET, REPOSITORY, Bucket
 from benchmarks.loaders.job import Job
@@ -63,12 +64,19 @@ class Bench:
     def run_ranks(
         self, name: str, ranks: Sequence[Sequence[Job]], endpoint: str = ""
     ) -> list[dict[str, Any]]:
-        """The same on several ranks at once, each with its jobs.
+        """The same on several ranks, each with its jobs.
+
+        At once, as some peers' ranks wait for each other. Ours know nothing of each other and run
+        one after the other, from one import.
 
         Raises:
             RuntimeError: a loader does not start; the message is the end of what it printed.
         """
         module, extra = SIDES[name]
+        if module == "ours" and len(ranks) > 1:
+            report = self.run(name, [job for jobs in ranks for job in jobs], endpoint)
+            answers = iter(report["answers"])
+            return [report | {"answers": [next(answers) for _ in jobs]} for jobs in ranks]
         python = sys.executable if module == "ours" else str(self.peers / "bin" / "python")  # type: ignore
         variables = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
         if self.bucket is not None:
@@ -236,11 +244,14 @@ def elastic(bench: Bench, name: str) -> Any:
 def _redistributed(bench: Bench, name: str, saved: list[str], job: Job) -> list[str]:
     """The side's own way from states of two ranks to those of four, in its own environment."""
     module, _ = SIDES[name]
-    python = sys.executable if module == "ours" else str(bench.peers / "bin" / "python")  # type: ignore
+    if module == "ours":
+        return ours.redistribute(saved, job)
+    python = str(bench.peers / "bin" / "python")  # type: ignore[operator]
     program = (
-        "import importlib, json, sys; from benchmarks.loaders.job import Job\n"
-        f"side = importlib.import_module('benchmarks.loaders.{module}')\n"
-        "print(json.dumps(side.redistribute(json.loads(sys.argv[1]), Job(**json.loads(sys.argv[2])))))"
+        "import json, sys; from benchmarks.loaders.job import Job\n"
+        f"from benchmarks.loaders import {module} as side\n"
+        "states, job = map(json.loads, sys.argv[1:])\n"
+        "print(json.dumps(side.redistribute(states, Job(**job))))"
     )
     command = [python, "-c", program, json.dumps(saved), json.dumps(asdict(job))]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)

@@ -10,7 +10,7 @@ from benchmarks.loaders.payload import collate, payload
 PACKAGE, HAS_STATE = "mosaicml-streaming", True
 
 
-def load() -> None:
+def load(modes: Sequence[str]) -> None:
     import_streaming()
 
 

@@ -8,20 +8,20 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.loaders.data import PAIRS, PROSE
-from benchmarks.loaders.job import Job
+from benchmarks.loaders.job import PAIRS, PROSE, Job
 
 PACKAGE, HAS_STATE = "", True
 
 
-def load() -> None:
+def load(modes: Sequence[str]) -> None:
     import pyarrow.dataset  # noqa: F401
     import pyarrow.parquet  # noqa: F401
-    import torch  # noqa: F401
 
     import data_pipeline.manifest
     import data_pipeline.stream  # noqa: F401
 
+    if "pixels" in modes:
+        import torch  # noqa: F401
     pyarrow.array(["x"])  # the first one imports pandas, where there is one
 
 

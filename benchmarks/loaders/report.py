@@ -63,8 +63,8 @@ def page(report: Mapping[str, Any]) -> str:
     lines = [
         "# Loaders side by side",
         "",
-        f"{about['date']}, {about['machine']}, Python {about['python']}. {about['samples']:,} JPEGs "
-        f"of 224 x 224 pixels (mean {about['mean_bytes']:,} bytes) with captions; batches of "
+        f"{about['date']}, {about['machine']}, Python {about['python']}. {about['samples']:,} "
+        f"JPEGs of 224 x 224 pixels (mean {about['mean_bytes']:,} bytes) with captions; batches of "
         f"{about['batch']}; medians of {about['rounds']} rounds in which the loaders took turns "
         "(least - most). Samples per second count from before a loader is built to its last batch.",
         "",
@@ -83,8 +83,8 @@ def page(report: Mapping[str, Any]) -> str:
                 lines += _ratio_table(report["ratios"], columns)
     lines += ["", "## Going on at three quarters, in a new process", ""]
     lines += _table(
-        ["loader", "workers", "first batch fresh", "resumed", "later by", "same samples", "same bytes",
-         "state"],
+        ["loader", "workers", "first batch fresh", "resumed", "later by", "same samples",
+         "same bytes", "state"],
         [
             [name, r["workers"], _ms(r["fresh_first_batch_s"]), _ms(r["resumed_first_batch_s"]),
              f"{r['later_by_ms']:.1f} ms", _yes(r["same_samples"]), _yes(r["same_bytes"]),

@@ -10,12 +10,15 @@ STATE_BYTES = 1024
 
 def targets(report: Mapping[str, Any], peers: list[str]) -> list[dict[str, Any]]:
     """Each target with its figure, and whether it is met; None where nothing was measured."""
-    found = [_target(f"{cell}: ahead of litdata at an equal window", _over(report, cell, "litdata"), 1)
-             for cell in report["about"]["cells"] if cell.startswith("disk")]  # fmt: skip
-    found += [
-        _target(f"{cell}: {FASTER_FROM_S3} x the best peer", _over(report, cell, "best peer"), FASTER_FROM_S3)
-        for cell in report["about"]["cells"] if cell.startswith("s3")
-    ]  # fmt: skip
+    found: list[dict[str, Any]] = []
+    for cell in report["about"]["cells"]:
+        if cell.startswith("disk"):
+            over = _over(report, cell, "litdata")
+            found.append(_target(f"{cell}: ahead of litdata at an equal window", over, 1))
+        else:
+            over = _over(report, cell, "best peer")
+            what = f"{cell}: {FASTER_FROM_S3} x the best peer"
+            found.append(_target(what, over, FASTER_FROM_S3))
     found += [_requests(report, peers), *_resume(report["resume"]), *_elastic(report["elastic"])]
     return found
 

@@ -17,7 +17,7 @@ PACKAGE, HAS_STATE = "webdataset", False
 SHARDS_SHUFFLED, BUFFER, INITIAL = 100, 1000, 100
 
 
-def load() -> None:
+def load(modes: Sequence[str]) -> None:
     import torch.utils.data  # noqa: F401
     import webdataset  # noqa: F401
 

@@ -326,6 +326,7 @@ def test_full_shared_memory(node, caplog, tiers):
         assert len(caplog.records) == 1
         assert os.strerror(errno.ENOSPC) in caplog.text
         # Not even room for the number in the ledger, or for a note beside a lock.
+        fill((node / "shm").resolve())
         with cache_reader.open_cache(node, config(node, tiers)) as store:
             read_all(node, store)
             assert store.cache_stats.off == ("memory",)

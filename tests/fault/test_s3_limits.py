@@ -12,7 +12,7 @@ import pytest
 
 from data_pipeline.budget import Budget
 from data_pipeline.hedge import Hedger
-from data_pipeline.store import AccessDenied, StoreUnavailable, open_store
+from data_pipeline.store import AccessDenied, MissingKey, StoreUnavailable, open_store
 from tests.fault.fault_proxy import Fault
 
 pytestmark = pytest.mark.fault
@@ -207,14 +207,25 @@ def test_a_file_goes_up_in_parts_through_faults(store, proxy, tmp_path):
         Fault("slowdown", method="POST", path="uploads"),
         Fault("slowdown", method="PUT", path="partNumber=2"),
         Fault("refuse", method="PUT", path="partNumber=3"),
-        # All has been done, and nobody hears of it.
+        # All has been done, nobody hears of it, and the second time there is no upload any more.
         Fault("truncate", method="POST", path="uploadId"),
+        Fault("error", method="POST", path="uploadId", status=404, code="NoSuchUpload"),
     ]
     assert store.put_file("big", tmp_path / "file").size == len(data)
     assert not proxy.faults
     assert store.get("big") == data
     assert store.stats.written == len(data)
     assert not [r for r in proxy.requests if r.method == "DELETE"]
+
+
+def test_an_upload_that_somebody_took_back_is_not_taken_for_done(store, proxy, tmp_path):
+    (tmp_path / "file").write_bytes(bytes(2 * PART))
+    store.put_file("big", tmp_path / "file")  # an older object of the same size
+    proxy.faults.append(
+        Fault("error", method="POST", path="uploadId", status=404, code="NoSuchUpload")
+    )
+    with pytest.raises(MissingKey, match="/big: no such object"):
+        store.put_file("big", tmp_path / "file")
 
 
 def test_parts_of_a_file_that_fails_are_taken_back(store, proxy, tmp_path):

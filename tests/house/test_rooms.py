@@ -37,7 +37,10 @@ ROOMS: dict[str, set[str]] = {
 WALLS: dict[str, set[str]] = {
     "megatron": {"kimi_pretrain.engine"},
     "av": {"moonvit3d.media", "launch.demo"},
-    "PIL": {"moonvit3d.media", "moonvit3d.preprocess", "launch.demo"},
+    "PIL": {
+        "moonvit3d.media", "moonvit3d.preprocess", "data_pipeline.pixels",
+        "launch.demo", "launch.pages.pictures",
+    },
     "boto3": {"data_pipeline.store"},
     "botocore": {"data_pipeline.store"},
     "deepspeed": {"kimi_pretrain.stages"},

@@ -184,7 +184,8 @@ def test_tries_end_by_time_by_number_and_start_afresh_with_progress(monkeypatch)
     monkeypatch.setattr("data_pipeline.retry.time.monotonic", lambda: clock[0])
     tries = Tries(10.0, None, random.Random(0))
     clock[0] = 9.9
-    assert 0 <= tries.failed() <= 0.1  # the last attempt is at the deadline, not beyond
+    waits = [tries.failed() for _ in range(50)]
+    assert 0 <= min(waits) < max(waits) <= 0.1 + 1e-9  # the last one is at the deadline
     clock[0] = 10.0
     assert tries.failed() is None
     tries.excuse(5.0)  # a wait that was not the server's fault

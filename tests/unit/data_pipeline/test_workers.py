@@ -260,7 +260,8 @@ def test_a_new_run_ends_the_former(crew):
     second = crew.run([(partial(int, 50 + i), 1) for i in range(20)], **PLENTY)
     assert next(first, "nothing") == "nothing"
     assert list(second) == list(range(50, 70))
-    assert set(crew.run([(os.getpid, 1)] * 20, **PLENTY)) <= pids | {os.getpid()}
+    pids |= set(crew.run([(os.getpid, 1)] * 20, **PLENTY))
+    assert len(pids) <= max(1, crew.num_workers)
     assert crew.stats.restarts == 0
 
 

@@ -1,0 +1,497 @@
+import json
+import tarfile
+import threading
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from data_pipeline.blend import UNITS, append_segment, blend
+from data_pipeline.extents import ranges
+from data_pipeline.index import ShardInfo, SourceIndex
+from data_pipeline.manifest import IndexMismatch, read_index, write_index
+from data_pipeline.objects import Span
+from data_pipeline.order import ShardOrder
+from data_pipeline.shards import ShardBuilder, sample_json
+from data_pipeline.store import FolderStore, MissingKey, StoreError
+from data_pipeline.stream import Batch, SampleStream, StreamConfig
+from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO
+from moonvit3d.media import MediaError, read_image, read_video
+from tests.resume import assert_resumes_anywhere, fingerprint
+from tests.unit.data_pipeline.media import encoded, mp4, noise
+
+CONFIG = StreamConfig(batch_size=6, seed=5, shard_window=2)
+
+
+class Remote:
+    """A store that is not a folder, and notes what is read; from another one."""
+
+    def __init__(self, inner):
+        self.uri, self._inner = "remote", inner
+        self.reads = []
+        self._lock = threading.Lock()
+
+    def get(self, key, offset=0, length=None, *, etag=None):
+        with self._lock:
+            self.reads.append(Span(key, offset, length))
+        return self._inner.get(key, offset, length)
+
+
+def write_source(store, name, shards, kinds=(KIND_IMAGE,), body=None):
+    """`shards` samples in each shard; sample i has i % (most + 1) media files of the given kinds.
+
+    A video counts three chunks, though its bytes may be no video.
+    """
+    offsets, crcs, lengths, items, pointer, places, infos = [], [], [], [], [0], [], []
+    number = 0
+    for place, count in enumerate(shards):
+        builder = ShardBuilder()
+        for _ in range(count):
+            media = [
+                (f"{k}.bin", kind) for k, kind in enumerate(kinds[: number % (len(kinds) + 1)])
+            ]
+            files = [
+                (n, body(number) if body else f"{name} {number} {n}".encode() * 9) for n, _ in media
+            ]
+            document = sample_json([{"kind": "text", "text": f"{name} {number}", "loss": True}], {})
+            members = builder.add(f"{name}-{number:03d}", document, files)
+            offsets.append(members[0].offset)
+            lengths.append(members[0].length)
+            crcs.append(members[0].crc)
+            places.append(place)
+            for medium, (member, (_, kind)) in enumerate(zip(members[1:], media)):
+                for chunk in range(3 if kind == KIND_VIDEO else 1):
+                    items.append((kind, medium, chunk, member.offset, member.length, member.crc))
+            pointer.append(len(items))
+            number += 1
+        shard = builder.finish()
+        key = f"{name}/{place:06d}.tar"
+        store.put(key, shard.data)
+        infos.append((key, len(shard.data), shard.sha256, shard.samples))
+    columns = np.array(items, np.int64).reshape(-1, 6).T
+    names = ("kind", "media", "chunk", "offset", "length", "crc")
+    index = SourceIndex.from_columns(
+        name, np.ones(number), key=[f"{name}-{i:03d}" for i in range(number)],
+        shards=[ShardInfo(*info) for info in infos], item_ptr=pointer, shard=places,
+        json_offset=offsets, json_length=lengths, json_crc=crcs,
+        **{f"item_{n}": column for n, column in zip(names, columns)},
+    )  # fmt: skip
+    write_index(store, index)
+    return read_index(store, name)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with three sources: images, text only, and a video beside an image."""
+    store = FolderStore(tmp_path_factory.mktemp("stream"))
+    return store, [
+        write_source(store, "pics", [7, 5, 0, 9, 6]),
+        write_source(store, "words", [11, 4], kinds=()),
+        write_source(store, "clips", [3, 8, 2], kinds=(KIND_VIDEO, KIND_IMAGE)),
+    ]
+
+
+def plain(batch):
+    """What a batch holds, as comparable values."""
+    return [
+        (*sample, int(index), int(epoch))
+        for sample, index, epoch in zip(batch, batch.index, batch.epoch, strict=True)
+    ]
+
+
+def taken(stream, steps):
+    with stream:
+        return [plain(batch) for batch in islice(stream, steps)]
+
+
+def slowly(store, indices, shares, config, positions):
+    """The same samples one at a time, by the definition of the order and with Python's tarfile."""
+    indices = sorted(indices, key=lambda index: index.name)
+    files = {}
+    for index in indices:
+        for shard in index.shards:
+            with tarfile.open(store.root / shard.key) as tar:
+                files |= {(index.name, m.name): tar.extractfile(m).read() for m in tar}
+    whole = sum(shares[index.name] for index in indices)
+    weights = [shares[index.name] * UNITS // whole for index in indices]
+    assert sum(weights) == UNITS, "shares for a test divide UNITS"
+    segments = append_segment((), 0, weights)
+    for position in positions:
+        source, draw = (int(found[0]) for found in blend([position], segments))
+        index = indices[source]
+        sizes = [shard.samples for shard in index.shards]
+        order = ShardOrder(sizes, config.shard_window, config.seed, index.name)
+        number, epoch = (int(found[0]) for found in order.samples([draw]))
+        key = f"{index.name}-{number:03d}"
+        media = []
+        while (index.name, f"{key}.{len(media)}.bin") in files:
+            media.append(files[index.name, f"{key}.{len(media)}.bin"])
+        yield index.name, key, files[index.name, f"{key}.json"], tuple(media), number, epoch
+
+
+SHARES = {"pics": 2, "words": 1, "clips": 1}
+BLENDED = replace(CONFIG, shares=SHARES)
+
+
+def test_the_samples_are_those_of_blend_and_order(built):
+    store, indices = built
+    found = sum(taken(SampleStream(store, indices, BLENDED), 40), [])
+    assert found == list(slowly(store, indices, SHARES, BLENDED, range(240)))
+    assert {sample[0] for sample in found} == set(SHARES)
+    assert max(len(sample[3]) for sample in found) == 2
+
+
+def test_an_epoch_of_one_source_has_every_sample_once(built):
+    store, indices = built
+    config = replace(CONFIG, num_samples=27)
+    found = taken(SampleStream(store, indices[:1], config), 100)
+    assert [len(step) for step in found] == [6, 6, 6, 6, 3]
+    assert sorted(sample[1] for step in found for sample in step) == indices[0].key.to_pylist()
+    slow = slowly(store, indices[:1], {"pics": 1}, config, range(27))
+    assert sum(found, []) == list(slow)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_the_ranks_together_hold_the_same_ordered_steps(built, world_size):
+    store, indices = built
+    config = replace(BLENDED, num_samples=64)
+    alone = taken(SampleStream(store, indices, config), 99)
+    ranks = [
+        taken(SampleStream(store, indices, config, rank, world_size), 99)
+        for rank in range(world_size)
+    ]
+    assert [sum(step, []) for step in zip(*ranks, strict=True)] == alone
+    assert len(alone[-1]) == 4, "the last step is a short one"
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 40_000])
+@pytest.mark.parametrize("remote", [False, True])
+def test_nothing_changes_the_samples(built, workers, memory_bytes, remote):
+    store, indices = built
+    config = replace(BLENDED, workers=workers, memory_bytes=memory_bytes, threads=2)
+    source = Remote(store) if remote else store
+    found = taken(SampleStream(source, indices, config), 40)
+    assert found == taken(SampleStream(store, indices, BLENDED), 40)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_resumes_anywhere(built, workers):
+    store, indices = built
+    config = replace(BLENDED, workers=workers)
+    assert_resumes_anywhere(
+        lambda: SampleStream(store, indices, config), 12, lambda batch: fingerprint(plain(batch))
+    )
+
+
+def test_it_goes_on_with_another_world_size_batch_and_blend_of_the_state(built):
+    store, indices = built
+    whole = sum(taken(SampleStream(store, indices, BLENDED), 40), [])
+    stream = SampleStream(store, indices, BLENDED, 1, 2)
+    list(islice(stream, 9))
+    state = json.loads(json.dumps(stream.state_dict()))
+    other = replace(CONFIG, batch_size=10, shares=None)
+    ranks = []
+    for rank in range(3):
+        again = SampleStream(store, indices, other, rank, 3)
+        again.load_state_dict(state)
+        ranks.append(taken(again, 18))
+    assert sum((sum(step, []) for step in zip(*ranks)), []) == whole[54:234]
+
+
+def test_the_state_is_small_and_the_same_on_all_ranks(built):
+    store, indices = built
+    states = []
+    for rank in range(2):
+        stream = SampleStream(store, indices, BLENDED, rank, 2)
+        for share in (3, 5, 9, 17):
+            next(stream)
+            stream.reweigh(SHARES | {"pics": share})
+        states.append(json.dumps(stream.state_dict()))
+    assert states[0] == states[1]
+    assert len(states[0]) < 1024
+
+
+def test_a_new_blend_holds_from_the_next_step_on(built):
+    store, indices = built
+    before = sum(taken(SampleStream(store, indices, BLENDED), 10), [])
+    stream = SampleStream(store, indices, BLENDED)
+    found = [plain(next(stream)) for _ in range(10)]
+    stream.reweigh({"pics": 1, "words": 98, "clips": 1})
+    found += [plain(next(stream)) for _ in range(30)]
+    assert sum(found[:10], []) == before
+    after = sum(found[10:], [])
+    assert 0.95 < np.mean([sample[0] == "words" for sample in after]) <= 0.99
+    # Each source goes on where it was: no sample of its epoch is left out or comes twice.
+    words = [sample for sample in sum(found, []) if sample[0] == "words"]
+    alone = replace(CONFIG, num_samples=len(words))
+    assert words == sum(taken(SampleStream(store, indices[1:2], alone), 999), [])
+
+    other = SampleStream(store, indices, BLENDED)
+    other.load_state_dict(stream.state_dict())
+    assert plain(next(other)) == plain(next(stream))
+
+
+def test_a_new_blend_before_the_first_step_takes_the_place_of_the_first_one(built):
+    store, indices = built
+    stream = SampleStream(store, indices, replace(BLENDED, shares=None))
+    stream.reweigh(SHARES)
+    assert taken(stream, 9) == taken(SampleStream(store, indices, BLENDED), 9)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("schema", 99, "schema"),
+        ("manifest", "0" * 64, "manifest"),
+        ("seed", 6, "seed"),
+        ("shard_window", 3, "shard_window"),
+        ("position", -1, "position"),
+        ("position", True, "position"),
+        ("position", "7", "position"),
+    ],
+)
+def test_a_state_of_another_stream_is_refused(built, field, value, complaint):
+    store, indices = built
+    with SampleStream(store, indices, BLENDED) as stream:
+        state = stream.state_dict() | {field: value}
+        with pytest.raises(ValueError, match=f"'{complaint}'"):
+            stream.load_state_dict(state)
+
+
+def test_other_data_is_another_stream(built, tmp_path):
+    store, indices = built
+    other = FolderStore(tmp_path)
+    changed = write_source(other, "pics", [7, 5, 0, 9, 7])
+    with SampleStream(store, indices[:1], CONFIG) as one:
+        state = one.state_dict()
+    with SampleStream(other, [changed], CONFIG) as two, pytest.raises(ValueError, match="manifest"):
+        two.load_state_dict(state)
+
+
+def test_an_epoch_asks_once_for_every_shard(built):
+    store, indices = built
+    remote = Remote(store)
+    config = replace(CONFIG, num_samples=27)
+    taken(SampleStream(remote, indices[:1], config), 99)
+    whole = [Span(shard.key, 0, shard.size) for shard in indices[0].shards if shard.samples]
+    assert sorted(remote.reads) == whole
+
+
+def test_the_first_read_is_that_of_the_first_sample(built):
+    store, indices = built
+    remote = Remote(store)
+    with SampleStream(remote, indices[:1], CONFIG) as stream:
+        first = next(stream)
+    assert remote.reads[0].key == indices[0].shards[indices[0].shard[first.index[0]]].key
+
+
+def test_where_a_window_does_not_fit_only_what_is_needed_is_read(built):
+    store, indices = built
+    remote = Remote(store)
+    config = replace(BLENDED, memory_bytes=40_000, num_samples=60)
+    taken(SampleStream(remote, indices, config), 99)
+    sizes = {shard.key: shard.size for index in indices for shard in index.shards}
+    assert all(span.length < sizes[span.key] for span in remote.reads)
+    assert len(remote.reads) < 60, "neighbours share a read"
+
+
+def test_with_little_memory_not_much_is_kept(built):
+    store, indices = built
+    largest = max(shard.size for shard in indices[0].shards)
+    config = replace(CONFIG, shard_window=1, memory_bytes=2 * largest)
+    stream = SampleStream(Remote(store), indices[:1], config)
+    for _ in islice(stream, 30):
+        kept = stream._extents._kept.values()
+        assert sum(size for _, size in kept) <= largest or len(kept) == 1
+    stream.close()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_damage_is_one_clear_error_and_moves_nothing(tmp_path, remote):
+    store = FolderStore(tmp_path)
+    index = write_source(store, "pics", [6, 6])
+    config = replace(CONFIG, shard_window=1, num_samples=12)
+    stream = SampleStream(Remote(store) if remote else store, [index], config)
+    first = plain(next(stream))
+    second_shard = index.shards[1 - index.shard[int(first[0][-2])]]
+    good = store.get(second_shard.key)
+    spoilt = next(s for s in range(12) if index.shard[s] != index.shard[first[0][-2]] and s % 2)
+    at = int(index.item_offset[index.item_ptr[spoilt]]) + 3
+    store.put(second_shard.key, good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    state = stream.state_dict()
+    fresh = SampleStream(store, [index], config)
+    fresh.load_state_dict(state)
+    where = rf"'pics', sample 'pics-{spoilt:03d}' in .*media file 0"
+    with pytest.raises(IndexMismatch, match=where):
+        next(fresh)
+    assert fresh.state_dict() == state
+    store.put(second_shard.key, good)
+    fresh.close()
+    fresh = SampleStream(store, [index], config)
+    fresh.load_state_dict(state)
+    assert plain(next(fresh)) == plain(next(stream))
+
+
+def test_without_the_check_damage_goes_unseen(tmp_path):
+    store = FolderStore(tmp_path)
+    index = write_source(store, "pics", [6])
+    good = store.get(index.shards[0].key)
+    at = int(index.json_offset[0])
+    store.put(index.shards[0].key, good[:at] + b"[" + good[at + 1 :])
+    with (
+        SampleStream(store, [index], CONFIG) as stream,
+        pytest.raises(IndexMismatch, match="CRC-32"),
+    ):
+        next(stream)
+    found = taken(SampleStream(store, [index], replace(CONFIG, check=False)), 1)
+    assert sum(sample[2].startswith(b"[") for sample in found[0]) == 1
+    parsing = replace(CONFIG, check=False, parse=True)
+    with (
+        SampleStream(store, [index], parsing) as stream,
+        pytest.raises(IndexMismatch, match="JSON"),
+    ):
+        next(stream)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_lost_or_short_shard_is_one_clear_error(tmp_path, remote, workers):
+    store = FolderStore(tmp_path)
+    index = write_source(store, "pics", [6])
+    key = index.shards[0].key
+    source = Remote(store) if remote else store
+    good = store.get(key)
+    stream = SampleStream(source, [index], replace(CONFIG, workers=workers))
+    (tmp_path / key).write_bytes(good[: len(good) // 2])
+    with pytest.raises(StoreError, match=key):
+        next(stream)
+    (tmp_path / key).unlink()
+    (tmp_path / key).with_suffix(".old").write_bytes(good)
+    stream.close()
+    stream = SampleStream(source, [index], replace(CONFIG, workers=workers))
+    with pytest.raises(MissingKey, match=key):
+        next(stream)
+    (tmp_path / key).write_bytes(good)
+    assert len(next(stream)) == 6, "once the shard is back, the same step is tried again"
+    stream.close()
+
+
+def test_documents_and_media_can_be_opened(tmp_path):
+    store = FolderStore(tmp_path)
+    pictures = [encoded(noise(28 + i, 40, i), "JPEG") for i in range(8)]
+    pics = write_source(store, "pics", [4, 4], body=pictures.__getitem__)
+    clips = write_source(store, "clips", [4], kinds=(KIND_VIDEO,), body=lambda _: mp4(18))
+    chunks = [frames for frames, _ in read_video(mp4(18))]
+    config = StreamConfig(batch_size=12, parse=True, decode=True)
+    batch = next(SampleStream(store, [pics, clips], config))
+    assert isinstance(batch, Batch)
+    seen = set()
+    for (source, key, document, media), number in zip(batch, batch.index):
+        seen.add(key)
+        assert document["segments"][0]["text"] == f"{source} {number}"
+        if number % 2 == 0:
+            assert media == ()
+        elif source == "pics":
+            assert np.array_equal(media[0], read_image(pictures[number]))
+        else:
+            assert len(media[0]) == len(chunks) > 1
+            assert all(map(np.array_equal, media[0], chunks))
+    assert len(seen) == 12
+
+
+def test_a_medium_that_does_not_decode_names_its_sample(tmp_path):
+    store = FolderStore(tmp_path)
+    index = write_source(store, "pics", [2], body=lambda _: b"\xff\xd8\xff no picture")
+    complaint = r"'pics', sample 'pics-001' in .*, media file 0: JPEG"
+    with (
+        SampleStream(store, [index], replace(CONFIG, decode=True)) as stream,
+        pytest.raises(MediaError, match=complaint),
+    ):
+        next(stream)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_transform_is_handed_every_batch(built, workers):
+    store, indices = built
+    config = replace(BLENDED, workers=workers)
+    with SampleStream(store, indices, config, transform=lambda b: (b.position, b.key)) as stream:
+        found = list(islice(stream, 9))
+    whole = taken(SampleStream(store, indices, BLENDED), 9)
+    assert found == [(6 * i, [sample[1] for sample in step]) for i, step in enumerate(whole)]
+
+
+def test_closing_ends_the_threads(built):
+    store, indices = built
+    before = threading.active_count()
+    with SampleStream(Remote(store), indices, replace(BLENDED, workers=2)) as stream:
+        next(stream)
+        assert threading.active_count() > before
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"batch_size": 0},
+        {"batch_size": 2.5},
+        {"batch_size": True},
+        {"seed": -1},
+        {"shard_window": 0},
+        {"num_samples": -1},
+        {"workers": -1},
+        {"threads": 0},
+        {"memory_bytes": 0},
+    ],
+)
+def test_a_setting_out_of_range_is_refused(values):
+    with pytest.raises(ValueError, match=next(iter(values))):
+        StreamConfig(**{"batch_size": 8, **values})
+
+
+def test_sources_ranks_and_shares_are_checked(built):
+    store, indices = built
+    for wrong, complaint in (
+        (lambda: SampleStream(store, [], CONFIG), "sources"),
+        (lambda: SampleStream(store, [indices[0]] * 2, CONFIG), "sources"),
+        (lambda: SampleStream(store, indices, CONFIG, 2, 2), "rank"),
+        (lambda: SampleStream(store, indices, replace(CONFIG, shares={"pics": 1})), "shares"),
+        (lambda: SampleStream(store, indices, replace(CONFIG, shares=SHARES | {"x": 1})), "shares"),
+        (
+            lambda: SampleStream(store, indices, replace(CONFIG, shares=SHARES | {"pics": 0})),
+            "raise",
+        ),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            wrong()
+
+
+def test_spans_are_merged_into_ranges():
+    rng = np.random.default_rng(0)
+    for gap in (0, 5, 40):
+        count = int(rng.integers(1, 60))
+        shard, offset = rng.integers(0, 3, count), rng.integers(0, 500, count)
+        length = rng.integers(1, 30, count)
+        in_shard, begin, size, owner = ranges(shard, offset, length, gap)
+        assert np.array_equal(in_shard[owner], shard)
+        assert (begin[owner] <= offset).all()
+        assert (offset + length <= (begin + size)[owner]).all()
+        # Each range begins and ends with a span, neighbours are further apart than the gap ...
+        for number in range(len(begin)):
+            mine = owner == number
+            assert offset[mine].min() == begin[number]
+            assert (offset + length)[mine].max() == begin[number] + size[number]
+        for one in range(len(begin)):
+            for other in range(len(begin)):
+                if one != other and in_shard[one] == in_shard[other]:
+                    low, high = sorted((one, other), key=lambda r: begin[r])
+                    assert begin[high] - begin[low] - size[low] > gap
+        # ... and they come in the order in which they are needed.
+        first_uses = np.unique(owner, return_index=True)[1]
+        assert np.array_equal(first_uses, np.sort(first_uses))
+
+
+def test_no_spans_are_no_ranges():
+    none = np.zeros(0, np.int64)
+    assert [found.size for found in ranges(none, none, none, 0)] == [0, 0, 0, 0]
