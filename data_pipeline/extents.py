@@ -242,7 +242,6 @@ def ranges(
     reach = np.maximum.accumulate(base + begin + length[order])
     fresh = np.ones(order.size, np.bool_)
     fresh[1:] = base[1:] + begin[1:] > reach[:-1] + max_gap
-    fresh[1:] |= shard_[1:] != shard_[:-1]
     number = np.cumsum(fresh) - 1
     heads = np.flatnonzero(fresh)
     tails = np.append(heads, order.size)[1:] - 1

@@ -165,7 +165,7 @@ Placed = tuple[Any, CrudeSample | Pending]  # with its cursor
 
 def _prepared(
     units: Iterable[Placed], category: str, tokenizer: Tokenizer, policy: IngestPolicy, workers: int
-) -> Generator[list[tuple[Any, Outcome]]]:
+) -> Generator[list[tuple[Any, Outcome]], None, None]:
     batches = _batches(units) if workers else ([unit] for unit in units)
     return ordered_map(_preparer, (category, tokenizer, policy), batches, workers)
 

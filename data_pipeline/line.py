@@ -133,7 +133,9 @@ class Line:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # wakes hands
         self._stopped = False
-        self._end: int | None = None  # the place after the last outcome, once it is known
+        # The place after the last outcome, once it is known. Of several errors any will do: the
+        # consumer stops at the first.
+        self._end: int | None = None
         self._next = 0  # the place to be taken next
         self._flying: dict[int, int] = {}  # place -> estimated bytes, from admit to take
         self._tickets: dict[int, Ticket] = {}  # being done
@@ -236,8 +238,7 @@ class Line:
             if outcome is not None and not self._stopped:
                 self._done[place] = outcome
             if outcome is None or outcome.error is not None:
-                end = place if outcome is None else place + 1
-                self._end = end if self._end is None else min(self._end, end)
+                self._end = place if outcome is None else place + 1
                 self._changed.notify_all()
             self._news.put(None)
 

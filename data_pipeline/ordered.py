@@ -31,7 +31,7 @@ def ordered_map(
     arguments: tuple[Any, ...],
     tasks: Iterable[Task],
     workers: int,
-) -> Generator[Result]:
+) -> Generator[Result, None, None]:
     """Yield the results of tasks in their order.
 
     Args:

@@ -88,7 +88,8 @@ class Part:
         }
         sink = io.BytesIO()
         text = np.frombuffer(json.dumps(head).encode(), np.uint8)
-        np.savez(sink, head=text, **self.columns)
+        arrays: dict[str, Any] = {"head": text, **self.columns}
+        np.savez(sink, **arrays)
         return sink.getvalue()
 
     @classmethod

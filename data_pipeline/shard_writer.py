@@ -184,7 +184,7 @@ class ShardWriter:
             self._progress(IngestProgress(**counts, shards=len(self._parts)))
 
     def finish(self) -> tuple[list[Part], list[Rejection]]:
-        """Put what is left; returns all parts, none without samples, and all rejections in order."""
+        """Put what is left; returns all parts (none without samples) and all rejections."""
         if self._filling.builder.samples:
             self._close(None, last=True)
         self._settle()

@@ -279,12 +279,15 @@ def test_an_epoch_asks_once_for_every_shard(built):
     assert sorted(remote.reads) == whole
 
 
-def test_the_first_read_is_that_of_the_first_sample(built):
+def test_shards_are_asked_for_in_the_order_of_their_first_use(built):
     store, indices = built
     remote = Remote(store)
-    with SampleStream(remote, indices[:1], CONFIG) as stream:
-        first = next(stream)
-    assert remote.reads[0].key == indices[0].shards[indices[0].shard[first.index[0]]].key
+    config = replace(CONFIG, shard_window=4, batch_size=27, num_samples=27, threads=1)
+    with SampleStream(remote, indices[:1], config) as stream:
+        used = indices[0].shard[next(stream).index].tolist()
+    first_uses = [indices[0].shards[number].key for number in dict.fromkeys(used)]
+    assert [span.key for span in remote.reads] == first_uses
+    assert first_uses != sorted(first_uses)
 
 
 def test_where_a_window_does_not_fit_only_what_is_needed_is_read(built):

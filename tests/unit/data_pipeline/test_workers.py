@@ -275,6 +275,15 @@ def test_a_job_that_hangs_is_named_and_its_worker_replaced(tmp_path):
         assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_the_time_of_a_job_counts_from_its_beginning():
+    def jobs():
+        time.sleep(0.5)
+        yield partial(time.sleep, 0.5), 1
+
+    with Workers(calls, 0, timeout_s=0.8) as workers:
+        assert list(workers.run(jobs(), **PLENTY)) == [None]
+
+
 def test_an_iterator_that_hangs_is_named():
     release = threading.Event()
 

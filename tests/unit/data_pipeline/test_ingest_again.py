@@ -1,0 +1,187 @@
+"""Ingest by workers, and taken up again where it stopped: the same bytes either way."""
+
+import os
+import traceback
+
+import pytest
+
+from data_pipeline.ingest import CrudeSample, IngestPolicy, Listed, ingest
+from data_pipeline.manifest import read_index
+from data_pipeline.ordered import WorkerDied, ordered_map
+from data_pipeline.store import FolderStore, MemoryStore
+from data_pipeline.text import Tokenizer, train_ranks
+from tests.unit.data_pipeline.media import samples
+
+# Workers -----------------------------------------------------------------------------------------
+
+
+class Strange:
+    """A sample whose reading fails in a way that nobody foresaw."""
+
+    key, size = "strange", 0
+
+    def load(self, policy):
+        raise ZeroDivisionError("a bug")
+
+
+class Deadly(Strange):
+    def load(self, policy):
+        os._exit(1)
+
+
+def _objects(store) -> dict[str, bytes]:
+    return {key: store.get(key) for key in store.list()}
+
+
+def test_workers_give_the_same_bytes_and_errors_come_through(tmp_path, tokenizer):
+    given, found = samples(40), []
+    given[7:7] = [CrudeSample("bad", []), given[3]]
+    for workers in (0, 2):
+        store = FolderStore(tmp_path / f"{workers}")
+        told = []
+        ingest(given, store, "src", tokenizer, 30_000, workers=workers, rejected=told.append)
+        assert [rejection.key for rejection in told] == ["bad", "s-0003"]
+        found.append(_objects(store))
+    assert found[0] == found[1]
+    with pytest.raises(ZeroDivisionError, match="a bug") as caught:
+        ingest([*given, Strange()], store, "a", tokenizer, workers=1)
+    assert "while preparing sample 'strange'" in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(WorkerDied, match="killed for want of memory, or crashed"):
+        ingest([Deadly()], store, "b", tokenizer, workers=1)
+    with pytest.raises(ValueError, match="workers -1"):
+        ingest(given, store, "c", tokenizer, workers=-1)
+
+
+def test_work_runs_ahead_only_a_little():
+    taken = []
+
+    def tasks():
+        for number in range(100):
+            taken.append(number)
+            yield number
+
+    results = ordered_map(_identity, (), tasks(), 1)
+    for number in range(20):
+        assert next(results) == number
+        assert len(taken) <= number + 5
+    results.close()
+
+
+def _identity():
+    return int
+
+
+# Taking up what was killed -----------------------------------------------------------------------
+
+
+class Killed(Exception):
+    pass
+
+
+def _listed(count: int = 12, stop: int | None = None) -> Listed:
+    def given():
+        for number, sample in enumerate(samples(count)):
+            if number == stop:
+                raise Killed
+            yield CrudeSample("no", []) if number in (4, 8) else sample
+
+    return Listed(given(), identity={"count": count})
+
+
+@pytest.mark.parametrize("stops", [[5], [0, 1, 11], [9, 9, 12]])
+def test_an_ingest_goes_on_where_it_stopped(tmp_path, tokenizer, stops):
+    whole, store = FolderStore(tmp_path / "whole"), FolderStore(tmp_path / "cut")
+    ingest(_listed(), whole, "src", tokenizer, 16_384)
+    done = set()
+    for stop in stops:
+        with pytest.raises(Killed):
+            ingest(_listed(stop=stop if stop < 12 else 11), store, "src", tokenizer, 16_384)
+        assert "src/manifest.json" not in store.list()
+        assert done <= set(store.list())
+        done = set(store.list())
+    put, counts = store.put, []
+    store.put = lambda key, data: (counts.append(key), put(key, data))[1]
+    progress = []
+    index = ingest(_listed(), store, "src", tokenizer, 16_384, progress=progress.append)
+    finished = {key.replace(".tar", "") for key in done if key.endswith(".tar")}
+    parts = {key.replace("src/.ingest", "src")[:-4] for key in done if key.endswith(".npz")}
+    assert finished == parts
+    # What is done is not done again: neither put nor counted twice.
+    assert not {key[:-4] for key in counts if key.endswith(".tar")} & parts
+    assert progress[0].shards == len(parts)
+    assert progress[-1].samples == index.num_samples == 10
+    assert progress[-1].rejected == 2
+    assert _objects(store) == _objects(whole)
+
+
+def test_another_request_does_not_go_on(tmp_path, store, tokenizer):
+    with pytest.raises(Killed):
+        ingest(_listed(stop=9), store, "src", tokenizer, 16_384)
+    other = Tokenizer(train_ranks(["other words 1 2 3"] * 9, 257), "other")
+    for differing, request in {
+        "input": lambda: ingest(_listed(13), store, "src", tokenizer, 16_384),
+        "tokenizer": lambda: ingest(_listed(), store, "src", other, 16_384),
+        "shard bytes": lambda: ingest(_listed(), store, "src", tokenizer, 16_385),
+        "category": lambda: ingest(_listed(), store, "src", tokenizer, 16_384, category="code"),
+        "policy": lambda: ingest(
+            _listed(), store, "src", tokenizer, 16_384, policy=IngestPolicy(max_items=9)
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=rf"src/\.ingest.* begun with another {differing} \("):
+            request()
+    with pytest.raises(ValueError, match="an unfinished ingest of this name lies here"):
+        ingest(samples(3), store, "src", tokenizer, 16_384)
+    assert ingest(_listed(), store, "src", tokenizer, 16_384).num_samples == 10
+
+
+def test_a_shard_that_someone_deleted_is_made_again(tmp_path, store, tokenizer):
+    whole = FolderStore(tmp_path / "whole")
+    ingest(_listed(), whole, "src", tokenizer, 16_384)
+    with pytest.raises(Killed):
+        ingest(_listed(stop=11), store, "src", tokenizer, 16_384)
+    (store.root / "src" / "000001.tar").unlink()
+    ingest(_listed(), store, "src", tokenizer, 16_384)
+    assert _objects(store) == _objects(whole)
+
+
+def test_a_request_of_which_nothing_is_done_binds_nobody(store, tokenizer):
+    with pytest.raises(Killed):
+        ingest(_listed(stop=0), store, "src", tokenizer, 16_384)
+    assert ingest(_listed(13), store, "src", tokenizer, 16_384).num_samples == 11
+    with pytest.raises(ValueError, match="no sample left"):
+        ingest(Listed([CrudeSample("a", [])], identity={}), store, "two", tokenizer)
+    assert ingest(samples(2), store, "two", tokenizer).num_samples == 2
+    assert not [key for key in store.list() if ".ingest" in key]
+
+
+def test_the_journal_goes_with_the_manifest_and_only_then(store, tokenizer):
+    put, left = store.put, {}
+
+    def watched(key, data):
+        left[key] = [name for name in store.list() if ".ingest" in name] if left else []
+        return put(key, data)
+
+    store.put = watched
+    index = ingest(_listed(), store, "src", tokenizer, 16_384)
+    assert len(left["src/manifest.json"]) == 1 + len(index.shards)
+    assert not [name for name in os.listdir(store.root / "src") if name.startswith(".")]
+    memory = MemoryStore("journal")
+    memory.clear()
+    ingest(_listed(), memory, "src", tokenizer, 16_384)
+    assert _objects(memory) == _objects(store)
+
+
+def test_what_was_killed_while_tidying_up_is_finished(store, tokenizer, monkeypatch):
+    def refuse(*_):
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("data_pipeline.journal.remove", refuse)
+        with pytest.raises(Killed):
+            ingest(_listed(), store, "src", tokenizer, 16_384)
+    (store.root / "src" / ".part-killed").write_bytes(b"half a shard")
+    index = ingest(_listed(stop=0), store, "src", tokenizer, 16_384)
+    assert index.content_hash == read_index(store, "src").content_hash
+    assert not [name for name in os.listdir(store.root / "src") if name.startswith(".")]
+    with pytest.raises(ValueError, match="a finished source of this name exists"):
+        ingest(_listed(), store, "src", tokenizer, 16_384)
