@@ -18,6 +18,7 @@ What travels without a copy is what pickles out of band: contiguous numpy arrays
 Python objects. Everything else (bytes, strided arrays) arrives right, by way of the pickle stream.
 """
 
+import errno
 import mmap
 import os
 import pickle
@@ -277,7 +278,12 @@ class Receiver:
                 body = receive_exactly(self._sock, body_size)
                 return Body(envelope.spans, memoryview(body))
             if envelope.capacity is not None:
-                assert fd is not None
+                if fd is None:
+                    raise OSError(
+                        errno.EMFILE,
+                        "a segment came without its descriptor: this process has as many open "
+                        "files as it may; raise `ulimit -n`, or hold fewer results at once",
+                    )
                 self._mappings[envelope.segment] = mmap.mmap(fd, envelope.capacity)
         finally:
             if fd is not None:  # the mapping has a descriptor of its own

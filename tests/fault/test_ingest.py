@@ -197,8 +197,10 @@ def test_the_command_killed_on_s3_goes_on_and_gives_the_same_objects(s3_environm
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["samples"] == 87
     assert summary["rejected"] == {"undecodable": 2, "missing file": 1, "unreadable": 1}
-    ingest(
-        open_inputs(inputs, "caption"), whole, "src", Tokenizer.from_file(tokenizer), 1 << 20,
-        category="caption",
-    )  # fmt: skip
+    ranks = Tokenizer.from_file(tokenizer)
+    index = ingest(open_inputs(inputs, "caption"), whole, "src", ranks, 1 << 20, category="caption")
     assert objects_of(open_store(cut.uri)) == objects_of(open_store(whole.uri))
+    # Its shards, read from the server, are an input as well.
+    again = open_inputs([f"{cut.uri}/src"], "caption")
+    copy = ingest(again, FolderStore(tmp_path / "copy"), "src", ranks, 1 << 20, category="caption")
+    assert copy.content_hash == index.content_hash

@@ -80,7 +80,8 @@ def test_a_worker_that_dies_between_jobs_costs_nothing(tmp_path):
     with Workers(calls, 1, timeout_s=20) as workers:
         (pid,) = workers.run([(os.getpid, 1)], **PLENTY)
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not is_alive(pid))
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        wait_until(lambda: os.waitid(os.P_PID, pid, look))
         # The job may lose another worker: the one before was not lost with it.
         assert list(workers.run([(partial(die, "kill", tmp_path, 1), 1)], **PLENTY)) == ["alive"]
         assert workers.stats.restarts == 2
@@ -125,7 +126,7 @@ def test_no_signal_finds_a_worker_half_started():
 
 
 def test_a_stopped_worker_is_replaced_after_the_timeout(tmp_path):
-    with Workers(calls, 1, timeout_s=1.5) as workers:
+    with Workers(calls, 1, timeout_s=3) as workers:
         (pid,) = workers.run([(os.getpid, 1)], **PLENTY)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(TimeoutError, match="worker 0 is still at it"):
@@ -143,7 +144,7 @@ def test_closing_in_the_middle_ends_everything_soon(ahead, tmp_path):
     assert len(pids) >= 2
     begin = time.monotonic()
     workers.close()
-    assert time.monotonic() - begin < 2.5
+    assert time.monotonic() - begin < 4
     left = set(pids) & set(children_of(os.getpid()))  # a zombie would be among them
     assert not left
 
@@ -251,7 +252,7 @@ def test_an_interrupt_ends_all_and_prints_nothing_of_workers(tmp_path, body, mom
         begin = time.monotonic()
         os.killpg(running.pid, signal.SIGINT)
         out, err = running.communicate(timeout=20)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 4
     if body == HANDLES:
         assert (running.returncode, out, err) == (3, "interrupted\n", "")
     else:
@@ -278,7 +279,7 @@ list(workers.run(jobs[:3], max_bytes=9, max_jobs=4))
         assert set(marks_in(tmp_path)) <= set(pids)
         running.kill()
         _, err = running.communicate(timeout=20)
-        wait_until(lambda: not any(map(is_alive, pids)), 3)
+        wait_until(lambda: not any(map(is_alive, pids)), 6)
     assert err == ""
     new = set(os.listdir("/dev/shm")) - shared
     assert not [name for name in new if "parcel" in name or "pym" in name]
@@ -290,15 +291,14 @@ workers = Workers(calls, 2)
 list(workers.run([(partial(time.sleep, 0.1), 1)] * 2, max_bytes=9, max_jobs=4))
 if os.fork() == 0:  # holds the sockets of its parent open
     os.close(1), os.close(2)
-    time.sleep(8)
+    time.sleep(15)
     os._exit(0)
 list(workers.run(jobs, max_bytes=9, max_jobs=4))
 """
     with script(tmp_path, body, "-W", "ignore") as running:
         wait_until(lambda: len(marks_in(tmp_path)) == 2)
-        running.kill()
-        running.communicate(timeout=20)
-        wait_until(lambda: not any(map(is_alive, marks_in(tmp_path))), 4)
+        running.kill()  # its output stays open as long as the fork lives
+        wait_until(lambda: not any(map(is_alive, marks_in(tmp_path))), 7)
         os.killpg(running.pid, signal.SIGKILL)
 
 

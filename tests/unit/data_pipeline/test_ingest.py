@@ -304,6 +304,15 @@ def test_too_many_items_or_bytes(store, tokenizer):
         IngestPolicy(max_items=2**15)
 
 
+def test_the_longest_wording_counts(store, tokenizer):
+    given = [
+        _text("good"),
+        CrudeSample("long", [TextSegment(texts=["short", "many tokens " * 99])]),
+    ]
+    policy = IngestPolicy(max_text_tokens=99)
+    assert ingest(given, store, "src", tokenizer, policy=policy).num_samples == 1
+
+
 def test_no_sample_left_is_an_error_that_counts_the_reasons(store, tokenizer):
     with pytest.raises(ValueError, match=r"\{'empty': 2\}"):
         ingest([CrudeSample("a", []), CrudeSample("b", [])], store, "src", tokenizer)

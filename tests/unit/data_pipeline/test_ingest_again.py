@@ -83,7 +83,8 @@ def _listed(count: int = 12, stop: int | None = None) -> Listed:
         for number, sample in enumerate(samples(count)):
             if number == stop:
                 raise Killed
-            yield CrudeSample("no", []) if number in (4, 8) else sample
+            # One that cannot be used, and one whose key was used long before.
+            yield {4: CrudeSample("no", []), 8: samples(2)[1]}.get(number, sample)
 
     return Listed(given(), identity={"count": count})
 

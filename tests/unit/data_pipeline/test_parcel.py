@@ -1,5 +1,6 @@
 import gc
 import os
+import resource
 import socket
 
 import numpy as np
@@ -152,6 +153,18 @@ def test_no_descriptor_is_left(ends):
     for i in range(20):
         carry(ends, large(i))
     assert len(os.listdir("/proc/self/fd")) <= before + 3  # those of one more segment
+
+
+def test_no_descriptors_left_is_said(ends):
+    sender, receiver = ends
+    sender.send(sender.pack(large(1)))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+        with pytest.raises(OSError, match="hold fewer results at once"):
+            receiver.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x05\0\0", b"\x05" + bytes(7) + b"abc"])

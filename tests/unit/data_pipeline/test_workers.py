@@ -5,6 +5,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from functools import partial
 
 import numpy as np
@@ -87,6 +88,31 @@ def test_memory_goes_with_the_results(pair):
     for _ in pair.run([(big, 1)] * 60, max_bytes=9, max_jobs=1):
         pass
     assert memory_files() < 12
+
+
+class Probe:
+    def __call__(self):
+        return Probe()
+
+
+def test_nothing_of_a_job_is_held_once_it_is_taken():
+    release = threading.Event()
+    seen = []
+
+    def jobs():
+        probe = Probe()
+        seen.append(weakref.ref(probe))
+        yield probe, 1
+        del probe
+        release.wait(20)
+
+    with Workers(calls, 0) as workers:
+        run = workers.run(jobs(), **PLENTY)
+        result = next(run)
+        seen.append(weakref.ref(result))
+        del result
+        wait_until(lambda: not any(ref() for ref in seen))
+        release.set()
 
 
 class Watched:
@@ -266,9 +292,9 @@ def test_a_new_run_ends_the_former(crew):
 
 
 def test_a_job_that_hangs_is_named_and_its_worker_replaced(tmp_path):
-    with Workers(calls, 1, timeout_s=1.5) as workers:
+    with Workers(calls, 1, timeout_s=3) as workers:
         run = workers.run([(partial(hang, tmp_path), 1)] * 2, **PLENTY)
-        with pytest.raises(TimeoutError, match=r"1.5 s for job 0 \(.*hang.* worker 0 is still at"):
+        with pytest.raises(TimeoutError, match=r"3 s for job 0 \(.*hang.* worker 0 is still at"):
             next(run)
         assert list(workers.run([(partial(int, 4), 1)], **PLENTY)) == [4]
         assert workers.stats.restarts == 1
@@ -277,10 +303,10 @@ def test_a_job_that_hangs_is_named_and_its_worker_replaced(tmp_path):
 
 def test_the_time_of_a_job_counts_from_its_beginning():
     def jobs():
-        time.sleep(0.5)
-        yield partial(time.sleep, 0.5), 1
+        time.sleep(0.7)
+        yield partial(time.sleep, 0.7), 1
 
-    with Workers(calls, 0, timeout_s=0.8) as workers:
+    with Workers(calls, 0, timeout_s=1.2) as workers:
         assert list(workers.run(jobs(), **PLENTY)) == [None]
 
 
@@ -291,7 +317,7 @@ def test_an_iterator_that_hangs_is_named():
         yield partial(int, 3), 1
         release.wait(20)
 
-    with Workers(calls, 0, timeout_s=0.2) as workers:
+    with Workers(calls, 0, timeout_s=0.5) as workers:
         run = workers.run(jobs(), **PLENTY)
         assert next(run) == 3
         with pytest.raises(TimeoutError, match="for job 1: the iterator of jobs has not given it"):
@@ -316,8 +342,8 @@ def test_numbers_are_counted(pair):
     list(run)
     after = pair.stats
     assert after.jobs - before.jobs == 4
-    assert 0.2 <= after.busy_s - before.busy_s < 1
-    assert 0.09 <= after.wait_s - before.wait_s < 1
+    assert after.busy_s - before.busy_s >= 0.2
+    assert after.wait_s - before.wait_s >= 0.09
     assert after.bytes_in_flight == 0
 
 
