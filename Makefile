@@ -10,7 +10,7 @@ RUN_DIR ?= runs/demo
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-dist check fix
+.PHONY: help setup demo test test-unit test-dist bench check fix
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -41,6 +41,10 @@ test-unit: $(STAMP) ## tests without processes and servers
 
 test-dist: $(STAMP) ## tests that start several processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m dist $(ARGS)
+
+bench: $(STAMP) ## measure planning and loading against other loaders (30 minutes; ARGS="--quick": ours only)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_plan.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_loader.py $(ARGS)
 
 check: $(STAMP) ## format, lint, spelling and types; changes nothing
 	$(BIN)/ruff format --check .

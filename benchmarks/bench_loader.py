@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.loaders import decoding, environment, measure, report, targets
+from benchmarks.loaders import decoding, environment, measure, packed, report, targets
 from benchmarks.loaders.job import PAIRS
 from benchmarks.loaders.measure import BATCH, Bench, Cell
 from data_pipeline.manifest import read_index
@@ -73,6 +73,7 @@ def each(names: Sequence[str], what: str, call: Callable[[str], Any]) -> dict[st
 
 
 def run(args: argparse.Namespace, bench: Bench, peers: list[str], notes: list[str]) -> Any:
+    load_before = [round(x, 2) for x in os.getloadavg()]
     places = ["disk"] + (["s3"] if bench.bucket else [])
     wanted = cells(places, (0,) if args.quick else (0, 1, 2))
     names = [*(OURS[:1] if args.quick else OURS), *peers]
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace, bench: Bench, peers: list[str], notes: list[st
         rounds = speed(bench, names, wanted, args.rounds, args.pixels)
     cell_names = [cell.name for cell in wanted] if rounds else []
     counts = [0] if args.quick else [0, 2]
-    repeats = 3 if args.quick else 5
+    repeats = 3 if args.quick else 9
     resumed: Any = {}
     if "resume" in parts:
         resumed = each(
@@ -93,6 +94,9 @@ def run(args: argparse.Namespace, bench: Bench, peers: list[str], notes: list[st
     if "elastic" in parts:
         ours = ELASTIC[:1] if args.quick else ELASTIC
         elastic = each([*ours, *peers], "elastic", lambda name: measure.elastic(bench, name))
+        steps = 12 if args.quick else packed.STEPS
+        name = "ours, blended and packed"
+        elastic |= each([name], "elastic", lambda _: packed.elastic(bench.root, steps))
     asked: Any = {}
     if "requests" in parts and bench.bucket:
         asked = each(["ours", *peers], "requests", lambda name: measure.requests(bench, name))
@@ -102,8 +106,8 @@ def run(args: argparse.Namespace, bench: Bench, peers: list[str], notes: list[st
             "date": date.today().isoformat(), "machine": machine(),
             "python": platform.python_version(), "samples": bench.count,
             "mean_bytes": round(float(index.item_length.mean())), "shards": len(index.shards),
-            "batch": BATCH, "rounds": args.rounds, "load": [round(x, 2) for x in os.getloadavg()],
-            "versions": {name: made[0]["version"] for name, made in rounds.items()},
+            "batch": BATCH, "rounds": args.rounds, "load_before": load_before,
+            "versions": bench.versions,
             "cells": cell_names, "notes": notes,
         },
         "speed": report.summary(rounds, cell_names),

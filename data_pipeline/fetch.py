@@ -78,7 +78,7 @@ class FileRead:
     draw: Draw | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StepRequest:
     """All reads of a step for one process, with the numbers of its rows int64 [R]."""
 
@@ -88,6 +88,9 @@ class StepRequest:
     row_ids: NDArray[np.int64]
     texts: tuple[TextRead, ...]
     files: tuple[FileRead, ...]
+
+    def __repr__(self) -> str:
+        return f"StepRequest({self.step}, {len(self.texts)} texts, {len(self.files)} files)"
 
     @property
     def num_bytes(self) -> int:

@@ -79,7 +79,7 @@ def ingest(
     number of workers, and whether or not the ingest was killed and called again.
 
     Args:
-        samples: read once, in order; two shards at a time are held in memory. A Reader with an
+        samples: read once, in order; about three shards' bytes are in memory. A Reader with an
             identity (all of `data_pipeline.readers`, or `Listed`) is taken up where a killed ingest
             left it; anything else starts again.
         store: where to write.

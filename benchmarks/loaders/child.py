@@ -23,6 +23,8 @@ from typing import Any
 from benchmarks.loaders.job import Answer, Job, Side
 
 PATIENCE_S = 120.0
+# A pass shorter than this is done again, up to so many times, and the one in the middle counts.
+SHORT_S, AGAIN = 0.5, 5
 
 
 def main() -> None:
@@ -30,10 +32,20 @@ def main() -> None:
     side: Any = importlib.import_module(f"benchmarks.loaders.{name}")
     jobs = [Job(**fields) for fields in json.loads(Path(jobs_file).read_text())]
     side.load(sorted({job.mode for job in jobs}))
-    answers = [_forked(side, job, f"{answers_file}.{number}") for number, job in enumerate(jobs)]
+    answers = [_answer(side, job, f"{answers_file}.{number}") for number, job in enumerate(jobs)]
     found = version(side.PACKAGE) if side.PACKAGE else "this checkout"
     report = {"version": found, "answers": answers}
     Path(answers_file).write_text(json.dumps(report))
+
+
+def _answer(side: Side, job: Job, path: str) -> dict[str, Any]:
+    answers = [_forked(side, job, path)]
+    # Not from a server: there a second pass would no longer be a cold one.
+    while job.timed and job.place == "disk" and len(answers) < AGAIN:
+        if answers[-1]["error"] or answers[-1]["end_s"] > SHORT_S:
+            break
+        answers.append(_forked(side, job, path))
+    return sorted(answers, key=lambda answer: answer["end_s"] or 0.0)[len(answers) // 2]
 
 
 def _forked(side: Side, job: Job, path: str) -> dict[str, Any]:

@@ -50,12 +50,12 @@ class CountingProxy:
         self.requests.clear()
         self.bytes = 0
 
-    def by_method(self) -> dict[str, int]:
-        """Requests of each method."""
-        counts: Counter[str] = Counter()
-        for (method, _), number in self.requests.items():
-            counts[method] += number
-        return dict(sorted(counts.items()))
+    def counts(self, shards: tuple[str, ...]) -> dict[str, int]:
+        """Requests: GETs of objects with these endings, and everything else."""
+        found = {"shards": 0, "other": 0}
+        for (method, path), number in self.requests.items():
+            found["shards" if method == "GET" and path.endswith(shards) else "other"] += number
+        return found
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

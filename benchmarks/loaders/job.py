@@ -27,6 +27,7 @@ class Job:
         state_in: a state to begin from, "" for none.
         cache: a folder of its own, empty, where the loader keeps what it fetched.
         urls: of the tars, for who can read nothing but URLs.
+        timed: the pass is there for its speed.
         epochs: how often all samples are gone through.
         extra: further settings by name, for one loader alone.
     """
@@ -47,6 +48,7 @@ class Job:
     bucket: str = ""
     cache: str = ""
     urls: Sequence[str] = ()
+    timed: bool = False
     epochs: int = 1
     extra: dict[str, Any] = field(default_factory=dict)
 

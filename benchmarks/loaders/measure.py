@@ -8,12 +8,13 @@ begin with another one each time, so that a busy moment of the machine hits all 
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,14 @@ class Bench:
         count: samples.
         peers: the peers' environment, None without.
         bucket: the S3 server, None without.
+        versions: of the loaders that ran, by what they are called.
     """
 
     root: Path
     count: int
     peers: Path | None
     bucket: Bucket | None
+    versions: dict[str, str] = field(default_factory=dict)
 
     def job(self, **fields: Any) -> Job:
         """A pass over all samples, unless told otherwise."""
@@ -79,6 +82,7 @@ class Bench:
             return [report | {"answers": [next(answers) for _ in jobs]} for jobs in ranks]
         python = sys.executable if module == "ours" else str(self.peers / "bin" / "python")  # type: ignore
         variables = dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         if self.bucket is not None:
             variables |= self.bucket.variables(endpoint or self.bucket.endpoint)
         found = []
@@ -99,7 +103,14 @@ class Bench:
                     said = Path(folder, f"log-{rank}").read_text().strip()[-800:]
                     raise RuntimeError(f"{name} did not start: {said}")
                 found.append(json.loads(Path(folder, f"answers-{rank}").read_text()))
+        self.versions[name] = found[0]["version"]
         return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @contextmanager
@@ -132,7 +143,7 @@ class Cell:
 
 
 def speed_round(bench: Bench, name: str, cells: Sequence[Cell], pixels: int) -> dict[str, Any]:
-    """Every cell once: {"version", cell name: {"samples_per_s", "first_s", "cpu_s", "error"}}."""
+    """Every cell once: cell name -> {"samples_per_s", "first_s", "seconds", "cpu_s", "error"}."""
     jobs, caches = [], []
     for cell in cells:
         limit = pixels if cell.mode == "pixels" else bench.count
@@ -147,12 +158,19 @@ def speed_round(bench: Bench, name: str, cells: Sequence[Cell], pixels: int) -> 
                 "urls": bench.bucket.urls(bench.bucket.endpoint) if name == "webdataset" else (),
             }  # fmt: skip
         jobs.append(
-            bench.job(place=cell.place, mode=cell.mode, workers=cell.workers, limit=limit, **where)
+            bench.job(
+                place=cell.place,
+                mode=cell.mode,
+                workers=cell.workers,
+                limit=limit,
+                timed=True,
+                **where,
+            )
         )
     report = bench.run(name, jobs)
     for cache in caches:
         shutil.rmtree(cache, ignore_errors=True)
-    figures: dict[str, Any] = {"version": report["version"]}
+    figures: dict[str, Any] = {}
     for cell, job, answer in zip(cells, jobs, report["answers"]):
         error = answer["error"]
         if not error and (answer["count"] < job.limit or len(set(answer["ids"])) < answer["count"]):
@@ -283,6 +301,9 @@ def _equal(one: Sequence[Any], other: Sequence[Any]) -> int:
 # Requests -----------------------------------------------------------------------------------------
 
 
+_SHARDS = (".tar", ".mds", ".bin")
+
+
 def requests(bench: Bench, name: str) -> Any:
     """What one cold pass, and a second one after it, ask of the server."""
     assert bench.bucket is not None
@@ -299,7 +320,7 @@ def requests(bench: Bench, name: str) -> Any:
                 )  # fmt: skip
                 answer = bench.run(name, [job], proxy.endpoint)["answers"][0]
             counts[f"epochs_{epochs}"] = {
-                **proxy.by_method(), "MiB": round(proxy.bytes / 2**20, 1),
+                **proxy.counts(_SHARDS), "MiB": round(proxy.bytes / 2**20, 1),
                 "samples": answer["count"], "error": answer["error"],
             }  # fmt: skip
     return counts

@@ -57,77 +57,116 @@ def _speed(figures: Mapping[str, Any], cell: str) -> float | None:
     return found["samples_per_s"] if found and not found["error"] else None
 
 
+# How each of them is set up: read this before the figures.
+_SETTINGS = """All read the same bytes, in shards of 8 MiB of samples (20 of them). A pass begins in
+a new process, with everything imported; imports are not timed. *raw* hands out every JPEG as
+`bytes` (litdata gives views of a mapped file, which are copied so that they can leave the process),
+*pixels* decodes by Pillow and stacks each batch into one torch tensor; w0, w1 and w2 are the
+loader's own workers, which are threads in ours and processes in the others. Cold from S3 means an
+empty cache and a server on the same machine, which takes its share of the cores.
+
+Shuffling is not equally strong: ours and litdata permute inside one shard or chunk, webdataset
+(detshuffle) and Energon mix in a buffer of 1,000, mosaicml-streaming (py1e) in all. Ours compares
+the CRC-32 of every file, *unchecked* leaves that out; the others have no checksums per sample."""
+
+
 def page(report: Mapping[str, Any]) -> str:
     """The results file to read."""
     about = report["about"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     lines = [
         "# Loaders side by side",
         "",
         f"{about['date']}, {about['machine']}, Python {about['python']}. {about['samples']:,} "
         f"JPEGs of 224 x 224 pixels (mean {about['mean_bytes']:,} bytes) with captions; batches of "
         f"{about['batch']}; medians of {about['rounds']} rounds in which the loaders took turns "
-        "(least - most). Samples per second count from before a loader is built to its last batch.",
+        "(least - most). Samples per second count from before a loader is built to its last batch. "
+        f"Load of the machine at the start: {about['load_before'][0]}.",
         "",
-        "Versions: "
-        + ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-        + ".",
+        f"Versions: {versions}.",
+        "",
+        _SETTINGS,
     ]
     lines += [f"\n**{note}**" for note in about["notes"]]
+    lines += _targets_section(report["targets"])
     for place, title in (("disk", "Local disk, warm"), ("s3", "S3 (SeaweedFS), cold")):
-        columns = [cell for cell in about["cells"] if cell.startswith(place)]
-        if columns:
-            lines += ["", f"## {title}: samples per second", ""]
-            lines += _speeds(report["speed"], columns)
-            if report["ratios"]:
-                lines += ["", "Ours over theirs, round by round:", ""]
-                lines += _ratio_table(report["ratios"], columns)
-    lines += ["", "## Going on at three quarters, in a new process", ""]
-    lines += _table(
-        ["loader", "workers", "first batch fresh", "resumed", "later by", "same samples",
-         "same bytes", "state"],
-        [
-            [name, r["workers"], _ms(r["fresh_first_batch_s"]), _ms(r["resumed_first_batch_s"]),
-             f"{r['later_by_ms']:.1f} ms", _yes(r["same_samples"]), _yes(r["same_bytes"]),
-             f"{r['state_bytes']} B" if r["state_bytes"] else "none"]
-            for name, rows in report["resume"].items() for r in rows
-        ],
-    )  # fmt: skip
-    lines += ["", "## Ordered global steps with another number of ranks", ""]
-    lines += _table(
-        ["loader", "2 ranks = 4 ranks", "as sets", "going on with 4 ranks", "as sets", "note"],
-        [
-            [name, f"{r['other_world_ordered']}/{r['steps']}",
-             f"{r['other_world_as_sets']}/{r['steps']}",
-             f"{r['resumed_ordered']}/{r['resumed_steps']}",
-             f"{r['resumed_as_sets']}/{r['resumed_steps']}", r["error"][:80]]
-            for name, r in report["elastic"].items()
-        ],
-    )  # fmt: skip
-    if report["requests"]:
-        lines += ["", "## Requests to S3, all samples once and twice in one process", ""]
-        lines += _table(
-            ["loader", "once: GET", "HEAD", "MiB", "twice: GET", "HEAD", "MiB", "note"],
-            [
-                [name, *(counts[e].get(what, 0) for e in ("epochs_1", "epochs_2")
-                         for what in ("GET", "HEAD", "MiB")),
-                 counts["epochs_1"]["error"] or counts["epochs_2"]["error"]]
-                for name, counts in report["requests"].items()
-            ],
-        )  # fmt: skip
+        lines += _speed_section(report, place, title)
+    for section in ("resume", "elastic", "requests"):
+        if report[section]:
+            lines += _SECTIONS[section](report[section])
     decode = report["decode"]
     lines += [
         "",
         f"Decoding one image: Pillow alone {decode['pillow_us']} us, `moonvit3d.media.read_image` "
         f"{decode['read_image_us']} us.",
-        "",
-        "## Targets",
-        "",
     ]
-    lines += _table(
-        ["target", "found", "met"],
-        [[t["target"], t["found"], _yes(t["met"])] for t in report["targets"]],
-    )
     return "\n".join(lines) + "\n"
+
+
+def _targets_section(targets: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [[t["target"], t["found"], _yes(t["met"])] for t in targets]
+    return ["", "## Targets", "", *_table(["target", "found", "met"], rows)] if rows else []
+
+
+def _speed_section(report: Mapping[str, Any], place: str, title: str) -> list[str]:
+    columns = [cell for cell in report["about"]["cells"] if cell.startswith(place)]
+    if not columns:
+        return []
+    lines = ["", f"## {title}: samples per second", "", *_speeds(report["speed"], columns)]
+    if report["ratios"]:
+        lines += ["", "Ours over theirs, round by round:", ""]
+        lines += _ratio_table(report["ratios"], columns)
+    alone = [cell for cell in columns if cell.endswith("w0")]
+    lines += ["", "Microseconds of processor time per sample, in the loader's own process:", ""]
+    rows = [
+        [loader, *(f"{f[c]['cpu_us_per_sample']:.1f}" if "median" in f.get(c, {}) else "-"
+                   for c in alone)]
+        for loader, f in report["speed"].items()
+    ]  # fmt: skip
+    return lines + _table(["loader", *(cell.split(" ", 1)[1] for cell in alone)], rows)
+
+
+def _resume_section(resume: Mapping[str, Any]) -> list[str]:
+    rows = [
+        [name, r["workers"], _ms(r["fresh_first_batch_s"]), _ms(r["resumed_first_batch_s"]),
+         f"{r['later_by_ms']:.1f} ms", _yes(r["same_samples"]), _yes(r["same_bytes"]),
+         f"{r['state_bytes']} B" if r["state_bytes"] else "none", r["error"][:80]]
+        for name, found in resume.items() for r in found
+    ]  # fmt: skip
+    head = ["loader", "workers", "first batch fresh", "resumed", "later by", "same samples",
+            "same bytes", "state", "note"]  # fmt: skip
+    return ["", "## Going on at three quarters, in a new process", "", *_table(head, rows)]
+
+
+def _elastic_section(elastic: Mapping[str, Any]) -> list[str]:
+    rows = [
+        [name, f"{r['other_world_ordered']}/{r['steps']}",
+         f"{r['other_world_as_sets']}/{r['steps']}",
+         f"{r['resumed_ordered']}/{r['resumed_steps']}",
+         f"{r['resumed_as_sets']}/{r['resumed_steps']}", r["error"][:80]]
+        for name, r in elastic.items()
+    ]  # fmt: skip
+    head = ["loader", "2 ranks = 4 ranks", "as sets", "going on with 4 ranks", "as sets", "note"]
+    return ["", "## Ordered global steps with another number of ranks", "", *_table(head, rows)]
+
+
+def _requests_section(requests: Mapping[str, Any]) -> list[str]:
+    rows = [
+        [name, *(counts[e][what] for e in ("epochs_1", "epochs_2")
+                 for what in ("shards", "other", "MiB")),
+         counts["epochs_1"]["error"] or counts["epochs_2"]["error"]]
+        for name, counts in requests.items()
+    ]  # fmt: skip
+    head = ["loader", "once: shards", "other", "MiB", "twice: shards", "other", "MiB", "note"]
+    title = "## Requests to S3, all samples once and twice in one process"
+    return ["", title, "", *_table(head, rows)]
+
+
+_SECTIONS = {
+    "resume": _resume_section,
+    "elastic": _elastic_section,
+    "requests": _requests_section,
+}
 
 
 def _speeds(speed: Mapping[str, Any], columns: Sequence[str]) -> list[str]:

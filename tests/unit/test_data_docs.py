@@ -1,0 +1,295 @@
+"""docs/DATA.md says what the code does: keys, defaults, examples, commands, error messages."""
+
+import ast
+import dataclasses
+import io
+import re
+import shlex
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+import yaml
+from PIL import Image
+
+from data_pipeline.augment_config import (
+    AffineConfig,
+    AugmentConfig,
+    ColourConfig,
+    CropConfig,
+    JpegConfig,
+)
+from data_pipeline.blend import UNITS, SourceTotals, weights_for_ratio
+from data_pipeline.cache import CacheConfig
+from data_pipeline.config import MAX_PREFETCH, BlendStage, DataConfig
+from data_pipeline.ingest import ingest
+from data_pipeline.plan import QUARANTINE_DELAY
+from data_pipeline.samples import CrudeSample, ImageSegment, TextSegment
+from data_pipeline.store import FolderStore
+from data_pipeline.text import Tokenizer, train_ranks
+from kimi_pretrain.config import ConfigError, parse_config
+from launch.cli import app
+from moonvit3d.geometry import PatchLimits
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "DATA.md").read_text()
+TINY = yaml.safe_load((ROOT / "configs" / "tiny_cpu.yaml").read_text())
+REQUIRED = "required"
+SECTIONS = {
+    "affine": AffineConfig, "crop": CropConfig, "colour": ColourConfig, "jpeg": JpegConfig,
+    "cache": CacheConfig, "limits": PatchLimits,
+}  # fmt: skip
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def section(number: int) -> str:
+    return PAGE.split(f"\n## {number}. ")[1].split("\n## ")[0]
+
+
+# The configuration -------------------------------------------------------------------------------
+
+
+def with_data(data):
+    """tiny_cpu with this in place of its `data` section."""
+    return parse_config({**TINY, "data": data})
+
+
+def test_yaml_examples_load():
+    whole, *parts = [yaml.safe_load(block) for block in blocks("yaml")]
+    first = with_data(whole["data"]).data
+    assert first.root == "s3://corpus"
+    assert first.cache is not None
+    assert len(parts) == 3
+    shown = set(whole["data"])
+    for part in parts:
+        assert list(part) == ["data"]
+        changed = with_data(whole["data"] | part["data"]).data
+        assert changed != first
+        shown |= set(part["data"])
+    assert {"schedule", "max_epochs", "augment", "cache", "workers"} <= shown
+
+
+def test_an_example_with_a_wrong_key_would_be_seen():
+    whole = yaml.safe_load(blocks("yaml")[0])["data"]
+    with pytest.raises(ConfigError, match=r"data\.seq_length; did you mean data\.seq_len"):
+        with_data(whole | {"seq_length": 1})
+
+
+def listed() -> dict[str, str]:
+    """Key -> default, as the page has them: `- `key` (default): ...` or a line of a table."""
+    text = section(3)
+    points = re.findall(r"^- `([\w.]+)` \((.+?)\): ", text, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+?) \|", text, flags=re.MULTILINE)
+    found = points + rows
+    assert len(dict(found)) == len(found), "a key stands twice"
+    return dict(found)
+
+
+def keys_of_the_code() -> dict[str, object]:
+    """The same from the dataclasses: a section is its keys, but for those that may be null."""
+    found: dict[str, object] = {}
+    kinds = {None: DataConfig, "augmented": AugmentConfig, **SECTIONS}
+    for name, kind in kinds.items():
+        prefix = f"{name}." if name in SECTIONS else ""
+        for field in dataclasses.fields(kind):
+            key = prefix + field.name
+            if key in SECTIONS and key != "cache":
+                continue
+            if field.default_factory is not dataclasses.MISSING:
+                found[key] = field.default_factory()
+            else:
+                missing = field.default is dataclasses.MISSING
+                found[key] = REQUIRED if missing else field.default
+    return found
+
+
+def test_every_key_is_listed_with_its_default():
+    expected = keys_of_the_code()
+    page = listed()
+    assert set(page) == set(expected)
+    for key, default in page.items():
+        value = REQUIRED if default == REQUIRED else yaml.safe_load(default)
+        wanted = list(expected[key]) if isinstance(expected[key], tuple) else expected[key]
+        assert value == wanted, key
+
+
+def test_a_stage_has_the_keys_that_are_listed():
+    (names,) = re.findall(r"each `\{(after_tokens, .+?)\}`", section(3))
+    assert names.split(", ") == [field.name for field in dataclasses.fields(BlendStage)]
+
+
+def limits_of_the_table() -> list[tuple[str, float, float]]:
+    rows = re.findall(r"^\| `([\w.]+)` \| [^|]+ \| ([\d.]+) to ([\d.]+) \|", section(3), re.M)
+    return [(key, float(low), float(high)) for key, low, high in rows]
+
+
+def augmented(key: str, value):
+    """A config with one key of augmentation set, and whatever else that needs."""
+    *inside, name = key.split(".")
+    if not inside:
+        return AugmentConfig(**{name: value})
+    more = {"probability": {"affine": {"degrees": 1.0}, "crop": {"area": (0.5, 1.0)},
+            "colour": {"gamma": 0.1}, "jpeg": {"quality": (5, 9)}}}  # fmt: skip
+    others = {
+        **more.get(name, {}).get(inside[0], {}),
+        **({"quality": (5, 9)} if key[0] == "j" else {}),
+    }
+    return SECTIONS[inside[0]](**(others | {name: value}))
+
+
+@pytest.mark.parametrize(("key", "low", "high"), limits_of_the_table())
+def test_the_table_states_what_is_allowed(key, low, high):
+    field = keys_of_the_code()[key]
+    ranged = isinstance(field, tuple) or key == "jpeg.quality"
+    whole = key == "jpeg.quality"
+
+    def value(number):
+        number = int(number) if whole else number
+        return (number, number) if ranged else number
+
+    step = 1 if whole else 1e-6
+    for inside in (low, high):
+        if value(inside) not in (field, 0.0):  # a section that would change nothing is refused
+            augmented(key, value(inside))
+    for outside in (low - step, high + step):
+        with pytest.raises(ValueError, match="allowed"):
+            augmented(key, value(outside))
+
+
+def test_the_example_of_shares_is_right():
+    """Captions and pages are three quarters media; samples of all sources are equally long."""
+    totals = [
+        SourceTotals(name, 10, 1000, 750 if name in ("captions", "pages") else 0)
+        for name in ("captions", "pages", "web", "code")
+    ]
+    shares = yaml.safe_load(blocks("yaml")[0])["data"]["sources"]
+    weights = weights_for_ratio(totals, [shares[total.name] for total in totals], 0.3)
+    stated = re.findall(r"(\w+) (\d+)%", section(3).split("0.3 / 0.75")[1].split("A ratio")[0])
+    assert [name for name, _ in stated] == [total.name for total in totals]
+    for weight, (name, percent) in zip(weights, stated, strict=True):
+        assert weight / UNITS == pytest.approx(int(percent) / 100, abs=1e-4), name
+    with pytest.raises(ValueError, match="reachable is at most"):
+        weights_for_ratio(totals, list(shares.values()), float(Fraction(751, 1000)))
+
+
+def test_numbers_of_quarantine_and_prefetch():
+    assert f"opened {QUARANTINE_DELAY} steps later" in " ".join(PAGE.split())
+    assert f"looks at most {MAX_PREFETCH} steps ahead" in " ".join(PAGE.split())
+
+
+# Commands ----------------------------------------------------------------------------------------
+
+
+def command_lines() -> list[list[str]]:
+    text = section(4).replace("\\\n", " ")
+    return [shlex.split(line) for line in text.splitlines() if line.startswith("kimi-pretrain ")]
+
+
+@pytest.mark.parametrize("words", command_lines(), ids=lambda words: " ".join(words[2:4]))
+def test_commands_have_these_options(words):
+    command, words = typer.main.get_command(app), words[1:]
+    while hasattr(command, "commands"):
+        command, words = command.commands[words[0]], words[1:]
+    command.make_context(command.name, list(words))  # parses, and runs nothing
+    with pytest.raises(Exception, match="no-such|[Nn]o such option"):
+        command.make_context(command.name, [*words, "--no-such-option"])
+
+
+def test_all_data_commands_are_there():
+    group = typer.main.get_command(app).commands["data"]
+    assert {words[2] for words in command_lines()} == set(group.commands)
+    rows = re.findall(r"^\| ([a-z-]+) \|", section(4), flags=re.MULTILINE)
+    assert set(rows) - {"command"} == set(group.commands)
+
+
+# Messages ----------------------------------------------------------------------------------------
+
+
+def templates() -> list[str]:
+    """Every text of the code; of f-strings with a gap where something is filled in."""
+    found = []
+    for folder in ("data_pipeline", "kimi_pretrain", "moonvit3d", "launch"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            tree = ast.parse(path.read_text())
+            notes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            for node in ast.walk(tree):
+                if id(node) in notes:  # a docstring is not told to users
+                    continue
+                if isinstance(node, ast.JoinedStr):
+                    parts = [getattr(part, "value", None) for part in node.values]
+                    found.append("\0".join(p if isinstance(p, str) else "" for p in parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return found
+
+
+def fragments() -> list[str]:
+    cells = re.findall(r"^\| (`.+?) \| ", section(6), flags=re.MULTILINE)
+    return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_messages_of_the_table_are_those_of_the_code():
+    known = templates()
+    messages = fragments()
+    assert len(messages) > 30
+    for message in messages:
+        parts = [re.escape(part.strip()) for part in message.split("...") if part.strip()]
+        pattern = re.compile(".*".join(parts), re.DOTALL)
+        assert any(map(pattern.search, known)), message
+
+
+# Examples in Python ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Sources of the names that the examples use, in a folder "corpus"; returns its parent."""
+    folder = tmp_path_factory.mktemp("docs")
+    store = FolderStore(folder / "corpus")
+    words = ["tide", "comes", "in", "twice", "a", "day", "and", "goes", "out", "as", "often"]
+    draw = np.random.default_rng(0)
+
+    def text():
+        return TextSegment(" ".join(draw.choice(words, draw.integers(4, 40))))
+
+    def image():
+        out = io.BytesIO()
+        pixels = draw.integers(0, 256, (60, 90, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(out, "PNG")
+        return ImageSegment(out.getvalue(), "png")
+
+    ranks = train_ranks([" ".join(words)], 270)
+    store.put("tokenizer/tokenizer.tiktoken", ranks)
+    tokenizer = Tokenizer(ranks, "words")
+    pairs = [CrudeSample(f"c{i}", [image(), text()]) for i in range(12)]
+    ingest(pairs, store, "captions", tokenizer, category="caption")
+    ingest([CrudeSample(f"w{i}", [text()]) for i in range(30)], store, "web", tokenizer)
+    return folder
+
+
+def test_python_examples_run(corpus, monkeypatch, capsys):
+    monkeypatch.chdir(corpus)
+    rows, raw = blocks("python")
+    scope = {}
+    exec(rows, scope)
+    assert scope["tokens"].shape == scope["mask"].shape == (8, 512)
+    assert scope["mask"].any()
+    assert scope["patches"] > 0
+    assert scope["state"]["step"] == 3
+    assert len(str(scope["state"])) < 450
+    scope = {}
+    exec(raw, scope)
+    assert len(scope["batch"]) == 16
+    assert scope["state"]["position"] == 16
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 16
+    assert sum("(60, 90, 3)" in line for line in printed) in (10, 11)
+
+
+def test_the_page_keeps_its_width():
+    assert not [line for line in PAGE.splitlines() if len(line) > 100]
