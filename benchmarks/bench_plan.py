@@ -1,8 +1,8 @@
 """How long planning takes: a global step of 16,384 rows of 4,096 tokens, and a resume anywhere.
 
-Made-up sources with the sizes of real ones (texts log-normal, pictures heavy-tailed), a vision share
-held constant, two stages, and augmentation on the pictures. No byte of data is read. Writes a result
-file with versions and date.
+Made-up sources with the sizes of real ones (texts log-normal, pictures heavy-tailed), a vision
+share held constant, two stages, and augmentation on the pictures. No byte of data is read. Writes a
+result file with versions and date.
 
     python benchmarks/bench_plan.py
     python benchmarks/bench_plan.py --samples 200000 --steps 3      # a short form
@@ -12,6 +12,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -20,10 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.augment_config import AugmentConfig, CropConfig
-from data_pipeline.config import BlendStage, DataConfig
-from data_pipeline.index import SourceIndex
-from data_pipeline.plan import Planner
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data_pipeline.augment_config import AugmentConfig, CropConfig  # noqa: E402
+from data_pipeline.config import BlendStage, DataConfig  # noqa: E402
+from data_pipeline.index import SourceIndex  # noqa: E402
+from data_pipeline.plan import Planner  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 SHARD = 5_000  # samples

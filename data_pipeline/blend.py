@@ -8,7 +8,7 @@ block would lose small sources (a quota below half a draw rounds to nothing for 
 
 Weights are whole numbers of UNITS, so that the sequence repeats after UNITS draws: it is computed
 once and any position is a table lookup. Which *samples* the draws are is keyed by the seed
-(`data_pipeline.order`); the sequence of sources needs no chance, and is the same for every seed.
+(`data_pipeline.order`); the sequence of sources needs no chance: it follows from the weights.
 
 A change of shares appends a segment {start, weights}; what lies before `start` never changes.
 """

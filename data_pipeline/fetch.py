@@ -94,9 +94,11 @@ class StepRequest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what it becomes: rows and patches."""
+        """Bytes of what it becomes, rows and patches, and of the files it is made from."""
+        spans = {each.span for each in (*self.texts, *self.files)}
+        read = sum(span.length for span in spans)
         patches = sum(t * h * w for file in self.files for t, h, w in file.grids)
-        return self.row_ids.size * self.seq_len * _TOKEN_BYTES + patches * _PATCH_BYTES
+        return self.row_ids.size * self.seq_len * _TOKEN_BYTES + patches * _PATCH_BYTES + read
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ class Fetched:
         rows: tokens of the requested rows, None if there are none.
         media: item number in the plan -> uint8 patches [L, 3, 14, 14].
         bad: what is missing in both, ascending by sample and item.
-        bytes: payload bytes read.
+        bytes: payload bytes read, from the store or its cache.
+        requests: that were sent to the store for it.
         reread: reads that were repeated for a wrong checksum.
     """
 
@@ -124,6 +127,7 @@ class Fetched:
     media: Mapping[int, NDArray[np.uint8]]
     bad: tuple[BadSample, ...]
     bytes: int
+    requests: int
     reread: int
 
 
@@ -268,7 +272,7 @@ class Fetcher:
             StoreError: naming the key; the store's own retries are used up.
             ValueError: text with other tokens than the index says; names source and sample key.
         """
-        reads = [*request.texts, *request.files]
+        reads, before = [*request.texts, *request.files], self._num_requests()
         spans = list(dict.fromkeys(read.span for read in reads))
         data = dict(zip(spans, self._read(spans)))
         read_bytes = sum(len(body) for body in data.values())
@@ -287,11 +291,15 @@ class Fetcher:
                 else:
                     media[item] = found
         bad.sort(key=lambda entry: (entry.sample, -1 if entry.item is None else entry.item))
-        return Fetched(rows, dict(sorted(media.items())), tuple(bad), read_bytes, reread)
+        sent = self._num_requests() - before
+        return Fetched(rows, dict(sorted(media.items())), tuple(bad), read_bytes, sent, reread)
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(cancel_futures=True)
+
+    def _num_requests(self) -> int:
+        return self._store.stats.requests
 
     def _read(self, spans: Sequence[Span]) -> Sequence[bytes]:
         # A cache answers many reads at once better than one by one.

@@ -174,7 +174,11 @@ class Planner:
         """Return a state that goes over to this config's shares at the next window.
 
         What was handed out stays; the window in progress is finished with its own shares.
+
+        Raises:
+            ValueError: the state belongs to other data, another seed or another packing.
         """
+        self._check(state)
         parts = self._parts(state)
         start = (state["window"] + (state["row"] > 0)) * self.config.pack_window
         kept: tuple[Segment, ...] = ()
@@ -346,7 +350,21 @@ class Planner:
         }
 
     def _decode(self, state: Mapping[str, Any]) -> Mixture:
-        """Check a state field by field and return the mixture it goes on with."""
+        """Check a state and return the mixture it goes on with."""
+        self._check(state)
+        parts = self._parts(state)
+        mixture = self._mixtures(parts)
+        own = mixture.segments[len(parts) - 1].weights
+        if own != parts[-1][1]:
+            raise ValueError(
+                f"state field 'blend' ends with weights {parts[-1][1]}, this config gives {own}; "
+                "to go on with the new shares from the next window on, pass the state through "
+                "Planner.with_own_blend"
+            )
+        return mixture
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Refuse, field by field, a state of another run."""
         expected = self._encode(self.mixture, 0, 0, 0, 0)
         if set(state) != set(expected):
             raise ValueError(f"state has fields {sorted(state)}, expected {sorted(expected)}")
@@ -364,16 +382,6 @@ class Planner:
             value = state[field]
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"state field {field!r} is {value!r}; expected an integer >= 0")
-        parts = self._parts(state)
-        mixture = self._mixtures(parts)
-        own = mixture.segments[len(parts) - 1].weights
-        if own != parts[-1][1]:
-            raise ValueError(
-                f"state field 'blend' ends with weights {parts[-1][1]}, this config gives {own}; "
-                "to go on with the new shares from the next window on, pass the state through "
-                "Planner.with_own_blend"
-            )
-        return mixture
 
 
 def _packing(config: DataConfig) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def _loop(run: Run, run_dir: Path) -> None:
 def _metrics_line(run: Run, plan: GlobalPlan, report: StepReport, seconds: float) -> dict[str, Any]:
     """Return one line of metrics.jsonl; collective: gathers times and counts from all ranks."""
     mine = {name: end - start for name, (start, end) in report.spans.items()}
-    mine_store = (run.store.stats.requests, run.store.stats.bytes)
+    mine_store = (run.loader.stats.requests, run.loader.stats.bytes)
     everyone: list[Any] = run.mesh.gather((mine, mine_store, seconds))
     phases = {
         name: {

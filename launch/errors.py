@@ -23,11 +23,12 @@ def user_message(error: BaseException) -> str | None:
     from data_pipeline.loader import LoaderError
     from data_pipeline.manifest import IndexMismatch
     from data_pipeline.store import StoreError
+    from data_pipeline.workers import WorkerDied
 
     if isinstance(error, LoaderError) and error.__cause__ is not None:
         cause = user_message(error.__cause__)
         return cause and f"step {error.step}: {cause}"
-    if isinstance(error, StoreError | IndexMismatch):
+    if isinstance(error, StoreError | IndexMismatch | WorkerDied):
         return " ".join(str(error).split())
     return None
 

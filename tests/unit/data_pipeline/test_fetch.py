@@ -102,6 +102,10 @@ class Flipping:
     def __init__(self, folder, times):
         self.inner, self.left, self.asked = FolderStore(folder), times, []
 
+    @property
+    def stats(self):
+        return self.inner.stats
+
     def get(self, key, offset=0, length=None, *, etag=None):
         data = bytearray(self.inner.get(key, offset, length, etag=etag))
         self.asked.append((key, offset, length))
@@ -137,4 +141,5 @@ def test_a_request_says_how_large_its_result_is(corpus):
     fetched = fetcher(request)
     fetcher.close()
     rows = sum(a.nbytes for a in vars(fetched.rows).values())
-    assert request.num_bytes == rows + sum(patches.nbytes for patches in fetched.media.values())
+    patches = sum(patches.nbytes for patches in fetched.media.values())
+    assert request.num_bytes == rows + patches + fetched.bytes

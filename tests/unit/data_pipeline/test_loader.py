@@ -99,6 +99,10 @@ class Recording:
         self.faults = []
         self.gate = None
 
+    @property
+    def stats(self):
+        return self.inner.stats
+
     def get(self, key, offset=0, length=None, *, etag=None):
         self.reads.append((key, offset, length))
         if self.gate is not None:
