@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.loaders import decoding, environment, measure, packed, report, targets
 from benchmarks.loaders.job import PAIRS
 from benchmarks.loaders.measure import BATCH, Bench, Cell
-from data_pipeline.manifest import read_index
-from data_pipeline.store import FolderStore
+from data_pipeline.index.manifest import read_index
+from data_pipeline.store.open import FolderStore
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ["litdata", "webdataset", "mosaicml-streaming", "megatron-energon"]

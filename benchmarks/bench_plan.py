@@ -23,10 +23,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data_pipeline.augment_config import AugmentConfig, CropConfig  # noqa: E402
+from data_pipeline.augment.config import AugmentConfig, CropConfig  # noqa: E402
 from data_pipeline.config import BlendStage, DataConfig  # noqa: E402
-from data_pipeline.index import SourceIndex  # noqa: E402
-from data_pipeline.plan import Planner  # noqa: E402
+from data_pipeline.index.columns import SourceIndex  # noqa: E402
+from data_pipeline.plan.planner import Planner  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 SHARD = 5_000  # samples

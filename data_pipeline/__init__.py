@@ -1,7 +1,11 @@
 """From an object store to the rows and media of a training step; knows nothing of models.
 
-Storage half, in import order: objects and store (bytes by key), shards (tar files), text
-(tokenizer), index (what a source holds), decode (bytes to patches), ingest (samples to a source).
-Planning half: order, blend, pack, config, layout, plan, collate, loader.
-The format on disk is described in docs/data_format.md. numpy only, no torch.
+store, cache            objects by key, and their copies on the node
+index                   what a source holds: shards, columns, manifest
+text, augment, config   tokens; what chance does to pictures; what is asked for
+plan                    from metadata alone to the rows of every step
+decode, collate, fetch  bytes to patches and rows
+workers, loader         steps ahead, in order
+ingest, inspect         crude data to sources, and whether they are sound
+stream                  raw samples in order, for who wants no model
 """

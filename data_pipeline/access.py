@@ -8,12 +8,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.budget import Budget
-from data_pipeline.cache import CachedStore
+from data_pipeline.cache.cached_store import CachedStore
 from data_pipeline.config import DataConfig
 from data_pipeline.fetch import Fetcher
-from data_pipeline.index import SourceIndex
-from data_pipeline.store import Store, open_store
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.store.budget import Budget
+from data_pipeline.store.open import Store, open_store
 from data_pipeline.text import Tokenizer
 
 # (key, size, SHA-256) of every shard.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.source import part_span
+from data_pipeline.plan.source import part_span
 from data_pipeline.text import Tokenizer
 
 Segments = Sequence[Mapping[str, Any]]  # the "segments" of a sample's JSON

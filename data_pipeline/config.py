@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from data_pipeline.augment_config import AugmentConfig
-from data_pipeline.cache import CacheConfig
+from data_pipeline.augment.config import AugmentConfig
+from data_pipeline.cache.cached_store import CacheConfig
 from moonvit3d.geometry import PatchLimits
 
 # Row starts and lengths are int32 columns of the plan.

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.augment import Draw
-from data_pipeline.pixels import apply
+from data_pipeline.augment.draws import Draw
+from data_pipeline.augment.pixels import apply
 from moonvit3d import media
 from moonvit3d.geometry import KIND_IMAGE, PatchLimits
 from moonvit3d.media import MediaError, Probe, read_image, read_video

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.augment import Draw
+from data_pipeline.augment.draws import Draw
 from data_pipeline.collate import RowBatch, SampleLayout, sample_tokens
 from data_pipeline.decode import decode_items
-from data_pipeline.layout import limits_at
-from data_pipeline.plan import GlobalPlan, Planner
-from data_pipeline.store import Span, Store, get_many
+from data_pipeline.plan.layout import limits_at
+from data_pipeline.plan.planner import GlobalPlan, Planner
+from data_pipeline.plan.variation import Detail
+from data_pipeline.store.open import Span, Store, get_many
 from data_pipeline.text import Tokenizer
-from data_pipeline.variation import Detail
 from moonvit3d.geometry import PatchLimits
 from moonvit3d.media import MediaError
 

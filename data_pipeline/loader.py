@@ -24,12 +24,12 @@ from data_pipeline.access import open_fetcher, register, shard_versions
 from data_pipeline.collate import RowBatch
 from data_pipeline.config import DataConfig
 from data_pipeline.fetch import BadSample, Fetched, Fetcher, Needs, StepRequest, everything, resolve
-from data_pipeline.index import SourceIndex
-from data_pipeline.manifest import IndexMismatch
-from data_pipeline.plan import GlobalPlan, Planner, State
-from data_pipeline.store import Store
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.manifest import IndexMismatch
+from data_pipeline.plan.planner import GlobalPlan, Planner, State
+from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
-from data_pipeline.workers import Run, Workers
+from data_pipeline.workers.workers import Run, Workers
 
 __all__ = ["BadSample", "Loader", "LoaderError", "LoaderStats", "Needs", "StepBatch", "everything"]
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import tiktoken
 import tokenizers
 
-from data_pipeline.store import Store
+from data_pipeline.store.open import Store
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _MARK = r"[^\r\n\p{L}\p{N}]?"

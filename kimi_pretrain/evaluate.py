@@ -20,9 +20,9 @@ import torch
 from data_pipeline.access import open_data
 from data_pipeline.collate import SampleLayout, laid_out
 from data_pipeline.decode import decode_item
-from data_pipeline.index import SourceIndex
-from data_pipeline.manifest import read_index
-from data_pipeline.store import Span, Store, get_many
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.manifest import read_index
+from data_pipeline.store.open import Span, Store, get_many
 from data_pipeline.text import Tokenizer
 from kimi_pretrain import checkpoint
 from kimi_pretrain.config import Config, parse_config

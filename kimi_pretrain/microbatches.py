@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.loader import StepBatch
-from data_pipeline.plan import GlobalPlan
+from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.dep.assign import VisionPlan
 from kimi_pretrain.engine.attention import PackedRows
 from kimi_pretrain.engine.backbone import Microbatch

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.loader import BadSample, Needs, StepBatch
-from data_pipeline.plan import GlobalPlan
+from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.assign import VisionPlan, plan_vision
 from kimi_pretrain.dep.cost import item_costs

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from data_pipeline.access import open_data, open_tokenizer
-from data_pipeline.index import SourceIndex
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.manifest import check_shards, read_index
 from data_pipeline.loader import Loader
-from data_pipeline.manifest import check_shards, read_index
-from data_pipeline.plan import GlobalPlan
-from data_pipeline.store import Store
+from data_pipeline.plan.planner import GlobalPlan
+from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain import checkpoint
 from kimi_pretrain.config import Config, ConfigError, describe

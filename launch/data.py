@@ -60,10 +60,10 @@ def ingest(
         --category grounding --tokenizer kimi.tiktoken --json
     """
     with told_plainly():
-        from data_pipeline.ingest import ingest as write_source
-        from data_pipeline.ordered import WorkerDied
-        from data_pipeline.readers import open_inputs
-        from data_pipeline.store import open_store
+        from data_pipeline.ingest.ingest import ingest as write_source
+        from data_pipeline.ingest.ordered import WorkerDied
+        from data_pipeline.ingest.readers import open_inputs
+        from data_pipeline.store.open import open_store
         from launch.ingest_view import Pace, print_rejections, rejections, shown
         from launch.sources import named_tokenizer
 
@@ -134,9 +134,9 @@ def reindex(
         --tokenizer tokenizer/kimi.tiktoken
     """
     with told_plainly():
-        from data_pipeline.ordered import WorkerDied
-        from data_pipeline.reindex import reindex as count_anew
-        from data_pipeline.store import open_store
+        from data_pipeline.ingest.ordered import WorkerDied
+        from data_pipeline.ingest.reindex import reindex as count_anew
+        from data_pipeline.store.open import open_store
         from launch.ingest_view import counted
         from launch.sources import named_tokenizer
 
@@ -198,8 +198,8 @@ def show_index(
     kimi-pretrain data show-index s3://corpus/digits
     """
     with told_plainly():
-        from data_pipeline.manifest import read_index
-        from data_pipeline.store import open_store
+        from data_pipeline.index.manifest import read_index
+        from data_pipeline.store.open import open_store
 
         root, _, source = uri.rstrip("/").rpartition("/")
         index = read_index(open_store(root or "."), source)

@@ -20,10 +20,10 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, ValueError | FileNotFoundError):
         return " ".join(str(error).split())
     # Imported late: the store brings boto3, and the commonest errors need neither.
+    from data_pipeline.index.manifest import IndexMismatch
     from data_pipeline.loader import LoaderError
-    from data_pipeline.manifest import IndexMismatch
-    from data_pipeline.store import StoreError
-    from data_pipeline.workers import WorkerDied
+    from data_pipeline.store.open import StoreError
+    from data_pipeline.workers.workers import WorkerDied
 
     if isinstance(error, LoaderError) and error.__cause__ is not None:
         cause = user_message(error.__cause__)

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from data_pipeline.verify import Problem, ShardReport
-from data_pipeline.verify_problem import KINDS
+from data_pipeline.inspect.problem import KINDS
+from data_pipeline.inspect.verify import Problem, ShardReport
 from launch.pages.html import num_bytes
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from data_pipeline.shard_writer import IngestProgress
-from data_pipeline.store import Store
+from data_pipeline.ingest.shard_writer import IngestProgress
+from data_pipeline.store.open import Store
 
 # Seconds between two lines where there is no terminal, such as in the log of a job.
 _LINE_SECONDS = 30.0

@@ -11,8 +11,8 @@ from launch.data import EndpointOption, data
 from launch.errors import JsonOption, told_plainly
 
 if TYPE_CHECKING:
-    from data_pipeline.index import SourceIndex
-    from data_pipeline.store import Store
+    from data_pipeline.index.columns import SourceIndex
+    from data_pipeline.store.open import Store
     from data_pipeline.text import Tokenizer
     from moonvit3d.geometry import PatchLimits
 
@@ -58,7 +58,7 @@ def verify(
     kimi-pretrain data verify s3://corpus --sample-share 0.01 --json
     """
     with told_plainly():
-        from data_pipeline.verify import Checks
+        from data_pipeline.inspect.verify import Checks
         from launch.findings import Findings
         from launch.sources import named_tokenizer, open_sources
 
@@ -84,7 +84,7 @@ def _verify_source(
     findings: Any,
 ) -> None:
     """Check one source under a bar of its bytes."""
-    from data_pipeline.verify import Checks, Problem, open_source, verify_source
+    from data_pipeline.inspect.verify import Checks, Problem, open_source, verify_source
     from launch.sources import byte_bar, num_shard_bytes, own_tokenizer
 
     index = open_source(store, name)
@@ -137,8 +137,8 @@ def stats(
     kimi-pretrain data stats /data/corpus --source photos --seq-len 4096 --no-duplicates --json
     """
     with told_plainly():
-        from data_pipeline.manifest import read_index
-        from data_pipeline.stats import source_stats, totals
+        from data_pipeline.index.manifest import read_index
+        from data_pipeline.inspect.stats import source_stats, totals
         from launch.sources import open_sources
 
         limits, seq_len = _limits(config, seq_len, image_patches, frame_patches)
@@ -181,7 +181,7 @@ def _limits(
 
 
 def _duplicates(store: "Store", indices: "Sequence[SourceIndex]") -> dict[str, Any]:
-    from data_pipeline.duplicates import find_duplicates
+    from data_pipeline.inspect.duplicates import find_duplicates
     from launch.sources import total_bar
 
     with total_bar("duplicates") as progress:

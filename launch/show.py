@@ -8,11 +8,11 @@ import numpy as np
 
 from data_pipeline.access import open_data, open_tokenizer
 from data_pipeline.fetch import Needs, StepRequest, resolve
-from data_pipeline.index import SourceIndex
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.manifest import check_crc, item_span, read_index, read_samples
 from data_pipeline.loader import Loader
-from data_pipeline.manifest import check_crc, item_span, read_index, read_samples
-from data_pipeline.plan import GlobalPlan
-from data_pipeline.store import Store, get_many
+from data_pipeline.plan.planner import GlobalPlan
+from data_pipeline.store.open import Store, get_many
 from kimi_pretrain.config import load_config
 from launch.pages.rows import Step, rows_page
 from launch.pages.samples import Sample, samples_page

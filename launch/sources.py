@@ -12,10 +12,10 @@ import pyarrow as pa
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from data_pipeline.index import SourceIndex
-from data_pipeline.store import MissingBucket, MissingKey, Store, open_store
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.inspect.verify import sources_at
+from data_pipeline.store.open import MissingBucket, MissingKey, Store, open_store
 from data_pipeline.text import Tokenizer
-from data_pipeline.verify import sources_at
 from launch.pages.html import num_bytes
 
 ALL = "all"

@@ -14,8 +14,8 @@ from pathlib import Path
 from PIL import Image
 
 from benchmarks.loaders.job import PAIRS, PROSE
-from data_pipeline.ingest import CrudeSample, ImageSegment, TextSegment, ingest
-from data_pipeline.store import FolderStore
+from data_pipeline.ingest.ingest import CrudeSample, ImageSegment, TextSegment, ingest
+from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 from launch.demo.keyed import generator
 from launch.demo.photos import CAPTIONS, opaque, package_file

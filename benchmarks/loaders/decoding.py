@@ -10,9 +10,9 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.loaders.job import PAIRS
-from data_pipeline.manifest import read_index
-from data_pipeline.store import FolderStore
-from data_pipeline.stream import SampleStream, StreamConfig
+from data_pipeline.index.manifest import read_index
+from data_pipeline.store.open import FolderStore
+from data_pipeline.stream.stream import SampleStream, StreamConfig
 from moonvit3d.media import read_image
 
 SAMPLES = 500

@@ -1,4 +1,4 @@
-"""Ours: `data_pipeline.stream` with a window of one shard, as litdata permutes inside one chunk.
+"""Ours: `stream.stream` with a window of one shard, as litdata permutes inside one chunk.
 
 job.extra: "check": False leaves out the CRC-32 of every file; "shard_window"; "blend": True adds
 the text-only source, half of the draws.
@@ -17,8 +17,8 @@ def load(modes: Sequence[str]) -> None:
     import pyarrow.dataset  # noqa: F401
     import pyarrow.parquet  # noqa: F401
 
-    import data_pipeline.manifest
-    import data_pipeline.stream  # noqa: F401
+    import data_pipeline.index.manifest
+    import data_pipeline.stream.stream  # noqa: F401
 
     if "pixels" in modes:
         import torch  # noqa: F401
@@ -26,9 +26,9 @@ def load(modes: Sequence[str]) -> None:
 
 
 def build(job: Job) -> Any:
-    from data_pipeline.manifest import read_index
-    from data_pipeline.store import open_store
-    from data_pipeline.stream import SampleStream, StreamConfig
+    from data_pipeline.index.manifest import read_index
+    from data_pipeline.store.open import open_store
+    from data_pipeline.stream.stream import SampleStream, StreamConfig
 
     store = open_store(f"s3://{job.bucket}/ours" if job.place == "s3" else f"{job.root}/ours")
     blended = job.extra.get("blend", False)

@@ -17,10 +17,10 @@ import numpy as np
 from benchmarks.loaders.data import TOKENIZER
 from benchmarks.loaders.job import PAIRS, PROSE
 from data_pipeline.config import DataConfig
+from data_pipeline.index.manifest import read_index
 from data_pipeline.loader import Loader, Needs, StepBatch
-from data_pipeline.manifest import read_index
-from data_pipeline.step_plan import GlobalPlan
-from data_pipeline.store import FolderStore
+from data_pipeline.plan.step_plan import GlobalPlan
+from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer
 
 ROWS = 4  # of a global step: one for each of four ranks

@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from data_pipeline.samples import CrudeSample, ImageSegment, TextSegment
+from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
 from launch.demo.digits import png
 from launch.demo.keyed import generator
 from launch.demo.photos import package_file

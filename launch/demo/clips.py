@@ -14,7 +14,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from data_pipeline.samples import CrudeSample, TextSegment, VideoSegment
+from data_pipeline.ingest.samples import CrudeSample, TextSegment, VideoSegment
 from launch.demo.keyed import generator
 from launch.demo.photos import package_file
 

@@ -14,11 +14,11 @@ from itertools import chain
 
 import numpy as np
 
-from data_pipeline.index import SourceIndex
-from data_pipeline.ingest import ingest
-from data_pipeline.layout import lay_out
-from data_pipeline.samples import CrudeSample, RegionSegment, Rejection, TextSegment
-from data_pipeline.store import Store
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.ingest.samples import CrudeSample, RegionSegment, Rejection, TextSegment
+from data_pipeline.plan.layout import lay_out
+from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer, train_ranks
 from launch.demo import digits, texts
 from launch.demo.charts import charts

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from data_pipeline.samples import CrudeSample, ImageSegment, RegionSegment, TextSegment
+from data_pipeline.ingest.samples import CrudeSample, ImageSegment, RegionSegment, TextSegment
 from launch.demo.keyed import generator
 
 CELL = 28

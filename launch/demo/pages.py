@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from data_pipeline.samples import CrudeSample, ImageSegment, TextSegment
+from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
 from launch.demo.digits import png
 from launch.demo.keyed import generator
 from launch.demo.texts import topics

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data_pipeline.samples import CrudeSample, ImageSegment, TextSegment
+from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
 from launch.demo.keyed import generator
 
 # What the photographs show; the file names alone would make poor captions.

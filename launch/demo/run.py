@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from data_pipeline.store import open_store
+from data_pipeline.store.open import open_store
 from kimi_pretrain import plots
 from kimi_pretrain.config import Config, describe, load_config
 from launch import supervise, torchrun

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from data_pipeline.samples import CrudeSample, TextSegment
+from data_pipeline.ingest.samples import CrudeSample, TextSegment
 
 # Half of the prose is the language reference, however much prose is asked for.
 TOPIC_SHARE = 0.5

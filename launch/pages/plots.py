@@ -32,7 +32,7 @@ _STYLE: Any = {
 
 
 def histogram(found: Mapping[str, Sequence[float]], title: str, unit: str, count: str) -> str:
-    """Return bars of a histogram with logarithmic bins (`data_pipeline.stats.histogram`).
+    """Return bars of a histogram with logarithmic bins (`data_pipeline.inspect.stats.histogram`).
 
     Args:
         found: counts, edges and zeros.

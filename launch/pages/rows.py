@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.augment import Draw
+from data_pipeline.augment.draws import Draw
 from data_pipeline.fetch import FileRead, StepRequest, TextRead
-from data_pipeline.index import SourceIndex
-from data_pipeline.layout import limits_at
+from data_pipeline.index.columns import SourceIndex
 from data_pipeline.loader import StepBatch
+from data_pipeline.plan.layout import limits_at
 from data_pipeline.text import Tokenizer
 from launch.pages import tokens
 from launch.pages.html import page, percent, text

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.decode import decode_items
-from data_pipeline.index import SourceIndex
+from data_pipeline.index.columns import SourceIndex
 from launch.pages.html import num_bytes, page, text
 from launch.pages.pictures import Shape, colour, drawing, unpatchify
 from moonvit3d.geometry import KIND_IMAGE, PatchLimits, grid, resized

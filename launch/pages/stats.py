@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from data_pipeline.stats import PERCENTILES
+from data_pipeline.inspect.stats import PERCENTILES
 from launch.pages.html import amount, num_bytes, page, percent, table, text
 from launch.pages.plots import histogram, shares
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data_pipeline.ingest import CrudeSample, ImageSegment, TextSegment, VideoSegment, ingest
-from data_pipeline.store import open_store
+from data_pipeline.ingest.ingest import CrudeSample, ImageSegment, TextSegment, VideoSegment, ingest
+from data_pipeline.store.open import open_store
 from data_pipeline.text import Tokenizer, train_ranks
 
 WORDS = "the cat sat on a mat and saw 42 red kites over the old mill while it rained".split()

@@ -7,9 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from data_pipeline import cache_blocks, cache_node
-from data_pipeline.cache import CacheConfig, CachedStore, CacheStats
-from data_pipeline.objects import FolderStore, Span
+from data_pipeline.cache import blocks as cache_blocks
+from data_pipeline.cache import node as cache_node
+from data_pipeline.cache.cached_store import CacheConfig, CachedStore, CacheStats
+from data_pipeline.store.objects import FolderStore, Span
 
 BLOCK = 4096
 
@@ -93,7 +94,7 @@ def s3_epoch(folder: Path, uri: str, endpoint: str, seed: int, processes: int) -
     Returns:
         Requests that this process sent to the server.
     """
-    from data_pipeline.store import open_store  # boto3: not for the processes that need none
+    from data_pipeline.store.open import open_store  # boto3: not for the processes that need none
 
     cache_node.SHARED_MEMORY = (folder / "shm").resolve()
     config = CacheConfig(folder=str(folder / "disk"), memory_bytes=1 << 22, block_bytes=1 << 16)

@@ -1,6 +1,6 @@
 import pytest
 
-from data_pipeline.store import open_store
+from data_pipeline.store.open import open_store
 from launch.demo.s3_server import S3Server
 from tests.fault.fault_proxy import FaultProxy
 

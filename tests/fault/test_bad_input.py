@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.manifest import read_index
-from data_pipeline.store import open_store
+from data_pipeline.index.manifest import read_index
+from data_pipeline.store.open import open_store
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder, initialise
 from moonvit3d.weights import save

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline import cache_node
-from data_pipeline.cache_node import CacheTimeout, locked_file
-from data_pipeline.store import open_store
+from data_pipeline.cache import node as cache_node
+from data_pipeline.cache.node import CacheTimeout, locked_file
+from data_pipeline.store.open import open_store
 from tests.fault import cache_reader
 from tests.fault.cache_reader import BLOCK, requests
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from data_pipeline import journal, objects
-from data_pipeline.ingest import ingest
-from data_pipeline.readers import open_inputs
-from data_pipeline.store import FolderStore, open_store
+from data_pipeline.ingest import journal
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.ingest.readers import open_inputs
+from data_pipeline.store import objects
+from data_pipeline.store.open import FolderStore, open_store
 from data_pipeline.text import Tokenizer, train_ranks
 from tests.unit.data_pipeline.media import encoded, noise
 

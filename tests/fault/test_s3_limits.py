@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from data_pipeline.budget import Budget
-from data_pipeline.hedge import Hedger
-from data_pipeline.store import AccessDenied, MissingKey, StoreUnavailable, open_store
+from data_pipeline.store.budget import Budget
+from data_pipeline.store.hedge import Hedger
+from data_pipeline.store.open import AccessDenied, MissingKey, StoreUnavailable, open_store
 from tests.fault.fault_proxy import Fault
 
 pytestmark = pytest.mark.fault

@@ -12,9 +12,9 @@ import traceback
 
 import pytest
 
-from data_pipeline.ingest import CrudeSample, TextSegment, ingest
-from data_pipeline.manifest import check_shards, read_index
-from data_pipeline.store import (
+from data_pipeline.index.manifest import check_shards, read_index
+from data_pipeline.ingest.ingest import CrudeSample, TextSegment, ingest
+from data_pipeline.store.open import (
     AccessDenied,
     MissingBucket,
     MissingKey,

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from data_pipeline.store import (
+from data_pipeline.store.open import (
     MissingKey,
     ObjectChanged,
     Span,
@@ -85,7 +85,7 @@ def test_all_weather_at_once(store, proxy):
 
 
 def test_a_storm_that_does_not_end_is_one_clear_error(s3_environment, proxy, caplog, monkeypatch):
-    monkeypatch.setattr("data_pipeline.s3_store._REMARK_S", 0.3)
+    monkeypatch.setattr("data_pipeline.store.s3._REMARK_S", 0.3)
     store = open_store(f"s3://{s3_environment.bucket}", endpoint=proxy.endpoint, patience=1.0)
     proxy.faults.append(Fault("slowdown", method="", times=None))
     begin = time.monotonic()

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.worker_main import LEFT_TO_PARENT
-from data_pipeline.workers import WorkerDied, Workers
+from data_pipeline.workers.worker_main import LEFT_TO_PARENT
+from data_pipeline.workers.workers import WorkerDied, Workers
 from tests.worker_jobs import calls, die, hang
 
 pytestmark = pytest.mark.fault
@@ -153,8 +153,8 @@ SCRIPT = """
 import os, sys, time
 from functools import partial
 from pathlib import Path
-from data_pipeline.worker_main import LEFT_TO_PARENT
-from data_pipeline.workers import Workers
+from data_pipeline.workers.worker_main import LEFT_TO_PARENT
+from data_pipeline.workers.workers import Workers
 from tests.worker_jobs import calls, hang
 marks = Path(sys.argv[1])
 def say(what):

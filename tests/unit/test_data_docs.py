@@ -14,20 +14,20 @@ import typer
 import yaml
 from PIL import Image
 
-from data_pipeline.augment_config import (
+from data_pipeline.augment.config import (
     AffineConfig,
     AugmentConfig,
     ColourConfig,
     CropConfig,
     JpegConfig,
 )
-from data_pipeline.blend import UNITS, SourceTotals, weights_for_ratio
-from data_pipeline.cache import CacheConfig
+from data_pipeline.cache.cached_store import CacheConfig
 from data_pipeline.config import MAX_PREFETCH, BlendStage, DataConfig
-from data_pipeline.ingest import ingest
-from data_pipeline.plan import QUARANTINE_DELAY
-from data_pipeline.samples import CrudeSample, ImageSegment, TextSegment
-from data_pipeline.store import FolderStore
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
+from data_pipeline.plan.blend import UNITS, SourceTotals, weights_for_ratio
+from data_pipeline.plan.planner import QUARANTINE_DELAY
+from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 from kimi_pretrain.config import ConfigError, parse_config
 from launch.cli import app

@@ -1,6 +1,6 @@
 import pytest
 
-from data_pipeline.store import FolderStore
+from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 
 WORDS = "the map shows 12 rivers, 345 towns and a Straße; 中文字符 can't\n\tdef f(x): return x\n"

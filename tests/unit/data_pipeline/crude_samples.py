@@ -1,6 +1,6 @@
 """Samples with every kind of segment and medium that a document may hold."""
 
-from data_pipeline.samples import (
+from data_pipeline.ingest.samples import (
     CrudeSample,
     ImageSegment,
     RegionSegment,

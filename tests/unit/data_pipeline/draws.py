@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from data_pipeline.augment import draw, media_keys, sample_keys
-from data_pipeline.augment_config import (
+from data_pipeline.augment.config import (
     AffineConfig,
     AugmentConfig,
     ColourConfig,
     CropConfig,
     JpegConfig,
 )
+from data_pipeline.augment.draws import draw, media_keys, sample_keys
 
 GEOMETRY = AugmentConfig(
     flip=0.5,

@@ -6,7 +6,7 @@ import av
 import numpy as np
 from PIL import Image, ImageDraw
 
-from data_pipeline.augment_config import (
+from data_pipeline.augment.config import (
     AffineConfig,
     AugmentConfig,
     ColourConfig,
@@ -14,8 +14,8 @@ from data_pipeline.augment_config import (
     JpegConfig,
 )
 from data_pipeline.config import BlendStage, DataConfig
-from data_pipeline.ingest import ingest
-from data_pipeline.samples import (
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.ingest.samples import (
     CrudeSample,
     ImageSegment,
     RegionSegment,

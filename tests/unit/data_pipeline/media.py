@@ -6,7 +6,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from data_pipeline.ingest import CrudeSample, ImageSegment, TextSegment, VideoSegment
+from data_pipeline.ingest.ingest import CrudeSample, ImageSegment, TextSegment, VideoSegment
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:

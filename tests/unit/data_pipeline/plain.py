@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from data_pipeline.blend import append_segment, blend
-from data_pipeline.index import PIECE_ITEM, PIECE_TEXT, SourceIndex
-from data_pipeline.order import ShardOrder
+from data_pipeline.index.columns import PIECE_ITEM, PIECE_TEXT, SourceIndex
+from data_pipeline.plan.blend import append_segment, blend
+from data_pipeline.plan.order import ShardOrder
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, grid
 
 

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from data_pipeline.augment import (
+from data_pipeline.augment.config import (
+    AffineConfig,
+    AugmentConfig,
+    ColourConfig,
+    CropConfig,
+    JpegConfig,
+)
+from data_pipeline.augment.draws import (
     MAX_JPEG_SIDE,
     MIN_SIDE,
     choose_variants,
@@ -18,14 +25,7 @@ from data_pipeline.augment import (
     sample_keys,
     uniform,
 )
-from data_pipeline.augment_config import (
-    AffineConfig,
-    AugmentConfig,
-    ColourConfig,
-    CropConfig,
-    JpegConfig,
-)
-from data_pipeline.matrices import sine_cosine
+from data_pipeline.augment.matrices import sine_cosine
 from tests.unit.data_pipeline.draws import EVERYTHING, some_draws, some_keys
 
 COLUMNS = [field.name for field in dataclasses.fields(some_draws(AugmentConfig(), 1, 9, 9))]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.blend import (
+from data_pipeline.plan.blend import (
     UNITS,
     SourceTotals,
     append_segment,

@@ -16,8 +16,8 @@ import time
 
 import pytest
 
-from data_pipeline.budget import Bucket, Budget
-from data_pipeline.objects import StoreError, StoreUnavailable
+from data_pipeline.store.budget import Bucket, Budget
+from data_pipeline.store.objects import StoreError, StoreUnavailable
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -113,7 +113,7 @@ def test_a_file_from_before_a_reboot_is_not_believed(tmp_path):
 
 def test_another_machine_is_refused(tmp_path, monkeypatch):
     with Budget(tmp_path, 100):
-        monkeypatch.setattr("data_pipeline.budget._machine", lambda: b"another machine!")
+        monkeypatch.setattr("data_pipeline.store.budget._machine", lambda: b"another machine!")
         with pytest.raises(ValueError, match="in use on another machine"):
             Budget(tmp_path, 100)
 

@@ -14,11 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from data_pipeline import cache, cache_blocks, cache_node, cache_tier
-from data_pipeline.cache import CacheConfig, CachedStore
-from data_pipeline.cache_node import CacheTimeout, NodeFolder, RangeLocks
-from data_pipeline.cache_tier import BlockId, Tier
-from data_pipeline.objects import FolderStore, MissingKey, Span, StoreError
+from data_pipeline.cache import blocks as cache_blocks
+from data_pipeline.cache import cached_store as cache
+from data_pipeline.cache import node as cache_node
+from data_pipeline.cache import tier as cache_tier
+from data_pipeline.cache.cached_store import CacheConfig, CachedStore
+from data_pipeline.cache.node import CacheTimeout, NodeFolder, RangeLocks
+from data_pipeline.cache.tier import BlockId, Tier
+from data_pipeline.store.objects import FolderStore, MissingKey, Span, StoreError
 
 BLOCK = 1024
 SIZE = 10 * BLOCK + 300

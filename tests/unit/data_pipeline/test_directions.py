@@ -2,8 +2,8 @@ import unicodedata
 
 import pytest
 
-from data_pipeline.directions import TEXT_BEARING, flip_allowed, turn_allowed
-from data_pipeline.index import CATEGORIES
+from data_pipeline.augment.directions import TEXT_BEARING, flip_allowed, turn_allowed
+from data_pipeline.index.columns import CATEGORIES
 
 SIDES = [
     "A dog on the left of a tree",

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.fetch import Fetcher, everything, resolve
-from data_pipeline.plan import Planner
-from data_pipeline.store import FolderStore
+from data_pipeline.plan.planner import Planner
+from data_pipeline.store.open import FolderStore
 from moonvit3d.geometry import PATCH, resized
 from tests.unit.data_pipeline.every_kind import CONFIG, build
 from tests.unit.data_pipeline.plain import part_of

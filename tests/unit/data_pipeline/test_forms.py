@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_pipeline.forms import FORMS, sample_of
-from data_pipeline.index import CATEGORIES
-from data_pipeline.ingest import ImageSegment, TextSegment, VideoSegment, ingest
-from data_pipeline.manifest import read_samples
-from data_pipeline.readers import open_inputs
-from data_pipeline.regions import written
-from data_pipeline.samples import Refused, RegionSegment
+from data_pipeline.augment.regions import written
+from data_pipeline.index.columns import CATEGORIES
+from data_pipeline.index.manifest import read_samples
+from data_pipeline.ingest.forms import FORMS, sample_of
+from data_pipeline.ingest.ingest import ImageSegment, TextSegment, VideoSegment, ingest
+from data_pipeline.ingest.readers import open_inputs
+from data_pipeline.ingest.samples import Refused, RegionSegment
 from launch.demo import digits
 from launch.demo.pages import render
 from launch.demo.photos import package_file

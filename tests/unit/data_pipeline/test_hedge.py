@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from data_pipeline.hedge import Crew, Hedger, Latencies
-from data_pipeline.retry import BASE_S, CAP_S, Tries, backoff
+from data_pipeline.store.hedge import Crew, Hedger, Latencies
+from data_pipeline.store.retry import BASE_S, CAP_S, Tries, backoff
 
 
 class Flight:
@@ -156,7 +156,7 @@ def test_what_is_late_is_known_by_size_and_only_after_enough_reads():
 
 
 def test_idle_threads_end_by_themselves(monkeypatch):
-    monkeypatch.setattr("data_pipeline.hedge._IDLE_S", 0.05)
+    monkeypatch.setattr("data_pipeline.store.hedge._IDLE_S", 0.05)
     crew, done = Crew(8, "idle-crew"), []
     for _ in range(50):  # some meet an idle thread, some one that is just about to end
         while not crew.start(lambda: done.append(1)):
@@ -181,7 +181,7 @@ def test_jitter_is_full_and_bounded():
 
 def test_tries_end_by_time_by_number_and_start_afresh_with_progress(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("data_pipeline.retry.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("data_pipeline.store.retry.time.monotonic", lambda: clock[0])
     tries = Tries(10.0, None, random.Random(0))
     clock[0] = 9.9
     waits = [tries.failed() for _ in range(50)]

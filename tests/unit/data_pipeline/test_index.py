@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from data_pipeline.index import (
+from data_pipeline.index.columns import (
     COLUMNS,
     GROUPS,
     PIECE_ITEM,
@@ -18,8 +18,7 @@ from data_pipeline.index import (
     ShardInfo,
     SourceIndex,
 )
-from data_pipeline.ingest import ingest
-from data_pipeline.manifest import (
+from data_pipeline.index.manifest import (
     IndexMismatch,
     check_shards,
     item_span,
@@ -27,7 +26,8 @@ from data_pipeline.manifest import (
     read_samples,
     write_index,
 )
-from data_pipeline.store import MissingKey
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.store.open import MissingKey
 from tests.unit.data_pipeline.media import samples
 
 

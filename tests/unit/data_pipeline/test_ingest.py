@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_pipeline.index import PIECE_ITEM, PIECE_TEXT
-from data_pipeline.ingest import (
+from data_pipeline.index.columns import PIECE_ITEM, PIECE_TEXT
+from data_pipeline.index.manifest import item_span, read_index, sample_span
+from data_pipeline.ingest.ingest import (
     CrudeSample,
     ImageSegment,
     IngestPolicy,
@@ -20,8 +21,7 @@ from data_pipeline.ingest import (
     VideoSegment,
     ingest,
 )
-from data_pipeline.manifest import item_span, read_index, sample_span
-from data_pipeline.store import FolderStore
+from data_pipeline.store.open import FolderStore
 from tests.unit.data_pipeline.media import encoded, mp4, noise, samples
 
 

@@ -5,10 +5,10 @@ import traceback
 
 import pytest
 
-from data_pipeline.ingest import CrudeSample, IngestPolicy, Listed, ingest
-from data_pipeline.manifest import read_index
-from data_pipeline.ordered import WorkerDied, ordered_map
-from data_pipeline.store import FolderStore, MemoryStore
+from data_pipeline.index.manifest import read_index
+from data_pipeline.ingest.ingest import CrudeSample, IngestPolicy, Listed, ingest
+from data_pipeline.ingest.ordered import WorkerDied, ordered_map
+from data_pipeline.store.open import FolderStore, MemoryStore
 from data_pipeline.text import Tokenizer, train_ranks
 from tests.unit.data_pipeline.media import samples
 
@@ -177,7 +177,7 @@ def test_what_was_killed_while_tidying_up_is_finished(store, tokenizer, monkeypa
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr("data_pipeline.journal.remove", refuse)
+        patched.setattr("data_pipeline.ingest.journal.remove", refuse)
         with pytest.raises(Killed):
             ingest(_listed(), store, "src", tokenizer, 16_384)
     (store.root / "src" / ".part-killed").write_bytes(b"half a shard")

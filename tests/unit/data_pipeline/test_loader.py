@@ -10,11 +10,11 @@ import pytest
 from data_pipeline.collate import SampleLayout, laid_out
 from data_pipeline.config import DataConfig
 from data_pipeline.decode import decode_item
-from data_pipeline.index import SourceIndex
-from data_pipeline.ingest import CrudeSample, ImageSegment, TextSegment, VideoSegment, ingest
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.manifest import IndexMismatch
+from data_pipeline.ingest.ingest import CrudeSample, ImageSegment, TextSegment, VideoSegment, ingest
 from data_pipeline.loader import Loader, LoaderError, Needs, everything
-from data_pipeline.manifest import IndexMismatch
-from data_pipeline.store import FolderStore, StoreUnavailable
+from data_pipeline.store.open import FolderStore, StoreUnavailable
 from data_pipeline.text import Tokenizer, train_ranks
 from moonvit3d.geometry import PatchLimits
 from tests.resume import assert_resumes_anywhere, fingerprint

@@ -6,10 +6,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from data_pipeline.blend import UNITS, SourceTotals, blend, counts_before
 from data_pipeline.config import BlendStage, DataConfig
-from data_pipeline.mixture import Mixer
-from data_pipeline.plan import DataUsedUp, Planner
+from data_pipeline.plan.blend import UNITS, SourceTotals, blend, counts_before
+from data_pipeline.plan.mixture import Mixer
+from data_pipeline.plan.planner import DataUsedUp, Planner
 from tests.unit.data_pipeline.plain import made_index
 
 WINDOW = 64

@@ -3,7 +3,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from data_pipeline.order import ShardOrder, keyed, permute
+from data_pipeline.keyed import keyed
+from data_pipeline.plan.order import ShardOrder, permute
 
 PINNED = ([54, 45, 32, 37, 34, 39], "defbc6d6a8cc11b1")
 

@@ -16,9 +16,9 @@ import pytest
 from data_pipeline.access import open_fetcher, shard_versions
 from data_pipeline.fetch import Needs, resolve
 from data_pipeline.loader import Loader
-from data_pipeline.plan import Planner
-from data_pipeline.store import FolderStore
-from data_pipeline.workers import Workers
+from data_pipeline.plan.planner import Planner
+from data_pipeline.store.open import FolderStore
+from data_pipeline.workers.workers import Workers
 from tests.unit.data_pipeline.every_kind import CONFIG, build
 
 WORLDS = (1, 2, 3, 4, 8, 64)

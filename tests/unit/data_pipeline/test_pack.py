@@ -3,7 +3,7 @@ import time
 import numpy as np
 import pytest
 
-from data_pipeline.pack import best_fit, pack_window
+from data_pipeline.plan.pack import best_fit, pack_window
 from tests.unit.data_pipeline.plain import slow_best_fit
 
 

@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.augment import Draw
-from data_pipeline.augment_config import AugmentConfig, JpegConfig
-from data_pipeline.matrices import compose, inverse
-from data_pipeline.pixels import FILL, apply, matrix
-from data_pipeline.regions import move
+from data_pipeline.augment.config import AugmentConfig, JpegConfig
+from data_pipeline.augment.draws import Draw
+from data_pipeline.augment.matrices import compose, inverse
+from data_pipeline.augment.pixels import FILL, apply, matrix
+from data_pipeline.augment.regions import move
 from tests.unit.data_pipeline.draws import EVERYTHING, GEOMETRY, some_draws
 
 

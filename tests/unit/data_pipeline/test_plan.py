@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.config import DataConfig
-from data_pipeline.plan import Planner
+from data_pipeline.plan.planner import Planner
 from moonvit3d.geometry import PatchLimits
 from tests.resume import assert_resumes_anywhere
 from tests.unit.data_pipeline.plain import made_index, slow_sample, slow_window

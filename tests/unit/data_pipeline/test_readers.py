@@ -9,13 +9,13 @@ import tarfile
 import pytest
 import webdataset
 
-from data_pipeline.ingest import ImageSegment, IngestPolicy, TextSegment, ingest
-from data_pipeline.manifest import read_samples
-from data_pipeline.readers import open_inputs
-from data_pipeline.records import safe_key
-from data_pipeline.samples import Refused
-from data_pipeline.shards import MAX_KEY, check_sample_key
-from data_pipeline.store import FolderStore, MemoryStore
+from data_pipeline.index.manifest import read_samples
+from data_pipeline.index.shards import MAX_KEY, check_sample_key
+from data_pipeline.ingest.ingest import ImageSegment, IngestPolicy, TextSegment, ingest
+from data_pipeline.ingest.readers import open_inputs
+from data_pipeline.ingest.records import safe_key
+from data_pipeline.ingest.samples import Refused
+from data_pipeline.store.open import FolderStore, MemoryStore
 from tests.unit.data_pipeline.media import encoded, mp4, noise, samples
 
 PNG, JPEG = encoded(noise(28, 28)), encoded(noise(20, 30), "JPEG")
@@ -208,8 +208,10 @@ def test_packed_tars_and_tars_in_a_store_and_long_names(tmp_path):
 
 
 def test_a_tar_larger_than_a_block_comes_from_a_store_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_pipeline.blobs._BLOCK", 4096)
-    monkeypatch.setattr("data_pipeline.readers._HELD", 3000)  # larger members by requests of theirs
+    monkeypatch.setattr("data_pipeline.ingest.blobs._BLOCK", 4096)
+    monkeypatch.setattr(
+        "data_pipeline.ingest.readers._HELD", 3000
+    )  # larger members by requests of theirs
     files = [(f"{i}.{s}", d) for i in range(9) for s, d in (("png", PNG), ("txt", f"t{i}"))]
     expected = _loaded(_tar(tmp_path / "a.tar", files), "caption")
     MemoryStore("blocks").put("a.tar", (tmp_path / "a.tar").read_bytes())

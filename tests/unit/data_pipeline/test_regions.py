@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.regions import (
+from data_pipeline.augment.regions import (
     BOX,
     POINT,
     POLYGON,

@@ -3,11 +3,17 @@
 import numpy as np
 import pytest
 
-from data_pipeline.index import COLUMNS, GROUPS
-from data_pipeline.ingest import CrudeSample, ImageSegment, RegionSegment, TextSegment, ingest
-from data_pipeline.manifest import IndexMismatch, check_shards, read_index
-from data_pipeline.reindex import reindex
-from data_pipeline.store import MemoryStore, MissingKey
+from data_pipeline.index.columns import COLUMNS, GROUPS
+from data_pipeline.index.manifest import IndexMismatch, check_shards, read_index
+from data_pipeline.ingest.ingest import (
+    CrudeSample,
+    ImageSegment,
+    RegionSegment,
+    TextSegment,
+    ingest,
+)
+from data_pipeline.ingest.reindex import reindex
+from data_pipeline.store.open import MemoryStore, MissingKey
 from data_pipeline.text import Tokenizer, train_ranks
 from tests.unit.data_pipeline.conftest import TRAINING_TEXT
 from tests.unit.data_pipeline.media import encoded, noise, samples
@@ -29,7 +35,7 @@ def _samples():
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_counting_anew_equals_ingesting_anew(store, tokenizer, workers, monkeypatch):
-    monkeypatch.setattr("data_pipeline.reindex._BATCH", 3)
+    monkeypatch.setattr("data_pipeline.ingest.reindex._BATCH", 3)
     old = ingest(_samples(), store, "old", tokenizer, 30_000, category="caption")
     anew = ingest(_samples(), store, "anew", OTHER, 30_000, category="caption")
     before = {key: store.get(key) for key in store.list()}

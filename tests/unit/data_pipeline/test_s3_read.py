@@ -5,9 +5,9 @@ import urllib3.exceptions
 from botocore import exceptions as aws
 from botocore.parsers import ResponseParserError
 
-from data_pipeline.objects import ObjectChanged, StoreError
-from data_pipeline.s3_read import BodyRead, BrokenBody
-from data_pipeline.store import _meaning
+from data_pipeline.store.objects import ObjectChanged, StoreError
+from data_pipeline.store.open import _meaning
+from data_pipeline.store.s3_read import BodyRead, BrokenBody
 
 
 class Body:

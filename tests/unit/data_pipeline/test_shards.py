@@ -10,7 +10,7 @@ import zlib
 import pytest
 import webdataset
 
-from data_pipeline.shards import (
+from data_pipeline.index.shards import (
     MAX_KEY,
     Member,
     ShardBuilder,

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data_pipeline.augment_config import AffineConfig, AugmentConfig, CropConfig
+from data_pipeline.augment.config import AffineConfig, AugmentConfig, CropConfig
 from data_pipeline.config import DataConfig
-from data_pipeline.layout import limits_at, num_levels
-from data_pipeline.plan import QUARANTINE_DELAY, Planner
-from data_pipeline.source import Source, part_span
+from data_pipeline.plan.layout import limits_at, num_levels
+from data_pipeline.plan.planner import QUARANTINE_DELAY, Planner
+from data_pipeline.plan.source import Source, part_span
 from moonvit3d.geometry import PatchLimits
 from tests.unit.data_pipeline.plain import made_index, slow_sample
 from tests.unit.data_pipeline.varied import slow_varied, varied_index

@@ -6,19 +6,19 @@ import math
 import numpy as np
 import pytest
 
-from data_pipeline.duplicates import Place, find_duplicates
-from data_pipeline.index import SourceIndex
-from data_pipeline.ingest import ingest
-from data_pipeline.reindex import reindex
-from data_pipeline.samples import (
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.ingest.reindex import reindex
+from data_pipeline.ingest.samples import (
     CrudeSample,
     ImageSegment,
     RegionSegment,
     TextSegment,
     VideoSegment,
 )
-from data_pipeline.stats import histogram, source_stats, spread, totals
-from data_pipeline.store import FolderStore
+from data_pipeline.inspect.duplicates import Place, find_duplicates
+from data_pipeline.inspect.stats import histogram, source_stats, spread, totals
+from data_pipeline.store.open import FolderStore
 from moonvit3d.geometry import PatchLimits, grid
 from tests.unit.data_pipeline.crude_samples import crude
 from tests.unit.data_pipeline.media import encoded, mp4, noise

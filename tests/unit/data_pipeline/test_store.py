@@ -5,9 +5,8 @@ import threading
 
 import pytest
 
-from data_pipeline.objects import Versions, merge_spans
-from data_pipeline.s3_answers import failure, meaning_of
-from data_pipeline.store import (
+from data_pipeline.store.objects import Versions, merge_spans
+from data_pipeline.store.open import (
     AccessDenied,
     FolderStore,
     MemoryStore,
@@ -20,7 +19,8 @@ from data_pipeline.store import (
     get_many,
     open_store,
 )
-from data_pipeline.store_stats import Counter, quantile
+from data_pipeline.store.s3_answers import failure, meaning_of
+from data_pipeline.store.stats import Counter, quantile
 
 
 @pytest.fixture(params=["folder", "memory"])

@@ -7,15 +7,15 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from data_pipeline.blend import UNITS, append_segment, blend
-from data_pipeline.extents import ranges
-from data_pipeline.index import ShardInfo, SourceIndex
-from data_pipeline.manifest import IndexMismatch, read_index, write_index
-from data_pipeline.objects import Span
-from data_pipeline.order import ShardOrder
-from data_pipeline.shards import ShardBuilder, sample_json
-from data_pipeline.store import FolderStore, MissingKey, StoreError
-from data_pipeline.stream import Batch, SampleStream, StreamConfig
+from data_pipeline.index.columns import ShardInfo, SourceIndex
+from data_pipeline.index.manifest import IndexMismatch, read_index, write_index
+from data_pipeline.index.shards import ShardBuilder, sample_json
+from data_pipeline.plan.blend import UNITS, append_segment, blend
+from data_pipeline.plan.order import ShardOrder
+from data_pipeline.store.objects import Span
+from data_pipeline.store.open import FolderStore, MissingKey, StoreError
+from data_pipeline.stream.extents import ranges
+from data_pipeline.stream.stream import Batch, SampleStream, StreamConfig
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO
 from moonvit3d.media import MediaError, read_image, read_video
 from tests.resume import assert_resumes_anywhere, fingerprint

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.ingest import ingest
-from data_pipeline.manifest import read_index, write_index
-from data_pipeline.samples import TextSegment
-from data_pipeline.shards import ShardBuilder
-from data_pipeline.store import FolderStore, StoreUnavailable
+from data_pipeline.index.manifest import read_index, write_index
+from data_pipeline.index.shards import ShardBuilder
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.ingest.samples import TextSegment
+from data_pipeline.inspect.problem import KINDS, Problem
+from data_pipeline.inspect.verify import Checks, open_source, sources_at, verify_source
+from data_pipeline.store.open import FolderStore, StoreUnavailable
 from data_pipeline.text import Tokenizer
-from data_pipeline.verify import Checks, open_source, sources_at, verify_source
-from data_pipeline.verify_problem import KINDS, Problem
 from tests.unit.data_pipeline.conftest import TRAINING_TEXT, train_ranks
 from tests.unit.data_pipeline.crude_samples import crude
 from tests.unit.data_pipeline.media import mp4
@@ -388,7 +388,7 @@ def test_a_share_still_sees_every_shard_s_size(store):
 
 def test_a_shard_overwritten_while_it_is_read(store, monkeypatch):
     index = read_index(store, NAME)
-    monkeypatch.setattr("data_pipeline.verify_shard._PART", 512)
+    monkeypatch.setattr("data_pipeline.inspect.shard._PART", 512)
     calls = []
 
     def overwrite(_: int) -> None:

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from data_pipeline.ingest import ingest
-from data_pipeline.shards import sample_json
-from data_pipeline.verify_document import describe, document_faults
-from data_pipeline.verify_problem import Fault
+from data_pipeline.index.shards import sample_json
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.inspect.document import describe, document_faults
+from data_pipeline.inspect.problem import Fault
 from tests.unit.data_pipeline.crude_samples import crude
 
 

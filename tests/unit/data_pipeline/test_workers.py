@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from data_pipeline.workers import HandClosed, JobError, RemoteTraceback, Workers
+from data_pipeline.workers.workers import HandClosed, JobError, RemoteTraceback, Workers
 from tests.resume import fingerprint
 from tests.worker_jobs import (
     Doubled,

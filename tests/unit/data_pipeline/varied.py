@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from data_pipeline.augment import choose_variants, draw, media_keys, sample_keys
-from data_pipeline.index import (
+from data_pipeline.augment.draws import choose_variants, draw, media_keys, sample_keys
+from data_pipeline.augment.regions import BOX, POINT, POLYGON, survivor
+from data_pipeline.index.columns import (
     GROUPS,
     PIECE_ITEM,
     PIECE_REGION,
@@ -11,8 +12,7 @@ from data_pipeline.index import (
     ShardInfo,
     SourceIndex,
 )
-from data_pipeline.layout import limits_at
-from data_pipeline.regions import BOX, POINT, POLYGON, survivor
+from data_pipeline.plan.layout import limits_at
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, grid
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_pipeline.ingest import ingest
-from data_pipeline.samples import CrudeSample, RegionSegment, TextSegment, VideoSegment
-from data_pipeline.store import FolderStore
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.ingest.samples import CrudeSample, RegionSegment, TextSegment, VideoSegment
+from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 from launch.demo import digits
 from launch.demo.pages import rendered_pages

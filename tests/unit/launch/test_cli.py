@@ -89,6 +89,6 @@ def test_only_the_user_s_errors_are_shortened():
     assert user_message(ValueError("a\n  b")) == "a b"
     assert user_message(FileNotFoundError("gone")) == "gone"
     assert user_message(RuntimeError("a bug")) is None
-    from data_pipeline.store import MissingBucket
+    from data_pipeline.store.open import MissingBucket
 
     assert user_message(MissingBucket("s3://x: no bucket")) == "s3://x: no bucket"

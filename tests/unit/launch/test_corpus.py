@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_pipeline.store import open_store
+from data_pipeline.store.open import open_store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import load_config
 from launch.demo import clips, photos, texts

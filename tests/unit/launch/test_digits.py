@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from data_pipeline.ingest import ImageSegment, TextSegment
+from data_pipeline.ingest.ingest import ImageSegment, TextSegment
 from launch.demo import digits
 from launch.demo.keyed import generator
 

@@ -15,9 +15,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from data_pipeline.collate import RowBatch
+from data_pipeline.index.manifest import read_index
 from data_pipeline.loader import Loader
-from data_pipeline.manifest import read_index
-from data_pipeline.store import FolderStore
+from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import load_config
 from launch.cli import app

@@ -1,0 +1,1 @@
+"""What chance does to pictures, and where that moves boxes, points and polygons."""

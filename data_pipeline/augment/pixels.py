@@ -1,0 +1,124 @@
+"""What was drawn for an image, done to its pixels. numpy and Pillow only.
+
+In this order:
+
+1. geometry. Mirror and quarter turns move whole pixels, and so does the crop. Where an affine was
+   drawn, mirror, turns, affine and crop are one bicubic resampling; what lies outside the source
+   becomes black, as the padding to whole tokens is.
+2. rescale, bicubic with antialiasing, to the size that was drawn.
+3. brightness, contrast about middle grey, gamma: one table of 256 values. Then saturation.
+4. JPEG at the quality drawn, 4:2:0, and back.
+
+The same draw gives the same bytes under one version of Pillow and its libjpeg; other versions may
+round pixels another way. Sizes and coordinates never depend on it.
+"""
+
+import io
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from data_pipeline.augment.draws import Draw
+from data_pipeline.augment.matrices import Affine, inverse, placed, rescaled
+from moonvit3d.media import read_image
+
+FILL = (0, 0, 0)
+JPEG_SUBSAMPLING = "4:2:0"
+
+_IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in JPEG
+# (mirrored, then turned by so many quarters clockwise); Pillow counts degrees the other way.
+_MOVES = {
+    (False, 1): Image.Transpose.ROTATE_270,
+    (False, 2): Image.Transpose.ROTATE_180,
+    (False, 3): Image.Transpose.ROTATE_90,
+    (True, 0): Image.Transpose.FLIP_LEFT_RIGHT,
+    (True, 1): Image.Transpose.TRANSVERSE,
+    (True, 2): Image.Transpose.FLIP_TOP_BOTTOM,
+    (True, 3): Image.Transpose.TRANSPOSE,
+}
+
+
+def apply(draw: Draw, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Do to an image what was drawn for it.
+
+    Args:
+        draw: made for an image of this size.
+        pixels: uint8 [draw.height, draw.width, 3].
+
+    Returns:
+        uint8 [draw.out_height, draw.out_width, 3], read-only; `pixels` itself if nothing was drawn.
+
+    Raises:
+        ValueError: pixels of another size than the draw was made for.
+    """
+    if pixels.dtype != np.uint8 or pixels.shape != (draw.height, draw.width, 3):
+        raise ValueError(
+            f"pixels are {pixels.dtype} {list(pixels.shape)}, the draw was made for uint8 "
+            f"{[draw.height, draw.width, 3]}: index and file do not belong together"
+        )
+    if draw.is_nothing:
+        return pixels
+    image = _framed(draw, Image.fromarray(pixels))
+    if image.size != (draw.out_width, draw.out_height):
+        image = image.resize((draw.out_width, draw.out_height), Image.Resampling.BICUBIC)
+    if draw.colour is not None:
+        image = _coloured(image, *draw.colour)
+    return _compressed(image, draw.jpeg) if draw.jpeg else np.asarray(image)
+
+
+def matrix(draw: Draw) -> NDArray[np.float64]:
+    """From edge coordinates of the source to those of the output: float64 [3, 3]."""
+    left, top, right, bottom = draw.crop
+    x_factor, y_factor = draw.out_width / (right - left), draw.out_height / (bottom - top)
+    rows = rescaled(_placement(draw), x_factor, y_factor)
+    return np.array([*rows, 0.0, 0.0, 1.0]).reshape(3, 3)
+
+
+def _placement(draw: Draw) -> Affine:
+    """From the source to the crop, before it is scaled."""
+    affine = _IDENTITY if draw.affine is None else draw.affine
+    return placed(draw.flip, draw.turns, affine, *draw.crop[:2], draw.width, draw.height)
+
+
+def _framed(draw: Draw, image: Image.Image) -> Image.Image:
+    left, top, right, bottom = draw.crop
+    if draw.affine is not None:
+        # Pillow asks for each pixel of the output where it comes from, in edge coordinates too.
+        source = tuple(float(value) for value in inverse(_placement(draw)))
+        return image.transform(
+            (right - left, bottom - top),
+            Image.Transform.AFFINE,
+            source,
+            Image.Resampling.BICUBIC,
+            fillcolor=FILL,
+        )
+    if draw.flip or draw.turns:
+        image = image.transpose(_MOVES[draw.flip, draw.turns])
+    return image if draw.crop == (0, 0, *image.size) else image.crop(draw.crop)
+
+
+def _coloured(
+    image: Image.Image, brightness: float, contrast: float, saturation: float, gamma: float
+) -> Image.Image:
+    """Factors and exponent as drawn; 1 leaves each as it is."""
+    if (brightness, contrast, gamma) != (1.0, 1.0, 1.0):
+        values = np.clip(np.arange(256) * brightness, 0, 255)
+        values = np.clip((values - 127.5) * contrast + 127.5, 0, 255)
+        values = np.rint(255 * (values / 255) ** gamma)
+        image = image.point(values.astype(int).tolist() * 3)
+    if saturation != 1.0:
+        rows = []
+        for channel in range(3):
+            row = [(1.0 - saturation) * weight for weight in _LUMA]
+            row[channel] += saturation
+            rows += [*row, 0.0]
+        image = image.convert("RGB", tuple(rows))
+    return image
+
+
+def _compressed(image: Image.Image, quality: int) -> NDArray[np.uint8]:
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=quality, subsampling=JPEG_SUBSAMPLING)
+    return read_image(file.getvalue())

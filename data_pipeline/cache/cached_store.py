@@ -1,0 +1,409 @@
+"""A store with a cache in front of it: memory, then local disk, then the store itself.
+
+    register(key, size, version)          once per object, from the manifest: no HEAD is ever sent
+    get / get_many / view
+      -> blocks open in this process       a look-up and a slice
+      -> block files in shared memory      mapped; checked when a process opens them
+      -> block files on the local disk     read by call; checked the same way
+      -> one ranged GET per run of blocks  by one process of the node; the others wait for it
+
+Objects are cut into aligned blocks of `block_bytes`. A block belongs to (root URI and key, version,
+size): the endpoint does not matter, and versions never mix. Which version an object has is said by
+the caller, who knows it from the manifest (the SHA-256 of the shard). Objects that were not
+registered, and reads that name an ETag, go to the inner store as they are.
+
+The cache believes the inner store: a block that was wrong when it came has a right checksum. A
+reader whose own check fails calls `forget` for that range and reads again.
+"""
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from data_pipeline.cache import node as cache_node
+from data_pipeline.cache.blocks import (
+    Blocks,
+    CachedObject,
+    CacheStats,
+    Deliver,
+    Place,
+    Read,
+    neighbours,
+)
+from data_pipeline.cache.node import NodeFolder
+from data_pipeline.cache.tier import Tier
+from data_pipeline.store import objects
+from data_pipeline.store.objects import ObjectInfo, Span, Store, StoreError, StoreStats
+
+log = logging.getLogger("data_pipeline.cache.cached_store")
+
+# One request fetches at most this much: it is held in memory, once per thread that fetches.
+RUN_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The cache of a node. Processes that give the same values share one.
+
+    Attributes:
+        folder: where blocks lie on the local disk; they outlive the run. None: no disk tier.
+        disk_bytes: limit of that folder.
+        memory_bytes: limit of the node's shared memory (/dev/shm) for blocks, for all processes
+            together; removed when the last of them ends. 0: no memory tier.
+        block_bytes: what is fetched and kept at once. Larger makes fewer requests; a node that
+            reads only few samples of each shard (many nodes) wants smaller ones.
+        wait_s: how long to wait for another process that fetches the same blocks.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    folder: str | None = None
+    disk_bytes: int = 64 << 30
+    memory_bytes: int = 0
+    block_bytes: int = 4 << 20
+    wait_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.folder is None and not self.memory_bytes:
+            raise ValueError(
+                "cache: neither folder nor memory_bytes is given; name a folder, give "
+                "memory_bytes, or leave the cache out"
+            )
+        if self.folder is not None and not self.folder.strip():
+            raise ValueError("cache: folder is empty; name a folder, or null for no disk tier")
+        _check_int("block_bytes", self.block_bytes, 1 << 10, 1 << 30)
+        # Several may write a block at the same time, and each needs room.
+        least = 4 * (self.block_bytes + 4096)
+        _check_int("disk_bytes", self.disk_bytes, least, 1 << 60)
+        if self.memory_bytes != 0:
+            _check_int("memory_bytes", self.memory_bytes, least, 1 << 60, " (0: no memory tier)")
+        number = isinstance(self.wait_s, int | float) and not isinstance(self.wait_s, bool)
+        if not number or not 0 < self.wait_s <= 86400:
+            raise ValueError(
+                f"cache: wait_s is {self.wait_s!r}; allowed: seconds above 0, at most 86400"
+            )
+
+
+def _check_int(name: str, value: int, low: int, high: int, note: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(
+            f"cache: {name} is {value!r}; allowed: an integer from {low} to {high}{note}; a tier "
+            "holds at least 4 blocks"
+        )
+
+
+class CachedStore:
+    """`inner` behind a cache; a `Store` itself. Close it, or use it in a `with`.
+
+    Any thread may use it; every process opens its own. It owns `inner` and closes that too.
+
+    Args:
+        inner: where the objects are.
+        config: see `CacheConfig`.
+        versions: key -> (size, version) of objects to register.
+
+    Raises:
+        StoreError: there is no folder at all for the locks of this node's processes.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        config: CacheConfig,
+        versions: Mapping[str, tuple[int, str]] | None = None,
+    ) -> None:
+        self.uri, self.config = inner.uri, config
+        self._inner, self._block_bytes = inner, config.block_bytes
+        self._objects: dict[str, CachedObject] = {}
+        self._node, self._blocks = _join(config)
+        for key, (size, version) in (versions or {}).items():
+            self.register(key, size, version)
+
+    def __repr__(self) -> str:
+        return f"CachedStore({self._inner!r}, {self.config!r})"
+
+    def __enter__(self) -> "CachedStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the node's folder, which goes with its last process, and close the inner store.
+
+        Views handed out stay valid. Objects are no longer registered.
+        """
+        self._objects.clear()
+        self._blocks.close()
+        self._node.close()
+        self._inner.close()
+
+    def register(self, key: str, size: int, version: str) -> None:
+        """From now on, cache reads of `key`, an object of `size` bytes.
+
+        Args:
+            version: stands for the content: the same for the same bytes, another for others. A
+                hash is best; an ETag will do.
+        """
+        objects.check_key(key)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0 or not version:
+            raise ValueError(
+                f"object {key!r}: cannot be cached as size {size!r}, version {version!r}; give "
+                "its size in bytes (>= 0) and a version that is not empty, as in the manifest"
+            )
+        known = self._objects.get(key)
+        if known is None or (known.size, known.version) != (size, version):
+            where = f"{self.uri}/{key}"
+            self._objects[key] = CachedObject(where, key, size, version, self._block_bytes)
+
+    def forget(self, key: str, offset: int = 0, length: int | None = None) -> None:
+        """Drop the blocks that hold this range, for the whole node: their bytes proved wrong.
+
+        Other processes that have them open notice when their own check fails.
+        """
+        objects.check_range(offset, length)
+        known = self._objects.get(key)
+        if known is not None:
+            stop = known.size if length is None else min(known.size, offset + length)
+            for index in self._indices(offset, stop):
+                self._blocks.forget((known, index))
+
+    def _indices(self, start: int, stop: int) -> range:
+        """The blocks that hold [start, stop)."""
+        return range(start // self._block_bytes, -(-stop // self._block_bytes))
+
+    # Reads
+
+    def get(
+        self, key: str, offset: int = 0, length: int | None = None, *, etag: str | None = None
+    ) -> bytes:
+        """See `Store.get`. With an ETag, or for an object not registered: straight through."""
+        known = self._objects.get(key)
+        if known is None or etag is not None:
+            return self._inner.get(key, offset, length, etag=etag)
+        if length and offset >= 0:
+            index, start = divmod(offset, self._block_bytes)
+            block = self._blocks.hit((known, index), start + length, length)
+            if block is not None:
+                try:
+                    return block.read(start, start + length)
+                except OSError:  # the disk lost it: read again below
+                    self._blocks.forget((known, index))
+        objects.check_range(offset, length)
+        rest = max(0, known.size - offset)
+        return self.get_many([Span(key, offset, rest if length is None else length)])[0]
+
+    def view(self, key: str, offset: int, length: int) -> memoryview:
+        """The bytes of `get`, read-only; no copy is made if they lie in one block in memory.
+
+        A view keeps the memory of its block, evicted or not, until it is dropped.
+        """
+        objects.check_range(offset, length)
+        known = self._objects.get(key)
+        if known is not None and 0 < length <= known.size - offset:
+            index, start = divmod(offset, self._block_bytes)
+            place, stop = (known, index), start + length
+            block = self._blocks.hit(place, stop, length)
+            if block is None and stop <= self._block_bytes and self._blocks.find(place):
+                block = self._blocks.hit(place, stop, length)
+            if block is not None:
+                try:
+                    return block.view(start, stop)
+                except OSError:  # as in `get`
+                    self._blocks.forget(place)
+        return memoryview(self.get(key, offset, length))
+
+    def get_many(
+        self, requests: Sequence[Span], max_gap: int = 65536, threads: int = 8
+    ) -> list[bytes]:
+        """Read many spans, as `objects.get_many` does, and with the same result.
+
+        The missing blocks of all spans are found first. Each run of neighbours, up to `RUN_BYTES`,
+        is one request; up to `threads` are under way at once.
+
+        Raises:
+            CacheTimeout: another process has been fetching a block for longer than `wait_s`.
+            StoreError: as the inner store does.
+        """
+        known = self._check(requests)
+        answers = [b""] * len(requests)
+        straight = [i for i, span in enumerate(requests) if span.key not in known]
+        cut = _Cut(requests, known, self._block_bytes)
+        straight += self._read_blocks(cut, cut.deliver, threads)
+        for i, pieces in cut.pieces.items():
+            answers[i] = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if straight:
+            spans = [requests[i] for i in straight]
+            read = objects.get_many(self._inner, spans, max_gap, threads)
+            for i, data in zip(straight, read, strict=True):
+                answers[i] = data
+        return answers
+
+    def prefetch(self, requests: Sequence[Span], threads: int = 8) -> None:
+        """Fetch the missing blocks of these spans, as `get_many` does, and hand out nothing.
+
+        For readers that then go through the blocks with many small reads or views: those fetch one
+        block at a time. Objects not registered are left alone. With no tier to keep blocks in, or
+        tiers smaller than the spans, it is of no use.
+
+        Raises:
+            As `get_many`.
+        """
+        known = self._check(requests)
+        self._read_blocks(_Cut(requests, known, self._block_bytes), lambda *_: 0, threads)
+
+    def _check(self, requests: Sequence[Span]) -> dict[str, CachedObject]:
+        """Refuse bad ranges; the registered objects among those asked for."""
+        known = dict[str, CachedObject]()
+        for key, offset, length in requests:
+            objects.check_range(offset, length)
+            if key in self._objects:
+                known[key] = self._objects[key]
+                if length and offset + length > known[key].size:
+                    held = max(0, known[key].size - offset)
+                    raise objects.short_object(known[key].where, offset, length, held)
+        return known
+
+    def _read_blocks(self, cut: "_Cut", deliver: Deliver, threads: int) -> list[int]:
+        """Deliver all blocks of `cut`; returns the requests that must be read without the cache.
+
+        Those are the ones with missing blocks while no tier takes any: to fetch whole blocks for
+        small reads and keep none would multiply the bytes.
+        """
+        keep = self._blocks.writable
+        places = sorted(cut.uses, key=lambda place: (place[0].key, place[1]))
+        missing = [p for p in places if not self._blocks.serve(p, deliver, anywhere=not keep)]
+        if not keep:
+            return sorted({use[0] for place in missing for use in cut.uses[place]})
+        runs = neighbours(missing, max(1, RUN_BYTES // self._block_bytes))
+        _in_threads(lambda run: self._blocks.fetch(run, self._read, deliver), runs, threads)
+        return []
+
+    def _read(self, known: CachedObject, first: int, end: int) -> bytes:
+        start = first * self._block_bytes
+        stop = min(end * self._block_bytes, known.size)
+        return self._inner.get(known.key, start, stop - start)
+
+    # The rest of a store
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `Store.head`; asks the inner store."""
+        return self._inner.head(key)
+
+    def put(self, key: str, data: bytes) -> ObjectInfo:
+        """See `Store.put`. The object is not registered any more."""
+        self._objects.pop(key, None)
+        return self._inner.put(key, data)
+
+    def put_file(self, key: str, path: str | os.PathLike[str]) -> ObjectInfo:
+        """See `Store.put_file`. The object is not registered any more."""
+        self._objects.pop(key, None)
+        return self._inner.put_file(key, path)
+
+    def list(self, prefix: str = "") -> "list[str]":
+        """See `Store.list`; asks the inner store."""
+        return self._inner.list(prefix)
+
+    @property
+    def stats(self) -> StoreStats:
+        """What this process asked of the inner store."""
+        return self._inner.stats
+
+    @property
+    def cache_stats(self) -> CacheStats:
+        """What the cache did for this process."""
+        return self._blocks.stats
+
+
+class _Cut:
+    """Requests cut at block borders.
+
+    Attributes:
+        pieces: request -> the bytes of its pieces, one per block, empty until delivered.
+        uses: block -> (request, number of the piece, start, stop) of the pieces that lie in it.
+    """
+
+    def __init__(
+        self, requests: Sequence[Span], known: Mapping[str, CachedObject], size: int
+    ) -> None:
+        self.pieces: dict[int, list[bytes]] = {}
+        self.uses: dict[Place, list[tuple[int, int, int, int]]] = {}
+        for i, (key, offset, length) in enumerate(requests):
+            if key not in known or not length:
+                continue
+            stop = offset + length
+            indices = range(offset // size, -(-stop // size))
+            self.pieces[i] = [b""] * len(indices)
+            for k, index in enumerate(indices):
+                begin = index * size
+                use = (i, k, max(offset - begin, 0), min(stop - begin, size))
+                self.uses.setdefault((known[key], index), []).append(use)
+
+    def deliver(self, place: Place, read: Read) -> int:
+        """Take the pieces that lie in this block; how many bytes that was."""
+        for i, k, start, stop in self.uses[place]:
+            self.pieces[i][k] = read(start, stop)
+        return sum(stop - start for _, _, start, stop in self.uses[place])
+
+
+def _in_threads(
+    work: Callable[[list[Place]], None], runs: Sequence[list[Place]], threads: int
+) -> None:
+    """Do all runs; the first error stops what has not started and is raised."""
+    if len(runs) <= 1 or threads <= 1:
+        for run in runs:
+            work(run)
+        return
+    with ThreadPoolExecutor(min(threads, len(runs))) as pool:
+        futures = [pool.submit(work, run) for run in runs]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _join(config: CacheConfig) -> tuple[NodeFolder, Blocks]:
+    """Enter the node's folder and open the tiers."""
+    folder = os.path.abspath(os.path.expanduser(config.folder)) if config.folder else None
+    text = repr((folder, config.disk_bytes, config.memory_bytes, config.block_bytes))
+    name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    node, in_memory = _enter(name, config.wait_s)
+    tiers: list[Tier] = []
+    if config.memory_bytes and in_memory:
+        tiers.append(
+            Tier("memory", node.path / "blocks", config.memory_bytes, wait_s=config.wait_s)
+        )
+    if folder is not None:
+        tiers.append(Tier("disk", Path(folder), config.disk_bytes, wait_s=config.wait_s))
+    if config.memory_bytes and not in_memory:
+        log.warning(
+            "the cache has no memory tier: no folder can be made in %s. Mount a tmpfs there, or "
+            "set memory_bytes to 0.",
+            cache_node.SHARED_MEMORY,
+        )
+    return node, Blocks(tiers, node, config.wait_s)
+
+
+def _enter(name: str, wait_s: float) -> tuple[NodeFolder, bool]:
+    """The node's folder, and whether it lies in shared memory; else it only serves for locks."""
+    problems: list[str] = []
+    for parent in (cache_node.SHARED_MEMORY, Path(tempfile.gettempdir())):
+        try:
+            return NodeFolder(parent, name, wait_s), parent == cache_node.SHARED_MEMORY
+        except OSError as error:
+            problems.append(str(error))
+    raise StoreError(
+        f"the cache has no place for its locks ({'; '.join(problems)}); make /dev/shm or the "
+        "folder for temporary files writable, or run without the cache"
+    )

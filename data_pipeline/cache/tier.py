@@ -1,0 +1,377 @@
+"""Blocks of objects as files in one folder: checksummed, bounded in size, shared by processes.
+
+A block file is a header (format, object, block number, length, XXH3-64 of the payload) and the
+payload. It is written under a temporary name and renamed, so nobody sees half a block by its
+name. Nothing is synced to the disk: after a power cut a block may be short or wrong, and then its
+checksum says so and it is fetched again.
+
+The size limit holds over all processes. Who wants to write first adds the size to the number in
+the file `ledger`, under its lock; if that goes over the limit, blocks used least recently go until
+a tenth of the limit is free, so the folder is scanned once per tenth of the limit written. A
+number that a crash left too high is put right by the next scan. Removing a file that others read
+harms nobody: they hold it open.
+
+A tier never fails its user. What goes wrong is counted, said once, and nothing is written for a
+while; what is there is still read.
+"""
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import re
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from data_pipeline.cache.node import CacheTimeout, locked_file, try_flock
+
+log = logging.getLogger("data_pipeline.cache.cached_store")
+
+# format, object, block number, length of the payload, checksum; a cache line in all
+_HEADER = struct.Struct("<8s16sQQQ16x")
+_FORMAT = b"KPBLOCK1"
+_LEDGER = struct.Struct("<Q")
+# Files of other names are never touched: somebody may name a folder that holds other things.
+_BLOCK_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.block")
+_PART_PREFIX = ".part-"
+_PAUSE_S = 60.0
+_VERIFY_PIECE = 256 << 10
+# These say nothing about the block that was to be opened.
+_SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+class BlockId(NamedTuple):
+    """Which bytes: 16 bytes that stand for the object's version, block number, payload length."""
+
+    object: bytes
+    number: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return f"{self.object.hex()}-{self.number:08x}.block"
+
+
+class OpenBlock:
+    """A checked block, open in this process; reads go on after its file was removed.
+
+    Attributes:
+        tier: name of the tier it lies in.
+        length: bytes of payload.
+        used: set by the reader, cleared by who looks after the open blocks.
+    """
+
+    __slots__ = ("_path", "length", "tier", "used")
+
+    def __init__(self, tier: str, path: str, length: int) -> None:
+        self.tier, self._path, self.length, self.used = tier, path, length, True
+
+    def read(self, start: int, stop: int) -> bytes:
+        """A copy of payload[start:stop], where 0 <= start <= stop <= length.
+
+        Raises:
+            OSError: the file can no longer be read, or lost bytes.
+        """
+        raise NotImplementedError
+
+    def view(self, start: int, stop: int) -> memoryview:
+        """payload[start:stop], read-only and without a copy where the tier is memory."""
+        return memoryview(self.read(start, stop))
+
+    def look_after(self) -> bool:
+        """Mark the block as used if it was, for eviction; False if its file is gone."""
+        used, self.used = self.used, False
+        try:
+            if used:
+                os.utime(self._path)
+            return used or os.path.exists(self._path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # may be read and not changed
+
+
+class _MappedBlock(OpenBlock):
+    """In shared memory: mapped, so that all processes look at the same pages."""
+
+    __slots__ = ("_payload",)
+
+    def __init__(self, tier: str, path: str, length: int, handle: int) -> None:
+        super().__init__(tier, path, length)
+        pages = mmap.mmap(handle, 0, prot=mmap.PROT_READ)
+        self._payload = memoryview(pages)[_HEADER.size :]
+
+    def read(self, start: int, stop: int) -> bytes:
+        return self._payload[start:stop].tobytes()
+
+    def view(self, start: int, stop: int) -> memoryview:
+        return self._payload[start:stop]
+
+
+class _FileBlock(OpenBlock):
+    """On a disk: read by call. A map would turn an error of the disk into the process's death."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, tier: str, path: str, length: int, handle: int) -> None:
+        super().__init__(tier, path, length)
+        self._handle = os.dup(handle)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, OSError):
+            os.close(self._handle)
+
+    def read(self, start: int, stop: int) -> bytes:
+        data = os.pread(self._handle, stop - start, start + _HEADER.size)
+        if len(data) != stop - start:
+            raise OSError(errno.EIO, "block file lost bytes", self._path)
+        return data
+
+
+class Tier:
+    """The block files of one folder.
+
+    Args:
+        name: "memory" for a folder in shared memory, whose blocks are mapped, or "disk", whose
+            blocks are read by call.
+        folder: made if missing.
+        limit: bytes of all block files together, headers included.
+        wait_s: patience with other processes that hold the ledger.
+
+    Attributes:
+        evicted, corrupt, failures: blocks removed for room, blocks dropped because their bytes
+            were not right, and operations that the system refused; of this process.
+    """
+
+    def __init__(self, name: str, folder: Path, limit: int, wait_s: float) -> None:
+        self.name, self.folder = name, folder
+        self._limit, self._wait_s = limit, wait_s
+        self._kind = _MappedBlock if name == "memory" else _FileBlock
+        self._lock = threading.Lock()
+        self._paused_until = 0.0
+        self._said = False
+        self.evicted = self.corrupt = self.failures = 0
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            self._pause(error)
+
+    @property
+    def writable(self) -> bool:
+        """False for a while after a write failed."""
+        return time.monotonic() >= self._paused_until
+
+    def open(self, block: BlockId) -> OpenBlock | None:
+        """The block, checked whole; None if it is not here, or was dropped as corrupt."""
+        path = os.path.join(self.folder, block.name)
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._trouble(error)
+            return None
+        try:
+            if not _sound(handle, block):
+                with self._lock:
+                    self.corrupt += 1
+                self.drop(block)
+                return None
+            with suppress(OSError):
+                os.utime(handle)  # last use, which eviction goes by
+            return self._kind(self.name, path, block.length, handle)
+        except OSError as error:
+            self._trouble(error)
+            if error.errno not in _SHORTAGE:
+                self.drop(block)
+            return None
+        finally:
+            os.close(handle)
+
+    def put(self, block: BlockId, payload: memoryview) -> bool:
+        """Write the block unless it is here; whether it is here now. `payload` has its length."""
+        if not self.writable:
+            return False
+        try:
+            with self._ledger() as ledger:
+                path = os.path.join(self.folder, block.name)
+                if os.path.exists(path):
+                    return True
+                part = self._reserve(ledger, _HEADER.size + block.length)
+            if part is None:
+                return False
+            self._write(*part, path, block, payload)
+        except (OSError, CacheTimeout) as error:
+            self._pause(error)
+            return False
+        return True
+
+    def drop(self, block: BlockId) -> None:
+        """Remove the block if it is here. The ledger learns of it at the next scan."""
+        try:
+            os.unlink(os.path.join(self.folder, block.name))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._trouble(error)
+
+    def sweep(self) -> None:
+        """Remove what dead writers left, put the ledger right and bring the size to the limit."""
+        try:
+            with self._ledger() as ledger:
+                _write_number(ledger, self._evict(self._limit))
+        except (OSError, CacheTimeout) as error:
+            self._pause(error)
+
+    @contextmanager
+    def _ledger(self) -> Iterator[int]:
+        with locked_file(self.folder / "ledger", self._wait_s) as handle:
+            yield handle
+
+    def _reserve(self, ledger: int, size: int) -> tuple[int, str] | None:
+        """Count `size` bytes and make a temporary file for them; None if there is no room.
+
+        The file is locked by its writer and has its final length from the start, so that a scan
+        counts it in full and knows a dead writer's file. Both need the ledger's lock held here.
+        """
+        number = os.pread(ledger, _LEDGER.size, 0)
+        used = _LEDGER.unpack(number)[0] if len(number) == _LEDGER.size else self._limit
+        if used + size > self._limit:
+            used = self._evict(self._limit * 9 // 10 - size)
+            if used + size > self._limit:
+                _write_number(ledger, used)
+                return None  # others are writing that much at this moment
+        handle, temporary = tempfile.mkstemp(prefix=_PART_PREFIX, dir=self.folder)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            os.truncate(handle, size)
+            _write_number(ledger, used + size)
+        except BaseException:
+            _abandon(handle, temporary)
+            raise
+        return handle, temporary
+
+    def _write(
+        self, handle: int, temporary: str, path: str, block: BlockId, payload: memoryview
+    ) -> None:
+        """Fill the temporary file, give it its name, close it."""
+        try:
+            head = _HEADER.pack(_FORMAT, *block, xxh3_64_intdigest(payload))
+            for offset, data in ((0, memoryview(head)), (len(head), payload)):
+                done = 0
+                while done < len(data):  # a nearly full disk takes a part first
+                    done += os.pwrite(handle, data[done:], offset + done)
+            with self._ledger():  # a scan must see it under one of its two names
+                os.rename(temporary, path)
+        except BaseException:
+            _abandon(handle, temporary)
+            raise
+        os.close(handle)
+
+    def _evict(self, target: int) -> int:
+        """Remove blocks used least recently until `target` bytes are left; what is left."""
+        used, found = 0, list[tuple[int, str, int]]()
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                block = _BLOCK_NAME.fullmatch(entry.name) is not None
+                if not block and not entry.name.startswith(_PART_PREFIX):
+                    continue
+                if not block and _remove_dead(entry.path):
+                    continue
+                with suppress(FileNotFoundError):  # a writer has renamed it, a reader dropped it
+                    status = entry.stat(follow_symlinks=False)
+                    used += status.st_size
+                    if block:
+                        found.append((status.st_mtime_ns, entry.path, status.st_size))
+        for _, path, size in sorted(found):
+            if used <= target:
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+                with self._lock:
+                    self.evicted += 1
+            used -= size
+        return used
+
+    def _pause(self, error: Exception) -> None:
+        """Write nothing for a while; give way where the disk is full, so that later writes fit."""
+        self._trouble(error)
+        self._paused_until = time.monotonic() + _PAUSE_S
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with suppress(OSError, CacheTimeout), self._ledger() as ledger:
+                used = self._evict(self._limit)
+                _write_number(ledger, self._evict(used * 7 // 8))
+
+    def _trouble(self, error: Exception) -> None:
+        with self._lock:
+            self.failures += 1
+            said, self._said = self._said, True
+        if not said:
+            log.warning(
+                "the %s tier of the cache at %s failed: %s; going on without it, and trying to "
+                "write to it again every %g s. Make room, correct its rights or lower its size. "
+                "This is said once.",
+                *(self.name, self.folder, error, _PAUSE_S),
+            )
+
+
+def _sound(handle: int, block: BlockId) -> bool:
+    """Whether the file holds exactly this block."""
+    if os.fstat(handle).st_size != _HEADER.size + block.length:
+        return False
+    head = os.pread(handle, _HEADER.size, 0)
+    if len(head) != _HEADER.size:
+        return False
+    *identity, checksum = _HEADER.unpack(head)
+    if identity != [_FORMAT, *block]:
+        return False
+    digest, buffer = xxh3_64(), memoryview(bytearray(min(_VERIFY_PIECE, block.length)))
+    done = 0
+    while done < block.length:
+        piece = buffer[: block.length - done]
+        got = os.preadv(handle, [piece], _HEADER.size + done)
+        if not got:
+            return False
+        digest.update(piece[:got])
+        done += got
+    return digest.intdigest() == checksum
+
+
+def _abandon(handle: int, temporary: str) -> None:
+    os.close(handle)
+    with suppress(OSError):
+        os.unlink(temporary)
+
+
+def _write_number(ledger: int, used: int) -> None:
+    os.pwrite(ledger, _LEDGER.pack(used), 0)
+
+
+def _remove_dead(part: str) -> bool:
+    """Remove a temporary file whose writer is gone; whether it is gone.
+
+    Under the ledger's lock, under which writers lock a new file and rename it.
+    """
+    try:
+        handle = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        if not try_flock(handle, fcntl.LOCK_EX):
+            return False
+        os.unlink(part)
+        return True
+    except FileNotFoundError:
+        return True
+    finally:
+        os.close(handle)

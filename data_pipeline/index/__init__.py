@@ -1,0 +1,1 @@
+"""What a source holds, on disk: shards, columns, manifest."""

@@ -1,0 +1,333 @@
+"""What a source holds, as columns: where every sample and medium lies, how large it is, its CRC.
+
+The planner needs nothing else: which tokens a sample has follows from these columns and
+`moonvit3d.geometry`, so planning reads no data bytes. `index.manifest` keeps them in files.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import ArrayLike, NDArray
+
+SCHEMA = "kimi-pretrain/source/2"
+
+# What a source may be about; rules of augmentation and documentation go by it.
+CATEGORIES = (
+    "agent",
+    "caption",
+    "code",
+    "grounding",
+    "interleaved",
+    "knowledge",
+    "ocr",
+    "text",
+    "video",
+)
+
+# A piece is what a sample is laid out from, in order.
+PIECE_TEXT, PIECE_ITEM, PIECE_REGION = 0, 1, 2
+
+# Column -> dtype. `Any`, so that what is made from them may stand for any typed column.
+SAMPLE_COLUMNS: dict[str, Any] = {
+    "shard": np.int32,
+    "json_offset": np.int64,
+    "json_length": np.int64,
+    "json_crc": np.uint32,
+    "flip_ok": np.bool_,
+    "turn_ok": np.bool_,
+}
+# A sample has any number of each of these; `<group>_ptr` says where a sample's begin.
+GROUPS: dict[str, dict[str, Any]] = {
+    "piece": {
+        "piece_kind": np.int8,
+        "piece_tokens": np.int32,
+        "piece_variants": np.int16,
+    },
+    "variant": {"variant_tokens": np.int32},
+    "item": {
+        "item_kind": np.int8,
+        "item_media": np.int16,
+        "item_chunk": np.int16,
+        "item_frames": np.int16,
+        "item_height": np.int32,
+        "item_width": np.int32,
+        "item_offset": np.int64,
+        "item_length": np.int64,
+        "item_crc": np.uint32,
+    },
+    "region": {
+        "region_item": np.int16,
+        "region_shape": np.int8,
+        "region_points": np.int16,
+    },
+    "point": {"point_x": np.float32, "point_y": np.float32},
+}
+COLUMNS = SAMPLE_COLUMNS | {name: kind for group in GROUPS.values() for name, kind in group.items()}
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One tar file: its key in the store, bytes, SHA-256 (hex) and number of samples."""
+
+    key: str
+    size: int
+    sha256: str
+    samples: int
+
+
+@dataclass(frozen=True, eq=False)
+class SourceIndex:
+    """Columns of N samples and of what they hold, read-only.
+
+    A sample has pieces, in order: texts, media items (an image or one video chunk) and regions
+    (written coordinates). Texts with variants, items, regions and the regions' points have columns
+    of their own; `<group>_ptr` int64 [N+1] says where a sample's begin in the columns of the group.
+
+    Attributes:
+        name: name of the source, the folder it lies in.
+        category: one of `CATEGORIES`.
+        shards: the tar files, in the order the `shard` column counts them.
+        key: N sample keys, as a list or an Arrow array; use `key_of`.
+        shard: int32 [N], grouped: never decreasing.
+        json_offset, json_length: int64 [N], bytes of the sample's JSON in its shard.
+        json_crc: uint32 [N], CRC-32 of those bytes.
+        flip_ok, turn_ok: bool [N], its images may be mirrored, or turned by quarters.
+        piece_kind: int8 [P], PIECE_TEXT, PIECE_ITEM or PIECE_REGION.
+        piece_tokens: int32 [P], tokens of a text (its first variant) or of a written region; of an
+            item those before its media pads (with a chunk's timestamp).
+        piece_variants: int16 [P], how many texts there are to choose from; 1 but for variants.
+        variant_tokens: int32 [V], tokens of the second, third ... variant of each such piece.
+        item_kind: int8 [M], 0 image, 1 video chunk.
+        item_media: int16 [M], which media file of the sample. item_chunk: which chunk of it.
+        item_frames: int16 [M], 1 ... 4. item_height, item_width: int32 [M], source pixels.
+        item_offset, item_length, item_crc: the media file in the shard; chunks of a video share it.
+        region_item: int16 [R], the item of the sample it lies in.
+        region_shape: int8 [R], see `augment.regions`. region_points: int16 [R], its points.
+        point_x, point_y: float32 [Q], pixels of the file as stored, in edge coordinates.
+        tokenizer_name, tokenizer_hash: of the tokenizer that counted the tokens.
+
+    The length of a sample is 2 + tokens of its pieces + (pads + 1) of each item.
+    """
+
+    name: str
+    category: str
+    shards: tuple[ShardInfo, ...]
+    key: Sequence[str] | pa.Array
+    shard: NDArray[np.int32]
+    json_offset: NDArray[np.int64]
+    json_length: NDArray[np.int64]
+    json_crc: NDArray[np.uint32]
+    flip_ok: NDArray[np.bool_]
+    turn_ok: NDArray[np.bool_]
+    piece_ptr: NDArray[np.int64]
+    piece_kind: NDArray[np.int8]
+    piece_tokens: NDArray[np.int32]
+    piece_variants: NDArray[np.int16]
+    variant_ptr: NDArray[np.int64]
+    variant_tokens: NDArray[np.int32]
+    item_ptr: NDArray[np.int64]
+    item_kind: NDArray[np.int8]
+    item_media: NDArray[np.int16]
+    item_chunk: NDArray[np.int16]
+    item_frames: NDArray[np.int16]
+    item_height: NDArray[np.int32]
+    item_width: NDArray[np.int32]
+    item_offset: NDArray[np.int64]
+    item_length: NDArray[np.int64]
+    item_crc: NDArray[np.uint32]
+    region_ptr: NDArray[np.int64]
+    region_item: NDArray[np.int16]
+    region_shape: NDArray[np.int8]
+    region_points: NDArray[np.int16]
+    point_ptr: NDArray[np.int64]
+    point_x: NDArray[np.float32]
+    point_y: NDArray[np.float32]
+    tokenizer_name: str
+    tokenizer_hash: str
+
+    _COLUMNS: ClassVar[tuple[str, ...]] = (
+        *SAMPLE_COLUMNS,
+        *(name for group, columns in GROUPS.items() for name in (f"{group}_ptr", *columns)),
+    )
+
+    def __post_init__(self) -> None:
+        if self.category not in CATEGORIES:
+            raise ValueError(
+                f"source {self.name!r}: category is {self.category!r}; known are "
+                f"{', '.join(CATEGORIES)}"
+            )
+        n = self.num_samples
+        expected = dict.fromkeys((*SAMPLE_COLUMNS, "key"), n)
+        for group, columns in GROUPS.items():
+            pointer = getattr(self, f"{group}_ptr")
+            expected[f"{group}_ptr"] = n + 1
+            expected |= dict.fromkeys(columns, int(pointer[-1]) if len(pointer) else 0)
+        for name, length in expected.items():
+            if len(getattr(self, name)) != length:
+                raise ValueError(
+                    f"source {self.name!r}: column {name} has {len(getattr(self, name))} entries, "
+                    f"expected {length} ({n} samples)"
+                )
+        self._check_sums()
+        if n and (np.any(np.diff(self.shard) < 0) or self.shard[-1] >= len(self.shards)):
+            raise ValueError(
+                f"source {self.name!r}: column shard must be grouped and name one of the "
+                f"{len(self.shards)} shards"
+            )
+        for name in self._COLUMNS:
+            getattr(self, name).flags.writeable = False
+
+    def _check_sums(self) -> None:
+        """What one group says of another must add up, or offsets would run into neighbours."""
+        for what, counted, entries in (
+            ("items", int((self.piece_kind == PIECE_ITEM).sum()), len(self.item_kind)),
+            ("regions", int((self.piece_kind == PIECE_REGION).sum()), len(self.region_shape)),
+            ("variants", int((self.piece_variants - 1).sum(dtype=int)), len(self.variant_tokens)),
+            ("points", int(self.region_points.sum(dtype=int)), len(self.point_x)),
+        ):
+            if counted != entries:
+                raise ValueError(
+                    f"source {self.name!r}: {entries} {what} in their columns, but {counted} "
+                    "where they are named"
+                )
+
+    def __repr__(self) -> str:
+        return (
+            f"SourceIndex({self.name!r}, samples={self.num_samples}, items={self.num_items}, "
+            f"shards={len(self.shards)})"
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """N."""
+        return len(self.shard)
+
+    @property
+    def num_items(self) -> int:
+        """M, images and video chunks."""
+        return len(self.item_kind)
+
+    @cached_property
+    def text_tokens(self) -> NDArray[np.int64]:
+        """Tokens of each sample's texts (first variants) and written regions, int64 [N]."""
+        counted = np.where(self.piece_kind == PIECE_ITEM, 0, self.piece_tokens)
+        running = np.concatenate([[0], np.cumsum(counted, dtype=np.int64)])
+        return running[self.piece_ptr[1:]] - running[self.piece_ptr[:-1]]
+
+    def key_of(self, sample: int) -> str:
+        """The key of a sample, for messages."""
+        return str(self.key[int(sample)])
+
+    @cached_property
+    def content_hash(self) -> str:
+        """SHA-256 (hex) over all columns, the shards' hashes and the tokenizer's.
+
+        Unlike the hash of the Parquet file it does not depend on the version that wrote it.
+        """
+        head = f"{SCHEMA}\n{self.category}\n{self.tokenizer_hash}\n"
+        digest = hashlib.sha256(head.encode())
+        for shard in self.shards:
+            digest.update(f"{shard.sha256} {shard.size} {shard.samples}\n".encode())
+        for name in self._COLUMNS:
+            digest.update(f"{name}\n".encode() + getattr(self, name).tobytes())
+        digest.update("\n".join(pa.array(self.key, pa.string()).to_pylist()).encode())
+        return digest.hexdigest()
+
+    @classmethod
+    def from_columns(
+        cls,
+        name: str,
+        text_tokens: ArrayLike,
+        *,
+        category: str = "text",
+        key: Sequence[str] | None = None,
+        shards: Sequence[ShardInfo] | None = None,
+        item_ptr: ArrayLike | None = None,
+        item_text_before: ArrayLike | None = None,
+        item_prefix: ArrayLike | None = None,
+        tokenizer_name: str = "none",
+        tokenizer_hash: str = "",
+        **columns: ArrayLike,
+    ) -> "SourceIndex":
+        """Build an index of texts and items from plain arrays; a column left out is zero.
+
+        Args:
+            text_tokens: [N] tokens of each sample's text.
+            item_ptr: [N+1]; without it there are no items.
+            item_text_before: [M] how many of the sample's text tokens stand before the item.
+            item_prefix: [M] tokens before the item's pads.
+            shards: without it one empty shard for each number in the `shard` column.
+            columns: sample and item columns by name (item_frames is 1 unless given).
+        """
+        text = np.asarray(text_tokens, np.int64)
+        known = {**SAMPLE_COLUMNS, **GROUPS["item"]}
+        if unknown := sorted(set(columns) - set(known)):
+            raise ValueError(f"source {name!r}: unknown columns {unknown}")
+        pointer = np.zeros(len(text) + 1, np.int64) if item_ptr is None else np.array(item_ptr)
+        lengths = dict.fromkeys(known, int(pointer[-1])) | dict.fromkeys(SAMPLE_COLUMNS, len(text))
+        columns = {"item_frames": np.ones(pointer[-1]), **columns}
+        filled = {
+            column: np.array(columns.get(column, np.zeros(lengths[column])), dtype=kind)
+            for column, kind in known.items()
+        }
+        if shards is None:
+            counts = np.bincount(filled["shard"]) if len(text) else np.zeros(0, int)
+            shards = [ShardInfo(f"{name}/{i}.tar", 0, "", int(c)) for i, c in enumerate(counts)]
+        zeros = np.zeros(pointer[-1], np.int64)
+        before = zeros if item_text_before is None else np.asarray(item_text_before)
+        prefix = zeros if item_prefix is None else np.asarray(item_prefix)
+        pieces = _pieces(text, pointer.astype(np.int64), before, prefix)
+        empty = {
+            column: np.zeros(0, kind)
+            for group in ("variant", "region", "point")
+            for column, kind in GROUPS[group].items()
+        }
+        none = {f"{group}_ptr": np.zeros(len(text) + 1, np.int64) for group in
+                ("variant", "region", "point")}  # fmt: skip
+        return cls(
+            name=name,
+            category=category,
+            shards=tuple(shards),
+            key=[f"{i:06d}" for i in range(len(text))] if key is None else key,
+            item_ptr=pointer.astype(np.int64),
+            tokenizer_name=tokenizer_name,
+            tokenizer_hash=tokenizer_hash,
+            **filled,
+            **pieces,
+            **empty,
+            **none,
+        )
+
+
+def _pieces(
+    text: NDArray[np.int64],
+    item_ptr: NDArray[np.int64],
+    before: NDArray[np.int64],
+    prefix: NDArray[np.int64],
+) -> dict[str, Any]:
+    """Piece columns of samples laid out as text, item, text, item, ... text."""
+    items = np.diff(item_ptr)
+    pointer = np.concatenate([[0], np.cumsum(2 * items + 1)])
+    sample = np.repeat(np.arange(len(text)), items)
+    place = pointer[sample] + 2 * (np.arange(len(sample)) - item_ptr[sample]) + 1
+    kind = np.full(pointer[-1], PIECE_TEXT, np.int8)
+    kind[place] = PIECE_ITEM
+    # Text that ends before each item, and all of it at the last piece; differences are the pieces.
+    done = np.zeros(pointer[-1] + 1, np.int64)
+    done[place - 1], done[pointer[1:] - 1] = before, text
+    tokens = np.zeros(pointer[-1], np.int64)
+    is_text = np.flatnonzero(kind == PIECE_TEXT)
+    tokens[is_text] = np.diff(done[is_text], prepend=0)
+    tokens[pointer[:-1]] = done[pointer[:-1]]
+    tokens[place] = prefix
+    return {
+        "piece_ptr": pointer.astype(np.int64),
+        "piece_kind": kind,
+        "piece_tokens": tokens.astype(np.int32),
+        "piece_variants": np.ones(len(kind), np.int16),
+    }

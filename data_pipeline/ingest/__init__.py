@@ -1,0 +1,1 @@
+"""Crude data to sources."""

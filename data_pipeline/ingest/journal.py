@@ -1,0 +1,120 @@
+"""What an unfinished ingest leaves beside its shards, so that it can go on where it was killed.
+
+`NAME/.ingest/request.json` says what was asked for, `NAME/.ingest/000012.npz` is the part of shard
+12 (`ingest.parts`), put once the shard is there. A shard without its part is done again and
+gives the same bytes. All of it goes when the source is finished.
+"""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from data_pipeline.ingest.parts import Part
+from data_pipeline.ingest.removal import remove, remove_unfinished
+from data_pipeline.store.open import MissingBucket, MissingKey, Store
+
+_THREADS = 8
+
+
+class Journal:
+    """The journal of one source.
+
+    Args:
+        store: where the source is written.
+        name: of the source.
+        request: JSON of everything that decides about the bytes of the source; None keeps no
+            journal.
+    """
+
+    def __init__(self, store: Store, name: str, request: dict[str, Any] | None) -> None:
+        self._store, self._folder = store, f"{name}/.ingest"
+        # As it will be read: JSON knows no tuples.
+        self._request = json.loads(json.dumps(request))
+
+    @property
+    def kept(self) -> bool:
+        """Whether a journal is kept at all."""
+        return self._request is not None
+
+    def found(self) -> bool:
+        """Whether an ingest of the same request was begun.
+
+        Raises:
+            ValueError: another one was, and shards of it are done; the message says what differs.
+        """
+        try:
+            found = json.loads(self._store.get(f"{self._folder}/request.json"))
+        except (MissingKey, MissingBucket):
+            return False
+        if self._request is not None and found == self._request:
+            return True
+        if self._name(0) not in self._store.list(f"{self._folder}/"):
+            remove(self._store, f"{self._folder}/request.json")
+            return False
+        where = f"{self._store.uri}/{self._folder}"
+        if self._request is None:
+            raise ValueError(
+                f"{where}: an unfinished ingest of this name lies here; finish it with its own "
+                "arguments, delete that folder, or choose another name"
+            )
+        differing = [
+            f"{name} ({_shown(found.get(name))}, now {_shown(self._request.get(name))})"
+            for name in sorted({*found, *self._request})
+            if found.get(name) != self._request.get(name)
+        ]
+        raise ValueError(
+            f"{where}: the unfinished ingest of this name was begun with another "
+            f"{', '.join(differing)}; finish it with the same arguments, delete that folder to "
+            "start afresh, or choose another name"
+        )
+
+    def begin(self) -> None:
+        """Write down the request."""
+        if self.kept:
+            self._store.put(f"{self._folder}/request.json", json.dumps(self._request).encode())
+
+    def parts(self) -> list[Part]:
+        """The parts of the shards that are done: from the first up to one that is missing."""
+        names = set(self._store.list(f"{self._folder}/"))
+        number = 0
+        while self._name(number) in names:
+            number += 1
+        with ThreadPoolExecutor(_THREADS) as pool:
+            parts = list(pool.map(self._read, range(number)))
+            whole = list(pool.map(self._is_there, parts))
+        return parts[: whole.index(False)] if False in whole else parts
+
+    def write(self, number: int, part: Part) -> None:
+        """Keep the part of shard `number`, which must have been put before."""
+        if self.kept:
+            self._store.put(self._name(number), part.to_bytes())
+
+    def remove(self) -> None:
+        """Forget everything; the request goes last, so that a removal cut short is done again."""
+        if not self.kept:
+            return
+        parts = [name for name in self._store.list(f"{self._folder}/") if name.endswith(".npz")]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(partial(remove, self._store), parts))
+        for folder in (self._folder, self._folder.rpartition("/")[0]):
+            remove_unfinished(self._store, folder)
+        remove(self._store, f"{self._folder}/request.json")
+
+    def _name(self, number: int) -> str:
+        return f"{self._folder}/{number:06d}.npz"
+
+    def _read(self, number: int) -> Part:
+        return Part.from_bytes(self._store.get(self._name(number)))
+
+    def _is_there(self, part: Part) -> bool:
+        """Whether the shard is still as it was put; someone may have tidied up."""
+        try:
+            return self._store.head(part.shard.key).size == part.shard.size
+        except MissingKey:
+            return False
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

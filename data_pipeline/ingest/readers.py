@@ -1,0 +1,340 @@
+"""Crude data to samples: folders, webdataset tars and JSONL manifests, local or in a store.
+
+A reader only finds out which samples there are; the files are read where a sample is prepared.
+Files are put together to samples by name. In a tar the rule is webdataset's: everything up to the
+first dot of the file's name is the key, the rest tells the members apart. In a folder the name
+without its suffix is the key, as file names hold dots; `NAME.0.png`, `NAME.1.png` belong to
+`NAME.json` where that is there.
+"""
+
+import gzip
+import hashlib
+import os
+import re
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+from pathlib import PurePosixPath
+from typing import IO, Any
+
+from data_pipeline.ingest.blobs import Blob, in_store, opened, store_of
+from data_pipeline.ingest.forms import FORMS
+from data_pipeline.ingest.records import Broken, Group, Line, safe_key
+from data_pipeline.ingest.samples import Pending
+from data_pipeline.store.open import MissingKey
+
+_TARS = (".tar", ".tar.gz", ".tgz")
+_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+# What a source of ours has beside its shards.
+_OURS = ("manifest.json", "index.parquet", "rejected.jsonl")
+_LONGEST_LINE = 64 << 20
+# Members of a tar in a store up to this size are read with it, larger ones by a request of theirs.
+_HELD = 8 << 20
+# What a damaged file raises while it is read.
+_DAMAGED = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError)
+
+# webdataset's rule: what stands before the first dot of the file's name, and the rest.
+_MEMBER = re.compile(r"((?:.*/)?[^./][^.]*)\.([^/]+)")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What holds for all inputs.
+
+    Attributes:
+        category: whose short form manifests and JSON members have.
+        prefix_keys: put the name of the input before each key.
+    """
+
+    category: str
+    prefix_keys: bool = False
+
+
+def open_inputs(inputs: Sequence[str], category: str, *, prefix_keys: bool = False) -> "Inputs":
+    """A reader of folders, tars and manifests, one after the other.
+
+    Args:
+        inputs: paths, or URIs such as s3://bucket/prefix: a folder of samples or of tars, a file
+            ending in .tar, .tar.gz, .tgz, or in .jsonl, .ndjson (and .gz).
+        category: one of `data_pipeline.index.columns.CATEGORIES`.
+        prefix_keys: put the name of the input before each key; for inputs that use the same keys.
+
+    Raises:
+        ValueError: an input is missing, empty, or of no known kind.
+    """
+    if category not in FORMS:
+        raise ValueError(f"category is {category!r}; known are {', '.join(FORMS)}")
+    if not inputs:
+        raise ValueError("no input: give a folder, a .tar or a .jsonl file")
+    choices = Choices(category, prefix_keys)
+    return Inputs([reader for where in inputs for reader in _open(where, choices)], choices)
+
+
+def _open(where: str, choices: Choices) -> list["Folder | Tar | Lines"]:
+    name = where.removeprefix("file://").rstrip("/") or "/"
+    try:
+        if name.endswith(_TARS):
+            return [Tar(name, choices)]
+        if name.endswith(_LINES):
+            return [Lines(name, choices)]
+    except (FileNotFoundError, MissingKey):
+        raise ValueError(f"input {where}: there is no such file") from None
+    if not in_store(name) and not os.path.isdir(name):
+        what = "no such file or folder" if not os.path.exists(name) else "no input that is known"
+        raise ValueError(f"input {where}: {what}; give a folder, a .tar or a .jsonl file")
+    folder = Folder(name, choices)
+    tars = [file for file in folder.files if file.endswith(_TARS)]
+    if not tars:
+        return [folder]
+    if others := [f for f in folder.files if not f.endswith(_TARS) and f not in _OURS]:
+        raise ValueError(
+            f"input {where}: holds tars and other files ({others[0]}); give them as two inputs"
+        )
+    return [Tar(f"{name}/{file}", choices) for file in tars]
+
+
+class Inputs:
+    """Readers one after the other; see `data_pipeline.ingest.samples.Reader`."""
+
+    def __init__(self, readers: Sequence["Folder | Tar | Lines"], choices: Choices) -> None:
+        self._readers = readers
+        self.identity: dict[str, Any] | None = {
+            "files": [reader.identity for reader in readers],
+            "prefix_keys": choices.prefix_keys,
+        }
+        totals = [reader.total for reader in readers]
+        self.total = None if None in totals else sum(t for t in totals if t)
+
+    def read(self, cursor: Any = None) -> Iterator[tuple[Any, Pending]]:
+        """See `Reader.read`."""
+        first, inner = cursor or (0, None)
+        for number in range(first, len(self._readers)):
+            for at, found in self._readers[number].read(inner):
+                yield [number, at], found
+            inner = None
+
+
+# Folders -----------------------------------------------------------------------------------------
+
+
+class Folder:
+    """Files below a folder or prefix; a cursor is the number of samples before."""
+
+    def __init__(self, where: str, choices: Choices) -> None:
+        self._where, self._choices = where, choices
+        digest = hashlib.sha256()
+        self.files: list[str] = []
+        for name, version in _files(where):
+            self.files.append(name)
+            digest.update(f"{name}\0{version}\n".encode("utf-8", "surrogateescape"))
+        if not self.files:
+            raise ValueError(f"input {where}: there are no files in it")
+        self.identity = {"folder": _name(where), "sha256": digest.hexdigest()}
+        self.total: int | None = sum(1 for _ in self._groups())
+
+    def _groups(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """(stem with its folder, {member: file}) in order."""
+        split = self._choices.category in ("text", "code")
+        for folder, files in groupby(self.files, lambda name: name.rpartition("/")[0]):
+            yield from _grouped(folder, [name.rpartition("/")[2] for name in files], split)
+
+    def read(self, cursor: Any = None) -> Iterator[tuple[Any, Pending]]:
+        """See `Reader.read`."""
+        start = cursor or 0
+        for number, (stem, members) in enumerate(islice(self._groups(), start, None), start):
+            key = f"{_name(self._where)}/{stem}" if self._choices.prefix_keys else stem
+            blobs = {
+                member: Blob(f"{self._where}/{file}") for member, file in sorted(members.items())
+            }
+            name = stem.rpartition("/")[2]
+            yield number, Group(safe_key(key), name, blobs, self._choices.category)
+
+
+def _grouped(
+    folder: str, names: Sequence[str], split: bool
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Put the files of one folder together by their stems, sorted."""
+    documents = {name[: -len(".json")] for name in names if name.endswith(".json")}
+    groups: dict[str, dict[str, str]] = {}
+    for name in names:
+        stem, suffix = os.path.splitext(name)
+        owner, number = os.path.splitext(stem)
+        member = suffix[1:]
+        if number[1:].isdigit() and owner in documents and stem not in documents:
+            stem, member = owner, f"{number[1:]}{suffix}"
+        member = member.lower() if member.lower() not in groups.get(stem, ()) else member
+        groups.setdefault(stem, {})[member] = name
+    base = f"{folder}/" if folder else ""
+    for stem, members in sorted(groups.items()):
+        if split and "json" not in members:
+            # Texts and programs are one sample a file: a.c and a.h are two.
+            for member, name in sorted(members.items()):
+                yield base + (stem if member == "txt" else name), {member: base + name}
+        else:
+            yield base + stem, {member: base + name for member, name in members.items()}
+
+
+def _files(where: str) -> Iterator[tuple[str, str]]:
+    """(name below `where`, version) of every file that is not hidden, folder by folder."""
+    if not in_store(where):
+        yield from _walk(where, "", ())
+        return
+    store, prefix = store_of(f"{where}/")
+    names = [name[len(prefix) :] for name in store.list(prefix)]
+    for name in sorted(names, key=lambda name: name.rpartition("/")[::2]):
+        if not any(part.startswith(".") for part in name.split("/")):
+            yield name, ""
+
+
+def _walk(root: str, folder: str, above: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    place = os.path.join(root, folder)
+    real = os.path.realpath(place)
+    if real in above:
+        raise ValueError(f"input {place}: a link leads back to {real}; remove it")
+    try:
+        entries = sorted(os.scandir(place), key=lambda entry: entry.name)
+    except PermissionError:
+        raise ValueError(f"input {place}: the folder may not be read") from None
+    folders = []
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        name = f"{folder}/{entry.name}" if folder else entry.name
+        if entry.is_dir():
+            folders.append(name)
+        elif entry.is_file():
+            status = entry.stat()
+            yield name, f"{status.st_size} {status.st_mtime_ns}"
+        else:
+            yield name, "gone"  # a link to nothing: reading it gives the reason
+    for name in folders:
+        yield from _walk(root, name, (*above, real))
+
+
+def _name(where: str) -> str:
+    """The last part of a path or URI, for identities and prefixes: data may be moved."""
+    return PurePosixPath(os.path.abspath(where) if not in_store(where) else where).name
+
+
+# Tars --------------------------------------------------------------------------------------------
+
+
+class Tar:
+    """Members of a tar by webdataset's rule; a cursor is the offset of a sample's first header."""
+
+    def __init__(self, where: str, choices: Choices) -> None:
+        self._where, self._choices = where, choices
+        with opened(where) as found:
+            self.identity = {"tar": _name(where), **found.version}
+        self.total: int | None = None
+        packed = not where.endswith(".tar")
+        self._by_range = not packed
+        self._split = choices.category in ("text", "code")
+        self._local = not packed and not in_store(where)
+
+    def read(self, cursor: Any = None) -> Iterator[tuple[Any, Pending]]:
+        """See `Reader.read`."""
+        at = cursor or 0
+        try:
+            with opened(self._where) as found:
+                found.file.seek(at)
+                for at, stem, members in _by_key(self._members(found.file), self._split):
+                    yield at, self._group(stem, members)
+        except _DAMAGED as error:
+            yield at, Broken(_name(self._where), "damaged file", f"{self._where}: {error}")
+
+    def _members(self, file: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, Blob]]:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            while (info := tar.next()) is not None:
+                vars(tar)["members"].clear()  # it would keep every header
+                hidden = re.search(r"(?:^|/)\.(?!/)", info.name)
+                if info.isreg() and not hidden:
+                    yield info, self._blob(tar, info)
+            # tarfile takes a damaged header, and the end of a file that breaks off, for the end.
+            file.seek(tar.offset)
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError(f"neither a header nor the end mark at byte {tar.offset}")
+
+    def _blob(self, tar: tarfile.TarFile, info: tarfile.TarInfo) -> Blob:
+        if self._by_range and not info.issparse() and (self._local or info.size > _HELD):
+            return Blob(self._where, info.offset_data, info.size)
+        content = tar.extractfile(info)
+        assert content is not None
+        return Blob(self._where, held=content.read())
+
+    def _group(self, stem: str, members: dict[str, Blob]) -> Group:
+        prefix = f"{_name(self._where).split('.')[0]}/" if self._choices.prefix_keys else ""
+        name = stem.rpartition("/")[2]
+        return Group(safe_key(prefix + stem), name, members, self._choices.category)
+
+
+def _by_key(
+    members: Iterable[tuple[tarfile.TarInfo, Blob]], split: bool
+) -> Iterator[tuple[int, str, dict[str, Blob]]]:
+    """(offset, key, {rest of the name: bytes}) of neighbours with one key."""
+    stem, found = "", {}
+    for info, blob in members:
+        name = info.name.removeprefix("./")
+        match = _MEMBER.fullmatch(name)
+        key, rest = (match[1], match[2].lower()) if match else (name, "")
+        if key != stem or rest in found:
+            yield from _samples(stem, found, split)
+            stem, found = key, {}
+        found[rest] = info.offset, blob
+    yield from _samples(stem, found, split)
+
+
+def _samples(
+    stem: str, members: dict[str, tuple[int, Blob]], split: bool
+) -> Iterator[tuple[int, str, dict[str, Blob]]]:
+    """One sample, or of texts and programs without a document one for each file."""
+    if split and "json" not in members:
+        for member, (at, blob) in members.items():
+            yield at, stem if member in ("txt", "") else f"{stem}.{member}", {member: blob}
+    elif members:
+        at = next(iter(members.values()))[0]
+        yield at, stem, {member: blob for member, (_, blob) in members.items()}
+
+
+# Manifests ---------------------------------------------------------------------------------------
+
+
+class Lines:
+    """Lines of a manifest; a cursor is (offset, number) of a line, numbers counted from 1."""
+
+    def __init__(self, where: str, choices: Choices) -> None:
+        self._where, self._choices = where, choices
+        digest, lines, data = hashlib.sha256(), 0, b"\n"
+        with opened(where) as found:
+            while more := found.file.read(1 << 20):
+                data = more
+                digest.update(data)
+                lines += data.count(b"\n")
+        lines += not data.endswith(b"\n")
+        self.identity = {"manifest": _name(where), "sha256": digest.hexdigest()}
+        self.total: int | None = lines
+
+    def read(self, cursor: Any = None) -> Iterator[tuple[Any, Pending]]:
+        """See `Reader.read`."""
+        at, number = cursor or (0, 1)
+        name = _name(self._where)
+        try:
+            with opened(self._where) as found:
+                found.file.seek(at)
+                while line := found.file.readline(_LONGEST_LINE):
+                    if line.strip():
+                        yield [at, number], self._line(f"{name}:{number}", number, line)
+                    at, number = found.file.tell(), number + 1
+        except _DAMAGED as error:
+            yield [at, number], Broken(name, "damaged file", f"{self._where}: {error}")
+
+    def _line(self, place: str, number: int, data: bytes) -> Pending:
+        if len(data) == _LONGEST_LINE:
+            raise ValueError(f"input {place}: longer than {_LONGEST_LINE} bytes; is it JSONL?")
+        stem = _name(self._where).split(".")[0]
+        prefix = stem if self._choices.prefix_keys else ""
+        base = self._where.rpartition("/")[0] or "."
+        default = safe_key(f"{stem}-{number:08d}")
+        return Line(place, default, data, base, self._choices.category, prefix)

@@ -1,0 +1,253 @@
+"""Samples as readers find them, before their files are read: members of one key, or a line.
+
+All are small and picklable; `load` reads the files, in whatever process it is called.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from data_pipeline.index.shards import MAX_KEY, check_sample_key
+from data_pipeline.ingest.blobs import Blob, in_store
+from data_pipeline.ingest.forms import FORMS, sample_of
+from data_pipeline.ingest.prepare import SUFFIXES
+from data_pipeline.ingest.samples import (
+    CrudeSample,
+    ImageSegment,
+    IngestPolicy,
+    Refused,
+    VideoSegment,
+)
+from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO
+
+# Files that hold a text as it is: captions beside media, and samples of the categories of text.
+CAPTIONS = ("txt", "caption")
+_PLAIN = """
+txt text md markdown rst tex org adoc
+py pyi c h cc cpp cxx hh hpp cu cuh m mm go rs java kt scala groovy swift js mjs cjs ts jsx tsx vue
+html css scss sh bash zsh fish ps1 bat pl pm rb php lua r jl hs ml mli ex exs erl clj lisp el scm
+f f90 f95 for pas asm s sql graphql proto cmake mk gradle toml yaml yml ini cfg xml dockerfile tf
+nix zig d dart vhd vhdl v sv
+"""
+PLAIN = frozenset(_PLAIN.split())
+_MEDIA_FIELDS = ("image", "images", "video", "content", "steps", "turns")
+_NUMBERED = re.compile(r"(?:(\d+)\.)?(\w+)")  # "png", "0.png"; not "mask.png"
+
+
+def safe_key(name: str) -> str:
+    """A sample key made from any file name, a different one for each.
+
+    Names that are keys already stay as they are; others get a hash of the name.
+    """
+    try:
+        check_sample_key(name)
+    except ValueError:
+        mark = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:10]
+        plain = re.sub("/+", "/", re.sub(r"[^A-Za-z0-9_\-/]", "_", name)).strip("/")
+        return f"{plain[: MAX_KEY - 11]}-{mark}"
+    return name
+
+
+def suffix_of(name: str) -> str:
+    """What follows the last dot of a file's name, in lower case; "" without one."""
+    return PurePosixPath(f"x{name}" if name.startswith(".") else name).suffix[1:].lower()
+
+
+def is_medium(name: str) -> bool:
+    """Whether the suffix is one of an image or a video."""
+    return any(suffix_of(f".{name}") in known for known in SUFFIXES.values())
+
+
+def _segment(name: str, blob: Blob, policy: IngestPolicy) -> ImageSegment | VideoSegment:
+    suffix = suffix_of(f".{name}")
+    if suffix in SUFFIXES[KIND_IMAGE]:
+        return ImageSegment(blob.read(policy.max_media_bytes), suffix)
+    if suffix in SUFFIXES[KIND_VIDEO]:
+        return VideoSegment(blob.read(policy.max_media_bytes), suffix)
+    known = ", ".join(suffix for kind in SUFFIXES.values() for suffix in kind)
+    raise Refused("unknown suffix", f"{name!r}; known are {known}")
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Refused("not UTF-8", f"{name}: {error}") from None
+
+
+def _parsed(data: bytes, name: str) -> Any:
+    try:
+        return json.loads(_decoded(data, name))
+    except (ValueError, RecursionError) as error:
+        raise Refused("unreadable", f"{name}: not JSON: {error}") from None
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Stands for what could not even be told apart into samples, to be reported in its place."""
+
+    key: str
+    reason: str
+    detail: str
+    size: int = 0
+
+    def load(self, policy: IngestPolicy) -> CrudeSample:
+        """Raises Refused with the reason."""
+        raise Refused(self.reason, self.detail)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Files of one key.
+
+    Attributes:
+        key: of the sample.
+        stem: what the names of all files begin with, before a dot.
+        members: rest of each file's name, such as "jpg", "0.png" or "json" -> its bytes.
+        category: whose form a JSON member has.
+    """
+
+    key: str
+    stem: str
+    members: dict[str, Blob]
+    category: str
+
+    @property
+    def size(self) -> int:
+        """See `Pending.size`."""
+        return sum(blob.size for blob in self.members.values())
+
+    def load(self, policy: IngestPolicy) -> CrudeSample:
+        """See `Pending.load`."""
+
+        def media(name: str) -> ImageSegment | VideoSegment:
+            member = name.rsplit("/", 1)[-1].removeprefix(f"{self.stem}.")
+            if member not in self.members:
+                there = ", ".join(self.members)
+                raise Refused("missing file", f"{name!r} is none of {self.stem}.[{there}]")
+            return _segment(member, self.members[member], policy)
+
+        record = self._record(policy)
+        if "segments" not in record:
+            self._add_text(record, policy)
+            self._add_media(record)
+        return sample_of(record, self.category, self.key, media, strict=False)
+
+    def _record(self, policy: IngestPolicy) -> dict[str, Any]:
+        """What the JSON member says; one of only captions is a short way for those."""
+        if "json" not in self.members:
+            return {}
+        name = f"{self.stem}.json"
+        found = _parsed(self.members["json"].read(policy.max_media_bytes), name)
+        if isinstance(found, str):
+            return {"text": found}
+        if isinstance(found, list):
+            return {"texts": found}
+        if not isinstance(found, dict):
+            raise Refused("bad field", f"{name}: {found!r:.60}, expected an object")
+        return found
+
+    def _add_text(self, record: dict[str, Any], policy: IngestPolicy) -> None:
+        """The text file's text goes before what a JSON says, which is then only kept in meta."""
+        plain = self.category in ("text", "code")
+        texts = [m for m in self.members if suffix_of(f".{m}") in (PLAIN if plain else CAPTIONS)]
+        if not texts:
+            told = {"text", "texts"} & set(record)
+            if "caption" in record and "text" in FORMS[self.category].fields and not told:
+                caption = record.pop("caption")
+                record["texts" if isinstance(caption, list) else "text"] = caption
+            return
+        if len(texts) > 1:
+            raise Refused("bad field", f"{self.stem} has several texts: {', '.join(texts)}")
+        text = _decoded(self.members[texts[0]].read(policy.max_media_bytes), texts[0])
+        other = {name: record.pop(name) for name in ("text", "texts") if name in record}
+        if other:
+            record["meta"] = {**other, **record.get("meta", {})}
+        record["text"] = text if plain else text.strip()
+
+    def _add_media(self, record: dict[str, Any]) -> None:
+        """Name the media that belong to the sample by their names alone."""
+        if any(name in record for name in _MEDIA_FIELDS):
+            return
+        found = [(_NUMBERED.fullmatch(m), m) for m in self.members if is_medium(m)]
+        ordered = sorted((int(match[1] or -1), m) for match, m in found if match)
+        names = [name for _, name in ordered]
+        if not names:
+            foreign = [m for m in self.members if suffix_of(f".{m}") not in (*CAPTIONS, "json")]
+            if foreign and not record:
+                raise Refused("unknown suffix", f"{self.stem}.[{', '.join(foreign)}]")
+            return
+        fields = FORMS[self.category].fields
+        if len(names) == 1:
+            field = "image" if suffix_of(f".{names[0]}") in SUFFIXES[KIND_IMAGE] else "video"
+            value: Any = names[0]
+        else:
+            field, value = "images", names
+        if field not in fields:
+            raise Refused(
+                "bad field",
+                f"{self.stem}.[{', '.join(names)}]: {self.category} takes no {field} like this; "
+                f"say in {self.stem}.json what belongs where",
+            )
+        record[field] = value
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a JSONL manifest.
+
+    Attributes:
+        key: of the sample, unless the line has one.
+        place: file and line, for messages.
+        data: the line.
+        base: folder or URI that its media are relative to.
+        category: whose form it has.
+        prefix: put before the key that a line has.
+    """
+
+    place: str
+    default: str
+    data: bytes
+    base: str
+    category: str
+    prefix: str
+
+    @property
+    def key(self) -> str:
+        """Until it is read, the place names it."""
+        return self.place
+
+    @property
+    def size(self) -> int:
+        """See `Pending.size`; media are counted as a quarter of a megabyte."""
+        return len(self.data) + (1 << 18)
+
+    def load(self, policy: IngestPolicy) -> CrudeSample:
+        """See `Pending.load`."""
+
+        def media(name: str) -> ImageSegment | VideoSegment:
+            return _segment(name, Blob(_inside(self.base, name)), policy)
+
+        record = _parsed(self.data, self.place)
+        if not isinstance(record, dict):
+            raise Refused("bad field", f"{self.place}: {record!r:.60}, expected an object")
+        sample = sample_of(record, self.category, self.default, media, strict=True)
+        if self.prefix and "key" in record:
+            return replace(sample, key=safe_key(f"{self.prefix}/{sample.key}"))
+        return sample
+
+
+def _inside(base: str, name: str) -> str:
+    """Where a file that a manifest names lies."""
+    if in_store(name):
+        return name
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+        raise Refused(
+            "bad path",
+            f"{name!r}; name files relative to the manifest, below its folder, or by s3:// URIs",
+        )
+    return f"{base}/{name}"

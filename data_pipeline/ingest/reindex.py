@@ -1,0 +1,142 @@
+"""Another tokenizer for a source that exists: a new index over the same shards.
+
+Only the samples' documents are read, for only texts, labels and timestamps have other lengths in
+another tokenizer. The old index stays as it is, because runs may be reading it: the new one is a
+source of its own, whose manifest names the old one's shards.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.manifest import (
+    IndexMismatch,
+    check_crc,
+    manifest_key,
+    read_index,
+    sample_span,
+    write_index,
+)
+from data_pipeline.index.shards import check_source_name
+from data_pipeline.ingest.ordered import ordered_map
+from data_pipeline.ingest.prepare import count_numbers, item_prefix
+from data_pipeline.store.open import MissingKey, Store, get_many
+from data_pipeline.text import Tokenizer
+
+_BATCH = 1024  # documents read and counted at a time
+# Media up to this size between two documents are read along: another request would cost more.
+_MAX_GAP = 16 << 10
+
+# Tokens of a sample's pieces, and of its further variants.
+Counts = tuple[list[int], list[int]]
+
+
+def reindex(
+    store: Store,
+    name: str,
+    new_name: str,
+    tokenizer: Tokenizer,
+    *,
+    workers: int = 0,
+    threads: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> SourceIndex:
+    """Write `<new_name>/index.parquet` and manifest.json: source `name`, counted by `tokenizer`.
+
+    Args:
+        store: where the source lies.
+        name: of the source.
+        new_name: of the new one; training names it instead of the old one.
+        tokenizer: counts the tokens.
+        workers: processes that count; 0 does it here.
+        threads: requests at a time.
+        progress: called with (samples done, samples).
+
+    Raises:
+        ValueError: a bad name, or a source of the new name exists.
+        MissingKey, IndexMismatch: the old source is not there, or damaged.
+    """
+    check_source_name(new_name)
+    try:
+        store.head(manifest_key(new_name))
+    except MissingKey:
+        pass
+    else:
+        raise ValueError(
+            f"{store.uri}/{new_name}: a source of this name exists, and runs may be reading it; "
+            "choose another name"
+        )
+    index = read_index(store, name)
+    pieces: list[list[int]] = []
+    variants: list[list[int]] = []
+    documents = _documents(store, index, threads)
+    for counts in ordered_map(_counter, (tokenizer,), documents, workers):
+        pieces += [piece for piece, _ in counts]
+        variants += [variant for _, variant in counts]
+        if progress:
+            progress(len(pieces), index.num_samples)
+    _check_lengths(index, "piece", pieces)
+    _check_lengths(index, "variant", variants)
+    new = replace(
+        index,
+        name=new_name,
+        piece_tokens=np.array([n for row in pieces for n in row], np.int32),
+        variant_tokens=np.array([n for row in variants for n in row], np.int32),
+        tokenizer_name=tokenizer.name,
+        tokenizer_hash=tokenizer.hash,
+    )
+    write_index(store, new)
+    return new
+
+
+def _documents(store: Store, index: SourceIndex, threads: int) -> Iterator[list[bytes]]:
+    for start in range(0, index.num_samples, _BATCH):
+        samples = range(start, min(start + _BATCH, index.num_samples))
+        spans = [sample_span(index, sample) for sample in samples]
+        found = get_many(store, spans, max_gap=_MAX_GAP, threads=threads)
+        for sample, span, text in zip(samples, spans, found, strict=True):
+            where = f"{store.uri}/{span.key}, sample {index.key_of(sample)!r}"
+            check_crc(text, int(index.json_crc[sample]), where)
+        yield found
+
+
+def _counter(tokenizer: Tokenizer) -> Callable[[list[bytes]], list[Counts]]:
+    def count(documents: list[bytes]) -> list[Counts]:
+        return [count_tokens(json.loads(text)["segments"], tokenizer) for text in documents]
+
+    return count
+
+
+def count_tokens(segments: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> Counts:
+    """Tokens of each piece that segments give, and of each variant but the first, in order."""
+    pieces: list[int] = []
+    variants: list[int] = []
+    for segment in segments:
+        kind = segment["kind"]
+        if kind == "text":
+            texts = segment["texts"] if "texts" in segment else [segment["text"]]
+            first, *others = (len(tokenizer.encode(text)) for text in texts)
+            pieces.append(first)
+            variants += others
+        elif kind == "region":
+            count = count_numbers(segment["shape"], len(segment.get("points", ())))
+            pieces.append(tokenizer.region_length(segment["label"], count))
+        else:
+            stamps = segment["timestamps"] if kind == "video" else [""]
+            pieces += [item_prefix(tokenizer, stamp) for stamp in stamps]
+    return pieces, variants
+
+
+def _check_lengths(index: SourceIndex, group: str, rows: Sequence[Sequence[int]]) -> None:
+    expected = np.diff(getattr(index, f"{group}_ptr"))
+    found = np.array([len(row) for row in rows])
+    if bad := np.flatnonzero(found != expected).tolist():
+        raise IndexMismatch(
+            f"source {index.name!r}, sample {index.key_of(bad[0])!r}: its document has "
+            f"{found[bad[0]]} {group}s, the index {expected[bad[0]]}; they do not belong together: "
+            "ingest the source again"
+        )

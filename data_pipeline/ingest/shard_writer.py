@@ -1,0 +1,192 @@
+"""Prepared samples, in order, into shards of bounded size; a full one goes up as the next fills.
+
+A shard is put first and then its part in the journal, so a part always tells of a whole shard.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from data_pipeline.index.columns import ShardInfo
+from data_pipeline.index.shards import ShardBuilder
+from data_pipeline.ingest.journal import Journal
+from data_pipeline.ingest.parts import Columns, Part
+from data_pipeline.ingest.prepare import Prepared
+from data_pipeline.ingest.samples import Rejection
+from data_pipeline.store.open import Store
+
+_SECONDS = 0.25  # between two calls of `progress`
+
+Outcome = Prepared | Rejection
+
+
+@dataclass(frozen=True)
+class IngestProgress:
+    """Counts so far, those of a killed ingest that is being finished included.
+
+    Attributes:
+        samples, rejected: samples written and left out.
+        items: images and video chunks.
+        shards: tar files that are there.
+        bytes: of the tar files, with those that are not there yet.
+        turned: images whose EXIF orientation is not upright (which is never applied).
+    """
+
+    samples: int = 0
+    rejected: int = 0
+    items: int = 0
+    shards: int = 0
+    bytes: int = 0
+    turned: int = 0
+
+
+@dataclass
+class _Filling:
+    """The shard that is being filled."""
+
+    builder: ShardBuilder = field(default_factory=ShardBuilder)
+    columns: Columns = field(default_factory=Columns)
+    rejections: list[Rejection] = field(default_factory=list)
+    turned: int = 0
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "samples": len(self.columns.keys),
+            "rejected": len(self.rejections),
+            "items": self.columns.num_items,
+            "bytes": self.builder.size if self.builder.samples else 0,
+            "turned": self.turned,
+        }
+
+
+def _counts(part: Part) -> dict[str, int]:
+    return {
+        "samples": len(part.keys),
+        "rejected": len(part.rejections),
+        "items": len(part.columns["item_kind"]),
+        "bytes": part.shard.size,
+        "turned": part.turned,
+    }
+
+
+class ShardWriter:
+    """Use it as a context: leaving it waits for the thread that puts shards.
+
+    Args:
+        store, name: where the source is written.
+        journal: taken up if one is found, else begun.
+        shard_bytes: largest size of a shard.
+        progress, rejected: see `data_pipeline.ingest.ingest.ingest`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        journal: Journal,
+        shard_bytes: int,
+        progress: Callable[[IngestProgress], None] | None = None,
+        rejected: Callable[[Rejection], None] | None = None,
+    ) -> None:
+        self._store, self._name, self._journal = store, name, journal
+        self._shard_bytes, self._progress, self._rejected = shard_bytes, progress, rejected
+        self._parts = journal.parts() if journal.found() else []
+        if not self._parts:
+            # Shows now, and not after a shard's worth of work, that one may write here.
+            store.put(f"{name}/rejected.jsonl", b"")
+            journal.begin()
+        self._keys = {key for part in self._parts for key in part.keys}
+        self._done: Counter[str] = Counter()
+        for part in self._parts:
+            self._done.update(_counts(part))
+        self._filling = _Filling()
+        self._thread = ThreadPoolExecutor(1, "ingest-upload")
+        self._uploading: Future[Part] | None = None
+        self._tell(now=True)
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    @property
+    def cursor(self) -> Any:
+        """Where in the input to go on; None at its start."""
+        return self._parts[-1].cursor if self._parts else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last shard of the input is there already."""
+        return bool(self._parts) and self._parts[-1].last
+
+    def add(self, cursor: Any, outcome: Outcome) -> None:
+        """Append one sample, closing the shard first if it would grow past its limit.
+
+        Args:
+            cursor: at which reading begins with this very sample.
+            outcome: the sample, or why it is left out.
+        """
+        if isinstance(outcome, Prepared) and outcome.key in self._keys:
+            outcome = Rejection(outcome.key, "key twice", "an earlier sample has this key")
+        if isinstance(outcome, Rejection):
+            self._filling.rejections.append(outcome)
+            if self._rejected:
+                self._rejected(outcome)
+        else:
+            builder = self._filling.builder
+            if builder.samples and builder.size + len(outcome.blocks) > self._shard_bytes:
+                self._close(cursor, last=False)
+            filling = self._filling
+            filling.columns.add(outcome, filling.builder.append(outcome.blocks))
+            filling.turned += outcome.turned
+            self._keys.add(outcome.key)
+        self._tell()
+
+    def _close(self, cursor: Any, *, last: bool) -> None:
+        """Hand the shard over to the thread, once that is done with the one before."""
+        self._settle()
+        number, filling = len(self._parts), self._filling
+        self._done.update(filling.counts())
+        self._filling = _Filling()
+        self._uploading = self._thread.submit(self._put, number, filling, cursor, last)
+
+    def _put(self, number: int, filling: _Filling, cursor: Any, last: bool) -> Part:
+        shard = filling.builder.finish()
+        key = f"{self._name}/{number:06d}.tar"
+        self._store.put(key, shard.data)
+        part = Part(
+            shard=ShardInfo(key, len(shard.data), shard.sha256, shard.samples),
+            keys=filling.columns.keys,
+            columns=filling.columns.arrays(),
+            rejections=filling.rejections,
+            turned=filling.turned,
+            cursor=cursor,
+            last=last,
+        )
+        self._journal.write(number, part)
+        return part
+
+    def _settle(self) -> None:
+        """Wait for the shard that is going up; its errors come out here."""
+        if self._uploading is not None:
+            part, self._uploading = self._uploading.result(), None
+            self._parts.append(part)
+            self._tell(now=True)
+
+    def _tell(self, *, now: bool = False) -> None:
+        if self._progress and (now or time.monotonic() >= self._told + _SECONDS):
+            self._told = time.monotonic()
+            counts = self._done + Counter(self._filling.counts())
+            self._progress(IngestProgress(**counts, shards=len(self._parts)))
+
+    def finish(self) -> tuple[list[Part], list[Rejection]]:
+        """Put what is left; returns all parts (none without samples) and all rejections."""
+        if self._filling.builder.samples:
+            self._close(None, last=True)
+        self._settle()
+        rejections = [rejection for part in self._parts for rejection in part.rejections]
+        return self._parts, rejections + self._filling.rejections

@@ -1,0 +1,1 @@
+"""Whether sources are sound, and what they hold."""

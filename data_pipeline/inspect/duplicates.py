@@ -1,0 +1,235 @@
+"""Media files and samples that stand in the sources more than once, byte for byte.
+
+Length and CRC-32 are in the index, so only what agrees in both is read, and its SHA-256 decides. A
+sample is a duplicate if its document and all of its media are; keys do not count.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.manifest import item_span, sample_span
+from data_pipeline.keyed import mix
+from data_pipeline.plan.ragged import sums
+from data_pipeline.store.open import Span, Store, get_many
+
+_BATCH_BYTES = 32 << 20
+_WORD = 32
+
+
+class Place(NamedTuple):
+    """Where a copy lies; `media` is the number of the file in its sample, -1 for whole samples."""
+
+    source: str
+    sample: str
+    media: int = -1
+
+
+@dataclass(frozen=True)
+class Group:
+    """Equal media files, or equal samples: their SHA-256 (hex), the bytes of one, all places."""
+
+    sha256: str
+    bytes: int
+    places: tuple[Place, ...]
+
+    @property
+    def redundant_bytes(self) -> int:
+        """Bytes that all copies but one take."""
+        return self.bytes * (len(self.places) - 1)
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Groups of two or more, those that take most space first.
+
+    Attributes:
+        media: equal files. samples: equal samples.
+        left_out: sources not looked at, because all of their shards are those of another one.
+    """
+
+    media: tuple[Group, ...]
+    samples: tuple[Group, ...]
+    left_out: tuple[str, ...] = ()
+
+    def as_dict(self, listed: int = 50) -> dict[str, Any]:
+        """For JSON: per kind the number of groups, of copies beyond the first of each and their
+        bytes, and the largest groups; and the sources left out."""
+        kinds = {
+            kind: {
+                "groups": len(groups),
+                "redundant": sum(len(group.places) - 1 for group in groups),
+                "redundant_bytes": sum(group.redundant_bytes for group in groups),
+                "largest": [
+                    {
+                        "sha256": group.sha256,
+                        "bytes": group.bytes,
+                        "copies": len(group.places),
+                        "places": [place._asdict() for place in group.places[:listed]],
+                    }
+                    for group in groups[:listed]
+                ],
+            }
+            for kind, groups in (("media", self.media), ("samples", self.samples))
+        }
+        return kinds | {"left_out": list(self.left_out)}
+
+
+class _Candidate(NamedTuple):
+    """A media file or a sample that may have an equal: its source's number and its line there."""
+
+    source: int
+    line: int
+
+
+def find_duplicates(
+    store: Store,
+    indices: Sequence[SourceIndex],
+    threads: int = 8,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Duplicates:
+    """Look for equal media files and equal samples, within sources and across them.
+
+    Args:
+        store: all sources lie in it.
+        indices: of the sources.
+        threads: for reading.
+        progress: called with (bytes read, bytes to read).
+
+    Raises:
+        StoreError: what the index names cannot be read.
+    """
+    indices, left_out = _with_own_shards(indices)
+    files = [np.flatnonzero(index.item_chunk == 0) for index in indices]
+    media = _candidates([
+        _filter_key(index.item_length[lines], index.item_crc[lines])
+        for index, lines in zip(indices, files, strict=True)
+    ])  # fmt: skip
+    media = [_Candidate(source, int(files[source][line])) for source, line in media]
+    samples = _candidates([_sample_key(index) for index in indices])
+    spans = [item_span(indices[source], line) for source, line in media]
+    documents = [sample_span(indices[source], line) for source, line in samples]
+    total = sum(span.length for span in (*spans, *documents))
+    hashes = _hashes(store, (*spans, *documents), threads, lambda done: progress(done, total))
+    of_media = dict(zip(media, hashes[: len(media)], strict=True))
+    of_samples = {
+        candidate: _sample_hash(indices[candidate.source], candidate, document, of_media)
+        for candidate, document in zip(samples, hashes[len(media) :], strict=True)
+    }
+    return Duplicates(
+        _groups(indices, of_media, _media_place, lambda i, line: int(i.item_length[line])),
+        _groups(indices, of_samples, _sample_place, _sample_bytes),
+        left_out,
+    )
+
+
+def _with_own_shards(
+    indices: Sequence[SourceIndex],
+) -> tuple[list[SourceIndex], tuple[str, ...]]:
+    """Leave out sources that only count another one's shards anew: no byte of them is a copy."""
+    kept: list[SourceIndex] = []
+    seen: set[str] = set()
+    for index in indices:
+        keys = {shard.key for shard in index.shards}
+        if not keys <= seen:
+            kept.append(index)
+        seen |= keys
+    return kept, tuple(index.name for index in indices if index not in kept)
+
+
+def _filter_key(length: NDArray[np.int64], crc: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    return (length.astype(np.uint64) << np.uint64(_WORD)) ^ crc.astype(np.uint64)
+
+
+def _sample_key(index: SourceIndex) -> NDArray[np.uint64]:
+    """uint64 [N], equal where documents and media, in any order, agree in lengths and CRCs."""
+    media = mix(_filter_key(index.item_length, index.item_crc)).astype(np.int64)
+    with np.errstate(over="ignore"):
+        own = sums(media, index.item_ptr).astype(np.uint64)
+    return _filter_key(index.json_length, index.json_crc) ^ mix(own)
+
+
+def _candidates(keys: Sequence[NDArray[np.uint64]]) -> list[_Candidate]:
+    """Lines whose key another line has too, in order."""
+    together = np.concatenate([np.zeros(0, np.uint64), *keys])
+    _, inverse, counts = np.unique(together, return_inverse=True, return_counts=True)
+    source = np.repeat(np.arange(len(keys)), [len(key) for key in keys])
+    first = np.cumsum([0, *(len(key) for key in keys)])
+    chosen = np.flatnonzero(counts[inverse] > 1)
+    return [_Candidate(int(source[i]), int(i - first[source[i]])) for i in chosen]
+
+
+def _hashes(
+    store: Store, spans: Sequence[Span], threads: int, progress: Callable[[int], None]
+) -> list[str]:
+    """SHA-256 (hex) of some spans; neighbours are read together, a batch at a time."""
+    found = [""] * len(spans)
+    batch: list[int] = []
+    done = size = 0
+    order = sorted(range(len(spans)), key=lambda i: spans[i])
+    for place, number in enumerate(order):
+        batch.append(number)
+        size += spans[number].length
+        if size >= _BATCH_BYTES or place == len(order) - 1:
+            for i, data in zip(batch, get_many(store, [spans[i] for i in batch], threads=threads)):
+                found[i] = hashlib.sha256(data).hexdigest()
+            done += size
+            progress(done)
+            batch, size = [], 0
+    return found
+
+
+def _sample_hash(
+    index: SourceIndex, sample: _Candidate, document: str, of_media: dict[_Candidate, str]
+) -> str:
+    """SHA-256 over those of the document and the media files in order.
+
+    A file without one has no equal, so the sample has none either: its key makes it unique.
+    """
+    digest = hashlib.sha256(document.encode())
+    for item in range(int(index.item_ptr[sample.line]), int(index.item_ptr[sample.line + 1])):
+        if index.item_chunk[item] == 0:
+            known = of_media.get(_Candidate(sample.source, item))
+            digest.update((known or f"only {sample}").encode())
+    return digest.hexdigest()
+
+
+def _media_place(index: SourceIndex, line: int) -> Place:
+    sample = int(np.searchsorted(index.item_ptr, line, side="right")) - 1
+    return Place(index.name, index.key_of(sample), int(index.item_media[line]))
+
+
+def _sample_place(index: SourceIndex, line: int) -> Place:
+    return Place(index.name, index.key_of(line))
+
+
+def _sample_bytes(index: SourceIndex, line: int) -> int:
+    part = slice(int(index.item_ptr[line]), int(index.item_ptr[line + 1]))
+    media = index.item_length[part][index.item_chunk[part] == 0]
+    return int(index.json_length[line] + media.sum())
+
+
+def _groups(
+    indices: Sequence[SourceIndex],
+    hashes: dict[_Candidate, str],
+    place: Callable[[SourceIndex, int], Place],
+    size: Callable[[SourceIndex, int], int],
+) -> tuple[Group, ...]:
+    by_hash: dict[str, list[_Candidate]] = {}
+    for candidate, sha256 in hashes.items():
+        by_hash.setdefault(sha256, []).append(candidate)
+    groups = [
+        Group(
+            sha256,
+            size(indices[members[0].source], members[0].line),
+            tuple(place(indices[member.source], member.line) for member in members),
+        )
+        for sha256, members in by_hash.items()
+        if len(members) > 1
+    ]
+    return tuple(sorted(groups, key=lambda group: (-group.redundant_bytes, group.sha256)))

@@ -1,0 +1,186 @@
+"""What sources hold, in numbers, from their indices alone: no byte of data is read.
+
+Everything is plain values that go into JSON as they are. Sizes in tokens are those of the samples
+as stored, under given patch limits: a run may choose other wordings and draw pictures at other
+sizes (see `plan.variation`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from data_pipeline.augment.regions import NAMES
+from data_pipeline.index.columns import PIECE_REGION, SourceIndex
+from data_pipeline.plan.layout import lay_out
+from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits, grids
+
+PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+_BINS_PER_OCTAVE = 2
+_ASPECT_BINS_PER_OCTAVE = 4
+_LONGEST = 10  # longest samples named
+# As good as none: larger pictures than this are refused before they are decoded.
+_NO_LIMITS = PatchLimits(image=2**40, frame=2**40, side=2**30)
+# What adds up over sources.
+_SUMS = ("samples", "shards", "bytes", "items", "tokens", "text_tokens", "media_tokens")
+
+
+def source_stats(
+    index: SourceIndex, limits: PatchLimits, seq_len: int | None = None
+) -> dict[str, Any]:
+    """The figures of one source.
+
+    Args:
+        index: of the source.
+        limits: how far pictures are scaled down, which fixes their tokens.
+        seq_len: tokens of a row, to count the samples that are longer.
+
+    Returns:
+        name, category, tokenizer; samples, shards; bytes (of the shards), json_bytes, media_bytes;
+        tokens and what they consist of: text_tokens (written regions in them), region_tokens,
+        media_tokens (pads), markup_tokens (what stands around samples and media), media_share;
+        tokens_per_sample, text_tokens_per_sample, tokens_per_item: see `spread`, with a histogram;
+        items, scaled_down (items that the limits make smaller), images and videos (`_media`);
+        regions by shape, texts_with_variants, variants (wordings beyond the first); flip_ok and
+        turn_ok (samples); longest: [key, tokens] of the longest samples; with a seq_len:
+        over_seq_len {samples, share, tokens}.
+    """
+    samples = np.arange(index.num_samples)
+    sizes = lay_out(index, limits, samples, np.zeros(samples.size, np.int8))
+    total, pads = int(sizes.length.sum()), int(sizes.vision.sum())
+    text = int(index.text_tokens.sum())
+    last = np.argsort(-sizes.length, kind="stable")[:_LONGEST]
+    first_chunk = index.item_chunk == 0  # every media file has one
+    found: dict[str, Any] = {
+        "name": index.name,
+        "category": index.category,
+        "tokenizer": {"name": index.tokenizer_name, "sha256": index.tokenizer_hash},
+        "samples": index.num_samples,
+        "shards": len(index.shards),
+        "bytes": sum(shard.size for shard in index.shards),
+        "json_bytes": int(index.json_length.sum()),
+        "media_bytes": int(index.item_length[first_chunk].sum()),
+        "tokens": total,
+        "text_tokens": text,
+        "region_tokens": int(index.piece_tokens[index.piece_kind == PIECE_REGION].sum()),
+        "media_tokens": pads,
+        "markup_tokens": total - text - pads,
+        "media_share": pads / total if total else 0.0,
+        "tokens_per_sample": spread(sizes.length, _BINS_PER_OCTAVE),
+        "text_tokens_per_sample": spread(index.text_tokens, _BINS_PER_OCTAVE),
+        "tokens_per_item": spread(sizes.tokens, _BINS_PER_OCTAVE),
+        "items": index.num_items,
+        "scaled_down": _scaled_down(index, sizes.grid),
+        "images": _media(index, first_chunk & (index.item_kind == KIND_IMAGE)),
+        "videos": _media(index, first_chunk & (index.item_kind == KIND_VIDEO))
+        | {
+            "chunks": int((index.item_kind == KIND_VIDEO).sum()),
+            "frames": int(index.item_frames[index.item_kind == KIND_VIDEO].sum(dtype=np.int64)),
+        },
+        "regions": {
+            name: int((index.region_shape == code).sum()) for code, name in enumerate(NAMES)
+        },
+        "texts_with_variants": int((index.piece_variants > 1).sum()),
+        "variants": len(index.variant_tokens),
+        "flip_ok": int(index.flip_ok.sum()),
+        "turn_ok": int(index.turn_ok.sum()),
+        "longest": [[index.key_of(i), int(sizes.length[i])] for i in last],
+    }
+    if seq_len is not None:
+        over = sizes.length > seq_len
+        found["over_seq_len"] = {
+            "seq_len": seq_len,
+            "samples": int(over.sum()),
+            "share": float(over.mean()) if over.size else 0.0,
+            "tokens": int(sizes.length[over].sum()),
+        }
+    return found
+
+
+def _scaled_down(index: SourceIndex, grid: NDArray[np.int32]) -> int:
+    """Items that are smaller under the limits than without any."""
+    whole = grids(
+        index.item_kind, index.item_frames, index.item_height, index.item_width, _NO_LIMITS
+    )
+    return int((grid < whole).any(axis=1).sum())
+
+
+def _media(index: SourceIndex, chosen: NDArray[np.bool_]) -> dict[str, Any]:
+    """Number, bytes and sizes of media files; `aspect` is width over height."""
+    height = index.item_height[chosen].astype(np.int64)
+    width = index.item_width[chosen].astype(np.int64)
+    return {
+        "files": len(height),
+        "bytes": int(index.item_length[chosen].sum()),
+        "megapixels": spread(height * width / 1e6),
+        "longer_side": spread(np.maximum(height, width), _BINS_PER_OCTAVE),
+        "aspect": spread(width / np.maximum(height, 1), _ASPECT_BINS_PER_OCTAVE),
+    }
+
+
+def spread(values: ArrayLike, bins_per_octave: int | None = None) -> dict[str, Any]:
+    """How numbers are spread: count, mean, min, p1 ... p99, max; only the count if there are none.
+
+    Args:
+        values: [n].
+        bins_per_octave: also give a `histogram` with this many bins from a number to its double.
+    """
+    numbers = np.asarray(values, np.float64)
+    if not numbers.size:
+        return {"count": 0}
+    at = np.percentile(numbers, PERCENTILES).tolist()
+    found: dict[str, Any] = {
+        "count": int(numbers.size),
+        "mean": float(numbers.mean()),
+        "min": float(numbers.min()),
+        **{f"p{percent}": value for percent, value in zip(PERCENTILES, at, strict=True)},
+        "max": float(numbers.max()),
+    }
+    if bins_per_octave is not None:
+        found["histogram"] = histogram(numbers, bins_per_octave)
+    return found
+
+
+def histogram(values: ArrayLike, bins_per_octave: int) -> dict[str, list[float]]:
+    """Counts between logarithmic edges, the same edges for all sources.
+
+    Args:
+        values: [n], 0 or more; zeros are counted by themselves.
+        bins_per_octave: bins from a number to its double.
+
+    Returns:
+        zeros: how many. counts [b], edges [b + 1]: bin i holds edges[i] <= value < edges[i + 1];
+        first and last bin are not empty.
+    """
+    numbers = np.asarray(values, np.float64)
+    positive = numbers[numbers > 0]
+    zeros = [float(numbers.size - positive.size)]
+    if not positive.size:
+        return {"zeros": zeros, "counts": [], "edges": []}
+    place = np.floor(np.log2(positive) * bins_per_octave).astype(np.int64)
+    low, high = int(place.min()), int(place.max())
+    edges = 2.0 ** (np.arange(low, high + 2) / bins_per_octave)
+    return {
+        "zeros": zeros,
+        "counts": np.bincount(place - low).astype(float).tolist(),
+        "edges": edges.tolist(),
+    }
+
+
+def totals(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums over sources (from `source_stats`), of all of them and by category."""
+
+    def add(chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        found = {name: sum(source[name] for source in chosen) for name in _SUMS}
+        share = found["media_tokens"] / found["tokens"] if found["tokens"] else 0.0
+        return {"sources": len(chosen), **found, "media_share": share}
+
+    categories = sorted({source["category"] for source in sources})
+    return {
+        "all": add(sources),
+        "categories": {
+            category: add([source for source in sources if source["category"] == category])
+            for category in categories
+        },
+    }

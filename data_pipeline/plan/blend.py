@@ -1,0 +1,223 @@
+"""Which source a position of the stream draws from: exact shares at every position.
+
+At no position has a source been drawn a whole draw more or less often than its share of the draws
+so far. This is just-in-time sequencing (Tijdeman, "The chairman assignment problem", 1980; Steiner
+and Yeomans, 1993): each draw of a source has a first and a last position at which that stays true,
+and taking the draw with the nearest last position keeps every one. Largest remainders block by
+block would lose small sources (a quota below half a draw rounds to nothing for ever).
+
+Weights are whole numbers of UNITS, so that the sequence repeats after UNITS draws: it is computed
+once and any position is a table lookup. Which *samples* the draws are is keyed by the seed
+(`plan.order`); the sequence of sources needs no chance: it follows from the weights.
+
+A change of shares appends a segment {start, weights}; what lies before `start` never changes.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+UNITS = 1 << 18  # resolution of a weight: 4 draws in a million
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One stretch of the stream with constant weights.
+
+    Attributes:
+        start: its first position.
+        weights: draws of each source in UNITS draws; they sum to UNITS.
+        counts: draws of each source before `start`.
+    """
+
+    start: int
+    weights: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SourceTotals:
+    """What one epoch of a source delivers: draws, tokens, and media tokens among them."""
+
+    name: str
+    samples: int
+    tokens: int
+    vision_tokens: int
+
+
+def append_segment(
+    segments: Sequence[Segment], start: int, weights: Sequence[int]
+) -> tuple[Segment, ...]:
+    """Return the segments with one more that begins at `start` (0 for the first one).
+
+    Raises:
+        ValueError: weights that are not UNITS in sum, or a start that is not after the last one.
+    """
+    if sum(weights) != UNITS or min(weights) < 0:
+        raise ValueError(f"weights {tuple(weights)} must be 0 or more and sum to {UNITS}")
+    if not segments:
+        if start != 0:
+            raise ValueError(f"the first blend segment starts at {start}; it must start at 0")
+        return (Segment(0, tuple(weights), (0,) * len(weights)),)
+    last = segments[-1]
+    if len(weights) != len(last.weights):
+        raise ValueError(f"{len(weights)} weights, but the blend has {len(last.weights)} sources")
+    if start <= last.start:
+        raise ValueError(f"blend segment at {start} does not come after the last, {last.start}")
+    counts = counts_before(start, segments)
+    return (*segments, Segment(start, tuple(weights), tuple(counts.tolist())))
+
+
+def blend(
+    positions: ArrayLike, segments: Sequence[Segment]
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Return (source int16 [n], draw number int64 [n]) of positions [n] >= 0, in any order."""
+    places = np.asarray(positions, np.int64).ravel()
+    if places.size and places.min() < 0:
+        raise ValueError(f"position {places.min()} is negative")
+    starts = np.array([segment.start for segment in segments])
+    owner = np.searchsorted(starts, places, side="right") - 1
+    source = np.empty(places.size, np.int16)
+    draw = np.empty(places.size, np.int64)
+    for number, segment in enumerate(segments):
+        chosen = np.flatnonzero(owner == number)
+        if not chosen.size:
+            continue
+        cycle, place = np.divmod(places[chosen] - segment.start, UNITS)
+        sources, ranks = _cycle(segment.weights)
+        source[chosen] = sources[place]
+        before = np.array(segment.counts, np.int64)[sources[place]]
+        whole = cycle * np.array(segment.weights, np.int64)[sources[place]]
+        draw[chosen] = before + whole + ranks[place]
+    return source, draw
+
+
+def counts_before(position: int, segments: Sequence[Segment]) -> NDArray[np.int64]:
+    """Return the draws of each source in positions 0..position-1, int64 [sources]."""
+    segment = [s for s in segments if s.start <= position][-1]
+    cycle, place = divmod(position - segment.start, UNITS)
+    counts = np.array(segment.counts, np.int64) + cycle * np.array(segment.weights, np.int64)
+    if place:
+        sources, _ = _cycle(segment.weights)
+        counts += np.bincount(sources[:place], minlength=counts.size)
+    return counts
+
+
+def position_of(source: int, draw: int, segment: Segment) -> int:
+    """Return the position of a source's draw in a segment that has the source (and never ends)."""
+    cycle, rank = divmod(draw - segment.counts[source], segment.weights[source])
+    sources, _ = _cycle(segment.weights)
+    place = np.flatnonzero(sources == source)[rank]
+    return segment.start + cycle * UNITS + int(place)
+
+
+@lru_cache(maxsize=16)
+def _cycle(weights: tuple[int, ...]) -> tuple[NDArray[np.int16], NDArray[np.int32]]:
+    """Return one cycle: source int16 [UNITS], and its how-many-th draw int32 [UNITS].
+
+    After t positions a source of weight w may have been drawn more than w * t / UNITS - 1 times and
+    fewer than w * t / UNITS + 1 times. So its draw k is released at position k * UNITS // w and due
+    by position ceil((k + 1) * UNITS / w) - 1; the earliest due among the released is taken.
+    """
+    owner = np.repeat(np.arange(len(weights)), weights)
+    rank = np.concatenate([np.arange(w) for w in weights])
+    weight = np.array(weights, np.int64)[owner]
+    released = rank * UNITS // weight
+    due = -(-(rank + 1) * UNITS // weight)
+    order = np.argsort(released, kind="stable")  # equal releases by source
+    # One integer holds due date and source: ties go to the lower source.
+    tickets = (due[order] * len(weights) + owner[order]).tolist()
+    ready: list[int] = []
+    taken: list[int] = []
+    start = 0
+    ends = np.searchsorted(released[order], np.arange(UNITS), side="right").tolist()
+    for end in ends:
+        for ticket in tickets[start:end]:
+            heapq.heappush(ready, ticket)
+        start = end
+        taken.append(heapq.heappop(ready))
+    source = np.array(taken, np.int64) % len(weights)
+    ranks = np.empty(UNITS, np.int32)
+    for number, w in enumerate(weights):
+        ranks[source == number] = np.arange(w)
+    source = source.astype(np.int16)
+    source.flags.writeable = ranks.flags.writeable = False
+    return source, ranks
+
+
+def weights_for_ratio(
+    totals: Sequence[SourceTotals], shares: Sequence[float], vision_token_ratio: float | None
+) -> tuple[int, ...]:
+    """Return draw weights (whole numbers of UNITS) that give the wanted shares of tokens.
+
+    A source of share 0 is not drawn. With a ratio, shares are token shares inside two groups,
+    sources with media tokens and sources without, and the groups are weighted so that expected
+    media tokens over expected tokens equal the ratio. Without one, shares are token shares over all
+    sources.
+
+    Raises:
+        ValueError: the ratio cannot be reached (the message gives the reachable range), or a
+            source would be drawn less than once in UNITS draws.
+    """
+    parts = [Fraction(share) for share in shares]
+    if not any(parts):
+        raise ValueError("no source is left to draw from")
+    if vision_token_ratio is not None:
+        parts = _grouped_shares(totals, parts, Fraction(vision_token_ratio))
+    # Tokens per draw turn token shares into draw shares. Exact fractions: no float sum here may
+    # round differently on another machine.
+    draws = [part * t.samples / t.tokens for part, t in zip(parts, totals)]
+    weights = apportion(draws, UNITS)
+    for total, part, weight in zip(totals, parts, weights):
+        if part > 0 and weight == 0:
+            raise ValueError(
+                f"source {total.name!r} would be drawn less than once in {UNITS} draws; "
+                "raise its share, lower vision_token_ratio, or leave it out"
+            )
+    return weights
+
+
+def _grouped_shares(
+    totals: Sequence[SourceTotals], shares: Sequence[Fraction], ratio: Fraction
+) -> list[Fraction]:
+    media = sum((s for s, t in zip(shares, totals) if t.vision_tokens), Fraction(0))
+    plain = sum((s for s, t in zip(shares, totals) if not t.vision_tokens), Fraction(0))
+    reach = sum(
+        (
+            s / (media or 1) * t.vision_tokens / t.tokens
+            for s, t in zip(shares, totals)
+            if t.vision_tokens
+        ),
+        Fraction(0),
+    )
+    if ratio > reach:
+        raise ValueError(
+            f"vision_token_ratio is {float(ratio):.6g}, but the sources with media hold "
+            f"{float(reach):.6g} of their tokens as media tokens; reachable is at most that"
+        )
+    if not plain and ratio != reach:
+        raise ValueError(
+            f"vision_token_ratio is {float(ratio):.6g}, but no source is text only, so the ratio "
+            f"is fixed at {float(reach):.6g}; add a text source or set vision_token_ratio to null"
+        )
+    group = ratio / reach  # share of all tokens that come from sources with media
+    return [
+        s / media * group if t.vision_tokens else s / plain * (1 - group)
+        for s, t in zip(shares, totals)
+    ]
+
+
+def apportion(shares: Sequence[Fraction], total: int) -> tuple[int, ...]:
+    """Split `total` in proportion to `shares` by largest remainders; ties go to the earlier."""
+    whole = sum(shares, Fraction(0))
+    exact = [share / whole * total for share in shares]
+    counts = [int(e) for e in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_remainder[: total - sum(counts)]:
+        counts[i] += 1
+    return tuple(counts)

@@ -1,0 +1,158 @@
+"""The blend of a whole training: stages of shares, and sources that have been seen often enough.
+
+    config (shares, schedule, max_epochs) + what each source delivers -> segments of the blend
+
+Everything follows from the config and the indices, before the first step: where a stage begins (in
+expected tokens of the stream) and where a source reaches its last epoch are positions in closed
+form. Both take effect at the border of a packing window, since a window is packed as a whole; a
+source stops at the last border at which it has not gone beyond its epochs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from data_pipeline.config import BlendStage, DataConfig
+from data_pipeline.plan.blend import (
+    UNITS,
+    Segment,
+    SourceTotals,
+    append_segment,
+    counts_before,
+    position_of,
+    weights_for_ratio,
+)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The blend from the first position to `end`.
+
+    Attributes:
+        segments: stretches of constant weights, each beginning at a window's border.
+        end: the position at which the data is used up, None if it never is.
+        reason: why it ends there.
+    """
+
+    segments: tuple[Segment, ...]
+    end: int | None = None
+    reason: str = ""
+
+
+class Mixer:
+    """Works out mixtures for one config.
+
+    Args:
+        config: shares, schedule and limits.
+        totals: what each source delivers, in the order of `config.source_names`.
+        units: draws of one epoch of each source.
+    """
+
+    def __init__(self, config: DataConfig, totals: Sequence[SourceTotals], units: Sequence[int]):
+        self._names = config.source_names
+        self._window = config.pack_window
+        self._totals = tuple(totals)
+        self._tokens = [Fraction(total.tokens, total.samples) for total in totals]
+        # The draws after which a source is used up.
+        self._caps = [
+            ceil(Fraction(config.max_epochs[name]) * n) if name in config.max_epochs else None
+            for name, n in zip(self._names, units)
+        ]
+        first = BlendStage(1, config.sources, config.vision_token_ratio)
+        self._stages = ((0, first), *((stage.after_tokens, stage) for stage in config.schedule))
+
+    def mixture(self, past: Sequence[Segment] = (), start: int = 0) -> Mixture:
+        """Return the past and what this config makes of the stream from `start` on.
+
+        Args:
+            past: segments before `start`, of whatever config.
+            start: a border of a window, at or after which nothing was handed out yet.
+
+        Raises:
+            ValueError: the shares of the stage at `start` cannot be had.
+        """
+        segments = tuple(past)
+        while True:
+            try:
+                segments, following = self._append(segments, start)
+            except _UsedUp as error:
+                if not segments:
+                    raise ValueError(str(error)) from None
+                return Mixture(segments, start, str(error))
+            if following is None:
+                return Mixture(segments)
+            start = following
+
+    def weights(self, stage: BlendStage, without: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return draw weights of a stage, with some sources left out.
+
+        Raises:
+            ValueError: the ratio cannot be had.
+        """
+        shares = [
+            0.0 if number in without else stage.sources.get(name, 0.0)
+            for number, name in enumerate(self._names)
+        ]
+        return weights_for_ratio(self._totals, shares, stage.vision_token_ratio)
+
+    def tokens_before(self, position: int, segments: Sequence[Segment]) -> Fraction:
+        """Return the expected tokens of the positions before one."""
+        if not position:
+            return Fraction(0)
+        counts = counts_before(position, segments).tolist()
+        return sum((n * mean for n, mean in zip(counts, self._tokens)), Fraction(0))
+
+    def _append(
+        self, segments: tuple[Segment, ...], start: int
+    ) -> tuple[tuple[Segment, ...], int | None]:
+        """Add the segment that begins at `start`; returns also where it ends, if it does."""
+        tokens = self.tokens_before(start, segments)
+        number = max(i for i, (after, _) in enumerate(self._stages) if after <= tokens)
+        _, stage = self._stages[number]
+        without: list[int] = []
+        while True:
+            weights = self._weights_left(stage, without)
+            grown = append_segment(segments, start, weights)
+            borders = self._last_borders(grown[-1])
+            gone = [source for source, border in borders.items() if border <= start]
+            if not gone:
+                break
+            without += gone
+        ends = list(borders.values())
+        if number + 1 < len(self._stages):
+            rate = sum((w * mean for w, mean in zip(weights, self._tokens)), Fraction(0)) / UNITS
+            left = ceil((self._stages[number + 1][0] - tokens) / rate)
+            ends.append(start + -(-left // self._window) * self._window)
+        return grown, min(ends) if ends else None
+
+    def _weights_left(self, stage: BlendStage, without: Sequence[int]) -> tuple[int, ...]:
+        try:
+            return self.weights(stage, without)
+        except ValueError as error:
+            if not without:
+                raise
+            names = [self._names[number] for number in sorted(without)]
+            raise _UsedUp(
+                f"sources {names} have reached their max_epochs, and the shares of the others do "
+                f"not make a blend any more ({error}); raise max_epochs, add data, or add a stage "
+                "to the schedule"
+            ) from None
+
+    def _last_borders(self, segment: Segment) -> Mapping[int, int]:
+        """Return source -> the last window's border before it would go beyond its epochs."""
+        borders: dict[int, int] = {}
+        for source, (cap, weight) in enumerate(zip(self._caps, segment.weights)):
+            if cap is None or not weight:
+                continue
+            if cap <= segment.counts[source]:
+                borders[source] = segment.start
+                continue
+            last = position_of(source, cap, segment)
+            since = (last - segment.start) // self._window * self._window
+            borders[source] = segment.start + since
+        return borders
+
+
+class _UsedUp(Exception):
+    """No source is left for a stage."""

@@ -1,0 +1,442 @@
+"""The plan of every global step, from metadata alone: every rank computes the same answer.
+
+    position -> (source, draw) -> sample -> length -> row     mixture, blend, order, source, pack
+    step     -> the next `rows_per_step` rows of the packed windows          here
+
+Positions come in windows of `pack_window` samples; a window is packed by itself and its rows follow
+those of the window before. A step takes the next rows, across window borders. Nothing depends on
+ranks, workers, prefetching or on what was asked before: a step is a function of a state of a few
+numbers, and the state of step k + 1 is a function of the state of step k.
+
+A sample that turns out unusable while it is fetched is put into quarantine. Its place is filled by
+another sample in every window that is opened QUARANTINE_DELAY steps later or more, beyond
+anything that may have been planned when it was found; so this too is the same on every rank and
+after every resume.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.config import MAX_PREFETCH, DataConfig
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.plan.blend import Segment, append_segment, blend
+from data_pipeline.plan.mixture import Mixer, Mixture
+from data_pipeline.plan.pack import PackedWindow, pack_window
+from data_pipeline.plan.ragged import gather
+from data_pipeline.plan.source import Drawn, Source
+from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
+
+__all__ = ["DataUsedUp", "GlobalPlan", "ItemTable", "Planner", "SampleTable", "State"]
+
+SCHEMA = 2
+KEPT_WINDOWS = 16  # packed windows held in memory, some 100 bytes per sample
+# More than may be planned ahead of the step in use, with some to spare.
+QUARANTINE_DELAY = MAX_PREFETCH + 8
+MAX_QUARANTINED = 1000
+
+State = dict[str, Any]
+Table = TypeVar("Table", SampleTable, ItemTable)
+
+
+class DataUsedUp(ValueError):
+    """No source may be drawn from any more; the message says why and what to change."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Window:
+    """A packed window: its samples by (row, start), their items, where each sample's begin."""
+
+    packed: PackedWindow
+    samples: SampleTable  # rows of the window; starts in the row
+    items: ItemTable  # samples of the window; starts in the row
+    item_ptr: NDArray[np.int64]
+
+
+class Planner:
+    """Plans steps from the indices of all sources.
+
+    Args:
+        indices: one per source of the config, in any order; numbered by sorted name in plans.
+        config: the data config.
+
+    Raises:
+        ValueError: indices and config name different sources, a source has no usable sample, or
+            the vision ratio cannot be reached.
+    """
+
+    def __init__(self, indices: Sequence[SourceIndex], config: DataConfig):
+        self.config = config
+        self.indices = tuple(sorted(indices, key=lambda index: index.name))
+        names = tuple(index.name for index in self.indices)
+        if names != config.source_names:
+            raise ValueError(f"config names sources {config.source_names}, indices are {names}")
+        self.sources = tuple(Source(index, config) for index in self.indices)
+        self._totals = [source.totals for source in self.sources]
+        units = [source.num_units for source in self.sources]
+        self._mixer = Mixer(config, self._totals, units)
+        self.mixture = self._mixer.mixture()
+        contents = "\n".join(f"{index.name} {index.content_hash}" for index in self.indices)
+        self.manifest = hashlib.sha256(contents.encode()).hexdigest()
+        self._packing = _packing(config)
+        self._window = lru_cache(maxsize=KEPT_WINDOWS)(self._pack)
+        self._mixtures = lru_cache(maxsize=KEPT_WINDOWS)(self._mix)
+        self._quarantine: list[tuple[int, int, int]] = []
+        self._state = self._encode(self.mixture, 0, 0, 0, 0)
+
+    def plan(self, state: Mapping[str, Any]) -> tuple[GlobalPlan, State]:
+        """Return the plan of the state's step and the state after it. Pure; `state` is kept.
+
+        Raises:
+            ValueError: the state belongs to other data, another seed or another packing.
+            DataUsedUp: the step would go beyond the last epoch of the data.
+        """
+        mixture = self._decode(state)
+        step, opened = state["step"], state["opened"]
+        window, row, missing = state["window"], state["row"], self.config.rows_per_step
+        pieces: list[tuple[_Window, int, int]] = []
+        while missing:
+            opened = opened if row else step
+            content = self._content(window, mixture, opened)
+            rows = content.packed.num_rows
+            if row >= rows:
+                raise ValueError(f"state field 'row' is {row}, but window {window} has {rows} rows")
+            end = min(row + missing, rows)
+            pieces.append((content, row, end))
+            missing -= end - row
+            window, row = (window + 1, 0) if end == rows else (window, end)
+        samples, items = _join(pieces)
+        plan = GlobalPlan(step, self.config.seq_len, self.config.rows_per_step, samples, items)
+        known = len(state["blend"])
+        return plan, self._encode(mixture, window, row, step + 1, opened, known)
+
+    def state_at(self, step: int) -> State:
+        """Return the state before `step` of a run that began at step 0 with this config.
+
+        Packs every window up to there: no bytes are read, but cost grows with `step`.
+        """
+        window, row, opened = 0, 0, 0
+        rows_per_step = self.config.rows_per_step
+        row = step * rows_per_step
+        first = 0  # rows before the window
+        while row >= (rows := self._content(window, self.mixture, opened).packed.num_rows):
+            window, row, first = window + 1, row - rows, first + rows
+            opened = first // rows_per_step
+        return self._encode(self.mixture, window, row, step, opened)
+
+    def state_dict(self) -> State:
+        """Return the state to begin with: step 0, or what `load_state_dict` was given."""
+        return self.with_quarantine(self._state)
+
+    def with_quarantine(self, state: Mapping[str, Any]) -> State:
+        """Return a copy of a state that also holds what is in quarantine by now."""
+        entries = [list(entry) for entry in self._quarantine]
+        return json.loads(json.dumps({**state, "quarantine": entries}))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check a state and begin with it.
+
+        Raises:
+            ValueError: naming the field that does not belong to this planner.
+        """
+        self._decode(state)
+        self._quarantine = [(int(a), int(b), int(c)) for a, b, c in state["quarantine"]]
+        self._state = json.loads(json.dumps(dict(state)))
+
+    def quarantine(self, source: int, sample: int, step: int) -> bool:
+        """Fill the places of a sample, which step `step` showed to be unusable, from later on.
+
+        Every rank must say the same for a step before it goes on to the next. Returns False if the
+        sample was in quarantine already.
+
+        Raises:
+            ValueError: so many samples are unusable that the data itself must be broken.
+        """
+        if any(entry[:2] == (source, sample) for entry in self._quarantine):
+            return False
+        if len(self._quarantine) >= MAX_QUARANTINED:
+            raise ValueError(
+                f"more than {MAX_QUARANTINED} samples are unusable; check the data with "
+                "`kimi-pretrain data verify` before going on"
+            )
+        self._quarantine.append((source, sample, step))
+        self._quarantine.sort()
+        return True
+
+    def with_own_blend(self, state: Mapping[str, Any]) -> State:
+        """Return a state that goes over to this config's shares at the next window.
+
+        What was handed out stays; the window in progress is finished with its own shares.
+
+        Raises:
+            ValueError: the state belongs to other data, another seed or another packing.
+        """
+        self._check(state)
+        parts = self._parts(state)
+        start = (state["window"] + (state["row"] > 0)) * self.config.pack_window
+        kept: tuple[Segment, ...] = ()
+        for begin, weights in parts:
+            if begin < start:
+                kept = append_segment(kept, begin, weights)
+        mixture = self._mixer.mixture(kept, start)
+        changed = self._encode(
+            mixture, state["window"], state["row"], state["step"], state["opened"], len(kept) + 1
+        )
+        return {**changed, "quarantine": state["quarantine"]}
+
+    def report(self) -> dict[str, Any]:
+        """Return what the blend comes to, ready for JSON.
+
+        Per source: samples; how many were split, shrunk and refused; longest sample; mean tokens of
+        a draw, share of draws, of tokens, and of media tokens in its own tokens; for the whole: the
+        expected share of media tokens. Shares are those at the start.
+        """
+        weights = self.mixture.segments[0].weights
+        rate = [w * t.tokens / t.samples for w, t in zip(weights, self._totals)]
+        sources: dict[str, Any] = {}
+        vision = 0.0
+        for i, (source, total) in enumerate(zip(self.sources, self._totals)):
+            inside = total.vision_tokens / total.tokens
+            vision += rate[i] / sum(rate) * inside
+            sources[total.name] = {
+                **source.counts,
+                "mean_tokens": total.tokens / total.samples,
+                "draw_share": weights[i] / sum(weights),
+                "token_share": rate[i] / sum(rate),
+                "vision_share": inside,
+            }
+        segments = [[s.start, list(s.weights)] for s in self.mixture.segments]
+        return {
+            "sources": sources,
+            "vision_token_ratio": vision,
+            "manifest": self.manifest,
+            "blend": segments,
+            "ends_at": self.mixture.end,
+        }
+
+    def _content(self, window: int, mixture: Mixture, opened: int) -> _Window:
+        end = (window + 1) * self.config.pack_window
+        if mixture.end is not None and end > mixture.end:
+            raise DataUsedUp(f"the data ends at position {mixture.end}: {mixture.reason}")
+        known = tuple(
+            (source, sample)
+            for source, sample, step in self._quarantine
+            if step + QUARANTINE_DELAY <= opened
+        )
+        return self._window(window, mixture.segments, known)
+
+    def _pack(
+        self, window: int, segments: tuple[Segment, ...], quarantined: tuple[tuple[int, int], ...]
+    ) -> _Window:
+        size = self.config.pack_window
+        position = np.arange(window * size, (window + 1) * size)
+        source, draw = blend(position, segments)
+        places: list[NDArray[np.int64]] = []
+        parts: list[Drawn] = []
+        for number, content in enumerate(self.sources):
+            chosen = np.flatnonzero(source == number)
+            if chosen.size:
+                bad = [sample for owner, sample in quarantined if owner == number]
+                places.append(chosen)
+                parts.append(content.draw(draw[chosen], bad))
+        # Where the samples of the window lie when those of each source are laid end to end.
+        joined = np.empty(size, np.int64)
+        joined[np.concatenate(places)] = np.arange(size)
+        length = np.concatenate([part.layout.length for part in parts])[joined]
+        packed = pack_window(length, self.config.seq_len)
+        at = joined[packed.sample]
+        samples = SampleTable(
+            source=source[packed.sample],
+            index=np.concatenate([part.sample for part in parts])[at],
+            part=np.concatenate([part.part for part in parts])[at],
+            position=position[packed.sample],
+            epoch=np.concatenate([part.epoch for part in parts])[at].astype(np.int32),
+            varied=np.concatenate([part.varied for part in parts])[at],
+            row=packed.row,
+            start=packed.start,
+            length=packed.length,
+        )
+        items, item_ptr = self._items(parts, source[np.concatenate(places)], at, samples)
+        return _Window(packed, samples, items, item_ptr)
+
+    def _items(
+        self,
+        parts: Sequence[Drawn],
+        source: NDArray[np.int16],
+        at: NDArray[np.int64],
+        samples: SampleTable,
+    ) -> tuple[ItemTable, NDArray[np.int64]]:
+        """Return the items of a window's samples in packed order, and where each sample's begin.
+
+        Args:
+            source: source of each of the samples as `parts` has them.
+            at: which of those each packed sample is.
+        """
+        counts = np.concatenate([np.diff(part.layout.item_ptr) for part in parts])
+        ptr = np.concatenate([[0], np.cumsum(counts)])
+        item, item_ptr = gather(ptr, at)
+        line = np.concatenate([part.layout.item for part in parts])[item]
+        grid = np.concatenate([part.layout.grid for part in parts])[item]
+        start = np.concatenate([part.layout.start for part in parts])[item]
+        tokens = np.concatenate([part.layout.tokens for part in parts])[item]
+        level = np.concatenate([part.level for part in parts])
+        sample = np.repeat(np.arange(at.size), np.diff(item_ptr))
+        named = np.zeros((item.size, 3), np.int16)
+        owner = source[at][sample]
+        for number, index in enumerate(self.indices):
+            chosen = np.flatnonzero(owner == number)
+            lines = line[chosen]
+            named[chosen, 0] = index.item_kind[lines]
+            named[chosen, 1] = index.item_media[lines]
+            named[chosen, 2] = index.item_chunk[lines]
+        table = ItemTable(
+            sample=sample.astype(np.int32),
+            item=line,
+            kind=named[:, 0].astype(np.int8),
+            media=named[:, 1].copy(),
+            chunk=named[:, 2].copy(),
+            level=level[at][sample],
+            frames=grid[:, 0].copy(),
+            grid_h=grid[:, 1].copy(),
+            grid_w=grid[:, 2].copy(),
+            row=samples.row[sample],
+            start=samples.start[sample] + start,
+            tokens=tokens,
+        )
+        return table, item_ptr
+
+    def _mix(self, parts: tuple[tuple[int, tuple[int, ...]], ...]) -> Mixture:
+        """Return the mixture of a state that has gone through these segments, the last its own."""
+        *before, (start, _) = parts
+        past: tuple[Segment, ...] = ()
+        for begin, weights in before:
+            past = append_segment(past, begin, weights)
+        return self._mixer.mixture(past, start)
+
+    @staticmethod
+    def _parts(state: Mapping[str, Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        return tuple((int(start), tuple(weights)) for start, weights in state["blend"])
+
+    def _encode(
+        self, mixture: Mixture, window: int, row: int, step: int, opened: int, known: int = 1
+    ) -> State:
+        """Return a state; it holds the segments that have begun, and the first `known` at least.
+
+        Those that lie ahead follow from the config, and counts from starts and weights: left out,
+        because a state has to stay small. A change that was made by hand is known before it begins.
+        """
+        position = window * self.config.pack_window
+        begun = sum(segment.start <= position for segment in mixture.segments)
+        begun = mixture.segments[: max(begun, known)]
+        return {
+            "schema": SCHEMA,
+            "manifest": self.manifest,
+            "packing": dict(self._packing),
+            "decoders": _decoders() if self.config.same_decoders else None,
+            "seed": self.config.seed,
+            "blend": [[s.start, list(s.weights)] for s in begun],
+            "window": int(window),
+            "row": int(row),
+            "opened": int(opened),
+            "step": int(step),
+            "quarantine": [],
+        }
+
+    def _decode(self, state: Mapping[str, Any]) -> Mixture:
+        """Check a state and return the mixture it goes on with."""
+        self._check(state)
+        parts = self._parts(state)
+        mixture = self._mixtures(parts)
+        own = mixture.segments[len(parts) - 1].weights
+        if own != parts[-1][1]:
+            raise ValueError(
+                f"state field 'blend' ends with weights {parts[-1][1]}, this config gives {own}; "
+                "to go on with the new shares from the next window on, pass the state through "
+                "Planner.with_own_blend"
+            )
+        return mixture
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Refuse, field by field, a state of another run."""
+        expected = self._encode(self.mixture, 0, 0, 0, 0)
+        if set(state) != set(expected):
+            raise ValueError(f"state has fields {sorted(state)}, expected {sorted(expected)}")
+        for field in ("schema", "manifest", "seed"):
+            _same(field, state[field], expected[field])
+        for field, value in self._packing.items():
+            _same(f"packing.{field}", state["packing"].get(field), value)
+        if self.config.same_decoders and state["decoders"] not in (None, expected["decoders"]):
+            raise ValueError(
+                f"state field 'decoders' is {state['decoders']!r}, installed are "
+                f"{expected['decoders']!r}: pictures may decode to other pixels; install those "
+                "versions, or accept the difference with same_decoders: false"
+            )
+        for field in ("window", "row", "opened", "step"):
+            value = state[field]
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"state field {field!r} is {value!r}; expected an integer >= 0")
+
+
+def _packing(config: DataConfig) -> dict[str, Any]:
+    """What else the rows depend on, small enough for a state."""
+    augment = json.dumps([[name, repr(config.augment[name])] for name in sorted(config.augment)])
+    return {
+        "seq_len": config.seq_len,
+        "pack_window": config.pack_window,
+        "shard_window": config.shard_window,
+        "limits": [config.limits.image, config.limits.frame, config.limits.side],
+        "split_text": config.split_text,
+        "shrink_media": config.shrink_media,
+        "augment": hashlib.sha256(augment.encode()).hexdigest()[:16] if config.augment else None,
+    }
+
+
+@lru_cache(maxsize=1)
+def _decoders() -> str:
+    """Name the libraries that turn bytes into pixels, with their versions."""
+    return " ".join(f"{name} {version(name)}" for name in ("pillow", "av"))
+
+
+def _same(field: str, value: object, expected: object) -> None:
+    if value != expected:
+        raise ValueError(
+            f"state field {field!r} is {value!r}, this run has {expected!r}: the state belongs "
+            "to another run and its rows would not be continued"
+        )
+
+
+def _join(pieces: Sequence[tuple[_Window, int, int]]) -> tuple[SampleTable, ItemTable]:
+    """Take rows [first, end) of each window and number them through as the rows of a step."""
+    samples: list[SampleTable] = []
+    items: list[ItemTable] = []
+    rows_before = samples_before = 0
+    for window, first, end in pieces:
+        begin, stop = (int(window.packed.row_ptr[row]) for row in (first, end))
+        part, shift = slice(begin, stop), np.int32(rows_before - first)
+        chosen = _slice(window.samples, part)
+        samples.append(replace(chosen, row=chosen.row + shift))
+        some = _slice(window.items, slice(int(window.item_ptr[begin]), int(window.item_ptr[stop])))
+        sample = some.sample + np.int32(samples_before - begin)
+        items.append(replace(some, row=some.row + shift, sample=sample))
+        rows_before += end - first
+        samples_before += stop - begin
+    return _concatenate(samples), _concatenate(items)
+
+
+def _slice(table: Table, part: slice) -> Table:
+    return type(table)(*(getattr(table, column.name)[part] for column in fields(table)))
+
+
+def _concatenate(tables: Sequence[Table]) -> Table:
+    first = tables[0]
+    if len(tables) == 1:
+        return first
+    columns = [column.name for column in fields(first)]
+    return type(first)(*(np.concatenate([getattr(t, c) for t in tables]) for c in columns))

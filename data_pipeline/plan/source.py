@@ -1,0 +1,222 @@
+"""A source as the planner sees it: which sample a draw means, and how large it is.
+
+A *unit* is what a draw hands out: a sample, or a part of one. What does not fit a row:
+
+- a sample of text alone is split into parts of a row's length, units of their own;
+- a sample with media that could fit is shrunk: its patch limits are lowered, by the same resize
+  rule, until it does;
+- anything else is refused. Its place in the order, and that of a quarantined sample, is filled
+  by the next usable unit of the same shard, cyclically (of the source, if its whole shard is not):
+  a rule that depends on nothing but the index, so that the order stays a function of position.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.augment.config import AugmentConfig
+from data_pipeline.config import DataConfig
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.plan.blend import SourceTotals
+from data_pipeline.plan.layout import Layout, lay_out, num_levels
+from data_pipeline.plan.order import ShardOrder
+from data_pipeline.plan.variation import Variation
+
+# Units whose mean stands for a source's under augmentation.
+_PROBED = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """n units as they were drawn.
+
+    Attributes:
+        sample: int64 [n] sample in the source's index.
+        part: int32 [n] which part of it, 0 for whole samples.
+        epoch: int64 [n] how often the source had been gone through before.
+        varied: bool [n] augmentation applies; off where its draw would not fit a row, or would
+            leave none of the sample's regions in view.
+        level: int8 [n] shrink level of its media.
+        layout: sizes of the n units.
+    """
+
+    sample: NDArray[np.int64]
+    part: NDArray[np.int32]
+    epoch: NDArray[np.int64]
+    varied: NDArray[np.bool_]
+    level: NDArray[np.int8]
+    layout: Layout
+
+
+class Source:
+    """One source: its index, the sizes of its samples, and its order of draws.
+
+    Raises:
+        ValueError: the source has no samples, or none that fits a row.
+    """
+
+    def __init__(self, index: SourceIndex, config: DataConfig):
+        self.index = index
+        self._seq_len, self._limits = config.seq_len, config.limits
+        augment = config.augment.get(index.name, AugmentConfig())
+        self.variation = Variation(index, augment, config.seed)
+        samples = np.arange(index.num_samples)
+        self.level = np.zeros(samples.size, np.int8)
+        plain = lay_out(index, config.limits, samples, self.level)
+        too_long = np.flatnonzero(plain.length > config.seq_len)
+        self.longest = int(plain.length.max(initial=0))
+        if config.shrink_media and too_long.size:
+            self._find_levels(too_long)
+            plain = lay_out(index, config.limits, samples, self.level)
+        parts = self._count_parts(plain) if config.split_text else np.ones(samples.size, np.int64)
+        self._layout = plain
+        self._sample = np.repeat(samples, parts)
+        self._part = np.arange(self._sample.size) - np.repeat(np.cumsum(parts) - parts, parts)
+        self._split = parts > 1
+        self._usable = (plain.length <= config.seq_len) | self._split
+        if samples.size and not self._usable.any():
+            raise ValueError(
+                f"source {index.name!r}: all {samples.size} samples are longer than a row of "
+                f"{config.seq_len} tokens (shortest {plain.length.min()}, longest "
+                f"{self.longest}); raise seq_len, lower the patch limits, or split the samples"
+            )
+        self._shard = index.shard[self._sample]
+        sizes = np.bincount(self._shard, minlength=len(index.shards))
+        self.order = ShardOrder(sizes.tolist(), config.shard_window, config.seed, index.name)
+        self._filling = lru_cache(maxsize=4)(self._fill)
+
+    def _find_levels(self, too_long: NDArray[np.int64]) -> None:
+        """Give each sample the lowest level at which it fits; those that never do keep 0."""
+        left = too_long[np.diff(self.index.item_ptr)[too_long] > 0]
+        for level in range(1, num_levels(self._limits) + 1):
+            if not left.size:
+                return
+            levels = np.full(left.size, level)
+            fits = lay_out(self.index, self._limits, left, levels).length <= self._seq_len
+            self.level[left[fits]] = level
+            left = left[~fits]
+
+    def _count_parts(self, plain: Layout) -> NDArray[np.int64]:
+        """Rows that each sample is split into: more than one only for plain text."""
+        index = self.index
+        simple = np.diff(index.item_ptr) + np.diff(index.region_ptr) + np.diff(index.variant_ptr)
+        rows = -(-(plain.length - 2) // (self._seq_len - 2))
+        return np.where((plain.length > self._seq_len) & (simple == 0), rows, 1)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many samples were split, shrunk and refused, and into how many units."""
+        return {
+            "samples": self.index.num_samples,
+            "units": self._sample.size,
+            "split": int(self._split.sum()),
+            "shrunk": int((self.level > 0).sum()),
+            "refused": int((~self._usable).sum()),
+            "longest": self.longest,
+        }
+
+    @property
+    def num_units(self) -> int:
+        """Draws of one epoch."""
+        return self._sample.size
+
+    @property
+    def totals(self) -> SourceTotals:
+        """Draws, tokens and media tokens of one epoch, substitutes counted where they stand.
+
+        Under augmentation the means are those of up to 65,536 units of the first epoch.
+        """
+        step = -(-self.num_units // _PROBED) if self.variation.active else 1
+        units = np.arange(0, self.num_units, step)
+        layout = self._measure(self._substituted(units, ()), np.zeros_like(units)).layout
+        return SourceTotals(
+            name=self.index.name,
+            samples=units.size,
+            tokens=int(layout.length.sum()),
+            vision_tokens=int(layout.vision.sum()),
+        )
+
+    def is_split(self, sample: int) -> bool:
+        """Whether a sample is handed out in parts."""
+        return bool(self._split[sample])
+
+    def draw(self, draws: NDArray[np.int64], quarantined: Sequence[int] = ()) -> Drawn:
+        """Return the units of draw numbers [n], with the place of unusable samples filled.
+
+        Args:
+            draws: [n], all >= 0.
+            quarantined: samples that turned out unusable.
+        """
+        units, epochs = self.order.samples(draws)
+        return self._measure(self._substituted(units, tuple(quarantined)), epochs)
+
+    def _substituted(
+        self, units: NDArray[np.int64], quarantined: tuple[int, ...]
+    ) -> NDArray[np.int64]:
+        bad, filling = self._filling(quarantined)
+        if not bad.size:
+            return units
+        at = np.minimum(np.searchsorted(bad, units), bad.size - 1)
+        return np.where(bad[at] == units, filling[at], units)
+
+    def _fill(self, quarantined: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        usable = self._usable.copy()
+        usable[list(quarantined)] = False
+        if not usable.any():
+            raise ValueError(
+                f"source {self.index.name!r}: every sample that fits a row is in quarantine; "
+                "repair the source"
+            )
+        return substitutes(usable[self._sample], self._shard)
+
+    def _measure(self, units: NDArray[np.int64], epochs: NDArray[np.int64]) -> Drawn:
+        sample, part = self._sample[units], self._part[units]
+        level = self.level[sample]
+        layout = self._layout.of(sample)
+        varied = np.zeros(sample.size, np.bool_)
+        if self.variation.active:
+            chance = self.variation.chance(sample, epochs)
+            changes = self.variation.changes(sample, chance)
+            layout = lay_out(self.index, self._limits, sample, level, changes)
+            varied = (layout.length <= self._seq_len) & ~chance.lost & ~self._split[sample]
+            if not varied.all():
+                chance = self.variation.chance(sample, epochs, varied)
+                changes = self.variation.changes(sample, chance)
+                layout = lay_out(self.index, self._limits, sample, level, changes)
+        split = np.flatnonzero(self._split[sample])
+        if split.size:
+            left = layout.length[split] - 2 - part[split] * (self._seq_len - 2)
+            layout.length[split] = np.minimum(left + 2, self._seq_len)
+        return Drawn(sample, part.astype(np.int32), epochs, varied, level, layout)
+
+
+def part_span(part: int, seq_len: int) -> slice:
+    """Return which of a split sample's text tokens a part holds."""
+    room = seq_len - 2
+    return slice(part * room, (part + 1) * room)
+
+
+def substitutes(
+    usable: NDArray[np.bool_], shard: NDArray[np.integer]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (unusable units, the unit that fills each one's place), int64 [k] each.
+
+    Args:
+        usable: [units], at least one is.
+        shard: [units], never decreasing.
+    """
+    bad, good = np.flatnonzero(~usable), np.flatnonzero(usable)
+    if not bad.size:
+        return bad, bad
+    following = np.searchsorted(good, bad)
+    shard_first = np.searchsorted(shard, shard[bad])
+    shard_end = np.searchsorted(shard, shard[bad], side="right")
+    first_good = np.searchsorted(good, shard_first)
+    after = good[following % good.size]
+    inside = (following < good.size) & (after < shard_end)
+    wrapped = good[first_good % good.size]
+    has_good = (first_good < good.size) & (wrapped < shard_end)
+    return bad, np.where(inside, after, np.where(has_good, wrapped, after))

@@ -1,0 +1,228 @@
+"""What chance makes of samples, before any byte of them is read: sizes, variants, regions in view.
+
+A function of (seed, source, sample, epoch) and the index. The planner asks it for thousands of
+samples at once, to know their lengths; the fetcher asks again for the few it reads, to know what to
+do to their pixels and what to write.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.augment.config import AugmentConfig
+from data_pipeline.augment.draws import Draw, Draws, choose_variants, draw, media_keys, sample_keys
+from data_pipeline.augment.regions import survivors, written
+from data_pipeline.index.columns import PIECE_REGION, SourceIndex
+from data_pipeline.plan.layout import Changes
+from data_pipeline.plan.ragged import gather, sums
+from moonvit3d.geometry import KIND_IMAGE
+
+
+@dataclass(frozen=True, eq=False)
+class Chance:
+    """What happens to n samples.
+
+    Attributes:
+        variant: int64 [pieces] which text of each piece.
+        image: int64 [k] which of the samples' items are images.
+        draws: of those images.
+        keep: bool [regions] the region is still in view.
+        points: float64 [points, 2] where the regions' points are in the picture as it is drawn.
+        lost: bool [n] the sample had regions, and none is in view any more.
+    """
+
+    variant: NDArray[np.int64]
+    image: NDArray[np.int64]
+    draws: Draws
+    keep: NDArray[np.bool_]
+    points: NDArray[np.float64]
+    lost: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Detail:
+    """What happens to one sample.
+
+    Attributes:
+        variants: which text of each piece, in order.
+        draws: number of a media file -> what is done to that image; images left alone are absent.
+        regions: the numbers to write for each region, in order; None for one that left the frame.
+    """
+
+    variants: tuple[int, ...]
+    draws: Mapping[int, Draw]
+    regions: tuple[tuple[int, ...] | None, ...]
+
+
+class Variation:
+    """The chances of one source.
+
+    Args:
+        index: of the source.
+        config: what may happen.
+        seed: the run's data seed.
+    """
+
+    def __init__(self, index: SourceIndex, config: AugmentConfig, seed: int):
+        self._index, self._config, self._seed = index, config, seed
+        has_variants = config.variants and bool(index.variant_tokens.size)
+        has_images = config.changes_images and bool((index.item_kind == KIND_IMAGE).any())
+        self.active = has_variants or has_images
+        extra = index.piece_variants.astype(np.int64) - 1
+        self._first_variant = np.cumsum(extra) - extra
+
+    def chance(
+        self,
+        samples: NDArray[np.integer],
+        epochs: NDArray[np.integer],
+        applied: NDArray[np.bool_] | None = None,
+    ) -> Chance:
+        """Draw for samples [n] in their epochs [n]; where `applied` is False nothing happens."""
+        index, config = self._index, self._config
+        applied = np.ones(len(samples), np.bool_) if applied is None else applied
+        keys = sample_keys(self._seed, index.name, samples, epochs)
+        pieces, piece_ptr = gather(index.piece_ptr, samples)
+        variant = np.zeros(pieces.size, np.int64)
+        if config.variants:
+            place = np.arange(pieces.size) - np.repeat(piece_ptr[:-1], np.diff(piece_ptr))
+            piece_keys = media_keys(np.repeat(keys, np.diff(piece_ptr)), place)
+            chosen = choose_variants(piece_keys, index.piece_variants[pieces])
+            variant = np.where(np.repeat(applied, np.diff(piece_ptr)), chosen, 0)
+
+        items, item_ptr = gather(index.item_ptr, samples)
+        image = np.flatnonzero(index.item_kind[items] == KIND_IMAGE)
+        owner = np.repeat(np.arange(len(samples)), np.diff(item_ptr))[image]
+        at = items[image]
+        draws = draw(
+            config,
+            media_keys(keys[owner], index.item_media[at]),
+            index.item_height[at],
+            index.item_width[at],
+            index.flip_ok[samples][owner],
+            index.turn_ok[samples][owner],
+        )
+        draws = _only(draws, applied[owner])
+        keep, points, lost = self._regions(samples, image, draws)
+        return Chance(variant, image, draws, keep, points, lost)
+
+    def _regions(
+        self,
+        samples: NDArray[np.integer],
+        image: NDArray[np.int64],
+        draws: Draws,
+    ) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.bool_]]:
+        """Move the samples' regions with their pictures."""
+        index = self._index
+        regions, region_ptr = gather(index.region_ptr, samples)
+        points, _ = gather(index.point_ptr, samples)
+        places = np.stack([index.point_x[points], index.point_y[points]], axis=1).astype(np.float64)
+        if not regions.size:
+            return np.ones(0, np.bool_), places, np.zeros(len(samples), np.bool_)
+        which = self._picture(samples, regions, region_ptr, image)
+        count = index.region_points[regions].astype(np.int64)
+        keep, moved = survivors(
+            index.region_shape[regions],
+            np.concatenate([[0], np.cumsum(count)]),
+            places,
+            draws.matrices()[which],
+            draws.out_width[which],
+            draws.out_height[which],
+            self._config.min_visible,
+        )
+        lost = (np.diff(region_ptr) > 0) & (sums(keep, region_ptr) == 0)
+        return keep, moved, lost
+
+    def changes(self, samples: NDArray[np.integer], chance: Chance) -> Changes:
+        """Return what the chance means for the sizes of those samples."""
+        index = self._index
+        pieces, _ = gather(index.piece_ptr, samples)
+        items, _ = gather(index.item_ptr, samples)
+        tokens = index.piece_tokens[pieces].astype(np.int64)
+        other = np.flatnonzero(chance.variant)
+        if other.size:
+            at = self._first_variant[pieces[other]] + chance.variant[other] - 1
+            tokens[other] = index.variant_tokens[at]
+        written = np.flatnonzero(index.piece_kind[pieces] == PIECE_REGION)
+        tokens[written[~chance.keep]] = 0
+        height = index.item_height[items].astype(np.int64)
+        width = index.item_width[items].astype(np.int64)
+        height[chance.image] = chance.draws.out_height
+        width[chance.image] = chance.draws.out_width
+        return Changes(tokens, height, width)
+
+    def details(
+        self,
+        samples: NDArray[np.integer],
+        epochs: NDArray[np.integer],
+        applied: NDArray[np.bool_],
+    ) -> list[Detail]:
+        """Return what happens to each of samples [n], `applied` [n] as the plan has it."""
+        index = self._index
+        chance = self.chance(samples, epochs, applied)
+        owner = np.searchsorted(gather(index.item_ptr, samples)[1], chance.image, side="right") - 1
+        media = index.item_media[gather(index.item_ptr, samples)[0][chance.image]]
+        draws: list[dict[int, Draw]] = [{} for _ in samples]
+        for number, (sample, file) in enumerate(zip(owner.tolist(), media.tolist())):
+            one = chance.draws.one(number)
+            if not one.is_nothing:
+                draws[sample][file] = one
+        pieces = np.cumsum(np.diff(index.piece_ptr)[samples])
+        variants = np.split(chance.variant, pieces[:-1])
+        return [
+            Detail(tuple(chosen.tolist()), found, numbers)
+            for chosen, found, numbers in zip(variants, draws, self._numbers(samples, chance))
+        ]
+
+    def _numbers(
+        self, samples: NDArray[np.integer], chance: Chance
+    ) -> list[tuple[tuple[int, ...] | None, ...]]:
+        """Return the numbers that are written for each region of each sample."""
+        index = self._index
+        regions, region_ptr = gather(index.region_ptr, samples)
+        numbers: list[tuple[int, ...] | None] = []
+        if regions.size:
+            which = self._picture(samples, regions, region_ptr, chance.image)
+            end = np.cumsum(index.region_points[regions].astype(np.int64))
+            for place, shape in enumerate(index.region_shape[regions].tolist()):
+                points = chance.points[end[place - 1] if place else 0 : end[place]]
+                width = int(chance.draws.out_width[which[place]])
+                height = int(chance.draws.out_height[which[place]])
+                kept = chance.keep[place]
+                numbers.append(written(shape, points, width, height) if kept else None)
+        return [tuple(numbers[begin:end]) for begin, end in zip(region_ptr[:-1], region_ptr[1:])]
+
+    def _picture(
+        self,
+        samples: NDArray[np.integer],
+        regions: NDArray[np.int64],
+        region_ptr: NDArray[np.int64],
+        image: NDArray[np.int64],
+    ) -> NDArray[np.int64]:
+        """Return which of the samples' images each region lies in."""
+        item_ptr = np.concatenate([[0], np.cumsum(np.diff(self._index.item_ptr)[samples])])
+        owner = np.repeat(np.arange(len(samples)), np.diff(region_ptr))
+        # Regions lie in images alone, so it is found.
+        return np.searchsorted(image, item_ptr[owner] + self._index.region_item[regions])
+
+
+def _only(draws: Draws, applied: NDArray[np.bool_]) -> Draws:
+    """Undo the draws of images that are to be left alone."""
+    zero = np.zeros_like(draws.width)
+    whole = np.stack([zero, zero, draws.width, draws.height], axis=1)
+    every = applied[:, None]
+    return Draws(
+        height=draws.height,
+        width=draws.width,
+        flip=draws.flip & applied,
+        turns=np.where(applied, draws.turns, 0),
+        warped=draws.warped & applied,
+        affine=np.where(every, draws.affine, [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]),
+        crop=np.where(every, draws.crop, whole),
+        out_height=np.where(applied, draws.out_height, draws.height),
+        out_width=np.where(applied, draws.out_width, draws.width),
+        coloured=draws.coloured & applied,
+        colour=np.where(every, draws.colour, 1.0),
+        jpeg=np.where(applied, draws.jpeg, 0),
+    )

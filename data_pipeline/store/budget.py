@@ -1,0 +1,346 @@
+"""A request budget for a node: so many requests a second, all its processes together.
+
+A token bucket in a small file that the processes share. Whoever wants to send a request draws a
+ticket; tickets are served in their order, `rate` of them a second, so nobody is overtaken, and a
+change of the rate reaches everybody who waits. A process that dies in the queue leaves a ticket
+that nobody uses: one request less, and nothing to clean up.
+
+The rate follows the server (AIMD, as TCP does): an answer 503 or 429 to any process halves it, at
+most once a second; then it grows by the same step each second until it is at its ceiling again.
+
+Two locks, both gone with the process that holds them, however it ends:
+
+- `requests.budget`, locked for the microseconds of one change;
+- `requests.users`, locked shared by everyone who has the budget open. Who can lock it alone is
+  alone and starts afresh; so a file left behind, by another configuration or before a reboot, is
+  never believed.
+"""
+
+import fcntl
+import hashlib
+import math
+import os
+import random
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+
+from data_pipeline.store.objects import StoreError, StoreUnavailable
+
+_CUT = 0.5  # of the rate, when the server asks for less
+_CUT_EVERY_S = 1.0
+_RECOVERY_S = 60.0  # from the floor to the ceiling
+_FLOOR = 1 / 64  # of the ceiling
+_LOOK_S = 0.25  # a change of the rate reaches who waits within this
+_PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The state of the budget; pure arithmetic on it.
+
+    ceiling: requests a second, as configured.
+    burst: requests that an idle budget saves.
+    rate: requests a second at this time.
+    drawn: tickets drawn so far.
+    served: tickets that may go, at most `burst` above `drawn`.
+    at: seconds of the clock for which this holds.
+    cut_at: when the rate was cut last.
+    """
+
+    ceiling: float
+    burst: float
+    rate: float
+    drawn: float
+    served: float
+    at: float
+    cut_at: float
+
+    @staticmethod
+    def fresh(ceiling: float, burst: float, now: float) -> "Bucket":
+        """A full bucket at its full rate."""
+        return Bucket(ceiling, burst, ceiling, 0.0, burst, now, -math.inf)
+
+    def later(self, now: float) -> "Bucket":
+        """The state at `now`: tickets served, and the rate on its way up again."""
+        passed = max(0.0, now - self.at)
+        return replace(
+            self,
+            served=min(self.served + passed * self.rate, self.drawn + self.burst),
+            rate=min(self.ceiling, self.rate + passed * self.ceiling * (1 - _FLOOR) / _RECOVERY_S),
+            at=now,
+        )
+
+    def cut(self) -> "Bucket":
+        """The server asked for less: a lower rate, and nothing saved; once a second at most."""
+        if self.at - self.cut_at < _CUT_EVERY_S:
+            return self
+        return replace(
+            self,
+            rate=max(self.ceiling * _FLOOR, self.rate * _CUT),
+            served=min(self.served, self.drawn),
+            cut_at=self.at,
+        )
+
+    def wait(self, ticket: float) -> float:
+        """Seconds until `ticket` may go, at this rate."""
+        return max(0.0, (ticket - self.served) / self.rate)
+
+
+_LAYOUT = struct.Struct("<8s16s7d")
+_MAGIC = b"budget1\0"
+
+
+class Budget:
+    """A node's request budget. Every process of the node opens its own on the same folder.
+
+    Pickling one opens it anew in the other process. Not for use after `close`.
+
+    Args:
+        folder: where the two files are; local to the node and not swept by a cleaner. Made if it
+            is not there.
+        rate: requests a second, all processes together.
+        burst: requests that may go at once after a pause; None: those of one second.
+
+    Raises:
+        ValueError: a rate or burst that is no number above 0; other processes have the budget
+            open with other numbers; or processes of another machine do.
+        StoreError: the folder cannot be written.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], rate: float, burst: float | None = None
+    ) -> None:
+        self.folder = Path(folder).expanduser().absolute()
+        self.ceiling = float(rate)
+        self.burst = max(1.0, self.ceiling) if burst is None else float(burst)
+        if not (0 < self.ceiling < math.inf and 1 <= self.burst < math.inf):
+            raise ValueError(
+                f"request budget: rate {rate!r} per second and burst {burst!r}; the rate must be "
+                "above 0, the burst 1 or more"
+            )
+        self._draw = random.Random()
+        self._files: tuple[int, int] | None = None
+        self._open()
+
+    def __repr__(self) -> str:
+        return f"Budget({str(self.folder)!r}, rate={self.ceiling:g}, burst={self.burst:g})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Budget, (self.folder, self.ceiling, self.burst))
+
+    def __enter__(self) -> "Budget":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def take(
+        self, what: str, timeout: float = _PATIENCE_S, closing: threading.Event | None = None
+    ) -> float:
+        """Wait until one request may be sent.
+
+        Args:
+            what: what is to be read or written, for the message of an error.
+            timeout: seconds after which to stop waiting.
+            closing: an event that ends the wait.
+
+        Returns:
+            Seconds waited.
+
+        Raises:
+            StoreUnavailable: it took longer, or `closing` was set.
+            StoreError: the budget's file cannot be used.
+        """
+        begin = time.monotonic()
+        deadline = begin + timeout
+        ticket, bucket = self._ticket(math.inf, what, deadline)
+        waker = closing or threading.Event()
+        while delay := bucket.wait(ticket):
+            left = deadline - time.monotonic()
+            if left <= 0 or waker.wait(min(delay, left, _LOOK_S)):
+                reason = "its store was closed" if waker.is_set() else f"{timeout:g} s passed"
+                raise StoreUnavailable(
+                    f"{what}: {reason} while it waited for the node's request budget in "
+                    f"{self.folder} ({bucket.rate:.3g} of {self.ceiling:g} requests/s, about "
+                    f"{ticket - bucket.served:.0f} before it); raise the budget, or ask less at "
+                    "a time"
+                )
+            ticket, bucket = self._ticket(ticket, what, deadline)
+        return time.monotonic() - begin
+
+    def throttled(self) -> None:
+        """Tell that the server asked for fewer requests."""
+        with self._change("a throttled request", time.monotonic() + _PATIENCE_S) as held:
+            held.bucket = held.bucket.cut()
+
+    def spare(self) -> bool:
+        """May a request go now that need not go at all? Not while the rate is below its ceiling."""
+        bucket = self.bucket
+        return bucket.rate >= bucket.ceiling and bucket.served - bucket.drawn >= 1
+
+    @property
+    def bucket(self) -> Bucket:
+        """The state at this moment."""
+        with self._change("the state", time.monotonic() + _PATIENCE_S) as held:
+            return held.bucket
+
+    def close(self) -> None:
+        """Let go of the files. They stay: a process that comes later starts them afresh."""
+        files, self._files = self._files, None
+        for file in files or ():
+            os.close(file)
+
+    def _open(self) -> None:
+        self.close()
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with self._explained():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            state = os.open(self.folder / "requests.budget", flags, 0o600)
+            try:
+                users = os.open(self.folder / "requests.users", flags, 0o600)
+            except BaseException:
+                os.close(state)
+                raise
+        self._files = (state, users)
+        try:
+            with self._locked("opening the request budget", time.monotonic() + _PATIENCE_S):
+                try:
+                    fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._check_others()
+                else:
+                    self._write(Bucket.fresh(self.ceiling, self.burst, time.monotonic()))
+                fcntl.flock(users, fcntl.LOCK_SH)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_others(self) -> None:
+        """Refuse to join processes that mean something else by this folder."""
+        raw = self._read_raw()
+        if raw is None:
+            return  # damaged: the next change starts it afresh
+        machine, bucket = raw
+        if machine != _machine():
+            raise ValueError(
+                f"the request budget in {self.folder} is in use on another machine, whose clock "
+                "says nothing here; give a folder that is local to the node"
+            )
+        if (bucket.ceiling, bucket.burst) != (self.ceiling, self.burst):
+            raise ValueError(
+                f"the request budget in {self.folder} is open in other processes with "
+                f"{bucket.ceiling:g} requests/s and a burst of {bucket.burst:g}, here with "
+                f"{self.ceiling:g} and {self.burst:g}; give all of them the same"
+            )
+
+    def _ticket(self, ticket: float, what: str, deadline: float) -> tuple[float, Bucket]:
+        """The state, with a new ticket unless it knows `ticket` already."""
+        with self._change(what, deadline) as held:
+            if ticket > held.bucket.drawn:  # the first time, or after damage to the file
+                ticket = held.bucket.drawn + 1
+                held.bucket = replace(held.bucket, drawn=ticket)
+            return ticket, held.bucket
+
+    @contextmanager
+    def _change(self, what: str, deadline: float) -> Iterator["_Held"]:
+        """The state of this moment, locked; what is left in `bucket` is written back."""
+        if self._pid != os.getpid():
+            self._open()  # after a fork: a lock shared with the parent would keep nobody out
+        with self._locked(what, deadline):
+            now, raw = time.monotonic(), self._read_raw()
+            # Something wrote over the file: go on with an empty bucket.
+            bucket = replace(Bucket.fresh(self.ceiling, self.burst, now), served=0.0)
+            if raw is not None:
+                bucket = raw[1].later(now)
+            held = _Held(bucket)
+            yield held
+            self._write(held.bucket)
+
+    @contextmanager
+    def _locked(self, what: str, deadline: float) -> Iterator[None]:
+        files = self._files
+        if files is None:
+            raise ValueError(f"{what}: the request budget in {self.folder} is closed")
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise self._stuck(what)
+        try:
+            with self._explained():
+                while not _try_lock(files[0]):
+                    if time.monotonic() > deadline:
+                        raise self._stuck(what)
+                    time.sleep(self._draw.uniform(0.0002, 0.002))
+                try:
+                    yield
+                finally:
+                    fcntl.flock(files[0], fcntl.LOCK_UN)
+        finally:
+            self._lock.release()
+
+    def _stuck(self, what: str) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{what}: waited in vain for the lock of {self.folder / 'requests.budget'}; a process "
+            "that has this request budget open hangs or is stopped, end it"
+        )
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(
+                f"the request budget in {self.folder} cannot be used: {error}; give a folder of "
+                "a local file system that can be written"
+            ) from error
+
+    def _read_raw(self) -> tuple[bytes, Bucket] | None:
+        """The machine that wrote the file and the state; None if it is not a sound file."""
+        assert self._files is not None
+        data = os.pread(self._files[0], _LAYOUT.size, 0)
+        if len(data) != _LAYOUT.size:
+            return None
+        magic, machine, *numbers = _LAYOUT.unpack(data)
+        bucket = Bucket(*numbers)
+        sound = bucket.rate > 0 and not any(math.isnan(number) for number in numbers)
+        return (machine, bucket) if magic == _MAGIC and sound else None
+
+    def _write(self, bucket: Bucket) -> None:
+        assert self._files is not None
+        os.pwrite(self._files[0], _LAYOUT.pack(_MAGIC, _machine(), *astuple(bucket)), 0)
+
+
+class _Held:
+    """The state inside `_change`."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+
+
+def _try_lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@cache
+def _machine() -> bytes:
+    """16 bytes for this machine since its start: what the clock of the state belongs to."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:  # no Linux: the name must do
+        boot = os.uname().nodename.encode()
+    return hashlib.blake2b(boot, digest_size=16).digest()

@@ -1,0 +1,120 @@
+"""A store in the memory of this process, shared by name: for tests and small uses."""
+
+import hashlib
+import os
+import threading
+import time
+from pathlib import Path
+
+from data_pipeline.store.objects import (
+    MissingKey,
+    ObjectInfo,
+    Versions,
+    check_key,
+    check_range,
+    object_changed,
+    short_object,
+)
+from data_pipeline.store.stats import Counter, StoreStats
+
+
+class _Objects:
+    """The objects of one name: key -> (bytes, ETag)."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.held: dict[str, tuple[bytes, str]] = {}
+
+
+_NAMES: dict[str, _Objects] = {}
+_NAMES_LOCK = threading.Lock()
+
+
+class MemoryStore:
+    """Objects in memory. All stores of one name in one process see the same objects.
+
+    They stay until the process ends or `clear` is called; another process does not see them.
+
+    Args:
+        name: which objects; a name is made by its first use.
+        prefix: keys are relative to it, as with S3.
+    """
+
+    def __init__(self, name: str, prefix: str = "") -> None:
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self.uri = f"memory://{name}/{self._prefix}".rstrip("/")
+        with _NAMES_LOCK:
+            self._objects = _NAMES.setdefault(name, _Objects())
+        self._counter = Counter()
+        self._versions = Versions()
+
+    def __repr__(self) -> str:
+        return f"MemoryStore({self.uri!r})"
+
+    @property
+    def stats(self) -> StoreStats:
+        """See `Store.stats`."""
+        return self._counter.stats
+
+    def close(self) -> None:
+        """See `Store.close`. The objects stay: another store may use the name."""
+
+    def clear(self) -> None:
+        """Forget all objects under this prefix, for every store of this name."""
+        with self._objects.lock:
+            for name in [key for key in self._objects.held if key.startswith(self._prefix)]:
+                del self._objects.held[name]
+
+    def _find(self, key: str) -> tuple[bytes, str]:
+        self._counter.add(requests=1)
+        with self._objects.lock:
+            found = self._objects.held.get(self._prefix + check_key(key))
+        if found is None:
+            raise MissingKey(f"{self.uri}/{key}: no such object; check the name, or ingest it")
+        return found
+
+    def get(
+        self, key: str, offset: int = 0, length: int | None = None, *, etag: str | None = None
+    ) -> bytes:
+        """See `Store.get`."""
+        check_range(offset, length)
+        begin = time.monotonic()
+        data, found = self._find(key)
+        if etag is not None and etag != found:
+            raise object_changed(f"{self.uri}/{key}", etag)
+        if etag is None:
+            self._versions.check(self.uri, key, found)
+        part = data[offset : None if length is None else offset + length]
+        self._counter.add(received=len(part))
+        if length is not None and len(part) != length:
+            raise short_object(f"{self.uri}/{key}", offset, length, len(part))
+        self._counter.timed(time.monotonic() - begin)
+        return part
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `Store.head`."""
+        data, etag = self._find(key)
+        return ObjectInfo(len(data), etag)
+
+    def put(self, key: str, data: bytes) -> ObjectInfo:
+        """See `Store.put`."""
+        data = bytes(data)  # the object must not change with a caller's bytearray
+        etag = f'"{hashlib.blake2b(data, digest_size=16).hexdigest()}"'
+        with self._objects.lock:
+            self._objects.held[self._prefix + check_key(key)] = (data, etag)
+        self._versions.wrote(key, etag)
+        self._counter.add(requests=1, written=len(data))
+        return ObjectInfo(len(data), etag)
+
+    def put_file(self, key: str, path: str | os.PathLike[str]) -> ObjectInfo:
+        """See `Store.put_file`, except that the object is in memory afterwards."""
+        return self.put(key, Path(path).read_bytes())
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Store.list`."""
+        self._counter.add(requests=1)
+        base = self._prefix
+        with self._objects.lock:
+            return sorted(
+                key[len(base) :] for key in self._objects.held if key.startswith(base + prefix)
+            )

@@ -1,0 +1,76 @@
+"""A large file as one S3 object: parts sent side by side, each with retries of its own.
+
+boto3's own transfer manager would send requests that neither our retries nor the node's request
+budget know. The object appears with the last request or not at all.
+"""
+
+import os
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Protocol
+
+from data_pipeline.store.objects import MissingKey, StoreError
+
+# S3's limits: parts of 5 MiB and more (but the last), at most 10,000 of them.
+_PART = 8 << 20
+_MOST_PARTS = 10_000
+_THREADS = 4  # parts in memory at a time
+
+
+class Call(Protocol):
+    """Send one S3 operation for a key; `patience` seconds of retries, None: as always."""
+
+    def __call__(
+        self, operation: str, key: str, *, patience: float | None = None, **request: Any
+    ) -> Any:
+        """Return the reply."""
+        ...
+
+
+def put_parts(call: Call, key: str, path: str | os.PathLike[str], size: int) -> None:
+    """Write the file at `path`, `size` bytes, as object `key`.
+
+    Raises:
+        StoreError: what `call` raises; the parts are taken back.
+        OSError: the file cannot be read, or is shorter than `size`.
+    """
+    step = max(_PART, -(-size // _MOST_PARTS))
+    mark = {"upload": secrets.token_hex(8)}
+    upload = call("create_multipart_upload", key, Metadata=mark)["UploadId"]
+
+    def send(number: int) -> dict[str, Any]:
+        with open(path, "rb") as file:
+            file.seek(number * step)
+            body = file.read(step)
+        if len(body) != min(step, size - number * step):
+            raise OSError(f"{os.fspath(path)}: became shorter than {size} bytes while it was read")
+        reply = call("upload_part", key, UploadId=upload, PartNumber=number + 1, Body=body)
+        return {"PartNumber": number + 1, "ETag": reply["ETag"]}
+
+    try:
+        parts = _all(send, -(-size // step))
+        try:
+            whole = {"Parts": parts}
+            call("complete_multipart_upload", key, UploadId=upload, MultipartUpload=whole)
+        except MissingKey:
+            # No such upload: either it was done and the answer was lost, and so it was asked for
+            # twice, or somebody else took it back. The mark tells.
+            if call("head_object", key).get("Metadata") != mark:
+                raise
+    except BaseException:
+        with suppress(StoreError):  # the first error is the one to tell
+            call("abort_multipart_upload", key, patience=0.0, UploadId=upload)
+        raise
+
+
+def _all(send: Callable[[int], dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The answers of `send` for 0 ... count - 1, some at a time; the first error ends it."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        futures = [pool.submit(send, number) for number in range(count)]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

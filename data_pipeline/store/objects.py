@@ -1,0 +1,388 @@
+"""What a store of objects is: keys, ranges, errors; a folder as a store; many small reads as few.
+
+A store is a flat map from keys to immutable byte strings with a version mark (ETag) each.
+`store.open` adds the S3 one and opens any of them from a URI.
+"""
+
+import os
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.store.stats import Counter as Counter
+from data_pipeline.store.stats import StoreStats as StoreStats
+
+# Merged reads stay below this size, so that neighbours still spread over the threads.
+_MAX_MERGED = 16 << 20
+
+
+class StoreError(Exception):
+    """A store could not do what it was asked. The message names the object and what to do."""
+
+
+class MissingKey(StoreError):
+    """The bucket or folder exists, the object does not."""
+
+
+class MissingBucket(StoreError):
+    """The bucket or root folder does not exist."""
+
+
+class AccessDenied(StoreError):
+    """There are no credentials, or the server refuses them."""
+
+
+class ObjectChanged(StoreError):
+    """The object is no longer the one whose ETag was asked for or seen first."""
+
+
+class StoreUnavailable(StoreError):
+    """The server kept failing until the attempts were used up. The only error worth waiting on."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """Size in bytes and the ETag (a version mark, only ever compared for equality)."""
+
+    size: int
+    etag: str
+
+
+class Span(NamedTuple):
+    """`length` bytes of object `key` from `offset`."""
+
+    key: str
+    offset: int
+    length: int
+
+
+class Store(Protocol):
+    """Objects under one root. Keys are relative to it; every method may be called from any thread.
+
+    Do not share a store over `os.fork`: connections would be used by two processes at once.
+    """
+
+    uri: str
+
+    def get(
+        self, key: str, offset: int = 0, length: int | None = None, *, etag: str | None = None
+    ) -> bytes:
+        """Exactly `length` bytes from `offset` (None: all that follow).
+
+        Raises:
+            MissingKey, MissingBucket, AccessDenied, StoreUnavailable: as named.
+            ObjectChanged: the object's ETag is not `etag`, or changed between two attempts. S3 and
+                memory stores also notice, without `etag`, that the object is no longer the one
+                that they read first; to follow an object that changes, pass the ETag of `head`.
+            StoreError: the object ends before `offset + length`.
+        """
+        ...
+
+    def head(self, key: str) -> ObjectInfo:
+        """Size and ETag without the body."""
+        ...
+
+    def put(self, key: str, data: bytes) -> ObjectInfo:
+        """Write a whole object; a reader sees the old one or the new one, never a part."""
+        ...
+
+    def put_file(self, key: str, path: str | os.PathLike[str]) -> ObjectInfo:
+        """Write a local file as an object without holding it in memory."""
+        ...
+
+    def list(self, prefix: str = "") -> list[str]:
+        """All keys that start with `prefix`, sorted."""
+        ...
+
+    def close(self) -> None:
+        """End threads and connections. A read that waits to be tried again ends with an error."""
+        ...
+
+    @property
+    def stats(self) -> StoreStats:
+        """What was asked of the store so far."""
+        ...
+
+
+class Versions:
+    """The ETag under which each object was first read: one that is overwritten must be noticed.
+
+    Args:
+        limit: keys kept; the one not read for longest is forgotten, and with it that it changed.
+    """
+
+    def __init__(self, limit: int = 65536) -> None:
+        self._lock = threading.Lock()
+        self._first: OrderedDict[str, str] = OrderedDict()
+        self._limit = limit
+
+    def check(self, uri: str, key: str, etag: str) -> None:
+        """Raise ObjectChanged if `key` of the store at `uri` was first read under another ETag."""
+        with self._lock:
+            first = self._first.setdefault(key, etag)
+            self._first.move_to_end(key)
+            if len(self._first) > self._limit:
+                self._first.popitem(last=False)
+        if first != etag:
+            raise object_changed(f"{uri}/{key}", first)
+
+    def wrote(self, key: str, etag: str) -> None:
+        """Take the version that this store wrote itself for the first one."""
+        with self._lock:
+            if key in self._first:
+                self._first[key] = etag
+
+
+def check_key(key: str) -> str:
+    """Refuse keys that could leave the root or that S3 and a file system read differently."""
+    parts = key.split("/")
+    if not key or "\0" in key or "\\" in key or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(
+            f"bad object key {key!r}: use names separated by single '/', without '.', '..', "
+            "'\\' or a leading '/'"
+        )
+    return key
+
+
+def check_range(offset: int, length: int | None) -> None:
+    """Refuse negative numbers, which Python's own slices would take for something else."""
+    if offset < 0 or (length is not None and length < 0):
+        raise ValueError(f"bad byte range: offset {offset}, length {length}; both must be >= 0")
+
+
+def short_object(where: str, offset: int, length: int, got: int) -> StoreError:
+    """The error of a read past the end."""
+    return StoreError(
+        f"{where}: expected {length} bytes from offset {offset}, the object holds only {got} of "
+        "them; the index does not belong to this object, ingest the source again"
+    )
+
+
+def object_changed(where: str, etag: str) -> ObjectChanged:
+    """The error of a read whose version is gone."""
+    return ObjectChanged(
+        f"{where}: expected the version with ETag {etag}, the object was overwritten since; "
+        "read the source's manifest again and restart, or restore the object"
+    )
+
+
+def access_denied(where: str, reason: str) -> AccessDenied:
+    """The error of missing or refused credentials."""
+    return AccessDenied(
+        f"{where}: access denied ({reason}); check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or "
+        "the profile, and that they may read and write here"
+    )
+
+
+class FolderStore:
+    """A folder as a store: the same contract without a server. Writes are atomic renames.
+
+    Its ETags come from inode and time, which differ after a copy of the same bytes. Therefore it
+    does not remember them by itself: a reader's checksums see a file that was overwritten.
+    """
+
+    _TEMPORARY = ".part-"
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).expanduser().resolve()
+        self.uri = str(self.root)
+        self._counter = Counter()
+
+    def __repr__(self) -> str:
+        return f"FolderStore({self.uri!r})"
+
+    @property
+    def stats(self) -> StoreStats:
+        """See `Store.stats`."""
+        return self._counter.stats
+
+    def close(self) -> None:
+        """See `Store.close`; a folder holds nothing open."""
+
+    def _path(self, key: str) -> Path:
+        # resolve() follows links: a link inside the root must not be a way out of it.
+        path = (self.root / check_key(key)).resolve()
+        if not path.is_relative_to(self.root):
+            raise ValueError(f"bad object key {key!r}: it leads out of {self.uri}")
+        return path
+
+    def _missing(self, key: str) -> StoreError:
+        if not self.root.is_dir():
+            return MissingBucket(f"{self.uri}: no such folder; create it or correct the path")
+        return MissingKey(f"{self.uri}/{key}: no such object; check the name, or ingest it first")
+
+    @staticmethod
+    def _info(status: os.stat_result) -> ObjectInfo:
+        return ObjectInfo(
+            status.st_size, f'"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"'
+        )
+
+    def get(
+        self, key: str, offset: int = 0, length: int | None = None, *, etag: str | None = None
+    ) -> bytes:
+        """See `Store.get`."""
+        check_range(offset, length)
+        self._counter.add(requests=1)
+        begin = time.monotonic()
+        try:
+            with self._path(key).open("rb") as file:
+                info = self._info(os.fstat(file.fileno()))
+                if etag is not None and info.etag != etag:
+                    raise object_changed(f"{self.uri}/{key}", etag)
+                file.seek(offset)
+                data = file.read() if length is None else file.read(length)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise self._missing(key) from None
+        except PermissionError:
+            raise access_denied(f"{self.uri}/{key}", "the file may not be read") from None
+        self._counter.add(received=len(data))
+        if length is not None and len(data) != length:
+            raise short_object(f"{self.uri}/{key}", offset, length, len(data))
+        self._counter.timed(time.monotonic() - begin)
+        return data
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `Store.head`."""
+        self._counter.add(requests=1)
+        path = self._path(key)
+        if not path.is_file():
+            raise self._missing(key)
+        return self._info(path.stat())
+
+    def put(self, key: str, data: bytes) -> ObjectInfo:
+        """See `Store.put`."""
+        return self._write(key, lambda: iter((data,)))
+
+    def put_file(self, key: str, path: str | os.PathLike[str]) -> ObjectInfo:
+        """See `Store.put_file`."""
+
+        def pieces() -> Iterator[bytes]:
+            with open(path, "rb") as source:
+                while piece := source.read(1 << 20):
+                    yield piece
+
+        return self._write(key, pieces)
+
+    def _write(self, key: str, pieces: Callable[[], Iterator[bytes]]) -> ObjectInfo:
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=self._TEMPORARY, dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                written = sum(file.write(piece) for piece in pieces())
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)  # temporary files are private; a corpus is shared
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        self._counter.add(requests=1, written=written)
+        return self._info(path.stat())
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Store.list`."""
+        self._counter.add(requests=1)
+        if not self.root.is_dir():
+            raise self._missing(prefix)
+        files = (
+            Path(folder, name).relative_to(self.root).as_posix()
+            for folder, _, names in os.walk(self.root)
+            for name in names
+            if not name.startswith(self._TEMPORARY)
+        )
+        return sorted(key for key in files if key.startswith(prefix))
+
+
+def get_many(
+    store: Store, requests: Sequence[Span], max_gap: int = 65536, threads: int = 8
+) -> list[bytes]:
+    """Read many spans with few requests; the answers come in the order of `requests`.
+
+    Spans of one object that overlap or lie at most `max_gap` bytes apart share one ranged read.
+    The first error stops what has not started and is raised.
+
+    Returns:
+        One `bytes` per request, of exactly its length. A span that is a whole read is not copied.
+    """
+    groups, parts = merge_spans(requests, max_gap)
+    if len(groups) <= 1 or threads <= 1:
+        bodies = [store.get(*group) for group in groups]
+    else:
+        with ThreadPoolExecutor(min(threads, len(groups))) as pool:
+            futures = [pool.submit(store.get, *group) for group in groups]
+            try:
+                bodies = [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    answers = [b""] * len(requests)
+    for number, group, start, stop in parts:
+        answers[number] = bodies[group][start:stop]
+    return answers
+
+
+def merge_spans(
+    requests: Sequence[Span], max_gap: int
+) -> tuple[list[Span], Iterable[tuple[int, int, int, int]]]:
+    """Group spans by object and neighbourhood.
+
+    Returns:
+        The spans to read, sorted; and for each request of 1 byte and more: its number, the number
+        of the span that holds it, where it starts and stops in that span.
+    """
+    keys, begins, lengths = zip(*requests) if requests else ((), (), ())
+    begin, length = np.asarray(begins, np.int64), np.asarray(lengths, np.int64)
+    names = sorted(set(keys))
+    rank = {name: number for number, name in enumerate(names)}
+    key = np.fromiter(map(rank.__getitem__, keys), np.int64, len(keys))
+    order = np.lexsort((length, begin, key))
+    order = order[length[order] > 0]
+    if not len(order):
+        return [], ()
+    key, begin, length = key[order], begin[order], length[order]
+    reach = begin + length  # the furthest end up to here, of the same object
+    objects = [0, *(np.flatnonzero(np.diff(key)) + 1).tolist(), len(key)]
+    for low, high in zip(objects, objects[1:]):
+        np.maximum.accumulate(reach[low:high], out=reach[low:high])
+    apart = (np.diff(key) != 0) | (begin[1:] - reach[:-1] > max_gap)
+    first = _cut_long(np.concatenate(([0], np.flatnonzero(apart) + 1)), begin, reach)
+    last = np.append(first[1:], len(key)) - 1
+    names_of = map(names.__getitem__, key[first].tolist())
+    groups = list(map(Span, names_of, begin[first].tolist(), (reach[last] - begin[first]).tolist()))
+    group = np.repeat(np.arange(len(first)), last - first + 1)
+    start = begin - begin[first][group]
+    columns = (order, group, start, start + length)
+    return groups, zip(*(column.tolist() for column in columns))
+
+
+def _cut_long(
+    first: NDArray[np.int64], begin: NDArray[np.int64], reach: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Where groups start, when those that are longer than one read should be are cut.
+
+    Args:
+        first: where they start before that, [groups].
+        begin, reach: of all spans, [spans].
+    """
+    stop = np.append(first[1:], len(begin))
+    cuts = [first]
+    for number in np.flatnonzero(reach[stop - 1] - begin[first] > _MAX_MERGED).tolist():
+        low, high = int(first[number]), int(stop[number])
+        while True:
+            # A span inside what is read anyway costs nothing, so only a longer reach is a cut.
+            limit = max(begin[low] + _MAX_MERGED, reach[low])
+            low += int(np.searchsorted(reach[low:high], limit, side="right"))
+            if low == high:
+                break
+            cuts.append(np.array([low]))
+    return np.sort(np.concatenate(cuts))

@@ -1,0 +1,333 @@
+"""S3 as a store: what botocore leaves to its users.
+
+botocore retries a request that fails but not a body that breaks while it is read, counts attempts
+and not time, and knows nothing of the other processes of a node. Here it sends each request once,
+and `S3Store` does the rest:
+
+1. What may succeed later is sent again with full jitter, until `patience` seconds passed without
+   progress (`retry`, `s3_answers`).
+2. A body that breaks goes on from the last byte it has, with `If-Match` on the ETag it saw first:
+   a resumed body never mixes two versions of an object (`s3_read`).
+3. A read that is late is sent a second time (`hedge`).
+4. Every request, with retries, hedges and parts, asks the node's budget first (`budget`).
+5. When the server calls the credentials expired, they are fetched once more.
+
+The client itself is made in `store`, the only file that imports boto3.
+"""
+
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from data_pipeline.store.budget import Budget
+from data_pipeline.store.hedge import Hedger
+from data_pipeline.store.multipart import put_parts
+from data_pipeline.store.objects import (
+    ObjectInfo,
+    StoreError,
+    StoreUnavailable,
+    Versions,
+    check_key,
+    check_range,
+    short_object,
+)
+from data_pipeline.store.retry import Tries
+from data_pipeline.store.s3_answers import Meaning, failure
+from data_pipeline.store.s3_read import PROGRESS, BodyRead, Sent
+from data_pipeline.store.stats import Counter, StoreStats
+
+log = logging.getLogger(__name__)
+
+_MULTIPART = 16 << 20  # files of this size and more go up in parts
+_MOST_HEDGED = 32 << 20  # a second read of more would cost more than it saves
+_CALM_S = 5.0  # no hedges for so long after the server asked for fewer requests
+_REMARK_S = 10.0  # a failing server is worth a line in the log this often
+
+
+class S3Store:
+    """A bucket, or a prefix of one, behind the S3 protocol. `store.open_store` makes it.
+
+    Args:
+        bucket, prefix: the root.
+        connect: makes a boto3 client that sends each request once and calls the function it is
+            given before each; reads the credentials anew.
+        meaning: what an exception of the client or of a body means, and in few words why; None
+            if it is not one of those.
+        attempts, pool (threads), patience, hedge, budget: see `open_store`.
+    """
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        connect: Callable[[Callable[..., None]], Any],
+        meaning: Callable[[Exception], tuple[Meaning, str] | None],
+        *,
+        attempts: int | None,
+        pool: int,
+        patience: float,
+        hedge: bool,
+        budget: Budget | None,
+    ) -> None:
+        self.bucket, self._prefix = bucket, prefix.strip("/")
+        self.uri = f"s3://{bucket}/{self._prefix}".rstrip("/")
+        self._meaning, self._patience, self._attempts = meaning, patience, attempts
+        self._counter, self._versions = Counter(), Versions()
+        self._hedger = Hedger(pool) if hedge else None
+        self._budget = budget
+        self._draw = random.Random()  # of jitter only: seeded by the system, apart from any other
+        self._here = threading.local()
+        self._renewing = threading.Lock()
+        self._closing = threading.Event()
+        self._calm_at = self._remark_at = 0.0
+        self._connect = partial(connect, self._before_send)
+        self._client = self._connect()
+
+    def __repr__(self) -> str:
+        return f"S3Store({self.uri!r})"
+
+    @property
+    def stats(self) -> StoreStats:
+        """See `Store.stats`."""
+        return self._counter.stats
+
+    def close(self) -> None:
+        """See `Store.close`. Reads under way are left to end; the budget is not closed."""
+        self._closing.set()
+        if self._hedger:
+            self._hedger.close()
+        self._client.close()
+
+    def _before_send(self, **_: object) -> None:
+        waited = 0.0
+        if self._budget is not None:
+            waited = self._budget.take(self.uri, self._patience, self._closing)
+        self._counter.add(requests=1, budget_wait_s=waited)
+        mark: Sent = self._here.mark
+        mark.waited, mark.sent = mark.waited + waited, time.monotonic()
+
+    def _key(self, key: str) -> str:
+        check_key(key)
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+    def get(
+        self, key: str, offset: int = 0, length: int | None = None, *, etag: str | None = None
+    ) -> bytes:
+        """See `Store.get`. A request for 0 bytes is answered without asking the server."""
+        check_range(offset, length)
+        if length == 0:
+            return b""
+        begin, name = time.monotonic(), self._key(key)
+        check = _any_version if etag else partial(self._versions.check, self.uri, key)
+        tries = self._tries()
+        pieces: list[bytes] = []
+        done = fresh = 0  # bytes read, and those of them that are no progress yet
+        while True:
+            rest = None if length is None else length - done
+            client = self._client
+            ask = partial(self._ask_for, client, name)
+            read = self._run(
+                partial(
+                    *(BodyRead, f"{self.uri}/{key}", ask, check, self._arrived),
+                    *(offset + done, rest, etag, self._patience / 3),  # other connections follow
+                ),
+                rest,
+            )
+            etag = etag or read.etag
+            pieces += read.pieces
+            done, fresh = done + read.got, fresh + read.got
+            if read.error is None:
+                break
+            if fresh >= PROGRESS:
+                tries.progress()
+                fresh = 0
+            self._again(key, read.error, tries, client, read.waited, etag)
+            self._counter.add(resumes=int(read.opened))
+        if length is not None and done != length:
+            raise short_object(f"{self.uri}/{key}", offset, length, done)
+        self._counter.timed(time.monotonic() - begin)
+        return b"".join(pieces)  # of one piece: that piece, without a copy
+
+    def _run(self, make: Callable[[], BodyRead], size: int | None) -> BodyRead:
+        """Do one read, with a second one beside it if it is late."""
+        first, hedger = make(), self._hedger
+        if hedger is None or size is None or size > _MOST_HEDGED:
+            first.run()
+            return first
+        read, late = first, False
+        if (delay := hedger.delay(size)) is None:
+            first.run()
+        else:
+            read, late = hedger.race(first, make, delay, self._may_hedge)
+        if late:
+            self._counter.add(hedges=1, hedges_won=int(read is not first))
+        if read.error is None and first.sent is not None:
+            hedger.note(size, time.monotonic() - first.sent)
+        return read
+
+    def _may_hedge(self) -> bool:
+        calm = time.monotonic() >= self._calm_at
+        return calm and (self._budget is None or self._budget.spare())
+
+    def _arrived(self, size: int) -> None:
+        self._counter.add(received=size)
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `Store.head`."""
+        reply = self._call("head_object", key)
+        return ObjectInfo(reply["ContentLength"], reply["ETag"])
+
+    def put(self, key: str, data: bytes) -> ObjectInfo:
+        """See `Store.put`."""
+        reply = self._call("put_object", key, Body=data)
+        self._counter.add(written=len(data))
+        self._versions.wrote(key, reply["ETag"])
+        return ObjectInfo(len(data), reply["ETag"])
+
+    def put_file(self, key: str, path: str | os.PathLike[str]) -> ObjectInfo:
+        """See `Store.put_file`. Large files go up in parts; the object appears with the last."""
+        size = os.stat(path).st_size
+        if size < _MULTIPART:
+            with open(path, "rb") as file:
+                return self.put(key, file.read())
+        put_parts(self._call, key, path, size)
+        self._counter.add(written=size)
+        info = self.head(key)
+        if info.size != size:
+            raise StoreError(
+                f"{self.uri}/{key}: {size} bytes were sent, the object has {info.size}; another "
+                "writer uses this key"
+            )
+        self._versions.wrote(key, info.etag)
+        return info
+
+    def list(self, prefix: str = "") -> list[str]:
+        """See `Store.list`."""
+        base = f"{self._prefix}/" if self._prefix else ""
+        names: list[str] = []
+        page: dict[str, str] = {}
+        while True:
+            reply = self._request("list_objects_v2", prefix, {"Prefix": base + prefix, **page})
+            names += (item["Key"][len(base) :] for item in reply.get("Contents", ()))
+            if not reply.get("IsTruncated"):
+                return sorted(names)
+            page = {"ContinuationToken": reply["NextContinuationToken"]}
+
+    def _call(self, operation: str, key: str, *, patience: float | None = None, **more: Any) -> Any:
+        return self._request(operation, key, {"Key": self._key(key), **more}, patience)
+
+    def _request(
+        self,
+        operation: str,
+        key: str,
+        parameters: dict[str, Any],
+        patience: float | None = None,
+    ) -> Any:
+        """Send a request without a streamed answer until it succeeds or is given up."""
+        tries = self._tries(patience)
+        while True:
+            client, mark = self._client, Sent()
+            try:
+                return self._ask(client, operation, parameters, mark)
+            except Exception as error:
+                self._again(key, error, tries, client, mark.waited)
+
+    def _ask(self, client: Any, operation: str, parameters: dict[str, Any], mark: Sent) -> Any:
+        """Send one request, once."""
+        self._here.mark = mark
+        return getattr(client, operation)(Bucket=self.bucket, **parameters)
+
+    def _ask_for(self, client: Any, name: str, mark: Sent, more: dict[str, Any]) -> Any:
+        return self._ask(client, "get_object", {"Key": name, **more}, mark)
+
+    def _tries(self, patience: float | None = None) -> "_Tries":
+        patience = self._patience if patience is None else patience
+        return _Tries(patience, self._attempts, self._draw)
+
+    def _again(
+        self,
+        key: str,
+        error: Exception,
+        tries: "_Tries",
+        client: Any,
+        waited: float,
+        etag: str | None = None,
+    ) -> None:
+        """Wait until a failed request may be sent again, or raise what the failure means."""
+        if isinstance(error, StoreError) or (found := self._meaning(error)) is None:
+            raise error
+        meaning, reason = found
+        if meaning == "expired" and not tries.renewed:
+            tries.renewed = True
+            self._renew(client)
+            return
+        if meaning == "throttled":
+            self._throttled()
+        if meaning not in ("again", "throttled"):
+            if meaning == "missing" and not self._bucket_exists():
+                meaning = "no_bucket"
+            raise failure(meaning, f"{self.uri}/{key}", self.bucket, reason, etag) from error
+        tries.excuse(waited)
+        delay = tries.failed()
+        if delay is None:
+            raise StoreUnavailable(
+                f"{self.uri}/{key}: gave up after {tries.failures} attempts ({reason}; no progress "
+                f"for {tries.seconds:.0f} s); check that the endpoint answers and is not "
+                "throttling, then run again"
+            ) from error
+        self._remark(key, tries, reason)
+        if self._closing.wait(delay):
+            raise StoreUnavailable(
+                f"{self.uri}/{key}: the store was closed while this waited to be tried again "
+                f"({reason})"
+            ) from error
+        self._counter.add(retries=1)
+
+    def _throttled(self) -> None:
+        self._counter.add(throttled=1)
+        self._calm_at = time.monotonic() + _CALM_S
+        if self._budget is not None:
+            self._budget.throttled()
+
+    def _renew(self, client: Any) -> None:
+        """Take the credentials from boto3's chain anew, once for all threads that use `client`."""
+        with self._renewing:
+            if self._client is client:
+                self._client = self._connect()
+
+    def _remark(self, key: str, tries: Tries, reason: str) -> None:
+        now = time.monotonic()
+        if min(tries.seconds, now - self._remark_at) > _REMARK_S:
+            self._remark_at = now
+            log.warning(
+                "%s/%s: no progress for %.0f s (%s), trying on; giving up after %.0f s",
+                *(self.uri, key, tries.seconds, reason, self._patience),
+            )
+
+    def _bucket_exists(self) -> bool:
+        """A HEAD has no body to say which of the two is missing; ask once more, on failure only."""
+        try:
+            self._ask(self._client, "head_bucket", {}, Sent())
+        except Exception as error:
+            found = self._meaning(error)
+            return found is None or found[0] not in ("missing", "no_bucket")
+        return True
+
+
+class _Tries(Tries):
+    """`renewed`: were the credentials fetched anew for this operation?"""
+
+    renewed = False
+
+    def progress(self) -> None:
+        super().progress()
+        self.renewed = False  # a long read may outlive more than one token
+
+
+def _any_version(_: str) -> None:
+    """The check of a read whose ETag was given: If-Match has done it."""

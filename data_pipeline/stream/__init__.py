@@ -1,0 +1,1 @@
+"""Raw samples in an exact order, without packing or a model."""

@@ -1,0 +1,257 @@
+"""The bytes of a stretch's parts: from files of a folder, from whole shards, or from ranges.
+
+Neither `prepare` ever waits: it begins to fetch, and the part that is asked for first waits for
+what it needs. So one stretch can be on its way while another is being used.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.index.columns import ShardInfo
+from data_pipeline.store.objects import check_key
+from data_pipeline.store.open import FolderStore, Store, StoreError
+from data_pipeline.stream.stretch import Stretch
+
+# A request costs about as much as reading on for this long: neighbours this close are read as one.
+MAX_GAP = 256 << 10
+# A larger read is cut up and its pieces fetched side by side.
+MAX_PIECE = 32 << 20
+# Longer than any sum of the store's own timeouts and retries; reached only if something hangs.
+PATIENCE_S = 1800.0
+_KEPT_FILES = 256
+
+
+class Parts(Protocol):
+    """The parts of one stretch."""
+
+    def read(self, first: int, end: int) -> list[bytes]:
+        """The bytes of parts first ... end - 1; waits for them. From any thread.
+
+        Raises:
+            StoreError: naming the shard.
+        """
+        ...
+
+
+class Extents(Protocol):
+    """Where parts come from."""
+
+    def prepare(self, stretch: Stretch) -> Parts:
+        """Begin to fetch the parts of a stretch."""
+        ...
+
+    def close(self) -> None:
+        """End all threads and let go of everything kept."""
+        ...
+
+
+def open_extents(store: Store, whole: bool, memory_bytes: int, threads: int) -> Extents:
+    """The right ones for a store.
+
+    Args:
+        store: where the shards lie.
+        whole: read whole shards and keep them while there is room, not only the ranges needed.
+        memory_bytes: how much of whole shards is kept.
+        threads: requests at the same time.
+    """
+    if isinstance(store, FolderStore):
+        return FileExtents(store)
+    return StoreExtents(store, whole, memory_bytes, threads)
+
+
+class FileExtents:
+    """Reads every part from its file when asked: no memory, no threads; the kernel has the cache.
+
+    By call and not through a memory map: a shard cut short under a map would end the process
+    without a word.
+    """
+
+    def __init__(self, store: FolderStore) -> None:
+        self._store = store
+        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def prepare(self, stretch: Stretch) -> "_FileParts":
+        """See `Extents`."""
+        return _FileParts(self, stretch)
+
+    def close(self) -> None:
+        """See `Extents`."""
+        self._files.clear()
+
+    def open(self, info: ShardInfo) -> "_File":
+        """The shard's file; kept open for the next stretch."""
+        with self._lock:
+            file = self._files.get(info.key)
+            if file is None:
+                try:
+                    file = _File(self._store.root / check_key(info.key))
+                except OSError:
+                    self._store.get(info.key, 0, 1)  # says in its own words what is wrong
+                    raise
+                self._files[info.key] = file
+                if len(self._files) > _KEPT_FILES:
+                    self._files.popitem(last=False)
+            return file
+
+
+class _File:
+    """A file descriptor that closes itself when the last stretch is done with it."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, path: os.PathLike[str]) -> None:
+        self.handle = -1
+        self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.handle >= 0:
+            os.close(self.handle)
+
+
+class _FileParts:
+    def __init__(self, extents: FileExtents, stretch: Stretch) -> None:
+        self._extents = extents
+        self._shards = stretch.shards
+        self._slot = stretch.slot.tolist()
+        self._offset = stretch.offset.tolist()
+        self._length = stretch.length.tolist()
+        self._files: list[_File | None] = [None] * len(stretch.shards)
+        self._handles = [-1] * len(stretch.shards)
+
+    def read(self, first: int, end: int) -> list[bytes]:
+        slots, lengths = self._slot[first:end], self._length[first:end]
+        for slot in set(slots):
+            if self._files[slot] is None:
+                file = self._files[slot] = self._extents.open(self._shards[slot])
+                self._handles[slot] = file.handle
+        handles = map(self._handles.__getitem__, slots)
+        bodies = list(map(os.pread, handles, lengths, self._offset[first:end]))
+        if list(map(len, bodies)) != lengths:
+            bodies = [self._whole(first + at, body) for at, body in enumerate(bodies)]
+        return bodies
+
+    def _whole(self, part: int, body: bytes) -> bytes:
+        """Read on: a file system may give less than asked for; none at all is the file's end."""
+        offset, length = self._offset[part], self._length[part]
+        slot = self._slot[part]
+        while len(body) < length:
+            rest = os.pread(self._handles[slot], length - len(body), offset + len(body))
+            if not rest:
+                raise StoreError(
+                    f"{self._extents._store.uri}/{self._shards[slot].key}: expected {length} bytes "
+                    f"from offset {offset}, the file holds only {len(body)} of them; restore the "
+                    "shard or ingest the source again"
+                )
+            body += rest
+        return body
+
+
+class StoreExtents:
+    """Fetches by a few large requests in the background."""
+
+    def __init__(self, store: Store, whole: bool, memory_bytes: int, threads: int) -> None:
+        self._store, self._keeps_whole = store, whole
+        self._room = memory_bytes
+        self._kept: OrderedDict[str, tuple[Future[bytes], int]] = OrderedDict()
+        # Pieces of a large read have threads of their own: waiting for them must not starve them.
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shard")
+        self._pieces = ThreadPoolExecutor(threads, thread_name_prefix="piece")
+
+    def prepare(self, stretch: Stretch) -> "_BufferParts":
+        """See `Extents`."""
+        if self._keeps_whole:
+            futures = [self._whole(info) for info in stretch.shards]
+            return _BufferParts(futures, stretch.slot, stretch.offset, stretch.length)
+        shard, offset, length, owner = ranges(stretch.slot, stretch.offset, stretch.length, MAX_GAP)
+        futures = [
+            self._pool.submit(self._fetch, stretch.shards[number].key, begin, count)
+            for number, begin, count in zip(shard.tolist(), offset.tolist(), length.tolist())
+        ]
+        return _BufferParts(futures, owner, stretch.offset - offset[owner], stretch.length)
+
+    def close(self) -> None:
+        """See `Extents`."""
+        self._kept.clear()
+        self._pool.shutdown(cancel_futures=True)
+        self._pieces.shutdown(cancel_futures=True)
+
+    def _whole(self, info: ShardInfo) -> "Future[bytes]":
+        kept = self._kept.pop(info.key, None)
+        if kept is None or (kept[0].done() and kept[0].exception()):  # a failure is not kept
+            kept = (self._pool.submit(self._fetch, info.key, 0, info.size), info.size)
+        self._kept[info.key] = kept
+        while len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > self._room:
+            self._kept.popitem(last=False)
+        return kept[0]
+
+    def _fetch(self, key: str, offset: int, length: int) -> bytes:
+        if length <= MAX_PIECE:
+            return self._store.get(key, offset, length)
+        count = -(-length // MAX_PIECE)
+        cuts = [offset + length * i // count for i in range(count + 1)]
+        pieces = [
+            self._pieces.submit(self._store.get, key, begin, end - begin)
+            for begin, end in zip(cuts, cuts[1:])
+        ]
+        return b"".join(piece.result(PATIENCE_S) for piece in pieces)
+
+
+class _BufferParts:
+    def __init__(
+        self,
+        futures: Sequence["Future[bytes]"],
+        buffer: NDArray[np.int64],
+        start: NDArray[np.int64],
+        length: NDArray[np.int64],
+    ) -> None:
+        self._futures = futures
+        self._bodies: list[Any] = [None] * len(futures)
+        self._buffer, self._start = buffer.tolist(), start.tolist()
+        self._end = (start + length).tolist()
+
+    def read(self, first: int, end: int) -> list[bytes]:
+        buffers, bodies = self._buffer[first:end], self._bodies
+        for number in set(buffers):
+            if bodies[number] is None:
+                bodies[number] = self._futures[number].result(PATIENCE_S)
+        bounds = zip(buffers, self._start[first:end], self._end[first:end])
+        return [bodies[number][begin:stop] for number, begin, stop in bounds]
+
+
+def ranges(
+    shard: NDArray[np.int64], offset: NDArray[np.int64], length: NDArray[np.int64], max_gap: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Merge spans [p] of shards that overlap or lie at most `max_gap` apart.
+
+    Returns:
+        shard, offset, length int64 [r] of the ranges in the order of first use, and for each span
+        the range that holds it, int64 [p].
+    """
+    order = np.lexsort((offset, shard))
+    shard_, begin = shard[order], offset[order]
+    # Shards laid end to end, so far apart that no span of one reaches into the next.
+    base = shard_ * (1 << 44)
+    reach = np.maximum.accumulate(base + begin + length[order])
+    fresh = np.ones(order.size, np.bool_)
+    fresh[1:] = base[1:] + begin[1:] > reach[:-1] + max_gap
+    number = np.cumsum(fresh) - 1
+    heads = np.flatnonzero(fresh)
+    tails = np.append(heads, order.size)[1:] - 1
+    owner = np.empty(order.size, np.int64)
+    owner[order] = number
+    # By first use, so that what is needed first is asked for first.
+    first_use = np.full(heads.size, order.size)
+    np.minimum.at(first_use, number, order)
+    by_use = np.argsort(first_use)
+    rank = np.empty_like(by_use)
+    rank[by_use] = np.arange(by_use.size)
+    length_ = reach[tails] - base[heads] - begin[heads]
+    return shard_[heads][by_use], begin[heads][by_use], length_[by_use], rank[owner]

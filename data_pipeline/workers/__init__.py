@@ -1,0 +1,1 @@
+"""Jobs done ahead by processes or threads, in order and within limits."""

@@ -1,0 +1,207 @@
+"""A worker process as its parent sees it: started, asked, ended.
+
+The other side of its socket is `workers.worker_main`.
+"""
+
+import contextlib
+import io
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.workers.parcel import Body, Receiver, send_message
+from data_pipeline.workers.worker_main import FAILED, LEFT_TO_PARENT, READY
+
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from data_pipeline.workers.worker_main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+_ROOT = str(Path(__file__).resolve().parent.parent.parent)
+# Several workers with as many threads as there are cores each would only fight.
+_ONE_THREAD = {
+    name: "1"
+    for name in (
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "NUMEXPR_NUM_THREADS",
+        "VECLIB_MAXIMUM_THREADS",
+    )
+}
+# How often a wait looks whether the worker still lives. Its death closes the socket, unless
+# something that the job started holds it open.
+_LOOK_S = 1.0
+# The kernel ends a killed process at once, unless that waits for a device or a network file system.
+_KILL_S = 5.0
+
+
+class Lost(Exception):
+    """The worker is gone, or going."""
+
+
+class Worker:
+    """One worker process, from its start to its end.
+
+    Args:
+        setup: pickled; called there before the first job.
+    """
+
+    def __init__(self, setup: bytes):
+        self._sock, theirs = socket.socketpair()
+        self._receiver = Receiver(self._sock)
+        self._setup: bytes | None = setup
+        command = [sys.executable, "-P", "-c", _BOOT, _ROOT]
+        try:
+            self.process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **_ONE_THREAD},
+            )
+        except BaseException:
+            self._sock.close()
+            raise
+        finally:
+            theirs.close()
+
+    def ask(self, job: bytes) -> tuple[Any, float]:
+        """Have a pickled job done: its result, and the seconds it took.
+
+        Raises:
+            Lost: the worker ended meanwhile.
+            OSError: this process has no descriptors or no memory left to receive the result.
+            Exception: what `setup` or the job raised there, with its traceback as `__cause__`.
+        """
+        try:
+            if self._setup is not None:
+                self._greet(self._setup)
+                self._setup = None
+            send_message(self._sock, pickle.dumps((self._receiver.given_back(), job), protocol=5))
+            body = self._receive()
+        except (EOFError, ConnectionError) as error:
+            raise Lost from error
+        except OSError:  # what came has not been taken in, what follows would not fit to it
+            self.end()
+            raise
+        outcome, *content = body.load()
+        if outcome == FAILED:
+            raise content[0].error()
+        result, seconds = content
+        return result, seconds
+
+    def _greet(self, setup: bytes) -> None:
+        path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
+        send_message(self._sock, pickle.dumps(path))
+        send_message(self._sock, setup)
+        answer, *content = self._receive().load()
+        if answer != READY:
+            self.end()
+            error: Exception = content[0].error()
+            error.add_note("raised while a worker made ready: by `setup`, or by its import")
+            raise error
+
+    def _receive(self) -> Body:
+        readable = select.poll()
+        readable.register(self._sock, select.POLLIN)
+        while not readable.poll(_LOOK_S * 1000):
+            if self.process.poll() is not None:
+                raise EOFError("the worker is dead")
+        return self._receiver.receive()
+
+    def hang_up(self) -> None:
+        """Close the socket: the worker ends by itself, and a thread that asks it gets `Lost`."""
+        # Closing alone would wake no thread that waits in `recv`.
+        with contextlib.suppress(OSError):  # not connected any longer
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def reap(self, deadline: float) -> None:
+        """Wait for the end until a time of the monotonic clock, then kill."""
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.end()
+
+    def close(self) -> None:
+        """Close the socket for good; only where no thread asks the worker."""
+        self.hang_up()
+        self._sock.close()
+
+    def end(self) -> None:
+        """Kill the worker and wait for its end."""
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_KILL_S)
+
+    def kill(self) -> None:
+        """Kill the worker, without waiting for its end."""
+        self.process.kill()
+        self.hang_up()
+
+    def ending(self) -> str:
+        """Say how it ended."""
+        code = self.process.returncode
+        if code is None:
+            return f"(process {self.process.pid}) was killed but does not end"
+        if code >= 0:
+            return f"(process {self.process.pid}) ended with exit code {code}"
+        known = {int(number): number.name for number in signal.Signals}
+        name = known.get(-code, "unknown")
+        hint = ", as when a machine or container is out of memory" if name == "SIGKILL" else ""
+        return f"(process {self.process.pid}) was ended by signal {-code} ({name}{hint})"
+
+
+def pickled(value: object, what: Callable[[], str]) -> bytes:
+    """Pickle what a worker shall get; `what` names it in messages.
+
+    Raises:
+        ValueError: it cannot be pickled, or is defined in the main script, which no worker imports.
+    """
+    try:
+        data = pickle.dumps(value, protocol=5)
+    except Exception as error:
+        raise ValueError(
+            f"{what()} cannot be sent to a worker process: {error}. It has to pickle: functions by "
+            f"the name of a module (no lambda, no function inside a function), no open files or "
+            f"locks. Or use num_workers=0"
+        ) from error
+    if b"__main__" in data:
+        _NotMain(io.BytesIO(data), what()).load()
+    return data
+
+
+class _NotMain(pickle.Unpickler):
+    """Refuses what is defined in `__main__`; unpickling is the one way to know."""
+
+    def __init__(self, file: io.BytesIO, what: str):
+        super().__init__(file)
+        self._what = what
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__":
+            raise ValueError(
+                f"{self._what} refers to {name!r} of the main script, which workers do not import: "
+                f"move it to a module of its own and import it, or use num_workers=0"
+            )
+        return super().find_class(module, name)
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold back the signals of terminal and scheduler in this thread.
+
+    A process that is started meanwhile is born with them held back, so that none can end it before
+    it has come to ignore them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

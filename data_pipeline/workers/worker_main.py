@@ -1,0 +1,181 @@
+"""What a worker process runs: make ready once, then one job after the other until the parent goes.
+
+    python -P -c "... main(socket, parent)"
+
+The parent (`workers.worker`) starts it as a fresh interpreter, neither forked (threads and
+CUDA do not survive that) nor by `multiprocessing` (which imports the main script again, so that
+every script needs a guard): it knows its parent only by a socket.
+
+    parent -> worker    sys.path, `setup`, then jobs: (segments given back, job)
+    worker -> parent    READY, then for each job: (DONE, result, seconds) or (FAILED, Failure)
+
+It leaves the signals of a terminal and of a scheduler to the parent, which may be saving its state
+and want data for it; it ends when the socket is closed, which is also what the death of the parent
+looks like.
+"""
+
+import faulthandler
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from data_pipeline.workers.parcel import Sender, receive_message
+
+READY, DONE, FAILED = "ready", "done", "failed"
+
+# Sent to whole process groups: Ctrl-C, the end of a session, a scheduler's warning.
+LEFT_TO_PARENT = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+# The time a worker without a parent has to end in order; in the middle of a job it may need longer
+# and is ended. Shorter than the parent's patience in `workers.workers`.
+GRACE_S = 0.5
+_LOOK_S = 1.0
+
+
+class JobError(RuntimeError):
+    """A job failed with an exception that cannot travel as itself; the message names its type."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of a job in its worker, as text: the `__cause__` of the job's exception."""
+
+    def __str__(self) -> str:
+        return f"in the worker:\n{self.args[0]}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on its way to the parent.
+
+    Attributes:
+        pickled: the exception, if it survives being pickled.
+        summary: type and message.
+        text: the traceback.
+    """
+
+    pickled: bytes | None
+    summary: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """Describe an exception that was caught."""
+        return cls(_pickled(error), summary_of(error), "".join(traceback.format_exception(error)))
+
+    def error(self) -> Exception:
+        """Return the exception to raise in the parent, of the same type where that can be."""
+        try:
+            error = None if self.pickled is None else pickle.loads(self.pickled)
+        except Exception:  # its module may be missing here
+            error = None
+        if error is None:
+            error = JobError(self.summary)
+        error.__cause__ = RemoteTraceback(self.text)
+        return error
+
+
+def raisable(error: BaseException) -> Exception:
+    """Return an exception as it may be raised where a job's result is asked for.
+
+    A job must not end the consumer's loop or process: StopIteration, SystemExit and the like become
+    a JobError.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    wrapped = JobError(summary_of(error))
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def summary_of(error: BaseException) -> str:
+    """Return type and message of an exception."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    if raisable(error) is not error:
+        return None
+    try:
+        data = pickle.dumps(error)
+        again = pickle.loads(data)
+    except Exception:
+        return None
+    # Many exceptions build their message in __init__ and come back as something else.
+    return data if type(again) is type(error) and str(again) == str(error) else None
+
+
+def main(fd: int, parent: int) -> None:
+    """Serve the parent until it closes its end.
+
+    Args:
+        fd: the socket.
+        parent: process id of the parent.
+    """
+    # They were blocked before this interpreter started, so that none could end it half started.
+    for number in LEFT_TO_PARENT:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENT)
+    faulthandler.enable()
+    # A program that a job starts must not hold the socket open.
+    os.set_inheritable(fd, False)
+    sock = socket.socket(fileno=fd)
+    threading.Thread(target=_end_with_parent, args=(sock, parent), daemon=True).start()
+    try:
+        _serve(sock)
+    except (EOFError, ConnectionError):
+        return
+
+
+def _serve(sock: socket.socket) -> None:
+    sender = Sender(sock)
+    sys.path[:] = pickle.loads(receive_message(sock))
+    setup = receive_message(sock)
+    try:
+        do = pickle.loads(setup)()
+    except BaseException as error:
+        return sender.send(sender.pack((FAILED, Failure.of(error))))
+    del setup
+    sender.send(sender.pack((READY,)))
+    while True:
+        given_back, job = pickle.loads(receive_message(sock))
+        sender.take_back(given_back)
+        # A function, so that nothing of a job is held in memory while the next is waited for.
+        _answer(sender, do, job)
+
+
+def _answer(sender: Sender, do: Callable[[Any], Any], job: bytes) -> None:
+    begin = time.monotonic()
+    try:
+        result = do(pickle.loads(job))
+        parcel = sender.pack((DONE, result, time.monotonic() - begin))
+    except BaseException as error:
+        parcel = sender.pack((FAILED, Failure.of(error)))
+    sender.send(parcel)
+
+
+def _end_with_parent(sock: socket.socket, parent: int) -> None:
+    """End this process if the socket is closed or the parent is another one.
+
+    The second is for a parent that was killed while processes which it forked hold its end open.
+    """
+    closed = select.poll()
+    closed.register(sock, 0)  # a closed socket is reported unasked
+    while not closed.poll(_LOOK_S * 1000) and os.getppid() == parent:
+        pass
+    time.sleep(GRACE_S)
+    os._exit(0)
