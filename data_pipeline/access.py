@@ -72,8 +72,18 @@ def open_tokenizer(config: DataConfig, store: Store) -> Tokenizer:
     return Tokenizer.from_store(store, name)
 
 
-def open_fetcher(config: DataConfig, versions: ShardVersions) -> Fetcher:
-    """Open what a worker process needs to carry out requests."""
+def open_fetcher(config: DataConfig, versions: ShardVersions, tokenizer_hash: str) -> Fetcher:
+    """Open what a worker process needs to carry out requests.
+
+    Raises:
+        ValueError: there is another tokenizer by now than the one of `tokenizer_hash`.
+    """
     store = open_data(config)
     register(store, versions)
-    return Fetcher(store, open_tokenizer(config, store), config.fetch_threads)
+    tokenizer = open_tokenizer(config, store)
+    if tokenizer.hash != tokenizer_hash:
+        raise ValueError(
+            f"tokenizer {config.tokenizer} has SHA-256 {tokenizer.hash[:12]}, this run began with "
+            f"{tokenizer_hash[:12]}; restore that rank file"
+        )
+    return Fetcher(store, tokenizer, config.fetch_threads)

@@ -74,14 +74,16 @@ class SampleLayout:
     regions: tuple[tuple[int, ...] | None, ...] = ()
 
 
+LaidOut = tuple[NDArray[np.int64], NDArray[np.bool_], list[int]]
+
+
 def sample_tokens(
-    segments: Segments, tokenizer: Tokenizer, layout: SampleLayout, seq_len: int
+    whole: LaidOut, layout: SampleLayout, seq_len: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Lay out one sample, or a part of it, and compare it with the plan.
+    """Take a sample, or a part of it, and compare it with the plan.
 
     Args:
-        segments: the document's segments in order.
-        tokenizer: of the index.
+        whole: the sample from `laid_out`.
         layout: of the plan.
         seq_len: tokens in a row; what a split text is cut by.
 
@@ -89,9 +91,9 @@ def sample_tokens(
         tokens int64 [n] and loss bool [n] (this token may be predicted).
 
     Raises:
-        ValueError: the segments do not give what the layout says.
+        ValueError: the sample is not what the layout says.
     """
-    tokens, loss, starts = laid_out(segments, tokenizer, layout)
+    tokens, loss, starts = whole
     if layout.part is not None:
         span = part_span(layout.part, seq_len)
         tokens = np.concatenate([tokens[:1], tokens[1:-1][span], tokens[-1:]])
@@ -105,9 +107,7 @@ def sample_tokens(
     return tokens, loss
 
 
-def laid_out(
-    segments: Segments, tokenizer: Tokenizer, layout: SampleLayout
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], list[int]]:
+def laid_out(segments: Segments, tokenizer: Tokenizer, layout: SampleLayout) -> LaidOut:
     """Lay out a whole sample by the layout's pads, variants and regions.
 
     Returns:

@@ -27,7 +27,7 @@ class BlendStage:
         after_tokens: expected tokens of the stream before it; it begins with the next window.
         sources: name -> token share, as `DataConfig.sources`; a source left out is not drawn, a
             new one may come in.
-        vision_token_ratio: as `DataConfig.vision_token_ratio`, for this stage.
+        vision_token_ratio: another one for this stage; None keeps `DataConfig`'s.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

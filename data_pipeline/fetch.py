@@ -11,7 +11,9 @@ wrong, or a medium does not decode, the sample is reported as unusable and every
 """
 
 import json
+import threading
 import zlib
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.augment.draws import Draw
-from data_pipeline.collate import RowBatch, SampleLayout, sample_tokens
+from data_pipeline.collate import LaidOut, RowBatch, SampleLayout, laid_out, sample_tokens
 from data_pipeline.decode import decode_items
 from data_pipeline.plan.layout import limits_at
 from data_pipeline.plan.planner import GlobalPlan, Planner
@@ -32,6 +34,8 @@ from moonvit3d.media import MediaError
 
 # Reads of bytes with a wrong checksum, the first included.
 READS = 3
+# Tokens of split texts that are remembered: a whole book is encoded once and not for each row.
+_KEPT_TOKENS = 8 << 20
 _PATCH_BYTES = 3 * 14 * 14
 _TOKEN_BYTES = 8 + 8 + 1
 
@@ -174,8 +178,8 @@ def _details(
     table = plan.samples
     for number, source in enumerate(planner.sources):
         mine = samples[table.source[samples] == number]
-        regions = np.diff(source.index.region_ptr)
-        changed = mine[(regions[table.index[mine]] > 0) | table.varied[mine]]
+        ptr, at = source.index.region_ptr, table.index[mine]
+        changed = mine[(ptr[at + 1] > ptr[at]) | table.varied[mine]]
         if changed.size:
             details = source.variation.details(
                 table.index[changed], table.epoch[changed], table.varied[changed]
@@ -264,6 +268,8 @@ class Fetcher:
     def __init__(self, store: Store, tokenizer: Tokenizer, threads: int):
         self._store, self._tokenizer, self._threads = store, tokenizer, threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        self._split: OrderedDict[tuple[Span, int], LaidOut] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __call__(self, request: StepRequest) -> Fetched:
         """Read, decode and lay out.
@@ -332,11 +338,9 @@ class Fetcher:
                 bad.append(BadSample(read.sample, reason))
                 continue
             try:
-                segments = json.loads(body)["segments"]
-                tokens, loss = sample_tokens(
-                    segments, self._tokenizer, read.layout, request.seq_len
-                )
-            except (KeyError, TypeError, ValueError) as error:
+                whole = self._laid_out(read, body)
+                tokens, loss = sample_tokens(whole, read.layout, request.seq_len)
+            except (IndexError, KeyError, TypeError, ValueError) as error:
                 what = error if isinstance(error, ValueError) else repr(error)
                 raise ValueError(
                     f"{read.name}: {what}; the index was made with another tokenizer or from "
@@ -344,6 +348,25 @@ class Fetcher:
                 ) from error
             rows.place(read.row, read.start, tokens, loss)
         return rows
+
+    def _laid_out(self, read: TextRead, body: bytes) -> LaidOut:
+        """Lay out a sample; a split one is remembered, since its other parts come soon."""
+        if read.layout.part is None:
+            return laid_out(json.loads(body)["segments"], self._tokenizer, read.layout)
+        key = (read.span, read.crc)
+        with self._lock:
+            if (found := self._split.get(key)) is not None:
+                self._split.move_to_end(key)
+                return found
+        found = laid_out(json.loads(body)["segments"], self._tokenizer, read.layout)
+        with self._lock:
+            self._split[key] = found
+            while len(self._split) > 1 and self._num_tokens() > _KEPT_TOKENS:
+                self._split.popitem(last=False)
+        return found
+
+    def _num_tokens(self) -> int:
+        return sum(tokens.size for tokens, _, _ in self._split.values())
 
 
 def _damage(read: TextRead | FileRead, data: bytes) -> str | None:

@@ -136,13 +136,14 @@ class Loader:
         register(store, versions)
         self._fetcher: Fetcher | None = None
         if config.workers:
-            setup = partial(open_fetcher, config, versions)
+            setup = partial(open_fetcher, config, versions, tokenizer.hash)
         else:
             self._fetcher = Fetcher(store, tokenizer, config.fetch_threads)
             setup = partial(_same, self._fetcher)
         self._workers: Workers[StepRequest, Fetched] = Workers(
             setup, config.workers, timeout_s=PATIENCE_S, name="loader"
         )
+        self._closed = False
         self._run: Run[Fetched] | None = None
         self._planned: deque[tuple[GlobalPlan, State, NDArray[np.int64]]] = deque()
 
@@ -156,6 +157,8 @@ class Loader:
             LoaderError: the step could not be fetched. The state has not moved: asking again tries
                 the same step again.
         """
+        if self._closed:
+            raise ValueError("the loader is closed")
         begin = time.monotonic()
         step = self._state["step"]
         try:
@@ -216,6 +219,7 @@ class Loader:
 
     def close(self) -> None:
         """End all workers and threads."""
+        self._closed = True
         self._forget()
         self._workers.close()
         if self._fetcher is not None:

@@ -85,8 +85,8 @@ def segments(plan: GlobalPlan, rows: range) -> tuple[list[int], list[bool]]:
     """Return the segment borders of rows laid end to end, and which segments are documents."""
     borders, documents = [0], []
     for number, row in enumerate(rows):
-        lengths = plan.samples.length[plan.samples.row == row]
-        ends = number * plan.seq_len + np.cumsum(lengths)
+        first, end = np.searchsorted(plan.samples.row, [row, row + 1])
+        ends = number * plan.seq_len + np.cumsum(plan.samples.length[first:end])
         borders += ends.tolist()
         documents += [True] * len(ends)
         if borders[-1] < (number + 1) * plan.seq_len:

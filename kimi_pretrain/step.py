@@ -194,6 +194,8 @@ class TrainStep:
 
     def _skipped_samples(self, batch: StepBatch) -> np.ndarray:
         """Return the samples that some rank found unusable, the same array on every rank."""
+        if not self.mesh.max([float(len(batch.bad))])[0]:  # one number, as a rule
+            return np.zeros(0, np.int64)
         unusable = np.zeros(len(batch.plan.samples.row))
         unusable[[bad.sample for bad in batch.bad]] = 1.0
         return np.flatnonzero(np.array(self.mesh.max(unusable.tolist())) > 0)

@@ -13,8 +13,8 @@ import torch
 from data_pipeline.access import open_data, open_tokenizer
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import check_shards, read_index
-from data_pipeline.loader import Loader
-from data_pipeline.plan.planner import GlobalPlan
+from data_pipeline.loader import Loader, LoaderError, StepBatch
+from data_pipeline.plan.planner import DataUsedUp, GlobalPlan
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain import checkpoint
@@ -159,7 +159,7 @@ def _loop(run: Run, run_dir: Path) -> None:
         metrics = MetricsWriter(run_dir, run.step, config.train.steps)
     while run.step < config.train.steps:
         start = time.time()
-        batch = next(run.loader)
+        batch = _next_batch(run, run_dir)
         fetched = time.time()
         report = run.train_step.run(batch)
         run.step += 1
@@ -178,6 +178,19 @@ def _loop(run: Run, run_dir: Path) -> None:
             run.save(run_dir / "checkpoints")
     if metrics is not None:
         metrics.close()
+
+
+def _next_batch(run: Run, run_dir: Path) -> StepBatch:
+    """Return the next step; where the data is used up, keep what was trained so far and say so."""
+    try:
+        return next(run.loader)
+    except LoaderError as error:
+        if isinstance(error.__cause__, DataUsedUp) and run.step:
+            # A function of config and step: all ranks are here, and saving is collective.
+            log.warning("step %d: %s; saving a checkpoint", run.step, error.__cause__)
+            if not (run_dir / "checkpoints" / f"step_{run.step:08d}").exists():
+                run.save(run_dir / "checkpoints")
+        raise
 
 
 def _metrics_line(run: Run, plan: GlobalPlan, report: StepReport, seconds: float) -> dict[str, Any]:

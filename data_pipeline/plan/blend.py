@@ -1,10 +1,11 @@
 """Which source a position of the stream draws from: exact shares at every position.
 
-At no position has a source been drawn a whole draw more or less often than its share of the draws
-so far. This is just-in-time sequencing (Tijdeman, "The chairman assignment problem", 1980; Steiner
-and Yeomans, 1993): each draw of a source has a first and a last position at which that stays true,
-and taking the draw with the nearest last position keeps every one. Largest remainders block by
-block would lose small sources (a quota below half a draw rounds to nothing for ever).
+Since the shares last changed, at no position has a source been drawn a whole draw more or less
+often than its share of the draws. This is just-in-time sequencing (Tijdeman, "The chairman
+assignment problem", 1980; Steiner and Yeomans, 1993): each draw of a source has a first and a last
+position at which that stays true, and taking the draw with the nearest last position keeps every
+one. Largest remainders block by block would lose small sources (a quota below half a draw rounds to
+nothing for ever).
 
 Weights are whole numbers of UNITS, so that the sequence repeats after UNITS draws: it is computed
 once and any position is a table lookup. Which *samples* the draws are is keyed by the seed
@@ -116,7 +117,7 @@ def position_of(source: int, draw: int, segment: Segment) -> int:
     return segment.start + cycle * UNITS + int(place)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _cycle(weights: tuple[int, ...]) -> tuple[NDArray[np.int16], NDArray[np.int32]]:
     """Return one cycle: source int16 [UNITS], and its how-many-th draw int32 [UNITS].
 
@@ -207,7 +208,7 @@ def _grouped_shares(
         )
     group = ratio / reach  # share of all tokens that come from sources with media
     return [
-        s / media * group if t.vision_tokens else s / plain * (1 - group)
+        s / media * group if t.vision_tokens else s / (plain or 1) * (1 - group)
         for s, t in zip(shares, totals)
     ]
 

@@ -56,11 +56,12 @@ class Mixer:
         self._tokens = [Fraction(total.tokens, total.samples) for total in totals]
         # The draws after which a source is used up.
         self._caps = [
-            ceil(Fraction(config.max_epochs[name]) * n) if name in config.max_epochs else None
+            int(Fraction(str(config.max_epochs[name])) * n) if name in config.max_epochs else None
             for name, n in zip(self._names, units)
         ]
         first = BlendStage(1, config.sources, config.vision_token_ratio)
         self._stages = ((0, first), *((stage.after_tokens, stage) for stage in config.schedule))
+        self._ratio = config.vision_token_ratio
 
     def mixture(self, past: Sequence[Segment] = (), start: int = 0) -> Mixture:
         """Return the past and what this config makes of the stream from `start` on.
@@ -94,7 +95,41 @@ class Mixer:
             0.0 if number in without else stage.sources.get(name, 0.0)
             for number, name in enumerate(self._names)
         ]
-        return weights_for_ratio(self._totals, shares, stage.vision_token_ratio)
+        ratio = stage.vision_token_ratio
+        return weights_for_ratio(self._totals, shares, self._ratio if ratio is None else ratio)
+
+    def check(self, mixture: Mixture) -> None:
+        """Refuse a blend that leaves out what the config asks for, because windows are too large.
+
+        Raises:
+            ValueError: naming the sources or stages that would never come.
+        """
+        never = [
+            name
+            for number, name in enumerate(self._names)
+            if not any(segment.weights[number] for segment in mixture.segments)
+        ]
+        if mixture.end is not None:  # a later stage may not be reached
+            never = [name for name in never if name in self._stages[0][1].sources]
+        if never:
+            raise ValueError(
+                f"sources {never} would never be drawn: a source stops, and a stage begins, at the "
+                f"border of a window of pack_window={self._window} samples, and theirs lies before "
+                "the first; lower pack_window, raise max_epochs, or leave them out"
+            )
+        reached = [
+            self._stage_at(self.tokens_before(segment.start, mixture.segments))
+            for segment in mixture.segments
+        ]
+        skipped = [self._stages[n][0] for n in range(max(reached)) if n not in reached]
+        if skipped:
+            raise ValueError(
+                f"the stages of the schedule after {skipped} tokens are over before they begin: "
+                f"they are shorter than a window of pack_window={self._window} samples"
+            )
+
+    def _stage_at(self, tokens: Fraction) -> int:
+        return max(i for i, (after, _) in enumerate(self._stages) if after <= tokens)
 
     def tokens_before(self, position: int, segments: Sequence[Segment]) -> Fraction:
         """Return the expected tokens of the positions before one."""
@@ -108,7 +143,7 @@ class Mixer:
     ) -> tuple[tuple[Segment, ...], int | None]:
         """Add the segment that begins at `start`; returns also where it ends, if it does."""
         tokens = self.tokens_before(start, segments)
-        number = max(i for i, (after, _) in enumerate(self._stages) if after <= tokens)
+        number = self._stage_at(tokens)
         _, stage = self._stages[number]
         without: list[int] = []
         while True:

@@ -83,6 +83,7 @@ class Planner:
         units = [source.num_units for source in self.sources]
         self._mixer = Mixer(config, self._totals, units)
         self.mixture = self._mixer.mixture()
+        self._mixer.check(self.mixture)
         contents = "\n".join(f"{index.name} {index.content_hash}" for index in self.indices)
         self.manifest = hashlib.sha256(contents.encode()).hexdigest()
         self._packing = _packing(config)
@@ -332,6 +333,8 @@ class Planner:
         Those that lie ahead follow from the config, and counts from starts and weights: left out,
         because a state has to stay small. A change that was made by hand is known before it begins.
         """
+        # At a window's border nothing is open; one form, or equal states would differ.
+        opened = opened if row else step
         position = window * self.config.pack_window
         begun = sum(segment.start <= position for segment in mixture.segments)
         begun = mixture.segments[: max(begun, known)]
@@ -353,25 +356,31 @@ class Planner:
         """Check a state and return the mixture it goes on with."""
         self._check(state)
         parts = self._parts(state)
-        mixture = self._mixtures(parts)
+        mixture = self.mixture
+        if tuple((s.start, s.weights) for s in mixture.segments[: len(parts)]) != parts:
+            mixture = self._mixtures(parts)
         own = mixture.segments[len(parts) - 1].weights
-        if own != parts[-1][1]:
+        # A stage that should have begun would be a past that never was.
+        position = state["window"] * self.config.pack_window
+        missed = [s.start for s in mixture.segments[len(parts) :] if s.start <= position]
+        if own != parts[-1][1] or missed:
+            found = f"this config gives {own}" if not missed else f"this config changes at {missed}"
             raise ValueError(
-                f"state field 'blend' ends with weights {parts[-1][1]}, this config gives {own}; "
-                "to go on with the new shares from the next window on, pass the state through "
-                "Planner.with_own_blend"
+                f"state field 'blend' ends with weights {parts[-1][1]}, {found}; to go on with the "
+                "new shares from the next window on, pass the state through Planner.with_own_blend"
             )
         return mixture
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        """Refuse, field by field, a state of another run."""
+        """Refuse, field by field, a state of another run, or one that is none."""
         expected = self._encode(self.mixture, 0, 0, 0, 0)
         if set(state) != set(expected):
             raise ValueError(f"state has fields {sorted(state)}, expected {sorted(expected)}")
         for field in ("schema", "manifest", "seed"):
             _same(field, state[field], expected[field])
+        packing = state["packing"] if isinstance(state["packing"], dict) else {}
         for field, value in self._packing.items():
-            _same(f"packing.{field}", state["packing"].get(field), value)
+            _same(f"packing.{field}", packing.get(field), value)
         if self.config.same_decoders and state["decoders"] not in (None, expected["decoders"]):
             raise ValueError(
                 f"state field 'decoders' is {state['decoders']!r}, installed are "
@@ -382,6 +391,28 @@ class Planner:
             value = state[field]
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"state field {field!r} is {value!r}; expected an integer >= 0")
+        self._check_lists(state)
+
+    def _check_lists(self, state: Mapping[str, Any]) -> None:
+        try:
+            starts = [start for start, _ in self._parts(state)]
+            entries = [(int(a), int(b), int(c)) for a, b, c in state["quarantine"]]
+        except (TypeError, ValueError):
+            starts, entries = [], []
+            starts.append(-1)
+        window = self.config.pack_window
+        if not starts or starts[0] != 0 or any(start % window for start in starts):
+            raise ValueError(
+                f"state field 'blend' is {state['blend']!r} or 'quarantine' is no list of triples; "
+                f"expected [[0, weights], ...] with starts at multiples of {window}"
+            )
+        for source, sample, _ in entries:
+            inside = 0 <= source < len(self.indices)
+            if not inside or not 0 <= sample < self.indices[source].num_samples:
+                raise ValueError(
+                    f"state field 'quarantine' names sample {sample} of source {source}, which "
+                    "this data does not have"
+                )
 
 
 def _packing(config: DataConfig) -> dict[str, Any]:

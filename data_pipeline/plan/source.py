@@ -6,8 +6,9 @@ A *unit* is what a draw hands out: a sample, or a part of one. What does not fit
 - a sample with media that could fit is shrunk: its patch limits are lowered, by the same resize
   rule, until it does;
 - anything else is refused. Its place in the order, and that of a quarantined sample, is filled
-  by the next usable unit of the same shard, cyclically (of the source, if its whole shard is not):
-  a rule that depends on nothing but the index, so that the order stays a function of position.
+  by a usable unit of the same shard (of the source, if its whole shard is not usable): the k-th of
+  a shard by the k-th after the next, in a circle. A rule that depends on nothing but the index, so
+  that the order stays a function of position.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ class Drawn:
         epoch: int64 [n] how often the source had been gone through before.
         varied: bool [n] augmentation applies; off where its draw would not fit a row, or would
             leave none of the sample's regions in view.
-        level: int8 [n] shrink level of its media.
+        level: int16 [n] shrink level of its media.
         layout: sizes of the n units.
     """
 
@@ -47,7 +48,7 @@ class Drawn:
     part: NDArray[np.int32]
     epoch: NDArray[np.int64]
     varied: NDArray[np.bool_]
-    level: NDArray[np.int8]
+    level: NDArray[np.int16]
     layout: Layout
 
 
@@ -64,7 +65,7 @@ class Source:
         augment = config.augment.get(index.name, AugmentConfig())
         self.variation = Variation(index, augment, config.seed)
         samples = np.arange(index.num_samples)
-        self.level = np.zeros(samples.size, np.int8)
+        self.level = np.zeros(samples.size, np.int16)
         plain = lay_out(index, config.limits, samples, self.level)
         too_long = np.flatnonzero(plain.length > config.seq_len)
         self.longest = int(plain.length.max(initial=0))
@@ -211,12 +212,11 @@ def substitutes(
     bad, good = np.flatnonzero(~usable), np.flatnonzero(usable)
     if not bad.size:
         return bad, bad
-    following = np.searchsorted(good, bad)
-    shard_first = np.searchsorted(shard, shard[bad])
-    shard_end = np.searchsorted(shard, shard[bad], side="right")
-    first_good = np.searchsorted(good, shard_first)
-    after = good[following % good.size]
-    inside = (following < good.size) & (after < shard_end)
-    wrapped = good[first_good % good.size]
-    has_good = (first_good < good.size) & (wrapped < shard_end)
-    return bad, np.where(inside, after, np.where(has_good, wrapped, after))
+    # The good ones of its shard, as a range of `good`; of the whole source if there is none.
+    begin = np.searchsorted(good, np.searchsorted(shard, shard[bad]))
+    end = np.searchsorted(good, np.searchsorted(shard, shard[bad], side="right"))
+    lonely = begin == end
+    begin, end = np.where(lonely, 0, begin), np.where(lonely, good.size, end)
+    # The k-th bad one goes k further than the next good one: a run of bad ones is spread out.
+    k = np.arange(bad.size) - np.searchsorted(shard[bad], shard[bad])
+    return bad, good[begin + (np.searchsorted(good, bad) - begin + k) % (end - begin)]

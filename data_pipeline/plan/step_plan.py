@@ -44,7 +44,7 @@ class ItemTable:
         kind: int8 [m] KIND_IMAGE or KIND_VIDEO.
         media: int16 [m] number of its file in the sample.
         chunk: int16 [m] number of the chunk in its video.
-        level: int8 [m] shrink level (`data_pipeline.plan.layout.limits_at`).
+        level: int16 [m] shrink level (`data_pipeline.plan.layout.limits_at`).
         frames, grid_h, grid_w: int32 [m] patches along each side.
         row: int32 [m] row of the step.
         start: int32 [m] first media-pad token in the row.
@@ -56,7 +56,7 @@ class ItemTable:
     kind: NDArray[np.int8]
     media: NDArray[np.int16]
     chunk: NDArray[np.int16]
-    level: NDArray[np.int8]
+    level: NDArray[np.int16]
     frames: NDArray[np.int32]
     grid_h: NDArray[np.int32]
     grid_w: NDArray[np.int32]

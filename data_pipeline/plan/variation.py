@@ -104,7 +104,7 @@ class Variation:
             index.turn_ok[samples][owner],
         )
         draws = _only(draws, applied[owner])
-        keep, points, lost = self._regions(samples, image, draws)
+        keep, points, lost = self._regions(samples, image, draws, applied)
         return Chance(variant, image, draws, keep, points, lost)
 
     def _regions(
@@ -112,8 +112,9 @@ class Variation:
         samples: NDArray[np.integer],
         image: NDArray[np.int64],
         draws: Draws,
+        applied: NDArray[np.bool_],
     ) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.bool_]]:
-        """Move the samples' regions with their pictures."""
+        """Move the samples' regions with their pictures; those left alone keep all of them."""
         index = self._index
         regions, region_ptr = gather(index.region_ptr, samples)
         points, _ = gather(index.point_ptr, samples)
@@ -131,7 +132,10 @@ class Variation:
             draws.out_height[which],
             self._config.min_visible,
         )
-        lost = (np.diff(region_ptr) > 0) & (sums(keep, region_ptr) == 0)
+        still = ~np.repeat(applied, np.diff(region_ptr))
+        keep = keep | still
+        moved = np.where(np.repeat(still, count)[:, None], places, moved)
+        lost = (np.diff(region_ptr) > 0) & (sums(keep.astype(np.int64), region_ptr) == 0)
         return keep, moved, lost
 
     def changes(self, samples: NDArray[np.integer], chance: Chance) -> Changes:
@@ -168,8 +172,7 @@ class Variation:
             one = chance.draws.one(number)
             if not one.is_nothing:
                 draws[sample][file] = one
-        pieces = np.cumsum(np.diff(index.piece_ptr)[samples])
-        variants = np.split(chance.variant, pieces[:-1])
+        variants = np.split(chance.variant, gather(index.piece_ptr, samples)[1][1:-1])
         return [
             Detail(tuple(chosen.tolist()), found, numbers)
             for chosen, found, numbers in zip(variants, draws, self._numbers(samples, chance))
@@ -201,7 +204,7 @@ class Variation:
         image: NDArray[np.int64],
     ) -> NDArray[np.int64]:
         """Return which of the samples' images each region lies in."""
-        item_ptr = np.concatenate([[0], np.cumsum(np.diff(self._index.item_ptr)[samples])])
+        _, item_ptr = gather(self._index.item_ptr, samples)
         owner = np.repeat(np.arange(len(samples)), np.diff(region_ptr))
         # Regions lie in images alone, so it is found.
         return np.searchsorted(image, item_ptr[owner] + self._index.region_item[regions])

@@ -52,7 +52,7 @@ CONFIG = DataConfig(
     pack_window=48,
     shard_window=2,
     seed=3,
-    limits=PatchLimits(image=64, frame=16, side=512),
+    limits=PatchLimits(image=100, frame=16, side=512),
     tokenizer=TOKENIZER_KEY,
     prefetch_steps=2,
     fetch_threads=2,
@@ -85,6 +85,16 @@ def clip(rng, frames):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode(None))
     return out.getvalue()
+
+
+def album(rng, key):
+    """Three pictures that leave no room in a row until they are shrunk."""
+    shots = [
+        ImageSegment(encoded(rng.integers(0, 255, (*size, 3), np.uint8)), "png")
+        for size in rng.integers(140, 200, (3, 2))
+    ]
+    text = TextSegment(texts=[sentence(rng, 9), sentence(rng, 9), sentence(rng, 9)])
+    return CrudeSample(key, [shots[0], text, *shots[1:]])
 
 
 def marked(rng, key):
@@ -128,6 +138,7 @@ def samples(seed=0, scale=1):
         for i, n in enumerate(rng.integers(1, 24, 8 * scale))
     ]
     boxes = [marked(rng, f"b{i}") for i in range(40 * scale)]
+    captions += [album(rng, f"t{i}") for i in range(4 * scale)]
     return {
         "boxes": ("grounding", boxes),
         "captions": ("caption", captions),

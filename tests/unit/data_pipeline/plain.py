@@ -81,11 +81,17 @@ def slow_best_fit(lengths, seq_len):
 
 
 def slow_substitute(index, sample, lengths, seq_len):
-    """The sample that stands in for `sample`: the next usable one of its shard, in a circle."""
+    """The sample that stands in for `sample`: the k-th unusable one of a shard takes the k-th
+    usable one (from 0) after it in the circle of the shard; of the source, if the shard has none.
+    """
+    if lengths[sample] <= seq_len:
+        return sample
     inside = [i for i in range(index.num_samples) if index.shard[i] == index.shard[sample]]
-    circle = [i for i in inside if i >= sample] + [i for i in inside if i < sample]
-    everywhere = [(sample + k) % index.num_samples for k in range(index.num_samples)]
-    return next(i for i in circle + everywhere if lengths[i] <= seq_len)
+    k = sum(lengths[i] > seq_len for i in inside if i < sample)
+    usable = [i for i in inside if lengths[i] <= seq_len]
+    usable = usable or [i for i in range(index.num_samples) if lengths[i] <= seq_len]
+    after = sum(i < sample for i in usable)
+    return usable[(after + k) % len(usable)]
 
 
 def slow_window(indices, config, weights, window):

@@ -60,7 +60,7 @@ def layout_of(number, tokenizer, **changes):
 def test_a_sample_is_laid_out_as_described(tokenizer, number):
     expected = symbols_of(DOCUMENTS[number], PADS[number], tokenizer)
     layout = layout_of(number, tokenizer)
-    tokens, loss = sample_tokens(DOCUMENTS[number], tokenizer, layout, SEQ_LEN)
+    tokens, loss = sample_tokens(laid_out(DOCUMENTS[number], tokenizer, layout), layout, SEQ_LEN)
     assert tokens.tolist() == [token for token, _ in expected]
     assert loss.tolist() == [predicted for _, predicted in expected]
     assert laid_out(DOCUMENTS[number], tokenizer, layout)[2] == list(layout.starts)
@@ -74,7 +74,11 @@ def test_rows_labels_and_mask(tokenizer):
         start = 0
         for member in members:
             layout = layout_of(member, tokenizer)
-            batch.place(row, start, *sample_tokens(DOCUMENTS[member], tokenizer, layout, SEQ_LEN))
+            batch.place(
+                row,
+                start,
+                *sample_tokens(laid_out(DOCUMENTS[member], tokenizer, layout), layout, SEQ_LEN),
+            )
             start += layout.length
     for row, members in enumerate([[1], [0, 2]]):
         tokens, labels, mask = [], [], []
@@ -104,11 +108,14 @@ def test_a_variant_is_chosen_by_number(tokenizer):
             *(tokenizer.bos, *tokenizer.encode("the "), *tokenizer.encode(text), tokenizer.eos)
         ]
         layout = SampleLayout(len(expected), variants=(0, chosen))
-        assert sample_tokens(document, tokenizer, layout, SEQ_LEN)[0].tolist() == expected
+        assert (
+            sample_tokens(laid_out(document, tokenizer, layout), layout, SEQ_LEN)[0].tolist()
+            == expected
+        )
     first = SampleLayout(2 + len(tokenizer.encode("the ")) + len(tokenizer.encode("dog")))
-    assert tokenizer.decode(sample_tokens(document, tokenizer, first, SEQ_LEN)[0][1:-1]) == (
-        "the dog"
-    )
+    assert tokenizer.decode(
+        sample_tokens(laid_out(document, tokenizer, first), first, SEQ_LEN)[0][1:-1]
+    ) == ("the dog")
 
 
 def test_regions_are_written_and_lost_ones_left_out(tokenizer):
@@ -145,7 +152,7 @@ def test_parts_of_a_split_text_are_the_text(tokenizer, extra):
     for part in range(parts):
         length = 2 + min(room, len(ids) - part * room)
         layout = SampleLayout(length, part=part)
-        tokens, loss = sample_tokens(document, tokenizer, layout, room + 2)
+        tokens, loss = sample_tokens(laid_out(document, tokenizer, layout), layout, room + 2)
         assert (tokens[0], tokens[-1]) == (tokenizer.bos, tokenizer.eos)
         assert loss.tolist() == [False, *[True] * (length - 2), part == parts - 1]
         joined += tokens[1:-1].tolist()
@@ -156,10 +163,10 @@ def test_other_tokens_than_the_index_are_refused(tokenizer):
     right = layout_of(1, tokenizer)
     wrong = layout_of(1, tokenizer, length=right.length + 1)
     with pytest.raises(ValueError, match=f"{right.length} tokens, the index says {wrong.length}"):
-        sample_tokens(DOCUMENTS[1], tokenizer, wrong, SEQ_LEN)
+        sample_tokens(laid_out(DOCUMENTS[1], tokenizer, wrong), wrong, SEQ_LEN)
     moved = layout_of(1, tokenizer, starts=tuple(start + 1 for start in right.starts))
     with pytest.raises(ValueError, match=r"media pads begin at \[\d+, \d+, \d+\], the index"):
-        sample_tokens(DOCUMENTS[1], tokenizer, moved, SEQ_LEN)
+        sample_tokens(laid_out(DOCUMENTS[1], tokenizer, moved), moved, SEQ_LEN)
 
 
 @pytest.mark.parametrize(
@@ -179,4 +186,6 @@ def test_broken_documents_are_refused(tokenizer, change, message):
     for segment in document:
         segment.setdefault("loss", True)
     with pytest.raises(ValueError, match=message):
-        sample_tokens(document, tokenizer, layout_of(0, tokenizer), SEQ_LEN)
+        sample_tokens(
+            laid_out(document, tokenizer, layout_of(0, tokenizer)), layout_of(0, tokenizer), SEQ_LEN
+        )

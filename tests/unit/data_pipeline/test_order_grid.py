@@ -94,10 +94,10 @@ def reference(corpus):
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 4])
 def test_one_stream_for_every_world_and_number_of_workers(corpus, reference, num_workers):
-    config, _, indices = corpus
+    config, tokenizer, indices = corpus
     digests, states = reference
     rng = np.random.default_rng(num_workers)
-    setup = partial(open_fetcher, config, shard_versions(indices))
+    setup = partial(open_fetcher, config, shard_versions(indices), tokenizer.hash)
     with Workers(setup, num_workers) as workers:
         planner = Planner(indices, config)
         for world in WORLDS:
@@ -125,8 +125,9 @@ def test_the_corpus_has_everything_in_it(corpus):
         seen |= {"epochs"} if plan.samples.epoch.max() > 1 else set()
         kinds |= set(plan.items.kind.tolist())
         seen |= {"chunks"} if plan.items.chunk.any() else set()
+        seen |= {"shrunk"} if plan.items.level.any() else set()
     assert len(state["blend"]) > 1
-    assert seen == {"split", "varied", "epochs", "chunks"}
+    assert seen == {"split", "varied", "epochs", "chunks", "shrunk"}
     assert kinds == {0, 1}
     assert planner.sources[0].index.region_shape.size
     assert len(json.dumps(state)) < 1024
