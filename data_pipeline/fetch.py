@@ -151,7 +151,7 @@ def resolve(planner: Planner, plan: GlobalPlan, needs: Needs) -> StepRequest:
             raise ValueError(f"needs name {what}s {wanted.tolist()}, step {plan.step} has {total}")
     items = np.unique(items)
     samples, places = _samples_of(plan, rows)
-    owners = np.unique(np.concatenate([samples, plan.items.sample[items]]))
+    owners = np.unique(np.concatenate([samples, plan.items.sample[items].astype(np.int64)]))
     details = _details(planner, plan, owners)
     texts = _texts(planner, plan, samples, places, details)
     files = _files(planner, plan, items, details)

@@ -309,6 +309,11 @@ class CachedStore:
         self._objects.pop(key, None)
         return self._inner.put_file(key, path)
 
+    def delete(self, key: str) -> None:
+        """See `Store.delete`. The object is not registered any more."""
+        self._objects.pop(key, None)
+        self._inner.delete(key)
+
     def list(self, prefix: str = "") -> "list[str]":
         """See `Store.list`; asks the inner store."""
         return self._inner.list(prefix)

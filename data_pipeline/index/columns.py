@@ -282,12 +282,12 @@ class SourceIndex:
         before = zeros if item_text_before is None else np.asarray(item_text_before)
         prefix = zeros if item_prefix is None else np.asarray(item_prefix)
         pieces = _pieces(text, pointer.astype(np.int64), before, prefix)
-        empty = {
+        empty: dict[str, Any] = {
             column: np.zeros(0, kind)
             for group in ("variant", "region", "point")
             for column, kind in GROUPS[group].items()
         }
-        none = {f"{group}_ptr": np.zeros(len(text) + 1, np.int64) for group in
+        none: dict[str, Any] = {f"{group}_ptr": np.zeros(len(text) + 1, np.int64) for group in
                 ("variant", "region", "point")}  # fmt: skip
         return cls(
             name=name,

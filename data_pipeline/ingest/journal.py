@@ -7,12 +7,10 @@ gives the same bytes. All of it goes when the source is finished.
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from data_pipeline.ingest.parts import Part
-from data_pipeline.ingest.removal import remove, remove_unfinished
-from data_pipeline.store.open import MissingBucket, MissingKey, Store
+from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, Store
 
 _THREADS = 8
 
@@ -50,7 +48,7 @@ class Journal:
         if self._request is not None and found == self._request:
             return True
         if self._name(0) not in self._store.list(f"{self._folder}/"):
-            remove(self._store, f"{self._folder}/request.json")
+            self._store.delete(f"{self._folder}/request.json")
             return False
         where = f"{self._store.uri}/{self._folder}"
         if self._request is None:
@@ -96,10 +94,11 @@ class Journal:
             return
         parts = [name for name in self._store.list(f"{self._folder}/") if name.endswith(".npz")]
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(partial(remove, self._store), parts))
-        for folder in (self._folder, self._folder.rpartition("/")[0]):
-            remove_unfinished(self._store, folder)
-        remove(self._store, f"{self._folder}/request.json")
+            list(pool.map(self._store.delete, parts))
+        if isinstance(self._store, FolderStore):
+            for folder in (self._folder, self._folder.rpartition("/")[0]):
+                self._store.remove_unfinished(folder)
+        self._store.delete(f"{self._folder}/request.json")
 
     def _name(self, number: int) -> str:
         return f"{self._folder}/{number:06d}.npz"

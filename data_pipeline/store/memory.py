@@ -110,6 +110,12 @@ class MemoryStore:
         """See `Store.put_file`, except that the object is in memory afterwards."""
         return self.put(key, Path(path).read_bytes())
 
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        self._counter.add(requests=1)
+        with self._objects.lock:
+            self._objects.held.pop(f"{self._prefix}{check_key(key)}", None)
+
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
         self._counter.add(requests=1)

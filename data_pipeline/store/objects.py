@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -97,6 +98,10 @@ class Store(Protocol):
 
     def put_file(self, key: str, path: str | os.PathLike[str]) -> ObjectInfo:
         """Write a local file as an object without holding it in memory."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object, if it is there."""
         ...
 
     def list(self, prefix: str = "") -> list[str]:
@@ -258,6 +263,15 @@ class FolderStore:
             raise self._missing(key)
         return self._info(path.stat())
 
+    def remove_unfinished(self, folder: str) -> None:
+        """Remove what writers that were killed left behind in a folder of the root.
+
+        Nobody sees such files as objects, but each may be as large as a shard. Only for a folder
+        that no one else is writing to.
+        """
+        for path in Path(self.root, folder).glob(f"{self._TEMPORARY}*"):
+            path.unlink(missing_ok=True)
+
     def put(self, key: str, data: bytes) -> ObjectInfo:
         """See `Store.put`."""
         return self._write(key, lambda: iter((data,)))
@@ -288,6 +302,14 @@ class FolderStore:
             raise
         self._counter.add(requests=1, written=written)
         return self._info(path.stat())
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`. As in S3, a folder is there only while it holds something."""
+        self._counter.add(requests=1)
+        path = self._path(key)
+        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.parent.rmdir()
 
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""

@@ -206,6 +206,10 @@ class S3Store:
         self._versions.wrote(key, info.etag)
         return info
 
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        self._call("delete_object", key)
+
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
         base = f"{self._prefix}/" if self._prefix else ""

@@ -13,7 +13,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from data_pipeline.ingest import journal
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.readers import open_inputs
 from data_pipeline.store import objects
@@ -71,7 +70,7 @@ def run_once(root: str, inputs: list[str], ranks: bytes, kill: int, after: bool)
         steps = Steps(kill, after)
         objects.os.fsync = lambda _: None  # against losing power, not against a kill; and slow
         objects.os.replace = steps(os.replace)  # how a folder's object becomes visible
-        journal.remove = steps(journal.remove)
+        FolderStore.delete = steps(FolderStore.delete)
         reader = open_inputs(inputs, "caption")
         ingest(reader, FolderStore(root), "src", Tokenizer(ranks, "tiny"), 32_000)
         os._exit(0)

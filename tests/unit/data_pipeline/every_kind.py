@@ -93,8 +93,9 @@ def album(rng, key):
         ImageSegment(encoded(rng.integers(0, 255, (*size, 3), np.uint8)), "png")
         for size in rng.integers(140, 200, (3, 2))
     ]
-    text = TextSegment(texts=[sentence(rng, 9), sentence(rng, 9), sentence(rng, 9)])
-    return CrudeSample(key, [shots[0], text, *shots[1:]])
+    # The first one decides how far they are shrunk: none may be longer, or no draw would fit.
+    texts = sorted((sentence(rng, 9) for _ in range(3)), key=len, reverse=True)
+    return CrudeSample(key, [shots[0], TextSegment(texts=texts), *shots[1:]])
 
 
 def marked(rng, key):

@@ -177,7 +177,7 @@ def test_what_was_killed_while_tidying_up_is_finished(store, tokenizer, monkeypa
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr("data_pipeline.ingest.journal.remove", refuse)
+        patched.setattr(FolderStore, "delete", refuse)
         with pytest.raises(Killed):
             ingest(_listed(), store, "src", tokenizer, 16_384)
     (store.root / "src" / ".part-killed").write_bytes(b"half a shard")

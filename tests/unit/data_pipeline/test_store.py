@@ -323,3 +323,17 @@ def test_an_endpoint_with_a_password_is_refused_without_showing_it():
     with pytest.raises(ValueError, match="AWS_SECRET_ACCESS_KEY") as error:
         open_store("s3://bucket", endpoint="https://me:hunter2@host")
     assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_an_object_that_is_deleted_is_gone_and_may_be_deleted_again(kind, tmp_path):
+    store = FolderStore(tmp_path) if kind == "folder" else MemoryStore("deleting")
+    store.put("a/b", b"1")
+    store.put("a/c", b"2")
+    store.delete("a/b")
+    store.delete("a/b")
+    assert store.list() == ["a/c"]
+    with pytest.raises(MissingKey):
+        store.get("a/b")
+    with pytest.raises(ValueError, match="bad object key"):
+        store.delete("../x")

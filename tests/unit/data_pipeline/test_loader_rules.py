@@ -1,0 +1,478 @@
+"""Rules of plans, fetching and states that only show with rare samples: shrunk, lost, unusable."""
+
+import io
+import itertools
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_pipeline.access import register, shard_versions
+from data_pipeline.augment.config import AugmentConfig, CropConfig
+from data_pipeline.augment.pixels import apply
+from data_pipeline.cache.cached_store import CacheConfig, CachedStore
+from data_pipeline.config import BlendStage, DataConfig
+from data_pipeline.fetch import READS, Fetcher, everything, resolve
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.ingest.samples import CrudeSample, TextSegment
+from data_pipeline.loader import Loader
+from data_pipeline.plan.layout import limits_at
+from data_pipeline.plan.planner import QUARANTINE_DELAY, Planner
+from data_pipeline.plan.source import Source
+from data_pipeline.store.open import FolderStore
+from data_pipeline.text import Tokenizer, train_ranks
+from moonvit3d.geometry import KIND_IMAGE, PatchLimits
+from moonvit3d.media import read_image
+from moonvit3d.preprocess import image_patches
+from tests.resume import fingerprint
+from tests.unit.data_pipeline.every_kind import CONFIG, WORDS, build, sentence
+from tests.unit.data_pipeline.plain import made_index, part_of
+
+REGION = re.compile(r"fox\[(\d{3}),(\d{3}),(\d{3}),(\d{3})\]")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("every kind")
+    tokenizer, indices = build(FolderStore(folder))
+    return replace(CONFIG, root=str(folder), rows_per_step=60), tokenizer, indices
+
+
+def fetched_steps(corpus, steps, store=None, indices=None, **changes):
+    """Yield (planner, plan, request, fetched) of the first steps under a changed config."""
+    config, tokenizer, built = corpus
+    planner = Planner(indices or built, replace(config, **changes))
+    fetcher = Fetcher(store or FolderStore(config.root), tokenizer, 2)
+    state = planner.state_dict()
+    for _ in range(steps):
+        plan, state = planner.plan(state)
+        request = resolve(planner, plan, everything(plan))
+        yield planner, plan, request, fetcher(request)
+    fetcher.close()
+
+
+def file_of(root, index, line):
+    """The bytes of a media file, by its line in the index."""
+    sample = int(np.searchsorted(index.item_ptr, line, side="right")) - 1
+    shard = index.shards[index.shard[sample]].key
+    return FolderStore(root).get(shard, int(index.item_offset[line]), int(index.item_length[line]))
+
+
+def expected_patches(config, planner, plan, item):
+    """Patches of an image as the rules have them: file, draw of that file, limits at the level."""
+    sample, line = int(plan.items.sample[item]), int(plan.items.item[item])
+    source = planner.sources[plan.samples.source[sample]]
+    chosen = np.array([sample])
+    [detail] = source.variation.details(
+        plan.samples.index[chosen], plan.samples.epoch[chosen], plan.samples.varied[chosen]
+    )
+    pixels = read_image(file_of(config.root, source.index, line))
+    draw = detail.draws.get(int(plan.items.media[item]))
+    if draw is not None:
+        pixels = apply(draw, pixels)
+    level = int(source.level[plan.samples.index[sample]])
+    return image_patches(pixels, limits_at(config.limits, level))[0], level, draw
+
+
+def test_every_picture_is_its_own_file_draw_and_level(corpus):
+    """Also of samples with several pictures, and of those that are shrunk to fit a row."""
+    config, seen = corpus[0], {"shrunk": 0, "second": 0, "plain": 0}
+    for planner, plan, _, fetched in fetched_steps(corpus, 4):
+        assert not fetched.bad
+        for item in np.flatnonzero(plan.items.kind == KIND_IMAGE).tolist():
+            patches, level, draw = expected_patches(config, planner, plan, item)
+            assert plan.items.level[item] == level
+            assert np.array_equal(fetched.media[item], patches), item
+            seen["shrunk"] += level > 0
+            seen["second"] += draw is not None and plan.items.media[item] > 0
+            seen["plain"] += draw is None
+    assert min(seen.values()) > 5, seen
+
+
+def test_a_shrunk_picture_without_augmentation_is_the_picture_at_its_level(corpus):
+    config, shrunk = corpus[0], 0
+    for planner, plan, _, fetched in fetched_steps(corpus, 3, augment={}):
+        for item in np.flatnonzero(plan.items.level > 0).tolist():
+            index = planner.indices[plan.samples.source[plan.items.sample[item]]]
+            file = file_of(config.root, index, int(plan.items.item[item]))
+            at = limits_at(config.limits, int(plan.items.level[item]))
+            expected, grid = image_patches(read_image(file), at)
+            whole = image_patches(read_image(file), config.limits)[1]
+            assert tuple(grid) != tuple(whole)
+            assert np.array_equal(fetched.media[item], expected)
+            shrunk += 1
+    assert shrunk > 3
+
+
+def plain_box(config, index, sample):
+    """The numbers of the box as its document and file have it, in thousandths."""
+    shard = index.shards[index.shard[sample]].key
+    body = FolderStore(config.root).get(
+        shard, int(index.json_offset[sample]), int(index.json_length[sample])
+    )
+    [region] = [s for s in json.loads(body)["segments"] if s["kind"] == "region"]
+    file = file_of(config.root, index, int(index.item_ptr[sample]))
+    size = Image.open(io.BytesIO(file)).size
+    return [min(999, int(1000 * p[i] / size[i])) for p in region["points"] for i in range(2)]
+
+
+LOSING = AugmentConfig(flip=1.0, crop=CropConfig(area=(0.1, 0.3)), min_visible=1.0)
+
+
+@pytest.mark.parametrize("losing", [False, True], ids=["no augmentation", "draws that lose it"])
+def test_regions_of_a_picture_left_alone_are_written_as_they_are(corpus, losing):
+    config, tokenizer, _ = corpus
+    augment = {"boxes": LOSING} if losing else {}
+    plain, moved = 0, 0
+    for planner, plan, _, fetched in fetched_steps(corpus, 3, augment=augment):
+        boxes = [index.name for index in planner.indices].index("boxes")
+        assert not fetched.bad
+        for sample in np.flatnonzero(plan.samples.source == boxes).tolist():
+            ids = fetched.rows.tokens[plan.samples.row[sample]][part_of(plan, sample)].tolist()
+            text = tokenizer.decode([i for i in ids if i != tokenizer.media_pad])
+            numbers = [int(n) for n in REGION.search(text).groups()]
+            index = planner.indices[boxes]
+            expected = plain_box(config, index, int(plan.samples.index[sample]))
+            if plan.samples.varied[sample]:
+                moved += numbers != expected
+                continue
+            plain += 1
+            assert numbers == expected, text
+            [item] = np.flatnonzero(plan.items.sample == sample)
+            file = file_of(config.root, index, int(plan.items.item[item]))
+            whole = image_patches(read_image(file), config.limits)[0]
+            assert np.array_equal(fetched.media[item], whole)
+    assert plain > 10
+    assert (moved > 3) == losing
+
+
+def test_a_picture_of_another_size_than_in_the_index_is_a_bad_sample(corpus):
+    config, _, built = corpus
+    names = [index.name for index in built]
+    captions = built[names.index("captions")]
+    taller = replace(captions, item_height=captions.item_height + 1)
+    indices = [taller if index is captions else index for index in built]
+    [(planner, plan, request, fetched)] = fetched_steps(corpus, 1, indices=indices)
+    varied = {item for file in request.files if file.draw is not None for item in file.items}
+    owner = plan.samples.source[plan.items.sample]
+    wrong = {item for item in varied if planner.indices[owner[item]].name == "captions"}
+    reasons = {bad.item: bad.reason for bad in fetched.bad}
+    assert len(wrong) > 5
+    for item in wrong:
+        line = int(plan.items.item[item])
+        size = f"{captions.item_width[line]} x {captions.item_height[line]}"
+        other = f"{captions.item_width[line]} x {captions.item_height[line] + 1}"
+        assert f"decodes to {size} pixels, the index promises {other}" in reasons[item]
+        assert item not in fetched.media
+
+
+def test_parts_of_a_split_text_are_never_varied():
+    index = made_index("mixed", [40, 30], 1, text=(3, 400), media=0.5, video=0.0, side=100)
+    config = DataConfig(
+        root="unused",
+        sources={"mixed": 1.0},
+        seq_len=120,
+        rows_per_step=50,
+        pack_window=64,
+        augment={"mixed": AugmentConfig(flip=1.0)},
+        limits=PatchLimits(image=64, frame=64, side=512),
+    )
+    source = Source(index, config)
+    assert source.variation.active
+    drawn = source.draw(np.arange(2 * source.num_units))
+    split = np.array([source.is_split(sample) for sample in drawn.sample.tolist()])
+    assert split.sum() > 50
+    assert not drawn.varied[split].any()
+    assert drawn.varied[~split].all()
+    plan, _ = Planner([index], config).plan(Planner([index], config).state_dict())
+    split = np.array([source.is_split(sample) for sample in plan.samples.index.tolist()])
+    assert split.any()
+    assert np.array_equal(plan.samples.varied, ~split)
+
+
+# Quarantine -------------------------------------------------------------------------------------
+
+TEXTS = DataConfig(
+    root="a folder",
+    sources={"notes": 1.0, "web": 2.0},
+    seq_len=48,
+    rows_per_step=2,
+    pack_window=9,
+    seed=4,
+    prefetch_steps=0,
+    fetch_threads=1,
+)
+LAST = QUARANTINE_DELAY + 30
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    store = FolderStore(tmp_path_factory.mktemp("texts"))
+    tokenizer, rng = Tokenizer(train_ranks([WORDS * 3], 300), "test"), np.random.default_rng(2)
+    indices = [
+        ingest(
+            [CrudeSample(f"{name}{i}", [TextSegment(sentence(rng))]) for i in range(count)],
+            store, name, tokenizer, 20_000,
+        )
+        for name, count in (("notes", 5), ("web", 8))
+    ]  # fmt: skip
+    return store, tokenizer, indices
+
+
+def text_loader(texts, **changes):
+    store, tokenizer, indices = texts
+    return Loader(replace(TEXTS, **changes), store, indices, tokenizer)
+
+
+class Taken:
+    """What a loader handed out: step digests, and position -> (source, sample), and window begins."""
+
+    def __init__(self):
+        self.digests, self.at, self.opened = [], {}, {}
+
+    def take(self, batch):
+        samples = batch.plan.samples
+        self.digests.append(fingerprint([batch.plan, batch.rows]))
+        for source, index, position in zip(
+            samples.source.tolist(), samples.index.tolist(), samples.position.tolist()
+        ):
+            self.at[position] = (source, index)
+            self.opened.setdefault(position // TEXTS.pack_window, batch.plan.step)
+
+
+def run_with_quarantine(texts, found_in=5, **changes):
+    """Run to the end, with a sample of step `found_in` in quarantine; states after steps."""
+    taken, states, bad = Taken(), {}, None
+    with text_loader(texts, **changes) as loader:
+        for step in range(LAST):
+            batch = next(loader)
+            taken.take(batch)
+            if step == found_in:
+                samples = batch.plan.samples
+                # One whose number in the plan is not its number in the index, and not of source 0.
+                number = next(
+                    n
+                    for n in range(samples.index.size)
+                    if samples.source[n] == 1 and samples.index[n] != n
+                )
+                bad = (1, int(samples.index[number]))
+                [told] = loader.quarantine(batch.plan, [number])
+                assert (told.source, told.step) == ("web", step)
+                assert told.key == loader.indices[1].key_of(bad[1])
+                assert loader.quarantine(batch.plan, [number]) == []
+            states[step + 1] = json.loads(json.dumps(loader.state_dict()))
+    return taken, states, bad
+
+
+@pytest.fixture(scope="module")
+def quarantined(texts):
+    return run_with_quarantine(texts)
+
+
+def test_a_sample_in_quarantine_is_missing_from_later_windows_and_nothing_else(texts, quarantined):
+    taken, states, bad = quarantined
+    clean = Taken()
+    with text_loader(texts) as loader:
+        for _ in range(LAST):
+            clean.take(next(loader))
+    assert states[5]["quarantine"] == []
+    assert states[6]["quarantine"] == states[LAST]["quarantine"] == [[*bad, 5]]
+    border = 5 + QUARANTINE_DELAY
+    filled = kept = 0
+    for position in sorted(set(clean.at) & set(taken.at)):
+        late = taken.opened[position // TEXTS.pack_window] >= border
+        if clean.at[position] == bad and late:
+            assert taken.at[position] != bad
+            assert taken.at[position][0] == bad[0]
+            filled += 1
+        else:
+            assert taken.at[position] == clean.at[position]
+            kept += clean.at[position] == bad
+    assert filled > 3
+    assert kept > 5
+    begun = clean.opened[max(w for w, step in taken.opened.items() if step < border)]
+    assert taken.digests[:begun] == clean.digests[:begun]
+
+
+@pytest.mark.parametrize("prefetch", [1, 64])
+def test_quarantine_is_the_same_however_far_ahead_steps_are_fetched(texts, quarantined, prefetch):
+    taken, states, bad = run_with_quarantine(texts, prefetch_steps=prefetch)
+    assert bad == quarantined[2]
+    assert taken.digests == quarantined[0].digests
+    assert states == quarantined[1]
+
+
+@pytest.mark.parametrize("step", [6, 5 + QUARANTINE_DELAY - 1, 5 + QUARANTINE_DELAY + 6])
+def test_a_resumed_run_keeps_to_the_quarantine(texts, quarantined, step):
+    taken, states, _ = quarantined
+    with text_loader(texts, prefetch_steps=3) as loader:
+        loader.load_state_dict(states[step])
+        rest = Taken()
+        for _ in range(LAST - step):
+            rest.take(next(loader))
+        assert rest.digests == taken.digests[step:]
+        assert loader.state_dict() == states[LAST]
+
+
+# States -----------------------------------------------------------------------------------------
+
+PLANNED = DataConfig(
+    root="unused",
+    sources={"shots": 1.0, "web": 1.0},
+    seq_len=300,
+    rows_per_step=7,
+    vision_token_ratio=0.2,
+    pack_window=64,
+    seed=5,
+    limits=PatchLimits(image=400, frame=100, side=512),
+    augment={"shots": AugmentConfig(flip=0.5)},
+)
+
+
+@pytest.fixture(scope="module")
+def made():
+    return [
+        made_index("shots", [25, 30], 2, media=0.6, text=(3, 60)),
+        made_index("web", [40, 30], 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("augment", {"shots": AugmentConfig(flip=0.6)}),
+        ("augment", {"web": AugmentConfig(flip=0.5)}),
+        ("augment", {}),
+        ("split_text", False),
+        ("shrink_media", False),
+    ],
+)
+def test_a_state_of_a_run_with_other_rules_is_refused_by_field(made, field, value):
+    one, other = Planner(made, PLANNED), Planner(made, replace(PLANNED, **{field: value}))
+    for planner, state in ((one, other.state_dict()), (other, one.state_dict())):
+        with pytest.raises(ValueError, match=f"state field 'packing.{field}'"):
+            planner.load_state_dict(state)
+        with pytest.raises(ValueError, match=f"state field 'packing.{field}'"):
+            planner.plan(state)
+
+
+def test_a_state_of_other_decoders_is_refused_unless_the_config_lets_it(made):
+    strict, lenient = (
+        Planner(made, replace(PLANNED, same_decoders=same)) for same in (True, False)
+    )
+    state = strict.state_dict()
+    assert "pillow" in state["decoders"]
+    old = state | {"decoders": "pillow 1.0 av 2.0"}
+    with pytest.raises(ValueError, match="state field 'decoders' is 'pillow 1.0 av 2.0'"):
+        strict.load_state_dict(old)
+    lenient.load_state_dict(old)
+    # A run that did not compare them left none: nothing can be held against it.
+    unnamed = Planner(made, replace(PLANNED, same_decoders=False)).state_dict()
+    assert unnamed["decoders"] is None
+    strict.load_state_dict(unnamed)
+
+
+def test_quarantine_does_not_depend_on_the_order_it_came_in(made):
+    found = [(1, 5, 3), (0, 2, 3), (1, 4, 2)]
+    states = []
+    for order in itertools.permutations(found):
+        planner = Planner(made, PLANNED)
+        for entry in order:
+            assert planner.quarantine(*entry)
+        states.append(planner.with_quarantine(planner.state_dict()))
+    assert all(state == states[0] for state in states)
+    assert sorted(map(tuple, states[0]["quarantine"])) == sorted(found)
+
+
+def test_a_change_of_shares_keeps_the_quarantine(made):
+    planner = Planner(made, PLANNED)
+    planner.quarantine(1, 5, 0)
+    _, state = planner.plan(planner.state_dict())
+    state = planner.with_quarantine(state)
+    other = Planner(made, replace(PLANNED, vision_token_ratio=0.1))
+    moved = other.with_own_blend(state)
+    assert moved["blend"] != state["blend"]
+    assert moved["quarantine"] == [[1, 5, 0]]
+    other.load_state_dict(moved)
+    assert not other.quarantine(1, 5, 4)
+    assert other.state_dict()["quarantine"] == [[1, 5, 0]]
+
+
+def test_a_stage_of_the_schedule_has_its_own_share_of_media(made):
+    stage = BlendStage(60_000, dict(PLANNED.sources), 0.35)
+    config = replace(
+        PLANNED,
+        vision_token_ratio=0.08,
+        schedule=[stage],
+        augment={},
+        rows_per_step=40,
+        pack_window=128,
+    )
+    planner = Planner(made, config)
+    border = planner.mixture.segments[1].start
+    state = planner.state_dict()
+    tokens, vision = np.zeros(2), np.zeros(2)
+    while tokens[1] < 200_000:
+        plan, state = planner.plan(state)
+        after = (plan.samples.position >= border).astype(int)
+        np.add.at(tokens, after, plan.samples.length)
+        np.add.at(vision, after[plan.items.sample], plan.items.tokens)
+    assert tokens[0] == pytest.approx(60_000, rel=0.3)
+    assert vision / tokens == pytest.approx([0.08, 0.35], rel=0.1)
+
+
+# Bytes that are wrong on the way ----------------------------------------------------------------
+
+
+class Wrong:
+    """A store whose reads of one byte of one object are wrong the first few times."""
+
+    def __init__(self, folder, key, byte, times):
+        self.inner, self.key, self.byte, self.left = FolderStore(folder), key, byte, times
+        self.uri = self.inner.uri
+
+    @property
+    def stats(self):
+        return self.inner.stats
+
+    def get(self, key, offset=0, length=None, *, etag=None):
+        data = bytearray(self.inner.get(key, offset, length, etag=etag))
+        if key == self.key and self.left and offset <= self.byte < offset + len(data):
+            data[self.byte - offset] ^= 0x40
+            self.left -= 1
+        return bytes(data)
+
+    def close(self):
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize("what", ["texts", "files"])
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("times", range(READS + 1))
+def test_bytes_wrong_on_the_way_are_read_again(corpus, tmp_path, what, cached, times):
+    """READS reads in all; a cache must not answer the later ones with what it kept."""
+    config, tokenizer, indices = corpus
+    planner = Planner(indices, replace(config, rows_per_step=4))
+    plan, _ = planner.plan(planner.state_dict())
+    request = resolve(planner, plan, everything(plan))
+    struck = getattr(request, what)[0]
+    key, offset, length = struck.span
+    store = Wrong(config.root, key, offset + length // 2, times)
+    if cached:
+        # Blocks of 1 KB, so that hardly any other read passes the wrong byte.
+        cache = CacheConfig(folder=str(tmp_path / "cache"), block_bytes=1024)
+        store = CachedStore(store, cache)
+        register(store, shard_versions(indices))
+    fetcher = Fetcher(store, tokenizer, 1)
+    fetched = fetcher(request)
+    fetcher.close()
+    store.close()
+    assert fetched.reread == min(times, READS - 1)
+    if times < READS:
+        assert not fetched.bad
+    else:
+        assert {bad.sample for bad in fetched.bad} == {struck.sample}
+        assert all(f"(read {READS} times)" in bad.reason for bad in fetched.bad)
