@@ -394,18 +394,24 @@ class Planner:
         self._check_lists(state)
 
     def _check_lists(self, state: Mapping[str, Any]) -> None:
+        """Refuse a blend or a quarantine of another form, or of other data."""
+        window = self.config.pack_window
         try:
             starts = [start for start, _ in self._parts(state)]
-            entries = [(int(a), int(b), int(c)) for a, b, c in state["quarantine"]]
         except (TypeError, ValueError):
-            starts, entries = [], []
-            starts.append(-1)
-        window = self.config.pack_window
+            starts = []
         if not starts or starts[0] != 0 or any(start % window for start in starts):
             raise ValueError(
-                f"state field 'blend' is {state['blend']!r} or 'quarantine' is no list of triples; "
-                f"expected [[0, weights], ...] with starts at multiples of {window}"
+                f"state field 'blend' is {state['blend']!r}; expected [[0, weights], ...] with "
+                f"starts at multiples of {window}"
             )
+        try:
+            entries = [(int(a), int(b), int(c)) for a, b, c in state["quarantine"]]
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"state field 'quarantine' is {state['quarantine']!r}; expected [[source, sample, "
+                "step], ...]"
+            ) from None
         for source, sample, _ in entries:
             inside = 0 <= source < len(self.indices)
             if not inside or not 0 <= sample < self.indices[source].num_samples:

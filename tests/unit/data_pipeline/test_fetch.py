@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from data_pipeline.access import open_fetcher, shard_versions
 from data_pipeline.fetch import Fetcher, everything, resolve
 from data_pipeline.plan.planner import Planner
 from data_pipeline.store.open import FolderStore
@@ -143,3 +144,29 @@ def test_a_request_says_how_large_its_result_is(corpus):
     rows = sum(a.nbytes for a in vars(fetched.rows).values())
     patches = sum(patches.nbytes for patches in fetched.media.values())
     assert request.num_bytes == rows + patches + fetched.bytes
+
+
+def test_a_split_text_is_encoded_once(corpus, monkeypatch):
+    config, tokenizer, indices = corpus
+    planner = Planner(indices, config)
+    plan, _ = planner.plan(planner.state_dict())
+    request = resolve(planner, plan, everything(plan))
+    parts = [read for read in request.texts if read.layout.part is not None]
+    assert len(parts) > len({read.span for read in parts})
+    encoded = []
+    encode = type(tokenizer).encode
+    monkeypatch.setattr(
+        type(tokenizer), "encode", lambda self, text: encoded.append(text) or encode(self, text)
+    )
+    fetcher = Fetcher(FolderStore(config.root), tokenizer, 1)
+    fetcher(replace(request, texts=tuple(parts), files=()))
+    fetcher.close()
+    long = [text for text in encoded if len(text) > 200]
+    assert len(long) == len({read.span for read in parts})
+
+
+def test_a_worker_does_not_take_another_tokenizer(corpus):
+    config, tokenizer, indices = corpus
+    open_fetcher(config, shard_versions(indices), tokenizer.hash).close()
+    with pytest.raises(ValueError, match="this run began with 0123"):
+        open_fetcher(config, shard_versions(indices), "0123")

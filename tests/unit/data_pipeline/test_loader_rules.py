@@ -228,7 +228,7 @@ def text_loader(texts, **changes):
 
 
 class Taken:
-    """What a loader handed out: step digests, and position -> (source, sample), and window begins."""
+    """What a loader handed out: digests; position -> (source, sample); window -> its first step."""
 
     def __init__(self):
         self.digests, self.at, self.opened = [], {}, {}

@@ -169,3 +169,68 @@ def test_bad_schedules_and_caps_are_refused():
             replace(CONFIG, **changes)
     with pytest.raises(ValueError, match="after_tokens is 0"):
         BlendStage(0, {"a": 1.0})
+
+
+def test_a_change_that_lies_in_the_past_is_refused():
+    """Resumed with it, the run would go on from counts of draws that were never made."""
+    plain = planner_of()
+    state = plain.state_dict()
+    while state["window"] < 9:
+        _, state = plain.plan(state)
+    for changes in (
+        {"schedule": [BlendStage(1_500, {"b": 1.0, "c": 1.0})]},
+        {"max_epochs": {"a": 2.0}},
+    ):
+        changed = planner_of(**changes)
+        assert 0 < changed.mixture.segments[1].start < state["window"] * WINDOW
+        with pytest.raises(ValueError, match="this config changes at"):
+            changed.load_state_dict(state)
+        moved = changed.with_own_blend(state)
+        changed.load_state_dict(moved)
+        assert changed.plan(moved)[0].step == state["step"]
+    ahead = planner_of(schedule=[BlendStage(900_000, {"b": 1.0, "c": 1.0})])
+    ahead.load_state_dict(state)  # what lies ahead may be changed at any time
+    assert ahead.plan(state)[0].content_hash() == plain.plan(state)[0].content_hash()
+
+
+def test_what_would_never_come_is_refused():
+    with pytest.raises(ValueError, match=r"sources \['a'\] would never be drawn.*pack_window=64"):
+        planner_of(max_epochs={"a": 0.1})
+    stages = [BlendStage(10, {"b": 1.0, "c": 1.0}), BlendStage(20, {"a": 1.0, "c": 1.0})]
+    with pytest.raises(ValueError, match=r"stages of the schedule after \[10\] tokens are over"):
+        planner_of(schedule=stages)
+
+
+def test_a_stage_keeps_the_ratio_unless_it_has_its_own():
+    stages = [
+        BlendStage(9_000, {"b": 1.0, "c": 1.0}),
+        BlendStage(30_000, {"b": 1.0, "c": 1.0}, 0.1),
+    ]
+    planner = planner_of(vision_token_ratio=0.2, schedule=stages)
+    ratios = []
+    for segment in planner.mixture.segments:
+        tokens = [w * t.tokens / t.samples for w, t in zip(segment.weights, planner._totals)]
+        vision = sum(
+            w * t.vision_tokens / t.samples for w, t in zip(segment.weights, planner._totals)
+        )
+        ratios.append(vision / sum(tokens))
+    assert ratios == pytest.approx([0.04, 0.04, 0.02], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("blend", []),
+        ("blend", None),
+        ("blend", [[7, [1]]]),
+        ("quarantine", [[9, 0, 0]]),
+        ("quarantine", [[0, -1, 0]]),
+        ("quarantine", [[0, 99999, 0]]),
+        ("quarantine", [[0]]),
+        ("packing", None),
+    ],
+)
+def test_a_state_that_is_none_is_refused_by_field(field, value):
+    planner = planner_of()
+    with pytest.raises(ValueError, match=f"state field '{field}"):
+        planner.load_state_dict(planner.state_dict() | {field: value})
