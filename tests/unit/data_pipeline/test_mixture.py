@@ -202,11 +202,9 @@ def test_what_would_never_come_is_refused():
 
 
 def test_a_stage_keeps_the_ratio_unless_it_has_its_own():
-    stages = [
-        BlendStage(9_000, {"b": 1.0, "c": 1.0}),
-        BlendStage(30_000, {"b": 1.0, "c": 1.0}, 0.1),
-    ]
-    planner = planner_of(vision_token_ratio=0.2, schedule=stages)
+    shares = {"b": 1.0, "c": 1.0}
+    stages = [BlendStage(9_000, shares), BlendStage(30_000, shares, 0.02)]
+    planner = planner_of(vision_token_ratio=0.04, schedule=stages)
     ratios = []
     for segment in planner.mixture.segments:
         tokens = [w * t.tokens / t.samples for w, t in zip(segment.weights, planner._totals)]
