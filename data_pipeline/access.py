@@ -3,6 +3,7 @@
 Every process of a node opens its own; budget and cache are shared through files of the node.
 """
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ def open_data(config: DataConfig) -> Store:
     """
     budget = None
     if config.requests_per_second is not None:
-        budget = Budget(node_folder(config), config.requests_per_second)
+        budget = Budget(budget_folder(config), config.requests_per_second)
     store = open_store(
         config.root,
         endpoint=config.endpoint,
@@ -51,11 +52,16 @@ def open_data(config: DataConfig) -> Store:
     return store if config.cache is None else CachedStore(store, config.cache)
 
 
-def node_folder(config: DataConfig) -> Path:
-    """Return the folder for what the processes of this node share besides the cache."""
+def budget_folder(config: DataConfig) -> Path:
+    """Return the folder of the node's request budget.
+
+    Processes that name the same root, endpoint and rate share one; another run's is another.
+    """
+    base = Path(tempfile.gettempdir()) / f"kimi-pretrain-{os.getuid()}"
     if config.cache is not None and config.cache.folder is not None:
-        return Path(config.cache.folder)
-    return Path(tempfile.gettempdir()) / f"kimi-pretrain-{os.getuid()}"
+        base = Path(config.cache.folder)
+    named = f"{config.endpoint}\n{config.root}\n{config.requests_per_second}"
+    return base / f"budget-{hashlib.sha256(named.encode()).hexdigest()[:12]}"
 
 
 def open_tokenizer(config: DataConfig, store: Store) -> Tokenizer:

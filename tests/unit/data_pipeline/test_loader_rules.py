@@ -317,6 +317,35 @@ def test_a_resumed_run_keeps_to_the_quarantine(texts, quarantined, step):
         assert loader.state_dict() == states[LAST]
 
 
+def test_the_delay_of_quarantine_is_exact(texts):
+    """A window opened QUARANTINE_DELAY steps after the finding lacks the sample; one sooner not."""
+    planner = Planner(texts[2], TEXTS)
+    state, bad, opened = planner.state_dict(), (1, 3), []
+    for _ in range(LAST):
+        before = state
+        plan, state = planner.plan(before)
+        samples = plan.samples
+        if before["row"] == 0 or state["window"] > before["window"]:
+            window = before["window"] + (before["row"] > 0)
+            mine = samples.position // TEXTS.pack_window == window
+            here = samples.position[mine & (samples.source == 1) & (samples.index == bad[1])]
+            opened += [(before, position) for position in here.tolist()]
+    late = [(state, position) for state, position in opened if state["step"] >= QUARANTINE_DELAY]
+    assert len(late) > 3
+    for state, position in late:
+        for sooner, stays in ((QUARANTINE_DELAY, False), (QUARANTINE_DELAY - 1, True)):
+            other = Planner(texts[2], TEXTS)
+            found = [[*bad, state["step"] - sooner]]
+            other.load_state_dict({**state, "quarantine": found})
+            # The window's rows may be packed otherwise: look at all of them.
+            after, drawn = other.state_dict(), {}
+            for _ in range(6):
+                plan, after = other.plan(after)
+                table = plan.samples
+                drawn |= dict(zip(table.position.tolist(), zip(table.source, table.index)))
+            assert (drawn[position] == bad) == stays
+
+
 # States -----------------------------------------------------------------------------------------
 
 PLANNED = DataConfig(
