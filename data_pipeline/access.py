@@ -6,6 +6,7 @@ Every process of a node opens its own; budget and cache are shared through files
 import hashlib
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def open_data(config: DataConfig) -> Store:
         budget=budget,
         threads=max(32, config.fetch_threads),
     )
+    if budget is not None:
+        weakref.finalize(store, budget.close)  # it is open for as long as its store is used
     return store if config.cache is None else CachedStore(store, config.cache)
 
 

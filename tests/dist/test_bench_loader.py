@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 

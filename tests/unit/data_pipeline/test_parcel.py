@@ -16,8 +16,17 @@ from data_pipeline.workers.parcel import (
     send_message,
     spans_of,
 )
+from tests import worker_jobs
 from tests.resume import fingerprint
-from tests.worker_jobs import arrays_of, memory_files
+from tests.worker_jobs import arrays_of
+
+
+@pytest.fixture
+def memory_files():
+    """How many anonymous files this process holds beside those that other tests left to it."""
+    gc.collect()
+    before = worker_jobs.memory_files()
+    return lambda: worker_jobs.memory_files() - before
 
 
 @pytest.fixture
@@ -72,7 +81,7 @@ def test_sizes_on_both_sides_of_inline(ends, size):
     got += 1  # writeable
 
 
-def test_arrays_are_views_of_one_mapping(ends):
+def test_arrays_are_views_of_one_mapping(ends, memory_files):
     first, second = carry(ends, (large(1), large(2)))
     both = [a.__array_interface__["data"][0] for a in (first, second)]
     assert 0 < both[1] - both[0] < 2 * INLINE
@@ -95,7 +104,7 @@ def test_a_segment_is_used_again_only_when_no_array_is_left(ends):
     assert held.tolist() == [2] * 4
 
 
-def test_segments_that_nobody_needs_are_dropped(ends):
+def test_segments_that_nobody_needs_are_dropped(ends, memory_files):
     many = [carry(ends, large(i)) for i in range(6)]
     assert memory_files() == 12
     assert [int(array[0]) for array in many] == list(range(6))
@@ -105,7 +114,7 @@ def test_segments_that_nobody_needs_are_dropped(ends):
     assert memory_files() <= 4
 
 
-def test_larger_objects_take_the_place_of_small_segments(ends):
+def test_larger_objects_take_the_place_of_small_segments(ends, memory_files):
     for i in range(12):
         got = carry(ends, large(i, INLINE << i // 2))
         assert got.size == max(INLINE << i // 2, 1)
@@ -114,7 +123,7 @@ def test_larger_objects_take_the_place_of_small_segments(ends):
     assert memory_files() <= 6
 
 
-def test_memory_goes_with_the_last_array():
+def test_memory_goes_with_the_last_array(memory_files):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         sender, receiver = Sender(theirs), Receiver(ours)
@@ -131,7 +140,7 @@ def test_memory_goes_with_the_last_array():
     assert memory_files() == 0
 
 
-def test_without_memfd_nothing_has_a_name_either(ends, monkeypatch):
+def test_without_memfd_nothing_has_a_name_either(ends, monkeypatch, memory_files):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     fd = anonymous_file()
     assert os.fstat(fd).st_nlink == 0
