@@ -32,17 +32,25 @@ def main() -> None:
     side: Any = importlib.import_module(f"benchmarks.loaders.{name}")
     jobs = [Job(**fields) for fields in json.loads(Path(jobs_file).read_text())]
     side.load(sorted({job.mode for job in jobs}))
+    _warm_up(side, jobs, f"{answers_file}.warm")
     answers = [_answer(side, job, f"{answers_file}.{number}") for number, job in enumerate(jobs)]
     found = version(side.PACKAGE) if side.PACKAGE else "this checkout"
     report = {"version": found, "answers": answers}
     Path(answers_file).write_text(json.dumps(report))
 
 
+def _warm_up(side: Side, jobs: list[Job], path: str) -> None:
+    """One pass that does not count: a warm disk is one whose files are in memory."""
+    warm = [job for job in jobs if job.timed and job.place == "disk" and job.mode == "raw"]
+    if warm:
+        _forked(side, warm[0], path)
+
+
 def _answer(side: Side, job: Job, path: str) -> dict[str, Any]:
     answers = [_forked(side, job, path)]
     # Not from a server: there a second pass would no longer be a cold one.
     while job.timed and job.place == "disk" and len(answers) < AGAIN:
-        if answers[-1]["error"] or answers[-1]["end_s"] > SHORT_S:
+        if answers[-1]["error"] or min(answer["end_s"] for answer in answers) > SHORT_S:
             break
         answers.append(_forked(side, job, path))
     return sorted(answers, key=lambda answer: answer["end_s"] or 0.0)[len(answers) // 2]
