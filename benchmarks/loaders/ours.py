@@ -38,8 +38,8 @@ def build(job: Job) -> Any:
         shares={PAIRS: 1, PROSE: 1} if blended else None,
         seed=job.seed,
         shard_window=job.extra.get("shard_window", 1),
-        # Nothing is fetched that will not be handed out; a resumed pass is stopped from outside.
-        num_samples=None if job.state_in else job.limit * job.world,
+        # A timed pass ends with its last sample, so nothing is fetched that is not handed out.
+        num_samples=job.limit * job.world if job.timed or job.place == "s3" else None,
         check=job.extra.get("check", True),
         decode=job.mode == "pixels",
         workers=job.workers,

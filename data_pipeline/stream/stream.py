@@ -260,11 +260,13 @@ class SampleStream:
     def _made_ahead(self, pool: ThreadPoolExecutor) -> Generator[tuple[int, Any], None, None]:
         """The same, made by the workers' threads."""
         tasks: deque[Future[list[tuple[int, Any]]]] = deque()
+        room = 0  # so the first batch is not kept waiting while others are being found
         try:
             for assembly, steps in self._tasks():
                 tasks.append(pool.submit(self._make, assembly, steps))
-                if len(tasks) > 2 * self.config.workers:
+                if len(tasks) > room:
                     yield from tasks.popleft().result(PATIENCE_S)
+                    room = min(2 * self.config.workers, room + 2)
             while tasks:
                 yield from tasks.popleft().result(PATIENCE_S)
         finally:
