@@ -113,7 +113,10 @@ class ModelConfig(Section):
 
 
 class LayoutConfig(Section):
-    """How the processes are arranged: pp pipeline stages x dp replicas; experts over ep of the dp.
+    """How the processes are arranged: pp stages x dp replicas x cp x tp ranks of a row.
+
+    `cp` ranks share the tokens of a row, `tp` ranks the heads and widths of a layer. Experts are
+    spread over `ep` of the dp x cp x tp ranks of a stage.
 
     `stages` is Megatron-Core's layout string ("E" embedding, "t" a layer, "L" the loss, "|" between
     chunks, "(tt|)*3" repeats), needed where the layers do not divide evenly over pp x vpp chunks.
@@ -123,17 +126,54 @@ class LayoutConfig(Section):
     vpp: int = Field(default=1, gt=0)
     dp: int = Field(default=1, gt=0)
     ep: int = Field(default=1, gt=0)
+    cp: int = Field(default=1, gt=0)
+    tp: int = Field(default=1, gt=0)
     stages: str | None = None
 
     def world_size(self) -> int:
         """Return the number of processes, one per GPU."""
-        return self.pp * self.dp
+        return self.pp * self.dp * self.cp * self.tp
+
+
+class CostConfig(Section):
+    """Seconds of a training step's encoder work on one item: forward, recompute and backward.
+
+    What `kimi-pretrain plan --calibrate` prints for the hardware it runs on.
+    """
+
+    per_patch: float = Field(ge=0)
+    per_patch_squared: float = Field(ge=0)
+    per_item: float = Field(ge=0)
 
 
 class DepConfig(Section):
-    """The Decoupled Encoder Process (K2.5 report, section 4.5.1)."""
+    """The Decoupled Encoder Process (K2.5 report, section 4.5.1); docs/DEP.md explains each key.
 
+    `placement: colocated` is the baseline that DEP is measured and verified against: each
+    first-stage rank encodes the media of its own microbatches, inside the graph.
+
+    `scope` is who shares the load: all ranks, each replica's own, or so many replicas at a time.
+    `ranks_per_node` tells the plan which ranks are near each other: among equally good plans it
+    takes the one that moves less, and only ranks of a node share an item.
+    `max_split` is the most ranks that may encode one large item together. `memory_limit_gib` bounds
+    the encoder's activations and outputs on a rank; a plan that goes over it is an error.
+    """
+
+    placement: Literal["decoupled", "colocated"] = "decoupled"
+    assign: Literal["balanced", "round_robin", "owner"] = "balanced"
+    scope: Literal["world", "replica"] | int = "world"
+    ranks_per_node: int = Field(default=8, gt=0)
     max_patches_per_chunk: int = Field(default=65_536, gt=0)
+    cost: CostConfig | None = None
+    flops_per_second: float = Field(default=3.0e14, gt=0)
+    max_split: Literal[1, 2, 4, 8, 16] = 1
+    split_efficiency: float = Field(default=0.85, gt=0, le=1)
+    keep_activations: Literal["none", "auto"] = "none"
+    memory_limit_gib: float | None = Field(default=None, gt=0)
+    exchange_dtype: Literal["model", "float32", "bfloat16"] = "model"
+    exchange_budget_mib: int = Field(default=256, gt=0)
+    offload_outputs: bool = False
+    check_recompute: bool = False
 
 
 class TrainConfig(Section):
@@ -156,6 +196,10 @@ class TrainConfig(Section):
     efficiency_pairs: int = Field(default=0, ge=0)
     timeout_seconds: float = Field(default=600.0, gt=0)
     threads: int | None = Field(default=None, gt=0)
+    peak_tflops: float | None = Field(default=None, gt=0)
+    frozen: list[Literal["vision_tower", "projector", "language_model"]] = Field(
+        default_factory=list
+    )
 
 
 class Config(Section):
@@ -175,6 +219,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> "Config":
         check_layout(self)
+        check_dep(self)
         return self
 
 
@@ -187,10 +232,19 @@ def check_layout(config: Config) -> None:
     layout, language = config.layout, config.model.language
     rows, per_microbatch = config.data.rows_per_step, config.train.rows_per_microbatch
     chunks = layout.pp * layout.vpp
-    if layout.dp % layout.ep:
+    sharing = layout.dp * layout.cp * layout.tp
+    if sharing % layout.ep:
         raise ValueError(
-            f"layout.ep={layout.ep} does not divide layout.dp={layout.dp}: "
-            "experts are spread over data-parallel ranks"
+            f"layout.ep={layout.ep} does not divide layout.dp={layout.dp} x layout.cp={layout.cp} "
+            f"x layout.tp={layout.tp} = {sharing}: experts are spread over the ranks of a stage"
+        )
+    _check_widths(layout.tp, language)
+    tokens = per_microbatch * config.data.seq_len
+    if (layout.cp > 1 and tokens % (2 * layout.cp)) or tokens % (layout.cp * layout.tp):
+        raise ValueError(
+            f"a microbatch of {tokens} tokens (train.rows_per_microbatch={per_microbatch} x "
+            f"data.seq_len={config.data.seq_len}) does not divide over layout.cp={layout.cp} ranks "
+            f"with two equal chunks each, and these over layout.tp={layout.tp}"
         )
     if language.num_experts % layout.ep:
         raise ValueError(
@@ -218,6 +272,58 @@ def check_layout(config: Config) -> None:
             f"{layout.pp} x layout.vpp={layout.vpp} = {chunks} chunks; "
             'give layout.stages: for 5 layers over 2 chunks, for example, "Ettt|ttL"'
         )
+
+
+def replicas_per_scope(config: Config) -> int:
+    """Return how many replicas share the encoding of their media (`dep.scope`)."""
+    scope = config.dep.scope
+    if scope == "world":
+        return config.layout.dp
+    return 1 if scope == "replica" else int(scope)
+
+
+def check_dep(config: Config) -> None:
+    """Refuse settings of the encoder that contradict each other.
+
+    Raises:
+        ValueError: names the keys and their values.
+    """
+    dep, layout, train = config.dep, config.layout, config.train
+    shared = replicas_per_scope(config)
+    if shared < 1 or layout.dp % shared:
+        raise ValueError(
+            f"dep.scope={dep.scope}: layout.dp={layout.dp} replicas do not divide into groups of it"
+        )
+    heads = config.model.vision.heads
+    if heads % dep.max_split:
+        raise ValueError(
+            f"dep.max_split={dep.max_split} does not divide model.vision.heads={heads}: the ranks "
+            "that share an item divide its attention heads"
+        )
+    if dep.keep_activations == "auto" and dep.memory_limit_gib is None:
+        raise ValueError(
+            "dep.keep_activations=auto needs dep.memory_limit_gib: how much may be kept"
+        )
+    if dep.placement == "colocated" and layout.cp * layout.tp > 1:
+        raise ValueError(
+            f"dep.placement=colocated with layout.cp={layout.cp}, layout.tp={layout.tp}: the "
+            "baseline encodes a microbatch on the one first-stage rank that holds it"
+        )
+    if len(set(train.frozen)) == 3:
+        raise ValueError(f"train.frozen={train.frozen}: nothing is left to train")
+
+
+def _check_widths(tp: int, language: LanguageConfig) -> None:
+    shared = language.num_shared_experts * language.expert_ffn_size
+    widths = {
+        "num_heads": language.num_heads,
+        "vocab_size": language.vocab_size,
+        "dense_ffn_size": language.dense_ffn_size,
+        "num_shared_experts x expert_ffn_size": shared,
+    }
+    for name, width in widths.items():
+        if width % tp:
+            raise ValueError(f"model.language.{name}={width} is not a multiple of layout.tp={tp}")
 
 
 def _check_stages(stages: str, chunks: int, num_layers: int) -> None:
@@ -300,7 +406,8 @@ def describe(config: Config) -> str:
     tokens = data.rows_per_step * data.seq_len
     return (
         f"{layout.world_size()} processes = {layout.pp} stages (x{layout.vpp} virtual) x "
-        f"{layout.dp} replicas, experts over {layout.ep}\n"
+        f"{layout.dp} replicas x {layout.cp * layout.tp} ranks of a row ({layout.cp} context- x "
+        f"{layout.tp} tensor-parallel), experts over {layout.ep}\n"
         f"{data.rows_per_step} rows x {data.seq_len} tokens = {tokens:,} tokens a step = "
         f"{layout.dp} replicas x {config.num_microbatches()} microbatches x "
         f"{train.rows_per_microbatch} rows\n"

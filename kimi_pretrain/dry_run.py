@@ -4,6 +4,7 @@ Needs no GPU, no memory and no data: a fake process group stands for the whole j
 Core would refuse, it refuses here too.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,7 +26,8 @@ class StageCount:
 
     Attributes:
         layers: decoder layers of the stage, global numbers from 0.
-        per_rank: parameters that one rank of the stage holds (its share of the experts).
+        per_rank: parameters that one rank of the stage computes with (its share of the experts and,
+            under tensor parallelism, of the widths).
         total: parameters of the stage, all experts counted.
         activated: parameters that one token passes through.
         routing_biases: entries of the aux-loss-free biases; they are no parameters.
@@ -104,7 +106,7 @@ def _count_stage(config: Config, stage: int) -> StageCount:
     dist.init_process_group(
         "fake",
         store=FakeStore(),
-        rank=stage * layout.dp,
+        rank=stage * layout.world_size() // layout.pp,
         world_size=layout.world_size(),
     )
     try:
@@ -118,10 +120,12 @@ def _build_and_count(config: Config, stage: int) -> StageCount:
     language, ep = config.model.language, config.layout.ep
     with torch.device("meta"):
         chunks = build_chunks(config, engine_config(config))
-    dense = routed = biases = 0
+    dense = routed = biases = held = 0
     for chunk in chunks:
-        for view in views(chunk, first_expert=0, buffers=True):
-            size = view.of(view.param).numel()
+        for view in views(chunk, first_expert=0, buffers=True, num_tp=config.layout.tp):
+            size = math.prod(view.whole_shape)
+            if not view.name.endswith("e_score_correction_bias"):
+                held += view.data.numel()
             if view.name.endswith("e_score_correction_bias"):
                 biases += size
             elif ".mlp.experts." in view.name:
@@ -133,7 +137,7 @@ def _build_and_count(config: Config, stage: int) -> StageCount:
     return StageCount(
         stage=stage,
         layers=tuple(layers),
-        per_rank=dense + routed,
+        per_rank=held,
         total=dense + routed * ep,
         activated=dense + per_token,
         routing_biases=biases,

@@ -167,9 +167,10 @@ class _Reader:
                 borders.append(length)
                 documents.append(False)
             device = self.mesh.device
-            embedded = self.encoder.forward(
-                [example.patches for example, _ in run], [example.grid for example, _ in run]
-            )
+            with torch.no_grad():
+                embedded = self.encoder.encode(
+                    [example.patches for example, _ in run], [example.grid for example, _ in run]
+                )
             padding = torch.from_numpy(tokens == tokenizer.pad)[None].to(device)
             microbatch = Microbatch(
                 PackedRows.of(borders, documents, device),

@@ -10,21 +10,37 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 DPI = 150
 RAW, SMOOTH, MUTED = "#b8c4d6", "#1f4e9c", "#6b7280"
 NAIVE, ROUND_ROBIN, DEP = "#d97742", "#9aa5b1", "#1f4e9c"
-PHASES = (
-    "#9aa5b1", "#3b78b8", "#7fb3d5", "#b8562f", "#e0a93b", "#2f8f7f", "#7a5195", "#4b5563",
-)  # fmt: skip
+EXPOSED = "#c2255c"
+# Blue goes forward with the media, green and purple back; what has no name here takes OTHERS.
+PHASES = {
+    "1 wait for data": "#d5d9e0",
+    "prepare": "#9aa5b1",
+    "2 vision forward": "#2563a8",
+    "3 hand-over": "#7fb3d5",
+    "4 backbone": "#e7b85c",
+    "5 hand-back": "#8fcabd",
+    "6 vision backward": "#2f8f7f",
+    "6 gradient sum": "#7a5195",
+    "7 update": "#4b5563",
+}
+OTHERS = ("#3b78b8", "#b8562f", "#e0a93b", "#2f8f7f", "#7a5195", "#4b5563")
 LABELS = {
     "naive": ("on the rank that owns the row", NAIVE),
     "round_robin": ("dealt out in turn", ROUND_ROBIN),
     "dep": ("balanced (DEP)", DEP),
 }
 SMOOTHING_STEPS = 20
+# Height of a row of the panel of memory, at most.
+PEAK_INCHES = 0.4
+# Colours of a mean channel above this get dark letters.
+LIGHT = 0.62
 # A phase shorter than this part of the step gets no number on its bar: it would not fit.
 NUMBERED_SHARE = 0.07
 
@@ -103,39 +119,38 @@ def dep_balance_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
 def timeline_plot(trace: dict[str, Any], path: Path) -> None:
     """Draw the phases of one step on every rank as bars along the time.
 
+    Shaded with their length are the stretches that the step would save without the encoder; at the
+    side, where it was measured, the most memory of a rank in each phase.
+
     Args:
-        trace: a Chrome trace; "X" events with pid = rank, name = phase, ts and dur in microseconds.
+        trace: a Chrome trace; "X" events with pid = rank, name = phase, ts and dur in microseconds,
+            of category "exposed" for those stretches; "peak GiB" and "first stage" in their args.
         path: PNG to write.
 
     Raises:
         ValueError: the trace has no complete event.
 
     """
-    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    complete = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    events = [e for e in complete if e.get("cat") != "exposed"]
     if not events:
         raise ValueError("the trace holds no event of a phase: there is nothing to draw")
     ranks = sorted({e["pid"] for e in events})
-    begin = min(e["ts"] for e in events)
-    span = max(e["ts"] + e["dur"] for e in events) - begin
     # Phases in the order in which they first begin anywhere: the order of the step.
     phases = list(dict.fromkeys(e["name"] for e in sorted(events, key=lambda e: e["ts"])))
-    colour = {name: PHASES[number % len(PHASES)] for number, name in enumerate(phases)}
-    figure, (axes,) = _figure((11, 1.6 + 0.6 * len(ranks)), 1, 1)
-    for event in events:
-        start, length = (event["ts"] - begin) / 1e3, event["dur"] / 1e3
-        row = ranks.index(event["pid"])
-        axes.barh(row, length, left=start, height=0.7, color=colour[event["name"]])
-        if event["dur"] > NUMBERED_SHARE * span:
-            middle = start + length / 2
-            axes.text(middle, row, f"{length:.0f} ms", ha="center", va="center", color="white")
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set_xlim(0, span / 1e3)
-    axes.set_xlabel("milliseconds since the step began")
-    axes.set_title("One training step")
-    handles = [Patch(color=colour[name], label=name) for name in phases]
-    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    colours = {
+        name: PHASES.get(name, OTHERS[number % len(OTHERS)]) for number, name in enumerate(phases)
+    }
+    tall = max(1.4 + min(0.6, 24 / len(ranks)) * len(ranks), 1.4 + 0.24 * len(phases))
+    if any("peak GiB" in e.get("args", {}) for e in events):
+        figure, (left, right) = _figure((13, tall), 1, 2, width_ratios=(4, 1))
+        _peaks(right, events, colours)
+    else:
+        figure, (left,) = _figure((11, tall), 1, 1)
+        handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+        left.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    _bars(left, events, ranks, colours)
+    _exposed(left, [e for e in complete if e.get("cat") == "exposed"], events)
     _save(figure, path)
 
 
@@ -163,6 +178,84 @@ def _patches_of_step(axes: Axes, line: dict[str, Any]) -> None:
     # Headroom, so that the legend does not lie on the bars.
     axes.set_ylim(0, max(max(loads[name]) for name in LABELS) * 1.3)
     axes.legend(frameon=False, fontsize=9, loc="upper right")
+
+
+def _span_of(events: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Return when the step began, and how long it took on all ranks, both in microseconds."""
+    begin = min(e["ts"] for e in events)
+    return begin, max(e["ts"] + e["dur"] for e in events) - begin
+
+
+def _bars(
+    axes: Axes, events: Sequence[dict[str, Any]], ranks: list[int], colours: dict[str, str]
+) -> None:
+    begin, span = _span_of(events)
+    for event in events:
+        start, length = (event["ts"] - begin) / 1e3, event["dur"] / 1e3
+        row, colour = ranks.index(event["pid"]), colours[event["name"]]
+        axes.barh(row, length, left=start, height=0.7, color=colour)
+        if event["dur"] > NUMBERED_SHARE * span:
+            middle = start + length / 2
+            ink = "white" if np.mean(to_rgb(colour)) < LIGHT else "#1f2937"
+            axes.text(middle, row, f"{length:.0f} ms", ha="center", va="center", color=ink)
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.set_ylim(len(ranks) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlim(0, span / 1e3)
+    axes.set_xlabel("milliseconds since the step began")
+
+
+def _exposed(
+    axes: Axes, stretches: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]
+) -> None:
+    """Shade and bracket what is the encoder's alone; the share of the step goes into the title."""
+    begin, span = _span_of(events)
+    title = f"One training step, {span / 1e3:.0f} ms"
+    total = sum(e["dur"] for e in stretches)
+    if stretches:
+        title += f"; the encoder costs {total / span:.1%} of it"
+    axes.set_title(title, pad=24 if stretches else 6)
+    over, height = axes.get_xaxis_transform(), axes.bbox.height / DPI
+    top = 1 + 0.1 / height  # a tenth of an inch above the bars, however many ranks there are
+    for event in stretches:
+        start, end = ((event["ts"] - begin + more) / 1e3 for more in (0, event["dur"]))
+        axes.axvspan(start, end, color=EXPOSED, alpha=0.12, zorder=0, linewidth=0)
+        axes.plot(
+            *((start, start, end, end), (1.0, top, top, 1.0)),
+            **{"color": EXPOSED, "linewidth": 1.2, "transform": over, "clip_on": False},
+        )
+        # Towards the outside of the step, so that the two never meet.
+        side = "left" if (start + end) / 2 < span / 2e3 else "right"
+        at = start if side == "left" else end
+        label = f"exposed {end - start:.0f} ms"
+        axes.text(
+            at, top + 0.06 / height, label, color=EXPOSED, fontsize=9, ha=side, transform=over
+        )
+
+
+def _peaks(axes: Axes, events: Sequence[dict[str, Any]], colours: dict[str, str]) -> None:
+    """Draw the most memory of any rank in each phase; the names make it the legend as well."""
+    measured = [e for e in events if "peak GiB" in e.get("args", {})]
+    for row, (name, colour) in enumerate(colours.items()):
+        of_phase = [e["args"] for e in measured if e["name"] == name]
+        axes.barh(row, 0, color=colour)  # a row, and a name, for every phase
+        if not of_phase:
+            axes.text(0, row, " not measured", va="center", fontsize=8, color=MUTED)
+            continue
+        axes.barh(row, max(a["peak GiB"] for a in of_phase), height=0.7, color=colour)
+        if first := [a["peak GiB"] for a in of_phase if a.get("first stage")]:
+            axes.plot([max(first)] * 2, [row - 0.42, row + 0.42], color="black", linewidth=1.6)
+    axes.set_yticks(range(len(colours)), list(colours))
+    for label, colour in zip(axes.get_yticklabels(), colours.values(), strict=True):
+        swatch = {"facecolor": colour, "edgecolor": "none", "boxstyle": "square,pad=0.15"}
+        label.set(fontsize=9, color="white" if np.mean(to_rgb(colour)) < LIGHT else "#1f2937")
+        label.set_bbox(swatch)
+    rows = axes.bbox.height / DPI / PEAK_INCHES  # beside many ranks the lower part stays empty
+    axes.set_ylim(max(float(len(colours)), rows) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("GiB; line: first stage")
+    axes.set_title("Most memory of a rank")
 
 
 def _columns(metrics: Sequence[dict[str, Any]], *names: str) -> list[np.ndarray]:

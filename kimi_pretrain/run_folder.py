@@ -8,20 +8,29 @@ import json
 import logging
 import platform
 import subprocess
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from kimi_pretrain.config import Config, dump_config
+from kimi_pretrain.dep.memory import GIB
+from kimi_pretrain.telemetry.exposed import exposed
+from kimi_pretrain.telemetry.line import RankRecord
+from kimi_pretrain.telemetry.phases import Span, phase_of
 
 PACKAGES = (
     "kimi-pretrain", "torch", "megatron-core", "numpy", "pillow", "av", "boto3", "tiktoken",
     "transformer-engine",
 )  # fmt: skip
+
+NOT_DRAWN = ("step", "rank", "mean")
 
 
 def log_to(folder: Path, rank: int) -> logging.Logger:
@@ -83,11 +92,8 @@ class MetricsWriter:
     def write(self, line: dict[str, Any]) -> None:
         """Record one step; `line` holds at least "step" and "loss"."""
         self._lines.write(json.dumps(line) + "\n")
-        for name, value in line.items():
-            if isinstance(value, int | float) and name != "step":
-                self._board.add_scalar(name, value, line["step"])
-        for name, seconds in line.get("phase_seconds", {}).items():
-            self._board.add_scalar(f"phase_seconds/{name}", seconds["max"], line["step"])
+        for tag, value in scalars(line).items():
+            self._board.add_scalar(tag, value, line["step"])
         self._bar.update(self._task, completed=line["step"], loss=line["loss"])
 
     def close(self) -> None:
@@ -95,6 +101,23 @@ class MetricsWriter:
         self._bar.stop()
         self._lines.close()
         self._board.close()
+
+
+def scalars(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return what TensorBoard draws of a line: tag -> number.
+
+    What is inside goes under "outside/inside". Of the ranks' numbers only the largest is drawn,
+    under the plain name; whose it is, the mean, the loads of all ranks and what was not measured
+    are in metrics.jsonl alone.
+    """
+    found: dict[str, float] = {}
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            for inner, number in scalars(value).items():
+                found[name if inner == "max" else f"{name}/{inner}"] = number
+        elif isinstance(value, int | float) and name not in NOT_DRAWN:
+            found[name] = value
+    return found
 
 
 def forget_after(file: Path, step: int) -> None:
@@ -108,26 +131,53 @@ def forget_after(file: Path, step: int) -> None:
     file.write_text("".join(kept))
 
 
-def write_trace(file: Path, spans_of_rank: list[dict[str, tuple[float, float]]]) -> None:
+def write_trace(
+    file: Path, everyone: Sequence[RankRecord], scopes: Iterable[NDArray[np.int64]] = ()
+) -> None:
     """Write one step's phases of all ranks as a Chrome trace (chrome://tracing, Perfetto).
 
+    Every rank is a process; "exposed encoder" is one more, with the stretches of the step that are
+    the encoder's alone. The peak memory of a phase is among its arguments.
+
     Args:
-        spans_of_rank: for each rank, phase -> (start, end) in seconds of the wall clock.
+        everyone: the records of all ranks, in their order.
+        scopes: the ranks that share their media, as for `exposed`.
     """
-    begin = min(start for spans in spans_of_rank for start, _ in spans.values())
-    events = [
-        {
-            "name": name,
-            "ph": "X",
-            "pid": rank,
-            "tid": 0,
-            "ts": (start - begin) * 1e6,
-            "dur": (end - start) * 1e6,
-        }
-        for rank, spans in enumerate(spans_of_rank)
-        for name, (start, end) in spans.items()
+    found = exposed([record.spans for record in everyone], scopes)
+    stretches = {"forward": found.forward, "backward": found.backward}
+    rows = [_phase_events(rank, record) for rank, record in enumerate(everyone)]
+    rows += [
+        [_event(len(everyone), f"exposed encoder, {name}", span, "exposed")]
+        for name, span in stretches.items()
+        if span is not None
+    ]
+    events = [event for row in rows for event in row]
+    begin = min(event["ts"] for event in events)
+    for event in events:
+        event["ts"] -= begin
+    names = [f"rank {rank}" for rank in range(len(everyone))] + ["exposed encoder"]
+    events += [
+        {"name": "process_name", "ph": "M", "pid": number, "args": {"name": name}}
+        for number, name in enumerate(names)
     ]
     file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def _phase_events(rank: int, record: RankRecord) -> list[dict[str, Any]]:
+    events = []
+    for name, span in record.spans.items():
+        phase = phase_of(name)
+        event = _event(rank, phase, span, "phase")
+        if (peak := record.peak_bytes.get(phase)) is not None:
+            event["args"] = {"peak GiB": peak / GIB, "first stage": record.first_stage}
+        events.append(event)
+    return events
+
+
+def _event(row: int, name: str, span: Span, category: str) -> dict[str, Any]:
+    start, end = span
+    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+    return {"name": name, "cat": category, "ph": "X", "pid": row, "tid": 0, **times}
 
 
 def _version(package: str) -> str | None:

@@ -5,36 +5,34 @@ reads. The rest is `TrainStep.run`. Losses and gradients are sums over tokens ev
 divisor, the global number of loss tokens, is applied in phase 7 to encoder and backbone alike.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from data_pipeline.loader import BadSample, Needs, StepBatch
 from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.config import Config
-from kimi_pretrain.dep.assign import VisionPlan, plan_vision
-from kimi_pretrain.dep.cost import item_costs
-from kimi_pretrain.dep.encoder import DecoupledEncoder, Grid
-from kimi_pretrain.dep.exchange import hand_back, hand_over
-from kimi_pretrain.engine.backbone import Backbone, Microbatch
+from kimi_pretrain.dep.encoder import Pixels
+from kimi_pretrain.dep.memory import GIB
+from kimi_pretrain.dep.plan import VisionPlan, runs
+from kimi_pretrain.engine.backbone import Microbatch
 from kimi_pretrain.engine.mesh import Mesh
-from kimi_pretrain.microbatches import (
-    attach_leaves,
-    build_microbatches,
-    leaf_gradients,
-    replica_rows,
-)
+from kimi_pretrain.leaves import attach_leaves, leaf_gradients
+from kimi_pretrain.microbatches import build_microbatches, replica_rows
+from kimi_pretrain.model import Model
+from kimi_pretrain.telemetry.phases import PhaseClock
 from kimi_pretrain.update import Update, UpdateReport
+from kimi_pretrain.vision_plan import VisionPlanner, grids_of
+
+WAYS = (("over", "3 hand-over"), ("back", "5 hand-back"))
 
 
 @dataclass
 class StepReport:
-    """What one step did; the same on every rank but for `bad` and `spans`.
+    """What one step did; the same on every rank but for `bad` and what was measured.
 
     Attributes:
         loss: mean over the global batch's loss tokens.
@@ -44,6 +42,10 @@ class StepReport:
         update: of the optimizer; see `UpdateReport`.
         vision: who encoded which item.
         spans: phase -> (start, end) in seconds of the wall clock, on this rank.
+        peak_bytes: phase -> most memory in use, on this rank.
+        exchange_bytes: embeddings sent to other ranks "over", gradients sent "back", by this rank;
+            without a way that the step did not go.
+        kept_patches: patches that this rank did not have to encode again.
     """
 
     loss: float
@@ -56,34 +58,18 @@ class StepReport:
     update: UpdateReport
     vision: VisionPlan
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    exchange_bytes: dict[str, int] = field(default_factory=dict)
+    kept_patches: int = 0
 
 
-def grids_of(plan: GlobalPlan) -> np.ndarray:
-    """Return the patch grids (frames, height, width) of a plan's items, int64 [items, 3]."""
-    items = plan.items
-    return np.stack([items.frames, items.grid_h, items.grid_w], axis=1).astype(np.int64)
-
-
-def vision_plan(plan: GlobalPlan, config: Config, mesh: Mesh) -> VisionPlan:
-    """Assign the items of the whole global batch to ranks (phase 0; pure, the same everywhere)."""
-    rows_per_replica = plan.num_rows // mesh.num_replicas
-    owner = np.array(mesh.first_rank_of, dtype=np.int64)[plan.items.row // rows_per_replica]
-    return plan_vision(
-        item_costs(grids_of(plan), config.model.vision),
-        owner,
-        plan.items.tokens.astype(np.int64),
-        plan.items.patches.astype(np.int64),
-        mesh.world_size,
-    )
-
-
-def needs(config: Config, mesh: Mesh) -> Callable[[GlobalPlan], Needs]:
+def needs(mesh: Mesh, planner: VisionPlanner) -> Callable[[GlobalPlan], Needs]:
     """Return what this rank reads for a step: its replica's rows, and the media it encodes."""
     reads_text = mesh.is_first_stage or mesh.is_last_stage
 
     def of(plan: GlobalPlan) -> Needs:
         rows = replica_rows(plan, mesh) if reads_text else range(0)
-        items = vision_plan(plan, config, mesh).encoded_by(mesh.rank)
+        items = planner.plan(plan).fetched_by(mesh.rank)
         return Needs(rows=np.array(rows, dtype=np.int64), items=items)
 
     return of
@@ -93,16 +79,11 @@ class TrainStep:
     """Runs steps over one encoder, backbone and optimizer."""
 
     def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        encoder: DecoupledEncoder,
-        backbone: Backbone,
-        update: Update,
+        self, config: Config, mesh: Mesh, model: Model, update: Update, planner: VisionPlanner
     ):
-        self.config, self.mesh = config, mesh
-        self.encoder, self.backbone, self.update = encoder, backbone, update
-        self._spans: dict[str, tuple[float, float]] = {}
+        self.config, self.mesh, self.update, self.planner = config, mesh, update, planner
+        self.encoder, self.backbone, self.exchange = model.encoder, model.backbone, model.exchange
+        self.clock = PhaseClock(mesh.device)
 
     def run(self, batch: StepBatch, *, text_only: bool = False) -> StepReport:
         """Run phases 2 to 7 on a fetched step.
@@ -112,22 +93,112 @@ class TrainStep:
             text_only: replace every media token by a text token and skip the vision phases. Only
                 for measuring efficiency: it trains on nonsense.
         """
-        self._spans = {}
-        self.encoder.zero_grads()
-        with self._phase("prepare"):
-            vision = vision_plan(batch.plan, self.config, self.mesh)
+        self.clock.restart()
+        self.encoder.sums.zero()
+        with self.clock.phase("prepare"):
+            vision = self.planner.plan(batch.plan)
             skipped = self._skipped_samples(batch)
             rows = self.config.train.rows_per_microbatch
             restart = self.config.data.restart_positions
             microbatches = build_microbatches(batch, self.mesh, rows, skipped, restart)
             loss_tokens = self._count_loss_tokens(microbatches)
-        if text_only:
-            self._replace_media_tokens(batch.plan, microbatches)
-            loss = self._backbone(batch.plan, microbatches, loss_tokens)
-        else:
-            loss = self._multimodal(batch, vision, microbatches, loss_tokens)
-        with self._phase("7 update"):
-            report = self.update.run(loss_tokens)
+        report = partial(self._report, batch, vision, skipped, loss_tokens)
+        if text_only or not len(vision.tokens):  # on all ranks alike: the plan is global
+            if text_only:
+                self._replace_media_tokens(batch.plan, microbatches)
+            return report(self._backbone(batch.plan, microbatches, loss_tokens))
+        if self.config.dep.placement == "colocated":
+            return report(self._colocated(batch, vision, microbatches, loss_tokens))
+        return report(*self._decoupled(batch, vision, microbatches, loss_tokens))
+
+    def _decoupled(
+        self,
+        batch: StepBatch,
+        vision: VisionPlan,
+        microbatches: list[Microbatch],
+        loss_tokens: int,
+    ) -> tuple[float, int]:
+        """Phases 2 to 6; returns the loss, and the patches that were not encoded twice."""
+        rank, dep, trained = self.mesh.rank, self.config.dep, self.encoder.trainable
+        with self.clock.phase("2 vision forward"):
+            shares = vision.encoded_by(rank)
+            room = self._room_for_activations(vision)
+            media = self._pixels(batch, vision)
+            work = self.encoder.begin(shares, grids_of(batch.plan), media, room)
+            encoded = work.forward()
+        with self.clock.phase("3 hand-over"):
+            received = self.exchange.hand_over(encoded, vision, rank)
+            taken = attach_leaves(
+                microbatches if self.mesh.is_first_stage else (),
+                received,
+                vision.received_by(rank),
+                requires_grad=trained,
+                offload=dep.offload_outputs,
+            )
+            shape = received.shape
+            del encoded, received  # the leaves hold them now
+        loss = self._backbone(batch.plan, microbatches, loss_tokens)
+        if not trained:
+            return loss, 0
+        with self.clock.phase("5 hand-back"):
+            gradients = torch.zeros(shape, dtype=self.encoder.dtype, device=self.mesh.device)
+            gradients = leaf_gradients(microbatches, taken, gradients)
+            gradients = self.exchange.hand_back(gradients, vision, rank)
+        kept = work.kept_patches
+        with self.clock.phase("6 vision backward"):
+            work.backward(gradients)
+        with self.clock.phase("6 gradient sum"):
+            self.encoder.sums.finish()
+        return loss, kept
+
+    def _colocated(
+        self,
+        batch: StepBatch,
+        vision: VisionPlan,
+        microbatches: list[Microbatch],
+        loss_tokens: int,
+    ) -> float:
+        """The baseline: the first stage encodes inside the graph of each microbatch."""
+        media, grids = self._pixels(batch, vision), grids_of(batch.plan)
+        received = vision.received_by(self.mesh.rank)
+        for number, microbatch in enumerate(microbatches if self.mesh.is_first_stage else ()):
+            spans = received[received.microbatch == number]
+            if len(spans):
+                items = spans.item.tolist()
+                pixels = [media[item] for item in items]
+                shapes = [(int(t), int(h), int(w)) for t, h, w in grids[items]]
+                microbatch.media = partial(self.encoder.encode, pixels, shapes)
+                places = torch.from_numpy(runs(spans.position, spans.count))
+                microbatch.leaf_positions = places.to(self.mesh.device)
+        loss = self._backbone(batch.plan, microbatches, loss_tokens)
+        with self.clock.phase("6 gradient sum"):
+            self.encoder.sums.finish()
+        return loss
+
+    def _backbone(
+        self, plan: GlobalPlan, microbatches: list[Microbatch], loss_tokens: int
+    ) -> float:
+        with self.clock.phase("4 backbone"):
+            aux_scale = loss_tokens / max(1, plan.num_tokens)
+            result = self.backbone.train_step(microbatches, aux_scale)
+            mine = float(result.loss_sum) if self.mesh.counts_loss else 0.0
+            (loss_sum,) = self.mesh.sum([mine])
+        return loss_sum / max(1, loss_tokens)
+
+    def _report(
+        self,
+        batch: StepBatch,
+        vision: VisionPlan,
+        skipped: np.ndarray,
+        loss_tokens: int,
+        loss: float,
+        kept_patches: int = 0,
+    ) -> StepReport:
+        """Phase 7, and what the step did."""
+        with self.clock.phase("7 update"):
+            update = self.update.run(loss_tokens)
+        width, size = self.config.model.vision.out_width, self.encoder.dtype.itemsize
+        planned = self.exchange.bytes_sent(vision, self.mesh.rank, width, size)
         return StepReport(
             loss=loss,
             loss_tokens=loss_tokens,
@@ -136,61 +207,36 @@ class TrainStep:
             items=len(batch.plan.items.row),
             skipped=skipped,
             bad=batch.bad,
-            update=report,
+            update=update,
             vision=vision,
-            spans=self._spans,
+            spans=dict(self.clock.spans),
+            peak_bytes=dict(self.clock.peak_bytes),
+            exchange_bytes={way: planned[way] for way, phase in WAYS if phase in self.clock.spans},
+            kept_patches=kept_patches,
         )
 
-    def _multimodal(
-        self,
-        batch: StepBatch,
-        vision: VisionPlan,
-        microbatches: list[Microbatch],
-        loss_tokens: int,
-    ) -> float:
-        patches, grids = self._my_media(batch, vision)
-        with self._phase("2 vision forward"):
-            encoded = self.encoder.forward(patches, grids)
-        with self._phase("3 hand-over"):
-            received = hand_over(encoded, vision, self.mesh.rank)
-            taken: list[Tensor | None] = [None] * len(microbatches)
-            if self.mesh.is_first_stage:
-                taken = attach_leaves(microbatches, received, batch.plan, vision, self.mesh)
-        loss = self._backbone(batch.plan, microbatches, loss_tokens)
-        with self._phase("5 hand-back"):
-            gradients = leaf_gradients(microbatches, taken, received)
-            gradients = hand_back(gradients, vision, self.mesh.rank)
-        with self._phase("6 vision backward"):
-            self.encoder.backward(patches, grids, gradients)
-            self.encoder.reduce_grads()
-        return loss
+    def _room_for_activations(self, vision: VisionPlan) -> int:
+        """Return the bytes that activations may take in all; 0 where none are to be kept."""
+        dep = self.config.dep
+        if dep.keep_activations == "none":
+            return 0
+        assert dep.memory_limit_gib is not None  # checked with the configuration
+        tokens = vision.tokens_sent() + 2 * vision.tokens_received()
+        embedding = self.config.model.vision.out_width * self.encoder.dtype.itemsize
+        return int(dep.memory_limit_gib * GIB) - int(tokens[self.mesh.rank]) * embedding
 
-    def _backbone(
-        self, plan: GlobalPlan, microbatches: list[Microbatch], loss_tokens: int
-    ) -> float:
-        with self._phase("4 backbone"):
-            aux_scale = loss_tokens / max(1, plan.num_tokens)
-            result = self.backbone.train_step(microbatches, aux_scale)
-            (loss_sum,) = self.mesh.sum([float(result.loss_sum)])
-        return loss_sum / max(1, loss_tokens)
-
-    def _my_media(
-        self, batch: StepBatch, vision: VisionPlan
-    ) -> tuple[list[np.ndarray], list[Grid]]:
-        """Return patches and grids of the items this rank encodes, in sending order.
+    def _pixels(self, batch: StepBatch, vision: VisionPlan) -> Pixels:
+        """Return the patches of the items that this rank has fetched.
 
         An unusable item becomes black patches of its planned size: shapes and collectives stay as
         planned, and its sample counts for no loss.
         """
-        mine = vision.encoded_by(self.mesh.rank).tolist()
-        table = grids_of(batch.plan)
-        grids: list[Grid] = [(int(t), int(h), int(w)) for t, h, w in table[mine]]
-        blank = [(t * h * w, 3, 14, 14) for t, h, w in grids]
-        patches = [
-            batch.media[item] if item in batch.media else np.zeros(shape, dtype=np.uint8)
-            for item, shape in zip(mine, blank, strict=True)
-        ]
-        return patches, grids
+        sizes = batch.plan.items.patches
+        missing = set(vision.fetched_by(self.mesh.rank).tolist()) - batch.media.keys()
+        # One that nobody reported would be trained on as a black image.
+        assert missing <= {bad.item for bad in batch.bad}, (missing, batch.bad)
+        blank = {item: np.zeros((int(sizes[item]), 3, 14, 14), np.uint8) for item in missing}
+        return {**batch.media, **blank}
 
     def _skipped_samples(self, batch: StepBatch) -> np.ndarray:
         """Return the samples that some rank found unusable, the same array on every rank."""
@@ -202,32 +248,22 @@ class TrainStep:
 
     def _count_loss_tokens(self, microbatches: list[Microbatch]) -> int:
         mine = 0
-        if self.mesh.is_last_stage:
+        if self.mesh.counts_loss:
             mine = sum(int(m.loss_mask.sum()) for m in microbatches if m.loss_mask is not None)
         (total,) = self.mesh.sum([float(mine)])
         return int(total)
 
     def _replace_media_tokens(self, plan: GlobalPlan, microbatches: list[Microbatch]) -> None:
         vocabulary = self.config.model.language.vocab_size
-        rows = replica_rows(plan, self.mesh)
-        per_microbatch = len(rows) // len(microbatches)
-        items = plan.items
-        for microbatch in microbatches:  # the loader's own rows stay as they are
-            if microbatch.tokens is not None:
-                microbatch.tokens = microbatch.tokens.clone()
+        rows, items = replica_rows(plan, self.mesh), plan.items
+        is_media = np.zeros((len(rows), plan.seq_len), dtype=bool)
         for item in np.flatnonzero((items.row >= rows.start) & (items.row < rows.stop)):
-            number, row = divmod(int(items.row[item]) - rows.start, per_microbatch)
-            tokens = microbatches[number].tokens
-            if tokens is not None:
-                start = row * plan.seq_len + int(items.start[item])
-                end = start + int(items.tokens[item])
-                text = torch.arange(start, end, device=tokens.device) * 7919 % (vocabulary // 2)
-                tokens[0, start:end] = text
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        start = time.time()
-        yield
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-        self._spans[name] = (start, time.time())
+            start, count = int(items.start[item]), int(items.tokens[item])
+            is_media[int(items.row[item]) - rows.start, start : start + count] = True
+        held = self.planner.parts.positions_cp(self.mesh.cp_rank)
+        for mask, microbatch in zip(is_media.reshape(len(microbatches), -1), microbatches):
+            if microbatch.tokens is not None:
+                inside = torch.from_numpy(mask[held]).to(microbatch.tokens.device)
+                text = torch.from_numpy(held * 7919 % (vocabulary // 2)).to(inside.device)
+                # The loader's own rows stay as they are.
+                microbatch.tokens = torch.where(inside, text, microbatch.tokens)

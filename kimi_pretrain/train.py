@@ -19,13 +19,14 @@ from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain import checkpoint
 from kimi_pretrain.config import Config, ConfigError, describe
-from kimi_pretrain.dep.assign import VisionPlan, load_per_rank, max_over_mean, round_robin
 from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.model import Model
 from kimi_pretrain.run_folder import MetricsWriter, describe_environment, log_to, write_trace
 from kimi_pretrain.step import StepReport, TrainStep, needs
+from kimi_pretrain.telemetry.line import Telemetry, record_of
 from kimi_pretrain.update import Update
+from kimi_pretrain.vision_plan import VisionPlanner
 from kimi_pretrain.vision_weights import load_vision_weights
 from moonvit3d.geometry import grids
 
@@ -43,6 +44,7 @@ class Run:
         if resume is not None:
             checkpoint.read_manifest(resume, config)
         self.config, self.mesh = config, mesh
+        self.planner = VisionPlanner(config)
         self.store = open_data(config.data)
         self.tokenizer = load_tokenizer(config, self.store)
         self.loader = self._open_loader()
@@ -51,7 +53,7 @@ class Run:
         if resume is None:
             load_vision_weights(config, self.encoder.module)
         self.update = Update(config, mesh, self.encoder, self.backbone)
-        self.train_step = TrainStep(config, mesh, self.encoder, self.backbone, self.update)
+        self.train_step = TrainStep(config, mesh, self.model, self.update, self.planner)
         self.step = 0
         if resume is not None:
             self._resume(resume)
@@ -63,7 +65,7 @@ class Run:
         check_item_sizes(self.config, indices)
         for index in indices:  # ranks share the work of checking shards
             check_shards(self.store, index, self.mesh.world_size, self.mesh.rank)
-        return Loader(data, self.store, indices, self.tokenizer, needs(self.config, self.mesh))
+        return Loader(data, self.store, indices, self.tokenizer, needs(self.mesh, self.planner))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return everything a checkpoint holds: the model's and the optimizer's tensors."""
@@ -154,7 +156,7 @@ def train(config: Config, run_dir: Path, resume: Path | None = None) -> None:
 
 def _loop(run: Run, run_dir: Path) -> None:
     config, mesh = run.config, run.mesh
-    metrics = None
+    telemetry, metrics = Telemetry.on(config, mesh.device), None
     if mesh.rank == 0:
         metrics = MetricsWriter(run_dir, run.step, config.train.steps)
     while run.step < config.train.steps:
@@ -164,15 +166,15 @@ def _loop(run: Run, run_dir: Path) -> None:
         report = run.train_step.run(batch)
         run.step += 1
         report.spans["1 wait for data"] = (start, fetched)
-        line = _metrics_line(run, batch.plan, report, time.time() - start)
+        seconds, first_stage = time.time() - start, mesh.is_first_stage
+        mine = record_of(report, seconds, run.loader.stats, first_stage=first_stage)
+        everyone: list[Any] = mesh.gather(mine)  # the one collective of measuring
         if metrics is not None:
-            metrics.write(line)
+            metrics.write(telemetry.line(run.step, batch.plan, report, everyone))
         if report.skipped.size:  # the same on every rank, so this is collective
             _quarantine(run, batch.plan, report, run_dir / "quarantine.jsonl")
-        if run.step == config.train.trace_step:
-            spans = mesh.gather(report.spans)
-            if mesh.rank == 0:
-                write_trace(run_dir / "trace.json", spans)  # type: ignore[arg-type]
+        if run.step == config.train.trace_step and mesh.rank == 0:
+            write_trace(run_dir / "trace.json", everyone, telemetry.scopes)
         every = config.train.checkpoint_every
         if every and (run.step % every == 0 or run.step == config.train.steps):
             run.save(run_dir / "checkpoints")
@@ -191,73 +193,6 @@ def _next_batch(run: Run, run_dir: Path) -> StepBatch:
             if not (run_dir / "checkpoints" / f"step_{run.step:08d}").exists():
                 run.save(run_dir / "checkpoints")
         raise
-
-
-def _metrics_line(run: Run, plan: GlobalPlan, report: StepReport, seconds: float) -> dict[str, Any]:
-    """Return one line of metrics.jsonl; collective: gathers times and counts from all ranks."""
-    mine = {name: end - start for name, (start, end) in report.spans.items()}
-    mine_store = (run.loader.stats.requests, run.loader.stats.bytes)
-    everyone: list[Any] = run.mesh.gather((mine, mine_store, seconds))
-    phases = {
-        name: {
-            "max": max(times[name] for times, _, _ in everyone),
-            "mean": float(np.mean([times[name] for times, _, _ in everyone])),
-        }
-        for name in mine
-    }
-    patches = _patches_per_rank(report.vision)
-    owners = [patches["naive"][rank] for rank in run.mesh.first_rank_of]
-    return {
-        "step": run.step,
-        "loss": report.loss,
-        "grad_norm": report.update.grad_norm,
-        "lr": report.update.lr,
-        "applied": report.update.applied,
-        "tokens": int(plan.num_rows * plan.seq_len),
-        "loss_tokens": report.loss_tokens,
-        "text_tokens": report.text_tokens,
-        "vision_tokens": report.vision_tokens,
-        "items": report.items,
-        "seconds": max(total for _, _, total in everyone),
-        "phase_seconds": phases,
-        "balance": {name: max_over_mean(np.array(loads)) for name, loads in patches.items()}
-        # Among the first stages alone: what is left of "naive" without the stages that would wait.
-        | {"naive_among_owners": max_over_mean(np.array(owners))},
-        "patches_per_rank": patches,
-        "largest_tenth_of_items": _share_of_largest(report.vision.patches, 0.1),
-        "max_logit": report.update.max_logit,
-        "clipped_heads": report.update.clipped_heads,
-        "store": {
-            "requests": sum(store[0] for _, store, _ in everyone),
-            "bytes": sum(store[1] for _, store, _ in everyone),
-        },
-        "skipped_samples": len(report.skipped),
-    }
-
-
-def _share_of_largest(sizes: np.ndarray, part: float) -> float | None:
-    """Return the share of all patches in the largest `part` of the items; None without items."""
-    if not len(sizes):
-        return None
-    largest = np.sort(sizes)[::-1][: max(1, round(part * len(sizes)))]
-    return float(largest.sum() / sizes.sum())
-
-
-def _patches_per_rank(vision: VisionPlan) -> dict[str, list[float]]:
-    """Return patches per rank under three assignments.
-
-    "naive" encodes each item on the first stage that owns its row, as systems without DEP do;
-    "round_robin" deals items out by count; "dep" is what was done.
-    """
-    world = vision.num_ranks
-    ranks = {
-        "naive": vision.owner,
-        "round_robin": round_robin(vision.patches.astype(float), world),
-        "dep": vision.encoder,
-    }
-    return {
-        name: load_per_rank(vision.patches, rank, world).tolist() for name, rank in ranks.items()
-    }
 
 
 def _quarantine(run: Run, plan: GlobalPlan, report: StepReport, file: Path) -> None:

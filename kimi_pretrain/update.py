@@ -56,9 +56,11 @@ def model_shape(config: Config) -> ModelShape:
 def named_tensors(encoder: DecoupledEncoder, backbone: Backbone) -> list[NamedTensor]:
     """Return every trained tensor of this rank under its checkpoint name."""
     vision = [
-        NamedTensor(name, param.detach(), lambda name=name: encoder.grads[name], "encoder")
-        for name, param in encoder.module.named_parameters()
+        NamedTensor(name, param.detach(), lambda name=name: encoder.sums.views[name], "encoder")
+        for name, param in encoder.trained().items()
     ]
+    if not backbone.trainable:
+        return vision
     language = [
         NamedTensor(
             view.name,
@@ -131,7 +133,7 @@ class Update:
     def _qk_clip(self, max_logits: Tensor) -> int:
         """Clip the heads over the threshold; the number of them in the whole model."""
         threshold = self.config.optim.qk_clip_threshold
-        if threshold is None:
+        if threshold is None or not self.backbone.trainable:
             return 0
         gamma = factors(max_logits, threshold).to(self.mesh.device)
         query = "q_proj" if self.config.model.language.q_lora_rank is None else "q_b_proj"

@@ -18,7 +18,9 @@ from launch import inspect  # noqa: F401 (its commands)
 from launch.data import data
 from launch.errors import EXIT_CODE, JsonOption, told_plainly
 from launch.job import Job
+from launch.plan import plan
 from launch.quiet import quiet_libraries
+from launch.verify import verify
 
 app = typer.Typer(
     name="kimi-pretrain",
@@ -31,6 +33,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data, name="data")
+app.add_typer(verify, name="verify")
+app.command()(plan)
 
 ConfigOption = Annotated[
     str, typer.Option("--config", help="YAML file, or the name of a shipped preset.")

@@ -48,7 +48,9 @@ def spread(world_size: int, num_nodes: int, rendezvous: str | None) -> Nodes:
     return Nodes(world_size // num_nodes, num_nodes, rendezvous)
 
 
-def command(job: Job, nodes: Nodes, python: str = sys.executable) -> list[str]:
+def command(
+    job: Job, nodes: Nodes, python: str = sys.executable, worker: str = WORKER
+) -> list[str]:
     """Return the command that starts this node's processes; the same on every node."""
     meeting = ["--rdzv-backend=c10d", f"--rdzv-id={nodes.name}"]
     if nodes.count == 1:
@@ -66,7 +68,7 @@ def command(job: Job, nodes: Nodes, python: str = sys.executable) -> list[str]:
         # A failed rank ends the job; going on from a checkpoint is a new job.
         "--max-restarts=0",
         "--module",
-        WORKER,
+        worker,
         job.argument(),
     ]
 

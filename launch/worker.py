@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from launch.errors import EXIT_CODE, user_message
@@ -94,11 +95,11 @@ def run_job(job: Job) -> None:
     train(config, Path(job.run_dir), resume_folder(job))
 
 
-def main(argument: str) -> int:
-    """Run one process of a job; returns its exit code."""
-    job = Job.parse(argument)
+def main(argument: str, parse: Callable = Job.parse, run: Callable = run_job) -> int:
+    """Run one process of a job, of another kind by `parse` and `run`; returns its exit code."""
+    job = parse(argument)
     try:
-        run_job(job)
+        run(job)
     except Exception as error:
         message = user_message(error)
         logging.getLogger("launch").exception("stopped")
@@ -114,12 +115,18 @@ def main(argument: str) -> int:
     return 0
 
 
+def leave(exit_code: int) -> None:
+    """End this process at once, without taking the interpreter down.
+
+    After a failure other ranks may sit in a collective that will never end; torchrun ends them when
+    it sees this process gone. After success, what is left of gloo's threads was seen to abort the
+    process on its way out, which would turn a finished run into a failed one.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
 if __name__ == "__main__":
-    exit_code = main(sys.argv[1])
-    if exit_code:
-        # At once, without joining threads or leaving the process group: other ranks may sit in a
-        # collective that will never end, and torchrun ends them when it sees this process gone.
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+    leave(main(sys.argv[1]))

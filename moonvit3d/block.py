@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moonvit3d import rows
-from moonvit3d.attention import Segments, attend
+from moonvit3d.attention import Attend, Segments, attend
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.positions import rotate_qkv
 
@@ -42,21 +42,26 @@ class Block(nn.Module):
         self.wo = nn.Linear(config.width, config.width)
         self.mlp = MLP(config.width, config.mlp_width)
 
-    def forward(self, x_LC: Tensor, turn_LP: Tensor, segments: Segments) -> Tensor:
+    def forward(
+        self, x_LC: Tensor, turn_LP: Tensor, segments: Segments, attend: Attend = attend
+    ) -> Tensor:
         """One block.
 
         Args:
             x_LC: packed patches [L, C].
             turn_LP: each patch's rotation as complex numbers [L, head_dim / 2].
             segments: the items' boundaries; a patch attends to its own item only.
+            attend: how; another way where an item is shared with other devices.
 
         Returns:
             [L, C].
         """
-        x_LC = x_LC + self.attention(self.norm0(x_LC), turn_LP, segments)
+        x_LC = x_LC + self.attention(self.norm0(x_LC), turn_LP, segments, attend)
         return x_LC + self.mlp(self.norm1(x_LC), segments.lengths)
 
-    def attention(self, x_LC: Tensor, turn_LP: Tensor, segments: Segments) -> Tensor:
+    def attention(
+        self, x_LC: Tensor, turn_LP: Tensor, segments: Segments, attend: Attend
+    ) -> Tensor:
         """The attention branch, [L, C] to [L, C]."""
         qkv_LK = rotate_qkv(self.wqkv(x_LC), turn_LP, self.heads, segments.lengths)
         q_LNH, k_LNH, v_LNH = rearrange(

@@ -27,7 +27,7 @@ def sd2_tpool(x_LC: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
 
 
 def _pool(x_LC: Tensor, grid: tuple[int, int, int]) -> Tensor:
-    t, _, w = grid
+    t, h, _ = grid
     if t > 1:  # first over time, as the reference rounds it
         x_LC = reduce(x_LC, "(t s) c -> s c", "mean", t=t)
-    return rearrange(x_LC, "(h p w q) c -> (h w) (p q) c", p=MERGE, q=MERGE, w=w // MERGE)
+    return rearrange(x_LC, "(h p w q) c -> (h w) (p q) c", p=MERGE, q=MERGE, h=h // MERGE)

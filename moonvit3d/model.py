@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moonvit3d import rows
-from moonvit3d.attention import Segments
+from moonvit3d.attention import Attend, Segments, attend
 from moonvit3d.block import Block
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.geometry import MAX_FRAMES, MERGE, PATCH, num_tokens
@@ -26,6 +26,7 @@ from moonvit3d.merge import sd2_tpool
 from moonvit3d.packing import chunks
 from moonvit3d.positions import ROTARY_SIDE, Grid, Positions, rotary_angles, working_dtype
 from moonvit3d.projector import Projector
+from moonvit3d.share import Share
 
 Grids = Sequence[Grid] | np.ndarray | Tensor
 
@@ -51,12 +52,12 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(3, config.width, kernel_size=PATCH, stride=PATCH)
         self.pos_emb = Positions(config.pos_grid, config.width)
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def forward(self, patches: Tensor, grids: Sequence[Grid], share: Share | None = None) -> Tensor:
         """Embed normalised patches [L + padding, 3, 14, 14]; returns [L + padding, C]."""
         flat_LK = rearrange(patches, "l c p q -> l (c p q)")
         weight_CK = rearrange(self.proj.weight, "c k p q -> c (k p q)")
         x_LC = F.linear(flat_LK, weight_CK, self.proj.bias)
-        positions_LC = self.pos_emb(grids).to(x_LC.dtype)
+        positions_LC = self.pos_emb(grids, share).to(x_LC.dtype)
         return x_LC + rows.pad(positions_LC, len(x_LC) - len(positions_LC))
 
 
@@ -68,10 +69,12 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.final_layernorm = nn.LayerNorm(config.width, eps=config.norm_eps)
 
-    def forward(self, x_LC: Tensor, turn_LP: Tensor, segments: Segments) -> Tensor:
+    def forward(
+        self, x_LC: Tensor, turn_LP: Tensor, segments: Segments, attend: Attend = attend
+    ) -> Tensor:
         """[L, C] to [L, C]; arguments as for ``Block``."""
         for block in self.blocks:
-            x_LC = block(x_LC, turn_LP, segments)
+            x_LC = block(x_LC, turn_LP, segments, attend)
         return self.final_layernorm(x_LC)
 
 
@@ -84,29 +87,30 @@ class MoonViT3D(nn.Module):
         self.patch_embed = PatchEmbed(config)
         self.encoder = Encoder(config)
 
-    def forward(self, patches: Tensor, grids: Grids) -> Tensor:
-        """Encode a pack.
+    def forward(self, patches: Tensor, grids: Grids, share: Share | None = None) -> Tensor:
+        """Encode a pack, or this device's share of one item.
 
         On CPU the pack is filled up with empty rows that attend to themselves (``rows.padding``).
 
         Args:
             patches: [L, 3, 14, 14], uint8 pixels or normalised floats.
             grids: (t, h, w) of each item, or integers [items, 3]; may be empty.
+            share: of the only item; ``patches`` are then its patches, in its order.
 
         Returns:
-            [T, 4, C] in the parameters' dtype.
+            [T, 4, C] in the parameters' dtype; with a share, of its tokens.
 
         Raises:
             ValueError: patches and grids that do not belong together.
         """
-        grids = checked_grids(patches, grids)
+        grids = checked_grids(patches, grids, share)
         weight = self.patch_embed.proj.weight
         if not grids:
             return weight.new_zeros(0, MERGE * MERGE, self.config.width)
         if patches.dtype == torch.uint8:
             patches = normalise(patches, weight.dtype)
         padding = rows.padding(len(patches), weight.device)
-        x_LC = self.patch_embed(rows.pad(patches.to(weight.dtype), padding), grids)
+        x_LC = self.patch_embed(rows.pad(patches.to(weight.dtype), padding), grids, share)
         cos_LP, sin_LP = rotary_angles(
             grids,
             self.config.head_dim,
@@ -114,10 +118,13 @@ class MoonViT3D(nn.Module):
             working_dtype(weight.dtype),
             weight.device,
         )
-        turn_LP = rows.pad(torch.complex(cos_LP, sin_LP), padding)
-        lengths = [t * h * w for t, h, w in grids] + rows.padding_lengths(padding)
-        x_LC = self.encoder(x_LC, turn_LP, Segments.of(lengths, weight.device))
-        return sd2_tpool(x_LC[: len(patches)], grids)
+        turn_LP, held, how = torch.complex(cos_LP, sin_LP), grids, attend
+        if share is not None:
+            turn_LP, held, how = turn_LP[torch.from_numpy(share.rows)], [share.strip], share.attend
+        turn_LP = rows.pad(turn_LP, padding)
+        lengths = [t * h * w for t, h, w in held] + rows.padding_lengths(padding)
+        x_LC = self.encoder(x_LC, turn_LP, Segments.of(lengths, weight.device), how)
+        return sd2_tpool(x_LC[: len(patches)], held)
 
 
 class VisionEncoder(nn.Module):
@@ -166,12 +173,32 @@ class VisionEncoder(nn.Module):
         packs = patches.split([sum(sizes[run]) for run in runs])
         return torch.cat([self._encode(pack, grids[run]) for pack, run in zip(packs, runs)])
 
+    def forward_share(self, patches: Tensor, share: Share) -> Tensor:
+        """Encode this device's share of an item that several devices encode together.
+
+        Args:
+            patches: [L, 3, 14, 14] of the share, in its order, uint8 pixels or normalised floats.
+            share: which tokens of which item, and how to attend to the rest of it.
+
+        Returns:
+            [tokens of the share, out_width] in the parameters' dtype. Gradients are those of these
+            tokens' and patches' own work: summed over the devices they are the whole item's.
+
+        Raises:
+            ValueError: patches that are not the share's, or a grid that no item can have.
+        """
+        x_T4C = self.vision_tower(patches, [share.grid], share)
+        return self.mm_projector(x_T4C, [len(share.tokens)])
+
     def _encode(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         return self.mm_projector(self.vision_tower(patches, grids), [num_tokens(*g) for g in grids])
 
 
-def checked_grids(patches: Tensor, grids: Grids) -> list[Grid]:
-    """The grids as tuples; ValueError unless they are sound and account for every patch."""
+def checked_grids(patches: Tensor, grids: Grids, share: Share | None = None) -> list[Grid]:
+    """The grids as tuples; ValueError unless they are sound and account for every patch.
+
+    With a share there is one grid, of the whole item, and the share accounts for the patches.
+    """
     table = np.asarray(grids.tolist() if isinstance(grids, Tensor) else grids, dtype=np.int64)
     if table.size and (table.ndim != 2 or table.shape[1] != 3):
         raise ValueError(f"grids of shape {table.shape}: want (t, h, w) of each item")
@@ -188,9 +215,10 @@ def checked_grids(patches: Tensor, grids: Grids) -> list[Grid]:
                 f"item {i} has grid {(t, h, w)}: sides must be even, 2 to {ROTARY_SIDE}; "
                 "take grids from moonvit3d.geometry"
             )
-    wanted = sum(t * h * w for t, h, w in grids)
+    wanted = sum(t * h * w for t, h, w in (grids if share is None else [share.strip]))
     if wanted != patches.shape[0]:
-        raise ValueError(f"the grids add up to {wanted} patches, but {patches.shape[0]} came")
+        whose = "the grids add up to" if share is None else f"a share of {share.tokens} holds"
+        raise ValueError(f"{whose} {wanted} patches, but {patches.shape[0]} came")
     # Bytes are always numbers, so the usual path pays nothing here.
     if patches.is_floating_point() and patches.device.type != "meta":
         _check_numbers(patches, grids)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from moonvit3d import rows
 from moonvit3d.geometry import MAX_FRAMES
+from moonvit3d.share import Share
 
 Grid = tuple[int, int, int]
 
@@ -67,11 +68,12 @@ class Positions(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(side, side, width))
 
-    def forward(self, grids: Sequence[Grid]) -> Tensor:
+    def forward(self, grids: Sequence[Grid], share: Share | None = None) -> Tensor:
         """Position embedding of every patch.
 
         Args:
             grids: (t, h, w) of each item, at least one.
+            share: of the only item; its patches alone are wanted.
 
         Returns:
             [L, C] in the working precision (float32, or float64 for a float64 table).
@@ -82,6 +84,9 @@ class Positions(nn.Module):
         # chunks, and all icons of one size, share a plane.
         table_GGC = self.weight.to(dtype)
         planes = {hw: resample(table_GGC, *hw) for hw in dict.fromkeys(g[1:] for g in grids)}
+        if share is not None:
+            cells = torch.from_numpy(share.cells)
+            planes = {hw: plane_LC[cells] for hw, plane_LC in planes.items()}
         parts = []
         for t, h, w in grids:
             plane_LC = planes[h, w]

@@ -1,17 +1,161 @@
-"""Which rank encodes which media item: one balanced assignment over the whole global batch. Pure.
+"""Which rank encodes which media item: one assignment over the whole global batch. Pure.
 
-Longest-processing-time: items by falling cost, each to the least loaded rank. Every rank computes
-the same answer from metadata alone, so nobody talks about who does what (phase 0).
+First how fast the slowest rank can be (`balance`), then who does what so that embeddings travel
+little and no rank is slower (`nearby`). Items too large for balance are shared by blocks of ranks
+(`split`). Every rank computes the same answer from metadata alone, so nobody talks about who does
+what (phase 0).
 """
 
-import heapq
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kimi_pretrain.dep.balance import (
+    FEW,
+    SMALL,
+    balance,
+    in_units,
+    least_makespan,
+    lpt,
+    summed,
+    swaps,
+)
+from kimi_pretrain.dep.nearby import rename, stay, trade
+from kimi_pretrain.dep.places import Moved, Placement, Places, loads, moved, seconds_of_part
+from kimi_pretrain.dep.split import choose_splits, place_blocks
+
+__all__ = [
+    "Moved",
+    "Placement",
+    "Places",
+    "choose_splits",
+    "load_per_rank",
+    "loads",
+    "longest_processing_time",
+    "max_over_mean",
+    "moved",
+    "place",
+    "round_robin",
+]
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+SLACK = 5  # a mean below the bound by more than its 2**-5 part leaves room: no need to balance
+POOLS = (62, 8, 7, 6, 5, 4, 3)  # tried in turn: a 2**-n part of all work goes where it evens out
+PLACED = 49_152  # items to place in all while these are tried; three at least
+
+
+def place(costs: Floats, parts: Ints, home: Ints, places: Places, efficiency: float) -> Placement:
+    """Give every item to a rank, or to a block of ranks; see `Placement`.
+
+    The slowest rank is as fast as it can be made, never slower than with longest processing time
+    beside the same blocks. Among such placements items stay near the ranks that need them: on the
+    rank itself, in its replica, on its node.
+
+    Args:
+        costs: seconds of each item on one rank, float64 [items].
+        parts: ranks that share each item, as from `choose_splits`, int64 [items].
+        home: rank that needs each item, int64 [items].
+        places: where the ranks are.
+        efficiency: what the ranks that share an item keep of their speed, above 0, at most 1.
+
+    Raises:
+        ValueError: a cost, home or number of parts that cannot be, or no block for a split item.
+    """
+    _check(costs, parts, home, places, efficiency)
+    work, _ = in_units(seconds_of_part(costs, parts, efficiency), parts, places.num_ranks)
+    rank, base = place_blocks(work, parts, places, home)
+    whole = parts == 1
+    rank[whole] = _place_whole(work[whole], home[whole], base, places)
+    return Placement(rank, parts.astype(np.int64))
+
+
+def _place_whole(work: Ints, home: Ints, base: Ints, places: Places) -> Ints:
+    """Return the rank of each whole item beside what blocks give ranks to do."""
+    levels, bound = places.levels(), least_makespan(work, base)
+    if int(work.sum() + base.sum()) // len(base) <= bound - (bound >> SLACK):
+        # One item holds everyone up: there is room, and nothing can be faster than the bound.
+        ranks = stay(work, home, base, bound, levels)
+        if int(summed(work, ranks, base).max()) <= bound:
+            return ranks
+    balanced, packed = balance(work, base)
+    limit = int(summed(work, balanced, base).max())
+    attempts = _attempts(work, home, base, limit, levels, balanced if packed else None)
+    for attempt in attempts:
+        ranks = swaps(attempt, work, base, limit)
+        if int(summed(work, ranks, base).max()) <= limit:
+            return ranks
+    return _nearer(balanced, work, home, base, levels)
+
+
+def _attempts(
+    work: Ints, home: Ints, base: Ints, limit: int, levels: list[Ints], packed: Ints | None
+) -> Iterator[Ints]:
+    """Make assignments that are near and, with some luck, under the limit; see `_place_whole`.
+
+    Args:
+        packed: the balanced assignment, if large items had to be packed tightly for it; then the
+            first kind of attempt, which is blind to that, seldom succeeds.
+    """
+    tries = max(3, PLACED // max(1, len(work)))
+    if packed is not None:
+        tries = 2 if len(work) <= FEW else 0
+    for pool in POOLS[:tries]:
+        yield _stay_but_small(work, home, base, limit, levels, pool)
+    if packed is not None:
+        yield _stay_beside_large(work, home, base, limit, levels, packed)
+
+
+def _nearer(ranks: Ints, work: Ints, home: Ints, base: Ints, levels: list[Ints]) -> Ints:
+    """Return an assignment with the same loads, items nearer to their homes."""
+    alike = np.flatnonzero(base == base.min())  # ranks that can change places
+    return trade(rename(ranks, work, home, alike, levels), work, home, levels)
+
+
+def _stay_but_small(
+    work: Ints, home: Ints, base: Ints, limit: int, levels: list[Ints], pool: int
+) -> Ints:
+    """Return ranks from `stay`, with a pool of the smallest items dealt last, to even out."""
+    order = np.argsort(work, kind="stable")
+    size = int(np.searchsorted(np.cumsum(work[order]), int(work.sum()) >> pool))
+    small, kept = order[:size], np.sort(order[size:])
+    margin = int(work[small].sum()) // (2 * len(base))
+    ranks = np.empty(len(work), dtype=np.int64)
+    ranks[kept] = stay(work[kept], home[kept], base, limit - margin, levels)
+    ranks[small] = lpt(work[small], summed(work[kept], ranks[kept], base))
+    return ranks
+
+
+def _stay_beside_large(
+    work: Ints, home: Ints, base: Ints, limit: int, levels: list[Ints], packed: Ints
+) -> Ints:
+    """Return ranks with large items as they were packed, which is hard, and small ones at home."""
+    large, small = work > limit >> SMALL, work <= limit >> SMALL
+    ranks = packed.copy()
+    ranks[large] = _nearer(packed[large], work[large], home[large], base, levels)
+    beside = summed(work[large], ranks[large], base)
+    ranks[small] = stay(work[small], home[small], beside, limit, levels)
+    return ranks
+
+
+def _check(costs: Floats, parts: Ints, home: Ints, places: Places, efficiency: float) -> None:
+    if not len(costs) == len(parts) == len(home):
+        raise ValueError(
+            f"place: {len(costs)} costs, {len(parts)} parts and {len(home)} homes; "
+            "expected one of each per item"
+        )
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"place: efficiency {efficiency} must be above 0 and at most 1")
+    for name, values, wrong, expected in (
+        ("cost", costs, ~(np.isfinite(costs) & (costs >= 0)), "finite seconds, 0 or more"),
+        ("parts", parts, ~np.isin(parts, (1, 2, 4, 8, 16)), "1, 2, 4, 8 or 16"),
+        ("home", home, (home < 0) | (home >= places.num_ranks), f"0 to {places.num_ranks - 1}"),
+    ):
+        if wrong.any():
+            item = int(np.flatnonzero(wrong)[0])
+            raise ValueError(f"place: {name} of item {item} is {values[item]}; expected {expected}")
 
 
 def longest_processing_time(costs: Floats, num_ranks: int) -> Ints:
@@ -19,13 +163,8 @@ def longest_processing_time(costs: Floats, num_ranks: int) -> Ints:
 
     Ties go to the earlier item and the lower rank, so the answer is the same everywhere.
     """
-    ranks = np.zeros(len(costs), dtype=np.int64)
-    loads = [(0.0, rank) for rank in range(num_ranks)]
-    for item in np.argsort(-costs, kind="stable"):
-        load, rank = loads[0]
-        ranks[item] = rank
-        heapq.heapreplace(loads, (load + float(costs[item]), rank))
-    return ranks
+    work, _ = in_units(costs, np.ones(len(costs), dtype=np.int64), num_ranks)
+    return lpt(work, np.zeros(num_ranks, dtype=np.int64))
 
 
 def round_robin(costs: Floats, num_ranks: int) -> Ints:
@@ -42,50 +181,3 @@ def load_per_rank(weights: NDArray[np.generic], ranks: Ints, num_ranks: int) -> 
 def max_over_mean(loads: Floats) -> float:
     """Return how much longer the slowest rank takes than perfect balance; 1.0 for no load."""
     return float(loads.max() / loads.mean()) if loads.any() else 1.0
-
-
-@dataclass(frozen=True)
-class VisionPlan:
-    """Who encodes each item of a step, and who needs it. The same on every rank.
-
-    Attributes:
-        encoder: rank that encodes item i, [items].
-        owner: first-stage rank of the replica that owns its row, [items].
-        tokens: embeddings of item i, [items].
-        patches: patches of item i, [items].
-        num_ranks: ranks of the job.
-    """
-
-    encoder: Ints
-    owner: Ints
-    tokens: Ints
-    patches: Ints
-    num_ranks: int
-
-    def encoded_by(self, rank: int) -> Ints:
-        """Return the items that `rank` encodes, in the order it encodes and sends them."""
-        items = np.flatnonzero(self.encoder == rank)
-        return items[np.argsort(self.owner[items], kind="stable")]
-
-    def received_by(self, rank: int) -> Ints:
-        """Return the items that `rank` receives, in the order they arrive."""
-        items = np.flatnonzero(self.owner == rank)
-        return items[np.argsort(self.encoder[items], kind="stable")]
-
-    def tokens_to(self, rank: int) -> list[int]:
-        """Return how many embeddings `rank` sends to each rank."""
-        items = self.encoded_by(rank)
-        sums = load_per_rank(self.tokens[items], self.owner[items], self.num_ranks)
-        return [int(total) for total in sums]
-
-    def tokens_from(self, rank: int) -> list[int]:
-        """Return how many embeddings `rank` receives from each rank."""
-        items = self.received_by(rank)
-        sums = load_per_rank(self.tokens[items], self.encoder[items], self.num_ranks)
-        return [int(total) for total in sums]
-
-
-def plan_vision(costs: Floats, owner: Ints, tokens: Ints, patches: Ints, ranks: int) -> VisionPlan:
-    """Assign a step's items to ranks; see `VisionPlan` for the columns."""
-    encoder = longest_processing_time(costs, ranks)
-    return VisionPlan(encoder, owner, tokens, patches, ranks)

@@ -2,19 +2,30 @@
 
 Both run the same items in the same chunks through the same kernels, so the recomputed outputs are
 those that the backbone saw. Peak memory is one chunk's activations (K2.5 report, section 4.5.1:
-only the final outputs are kept).
+only the final outputs are kept), or as much more as there is room for: a chunk whose activations
+are kept is not computed again.
 """
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kimi_pretrain.dep import sharded
+from kimi_pretrain.dep.memory import kept_chunks
+from kimi_pretrain.dep.plan import Shares
+from kimi_pretrain.dep.reduce import GradientSum
 from moonvit3d.config import MoonViTConfig
+from moonvit3d.memory import activation_bytes
 from moonvit3d.model import VisionEncoder, initialise
 from moonvit3d.packing import chunks
 
 Grid = tuple[int, int, int]
+Pixels = Mapping[int, NDArray[np.uint8]]
 
 
 class DecoupledEncoder:
@@ -25,6 +36,14 @@ class DecoupledEncoder:
 
     Forward and recompute use the same chunks, so their bits agree on every device; on CPU an item
     has the same bits in every chunk.
+
+    Args:
+        config: sizes.
+        budget: most patches of a chunk.
+        seed: of the initial weights.
+        frozen: parts that are not trained: "vision_tower", "projector".
+        blocks: number of ranks -> the group of so many ranks that shares large items with this one.
+        check_recompute: compare a hash of every recomputed output with the forward's.
     """
 
     def __init__(
@@ -34,75 +53,190 @@ class DecoupledEncoder:
         seed: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        frozen: Sequence[str] = (),
+        blocks: Mapping[int, dist.ProcessGroup] | None = None,
+        check_recompute: bool = False,
     ):
-        self.config, self.budget = config, budget
+        self.config, self.budget, self.dtype = config, budget, dtype
+        self.blocks, self.check_recompute = dict(blocks or {}), check_recompute
         self.module = VisionEncoder(config)
         initialise(self.module, seed)
         self.module.to(device=device, dtype=dtype)
-        params = dict(self.module.named_parameters())
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        size = sum(param.numel() for param in params.values())
-        self.grad_buffer = torch.zeros(size, dtype=wide, device=device)
-        views = self.grad_buffer.split([param.numel() for param in params.values()])
-        self.grads = {
-            name: view.view_as(param)
-            for (name, param), view in zip(params.items(), views, strict=True)
-        }
-        for name, param in params.items():
-            param.register_post_accumulate_grad_hook(_collect_into(self.grads[name]))
+        self.module.vision_tower.requires_grad_("vision_tower" not in frozen)
+        self.module.mm_projector.requires_grad_("projector" not in frozen)
+        self.sums = GradientSum(self.trained(), dtype, device)
+        self.device = device
 
-    def forward(self, patches: list[np.ndarray], grids: list[Grid]) -> Tensor:
-        """Encode this rank's items, keeping only the outputs (phase 2).
+    @property
+    def trainable(self) -> bool:
+        """Whether any part is trained."""
+        return bool(self.sums.views)
+
+    @property
+    def tower_is_trained(self) -> bool:
+        """Whether gradients go through the tower; otherwise its outputs are kept instead."""
+        return next(self.module.vision_tower.parameters()).requires_grad
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that are trained, by their checkpoint names."""
+        return {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+
+    def begin(
+        self, shares: Shares, grids: NDArray[np.int64], pixels: Pixels, room_bytes: int = 0
+    ) -> "EncoderPass":
+        """Return a step's work on this rank.
 
         Args:
-            patches: uint8 [patches of the item, 3, 14, 14] each.
-            grids: patch grid (frames, height, width) of each.
+            shares: what it encodes, in order; shared items come first.
+            grids: patch grids (frames, height, width) of all items of the step, [items, 3].
+            pixels: item -> uint8 [patches, 3, 14, 14], for items that this rank has fetched.
+            room_bytes: for activations, the largest chunk's included; 0 keeps none.
+        """
+        table: list[Grid] = [(int(t), int(h), int(w)) for t, h, w in grids[shares.item]]
+        cuts = _runs(shares, table, self.budget)
+        sizes = [self._activation_bytes(shares, table, cut) for cut in cuts]
+        # A rank's room is known to itself alone, but a shared item has to be computed again by all
+        # its ranks or by none, or some would wait for the others' all-to-alls: it is never kept.
+        shared = int((shares.parts > 1).sum())
+        kept = kept_chunks(sizes, room_bytes if self.trainable else 0, shared)
+        runs = []
+        for cut, keep in zip(cuts, kept, strict=True):
+            items, parts = shares.item[cut].tolist(), int(shares.parts[cut.start])
+            runs.append(_Run(items, table[cut], parts, keep))
+        return EncoderPass(self, runs, pixels)
+
+    def encode(self, pixels: list[NDArray[np.uint8]], grids: list[Grid]) -> Tensor:
+        """Encode whole items inside the graph, in chunks: the co-located baseline."""
+        runs = chunks((t * h * w for t, h, w in grids), self.budget)
+        return torch.cat([self.module(self.tensor(pixels[run]), grids[run]) for run in runs])
+
+    def tensor(self, pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
+        """Return the patches of several items as one tensor on the device, uint8."""
+        return torch.from_numpy(np.concatenate(pixels)).to(self.device)
+
+    def _activation_bytes(self, shares: Shares, table: list[Grid], cut: slice) -> int:
+        whole = activation_bytes(table[cut], self.config, self.dtype.itemsize)
+        return int((whole / shares.parts[cut]).sum())
+
+
+@dataclass
+class _Run:
+    """A chunk: whole items, or this rank's part of a shared one, with what is kept of it."""
+
+    items: list[int]
+    grids: list[Grid]
+    parts: int
+    keep: bool
+    pixels: Tensor | None = None
+    features: Tensor | None = None
+    output: Tensor | None = None
+    tokens: int = 0
+    hash: int = 0
+
+
+@dataclass
+class EncoderPass:
+    """One step's work of the encoder on this rank: `forward`, then `backward`.
+
+    Attributes:
+        encoder: whose weights are used.
+        runs: the chunks.
+        pixels: what this rank has fetched.
+    """
+
+    encoder: DecoupledEncoder
+    runs: list[_Run]
+    pixels: Pixels
+
+    @property
+    def kept_patches(self) -> int:
+        """Patches whose activations are kept from the forward to the backward pass."""
+        kept = [run for run in self.runs if run.keep]  # whole items alone
+        return sum(t * h * w for run in kept for t, h, w in run.grids)
+
+    def forward(self) -> Tensor:
+        """Encode everything, keeping the outputs alone where there is no room (phase 2).
 
         Returns:
-            [tokens, hidden]: the items' embeddings, one after the other.
+            [tokens, hidden]: the embeddings of the shares, one after the other.
         """
-        with torch.no_grad():
-            outputs = [self._encode(patches, grids, run) for run in self._runs(grids)]
-        return torch.cat([self._nothing(), *outputs])
+        outputs = [torch.empty(0, self.encoder.config.out_width, dtype=self.encoder.dtype)]
+        outputs[0] = outputs[0].to(self.encoder.device)
+        for run in self.runs:
+            with torch.set_grad_enabled(run.keep):
+                output = self._encode(run)
+            run.output, run.tokens = (output if run.keep else None), len(output)
+            if self.encoder.check_recompute:
+                run.hash = hash_of(output)
+            outputs.append(output.detach())
+        return torch.cat(outputs)
 
-    def backward(self, patches: list[np.ndarray], grids: list[Grid], gradients: Tensor) -> None:
-        """Recompute each chunk with a graph and push its gradients through (phase 6).
+    def backward(self, gradients: Tensor) -> None:
+        """Push gradients through each chunk, computed again unless it was kept (phase 6).
+
+        The sum over all ranks begins while the last chunk is still going backward; see
+        `GradientSum.finish`.
 
         Args:
-            patches, grids: exactly those of `forward`.
             gradients: [tokens, hidden], of the loss with respect to the forward's output.
         """
         start = 0
-        for run in self._runs(grids):
-            outputs = self._encode(patches, grids, run)
-            torch.autograd.backward(outputs, gradients[start : start + len(outputs)])
-            start += len(outputs)
+        for number, run in enumerate(self.runs):
+            output = self._encode(run) if run.output is None else run.output
+            if self.encoder.check_recompute:
+                self._check(run, output)
+            if number == len(self.runs) - 1 and run.parts == 1:
+                # A shared item's ranks talk in every layer: the sum waits until they are done, so
+                # that no rank can wait in one group for a rank that waits in the other.
+                self.encoder.sums.overlap()
+            torch.autograd.backward(output, gradients[start : start + run.tokens])
+            start += run.tokens
+            run.output = run.features = run.pixels = None
         assert start == len(gradients), (start, gradients.shape)
 
-    def zero_grads(self) -> None:
-        """Forget the gradients of the last step."""
-        self.grad_buffer.zero_()
+    def _encode(self, run: _Run) -> Tensor:
+        module = self.encoder.module
+        if run.parts > 1:
+            if run.pixels is None:
+                run.pixels = self._scattered(run)
+            return sharded.encode(module, run.pixels, run.grids[0], self.encoder.blocks[run.parts])
+        if self.encoder.tower_is_trained or not self.encoder.trainable:
+            return module(self._packed(run), run.grids)
+        if run.features is None:  # of a frozen tower: smaller than its activations, and final
+            with torch.no_grad():
+                run.features = module.vision_tower(self._packed(run), run.grids)
+        return module.mm_projector(run.features, [h * w // 4 for _, h, w in run.grids])
 
-    def reduce_grads(self) -> None:
-        """Sum the gradients over all ranks; ranks that had no items take part with zeros."""
-        dist.all_reduce(self.grad_buffer)
+    def _packed(self, run: _Run) -> Tensor:
+        return self.encoder.tensor([self.pixels[item] for item in run.items])
 
-    def _runs(self, grids: list[Grid]) -> list[slice]:
-        return chunks((t * h * w for t, h, w in grids), self.budget)
+    def _scattered(self, run: _Run) -> Tensor:
+        group = self.encoder.blocks[run.parts]
+        mine = self.pixels.get(run.items[0])
+        return sharded.scatter_patches(mine, run.grids[0], group, self.encoder.device)
 
-    def _encode(self, patches: list[np.ndarray], grids: list[Grid], run: slice) -> Tensor:
-        pixels = torch.from_numpy(np.concatenate(patches[run])).to(self.grad_buffer.device)
-        return self.module(pixels, grids[run])
+    def _check(self, run: _Run, output: Tensor) -> None:
+        if hash_of(output) != run.hash:
+            raise RuntimeError(
+                f"the recomputed embeddings of items {run.items} differ from those of the forward "
+                "pass, which the backbone has seen: a kernel whose result is not repeatable, or "
+                "weights that were changed inside the step"
+            )
 
-    def _nothing(self) -> Tensor:
-        dtype = next(self.module.parameters()).dtype
-        return torch.empty(0, self.config.out_width, dtype=dtype, device=self.grad_buffer.device)
+
+def hash_of(x: Tensor) -> int:
+    """Return a 64-bit sum of a tensor's bits, each weighed by its place: cheap, not secret."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    bits = x.detach().contiguous().view(kind).flatten().to(torch.int64)
+    weights = torch.arange(1, 2 * len(bits), 2, device=x.device)
+    return int((bits * weights).sum())
 
 
-def _collect_into(buffer: Tensor):
-    def collect(param: Tensor) -> None:
-        assert param.grad is not None
-        buffer.add_(param.grad)
-        param.grad = None
-
-    return collect
+def _runs(shares: Shares, grids: list[Grid], budget: int) -> list[slice]:
+    """Cut shares into chunks: each shared item alone, then whole ones up to the budget."""
+    shared = int((shares.parts > 1).sum())
+    alone = chunks((t * h * w for t, h, w in grids[shared:]), budget)
+    return [slice(n, n + 1) for n in range(shared)] + [
+        slice(run.start + shared, run.stop + shared) for run in alone
+    ]

@@ -1,37 +1,121 @@
-"""The hand-over: one uneven all-to-all each way between encoding ranks and first stages."""
+"""The hand-over: one uneven all-to-all each way between encoding ranks and first stages.
 
+What is sent at a time is bounded: a large exchange goes in rounds, each of some columns of all
+embeddings. Every number is sent once and computed on by nobody, so the rounds change no bit.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kimi_pretrain.dep.assign import VisionPlan
+from kimi_pretrain.dep.plan import Spans, VisionPlan, runs
+
+Ints = NDArray[np.int64]
 
 
-def hand_over(embeddings: Tensor, plan: VisionPlan, rank: int) -> Tensor:
-    """Send each item's embeddings to the first stage that owns its row.
-
-    Args:
-        embeddings: [tokens this rank encoded, hidden], items in `plan.encoded_by(rank)` order.
-
-    Returns:
-        [tokens this rank owns, hidden], items in `plan.received_by(rank)` order.
-    """
-    return _all_to_all(embeddings, plan.tokens_to(rank), plan.tokens_from(rank))
-
-
-def hand_back(gradients: Tensor, plan: VisionPlan, rank: int) -> Tensor:
-    """Send the gradients of received embeddings back to the ranks that encoded them.
+class Exchange:
+    """Moves embeddings to the rows they belong to, and their gradients back.
 
     Args:
-        gradients: [tokens this rank owns, hidden], items in `plan.received_by(rank)` order.
-
-    Returns:
-        [tokens this rank encoded, hidden], items in `plan.encoded_by(rank)` order.
+        group: of the ranks that share their media.
+        ranks: their global numbers, in the order of the group.
+        budget_bytes: what one rank sends, or receives, in one round.
+        dtype: of the numbers on the way; None for that of the tensors.
     """
-    return _all_to_all(gradients, plan.tokens_from(rank), plan.tokens_to(rank))
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        budget_bytes: int,
+        dtype: torch.dtype | None = None,
+    ):
+        self.group, self.ranks = group, np.array(ranks, dtype=np.int64)
+        self.budget_bytes, self.dtype = budget_bytes, dtype
+
+    def hand_over(self, embeddings: Tensor, plan: VisionPlan, rank: int) -> Tensor:
+        """Send each token's embedding to the first-stage rank that holds its place.
+
+        Args:
+            embeddings: [tokens this rank encoded, hidden], in `plan.encoded_by(rank)` order.
+
+        Returns:
+            [tokens this rank receives, hidden], in `plan.received_by(rank)` order.
+        """
+        order = _sending_order(plan, rank)
+        to, of = self._counts(plan.sent_by(rank), plan.received_by(rank))
+        return self._move(_reordered(embeddings, order), to, of, self._rounds(embeddings, plan))
+
+    def hand_back(self, gradients: Tensor, plan: VisionPlan, rank: int) -> Tensor:
+        """Send the gradients of received embeddings back to the ranks that encoded them.
+
+        Args:
+            gradients: [tokens this rank received, hidden], in `plan.received_by(rank)` order.
+
+        Returns:
+            [tokens this rank encoded, hidden], in `plan.encoded_by(rank)` order.
+        """
+        to, of = self._counts(plan.sent_by(rank), plan.received_by(rank))
+        arrived = self._move(gradients, of, to, self._rounds(gradients, plan))
+        return _reordered(arrived, np.argsort(_sending_order(plan, rank)))
+
+    def bytes_sent(self, plan: VisionPlan, rank: int, hidden: int, itemsize: int) -> dict[str, int]:
+        """Return what a step sends from this rank to others: "over" and "back", in bytes."""
+        size = hidden * (self.dtype.itemsize if self.dtype else itemsize)
+        sent, received = plan.sent_by(rank), plan.received_by(rank)
+        return {
+            "over": int(sent.count[sent.dest != rank].sum()) * size,
+            "back": int(received.count[received.source != rank].sum()) * size,
+        }
+
+    def _counts(self, sent: Spans, received: Spans) -> tuple[list[int], list[int]]:
+        """Return tokens for each rank of the group, and from each."""
+        to = np.bincount(np.searchsorted(self.ranks, sent.dest), sent.count, len(self.ranks))
+        of = np.bincount(
+            np.searchsorted(self.ranks, received.source), received.count, len(self.ranks)
+        )
+        return to.astype(np.int64).tolist(), of.astype(np.int64).tolist()
+
+    def _rounds(self, rows: Tensor, plan: VisionPlan) -> int:
+        """Return how many rounds keep every rank of the group under the budget: all agree."""
+        busiest = max(
+            plan.tokens_sent()[self.ranks].max(), plan.tokens_received()[self.ranks].max()
+        )
+        itemsize = (self.dtype or rows.dtype).itemsize
+        wanted = -(-int(busiest) * rows.shape[1] * itemsize // self.budget_bytes)
+        return min(max(1, wanted), rows.shape[1])
+
+    def _move(self, rows: Tensor, to: list[int], of: list[int], rounds: int) -> Tensor:
+        hidden = rows.shape[1]
+        if rounds == 1:
+            return self._round(rows, to, of).to(rows.dtype)
+        arrived = rows.new_empty(sum(of), hidden)
+        for columns in torch.arange(hidden).tensor_split(rounds):
+            some = slice(int(columns[0]), int(columns[-1]) + 1)
+            arrived[:, some] = self._round(rows[:, some], to, of)
+        return arrived
+
+    def _round(self, rows: Tensor, to: list[int], of: list[int]) -> Tensor:
+        wire = rows.to(self.dtype or rows.dtype).contiguous()
+        landed = wire.new_empty(sum(of), wire.shape[1])
+        dist.all_to_all_single(landed, wire, of, to, group=self.group)
+        return landed
 
 
-def _all_to_all(rows: Tensor, to: list[int], from_: list[int]) -> Tensor:
-    received = torch.empty(sum(from_), rows.shape[1], dtype=rows.dtype, device=rows.device)
-    dist.all_to_all_single(received, rows.contiguous(), from_, to)
-    return received
+def _sending_order(plan: VisionPlan, rank: int) -> Ints:
+    """Return for each token sent its row among what this rank encoded, int64 [tokens]."""
+    shares, sent = plan.encoded_by(rank), plan.sent_by(rank)
+    sizes = shares.end - shares.begin
+    row = np.full(len(plan.rank), -1)
+    row[shares.item] = np.cumsum(sizes) - sizes - shares.begin  # of the item's token 0
+    return runs(row[sent.item] + sent.begin, sent.count)
+
+
+def _reordered(rows: Tensor, order: Ints) -> Tensor:
+    if np.array_equal(order, np.arange(len(order))):
+        return rows  # as it is where no item is shared and a row lies on one rank
+    return rows.index_select(0, torch.from_numpy(order).to(rows.device))

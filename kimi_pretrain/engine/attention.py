@@ -5,8 +5,12 @@ layer spec. The maxima feed QK-Clip (K2 report, section 2.1) and come from the s
 a second pass over the keys. Documents of similar length are padded to a power of two and computed
 together: one row holds dozens of short documents, and one call each would be mostly overhead.
 
-Shape suffixes: T tokens of the row(s), N heads, D query/key width, V value width, S segments of
-one bucket, L padded length of the bucket.
+Under context parallelism a rank's queries are those of its own tokens, its keys and values those of
+the whole row, gathered. Of a document that begins before the rank's tokens do, the keys reach
+further back than the queries; keys behind the last query are not looked at.
+
+Shape suffixes: T tokens of this rank, R tokens of the row, N heads, D query/key width, V value
+width, S segments of one bucket, L padded number of queries, K padded number of keys.
 """
 
 from dataclasses import dataclass
@@ -14,81 +18,138 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange, repeat
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from torch import Tensor, nn
+from torch import Tensor
+
+from kimi_pretrain.sequence import SequenceParts
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Segments whose lengths round up to the same power of two.
+    """Segments, as far as this rank holds them, of similar numbers of queries and keys.
 
     Attributes:
-        tokens_SL: position of each token in the row; padding points at token 0.
+        queries_SL: place of each query among this rank's tokens; padding points at token 0.
         inside_SL: whether it is a token of the segment, not padding.
+        keys_SK: place of each key among the gathered keys; padding points at key 0.
+        ahead_S: keys of the segment before its first query here.
         counted_S: whether the segment is a document (not the padding at the end of a row).
     """
 
-    tokens_SL: Tensor
+    queries_SL: Tensor
     inside_SL: Tensor
+    keys_SK: Tensor
+    ahead_S: Tensor
     counted_S: Tensor
 
 
-def buckets(cu_seqlens: list[int], is_document: list[bool], device: torch.device) -> list[Bucket]:
+@dataclass(frozen=True)
+class _Piece:
+    """What a rank holds of one segment: queries [begin, end) of the row, keys from `start` on.
+
+    `place` is that of its first query among the rank's tokens.
+    """
+
+    start: int
+    begin: int
+    end: int
+    place: int
+    document: bool
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Queries and keys, each rounded up to a power of two."""
+        sizes = self.end - self.begin, self.end - self.start
+        queries, keys = (max(8, 1 << (size - 1).bit_length()) for size in sizes)
+        return queries, keys
+
+
+def buckets(
+    cu_seqlens: list[int],
+    is_document: list[bool],
+    device: torch.device,
+    shared: SequenceParts | None = None,
+    cp_rank: int = 0,
+) -> list[Bucket]:
     """Group segments by padded length.
 
     Args:
-        cu_seqlens: segment borders, from 0 to the number of tokens.
+        cu_seqlens: segment borders in the row, from 0 to the number of tokens.
         is_document: for each segment, False for the padding at the end of a row.
+        shared: which context-parallel rank holds which tokens; by default one holds all.
+        cp_rank: this one.
     """
-    by_length: dict[int, list[tuple[int, int, bool]]] = {}
-    for start, end, document in zip(cu_seqlens[:-1], cu_seqlens[1:], is_document, strict=True):
-        if end > start:
-            padded = max(8, 1 << (end - start - 1).bit_length())
-            by_length.setdefault(padded, []).append((start, end, document))
-    return [_bucket(length, by_length[length], device) for length in sorted(by_length)]
+    shared = shared or SequenceParts(cu_seqlens[-1])
+    by_length: dict[tuple[int, int], list[_Piece]] = {}
+    place = 0
+    for first, last in shared.runs_cp(cp_rank):
+        for start, stop, document in zip(cu_seqlens[:-1], cu_seqlens[1:], is_document, strict=True):
+            begin, end = max(start, first), min(stop, last)
+            if end > begin:
+                piece = _Piece(start, begin, end, place + begin - first, document)
+                by_length.setdefault(piece.padded, []).append(piece)
+        place += last - first
+    gathered = torch.from_numpy(shared.gathered_cp())
+    return [_bucket(padded, by_length[padded], gathered, device) for padded in sorted(by_length)]
 
 
-def _bucket(length: int, segments: list[tuple[int, int, bool]], device: torch.device) -> Bucket:
-    starts, ends, documents = (torch.tensor(column) for column in zip(*segments, strict=True))
-    tokens_SL = starts[:, None] + torch.arange(length)
-    inside_SL = tokens_SL < ends[:, None]
-    tokens_SL = tokens_SL.masked_fill(~inside_SL, 0)
-    return Bucket(tokens_SL.to(device), inside_SL.to(device), documents.bool().to(device))
+def _bucket(
+    padded: tuple[int, int], pieces: list[_Piece], gathered_R: Tensor, device: torch.device
+) -> Bucket:
+    start, begin, end, place, document = (
+        torch.tensor([getattr(piece, name) for piece in pieces])
+        for name in ("start", "begin", "end", "place", "document")
+    )
+    queries_SL, inside_SL = _padded(place, end - begin, padded[0])
+    keys_SK, _ = _padded(start, end - start, padded[1])
+    return Bucket(
+        queries_SL.to(device),
+        inside_SL.to(device),
+        gathered_R[keys_SK].to(device),
+        (begin - start).to(device),
+        document.to(device),
+    )
+
+
+def _padded(first_S: Tensor, length_S: Tensor, padded: int) -> tuple[Tensor, Tensor]:
+    """Return first, first + 1, ... for each segment, 0 behind its length; and what is inside."""
+    count_L = torch.arange(padded)
+    inside_SL = count_L < length_S[:, None]
+    return (first_S[:, None] + count_L).masked_fill(~inside_SL, 0), inside_SL
 
 
 def packed_attention(
-    q_TND: Tensor, k_TND: Tensor, v_TNV: Tensor, parts: list[Bucket], scale: float
+    q_TND: Tensor, k_RND: Tensor, v_RNV: Tensor, parts: list[Bucket], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Causal softmax attention inside each segment.
 
     Args:
-        q_TND, k_TND: [tokens, heads, qk dim]; v_TNV: [tokens, heads, v dim].
-        parts: from `buckets`; together they cover every token once.
+        q_TND: [this rank's tokens, heads, qk dim].
+        k_RND, v_RNV: [tokens of the row, heads, qk dim or v dim], as gathered: the tokens of all
+            context-parallel ranks, one rank's after the other's.
+        parts: from `buckets`; together they cover every token of this rank once.
         scale: of the logits, before the softmax.
 
     Returns:
-        output [tokens, heads, v dim] and the largest softmax input of each head over all valid
-        pairs of documents, fp32 (fp64 for fp64 inputs) [heads]; -inf where there is no document.
+        output [this rank's tokens, heads, v dim] and the largest softmax input of each head over
+        all valid pairs of documents, fp32 (fp64 for fp64 inputs) [heads]; -inf where there is no
+        document.
     """
     wide = torch.float64 if q_TND.dtype == torch.float64 else torch.float32
     max_N = q_TND.new_full((q_TND.shape[1],), float("-inf"), dtype=wide)
     rows, tokens = [], []
     for part in parts:
-        flat = part.tokens_SL.flatten()
-        shape = {"S": part.tokens_SL.shape[0]}
+        flat, keys = part.queries_SL.flatten(), part.keys_SK.flatten()
+        shape = {"S": part.queries_SL.shape[0]}
         q, k, v = (
-            rearrange(x.index_select(0, flat), "(S L) N D -> S N L D", **shape)
-            for x in (q_TND, k_TND, v_TNV)
+            rearrange(x.index_select(0, places), "(S L) N D -> S N L D", **shape)
+            for x, places in ((q_TND, flat), (k_RND, keys), (v_RNV, keys))
         )
         # In fp32 throughout: rounded to bf16, logits near QK-Clip's threshold of 100 come in steps
         # of a half.
         logits = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
-        length = logits.shape[-1]
-        # Padding is at the end, so a token of the segment never looks at it: causal is enough.
-        future = torch.ones(length, length, dtype=torch.bool, device=flat.device).triu(1)
-        logits = logits.masked_fill(future, float("-inf"))
+        logits = logits.masked_fill(_future(part), float("-inf"))
         counted = repeat(part.inside_SL & part.counted_S[:, None], "S L -> S 1 L 1")
         seen = logits.detach().masked_fill(~counted, float("-inf"))
         max_N = torch.maximum(max_N, seen.amax(dim=(0, 2, 3)))
@@ -98,6 +159,17 @@ def packed_attention(
         tokens.append(flat[inside])
     order = torch.cat(tokens).argsort()
     return torch.cat(rows).index_select(0, order), max_N
+
+
+def _future(part: Bucket) -> Tensor:
+    """Return which keys lie behind a query, bool [S, 1, L, K].
+
+    Padding is at the end, so a token of the segment never looks at it: causal is enough.
+    """
+    query_L = torch.arange(part.queries_SL.shape[1], device=part.ahead_S.device)
+    key_K = torch.arange(part.keys_SK.shape[1], device=part.ahead_S.device)
+    future_SLK = key_K > (part.ahead_S[:, None] + query_L)[:, :, None]
+    return rearrange(future_SLK, "S L K -> S 1 L K")
 
 
 def packed_attention_reference(
@@ -119,7 +191,7 @@ class PackedRows(PackedSeqParams):
 
     Attributes:
         parts: segments grouped for `packed_attention`.
-        positions: of each token, for its rotary angle, int64 [tokens].
+        positions: of each token of the row, for its rotary angle, int64 [tokens].
         num_positions: one more than the largest of them.
     """
 
@@ -134,34 +206,41 @@ class PackedRows(PackedSeqParams):
         is_document: list[bool],
         device: torch.device,
         positions: Tensor | None = None,
+        shared: SequenceParts | None = None,
+        cp_rank: int = 0,
     ):
         """Build from segment borders; see `buckets`. Positions begin at 0 in every segment unless
         they are given, int64 [tokens].
         """
-        borders = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
-        lengths = [end - start for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:])]
-        longest = max(lengths)
         if positions is None:
-            positions = torch.cat([torch.arange(length) for length in lengths])
+            lengths = zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)
+            positions = torch.cat([torch.arange(end - start) for start, end in lengths])
+        # Megatron-Core needs borders only to rotate. Every token has an angle of its own, so the
+        # row is one sequence to it, and what it takes for a context-parallel rank are the chunks
+        # of `SequenceParts`.
+        row = torch.tensor([0, cu_seqlens[-1]], dtype=torch.int32, device=device)
         return cls(
             qkv_format="thd",
-            cu_seqlens_q=borders,
-            cu_seqlens_kv=borders,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            parts=buckets(cu_seqlens, is_document, device),
+            cu_seqlens_q=row,
+            cu_seqlens_kv=row,
+            max_seqlen_q=cu_seqlens[-1],
+            max_seqlen_kv=cu_seqlens[-1],
+            parts=buckets(cu_seqlens, is_document, device, shared, cp_rank),
             positions=positions.to(device),
             num_positions=int(positions.max()) + 1,
         )
 
 
 class PackedCoreAttention(MegatronModule):
-    """Core attention for Megatron-Core's layer spec; remembers the maxima since the last `take`."""
+    """Core attention for Megatron-Core's layer spec; remembers the maxima since the last `take`.
+
+    Under context parallelism it gathers keys and values of the row; in the backward pass their
+    gradients are summed over the ranks and scattered.
+    """
 
     def __init__(self, config, layer_number, softmax_scale, pg_collection, **_):
         super().__init__(config=config)
-        if pg_collection.cp.size() > 1:
-            raise ValueError("context parallelism is not supported by this attention yet")
+        self.cp_group, self.tp_group = pg_collection.cp, pg_collection.tp
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self._max_N: Tensor | None = None
@@ -170,6 +249,10 @@ class PackedCoreAttention(MegatronModule):
         self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **_
     ):
         """Return [tokens, heads * v dim] for packed query, key, value [tokens, heads, dim]."""
+        if self.cp_group.size() > 1:
+            key, value = (
+                gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (key, value)
+            )
         out_TNV, max_N = packed_attention(
             query, key, value, packed_seq_params.parts, self.softmax_scale
         )
@@ -177,58 +260,14 @@ class PackedCoreAttention(MegatronModule):
         return rearrange(out_TNV, "t n v -> t (n v)")
 
     def take_max_logits(self) -> Tensor:
-        """Return the largest logit of each head since the last call, and forget it; [heads]."""
-        if self._max_N is None:
-            heads = self.config.num_attention_heads
-            device = torch.cuda.current_device()
-            return torch.full((heads,), float("-inf"), device=device)
-        max_N, self._max_N = self._max_N, None
-        return max_N
+        """Return the largest logit of each head since the last call, and forget it; [heads].
 
-
-class RestartingRotary(nn.Module):
-    """Rotary angles for every token of a packed row, starting over in each segment.
-
-    Given a table as long as the longest segment, Megatron-Core rotates segment by segment, and a
-    row holds dozens. Given one angle for each token of the row it rotates all at once.
-    """
-
-    def __init__(self, rotary: nn.Module):
-        super().__init__()
-        self.rotary = rotary
-
-    def get_rotary_seq_len(self, context, block, hidden, config, packed_seq_params) -> PackedRows:
-        """Return what `forward` needs: the row itself takes the place of a length."""
-        return packed_seq_params
-
-    def forward(self, rows: PackedRows, packed_seq: bool = True):
-        """Return angles [tokens, 1, 1, dim]; with YaRN also its factor on queries and keys."""
-        found = self.rotary(rows.num_positions, packed_seq=packed_seq)
-        if isinstance(found, tuple):
-            return found[0].index_select(0, rows.positions), found[1]
-        return found.index_select(0, rows.positions)
-
-
-class PackedLatentAttention(MLASelfAttention):
-    """Megatron-Core's MLA with rotary angles computed for the packed row as a whole."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.rotary_pos_emb = RestartingRotary(self.rotary_pos_emb)
-
-
-class PlainQueryAttention(PackedLatentAttention):
-    """MLA without a query latent (Moonlight): the latent of keys and values alone has a norm.
-
-    Megatron-Core 0.19.2 ties both norms to one switch and, without a query latent, would ask for a
-    projection fused with an extra norm of the hidden state, which this architecture does not have.
-    """
-
-    def _resolve_qk_norm_config(self, submodules):
-        return dict(
-            linear_q_proj=submodules.linear_q_proj,
-            linear_q_up_proj=IdentityOp,
-            linear_kv_up_proj=submodules.linear_kv_up_proj,
-            q_layernorm=IdentityOp,
-            kv_layernorm=submodules.kv_layernorm,
-        )
+        -inf for the heads of other tensor-parallel ranks.
+        """
+        device = torch.cuda.current_device() if self._max_N is None else self._max_N.device
+        all_N = torch.full((self.config.num_attention_heads,), float("-inf"), device=device)
+        if self._max_N is not None:
+            all_N = all_N.to(self._max_N.dtype)
+            all_N.chunk(self.tp_group.size())[self.tp_group.rank()].copy_(self._max_N)
+        self._max_N = None
+        return all_N

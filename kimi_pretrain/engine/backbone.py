@@ -9,13 +9,14 @@ Everything that comes out is a sum over tokens: losses, parameter gradients, lea
 one divisor is the caller's (`kimi_pretrain.update`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from einops import rearrange
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -26,22 +27,30 @@ from torch import Tensor
 
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine.attention import PackedCoreAttention, PackedRows
+from kimi_pretrain.engine.experts import PaddingAwareRouter
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.names import View, views
 from kimi_pretrain.engine.spec import DTYPES, build_chunks, engine_config, initialise
+from kimi_pretrain.engine.whole import WholeTensors
 
 
 @dataclass
 class Microbatch:
     """One microbatch of a replica: its rows laid end to end as one packed sequence.
 
+    A rank holds a part of it (`kimi_pretrain.sequence`): "own tokens" below are those of its
+    context-parallel rank.
+
     Attributes:
-        packed: segment borders; every stage needs them.
-        padding: True at the padding at the ends of rows, bool [1, tokens].
-        tokens, labels: int64 [1, tokens]; only on the first and the last stage.
-        loss_mask: which labels count, bool [1, tokens]; only on the last stage.
-        leaf: vision embeddings of its media, [media tokens, hidden]; only on the first stage.
-        leaf_positions: where they go in the sequence, int64 [media tokens].
+        packed: segments of the row; every stage needs them.
+        padding: True at the padding at the ends of rows, bool [1, tokens of this rank's part].
+        tokens, labels: int64 [1, own tokens]; only on the first and the last stage.
+        loss_mask: which labels count, bool [1, own tokens]; only on the last stage.
+        leaf: vision embeddings at this rank's part, [media tokens, hidden]; only on the first
+            stage.
+        leaf_positions: where they go in the part, int64 [media tokens].
+        media: computes the embeddings inside the graph, in place of a leaf: the baseline, in which
+            the first stage encodes the media of its own microbatches.
     """
 
     packed: PackedRows
@@ -51,6 +60,7 @@ class Microbatch:
     loss_mask: Tensor | None = None
     leaf: Tensor | None = None
     leaf_positions: Tensor | None = None
+    media: Callable[[], Tensor] | None = None
 
 
 @dataclass
@@ -70,16 +80,24 @@ class Backbone:
     """This rank's chunks of the language model, wrapped for gradient reduction.
 
     Gradients are summed over the replicas by Megatron-Core's DDP into fp32 buffers.
+
+    Attributes:
+        trainable: False where `train.frozen` names the language model: its parameters have no
+            gradients and its routing biases stay, but gradients pass through to the vision leaves.
     """
 
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
+        self.trainable = "language_model" not in config.train.frozen
         self.engine = engine_config(config)
         self.dtype = DTYPES[config.train.dtype]
         self.chunks = build_chunks(config, self.engine)
-        self._initialise()
         for chunk in self.chunks:
             chunk.to(mesh.device)
+            if not self.trainable:
+                _freeze(chunk)
+        self.wholes = WholeTensors(self._slices(), parallel_state.get_tensor_model_parallel_group())
+        self._initialise()
         self.models = self._wrap()
         self.schedule = get_forward_backward_func()
         # Without its token count this sums gradients over replicas and updates the routing
@@ -91,10 +109,16 @@ class Backbone:
         self.engine.moe_grad_scale_func = lambda: torch.tensor([self._aux_scale], dtype=wide)
 
     def views(self, *, buffers: bool = False) -> Iterator[View]:
-        """Yield every tensor of the checkpoint that this rank holds; see `engine.names`."""
-        local = self.config.model.language.num_experts // self.mesh.num_expert_ranks
+        """Yield every tensor of the checkpoint that this rank holds, whole; see `engine.names`."""
+        yield from map(self.wholes.of, self._slices(buffers=buffers))
+
+    def _slices(self, *, buffers: bool = False) -> Iterator[View]:
+        """Yield the same as views of the model's own parameters."""
+        mesh = self.mesh
+        local = self.config.model.language.num_experts // mesh.num_expert_ranks
+        tp = dict(tp_rank=mesh.tp_rank, num_tp=mesh.num_tp)
         for chunk in self.chunks:
-            yield from views(chunk, self.mesh.expert_rank * local, buffers=buffers)
+            yield from views(chunk, mesh.expert_rank * local, buffers=buffers, **tp)
 
     def train_step(self, microbatches: list[Microbatch], aux_scale: float) -> BackboneResult:
         """Run forward and backward of all microbatches and sum gradients over replicas (phase 4).
@@ -104,12 +128,15 @@ class Backbone:
             aux_scale: loss tokens / tokens of the global batch. Megatron-Core weighs the routers'
                 balance loss by tokens; this makes its share of the divided gradient exact.
         """
+        self.wholes.hand_out()
         for model in self.models:
             model.train()
             model.zero_grad_buffer()
         self._aux_scale = aux_scale
         self._biases = [(bias, bias.clone()) for bias in self._routing_biases()]
         losses = self._run(microbatches, self._forward_step, forward_only=False)
+        if self.trainable:
+            self.wholes.gather_grads()
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for loss in losses:
             total += loss["loss_sum"]
@@ -125,6 +152,7 @@ class Backbone:
     @torch.no_grad()
     def evaluate(self, microbatches: list[Microbatch], collect) -> BackboneResult:
         """Run the forward alone; `collect(logits [1, tokens, vocab])` on the last stage."""
+        self.wholes.hand_out()
         for model in self.models:
             model.eval()
         step = partial(self._logits_step, collect)
@@ -141,7 +169,11 @@ class Backbone:
         }
 
     def grad_of(self, view: View) -> Tensor:
-        """Return the summed gradient of one tensor, a view into the reduction buffer."""
+        """Return the summed gradient of one tensor, a view into the reduction buffer; the backbone
+        must be `trainable`.
+        """
+        if view.name in self.wholes.grads:
+            return self.wholes.grads[view.name]
         return view.of(view.param.main_grad)  # type: ignore[attr-defined]
 
     def _routing_biases(self) -> list[Tensor]:
@@ -203,17 +235,31 @@ class Backbone:
         )
 
     def _embed(self, batch: Microbatch, chunk) -> Tensor:
-        """Return [tokens, 1, hidden]: text embeddings with the vision leaves in their places.
+        """Return [tokens of this rank's part, 1, hidden]: text embeddings with the vision leaves in
+        their places. Under tensor parallelism the text embeddings arrive scattered over the parts.
 
         The embedding is called even for rows of media alone, or its gradient bucket would never
         report once reduction is overlapped.
         """
         embedded = chunk.embedding(input_ids=batch.tokens, position_ids=None)
-        if batch.leaf is None:
+        if not self.trainable and torch.is_grad_enabled():
+            # With or without media here, every rank runs the backward: others wait in it.
+            embedded.requires_grad_()
+        vision = batch.leaf if batch.media is None else batch.media()
+        if vision is None:
             return embedded
         flat = rearrange(embedded, "t 1 h -> t h")
-        flat = flat.index_copy(0, batch.leaf_positions, batch.leaf.to(flat.dtype))
+        # An offloaded leaf lies in host memory: its gradient will, too.
+        flat = flat.index_copy(0, batch.leaf_positions, vision.to(flat, non_blocking=True))
         return rearrange(flat, "t h -> t 1 h")
+
+
+def _freeze(chunk) -> None:
+    """Take all parameters of a chunk out of training, before gradient buffers are made."""
+    chunk.requires_grad_(False)
+    for module in chunk.modules():
+        if isinstance(module, PaddingAwareRouter):
+            module.frozen_expert_bias = True
 
 
 def _finalize(model, num_tokens=None, **kwargs) -> None:

@@ -8,9 +8,14 @@ Shape suffixes: T tokens sorted by expert, E local experts, H hidden, F expert F
 """
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    switch_load_balancing_loss_func,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
@@ -58,8 +63,11 @@ class GroupedExperts(MegatronModule):
     def _weight(self, experts: int, out: int, inner: int) -> nn.Parameter:
         weight = nn.Parameter(torch.empty(experts, out, inner, dtype=self.config.params_dtype))
         # False sends the gradient to the expert-data-parallel group: other expert-parallel ranks
-        # hold other experts.
-        weight.allreduce = self.config.expert_model_parallel_size == 1
+        # hold other experts, and tensor-parallel ranks, which the dense group leaves out, the same.
+        config = self.config
+        weight.allreduce = (
+            config.expert_model_parallel_size * config.tensor_model_parallel_size == 1
+        )
         return weight
 
     def forward(self, x_TH: Tensor, tokens_E: Tensor, probs_T: Tensor) -> tuple[Tensor, None]:
@@ -80,11 +88,44 @@ class GroupedExperts(MegatronModule):
 
 
 class PaddingAwareRouter(TopKRouter):
-    """Megatron-Core's router, counting real tokens only for the routing biases.
+    """Megatron-Core's router, counting real tokens only, and those of all ranks that share a row.
 
     0.19.2 combines its flat padding mask [tokens] with the routing map [tokens, experts] without
-    the missing axis, which fails for any batch with padding.
+    the missing axis, which fails for any batch with padding. Its balance loss is weighed by the
+    ranks that share the row times the tokens that it takes for this rank's, and these are the row's
+    already: the count was summed in place.
     """
+
+    def _apply_seq_aux_loss(
+        self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask=False
+    ):
+        """Attach the balance loss of the row, times its real tokens, to the probabilities.
+
+        The counts are those of the whole row, the scores this rank's: the gradients of the ranks
+        add up to the row's.
+
+        Args:
+            probs: of the chosen experts, [tokens, experts]; returned as they are.
+            scores_for_aux_loss, routing_map: [tokens, experts], zero at padding.
+            seq_length, bsz: of this rank; rows are laid end to end, so `bsz` is 1.
+        """
+        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+        if coefficient == 0:
+            return probs
+        assert bsz == 1, bsz
+        counts_E = routing_map.sum(dim=0)
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(counts_E, group=self.tp_cp_group)
+        tokens = counts_E.sum() / self.topk
+        loss = switch_load_balancing_loss_func(
+            probs=scores_for_aux_loss,
+            tokens_per_expert=counts_E,
+            total_num_tokens=tokens,
+            topk=self.topk,
+            num_experts=self.config.num_moe_experts,
+            moe_aux_loss_coeff=coefficient,
+        )
+        return MoEAuxLossAutoScaler.apply(probs, loss * tokens)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None):
         if padding_mask is not None:

@@ -1,9 +1,13 @@
 """Every fact about ranks and process groups, in one object that the other rooms ask.
 
-World size = pipeline stages x data-parallel replicas. Expert-parallel groups lie inside the
-data-parallel ones. Three groups hold identical copies of parameters: "dense" (the replicas of one
-stage), "expert" (the replicas of one expert slice), "encoder" (everyone: the vision encoder is on
-every rank).
+World size = pipeline stages x replicas x context-parallel x tensor-parallel ranks. The ranks of a
+stage and replica share its rows: each context-parallel rank holds some of the tokens
+(`kimi_pretrain.sequence`), each tensor-parallel rank some of the heads and widths. Experts are
+spread over the ranks of a stage, whatever else these share.
+
+Three groups hold identical copies of parameters: "dense" (the ranks of one stage: what tensor-
+parallel ranks cut is kept whole beside the slices, see `engine.whole`), "expert" (the copies of one
+expert slice), "encoder" (everyone: the vision encoder is on every rank).
 """
 
 import os
@@ -25,10 +29,13 @@ class Mesh:
     Attributes:
         rank, world_size: in the whole job.
         stage, num_stages: pipeline rank and size.
-        replica, num_replicas: data-parallel rank and size.
+        replica, num_replicas: data-parallel rank and size; the ranks of a replica share its rows.
         expert_rank, num_expert_ranks: which slice of the experts, of how many.
-        first_rank_of, last_rank_of: replica -> global rank of its first / last pipeline stage.
+        first_rank_of, last_rank_of: replica -> global rank of its first / last pipeline stage; of
+            the ranks there, the one of part 0.
         groups: "dense", "expert", "encoder" -> process group whose ranks hold identical copies.
+        cp_rank, num_cp: context-parallel rank and size.
+        tp_rank, num_tp: tensor-parallel rank and size.
     """
 
     rank: int
@@ -43,6 +50,10 @@ class Mesh:
     first_rank_of: tuple[int, ...]
     last_rank_of: tuple[int, ...]
     groups: dict[str, dist.ProcessGroup]
+    cp_rank: int = 0
+    num_cp: int = 1
+    tp_rank: int = 0
+    num_tp: int = 1
 
     @property
     def is_first_stage(self) -> bool:
@@ -53,6 +64,25 @@ class Mesh:
     def is_last_stage(self) -> bool:
         """Whether this rank computes the loss."""
         return self.stage == self.num_stages - 1
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's losses and loss tokens go into sums over all ranks.
+
+        Context-parallel ranks hold different tokens, tensor-parallel ranks the same.
+        """
+        return self.is_last_stage and self.tp_rank == 0
+
+    @property
+    def part(self) -> int:
+        """Which part of its replica's rows this rank holds; see `kimi_pretrain.sequence`."""
+        return self.cp_rank * self.num_tp + self.tp_rank
+
+    @property
+    def first_ranks_of(self) -> tuple[tuple[int, ...], ...]:
+        """Replica -> global ranks of its first stage, in the order of their parts."""
+        parts = self.num_cp * self.num_tp
+        return tuple(tuple(range(first, first + parts)) for first in self.first_rank_of)
 
     def sum(self, values: list[float]) -> list[float]:
         """Return element-wise sums over all ranks, in fp64."""
@@ -96,7 +126,8 @@ def start(layout: LayoutConfig, timeout_seconds: float = 600.0) -> Mesh:
     if world_size != layout.world_size():
         raise ValueError(
             f"{world_size} processes were started, the layout needs layout.pp={layout.pp} x "
-            f"layout.dp={layout.dp} = {layout.world_size()}; "
+            f"layout.dp={layout.dp} x layout.cp={layout.cp} x layout.tp={layout.tp} = "
+            f"{layout.world_size()}; "
             f"start it with torchrun --nproc-per-node {layout.world_size()}"
         )
     if device.type == "cuda":
@@ -115,6 +146,8 @@ def start(layout: LayoutConfig, timeout_seconds: float = 600.0) -> Mesh:
 def build(layout: LayoutConfig, device: torch.device, timeout_seconds: float = 600.0) -> Mesh:
     """Build the groups over an already initialised process group (also a fake one)."""
     parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         expert_model_parallel_size=layout.ep,
@@ -125,11 +158,17 @@ def build(layout: LayoutConfig, device: torch.device, timeout_seconds: float = 6
     tensor_parallel.model_parallel_cuda_manual_seed(0)  # nothing draws from it: init is by name
     stage = parallel_state.get_pipeline_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank()
-    # Megatron's rank order (tp-cp-ep-dp-pp): replicas of a stage are neighbours.
-    first = tuple(range(layout.dp))
-    last = tuple(range((layout.pp - 1) * layout.dp, layout.pp * layout.dp))
+    cp_rank = parallel_state.get_context_parallel_rank()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    # Megatron's rank order is tp-cp-dp-pp: the parts of a replica are neighbours, then its stage.
+    parts, last = layout.cp * layout.tp, (layout.pp - 1) * layout.dp
+    if layout.tp > 1:
+        dense = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    else:
+        dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     rank = dist.get_rank()
-    assert rank == stage * layout.dp + replica, (rank, stage, replica, layout)
+    place = (stage * layout.dp + replica) * parts + cp_rank * layout.tp + tp_rank
+    assert rank == place, (rank, place, stage, replica, cp_rank, tp_rank, layout)
     return Mesh(
         rank=rank,
         world_size=dist.get_world_size(),
@@ -140,13 +179,17 @@ def build(layout: LayoutConfig, device: torch.device, timeout_seconds: float = 6
         num_replicas=layout.dp,
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
         num_expert_ranks=layout.ep,
-        first_rank_of=first,
-        last_rank_of=last,
+        first_rank_of=tuple(replica * parts for replica in range(layout.dp)),
+        last_rank_of=tuple((last + replica) * parts for replica in range(layout.dp)),
         groups={
-            "dense": parallel_state.get_data_parallel_group(),
+            "dense": dense,
             "expert": parallel_state.get_expert_data_parallel_group(),
             "encoder": dist.group.WORLD,
         },
+        cp_rank=cp_rank,
+        num_cp=layout.cp,
+        tp_rank=tp_rank,
+        num_tp=layout.tp,
     )
 
 

@@ -4,11 +4,14 @@ One fused parameter is several tensors of the checkpoint: gate and up projection
 expert. A `View` is one such tensor: a name that does not depend on the layout, and a view into the
 parameter's memory. Initialisation, the optimizer, checkpoints and the dry run's counts all go
 through these names, so none of them knows the layout.
+
+Under tensor parallelism a rank's view is a slice of the checkpoint's tensor, and the view knows
+which; `engine.whole` puts the slices together.
 """
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -35,10 +38,31 @@ _INSIDE = {
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
     "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
 }
+# Along which dimension the tensor-parallel ranks share a tensor; they hold all others whole.
+_SHARED = {
+    "embed_tokens": 0,
+    "lm_head": 0,
+    "q_proj": 0,
+    "q_b_proj": 0,
+    "kv_b_proj": 0,
+    "o_proj": 1,
+    "gate_proj": 0,
+    "up_proj": 0,
+    "down_proj": 1,
+}
 _FUSED = {
     "mlp.linear_fc1.weight": "mlp",
     "mlp.shared_experts.linear_fc1.weight": "mlp.shared_experts",
 }
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The how manieth of so many equal slices along a dimension."""
+
+    dim: int
+    index: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -49,11 +73,13 @@ class View:
         name: of the Hugging Face checkpoint.
         param: the parameter (or buffer) that holds it.
         index: slices that cut it out: `param[index]`; () for the whole.
+        shard: which slice of the checkpoint's tensor this is; None if it is all of it.
     """
 
     name: str
     param: Tensor
     index: tuple[int | slice, ...] = ()
+    shard: Shard | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this view of another tensor of the parameter's shape (its gradient)."""
@@ -64,23 +90,52 @@ class View:
         """The view of the parameter itself, outside autograd."""
         return self.of(self.param.detach())
 
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the checkpoint's tensor."""
+        shape = list(self.data.shape)
+        if self.shard is not None:
+            shape[self.shard.dim] *= self.shard.count
+        return tuple(shape)
+
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """Return this view's slice of a tensor of the whole shape."""
+        if self.shard is None:
+            return whole
+        return whole.chunk(self.shard.count, self.shard.dim)[self.shard.index]
+
 
 def layers_of(chunk: nn.Module) -> list[int]:
     """Return the global numbers, from 0, of a chunk's decoder layers."""
     return [layer.layer_number - 1 for layer in chunk.decoder.layers]
 
 
-def views(chunk: nn.Module, first_expert: int, *, buffers: bool = False) -> Iterator[View]:
+def views(
+    chunk: nn.Module,
+    first_expert: int,
+    *,
+    buffers: bool = False,
+    tp_rank: int = 0,
+    num_tp: int = 1,
+) -> Iterator[View]:
     """Yield the tensors of one model chunk (a GPTModel) in its own order.
 
     Args:
         chunk: a GPTModel.
         first_expert: global number of this rank's first expert.
         buffers: yield the routing biases too (they are no parameters).
+        tp_rank, num_tp: which slice of shared tensors this rank holds, of how many.
 
     Raises:
         KeyError: a parameter has no name in the checkpoint.
     """
+    for view in _all_views(chunk, first_expert, buffers):
+        dim = None if ".mlp.experts." in view.name else _SHARED.get(view.name.split(".")[-2])
+        shared = num_tp > 1 and dim is not None
+        yield replace(view, shard=Shard(dim, tp_rank, num_tp)) if shared else view
+
+
+def _all_views(chunk: nn.Module, first_expert: int, buffers: bool) -> Iterator[View]:
     for name, param in chunk.named_parameters():
         yield from _views_of(chunk, name, param, first_expert)
     if buffers:

@@ -2,7 +2,7 @@
 
 The layer spec is Megatron-Core's local one (no Transformer Engine) with three places filled by us:
 core attention (`PackedCoreAttention`), the router (`PaddingAwareRouter`) and the routed experts
-(`GroupedExperts`).
+(`GroupedExperts`). The norms are torch's, told about sequence parallelism.
 """
 
 import hashlib
@@ -18,12 +18,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from kimi_pretrain.config import Config, LanguageConfig, LayoutConfig
-from kimi_pretrain.engine.attention import (
-    PackedCoreAttention,
+from kimi_pretrain.engine.attention import PackedCoreAttention
+from kimi_pretrain.engine.experts import GroupedExperts, PaddingAwareRouter
+from kimi_pretrain.engine.latent_attention import (
     PackedLatentAttention,
+    PartNorm,
     PlainQueryAttention,
 )
-from kimi_pretrain.engine.experts import GroupedExperts, PaddingAwareRouter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -118,8 +119,10 @@ def _experts(language: LanguageConfig, dtype: str) -> dict:
 def _pipeline(layout: LayoutConfig, dtype: torch.dtype) -> dict:
     interleaved = layout.vpp > 1
     return dict(
-        tensor_model_parallel_size=1,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.tp > 1,
         expert_tensor_parallel_size=1,
+        context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
         pipeline_model_parallel_layout=layout.stages,
@@ -139,12 +142,15 @@ def layer_specs(config: MLATransformerConfig, vp_stage: int | None) -> Transform
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
         attention.submodules.core_attention = PackedCoreAttention
+        attention.submodules.q_layernorm = attention.submodules.kv_layernorm = PartNorm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = PartNorm
         plain = config.q_lora_rank is None
         attention.module = PlainQueryAttention if plain else PackedLatentAttention
         mlp = layer.submodules.mlp
         if isinstance(mlp, partial) and mlp.func is MoELayer:
             mlp.keywords["submodules"].router = PaddingAwareRouter
             mlp.keywords["submodules"].experts = GroupedExperts
+    block.layer_norm = PartNorm
     return block
 
 

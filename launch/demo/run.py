@@ -27,11 +27,20 @@ from rich.table import Table
 from data_pipeline.store.open import open_store
 from kimi_pretrain import plots
 from kimi_pretrain.config import Config, describe, load_config
+from kimi_pretrain.verify.faults import FAULTS
 from launch import supervise, torchrun
 from launch.demo.corpus import TOKENIZER_KEY, build_corpus
+from launch.demo.result import show
 from launch.demo.s3_server import S3Server
-from launch.demo.summary import compare_runs, read_json, read_metrics, summarise
+from launch.demo.summary import (
+    compare_runs,
+    read_json,
+    read_metrics,
+    summarise,
+    verified_gradients,
+)
 from launch.job import Job
+from launch.verify import JobStopped, verify_dep
 from launch.worker import complete_checkpoints
 
 BUCKET = "kimi-demo"
@@ -92,7 +101,9 @@ def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -
             train(again, config)
         with timed(seconds, "eval"), step(console, "reading held-out digits"):
             evaluation = evaluate(run_dir, config.train.steps)
-    summary = write_results(run_dir, config, evaluation, seconds)
+        with timed(seconds, "verify_dep"), step(console, "comparing gradients with one process"):
+            verified = verify_gradients(config_path, overrides, run_dir)
+    summary = write_results(run_dir, config, evaluation, verified, seconds)
     show(console, run_dir, summary)
     return summary
 
@@ -292,8 +303,27 @@ def evaluate(run_dir: Path, steps: int) -> dict[str, Any]:
     return json.loads(printed.splitlines()[-1])
 
 
+def verify_gradients(config_path: str, overrides: tuple[str, ...], run_dir: Path) -> dict[str, Any]:
+    """Run `verify dep` with its self-test: the step as it is, and with each planted fault.
+
+    Raises:
+        DemoError: it could not be compared.
+
+    """
+    try:
+        result = verify_dep(config_path, overrides, faults=tuple(FAULTS))
+    except (JobStopped, ValueError) as error:
+        raise DemoError(f"verification of gradients stopped: {error}") from error
+    (run_dir / "verify_dep.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
 def write_results(
-    run_dir: Path, config: Config, evaluation: dict[str, Any], seconds: dict[str, float]
+    run_dir: Path,
+    config: Config,
+    evaluation: dict[str, Any],
+    verified: dict[str, Any],
+    seconds: dict[str, float],
 ) -> dict[str, Any]:
     """Compare the two runs, write summary.json and the pictures; returns the summary."""
     metrics = read_metrics(run_dir)
@@ -306,52 +336,10 @@ def write_results(
         evaluation,
         seconds,
     )
+    summary["verify_dep"] = verified_gradients(verified)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     plots.loss_plot(metrics, run_dir / "loss.png")
     plots.dep_balance_plot(metrics, run_dir / "dep_balance.png")
     if (run_dir / "trace.json").is_file():
         plots.timeline_plot(read_json(run_dir / "trace.json"), run_dir / "timeline.png")
     return summary
-
-
-def show(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
-    """Print what came out, where it is and what to try next."""
-    balance, times = summary["balance_max_over_mean"], summary["step_seconds_median"]
-    lines = {
-        "loss": f"{summary['loss_first']:.2f} -> {summary['loss_last']:.2f} "
-        f"in {summary['steps']} steps",
-        "held-out digits read": f"{summary['heldout_digit_accuracy']:.1%} "
-        f"(with swapped images {summary['heldout_digit_accuracy_swapped']:.1%})",
-        "resumed run is the same": f"{'yes, bit for bit' if summary['resumed_bitwise'] else 'NO'} "
-        f"({summary['resumed_steps']} steps, all parameters and states)",
-    }
-    if balance:
-        lines["vision load, max / mean"] = (
-            f"{balance['naive']:.2f} on the rows' owners, {balance['dep']:.2f} balanced"
-        )
-    if times:
-        lines["step with media / as text"] = (
-            f"{times['multimodal']:.2f} s / {times['text_only']:.2f} s"
-        )
-    table = Table(show_header=False, box=None, title="result", title_justify="left")
-    for name, value in lines.items():
-        table.add_row(name, value)
-    console.print(table)
-    for line in summary["resumed_differences"]:
-        console.print(f"  {line}", style="red", highlight=False)
-    pictures = [f"{name}.png" for name in ("loss", "dep_balance", "timeline")]
-    pages = ["stats.html", "rows.html"]
-    files = [
-        "summary.json",
-        "metrics.jsonl",
-        *pages,
-        *(p for p in pictures if (run_dir / p).is_file()),
-    ]
-    console.print(f"in {run_dir}: {', '.join(files)}", highlight=False)
-    console.print(
-        f"try next:\n"
-        f"  kimi-pretrain demo --run-dir runs/other optim.lr=1e-3\n"
-        f"  tensorboard --logdir {run_dir}\n"
-        f"  kimi-pretrain train --config configs/kimi_k25_1t.yaml --dry-run",
-        highlight=False,
-    )

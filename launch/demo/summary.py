@@ -1,7 +1,7 @@
 """What a demo run amounts to: pure functions from the files of its run folders to summary.json."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -59,6 +59,22 @@ def compare_runs(first: Path, resumed: Path) -> dict[str, Any]:
     }
 
 
+def verified_gradients(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what `launch.verify.verify_dep` found, in four numbers.
+
+    Returns:
+        {"passed", "error": largest relative error of any parameter, "planted", "found"}: faults.
+
+    """
+    told = [fault for fault in result["faults"].values() if "obstacle" not in fault]
+    return {
+        "passed": result["passed"],
+        "error": max(group["error"] for group in result["comparison"]["groups"]),
+        "planted": len(told),
+        "found": sum(fault["found"] for fault in told),
+    }
+
+
 def summarise(
     config: Config,
     metrics: Sequence[dict[str, Any]],
@@ -108,6 +124,12 @@ def summarise(
         )
         if with_media
         else None,
+        "encoder": _encoder([m for m in metrics if m["items"]]),
+        "peak_gib": _peak_memory(metrics),
+        "speed": {
+            **{name: median(m[name] for m in metrics) for name in ("mfu", "model_tflops_per_gpu")},
+            **{name: metrics[-1][name] for name in ("peak_tflops_per_gpu", "peak_source")},
+        },
         "step_seconds_median": step_seconds or None,
         "efficiency_vs_text_only": step_seconds["text_only"] / step_seconds["multimodal"]
         if step_seconds
@@ -115,3 +137,43 @@ def summarise(
         "s3": {name: metrics[-1]["store"][name] for name in ("requests", "bytes")},
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
     }
+
+
+def _encoder(with_media: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return what the encoder cost in the steps with media: medians; None without such steps.
+
+    Numbers that the run could not measure (the co-located encoder's own time) are None.
+    """
+    if not with_media:
+        return None
+    names = ("exposed_encoder_seconds", "exposed_encoder_share")
+    return {
+        **{name: _median(m[name] for m in with_media) for name in names},
+        "imbalance": {
+            name: _median(m["imbalance"][name] for m in with_media)
+            for name in ("predicted", "measured")
+        },
+        # What all ranks together send to others in a step, and the busiest of them.
+        "exchange_bytes": {
+            way: {name: _median(m["exchange_bytes"][way][name] for m in with_media)
+                  for name in ("sum", "max")}
+            for way in ("over", "back")
+        },
+        "split_items": sum(m["split_items"] for m in with_media),
+        "kept_patches": sum(m["kept_patches"] for m in with_media),
+    }  # fmt: skip
+
+
+def _peak_memory(metrics: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the most memory of any rank and of the first stage's, in any step and phase."""
+    measured = [m["peak_gib_step"] for m in metrics if m["peak_gib_step"]]
+    if not measured:
+        return None
+    worst = max(measured, key=lambda peak: peak["max"])
+    first = max(peak["first_stage"] for peak in measured)
+    return {"worst_rank": worst["max"], "rank": worst["rank"], "first_stage": first}
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return median(found) if found else None

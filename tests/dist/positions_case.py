@@ -15,6 +15,7 @@ from kimi_pretrain.config import load_config
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.microbatches import build_microbatches, replica_rows
 from kimi_pretrain.step import TrainStep
+from kimi_pretrain.vision_plan import VisionPlanner
 from tests.unit.data_pipeline.plain import made_index
 
 DATA = DataConfig(
@@ -114,8 +115,11 @@ def test_a_step_trains_with_the_positions_of_the_config(plan, lonely_group, rest
     ids = np.arange(plan.num_rows)
     batch = StepBatch(plan, RowBatch.empty(plan.num_rows, plan.seq_len, 0), ids, {}, ())
     backbone, update = Backbone(), SimpleNamespace(run=lambda loss_tokens: None)
-    encoder = SimpleNamespace(zero_grads=lambda: None)
-    TrainStep(config, one_process(), encoder, backbone, update).run(batch, text_only=True)
+    encoder = SimpleNamespace(sums=SimpleNamespace(zero=lambda: None), dtype=torch.float32)
+    exchange = SimpleNamespace(bytes_sent=lambda *args: {})
+    model = SimpleNamespace(encoder=encoder, backbone=backbone, exchange=exchange)
+    step = TrainStep(config, one_process(), model, update, VisionPlanner(config))
+    step.run(batch, text_only=True)
     found = torch.cat([microbatch.packed.positions for microbatch in backbone.microbatches])
     expected = [slow_positions(plan, row, restart) for row in range(plan.num_rows)]
     assert len(backbone.microbatches) == plan.num_rows // config.train.rows_per_microbatch

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import torch
 
+from kimi_pretrain.config import CostConfig
+from tests.dist.sequence_case import ACTIONS as SEQUENCE
+
 
 def main(action: str, out: Path, overrides: list[str]) -> None:
     from kimi_pretrain.config import load_config
@@ -49,12 +52,63 @@ def dep_gradients(run) -> dict[str, torch.Tensor]:
     return _gather(run, {t.name: t.grad() / report.loss_tokens for t in run.update.named})
 
 
+# Settings that change how the encoder's work is done and nothing that it comes to.
+DEP_VARIANTS = {
+    "plain": {},
+    "co-located": {"placement": "colocated"},
+    "kept": {"keep_activations": "auto", "memory_limit_gib": 1.0, "check_recompute": True},
+    "offloaded": {"offload_outputs": True},
+    "small chunks": {"max_patches_per_chunk": 300},
+    "dealt out": {"assign": "round_robin"},
+    "owners only": {"assign": "owner"},
+    "own replica": {"scope": "replica"},
+    # Priced by its square the largest item binds, so that it is shared.
+    "shared by two": {
+        "max_split": 2, "split_efficiency": 1.0, "check_recompute": True,
+        "cost": CostConfig(per_patch=0.0, per_patch_squared=1.0, per_item=0.0),
+    },
+}  # fmt: skip
+
+
+# Parts that are not trained, and what is left.
+FROZEN = {
+    "tower": {"frozen": ["vision_tower"], "check_recompute": True},
+    "projector": {"frozen": ["projector"]},
+    "encoder": {"frozen": ["vision_tower", "projector"]},
+    "language model": {"frozen": ["language_model"]},
+    "all but the projector": {"frozen": ["vision_tower", "language_model"]},
+}
+
+
+def dep_variants(run) -> dict[str, dict]:
+    """Gradients of one batch under every setting above, in one job; see `DEP_VARIANTS`."""
+    found = {}
+    for name, changed in {**DEP_VARIANTS, **FROZEN}.items():
+        dep = run.config.dep.model_copy(update={k: v for k, v in changed.items() if k != "frozen"})
+        train = run.config.train.model_copy(update={"frozen": changed.get("frozen", [])})
+        config = run.config.model_copy(update={"dep": dep, "train": train})
+        other = type(run)(config, run.mesh)
+        report = other.train_step.run(next(other.loader))
+        gradients = {t.name: t.grad() / report.loss_tokens for t in other.update.named}
+        found[name] = {
+            "loss": report.loss,
+            "shared": int((report.vision.parts > 1).sum()),
+            "kept": sum(run.mesh.gather(report.kept_patches)),
+            "patches": int(report.vision.patches.sum()),
+            "gradients": _gather(run, gradients),
+            "phases": sorted(report.spans),
+            "clipped": report.update.clipped_heads,
+        }
+        other.close()
+    return found
+
+
 def colocated_gradients(run) -> dict[str, torch.Tensor]:
     """The same batch with the encoder inside the graph: no DEP, no schedule, no reduction."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from kimi_pretrain.microbatches import build_microbatches
-    from kimi_pretrain.step import grids_of
+    from kimi_pretrain.vision_plan import grids_of
 
     batch = next(run.loader)
     plan, items = batch.plan, batch.plan.items
@@ -63,9 +117,11 @@ def colocated_gradients(run) -> dict[str, torch.Tensor]:
     microbatches = build_microbatches(batch, run.mesh, 1, none)
     loss_tokens = sum(int(m.loss_mask.sum()) for m in microbatches)
     scale = torch.tensor([loss_tokens / plan.num_tokens], dtype=torch.float64)
-    MoEAuxLossAutoScaler.set_loss_scale(scale.to(run.backbone.grad_of(next(run.backbone.views())).dtype))
+    MoEAuxLossAutoScaler.set_loss_scale(
+        scale.to(run.backbone.grad_of(next(run.backbone.views())).dtype)
+    )
     (chunk,) = run.backbone.chunks
-    run.encoder.zero_grads()
+    run.encoder.sums.zero()
     run.backbone.models[0].zero_grad_buffer()
     for row, microbatch in enumerate(microbatches):
         mine = [item for item in range(len(items.row)) if items.row[item] == row]
@@ -83,6 +139,7 @@ def colocated_gradients(run) -> dict[str, torch.Tensor]:
 def planted_infinity(run) -> dict[str, bool]:
     """A good step, then one whose gradient holds an inf on one rank: did anything change?"""
     from kimi_pretrain import checkpoint
+    from kimi_pretrain.dep.encoder import EncoderPass
 
     def hashes():
         return checkpoint.hash_tensors(run.tensors(), run.mesh)
@@ -90,14 +147,14 @@ def planted_infinity(run) -> dict[str, bool]:
     start = hashes()
     run.train_step.run(next(run.loader))
     good = hashes()
-    reduce_grads = run.encoder.reduce_grads
+    backward = EncoderPass.backward
 
-    def poisoned():
+    def poisoned(self, gradients):
         if run.mesh.rank == run.mesh.world_size - 1:
-            run.encoder.grad_buffer[0] = float("inf")
-        reduce_grads()
+            gradients[0] = float("inf")
+        backward(self, gradients)
 
-    run.encoder.reduce_grads = poisoned
+    EncoderPass.backward = poisoned
     report = run.train_step.run(next(run.loader))
     return {
         "finite step": good != start,
@@ -198,7 +255,9 @@ def language_model(run) -> dict:
     tokens = torch.randint(0, language.vocab_size, (1, length), generator=generator)
     rows = PackedRows.of(borders, [True] * 3, torch.device("cpu"))
     padding = torch.zeros(1, length, dtype=torch.bool)
-    (logits,) = run.backbone.evaluate([Microbatch(rows, padding, tokens)], lambda x: x.clone()).outputs
+    (logits,) = run.backbone.evaluate(
+        [Microbatch(rows, padding, tokens)], lambda x: x.clone()
+    ).outputs
     config = dict(
         vocab_size=language.vocab_size, hidden_size=language.hidden_size,
         intermediate_size=language.dense_ffn_size, moe_intermediate_size=language.expert_ffn_size,
@@ -221,7 +280,13 @@ def language_model(run) -> dict:
             original_max_position_embeddings=yarn.original_max_position, rope_theta=language.rope_theta,
         )  # fmt: skip
     weights = {view.name: view.data.clone() for view in run.backbone.views(buffers=True)}
-    return {"logits": logits, "weights": weights, "tokens": tokens, "borders": borders, "config": config}
+    return {
+        "logits": logits,
+        "weights": weights,
+        "tokens": tokens,
+        "borders": borders,
+        "config": config,
+    }
 
 
 def _gather(run, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -235,12 +300,17 @@ ACTIONS = {
     "losses": losses,
     "dep_gradients": dep_gradients,
     "colocated_gradients": colocated_gradients,
+    "dep_variants": dep_variants,
     "planted_infinity": planted_infinity,
     "planted_replica": planted_replica,
     "skipped_mask": skipped_mask,
     "layers_against_twins": layers_against_twins,
     "language_model": language_model,
+    **SEQUENCE,
 }
 
 if __name__ == "__main__":
+    from launch.worker import leave
+
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    leave(0)

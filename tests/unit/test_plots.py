@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kimi_pretrain.plots import dep_balance_plot, loss_plot, running_mean, timeline_plot
+from kimi_pretrain.plots import (
+    EXPOSED,
+    PHASES,
+    dep_balance_plot,
+    loss_plot,
+    running_mean,
+    timeline_plot,
+)
 
 
 def lines(steps: int, media: bool = True) -> list[dict]:
@@ -32,6 +39,32 @@ def trace(ranks: int) -> dict:
     return {"traceEvents": [*events, {"name": "note", "ph": "M", "pid": 0}]}
 
 
+def whole_step(
+    ranks: int = 4, *, memory: bool = True, exposed: bool = True, backbone: float = 4e6
+) -> dict:
+    """A step as `write_trace` writes it; the backbone of rank 0 is interrupted once."""
+    lengths = {
+        "1 wait for data": 1e4, "prepare": 2e5, "2 vision forward": 9e5, "3 hand-over": 2e5,
+        "4 backbone": backbone, "5 hand-back": 2e5, "6 vision backward": 1.8e6,
+        "6 gradient sum": 3e5, "7 update": 5e5,
+    }  # fmt: skip
+    events = []
+    for rank in range(ranks):
+        ts = 0.0
+        for number, (name, dur) in enumerate(lengths.items()):
+            event = {"name": name, "cat": "phase", "ph": "X", "pid": rank, "tid": 0}
+            if memory and number:
+                event["args"] = {"peak GiB": 10.0 + number + rank, "first stage": rank < 2}
+            events.append(event | {"ts": ts, "dur": dur})
+            ts += dur
+    if exposed:
+        start = sum(list(lengths.values())[:2])
+        over = {"name": "exposed encoder, forward", "ts": start, "dur": 1.1e6}
+        back = {"name": "exposed encoder, backward", "ts": start + 1.1e6 + backbone, "dur": 2.3e6}
+        events += [e | {"cat": "exposed", "ph": "X", "pid": ranks, "tid": 0} for e in (over, back)]
+    return {"traceEvents": events}
+
+
 def picture(path) -> np.ndarray:
     return np.asarray(Image.open(path).convert("RGB"))
 
@@ -54,6 +87,47 @@ def test_the_same_numbers_give_the_same_picture_and_others_another(tmp_path):
     loss_plot(lines(31), tmp_path / "c.png")
     assert np.array_equal(picture(tmp_path / "a.png"), picture(tmp_path / "b.png"))
     assert not np.array_equal(picture(tmp_path / "a.png"), picture(tmp_path / "c.png"))
+
+
+def near(pixels: np.ndarray, colour: str) -> int:
+    """How many pixels have a colour, "#rrggbb", or nearly."""
+    wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return int((np.abs(pixels.astype(int) - wanted).max(axis=2) <= 6).sum())
+
+
+def test_the_timeline_marks_what_is_exposed_and_the_memory(tmp_path):
+    def drawn(name: str, trace: dict) -> np.ndarray:
+        timeline_plot(trace, tmp_path / f"{name}.png")
+        return picture(tmp_path / f"{name}.png")
+
+    whole = drawn("whole", whole_step())
+    assert near(whole, EXPOSED) > 200
+    assert all(near(whole, colour) > 200 for colour in PHASES.values())
+    assert not near(drawn("hidden", whole_step(exposed=False)), EXPOSED)
+    plain = drawn("plain", whole_step(memory=False))
+    assert plain.shape[1] < whole.shape[1]  # no second panel
+    # Twice the memory of the first stage is another picture.
+    more = whole_step()
+    for event in more["traceEvents"]:
+        if event.get("args", {}).get("first stage"):
+            event["args"]["peak GiB"] *= 2
+    assert not np.array_equal(drawn("more", more), whole)
+
+
+def test_the_timeline_of_one_rank_and_of_many_is_of_a_sensible_size(tmp_path):
+    for ranks in (1, 32):
+        timeline_plot(whole_step(ranks), tmp_path / "time.png")
+        height, width, _ = picture(tmp_path / "time.png").shape
+        assert 300 < height < 4000
+        assert width < 2500
+
+
+def test_the_colocated_baseline_is_drawn(tmp_path):
+    """It has no phases of its own for the encoder."""
+    names = ("prepare", "4 backbone", "6 gradient sum", "7 update")
+    events = [e for e in whole_step(exposed=False)["traceEvents"] if e["name"] in names]
+    timeline_plot({"traceEvents": events}, tmp_path / "time.png")
+    assert near(picture(tmp_path / "time.png"), PHASES["4 backbone"]) > 200
 
 
 def test_nothing_to_draw_is_said(tmp_path):

@@ -80,6 +80,27 @@ def test_an_impossible_layout_says_which_numbers(overrides, told):
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["dep.scope=3"], ("dep.scope=3", "layout.dp=2")),
+        (["dep.scope=0"], ("dep.scope=0",)),
+        (["dep.max_split=8"], ("dep.max_split=8", "heads=4")),
+        (["dep.max_split=3"], ("dep.max_split",)),
+        (["dep.keep_activations=auto"], ("needs dep.memory_limit_gib",)),
+        (["dep.placement=colocated", "layout.cp=2"], ("placement=colocated", "layout.cp=2")),
+        (["train.frozen=[vision_tower, projector, language_model]"], ("nothing is left",)),
+        (["train.frozen=[tower]"], ("train.frozen",)),
+        (["dep.cost={per_patch: 1.0e-6}"], ("dep.cost.per_patch_squared",)),
+    ],
+)
+def test_settings_of_the_encoder_that_cannot_be_are_named(overrides, told):
+    with pytest.raises(ConfigError) as error:
+        load_config("tiny_cpu", overrides)
+    for part in told:
+        assert part in str(error.value)
+
+
 def test_stage_strings_expand_as_megatron_core_reads_them():
     assert expand_stages("Et|(tt|)*2t*3L") == ["Et", "tt", "tt", "tttL"]
     assert len(expand_stages("Ett|(tt|)*29t|L")) == 32

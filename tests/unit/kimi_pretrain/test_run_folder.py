@@ -3,6 +3,7 @@
 import json
 
 from kimi_pretrain.run_folder import MetricsWriter, write_trace
+from kimi_pretrain.telemetry.line import RankRecord
 
 
 def test_metrics_are_on_disk_as_soon_as_they_are_written(tmp_path):
@@ -23,8 +24,36 @@ def test_a_resumed_run_does_its_later_steps_again(tmp_path):
     assert [(line["step"], line["loss"]) for line in kept] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
+def record(spans: dict, peak_bytes: dict | None = None) -> RankRecord:
+    return RankRecord(spans, peak_bytes or {}, {}, 0, True, 1.0, 0, 0)
+
+
+def events_of(tmp_path, *everyone: RankRecord) -> list[dict]:
+    write_trace(tmp_path / "trace.json", list(everyone))
+    return json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
 def test_trace_starts_at_zero_and_counts_microseconds(tmp_path):
     spans = [{"4 backbone": (100.5, 101.0)}, {"4 backbone": (100.0, 102.0)}]
-    write_trace(tmp_path / "trace.json", spans)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [(e["pid"], e["ts"], e["dur"]) for e in events] == [(0, 5e5, 5e5), (1, 0.0, 2e6)]
+    events = events_of(tmp_path, *map(record, spans))
+    timed = [(e["pid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert timed == [(0, 5e5, 5e5), (1, 0.0, 2e6)]
+    assert {e["args"]["name"] for e in events if e["ph"] == "M"} >= {"rank 0", "rank 1"}
+
+
+def test_trace_holds_pieces_memory_and_what_is_exposed(tmp_path):
+    spans = {
+        "2 vision forward": (10.0, 11.0),
+        "3 hand-over": (11.0, 11.5),
+        "4 backbone": (11.5, 13.0),
+        "other": (13.0, 14.0),
+        "4 backbone#2": (14.0, 15.0),
+    }
+    events = events_of(tmp_path, record(spans, {"4 backbone": 3 << 29}))
+    backbone = [e for e in events if e["name"] == "4 backbone"]
+    assert [(e["ts"], e["dur"]) for e in backbone] == [(1.5e6, 1.5e6), (4e6, 1e6)]
+    assert all(e["args"] == {"peak GiB": 1.5, "first stage": True} for e in backbone)
+    assert "args" not in next(e for e in events if e["name"] == "other")
+    (exposed,) = [e for e in events if e.get("cat") == "exposed"]
+    assert (exposed["name"], exposed["pid"]) == ("exposed encoder, forward", 1)
+    assert (exposed["ts"], exposed["dur"]) == (0.0, 1.5e6)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kimi_pretrain.config import load_config
-from launch.demo import run
-from launch.demo.summary import compare_runs, summarise
+from launch.demo import result, run
+from launch.demo.summary import compare_runs, summarise, verified_gradients
 
 CONFIG = load_config("tiny_cpu")
 
@@ -31,6 +31,20 @@ def metrics_line(step: int, **changes) -> dict:
         },
         "largest_tenth_of_items": 0.25 * step,
         "store": {"requests": 7 * step, "bytes": 1000 * step},
+        "exposed_encoder_seconds": 0.1 * step,
+        "exposed_encoder_share": 0.2 / step,
+        "imbalance": {"predicted": 1.0 + step, "measured": 2.0 + step},
+        "exchange_bytes": {
+            "over": {"max": 30 * step, "rank": 1, "sum": 100 * step},
+            "back": {"max": 40 * step, "rank": 0, "sum": 200 * step},
+        },
+        "split_items": step,
+        "kept_patches": 10 * step,
+        "peak_gib_step": {"max": 10.0 - step, "rank": step, "first_stage": float(step)},
+        "mfu": 0.1 * step,
+        "model_tflops_per_gpu": 40.0 * step,
+        "peak_tflops_per_gpu": 400.0,
+        "peak_source": "measured, float32",
         **changes,
     }
 
@@ -108,11 +122,63 @@ def test_summary_has_the_promised_keys_and_numbers():
         "dep": 1.0,
     }
     assert summary["patches_in_largest_tenth_of_items"] == 0.375
+    assert summary["encoder"] == {
+        "exposed_encoder_seconds": pytest.approx(0.15),
+        "exposed_encoder_share": pytest.approx(0.15),
+        "imbalance": {"predicted": 2.5, "measured": 3.5},
+        "exchange_bytes": {"over": {"sum": 150, "max": 45}, "back": {"sum": 300, "max": 60}},
+        "split_items": 3,
+        "kept_patches": 30,
+    }
+    assert summary["peak_gib"] == {"worst_rank": 9.0, "rank": 1, "first_stage": 3.0}
+    assert summary["speed"] == {
+        "mfu": 0.2,
+        "model_tflops_per_gpu": 80.0,
+        "peak_tflops_per_gpu": 400.0,
+        "peak_source": "measured, float32",
+    }
     assert summary["step_seconds_median"] == {"multimodal": 2.5, "text_only": 2.0}
     assert summary["efficiency_vs_text_only"] == 0.8
     assert summary["s3"] == {"requests": 21, "bytes": 3000}
     assert summary["seconds"] == {"setup_data": 1.3, "train": 2.0, "resume": 3.0, "eval": 4.0}
     json.dumps(summary)
+
+
+def summary_of(**changes) -> dict:
+    return summarise(
+        CONFIG,
+        [metrics_line(step, **changes) for step in (1, 2, 3)],
+        None,
+        {"bitwise": True, "steps": 1, "tensors": 9, "differences": []},
+        {"accuracy": 0.9, "accuracy_swapped": 0.1},
+        {},
+    )
+
+
+def test_the_result_shows_what_was_measured():
+    assert result.measured(summary_of()) == {
+        "vision load, max / mean": "4.00 on the rows' owners, 1.00 balanced",
+        "encoder seconds, max / mean": "3.00 predicted, 4.00 measured",
+        "exposed encoder time": "200 ms, 10.0% of a step",
+        "exchanged a step": "0.0002 MB of embeddings, 0.0004 MB of their gradients",
+        "peak memory": "9.00 GiB on rank 1, 3.00 GiB on the first stage",
+        "model FLOPs utilisation": "20.0% of 400 TFLOP/s a process (measured, float32)",
+    }
+
+
+def test_the_result_leaves_out_what_was_not_measured():
+    colocated = summary_of(
+        exposed_encoder_seconds=None,
+        exposed_encoder_share=None,
+        imbalance={"predicted": 2.0, "measured": None},
+        peak_gib_step={},
+    )
+    shown = result.measured(colocated)
+    assert shown["encoder seconds, max / mean"] == "2.00 predicted"
+    assert not {"exposed encoder time", "peak memory"} & set(shown)
+    text_only = summary_of(items=0)
+    assert text_only["encoder"] is None
+    assert set(result.measured(text_only)) == {"peak memory", "model FLOPs utilisation"}
 
 
 @pytest.mark.parametrize(
@@ -179,3 +245,18 @@ def test_environment_is_put_back(monkeypatch):
         fail_inside()
     assert os.environ["AWS_ENDPOINT_URL"] == "https://mine"
     assert "AWS_SECRET_ACCESS_KEY" not in os.environ
+
+
+def test_verified_gradients_count_the_faults_that_could_be_planted():
+    found = verified_gradients(
+        {
+            "passed": True,
+            "comparison": {"groups": [{"error": 1e-7}, {"error": 3e-7}]},
+            "faults": {
+                "one": {"found": True},
+                "two": {"found": False},
+                "three": {"obstacle": "there is one replica"},
+            },
+        }
+    )
+    assert found == {"passed": True, "error": 3e-7, "planted": 2, "found": 1}

@@ -1,0 +1,234 @@
+"""DEP against an encoder on the first stage: step time, balance and memory, on CPU processes.
+
+Two processes of one thread each, two pipeline stages, a small Kimi (benchmarks/dep/config.yaml),
+and pictures in the sizes of a real mix with a heavy tail. Text only, co-located, DEP without
+balance (by owner, by count) and DEP run in turns on the same rows, and each is held against what
+the cost model predicts, calibrated in the same run. Then peak memory, also for 1 to 64 images in
+one microbatch. A run takes minutes and wants a quiet machine.
+
+    python benchmarks/bench_dep.py               # the committed results
+    python benchmarks/bench_dep.py --quick       # seconds; figures not to quote
+    python benchmarks/bench_dep.py --only timing data.vision_token_ratio=0.1    # other values
+
+The last two write to runs/bench_dep, so that the committed results stay.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.dep import data, picture, report, summary, targets
+from benchmarks.dep.settings import GIVING_BACK
+from kimi_pretrain import __version__
+from kimi_pretrain.config import Config, ConfigError, load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "benchmarks" / "dep" / "config.yaml"
+RESULT = ROOT / "benchmarks" / "results" / "dep_cpu.json"
+ASIDE = ROOT / "runs" / "bench_dep"  # for what is no whole run
+PICTURE = ROOT / "docs" / "pictures" / "dep_memory.png"
+PARTS = ("timing", "memory")
+IMAGES = (1, 2, 4, 8, 16, 32, 64)
+PROCESSES = 2
+PATIENCE_S = 1800.0  # for a part of the job; only a fault takes as long
+
+# So small that it shows nothing but that everything runs.
+QUICK = (
+    "model.vision.width=32", "model.vision.depth=1", "model.vision.mlp_width=64",
+    "model.vision.out_width=64", "model.vision.heads=2", "model.language.num_layers=2",
+    "model.language.hidden_size=64", "model.language.num_heads=2",
+    "model.language.dense_ffn_size=64", "model.language.expert_ffn_size=32",
+    "model.language.q_lora_rank=32", "model.language.kv_lora_rank=16",
+    "model.language.qk_nope_dim=12", "model.language.qk_rope_dim=4", "model.language.v_dim=12",
+    "data.rows_per_step=4", "data.pack_window=64", "data.vision_token_ratio=0.1",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        parts: of `PARTS`.
+        rounds: of the timed part.
+        calibrate_seconds: bound on the calibration.
+        images: in a microbatch, of the curve.
+        every: how manieth documents of the mix are taken.
+        quick: whether the figures mean nothing.
+    """
+
+    parts: Sequence[str] = PARTS
+    rounds: int = 10
+    calibrate_seconds: float = 20.0
+    images: Sequence[int] = IMAGES
+    every: int = 1
+    quick: bool = False
+
+
+def main() -> None:
+    arguments = parse()
+    plan = plan_of(arguments)
+    overrides = [*(QUICK if plan.quick else ()), *arguments.overrides]
+    try:
+        config = load_config(CONFIG, overrides)
+        check(config)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    load, begin = [round(x, 2) for x in os.getloadavg()], time.monotonic()
+    with ExitStack() as stack:
+        work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        raw = measure(work.resolve(), config, overrides, plan)
+    found = results(raw, plan, overrides, load, time.monotonic() - begin)
+    write(found, arguments.out, arguments.picture)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", type=Path, help="an empty folder for data; default: a temporary one"
+    )
+    parser.add_argument("--rounds", type=int, default=Plan.rounds)
+    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few steps")
+    parser.add_argument("--out", type=Path, help=f"JSON; default: {RESULT.relative_to(ROOT)}")
+    parser.add_argument("--picture", type=Path, help=f"PNG; default: {PICTURE.relative_to(ROOT)}")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, of the config")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds}: expected 1 or more")
+    whole = not (arguments.quick or arguments.only or arguments.overrides)
+    arguments.out = arguments.out or (RESULT if whole else ASIDE / RESULT.name)
+    arguments.picture = arguments.picture or (PICTURE if whole else ASIDE / PICTURE.name)
+    return arguments
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """Return what is measured."""
+    parts = (arguments.only,) if arguments.only else PARTS
+    if arguments.quick:
+        return Plan(parts, 1, 0.5, (1, 4), 20, quick=True)
+    return Plan(parts, arguments.rounds)
+
+
+def check(config: Config) -> None:
+    """Refuse layouts whose steps the prediction does not know.
+
+    Raises:
+        ConfigError: names the layout.
+    """
+    layout = config.layout
+    if (layout.pp, layout.vpp, layout.world_size()) != (PROCESSES, 1, PROCESSES):
+        raise ConfigError(
+            f"layout.pp={layout.pp}, layout.vpp={layout.vpp}, {layout.world_size()} processes: the "
+            f"benchmark and its prediction are for {PROCESSES} stages in {PROCESSES} processes"
+        )
+
+
+def measure(work: Path, config: Config, overrides: Sequence[str], plan: Plan) -> dict[str, Any]:
+    """Make the data and run the parts; returns what each wrote."""
+    mix, pages = work / "mix", work / "pages"
+    if work.exists() and any(work.iterdir()):
+        sys.exit(f"error: --work {work} is not empty; give a folder of its own")
+    for folder in (mix, pages):
+        folder.mkdir(parents=True)
+    setup: dict[str, Any] = {
+        "config": str(CONFIG),
+        "overrides": [*overrides, f"data.root={mix}"],
+        "rounds": plan.rounds,
+        "calibrate_seconds": plan.calibrate_seconds,
+        "counts": list(plan.images),
+    }
+    print("making data", flush=True)
+    data.build_mix(mix, config.data, plan.every)
+    if "memory" in plan.parts:
+        length = data.build_pages(pages, list(plan.images))
+        setup["pages"] = {
+            "root": str(pages), "sources": {f"pages_{plan.images[0]}": 1.0}, "seq_len": length,
+            "rows_per_step": PROCESSES, "vision_token_ratio": None, "pack_window": data.PAGES,
+        }  # fmt: skip
+    # Processes that give memory back are slower: a part that is timed has its own.
+    jobs = [plan.parts] if plan.quick else [[part] for part in plan.parts]
+    return {name: one for parts in jobs for name, one in run_job(parts, setup, work).items()}
+
+
+def run_job(parts: Sequence[str], setup: Mapping[str, Any], work: Path) -> dict[str, Any]:
+    """Run parts in processes of their own.
+
+    Raises:
+        SystemExit: they failed; their output has been seen.
+    """
+    name = ",".join(parts)
+    given, found = work / f"{name}_setup.json", work / f"{name}.json"
+    given.write_text(json.dumps(setup))
+    command = [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}",
+        "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
+        "--module", "benchmarks.dep.job", name, str(given), str(found),
+    ]  # fmt: skip
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    memory = GIVING_BACK if "memory" in parts else {}
+    environment = {"PYTHONWARNINGS": "ignore", **os.environ, **threads, **memory}
+    done = subprocess.run(command, env=environment, check=False, timeout=PATIENCE_S)
+    if done.returncode:
+        sys.exit(f"error: {name} failed with {done.returncode}; see above")
+    return json.loads(found.read_text())
+
+
+def results(
+    raw: Mapping[str, Any], plan: Plan, overrides: Sequence[str], load: list[float], seconds: float
+) -> dict[str, Any]:
+    """Return everything for JSON: about, targets, figures, and what they were made from."""
+    found: dict[str, Any] = {
+        "about": {
+            "date": date.today().isoformat(),
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "load_before": load,
+            "seconds": round(seconds),
+            "quick": plan.quick,
+            "overrides": list(overrides),
+            "versions": {
+                "kimi-pretrain": __version__,
+                "python": platform.python_version(),
+                **{name: version(name) for name in ("torch", "megatron-core", "numpy")},
+            },
+        }
+    }
+    if "timing" in raw:
+        found["timing"] = summary.summarise(raw["timing"])
+    if "memory" in raw:
+        found["memory"] = raw["memory"]
+    found["targets"] = targets.targets(found)
+    found["raw"] = {"timing": raw["timing"]} if "timing" in raw else {}
+    return found
+
+
+def write(found: Mapping[str, Any], out: Path, drawing: Path) -> None:
+    """Write the JSON, the page beside it, and the picture."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    page = report.page(found)
+    out.with_suffix(".md").write_text(page)
+    if "memory" in found:
+        picture.draw(found["memory"]["curve"], drawing)
+    print(page)
+    print(f"written: {out.name}, {out.with_suffix('.md').name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""What sharing one item between two processes costs: the measure behind `dep.split_efficiency`.
+
+Two gloo processes of one thread each, three turns for every item:
+
+    alone    one process encodes the whole item, the other sleeps
+    both     both encode a whole item each, at the same time: what the two could do without sharing
+    split    both encode one item together (kimi_pretrain/dep/sharded.py)
+
+A turn is a training step's work: forward without a graph, recompute, backward. Efficiency is
+seconds(both) / (2 * seconds(split)); `of_cpu` is the same from CPU seconds, in which waiting for
+the other process, or for a machine that others use too, does not count. Each figure is the best of
+its repeats. Outputs are compared before anything is timed. Writes a result file.
+
+    python benchmarks/bench_split.py
+    python benchmarks/bench_split.py --patches 4096 --repeats 5
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+from kimi_pretrain.dep import sharded
+from moonvit3d.config import MoonViTConfig
+from moonvit3d.model import VisionEncoder, initialise
+
+PARTS = 2
+CONFIG = MoonViTConfig(
+    width=432, depth=1, heads=6, mlp_width=1612, pos_init_std=0.02, out_width=1024
+)
+RESULT = Path(__file__).parent / "results" / "split_cpu.json"
+
+
+def grid_of(patches: int) -> tuple[int, int, int]:
+    """The square image of so many patches."""
+    side = math.isqrt(patches)
+    if side * side != patches or side % 2:
+        raise SystemExit(f"--patches {patches}: want the square of an even number")
+    return 1, side, side
+
+
+class Exchanges:
+    """Adds up the seconds inside all-to-alls, waiting for the other process included."""
+
+    def __init__(self):
+        self.seconds, self.plain = 0.0, dist.all_to_all_single
+        dist.all_to_all_single = self.timed
+
+    def timed(self, *args: Any, **kwargs: Any) -> None:
+        start = time.perf_counter()
+        self.plain(*args, **kwargs)
+        self.seconds += time.perf_counter() - start
+
+
+class Item:
+    """One item on this process, whole and shared."""
+
+    def __init__(self, patches: int, group: dist.ProcessGroup, exchanges: Exchanges):
+        self.grid, self.group, self.exchanges = grid_of(patches), group, exchanges
+        self.module = VisionEncoder(CONFIG)
+        initialise(self.module, seed=0)
+        draw = torch.Generator().manual_seed(0)
+        shape = (patches, 3, 14, 14)
+        self.whole = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw)
+        mine = self.whole.numpy() if group.rank() == 0 else None
+        self.own = sharded.scatter_patches(mine, self.grid, group, torch.device("cpu"))
+
+    def encode(self, turn: str) -> Tensor:
+        if turn == "split":
+            return sharded.encode(self.module, self.own, self.grid, self.group)
+        return self.module(self.whole, [self.grid])
+
+    def check(self) -> float:
+        """How far this process's shared tokens are from the unshared ones."""
+        with torch.no_grad():
+            found, expected = self.encode("split"), self.encode("both")
+        own = sharded.token_range(len(expected), PARTS, self.group.rank())
+        return float((found - expected[own.start : own.stop]).norm() / expected.norm())
+
+    def measure(self, turn: str) -> dict[str, float]:
+        """Seconds of the forward and of the whole step on this process; zeros for a sleeper."""
+        self.module.zero_grad(set_to_none=True)
+        dist.barrier()
+        self.exchanges.seconds = 0.0
+        start, cpu = time.perf_counter(), time.process_time()
+        forward = 0.0
+        if turn != "alone" or self.group.rank() == 0:
+            with torch.no_grad():
+                self.encode(turn)
+            forward = time.perf_counter() - start
+            self.encode(turn).sum().backward()
+        step, cpu = time.perf_counter() - start, time.process_time() - cpu
+        return {"forward": forward, "step": step, "cpu": cpu, "exchange": self.exchanges.seconds}
+
+
+def together(measured: dict[str, float]) -> dict[str, float]:
+    """The slower process's seconds; CPU seconds of both."""
+    largest = torch.tensor(list(measured.values()), dtype=torch.float64)
+    total = largest.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    found = dict(zip(measured, largest.tolist(), strict=True))
+    return found | {"cpu": float(total[list(measured).index("cpu")])}
+
+
+def best(runs: list[dict[str, float]], turn: str) -> dict[str, float]:
+    """The best of each figure, but for the exchange, which is that of the best step."""
+    found = {name: min(run[name] for run in runs) for name in runs[0]}
+    found["exchange"] = min(runs, key=lambda run: run["step"])["exchange"]
+    if turn != "split":
+        del found["exchange"]
+    return {f"{name}_seconds": round(value, 3) for name, value in found.items()}
+
+
+def bench(patches: int, repeats: int, group: dist.ProcessGroup, exchanges: Exchanges) -> dict:
+    item = Item(patches, group, exchanges)
+    apart = item.check()
+    runs: dict[str, list[dict[str, float]]] = {"alone": [], "both": [], "split": []}
+    for _ in range(repeats):  # in turns, so that a busy moment hits all three
+        for turn, seen in runs.items():
+            seen.append(together(item.measure(turn)))
+    turns = {turn: best(seen, turn) for turn, seen in runs.items()}
+    alone, both, split = turns.values()
+    sent = sharded.split_bytes(patches, CONFIG, PARTS, itemsize=4)
+    return {
+        "patches": patches,
+        "outputs_apart": float(f"{apart:.1e}"),
+        "efficiency": {
+            "step": round(both["step_seconds"] / (PARTS * split["step_seconds"]), 3),
+            "forward": round(both["forward_seconds"] / (PARTS * split["forward_seconds"]), 3),
+            "of_cpu": round(both["cpu_seconds"] / (PARTS * split["cpu_seconds"]), 3),
+            "step_against_alone": round(alone["step_seconds"] / (PARTS * split["step_seconds"]), 3),
+        },
+        "sent_MiB_each_way_and_member": round(sent / 2**20, 1),
+        **turns,
+    }
+
+
+def work(rank: int, folder: str, sizes: list[int], repeats: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PARTS,
+        timeout=timedelta(minutes=10),
+    )  # fmt: skip
+    group = sharded.blocks([range(PARTS)], PARTS, 600.0)[PARTS]
+    exchanges = Exchanges()
+    results = []
+    for patches in sizes:
+        results.append(bench(patches, repeats, group, exchanges))
+        if rank == 0:
+            print(json.dumps(results[-1], indent=1), flush=True)
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--patches", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    for patches in args.patches:
+        grid_of(patches)
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        given = (folder, args.patches, args.repeats)
+        torch.multiprocessing.spawn(work, given, nprocs=PARTS)
+        results = json.loads(Path(folder, "results.json").read_text())
+    report = {
+        "date": date.today().isoformat(),
+        "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores",
+        "load_average_at_start": round(load, 2),
+        "processes": PARTS,
+        "threads_each": 1,
+        "backend": "gloo, loopback",
+        "dtype": "float32",
+        "width": CONFIG.width,
+        "heads": CONFIG.heads,
+        "layers": CONFIG.depth,
+        "mlp_width": CONFIG.mlp_width,
+        "repeats": args.repeats,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "results": results,
+    }
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The corpora of the benchmark: noise pictures in the sizes of a real mix, and pages of n images.
+
+The mix is that of benchmarks/sim/mix.csv, 703 documents with 858 pictures and clips whose sizes
+have a heavy tail, with each side a quarter as long: tokens then are about a sixteenth, like the
+rows of the small model. What is in a picture costs nothing, so noise will do.
+"""
+
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import av
+import numpy as np
+from PIL import Image
+
+from benchmarks.sim.corpus import Mix, media_source, read_mix
+from data_pipeline.config import DataConfig
+from data_pipeline.ingest.ingest import (
+    CrudeSample,
+    ImageSegment,
+    TextSegment,
+    VideoSegment,
+    ingest,
+)
+from data_pipeline.store.open import FolderStore
+from data_pipeline.text import Tokenizer, train_ranks
+from moonvit3d.geometry import KIND_VIDEO, SAMPLE_FPS, TOKEN, PatchLimits
+
+SHRINK = 4  # of each side of the mix
+RANKS = 290  # of the tokenizer
+WORDS = "the cat sat on a mat and saw 42 red kites over the old mill while it rained".split()  # noqa: SIM905
+TEXTS, WORDS_OF_TEXT = 400, 60
+WORDS_OF_DOCUMENT = 8
+PAGES = 8  # samples of each source of pages
+PAGE_SIDE = 3  # tokens on a side of their images: 9 tokens, 36 patches
+
+
+def small_mix() -> Mix:
+    """Return the mix with its sides shrunk."""
+    mix = read_mix()
+    sides = (np.maximum(1, side // SHRINK) for side in (mix.width, mix.height))
+    width, height = sides
+    return replace(mix, width=width, height=height)
+
+
+def build_mix(root: Path, config: DataConfig, every: int) -> None:
+    """Write the sources `mixed` and `words` and a tokenizer under `root`.
+
+    Args:
+        root: an empty folder.
+        config: its limits and row length say where a long document is cut.
+        every: how manieth documents are taken; 1 for all.
+    """
+    store, generator = FolderStore(root), _generator(7)
+    texts = [_words(generator, WORDS_OF_TEXT) for _ in range(TEXTS)]
+    tokenizer = write_tokenizer(store, texts)
+    samples = (CrudeSample(f"w{n:05d}", [TextSegment(text)]) for n, text in enumerate(texts))
+    ingest(samples, store, "words", tokenizer)
+    mix = small_mix()
+    mix = mix[mix.document % every == 0]
+    ingest(_documents(mix, config, generator), store, "mixed", tokenizer, category="interleaved")
+
+
+def write_tokenizer(store: FolderStore, texts: list[str]) -> Tokenizer:
+    """Train a tokenizer on the words and keep it in the store."""
+    store.put("tokenizer.tiktoken", train_ranks(texts, RANKS))
+    return Tokenizer.from_store(store, "tokenizer.tiktoken")
+
+
+def _documents(
+    mix: Mix, config: DataConfig, generator: np.random.Generator
+) -> Iterator[CrudeSample]:
+    """Yield the mix's documents, cut where they are longer than a row."""
+    limits = PatchLimits(**vars(config.limits))
+    cuts = media_source(mix, limits, config.seq_len).item_ptr.tolist()
+    for number, (start, end) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+        media = list(_media(mix[np.arange(start, end)], generator))
+        text = TextSegment(_words(generator, WORDS_OF_DOCUMENT))
+        yield CrudeSample(f"d{number:05d}", [*media, text])
+
+
+def _media(mix: Mix, generator: np.random.Generator) -> Iterator[ImageSegment | VideoSegment]:
+    """Yield pictures, and clips of as many frames as the chunks that follow one another have."""
+    frames = 0
+    for item in range(len(mix.kind)):
+        width, height = int(mix.width[item]), int(mix.height[item])
+        if mix.kind[item] != KIND_VIDEO:
+            yield ImageSegment(png(noise(generator, 1, height, width)[0]), "png")
+            continue
+        frames += int(mix.frames[item])
+        shape = (mix.kind[item], width, height, mix.document[item])
+        after = item + 1
+        if after < len(mix.kind) and shape == (
+            mix.kind[after], int(mix.width[after]), int(mix.height[after]), mix.document[after]
+        ):  # fmt: skip
+            continue
+        yield VideoSegment(mp4(noise(generator, frames, height // 2 * 2, width // 2 * 2)), "mp4")
+        frames = 0
+
+
+def build_pages(root: Path, counts: list[int]) -> int:
+    """Write sources `pages_N` whose samples have N images each, all samples about equally long.
+
+    Args:
+        root: an empty folder.
+        counts: images of a sample, one source for each number.
+
+    Returns:
+        how long a row must be that holds one sample and no two.
+    """
+    store, generator = FolderStore(root), _generator(8)
+    texts = [_words(generator, WORDS_OF_TEXT) for _ in range(TEXTS)]
+    tokenizer = write_tokenizer(store, texts)
+    image = len(tokenizer.image_prefix()) + PAGE_SIDE**2 + 1
+    room = max(counts) * image
+    for count in counts:
+        samples = (
+            CrudeSample(
+                f"p{number:05d}",
+                [
+                    *(_page_image(generator) for _ in range(count)),
+                    TextSegment(_text_of(tokenizer, generator, room - count * image)),
+                ],
+            )
+            for number in range(PAGES)
+        )
+        ingest(samples, store, f"pages_{count}", tokenizer, category="interleaved")
+    return -(-(room + 2 + WORDS_OF_DOCUMENT) // 128) * 128
+
+
+def _page_image(generator: np.random.Generator) -> ImageSegment:
+    return ImageSegment(png(noise(generator, 1, PAGE_SIDE * TOKEN, PAGE_SIDE * TOKEN)[0]), "png")
+
+
+def _text_of(tokenizer: Tokenizer, generator: np.random.Generator, tokens: int) -> str:
+    """Return words that come to about so many tokens."""
+    words: list[str] = []
+    ids = 0
+    while ids < tokens or not words:
+        word = str(generator.choice(WORDS))
+        words.append(word)
+        ids += len(tokenizer.encode(f" {word}"))
+    return " ".join(words)
+
+
+def noise(generator: np.random.Generator, frames: int, height: int, width: int) -> np.ndarray:
+    """Return uint8 [frames, height, width, 3]."""
+    return generator.integers(0, 256, (frames, max(1, height), max(1, width), 3), dtype=np.uint8)
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """Return a PNG; noise does not compress, so nothing is tried."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=0)
+    return buffer.getvalue()
+
+
+def mp4(frames: np.ndarray) -> bytes:
+    """Return a clip at the rate at which clips are sampled: every frame is taken."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream(
+            "libx264", rate=int(SAMPLE_FPS), options={"preset": "ultrafast"}
+        )
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        for pixels in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def _words(generator: np.random.Generator, count: int) -> str:
+    return " ".join(generator.choice(WORDS, size=count))
+
+
+def _generator(key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=key))

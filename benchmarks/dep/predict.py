@@ -1,0 +1,100 @@
+"""What the cost model predicts for a step, from what the same run calibrated and timed. Pure.
+
+    text only    as measured; its seconds of computing in each stage are measured too
+    co-located   the first stage takes longer for each microbatch, by a forward and a backward of
+                 its media; the later stage waits as the schedule has it (1F1B, `sim.pipeline`)
+    DEP          text only + the slowest rank's two forwards and a backward
+
+No time is given to exchanges, sums and plans: that they cost little is part of the prediction.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.sim.pipeline import Shape, step_seconds
+from kimi_pretrain.dep.cost import CostModel
+from moonvit3d.packing import chunks
+from moonvit3d.rows import BLOCK
+
+BACKWARD = 2 / 3  # of the backbone's computing in a step
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The calibrated encoder of one rank, which computes with one thread.
+
+    Attributes:
+        cost: seconds of items: forward, recompute and backward.
+        per_chunk: seconds of starting a chunk.
+        forward_share: of the forward alone.
+        budget: most patches of a chunk.
+    """
+
+    cost: CostModel
+    per_chunk: float
+    forward_share: float
+    budget: int
+
+    def seconds(self, patches: Sequence[int]) -> float:
+        """Return the seconds of two forwards and a backward over items in this order."""
+        total = 0.0
+        for run in chunks(patches, self.budget):
+            mine = np.array(patches[run], dtype=np.int64)
+            filled = -int(mine.sum()) % BLOCK  # the kernels' rows come in whole blocks
+            total += float(self.cost.seconds(mine).sum()) + filled * self.cost.per_patch
+            total += self.per_chunk
+        return total
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """The pipeline of one replica.
+
+    Attributes:
+        stage_seconds: computing of each stage in a text-only step.
+        microbatches: of a step.
+    """
+
+    stage_seconds: Sequence[float]
+    microbatches: int
+
+    def seconds(self, media: Sequence[tuple[float, float]] = ()) -> float:
+        """Return the seconds of the schedule.
+
+        Args:
+            media: (forward, backward) seconds that the first stage takes longer for each
+                microbatch; those that are not given have no media.
+        """
+        shape = Shape(len(self.stage_seconds), 1, self.microbatches)
+        each = np.array(self.stage_seconds) / self.microbatches
+        more = np.zeros((self.microbatches, 2))
+        more[: len(media)] = np.array(media).reshape(-1, 2)
+        return step_seconds(
+            shape,
+            each * (1 - BACKWARD),
+            each * BACKWARD,
+            first_forward=more[:, 0],
+            first_backward=more[:, 1],
+        )
+
+
+def added(
+    work: Mapping[str, Any], encoder: Encoder, backbone: Backbone, colocated: str
+) -> dict[str, float]:
+    """Return variant -> predicted seconds that a step takes longer than with text only.
+
+    Args:
+        work: of a round, see `timing`: patches by rank of each variant, and by microbatch.
+        colocated: the variant that encodes in the pipeline; all others do it outside.
+    """
+    found = {
+        name: max(encoder.seconds(patches) for patches in ranks)
+        for name, ranks in work["encoded"].items()
+    }
+    share = encoder.forward_share
+    whole = [encoder.seconds(patches) for patches in work["microbatches"]]
+    media = [(seconds * share, seconds * (1 - 2 * share)) for seconds in whole]
+    return found | {colocated: backbone.seconds(media) - backbone.seconds()}

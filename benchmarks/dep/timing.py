@@ -1,0 +1,154 @@
+"""The part of the job that times steps: all variants on the same rows, in turns."""
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.dep.settings import ALONE, DEP, SETTINGS
+from benchmarks.dep.variants import Bench, Variant, fetch
+from data_pipeline.loader import StepBatch
+from kimi_pretrain.calibration import calibrate
+from kimi_pretrain.config import Config, CostConfig
+from kimi_pretrain.dep.plan import VisionPlan
+from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.telemetry.phases import seconds_of_phases
+
+SCHEDSTAT = Path("/proc/thread-self/schedstat")  # nanoseconds with a core, ready without one, ...
+
+
+def time_steps(config: Config, mesh: Mesh, rounds: int, seconds: float) -> dict[str, Any]:
+    """Calibrate, then run every variant and the encoder alone `rounds` times, in turns.
+
+    Args:
+        config: its `dep.cost` is replaced by what is measured here.
+        rounds: each on other rows, after one on rows that do not count.
+        seconds: bound on the calibration.
+
+    Returns:
+        plain values, for `predict` and `report`.
+    """
+    mesh.barrier()  # ranks calibrate at the same time: so they will encode
+    calibrations = _calibrate(config, mesh, seconds)
+    cost = CostConfig(**calibrations[0]["cost"])  # one for all: plans must agree
+    config = config.model_copy(update={"dep": config.dep.model_copy(update={"cost": cost})})
+    bench = Bench(config, mesh)
+    variants = {name: bench.variant(name) for name in SETTINGS}
+    names = [*variants, ALONE]
+    done = []
+    for number, batch in enumerate(fetch(config, rounds + 1)):
+        first = number % len(names)
+        runs = {
+            name: _run(bench, name, variants.get(name, variants[DEP]), batch)
+            for name in names[first:] + names[:first]
+        }
+        done.append({"work": _work(variants, batch), "runs": runs})
+        if mesh.rank == 0:
+            shown = ", ".join(f"{name} {runs[name]['seconds']:.2f} s" for name in names)
+            print(f"{f'round {number} of {rounds}' if number else 'warm-up'}: {shown}", flush=True)
+    return {
+        "calibration": calibrations,
+        "model": {"cost": cost.model_dump(), **_facts(bench)},
+        "rounds": done[1:],
+    }
+
+
+def _calibrate(config: Config, mesh: Mesh, seconds: float) -> list[Any]:
+    found = calibrate(config, seconds)
+    mine = {
+        "cost": asdict(found.fit.cost),
+        "per_chunk": found.fit.per_chunk,
+        "forward_share": found.forward_share,
+        "median_error": found.fit.median_error,
+        "worst_error": found.fit.worst_error,
+        "loads": len(found.measured.timings),
+        "repeats": found.measured.repeats,
+    }
+    return mesh.gather(mine)
+
+
+def _run(bench: Bench, name: str, variant: Variant, batch: StepBatch) -> dict[str, Any]:
+    """Run one step, or the encoder alone, from one barrier to the next; the same on every rank."""
+    vision, mesh = variant.plan(batch), bench.mesh
+    mesh.barrier()
+    ready, thread, process = _ready_seconds(), time.thread_time(), time.process_time()
+    start = time.perf_counter()
+    report = None
+    if name == ALONE:
+        bench.encode_alone(vision, batch)
+    else:
+        report = variant.run(batch)
+    own = time.perf_counter() - start
+    thread, process = time.thread_time() - thread, time.process_time() - process
+    mine: dict[str, Any] = {
+        "own": own,
+        "busy": thread,
+        "other_threads": process - thread,
+        "no_core": _ready_seconds() - ready,
+    }
+    mesh.barrier()
+    mine["seconds"] = time.perf_counter() - start
+    if report is not None:
+        mine["phases"] = seconds_of_phases(report.spans)
+        mine["busy_phases"] = dict(variant.clock.busy)
+        mine["sent"] = 0 if variant.text_only else sum(report.exchange_bytes.values())
+    everyone: list[Any] = mesh.gather(mine)
+    found = {"seconds": max(one.pop("seconds") for one in everyone), "ranks": everyone}
+    return found if report is None else {**found, "loss": report.loss}
+
+
+def _work(variants: dict[str, Variant], batch: StepBatch) -> dict[str, Any]:
+    """Return what there was to encode: patches of each item, in the order of the packs."""
+    plans = {name: variant.plan(batch) for name, variant in variants.items()}
+    vision = plans[DEP]
+    return {
+        "items": len(vision.patches),
+        "patches": int(vision.patches.sum()),
+        "vision_tokens": int(batch.plan.vision_tokens),
+        "tokens": int(batch.plan.num_tokens),
+        "microbatches": _of_microbatches(vision),
+        "encoded": {name: _of_ranks(plan) for name, plan in plans.items()},
+        "loads": {name: plan.predicted_seconds().tolist() for name, plan in plans.items()},
+    }
+
+
+def _of_ranks(vision: VisionPlan) -> list[list[int]]:
+    ranks = range(vision.num_ranks)
+    return [vision.patches[vision.encoded_by(rank).item].tolist() for rank in ranks]
+
+
+def _of_microbatches(vision: VisionPlan) -> list[list[int]]:
+    """Return the patches of each microbatch's items; with one replica there is one first stage."""
+    spans = vision.spans
+    count = int(spans.microbatch.max(initial=-1)) + 1
+    return [
+        vision.patches[np.unique(spans.item[spans.microbatch == number])].tolist()
+        for number in range(count)
+    ]
+
+
+def _facts(bench: Bench) -> dict[str, Any]:
+    """Return the sizes that the page tells."""
+    config = bench.config
+    encoder = sum(p.numel() for p in bench.model.encoder.module.parameters())
+    mine = sum(view.data.numel() for view in bench.model.backbone.views())
+    return {
+        "encoder_parameters": encoder,
+        "language_parameters_by_stage": bench.mesh.gather(mine),
+        "microbatches": config.num_microbatches(),
+        "rows_per_microbatch": config.train.rows_per_microbatch,
+        "seq_len": config.data.seq_len,
+        "vision_token_ratio": config.data.vision_token_ratio,
+        "max_patches_per_chunk": config.dep.max_patches_per_chunk,
+        "dtype": config.train.dtype,
+    }
+
+
+def _ready_seconds() -> float:
+    """Return the seconds so far that this thread was ready and had no core; NaN if not told."""
+    try:
+        return int(SCHEDSTAT.read_text().split()[1]) / 1e9
+    except OSError:
+        return float("nan")

@@ -1,0 +1,118 @@
+"""What is compared: one model, and steps over it that differ in `dep` alone."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.dep.settings import SETTINGS, TEXT_ONLY
+from data_pipeline.access import open_data
+from data_pipeline.index.manifest import read_index
+from data_pipeline.loader import Loader, StepBatch
+from kimi_pretrain.config import Config
+from kimi_pretrain.dep.plan import VisionPlan
+from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.model import Model
+from kimi_pretrain.step import StepReport, TrainStep
+from kimi_pretrain.telemetry.phases import PhaseClock
+from kimi_pretrain.train import load_tokenizer
+from kimi_pretrain.update import Update
+from kimi_pretrain.vision_plan import VisionPlanner, grids_of
+from moonvit3d.packing import chunks
+
+
+class BusyClock(PhaseClock):
+    """A clock of phases that also tells how long this rank computed in each.
+
+    Attributes:
+        busy: phase -> seconds that the main thread had a core; the rest of a phase is waiting. On a
+            CPU the backward pass runs in the main thread too.
+    """
+
+    def restart(self) -> None:
+        """Begin a new step."""
+        super().restart()
+        self.busy: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure what happens inside under `name`."""
+        start = time.thread_time()
+        with super().phase(name):
+            yield
+        self.busy[name] = self.busy.get(name, 0.0) + time.thread_time() - start
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a step.
+
+    Attributes:
+        step: runs it.
+        clock: of the step.
+        text_only: media are replaced by text.
+    """
+
+    step: TrainStep
+    clock: BusyClock
+    text_only: bool
+
+    def plan(self, batch: StepBatch) -> VisionPlan:
+        """Plan who encodes what, or remember it."""
+        return self.step.planner.plan(batch.plan)
+
+    def run(self, batch: StepBatch) -> StepReport:
+        """Run a step that was planned before, as the loader does it in a training."""
+        return self.step.run(batch, text_only=self.text_only)
+
+
+class Bench:
+    """One model, one optimizer, and the variants over them.
+
+    Args:
+        config: of the benchmark; its `dep` holds wherever a variant says nothing else.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.model = Model.build(config, mesh)
+        self.update = Update(config, mesh, self.model.encoder, self.model.backbone)
+
+    def variant(self, name: str, config: Config | None = None) -> Variant:
+        """Return one of `SETTINGS`.
+
+        Args:
+            config: for rows of another source or length than the benchmark's own.
+        """
+        config = config or self.config
+        dep = config.dep.model_copy(update=SETTINGS[name])
+        config = config.model_copy(update={"dep": dep})
+        step = TrainStep(config, self.mesh, self.model, self.update, VisionPlanner(config))
+        clock = step.clock = BusyClock(self.mesh.device)
+        return Variant(step, clock, name == TEXT_ONLY)
+
+    def encode_alone(self, vision: VisionPlan, batch: StepBatch) -> None:
+        """Run the encoder forward and backward, once, over this rank's items, and nothing else."""
+        encoder, items = self.model.encoder, vision.encoded_by(self.mesh.rank).item
+        grids = [(int(t), int(h), int(w)) for t, h, w in grids_of(batch.plan)[items]]
+        pixels = [batch.media[item] for item in items.tolist()]
+        budget = self.config.dep.max_patches_per_chunk
+        for run in chunks((t * h * w for t, h, w in grids), budget):
+            output = encoder.module(encoder.tensor(pixels[run]), grids[run])
+            torch.autograd.backward(output, torch.ones_like(output))
+
+
+def fetch(config: Config, count: int) -> list[StepBatch]:
+    """Return the first steps of a run, each with all its rows and media: whatever a variant needs
+    is there, and nothing is read or decoded while steps are timed.
+    """
+    store = open_data(config.data)
+    tokenizer = load_tokenizer(config, store)
+    indices = [read_index(store, name) for name in config.data.source_names]
+    loader = Loader(config.data, store, indices, tokenizer)
+    try:
+        return [next(loader) for _ in range(count)]
+    finally:
+        loader.close()

@@ -1,0 +1,172 @@
+"""How long a step takes around and inside the pipeline, from the project's own vision plan.
+
+    vision forward | hand-over | pipeline, as long as with text alone | hand-back | recompute and
+    backward | sum of the encoder's gradients
+
+Nothing of the encoder is hidden in the pipeline's bubbles. A phase takes as long as its slowest
+rank; ranks wait for each other where they exchange embeddings (the scope) and, inside the pipeline,
+where they exchange tokens for experts.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.sim.assumptions import Assumptions, gradient_sum_seconds
+from benchmarks.sim.backbone import text_seconds
+from data_pipeline.plan.step_plan import GlobalPlan
+from kimi_pretrain.config import Config, replicas_per_scope
+from kimi_pretrain.dep.cost import FORWARDS_PER_STEP, CostModel
+from kimi_pretrain.dep.memory import GIB, kept_chunks
+from kimi_pretrain.dep.plan import Shares, VisionPlan
+from kimi_pretrain.ranks import Ranks
+from kimi_pretrain.vision_plan import VisionPlanner, grids_of
+from moonvit3d.memory import activation_bytes
+from moonvit3d.packing import chunks
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+BYTES = 2  # of a number on its way and in memory: bfloat16
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, in parts that add up to `total`.
+
+    Attributes:
+        text: the pipeline with text alone.
+        encoder: what every rank's encoder would take in perfect balance.
+        imbalance: how much longer the slowest takes in both phases.
+        exchange: hand-over and hand-back.
+        overhead: gradient sum, launches and waiting.
+        total: of the step.
+    """
+
+    text: float
+    encoder: float
+    imbalance: float
+    exchange: float
+    overhead: float
+    total: float
+
+
+def true_plan(plan: GlobalPlan, config: Config, assumed: Assumptions) -> VisionPlan:
+    """Return the project's vision plan with what items really cost: it may have believed else."""
+    vision = VisionPlanner(config).plan(plan)
+    draw = np.random.Generator(np.random.Philox(key=(config.data.seed, plan.step)))
+    off = np.exp(assumed.cost_scatter * draw.standard_normal(len(vision.patches)))
+    split = assumed.split_efficiency or vision.split_efficiency
+    costs = true_costs(config, assumed).seconds(vision.patches)
+    return replace(vision, costs=costs * off, split_efficiency=split)
+
+
+def true_costs(config: Config, assumed: Assumptions) -> CostModel:
+    """Return what items cost, in seconds."""
+    model = CostModel.from_flops(config.model.vision, assumed.encoder_flops)
+    more = (assumed.attention_backward - 2) / FORWARDS_PER_STEP
+    return replace(model, per_patch_squared=model.per_patch_squared * (1 + more))
+
+
+def decoupled(
+    vision: VisionPlan, plan: GlobalPlan, config: Config, assumed: Assumptions, text: float
+) -> StepTime:
+    """Return the time of a step whose encoder runs before and after the pipeline.
+
+    Args:
+        vision: who encodes what, with true costs.
+        plan: of the step.
+        config: layout and `dep`.
+        assumed: speeds.
+        text: seconds of the pipeline.
+    """
+    seconds = vision.predicted_seconds()
+    forward = seconds / FORWARDS_PER_STEP
+    backward = seconds - forward - kept_seconds(vision, plan, config)
+    ranks = Ranks(config.layout, config.dep.ranks_per_node)
+    scope = ranks.replica // replicas_per_scope(config)
+    exchange = exchange_seconds(vision, config, assumed, scope)
+    # Experts tie the replicas of their group together, embeddings those of a scope.
+    together = ranks.replica // max(replicas_per_scope(config), config.layout.ep)
+    phases = _slowest(forward, together) + _slowest(backward, together)
+    both = 2 * _slowest(exchange[scope], together)
+    worst = int((phases + both).argmax())
+    overhead = gradient_sum_seconds(config, assumed) + 2 * assumed.phase_seconds
+    mean = float((forward + backward).mean())
+    total = text + float(phases[worst] + both[worst]) + overhead
+    return StepTime(text, mean, float(phases[worst]) - mean, float(both[worst]), overhead, total)
+
+
+def _slowest(values: Floats, group: Ints) -> Floats:
+    """Return the largest value of each group, float64 [groups]."""
+    found = np.zeros(int(group.max()) + 1)
+    np.maximum.at(found, group, values)
+    return found
+
+
+def exchange_seconds(
+    vision: VisionPlan, config: Config, assumed: Assumptions, scope: Ints
+) -> Floats:
+    """Return the seconds of the hand-over in each scope, float64 [scopes].
+
+    The busiest rank sets the pace; what stays on its rank costs nothing, all else goes at the speed
+    between nodes.
+    """
+    spans = vision.spans
+    away = spans[spans.source != spans.dest]
+    sent = np.bincount(away.source, away.count, vision.num_ranks)
+    received = np.bincount(away.dest, away.count, vision.num_ranks)
+    embedding = config.model.vision.out_width * BYTES
+    return _slowest(np.maximum(sent, received) * embedding / assumed.network, scope)
+
+
+def kept_seconds(vision: VisionPlan, plan: GlobalPlan, config: Config) -> Floats:
+    """Return the seconds of recompute that each rank is spared, float64 [ranks].
+
+    Chunks are cut and kept as `kimi_pretrain.dep.encoder` does it.
+    """
+    saved = np.zeros(vision.num_ranks)
+    if config.dep.keep_activations == "none":
+        return saved
+    assert config.dep.memory_limit_gib is not None
+    whole = activation_bytes(grids_of(plan), config.model.vision, BYTES)
+    embeddings = vision.tokens_sent() + 2 * vision.tokens_received()
+    room = config.dep.memory_limit_gib * GIB - embeddings * config.model.vision.out_width * BYTES
+    recompute = vision.costs / FORWARDS_PER_STEP
+    for rank in range(vision.num_ranks):
+        mine = vision.encoded_by(rank)
+        cuts = _chunks(mine, vision.patches, config.dep.max_patches_per_chunk)
+        bytes_of = whole[mine.item] / mine.parts
+        kept = kept_chunks([int(bytes_of[cut].sum()) for cut in cuts], int(room[rank]))
+        slower = np.where(mine.parts > 1, mine.parts * vision.split_efficiency, 1.0)
+        seconds = recompute[mine.item] / slower
+        saved[rank] = sum(seconds[cut].sum() for cut, keep in zip(cuts, kept) if keep)
+    return saved
+
+
+def _chunks(shares: Shares, patches: Ints, budget: int) -> list[slice]:
+    """Cut shares into chunks: each shared item alone, then whole ones up to the budget."""
+    shared = int((shares.parts > 1).sum())
+    alone = chunks(patches[shares.item[shared:]].tolist(), budget)
+    return [slice(n, n + 1) for n in range(shared)] + [
+        slice(run.start + shared, run.stop + shared) for run in alone
+    ]
+
+
+def colocated(plan: GlobalPlan, config: Config, assumed: Assumptions, text: float) -> StepTime:
+    """Return the time of a step whose first stages encode inside the graph, nothing twice.
+
+    The replicas of a group of experts meet in every layer, so each microbatch takes as long as the
+    one with the most media among theirs.
+    """
+    model = CostModel.from_flops(config.model.vision, assumed.encoder_flops)
+    once = model.seconds(plan.items.patches) / FORWARDS_PER_STEP
+    count = config.num_microbatches()
+    microbatch = plan.items.row.astype(np.int64) // config.train.rows_per_microbatch
+    load = np.bincount(microbatch, once, config.layout.dp * count)
+    groups = load.reshape(-1, config.layout.ep, count).max(axis=1)
+    slowest = max(text_seconds(config, assumed, extra, 2 * extra) for extra in groups)
+    overhead = gradient_sum_seconds(config, assumed)
+    mean = 3 * float(once.sum()) / config.layout.world_size()
+    return StepTime(text, mean, slowest - text - mean, 0.0, overhead, slowest + overhead)

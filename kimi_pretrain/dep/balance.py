@@ -1,0 +1,232 @@
+"""Spread work over ranks so that the slowest is as fast as can be, wherever the work is needed.
+
+Three ways, each starting from what ranks have to do anyway (`base`, their shares of split items):
+
+    lpt        longest processing time: most costly first, to the least loaded rank (Graham, 1969)
+    tightest   most costly first, each to the fullest rank with room under a capacity; the least
+               capacity is searched (as in MULTIFIT: Coffman, Garey and Johnson, 1978); better
+               than LPT where a rank has few large items
+    swaps      local search: a move or an exchange between a slow rank and a fast one
+
+Work is counted in integers, seconds times a power of two: sums are exact, so no choice depends on
+the order of a sum or on the machine that adds. A load and its rank are one integer, load first:
+ties go to the lower rank and a heap of them needs no tuples, which is most of the speed.
+"""
+
+from bisect import bisect_right, insort
+from heapq import heapreplace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+WORD = 62  # bits of a load and its rank together
+FEW = 8_192  # items up to which a result is worked on until 2**-10 above the bound, 0.1%;
+GOOD, GOOD_OF_FEW = 7, 10  # with more items, where work takes longer, until 2**-7, 0.8%
+PIGEONS = 16  # items on one rank up to which the pigeonhole bound looks
+SMALL = 4  # what is below a capacity's 2**-4 part is not packed tightly: it fits anywhere
+PACKED = 32_768  # items to pack in all while a capacity is searched: large steps must be fast
+PACKINGS = 10  # at most
+SWAPPED = 98_304  # items to look at in all while ranks are exchanging
+ROUNDS = 24  # of that, at most
+FINE = 32  # items per rank that exchange: where there are more, the smallest, which fit best
+SHIFTS = 8  # pairings that are tried without success
+
+
+def rank_bits(num_ranks: int) -> int:
+    """Return the bits that a rank takes in a key."""
+    return max(1, (num_ranks - 1).bit_length())
+
+
+def in_units(seconds: Floats, copies: Ints, num_ranks: int) -> tuple[Ints, int]:
+    """Return work in integers, and the power of two that a second was multiplied by.
+
+    Args:
+        seconds: work of each item on each rank that shares it.
+        copies: how many ranks share it.
+        num_ranks: among which it will be divided.
+    """
+    if not len(seconds):
+        return np.zeros(0, dtype=np.int64), 0
+    most = float(seconds.max()) * int(copies.sum())  # not a sum of floats: that has an order
+    power = WORD - 1 - rank_bits(num_ranks) - int(np.frexp(most)[1])
+    return np.rint(np.ldexp(seconds, power)).astype(np.int64), power
+
+
+def summed(work: Ints, ranks: Ints, base: Ints) -> Ints:
+    """Return what each rank has to do, int64 [ranks]."""
+    loads = base.copy()
+    np.add.at(loads, ranks, work)
+    return loads
+
+
+def least_makespan(work: Ints, base: Ints) -> int:
+    """Return what the slowest rank takes at least, whoever does what.
+
+    The mean, the largest item and, by pigeonholes, the k + 1 smallest of the k * ranks + 1 largest
+    items: two of these fall on one rank if k is one, three if it is two.
+    """
+    bound = max(-(-int(work.sum() + base.sum()) // len(base)), int(base.max()))
+    if not len(work):
+        return bound
+    bound = max(bound, int(work.max()) + int(base.min()))
+    largest = np.sort(work)[::-1]
+    for k in range(1, min(PIGEONS, (len(work) - 1) // len(base)) + 1):
+        last = k * len(base) + 1
+        bound = max(bound, int(largest[last - k - 1 : last].sum()))
+    return bound
+
+
+def lpt(work: Ints, base: Ints) -> Ints:
+    """Return the rank of each item: most costly first, to the least loaded rank.
+
+    Ties go to the earlier item and the lower rank.
+    """
+    bits = rank_bits(len(base))
+    order = np.argsort(-work, kind="stable")
+    keys = np.sort((base << bits) | np.arange(len(base))).tolist()  # sorted, so already a heap
+    taken = [heapreplace(keys, keys[0] + more) for more in (work[order] << bits).tolist()]
+    ranks = np.empty(len(work), dtype=np.int64)
+    ranks[order] = np.array(taken, dtype=np.int64) & ((1 << bits) - 1)
+    return ranks
+
+
+def balance(work: Ints, base: Ints) -> tuple[Ints, bool]:
+    """Return the rank of each item, int64 [items], and whether they had to be packed tightly.
+
+    The slowest rank is never slower than under `lpt`, and often faster.
+
+    Args:
+        work: of each item, int64 [items].
+        base: what each rank does beside, int64 [ranks].
+    """
+    bound = least_makespan(work, base)
+    good = bound + (bound >> (GOOD_OF_FEW if len(work) <= FEW else GOOD))
+    best = lpt(work, base)
+    slowest = int(summed(work, best, base).max())
+    if slowest <= good:
+        return best, False
+    packed = _tightest(work, base, bound, slowest)
+    best = swaps(best if packed is None else packed, work, base, good)
+    return best, int(summed(work, best, base).max()) < slowest
+
+
+def _tightest(work: Ints, base: Ints, low: int, high: int) -> Ints | None:
+    """Return ranks under the smallest capacity between `low` and `high` at which packing succeeds.
+
+    Returns:
+        None if it succeeds at none that is tried.
+    """
+    found = None
+    for _ in range(min(PACKINGS, max(1, PACKED // len(work)))):
+        capacity = low + (high - low) // 4
+        ranks = _pack(work, base, capacity)
+        reached = high if ranks is None else int(summed(work, ranks, base).max())
+        if reached < high:
+            found, high = ranks, reached
+        else:
+            low = capacity
+        if high <= low + (low >> GOOD_OF_FEW):
+            break
+    return found
+
+
+def _pack(work: Ints, base: Ints, capacity: int) -> Ints | None:
+    """Put the large items, most costly first, each on the fullest rank with room; the rest by LPT.
+
+    Returns:
+        None if a large item finds no room.
+    """
+    bits = rank_bits(len(base))
+    order = np.argsort(-work, kind="stable")
+    large = order[work[order] > capacity >> SMALL]
+    keys = np.sort((base << bits) | np.arange(len(base))).tolist()
+    top = (capacity + 1 << bits) - 1  # the key of a full rank
+    taken: list[int] = []
+    for more in (work[large] << bits).tolist():
+        place = bisect_right(keys, top - more) - 1
+        if place < 0:
+            return None
+        key = keys.pop(place)
+        insort(keys, key + more)
+        taken.append(key)
+    ranks = np.empty(len(work), dtype=np.int64)
+    ranks[large] = np.array(taken, dtype=np.int64) & ((1 << bits) - 1)
+    small = order[len(large) :]
+    ranks[small] = lpt(work[small], summed(work[large], ranks[large], base))
+    return ranks
+
+
+def swaps(ranks: Ints, work: Ints, base: Ints, enough: int) -> Ints:
+    """Improve an assignment by moves and exchanges between slow ranks and fast ones.
+
+    Slowest and fastest make a pair, the next two another, and so on; all pairs are improved at
+    once. Where the slowest rank stays as it is, the next rounds shift the pairing.
+
+    Args:
+        ranks: of each item, int64 [items].
+        work, base: as in `balance`.
+        enough: stop once the slowest rank takes no more.
+
+    Returns:
+        Ranks under which the slowest is as fast as before, or faster.
+    """
+    fine, coarse = np.split(np.argsort(work, kind="stable"), [FINE * len(base)])
+    if len(coarse):
+        ranks = ranks.copy()
+        base = summed(work[coarse], ranks[coarse], base)
+        ranks[fine] = swaps(ranks[fine], work[fine], base, enough)
+        return ranks
+    shift, looked, loads = 0, 0, summed(work, ranks, base)
+    for _ in range(ROUNDS):
+        slowest = int(loads.max())
+        if slowest <= enough or shift >= min(SHIFTS, len(base) - 1) or looked > SWAPPED:
+            break
+        order = np.argsort(loads, kind="stable")
+        pairs = min(len(base) // 2, int((loads > enough).sum()))
+        slow, fast = order[::-1][:pairs], np.roll(order[: len(base) - pairs], -shift)[:pairs]
+        looked += 2 * pairs * len(work) // len(base)
+        ranks = _exchange(ranks, work, loads, slow, fast)
+        loads = summed(work, ranks, base)
+        shift = 0 if int(loads.max()) < slowest else shift + 1
+    return ranks
+
+
+def _exchange(ranks: Ints, work: Ints, loads: Ints, slow: Ints, fast: Ints) -> Ints:
+    """Return ranks after the one best move or exchange of each pair of ranks, if one helps.
+
+    Of a slow rank's item x and a fast one's y, best is x - y = half of what their loads differ by:
+    for every x the two y next to that are looked up among the fast rank's sorted items, with
+    nothing (a move) among them.
+    """
+    width, nothing = WORD - rank_bits(len(loads)), np.full(len(fast), -1, dtype=np.int64)
+    give, of = _of_chosen(ranks, slow, len(loads))
+    take, pair = _of_chosen(ranks, fast, len(loads))
+    keys = np.concatenate([np.arange(len(fast)) << width, (pair << width) | work[take]])
+    order = np.argsort(keys, kind="stable")
+    keys, take = keys[order], np.concatenate([nothing, take])[order]
+
+    half = (loads[slow] - loads[fast])[of] // 2
+    below = np.searchsorted(keys, (of << width) + np.maximum(work[give] - half, 0), "right") - 1
+    at = np.append(below, np.minimum(below + 1, len(keys) - 1))
+    of, give = np.tile(of, 2), np.tile(give, 2)
+    shed = work[give] - (keys[at] & ((1 << width) - 1))
+    after = np.maximum(loads[slow][of] - shed, loads[fast][of] + shed)
+    helps = np.flatnonzero((keys[at] >> width == of) & (after < loads[slow][of]))
+    best = helps[np.lexsort((after[helps], of[helps]))]
+    best = best[np.flatnonzero(np.diff(of[best], prepend=-1))]  # the first of each pair of ranks
+
+    ranks, back = ranks.copy(), take[at[best]]
+    ranks[give[best]] = fast[of[best]]
+    ranks[back[back >= 0]] = slow[of[best][back >= 0]]
+    return ranks
+
+
+def _of_chosen(ranks: Ints, chosen: Ints, num_ranks: int) -> tuple[Ints, Ints]:
+    """Return the items of chosen ranks, and for each the place of its rank among the chosen."""
+    place = np.full(num_ranks, -1, dtype=np.int64)
+    place[chosen] = np.arange(len(chosen))
+    items = np.flatnonzero(place[ranks] >= 0)
+    return items, place[ranks[items]]

@@ -1,0 +1,174 @@
+"""Keep items near the ranks that need them, with no rank slower than a limit.
+
+`stay` begins with every item at home and sends away what is too much: it travels least, and mostly
+comes out under the limit. Two others take an assignment and leave the loads as they are: `rename`
+says which rank does which rank's work, `trade` lets items that take equally long change places.
+
+Work and keys are integers as in `balance`.
+"""
+
+from collections.abc import Sequence
+from heapq import heappush, heapreplace
+
+import numpy as np
+
+from kimi_pretrain.dep.balance import Ints, rank_bits, summed
+
+NUMBERS = 24  # bits for how many items are of one kind
+
+Heaps = Sequence[list[int]]  # of a rank: those of its groups, from near to far
+
+
+def stay(work: Ints, home: Ints, base: Ints, limit: int, levels: Sequence[Ints]) -> Ints:
+    """Return the rank of each item, int64 [items]: home, or as near as the limit lets it be.
+
+    Most costly first, an item of a home that has too much goes to the nearest group with a rank
+    that would have room if everything stayed at home, and there to the least loaded; large items
+    carry away much time with few tokens. One that can neither stay nor find such a rank goes
+    where room is so far: that rank's own smaller items will leave in their turn.
+
+    Args:
+        work: of each item, int64 [items].
+        home: rank that needs it, int64 [items].
+        base: what each rank does beside, int64 [ranks].
+        limit: what the slowest rank should take at most; a few ranks may end up above it.
+        levels: group of each rank, int64 [ranks] each, from near to far, the last of everyone.
+    """
+    bits = rank_bits(len(base))
+    expected = summed(work, home, base)  # with the items that are still to come
+    order = np.argsort(-work, kind="stable")
+    future, spare = _heaps(expected, bits, levels), None
+    later, now = expected.tolist(), base.tolist()
+    left: list[int] = []
+    target: list[int] = []
+    for item, more, at in zip(order.tolist(), work[order].tolist(), home[order].tolist()):
+        too_much = later[at] - limit
+        full = now[at] + more > limit
+        to = at
+        if too_much > 0 and (full or more <= too_much):
+            to = _roomy(future[at], later, limit - more, bits)
+            if to < 0 and full:
+                spare = spare or _heaps(base, bits, levels)  # entries may be behind, see `_roomy`
+                to = _roomy(spare[at], now, limit - more, bits)
+            to = at if to < 0 else to
+        if to != at:
+            left.append(item)
+            target.append(to)
+            later[to] += more
+            later[at] -= more
+            if later[at] < limit:  # it has room again; its old entries are too large to be seen
+                for heap in future[at]:
+                    heappush(heap, later[at] << bits | at)
+        now[to] += more
+    ranks = home.copy()
+    ranks[left] = target
+    return ranks
+
+
+def _heaps(loads: Ints, bits: int, levels: Sequence[Ints]) -> list[Heaps]:
+    """Return, for each rank, the heaps of its groups; ranks of one group share the list."""
+    keys = (loads << bits) | np.arange(len(loads))
+    of_level: list[list[list[int]]] = []
+    for level in levels:
+        order = np.lexsort((keys, level))
+        borders = np.searchsorted(level[order], np.arange(int(level.max()) + 2)).tolist()
+        ordered = keys[order].tolist()
+        heaps = [ordered[begin:end] for begin, end in zip(borders, borders[1:])]
+        of_level.append([heaps[group] for group in level.tolist()])
+    return list(zip(*of_level))
+
+
+def _roomy(heaps: Heaps, loads: list[int], room: int, bits: int) -> int:
+    """Return the least loaded rank of the nearest group, if its load is at most `room`, or -1.
+
+    An entry that a rank's load has outgrown is corrected when it comes to the top.
+    """
+    mask = (1 << bits) - 1
+    for heap in heaps:
+        rank = heap[0] & mask
+        while heap[0] >> bits != loads[rank]:
+            heapreplace(heap, loads[rank] << bits | rank)
+            rank = heap[0] & mask
+        if loads[rank] <= room:
+            return rank
+    return -1
+
+
+def rename(slots: Ints, weight: Ints, home: Ints, free: Ints, levels: Sequence[Ints]) -> Ints:
+    """Return where each item goes once slots have changed places to be near what needs them.
+
+    A slot is a rank, or a block of ranks that share items. The heaviest bond between a slot's items
+    and a place is served first: places of the items' homes, then of their groups from near to far.
+
+    Args:
+        slots: slot of each item, int64 [items].
+        weight: how much it matters that the item stays near, int64 [items].
+        home: slot that needs the item, or -1 if none does, int64 [items].
+        free: slots that may change places, all with the same work beside these items, rising.
+        levels: group of each slot, int64 [slots] each, from near to far.
+    """
+    if not len(slots) or not len(free):
+        return slots
+    num_slots = len(levels[0])
+    place = np.arange(num_slots, dtype=np.int64)
+    open_slots = np.zeros(num_slots, dtype=bool)
+    open_slots[free] = True
+    empty = open_slots.copy()
+    place[free] = -1
+    for level in (np.arange(num_slots), *levels):
+        asks = np.flatnonzero((place[slots] < 0) & (home >= 0))
+        if not len(asks):
+            break
+        _serve(slots[asks], weight[asks], level[home[asks]], level, place, empty)
+    place[place < 0] = np.flatnonzero(empty)
+    return place[slots]
+
+
+def _serve(slots: Ints, weight: Ints, group: Ints, level: Ints, place: Ints, empty: Ints) -> None:
+    """Give slots places in the groups that they are bound to; writes `place` and `empty`."""
+    groups = int(level.max()) + 1
+    bonds, of = np.unique(slots * groups + group, return_inverse=True)
+    strength = np.zeros(len(bonds), dtype=np.int64)
+    np.add.at(strength, of, weight)
+    vacant: list[list[int]] = [[] for _ in range(groups)]
+    for at in np.flatnonzero(empty)[::-1].tolist():
+        vacant[level[at]].append(at)  # the lowest is taken first
+    placed = (place >= 0).tolist()
+    for bond in bonds[np.argsort(-strength, kind="stable")].tolist():
+        slot, wanted = divmod(bond, groups)
+        if not placed[slot] and vacant[wanted]:
+            place[slot] = vacant[wanted].pop()
+            empty[place[slot]] = False
+            placed[slot] = True
+
+
+def trade(ranks: Ints, work: Ints, home: Ints, levels: Sequence[Ints]) -> Ints:
+    """Return ranks after items of the same work have changed places to be near their homes.
+
+    Places of one kind of item go to the items at home there, then to those whose home is in the
+    group of the place, from near to far; every rank keeps as many items of each kind as it had.
+
+    Args:
+        ranks, work, home: of each item, int64 [items].
+        levels: as for `stay`.
+    """
+    _, kind = np.unique(work, return_inverse=True)
+    traded = ranks.copy()
+    items, places = np.arange(len(ranks)), np.arange(len(ranks))
+    for level in (np.arange(len(levels[0])), *levels):
+        groups = int(level.max()) + 1
+        asked = _numbered(kind[items] * groups + level[home[items]])
+        given = _numbered(kind[places] * groups + level[ranks[places]])
+        _, ask, give = np.intersect1d(asked, given, assume_unique=True, return_indices=True)
+        traded[items[ask]] = ranks[places[give]]
+        items, places = np.delete(items, ask), np.delete(places, give)
+    return traded
+
+
+def _numbered(values: Ints) -> Ints:
+    """Return values made distinct: each with how often it occurred before in its lowest bits."""
+    order = np.argsort(values, kind="stable")
+    first = np.searchsorted(values[order], values[order])
+    numbered = np.empty(len(values), dtype=np.int64)
+    numbered[order] = values[order] * (1 << NUMBERS) + np.arange(len(values)) - first
+    return numbered

@@ -1,0 +1,139 @@
+"""Where ranks are, where items go, and what that costs: seconds of each rank, tokens that travel.
+
+A placement gives each media item to one rank, or to an aligned block of 2, 4, 8 or 16 ranks that
+share it. Numpy only, no torch: planning and simulation use it without a device.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Moved(NamedTuple):
+    """Tokens of a step by how far their embeddings travel, from encoder to the rank in need.
+
+    Attributes:
+        stay: encoded by the rank that needs them.
+        inside_node: by another rank of its node.
+        across_nodes: by a rank of another node.
+    """
+
+    stay: int
+    inside_node: int
+    across_nodes: int
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each rank is. Near is: the rank itself, then its replica, then its node.
+
+    Attributes:
+        replica: which replica of the model a rank belongs to, int64 [ranks].
+        node: which machine it is on, int64 [ranks].
+    """
+
+    replica: Ints
+    node: Ints
+
+    def __post_init__(self) -> None:
+        if self.replica.shape != self.node.shape or self.replica.ndim != 1 or not self.replica.size:
+            raise ValueError(
+                f"places: replica {self.replica.shape} and node {self.node.shape} must be "
+                "vectors of one entry per rank, and there must be a rank"
+            )
+
+    @classmethod
+    def together(cls, num_ranks: int) -> "Places":
+        """Return the places of ranks that are all in one replica on one node."""
+        return cls(np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64))
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.replica)
+
+    def blocks(self, parts: int) -> Ints:
+        """Return the first ranks of the blocks of `parts` ranks that may share an item, rising.
+
+        A block starts at a multiple of its size, does not stick out at the end, and lies on one
+        node, because its ranks exchange attention heads in every layer.
+        """
+        members = self.node[: self.num_ranks // parts * parts].reshape(-1, parts)
+        alike = (members == members[:, :1]).all(axis=1)
+        return np.flatnonzero(alike).astype(np.int64) * parts
+
+    def levels(self) -> list[Ints]:
+        """Return group numbers of the ranks, int64 [ranks] each, from near to far.
+
+        Replica on one node, replica, node, everyone; less the levels where every rank is alone
+        or the groups are those of the level before.
+        """
+        _, replica = np.unique(self.replica, return_inverse=True)
+        _, node = np.unique(self.node, return_inverse=True)
+        _, both = np.unique(replica * (node.max() + 1) + node, return_inverse=True)
+        found: list[Ints] = []
+        for level in (both, replica, node):
+            alone = level.max() == self.num_ranks - 1
+            if not alone and not any(np.array_equal(level, other) for other in found):
+                found.append(level.astype(np.int64))
+        if not found or found[-1].any():
+            found.append(np.zeros(self.num_ranks, dtype=np.int64))
+        return found
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who encodes each item.
+
+    Attributes:
+        rank: first rank of the block that encodes item i, int64 [items].
+        parts: ranks that share item i, 1, 2, 4, 8 or 16, int64 [items]; `rank % parts == 0`.
+    """
+
+    rank: Ints
+    parts: Ints
+
+    def members(self) -> tuple[Ints, Ints, Ints]:
+        """Return (item, part, rank) of every share of work, int64 [shares] each, by item."""
+        item = np.repeat(np.arange(len(self.parts), dtype=np.int64), self.parts)
+        start = np.cumsum(self.parts) - self.parts
+        part = np.arange(len(item), dtype=np.int64) - start[item]
+        return item, part, self.rank[item] + part
+
+
+def seconds_of_part(costs: Floats, parts: Ints, efficiency: float) -> Floats:
+    """Return the seconds that an item costs each rank that shares it, float64 [items]."""
+    return np.where(parts > 1, costs / (parts * efficiency), costs)
+
+
+def loads(placement: Placement, costs: Floats, num_ranks: int, efficiency: float) -> Floats:
+    """Return the predicted seconds of each rank, float64 [ranks].
+
+    Args:
+        costs: seconds of each item on one rank, float64 [items].
+        efficiency: what the ranks that share an item keep of their speed.
+    """
+    item, _, rank = placement.members()
+    seconds = seconds_of_part(costs, placement.parts, efficiency)
+    sums = np.bincount(rank, weights=seconds[item], minlength=num_ranks)
+    return sums.astype(np.float64)  # without items numpy counts in integers
+
+
+def moved(placement: Placement, tokens: Ints, home: Ints, places: Places) -> Moved:
+    """Return how far the tokens of a placement travel.
+
+    Args:
+        tokens: merged tokens of each item, int64 [items]; a split item's are cut evenly.
+        home: rank that needs each item, int64 [items].
+    """
+    item, part, rank = placement.members()
+    size, parts = tokens[item], placement.parts[item]
+    share = size * (part + 1) // parts - size * part // parts
+    stay = rank == home[item]
+    near = (places.node[rank] == places.node[home[item]]) & ~stay
+    return Moved(*(int(share[where].sum()) for where in (stay, near, ~(stay | near))))

@@ -1,0 +1,56 @@
+"""Where every rank of a layout stands, as arithmetic: what plans need to know, without processes.
+
+Megatron-Core's rank order: tensor-parallel ranks are neighbours, then context-parallel ones, then
+replicas, then pipeline stages. `engine.mesh` asserts that the groups it builds agree.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kimi_pretrain.config import Config, LayoutConfig, replicas_per_scope
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Facts about all ranks of a layout.
+
+    Attributes:
+        layout: sizes of the axes.
+        per_node: ranks of a machine.
+    """
+
+    layout: LayoutConfig
+    per_node: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.layout.world_size()
+
+    @property
+    def replica(self) -> Ints:
+        """Replica of each rank, int64 [ranks]."""
+        shared = self.layout.cp * self.layout.tp
+        return np.arange(self.world_size) // shared % self.layout.dp
+
+    @property
+    def node(self) -> Ints:
+        """Machine of each rank, int64 [ranks]."""
+        return np.arange(self.world_size) // self.per_node
+
+    @property
+    def first_stage(self) -> Ints:
+        """First-stage rank of each replica and part of its rows, int64 [replicas, cp * tp]."""
+        layout = self.layout
+        return np.arange(layout.dp * layout.cp * layout.tp).reshape(layout.dp, -1)
+
+
+def scopes(config: Config) -> list[Ints]:
+    """Return the ranks of each group that shares the encoding of its media, rising, disjoint."""
+    ranks = Ranks(config.layout, config.dep.ranks_per_node)
+    group = ranks.replica // replicas_per_scope(config)
+    return [np.flatnonzero(group == number) for number in range(int(group.max()) + 1)]

@@ -1,0 +1,216 @@
+"""Useful floating-point operations of a step, and how many a device could do at best.
+
+Useful is what the mathematics asks for: matrix products of tokens that count, each once. Nothing
+that is computed again (activations, the encoder's recompute) and no padding is counted, and of
+causal attention only what lies below the diagonal, inside each document: half of its square.
+
+A product of activations with a weight is done once forward, once for the weight's gradient where it
+is trained, and once for the input's where anything before it is: three forwards in all, as a rule.
+"""
+
+import math
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kimi_pretrain.config import LanguageConfig, ModelConfig
+from moonvit3d.config import MoonViTConfig
+from moonvit3d.flops import flops
+from moonvit3d.geometry import MERGE, PATCH, num_tokens
+
+Ints = NDArray[np.int64]
+
+# Dense (without sparsity) TFLOP/s of one GPU: bf16 and fp16, TF32, fp32, fp64 (tensor cores where
+# they are faster). From NVIDIA's data sheets, which print the tensor cores' figures with sparsity,
+# twice these: "A100 Tensor Core GPU" (2021), "H100 Tensor Core GPU" (2023: SXM, PCIe, NVL),
+# "H200 Tensor Core GPU" (2024: SXM, NVL); and its "Blackwell Architecture Technical Brief" (2024:
+# HGX B200, GB200). The first name that is part of the device's own is taken.
+KNOWN_GPUS: dict[str, tuple[float, float, float, float]] = {
+    "A100": (312, 156, 19.5, 19.5),
+    "H100 PCIe": (756, 378, 51, 51),
+    "H100 NVL": (835, 417, 60, 60),
+    "H100": (989, 494, 67, 67),
+    "H200 NVL": (835, 417, 60, 60),
+    "H200": (989, 494, 67, 67),
+    "GB200": (2500, 1250, 90, 45),
+    "B200": (2250, 1100, 80, 40),
+}
+MEASURED_SECONDS, MEASURED_TIMES = 0.1, 5
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Useful operations of one step on all ranks: forward, and backward of what is trained."""
+
+    encoder: float
+    backbone: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.encoder + self.backbone
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What one rank could compute at best.
+
+    Attributes:
+        flops_per_second: dense matrix products.
+        source: where the number is from, for people.
+    """
+
+    flops_per_second: float
+    source: str
+
+
+def step_flops(
+    grids: Ints, lengths: Ints, model: ModelConfig, frozen: Collection[str] = ()
+) -> StepFlops:
+    """Return the useful operations of a step.
+
+    Args:
+        grids: patch grids (frames, height, width) of the step's media items, [items, 3].
+        lengths: tokens of each document of the step, [documents].
+        frozen: of `train.frozen`: these parts get no gradients.
+    """
+    tower, projector = "vision_tower" not in frozen, "projector" not in frozen
+    vision = (tower or projector) and len(grids) > 0
+    language = "language_model" not in frozen
+    return StepFlops(
+        encoder=encoder_flops(grids, model.vision, tower=tower, projector=projector),
+        backbone=backbone_flops(lengths, model.language, trained=language, upstream=vision),
+    )
+
+
+def encoder_flops(
+    grids: Ints, config: MoonViTConfig, *, tower: bool = True, projector: bool = True
+) -> float:
+    """Return the operations of tower and projector for these items, forward and backward.
+
+    Args:
+        grids: patch grids (frames, height, width), [items, 3].
+        tower, projector: whether each is trained.
+    """
+    t, h, w = np.asarray(grids, dtype=np.int64).reshape(-1, 3).T
+    linear, quadratic = flops(grids, config)
+    embed = 2.0 * float((t * h * w).sum()) * 3 * PATCH * PATCH * config.width
+    into, out = MERGE * MERGE * config.width, config.out_width
+    joined = 2.0 * float(num_tokens(t, h, w).sum()) * config.projector_width * (into + out)
+    blocks = float(linear.sum()) - embed - joined
+    return (
+        _product(embed, trained=tower, upstream=False)
+        + _product(blocks, trained=tower, upstream=tower)
+        + _activations(float(quadratic.sum()), upstream=tower)
+        # Its first layer is a norm with a gain: gradients go all the way through the projector.
+        + _product(joined, trained=projector, upstream=tower or projector)
+    )
+
+
+def backbone_flops(
+    lengths: Ints, config: LanguageConfig, *, trained: bool = True, upstream: bool = True
+) -> float:
+    """Return the operations of the language model for these documents, forward and backward.
+
+    Args:
+        lengths: tokens of each document, [documents].
+        trained: whether it is.
+        upstream: whether its input's gradients are wanted, for the encoder's sake.
+    """
+    size = np.asarray(lengths, dtype=np.float64)
+    linear = 2.0 * float(size.sum()) * active_weights(config)
+    width = config.qk_nope_dim + config.qk_rope_dim + config.v_dim
+    attention = float((size * size).sum()) * config.num_layers * config.num_heads * width
+    flows = trained or upstream
+    return _product(linear, trained, flows) + _activations(attention, flows)
+
+
+def active_weights(config: LanguageConfig) -> int:
+    """Return the weights that one token is multiplied with: of its own experts only.
+
+    The embedding is looked up and norms are no products; the head counts.
+    """
+    hidden, heads = config.hidden_size, config.num_heads
+    query_width = heads * (config.qk_nope_dim + config.qk_rope_dim)
+    query = hidden * query_width
+    if config.q_lora_rank is not None:
+        query = config.q_lora_rank * (hidden + query_width)
+    latent = hidden * (config.kv_lora_rank + config.qk_rope_dim)
+    latent += config.kv_lora_rank * heads * (config.qk_nope_dim + config.v_dim)
+    attention = query + latent + heads * config.v_dim * hidden
+    experts = (config.experts_per_token + config.num_shared_experts) * 3 * config.expert_ffn_size
+    sparse = hidden * (experts + config.num_experts)  # the router sees every expert
+    dense = hidden * 3 * config.dense_ffn_size
+    num_sparse = config.num_layers - config.num_dense_layers
+    return (
+        config.num_layers * attention
+        + config.num_dense_layers * dense
+        + num_sparse * sparse
+        + hidden * config.vocab_size
+    )
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype, override: float | None = None) -> Peak:
+    """Return what one rank could compute at best.
+
+    Args:
+        device: of the rank. A GPU that is not in the table, and a CPU, is measured by a short
+            matrix product: an honest best of this process, not of the hardware.
+        dtype: of the model. fp32 on CUDA is TF32 where torch is allowed to use it.
+        override: TFLOP/s, `train.peak_tflops`; taken as it is.
+    """
+    if override is not None:
+        return Peak(override * 1e12, "train.peak_tflops")
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = next((gpu for gpu in KNOWN_GPUS if gpu in name), None)
+        if known is not None:
+            kind = _kind(dtype)
+            column = ("bf16", "TF32", "fp32", "fp64").index(kind)
+            return Peak(KNOWN_GPUS[known][column] * 1e12, f"{kind} data sheet of {known}")
+    return Peak(measured_flops(device, dtype), f"measured, {str(dtype).removeprefix('torch.')}")
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations a second of the fastest of some square products, in 0.1 s or so.
+
+    They are as small as full speed allows, about 0.3 ms: on a busy machine the fastest of many is
+    one that nothing interrupted.
+    """
+    size = 4096 if device.type == "cuda" else 256 * math.isqrt(torch.get_num_threads())
+    left, right = torch.rand(2, size, size, device=device).to(dtype)
+    best, begin, times = math.inf, time.perf_counter(), 0
+    while time.perf_counter() - begin < MEASURED_SECONDS or times < MEASURED_TIMES:
+        start = time.perf_counter()
+        torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best, times = min(best, time.perf_counter() - start), times + 1
+    return 2 * size**3 / best
+
+
+def utilisation(useful: float, seconds: float, world_size: int, peak: Peak) -> float:
+    """Return MFU: useful operations over what all ranks could have done in this time."""
+    return useful / (seconds * world_size * peak.flops_per_second)
+
+
+def _product(forward: float, trained: bool, upstream: bool) -> float:
+    """Return forward and backward of activations times weights."""
+    return forward * (1 + trained + upstream)
+
+
+def _activations(forward: float, upstream: bool) -> float:
+    """Return forward and backward of activations times activations, in attention."""
+    return forward * (3 if upstream else 1)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype in (torch.bfloat16, torch.float16):
+        return "bf16"
+    if dtype == torch.float64:
+        return "fp64"
+    return "fp32" if torch.get_float32_matmul_precision() == "highest" else "TF32"

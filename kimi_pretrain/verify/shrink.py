@@ -1,0 +1,193 @@
+"""A copy of a configuration that a laptop can run, with every mechanism of the original left on.
+
+What makes a model large goes down to the sizes of the tiny preset: widths, layers, experts, rows,
+images. What makes its step hard stays: each axis of the layout that was more than 1 stays more than
+1 as long as there are processes for it, virtual stages stay virtual, dense and expert layers both
+stay, there are several microbatches and several chunks of media. Pure.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from kimi_pretrain.config import Config, LayoutConfig, parse_config
+
+SEQ_LEN = 512
+LAYERS = 4
+SIDE = 32  # patches
+LANGUAGE = {
+    "hidden_size": 128,
+    "num_heads": 4,
+    "dense_ffn_size": 384,
+    "expert_ffn_size": 96,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 48,
+    "qk_nope_dim": 24,
+    "qk_rope_dim": 8,
+    "v_dim": 24,
+    "experts_per_token": 2,
+    "num_shared_experts": 2,
+    "num_dense_layers": 1,
+}
+VISION = {"depth": 3, "mlp_width": 256, "pos_grid": 16}
+VISION_WIDTH, VISION_HEADS = 128, 4
+NUM_EXPERTS = 8
+
+
+class Change(NamedTuple):
+    """One value that shrinking changed, by the key that would set it on the command line."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """The smaller configuration, and what is different in it."""
+
+    config: Config
+    changes: tuple[Change, ...]
+
+
+def shrink(config: Config, processes: int = 4, tokenizer_size: int | None = None) -> Shrunk:
+    """Return a copy of `config` that runs in at most `processes` processes on a small machine.
+
+    Args:
+        config: of any size.
+        processes: most processes of the new layout; a layout that has no more stays as it is.
+        tokenizer_size: ids of the run's tokenizer, which the vocabulary must hold; None keeps the
+            vocabulary.
+
+    Raises:
+        ConfigError: the smaller configuration is not sound, which is a fault of these rules.
+    """
+    before = config.model_dump(mode="json")
+    after = config.model_dump(mode="json")
+    after["layout"] |= _layout(config.layout, processes)
+    after["layout"]["stages"] = None  # it counts layers, of which there are fewer
+    layout = LayoutConfig(**after["layout"])
+    after["model"]["language"] |= _language(config, layout, tokenizer_size)
+    after["model"]["vision"] |= _vision(config)
+    after["model"]["vision"]["out_width"] = after["model"]["language"]["hidden_size"]
+    after["train"] |= _train(config)
+    after["data"] |= _data(config, layout, after["train"]["rows_per_microbatch"])
+    after["dep"] |= _dep(config, layout, after["data"]["limits"], after["model"]["vision"]["heads"])
+    smaller = parse_config(after, where="shrunk configuration")
+    shown = _flat(smaller.model_dump(mode="json"))
+    changes = [Change(key, old, shown[key]) for key, old in _flat(before).items()]
+    return Shrunk(smaller, tuple(change for change in changes if change.old != change.new))
+
+
+def _layout(layout: LayoutConfig, processes: int) -> dict[str, int]:
+    """Cut each axis to 2, the first ones first, as long as there are processes for them."""
+    if layout.world_size() <= processes:
+        return {"vpp": min(layout.vpp, 2)}
+    sizes, left = {}, processes
+    for axis in ("pp", "dp", "cp", "tp"):
+        sizes[axis] = min(getattr(layout, axis), 2, max(1, left))
+        left //= sizes[axis]
+    sizes["ep"] = math.gcd(min(layout.ep, 2), sizes["dp"] * sizes["cp"] * sizes["tp"])
+    sizes["vpp"] = min(layout.vpp, 2) if sizes["pp"] > 1 else 1
+    return sizes
+
+
+def _language(config: Config, layout: LayoutConfig, tokenizer_size: int | None) -> dict[str, Any]:
+    language, chunks = config.model.language, layout.pp * layout.vpp
+    values: dict[str, Any] = {}
+    for name, limit in LANGUAGE.items():
+        old = getattr(language, name)
+        values[name] = None if old is None else min(old, limit)
+    for name in ("hidden_size", "num_heads", "dense_ffn_size", "expert_ffn_size"):
+        values[name] = _multiple(values[name], layout.tp)
+    values["num_layers"] = _multiple(min(language.num_layers, LAYERS), chunks)
+    values["num_experts"] = _multiple(min(language.num_experts, NUM_EXPERTS), layout.ep)
+    if tokenizer_size is not None:
+        needed = _multiple(tokenizer_size, math.lcm(128, layout.tp))
+        values["vocab_size"] = min(language.vocab_size, needed)
+    return values
+
+
+def _vision(config: Config) -> dict[str, int]:
+    vision = config.model.vision
+    values = {name: min(getattr(vision, name), limit) for name, limit in VISION.items()}
+    if vision.width > VISION_WIDTH:  # a smaller one fits its own number of heads
+        values |= {"width": VISION_WIDTH, "heads": VISION_HEADS}
+    width = values.get("width", vision.width)
+    return values | {"projector_width": min(vision.projector_width, 4 * width)}
+
+
+def _train(config: Config) -> dict[str, Any]:
+    train = config.train
+    return {
+        "rows_per_microbatch": min(train.rows_per_microbatch, 2),
+        "dtype": "float64" if train.dtype == "float64" else "float32",
+        "vision_weights": None,  # they have the old sizes
+    }
+
+
+def _data(config: Config, layout: LayoutConfig, per_microbatch: int) -> dict[str, Any]:
+    data = config.data
+    microbatches = 2 * layout.pp
+    if layout.vpp == 1:
+        microbatches = min(microbatches, config.num_microbatches())
+    seq_len = _multiple(min(data.seq_len, SEQ_LEN), 2 * layout.cp * layout.tp)
+    limits = data.limits
+    return {
+        "seq_len": seq_len,
+        "rows_per_step": microbatches * layout.dp * per_microbatch,
+        "pack_window": min(data.pack_window, 1024),
+        # The largest picture takes about a quarter of a row, a chunk of video a sixteenth.
+        "limits": {
+            "image": min(limits.image, seq_len),
+            "frame": min(limits.frame, seq_len // 4),
+            "side": min(limits.side, SIDE),
+        },
+        "cache": None,
+        # Small pictures bring fewer tokens: a ratio could not be reached. Shares always can.
+        "vision_token_ratio": None,
+        "schedule": [asdict(replace(stage, vision_token_ratio=None)) for stage in data.schedule],
+    }
+
+
+def _dep(
+    config: Config, layout: LayoutConfig, limits: dict[str, int], heads: int
+) -> dict[str, Any]:
+    dep = config.dep
+    image, frame = (_padded(limits[kind], limits["side"]) for kind in ("image", "frame"))
+    chunk = max(image, 4 * frame)  # any item fits, and a rank's share of a step is several chunks
+    ranks = 2 ** int(math.log2(layout.world_size()))
+    return {
+        "max_patches_per_chunk": min(dep.max_patches_per_chunk, chunk),
+        "scope": math.gcd(dep.scope, layout.dp) if isinstance(dep.scope, int) else dep.scope,
+        "max_split": math.gcd(min(dep.max_split, ranks), heads),
+        "exchange_dtype": "model",
+        "exchange_budget_mib": 1,
+    }
+
+
+def _padded(patches: int, side: int) -> int:
+    """Return the most patches that an item under both limits has once it is padded to tokens."""
+    return patches + 2 * (side + -(-patches // side)) + 4  # of the thinnest: a patch on every side
+
+
+def _multiple(number: int, of: int) -> int:
+    """Return the least multiple of `of` that is not below `number`."""
+    return -(-number // of) * of
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    return dict(_leaves(values, prefix))
+
+
+def _leaves(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield what one key sets: sections are opened, tables of the user's own names are not."""
+    for key, value in values.items():
+        if isinstance(value, dict) and key in _SECTIONS:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+_SECTIONS = ("model", "vision", "language", "layout", "data", "limits", "optim", "dep", "train")

@@ -1,0 +1,116 @@
+"""`kimi-pretrain plan`: what a run's media will cost, before it starts; and how to price them."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launch.errors import JsonOption, told_plainly
+
+if TYPE_CHECKING:
+    from kimi_pretrain.config import Config
+
+# Seconds between two lines of progress where there is no terminal.
+_LINE_SECONDS = 15.0
+
+
+def plan(
+    config: Annotated[
+        str, typer.Option("--config", help="YAML file, or the name of a shipped preset.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="section.key=value, the value in YAML.", show_default=False),
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine and fit dep.cost to it.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first.")] = 8,
+    max_seconds: Annotated[
+        float, typer.Option(min=1.0, help="Bound on the timing of --calibrate.")
+    ] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON object.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict what each rank's encoder will do, without model or GPUs.
+
+    Plans the first steps exactly as the training does, from the indices
+    under data.root, for any number of ranks in this one process: seconds of
+    the encoder under three ways of assigning media to ranks, what travels
+    between ranks, memory, and what to change where something binds.
+
+    With --calibrate it reads no data but times the config's encoder on this
+    machine, fits dep.cost to it, and prints the lines to paste into the
+    config. The cost model is part of the config because every rank must
+    compute the same plan from it: calibrate once, on one device of the kind
+    that the run will have.
+
+    \b
+    kimi-pretrain plan --config configs/kimi_k25_1t.yaml data.root=s3://bucket/corpus --steps 20
+    kimi-pretrain plan --config tiny_cpu --calibrate --max-seconds 30
+    kimi-pretrain plan --config my.yaml --calibrate --json --out cost.json
+    """
+    with told_plainly():
+        from kimi_pretrain.config import load_config
+
+        loaded = load_config(config, overrides or ())
+        if out is not None and not out.parent.is_dir():
+            raise ValueError(f"--out {out}: there is no folder {out.parent}")
+        result = _calibrate(loaded, max_seconds) if calibrate else _predict(loaded, steps)
+        if out is not None:
+            out.write_text(json.dumps(result) + "\n")
+        if as_json:
+            typer.echo(json.dumps(result))
+
+
+def _calibrate(config: "Config", max_seconds: float) -> dict[str, Any]:
+    from kimi_pretrain import calibration
+
+    with _progress("calibrating") as progress:
+        result = calibration.calibrate(config, max_seconds, progress)
+    for line in calibration.lines(result):
+        typer.echo(line)
+    typer.echo(calibration.yaml_block(result))
+    return calibration.as_json(result)
+
+
+def _predict(config: "Config", steps: int) -> dict[str, Any]:
+    from kimi_pretrain import planner
+
+    with _progress("planning") as progress:
+        found = planner.predict(config, steps, progress)
+    for line in planner.lines(found):
+        typer.echo(line)
+    return planner.as_json(found)
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[float, str], None]]:
+    """Show a bar on a terminal, otherwise a line now and then; yields what to tell the share to."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(title, console.print)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda share, what: bar.update(task, completed=share, description=what)
+
+
+class _Lines:
+    """Progress in the log of a job."""
+
+    def __init__(self, title: str, show: Callable[[str], None]):
+        self._title, self._show, self._told = title, show, time.monotonic()
+
+    def __call__(self, share: float, what: str) -> None:
+        if time.monotonic() >= self._told + _LINE_SECONDS:
+            self._told = time.monotonic()
+            self._show(f"{self._title}: {share:.0%}, {what}")

@@ -1,0 +1,336 @@
+"""`kimi-pretrain verify dep`: is a configuration's step with DEP the step without it?
+
+Two jobs are started here, one after the other, and their gradients compared: the user's layout with
+the Decoupled Encoder Process, and one process with the encoder inside the graph.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launch.errors import JsonOption, told_plainly
+
+if TYPE_CHECKING:
+    from kimi_pretrain.config import Config
+    from kimi_pretrain.verify.compare import Comparison, Tolerance
+
+verify = typer.Typer(help="Prove that a configuration trains right.", no_args_is_help=True)
+
+# Processes on a machine without GPUs: more than this for each core take longer than they are worth.
+PROCESSES_PER_CORE = 4
+
+
+class JobStopped(ValueError):
+    """One of the two jobs did not come to its end; the message says which."""
+
+
+@verify.callback()
+def _group() -> None:
+    """Prove that a configuration trains right."""
+
+
+@verify.command()
+def dep(
+    config: Annotated[
+        str, typer.Option("--config", help="YAML file, or the name of a shipped preset.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="section.key=value, the value in YAML.", show_default=False),
+    ] = None,
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="Take a small copy of it; says what was changed.")
+    ] = False,
+    processes: Annotated[int, typer.Option(min=1, help="The most that --shrink leaves.")] = 4,
+    steps: Annotated[
+        int, typer.Option(min=1, help="To run; losses of all, gradients of the last.")
+    ] = 1,
+    plant: Annotated[
+        str | None,
+        typer.Option(
+            help="See it fail: doubled-gradient, lost-item, lost-gradient, swapped-items, "
+            "wrong-divisor or unequal-sums."
+        ),
+    ] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Plant every fault, and see each of them found.")
+    ] = False,
+    keep: Annotated[
+        Path | None, typer.Option(help="Empty folder for configurations, gradients and result.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare a step with DEP with the same step without DEP and without parallelism.
+
+    Both start from the same weights and take the same first step of the configuration's own data:
+    one in the processes of its layout, one in a single process with the encoder inside the graph.
+    Every parameter's gradient, the loss and the counts must agree but for rounding: relative errors
+    of 1e-10 in float64 and 1e-5 in float32. In bfloat16 2e-2 are allowed, 2e-1 in biases and norms:
+    that can hide a small fault, so take train.dtype=float32 if it can be had. With --steps above 1
+    ten times as much is allowed, because updates carry rounding on. All processes run on this
+    machine.
+
+    Exit code 0: the same, 1: not the same, 2: could not be compared.
+
+    \b
+    kimi-pretrain verify dep --config my.yaml train.dtype=float32
+    kimi-pretrain verify dep --config configs/kimi_k25_1t.yaml --shrink data.root=s3://corpus
+    kimi-pretrain verify dep --config my.yaml --shrink --self-test --json
+    kimi-pretrain verify dep --config my.yaml --shrink --plant swapped-items
+    """
+    from launch.cli import end_in_order
+
+    end_in_order()
+    with told_plainly():
+        from launch.verify_view import Terminal
+
+        terminal = Terminal()
+        result = verify_dep(
+            config,
+            tuple(overrides or ()),
+            shrink=shrink,
+            processes=processes,
+            steps=steps,
+            faults=chosen_faults(plant, self_test),
+            keep=keep,
+            tell=terminal.line,
+        )
+        if plant is not None:
+            result = with_fault(result, plant)
+        terminal.show(result)
+        if as_json:
+            typer.echo(json.dumps(result))
+        raise typer.Exit(0 if result["passed"] else 1)
+
+
+def chosen_faults(plant: str | None, self_test: bool) -> tuple[str, ...]:
+    """Return the faults to plant.
+
+    Raises:
+        ValueError: an unknown one, or both options at once.
+    """
+    from kimi_pretrain.verify.faults import FAULTS
+
+    if plant is not None and plant not in FAULTS:
+        raise ValueError(f"--plant {plant}: no such fault; there are {', '.join(FAULTS)}")
+    if plant is not None and self_test:
+        raise ValueError("--self-test plants every fault; leave out --plant")
+    return tuple(FAULTS) if self_test else (plant,) if plant else ()
+
+
+def with_fault(result: dict[str, Any], fault: str) -> dict[str, Any]:
+    """Return the result of `verify_dep` as if the step with a fault were the step to verify.
+
+    Raises:
+        ValueError: the fault could not be planted in this step.
+    """
+    told = result["faults"][fault]
+    if "obstacle" in told:
+        raise ValueError(f"--plant {fault} cannot be done here: {told['obstacle']}")
+    comparison = told["comparison"]
+    return result | {
+        "passed": comparison["passed"],
+        "comparison": comparison,
+        "planted": fault,
+        "faults": {},
+    }
+
+
+def verify_dep(
+    config_path: str,
+    overrides: tuple[str, ...] = (),
+    *,
+    shrink: bool = False,
+    processes: int = 4,
+    steps: int = 1,
+    faults: Sequence[str] = (),
+    keep: Path | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Run both jobs and compare them.
+
+    Args:
+        config_path: YAML file or name of a preset.
+        overrides: `section.key=value`.
+        shrink: take a small copy of the configuration, of at most `processes` processes.
+        steps: to run; gradients are compared after the last.
+        faults: names in `kimi_pretrain.verify.faults.FAULTS`; each is planted in a step of its own.
+        keep: empty folder for what is otherwise thrown away.
+        tell: takes a line about what is going on.
+
+    Returns:
+        passed: nothing differs, and every fault that could be planted was found;
+        comparison: `Comparison.as_dict()` of the step as it is;
+        faults: name -> {found, comparison}, or {obstacle} where the step cannot have it;
+        plan, processes, layout, dtype, steps, changes, seconds.
+
+    Raises:
+        ValueError: the configuration cannot run here, or the step has no media to verify.
+        JobStopped: a job failed.
+    """
+    from kimi_pretrain.config import describe, load_config
+    from kimi_pretrain.verify import jobs
+    from kimi_pretrain.verify.compare import tolerance_for
+
+    refuse_ranks()
+    config, changes = load_config(config_path, overrides), []
+    if shrink:
+        config, changes = _shrunk(config, processes)
+    config = jobs.decoupled(config)
+    check_machine(config)
+    tolerance = tolerance_for(config.train.dtype, config.dep.exchange_dtype, steps)
+    with _folder(keep) as folder:
+        for line in describe(config).splitlines():
+            tell(line)
+        seconds = {
+            "dep": _run(config, folder / "dep", steps, tuple(faults), tell),
+            "reference": _run(jobs.reference(config), folder / "reference", steps, (), tell),
+        }
+        result = compare_jobs(folder, tolerance, faults) | {
+            "processes": config.layout.world_size(),
+            "layout": config.layout.model_dump(mode="json"),
+            "dtype": config.train.dtype,
+            "steps": steps,
+            "changes": [list(change) for change in changes],
+            "seconds": seconds,
+        }
+        if keep is not None:
+            (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def compare_jobs(folder: Path, tolerance: "Tolerance", faults: Sequence[str]) -> dict[str, Any]:
+    """Compare what both jobs left under `folder`; see `verify_dep` for the result."""
+    from kimi_pretrain.verify import compare, gradients, jobs
+
+    wanted = jobs.read_facts(folder / "reference" / jobs.CLEAN)
+    assert not isinstance(wanted, str)  # only faults have obstacles
+    if not wanted[0].items:
+        raise ValueError(
+            "the step to compare holds no media, so there is nothing to verify; raise "
+            "data.rows_per_step or the share of the sources with media, or change data.seed"
+        )
+    reference = gradients.GradientFiles(folder / "reference" / jobs.CLEAN)
+    plan: dict[str, Any] = {}
+
+    def against(name: str) -> "Comparison | str":
+        found = jobs.read_facts(folder / "dep" / name)
+        if isinstance(found, str):
+            return found
+        plan.update(found[1])
+        files = gradients.GradientFiles(folder / "dep" / name)
+        return compare.compare(files, reference, found[0], wanted[0], tolerance)
+
+    clean = against(jobs.CLEAN)
+    assert not isinstance(clean, str)
+    found = {name: _verdict(against(name)) for name in faults}
+    if not clean.passed:  # then a fault would be "found" whether it is there or not
+        for fault in found.values():
+            fault["found"] = False
+    return {
+        "passed": clean.passed and all(fault.get("found", True) for fault in found.values()),
+        "comparison": clean.as_dict(),
+        "faults": found,
+        "plan": plan,
+    }
+
+
+def refuse_ranks() -> None:
+    """Refuse to be one of several processes.
+
+    Raises:
+        ValueError: torchrun started this process.
+    """
+    if "RANK" in os.environ or "LOCAL_RANK" in os.environ:
+        raise ValueError(
+            "verify starts its own processes: run it once, not under torchrun (RANK is set)"
+        )
+
+
+def check_machine(config: "Config") -> None:
+    """Refuse a layout whose processes this machine cannot hold.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    import torch
+
+    wanted, gpus = config.layout.world_size(), torch.cuda.device_count()
+    cores = len(os.sched_getaffinity(0))
+    room = gpus or PROCESSES_PER_CORE * cores
+    if wanted > room:
+        held = f"{gpus} GPUs, one for each" if gpus else f"no GPU and {cores} cores"
+        raise ValueError(
+            f"the layout has {wanted} processes, this machine has {held}; verify a small copy "
+            f"with --shrink --processes {min(4, room)}"
+            + (", or hide the GPUs with CUDA_VISIBLE_DEVICES=" if gpus else "")
+        )
+
+
+def _shrunk(config: "Config", processes: int) -> tuple["Config", Sequence[Any]]:
+    from data_pipeline.access import open_data, open_tokenizer
+    from kimi_pretrain.verify.shrink import shrink
+
+    small = shrink(config, processes).config  # whose cache and limits fit this machine
+    tokenizer = open_tokenizer(small.data, open_data(small.data))
+    found = shrink(config, processes, tokenizer.vocab_size)
+    return found.config, found.changes
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    """Give a folder for both jobs, which goes again unless it is to be kept."""
+    if keep is None:
+        with TemporaryDirectory(prefix="kimi-pretrain-verify-") as folder:
+            yield Path(folder)
+        return
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise ValueError(f"--keep {keep} is not empty; give a new folder")
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep.resolve()
+
+
+def _run(
+    config: "Config",
+    folder: Path,
+    steps: int,
+    faults: tuple[str, ...],
+    tell: Callable[[str], None],
+) -> float:
+    """Run one job to its end; returns its seconds."""
+    from kimi_pretrain.config import dump_config
+    from launch import supervise, torchrun
+    from launch.verify_worker import WORKER, VerifyJob
+
+    folder.mkdir()
+    file = folder / "config.yaml"
+    file.write_text(dump_config(config))
+    processes = config.layout.world_size()
+    tell(f"running {folder.name}: {processes} process{'es' if processes > 1 else ''} ...")
+    job = VerifyJob(str(file), str(folder), steps=steps, faults=faults)
+    command = torchrun.command(job, torchrun.Nodes(processes), worker=WORKER)
+    if processes == 1:
+        command = [sys.executable, "-m", WORKER, job.argument()]
+    env = torchrun.environment(os.environ, processes, len(os.sched_getaffinity(0)))
+    start = time.perf_counter()
+    code, message = supervise.run(command, env, folder)
+    if message:
+        raise JobStopped(f"{folder.name} job: {message}")
+    if code:
+        raise JobStopped(f"the {folder.name} job stopped with exit code {code}; see above why")
+    return time.perf_counter() - start
+
+
+def _verdict(comparison: "Comparison | str") -> dict[str, Any]:
+    """Return what became of a planted fault."""
+    if isinstance(comparison, str):
+        return {"obstacle": comparison}
+    return {"found": not comparison.passed, "comparison": comparison.as_dict()}

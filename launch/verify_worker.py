@@ -1,0 +1,48 @@
+"""One process of a verification: `python -m launch.verify_worker JSON`, see `launch.verify`."""
+
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import worker
+from launch.job import Job
+from launch.quiet import quiet_libraries
+
+WORKER = "launch.verify_worker"
+
+
+@dataclass(frozen=True)
+class VerifyJob(Job):
+    """One of the jobs that are compared; `run_dir` takes its gradients.
+
+    Attributes:
+        steps: to run; the gradients are of the last.
+        faults: that the last step is run again with, one at a time.
+    """
+
+    steps: int = 1
+    faults: tuple[str, ...] = ()
+
+    @staticmethod
+    def parse(argument: str) -> "VerifyJob":
+        """Return the job that `argument()` wrote."""
+        values = json.loads(argument)
+        lists = {name: tuple(values[name]) for name in ("overrides", "faults")}
+        return VerifyJob(**{**values, **lists})
+
+
+def run_job(job: VerifyJob) -> None:
+    """Take the steps and write the gradients; rank and world come from the environment."""
+    quiet_libraries()
+    from kimi_pretrain.config import load_config
+    from kimi_pretrain.verify.dep import measure
+
+    config = load_config(job.config, job.overrides)
+    measure(config, Path(job.run_dir), job.steps, job.faults)
+
+
+if __name__ == "__main__":
+    logging.getLogger().addHandler(logging.NullHandler())  # what stops a job is told once
+    worker.leave(worker.main(sys.argv[1], VerifyJob.parse, run_job))

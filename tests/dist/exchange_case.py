@@ -1,0 +1,174 @@
+"""One of four processes: the exchange and the sum of gradients, without model and engine."""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from kimi_pretrain.dep import sharded  # noqa: E402
+from kimi_pretrain.dep.encoder import DecoupledEncoder  # noqa: E402
+from kimi_pretrain.dep.exchange import Exchange  # noqa: E402
+from kimi_pretrain.dep.groups import scope_group  # noqa: E402
+from kimi_pretrain.dep.plan import VisionPlan, runs, shares_of  # noqa: E402
+from kimi_pretrain.dep.reduce import GradientSum  # noqa: E402
+from moonvit3d.config import MoonViTConfig  # noqa: E402
+from tests.unit.kimi_pretrain.test_vision_plan import made_plan  # noqa: E402
+
+HIDDEN = 12
+
+
+def values(item: np.ndarray, token: np.ndarray) -> torch.Tensor:
+    """A number for every item, token and column, [tokens, HIDDEN]."""
+    columns = np.arange(HIDDEN)
+    return torch.from_numpy(item[:, None] * 1.7 + np.sin(token[:, None] * 13.0 + columns))
+
+
+def encoded(plan: VisionPlan, rank: int) -> torch.Tensor:
+    shares = plan.encoded_by(rank)
+    tokens = [np.arange(b, e) for b, e in zip(shares.begin, shares.end, strict=True)]
+    item = np.repeat(shares.item, shares.end - shares.begin)
+    return values(item, np.concatenate([np.zeros(0, int), *tokens]))
+
+
+def arrived(plan: VisionPlan, rank: int) -> torch.Tensor:
+    spans = plan.received_by(rank)
+    tokens = [np.arange(b, b + n) for b, n in zip(spans.begin, spans.count, strict=True)]
+    item = np.repeat(spans.item, spans.count)
+    return values(item, np.concatenate([np.zeros(0, int), *tokens]))
+
+
+def exchange_brings_every_token_there_and_back(rank: int) -> None:
+    for cp, items in [(1, 40), (2, 40), (1, 0), (1, 1)]:
+        plan, *_ = made_plan(cp, 1, 2 // cp, items, seed=items + cp, split=items > 1)
+        sent, wanted = encoded(plan, rank), arrived(plan, rank)
+        for budget in (1 << 30, 2000, 1):
+            exchange = Exchange(None, range(4), budget)
+            got = exchange.hand_over(sent, plan, rank)
+            assert torch.equal(got, wanted), (cp, items, budget)
+            assert torch.equal(exchange.hand_back(got, plan, rank), sent), (cp, items, budget)
+        narrow = Exchange(None, range(4), 500, torch.bfloat16)
+        got = narrow.hand_over(sent.float(), plan, rank)
+        assert got.dtype == torch.float32
+        assert torch.equal(got, wanted.float().bfloat16().float())
+        spans = plan.sent_by(rank)
+        abroad = sum(n for n, d in zip(spans.count, spans.dest, strict=True) if d != rank)
+        assert narrow.bytes_sent(plan, rank, HIDDEN, 4)["over"] == abroad * HIDDEN * 2
+
+
+def exchange_stays_inside_its_scope(rank: int) -> None:
+    """Two replicas that share nothing: the same exchange in two groups at once."""
+    scopes = [[0, 2], [1, 3]]
+    group = scope_group(scopes, 60.0)
+    mine = scopes[rank % 2]
+    exchange = Exchange(group, mine, 700)
+    plan, *_ = made_plan(1, 1, 2, 0, seed=1, split=False)
+    item = np.arange(6)
+    where_from = np.array([0, 1, 2, 3, 2, 1])
+    columns = {
+        "item": item, "begin": 0 * item, "count": item + 1, "source": where_from,
+        "dest": where_from % 2, "microbatch": 0 * item, "position": 0 * item,
+    }  # fmt: skip
+    plan = VisionPlan(
+        rank=where_from, parts=item * 0 + 1, home=where_from % 2, tokens=item + 1,
+        patches=4 * (item + 1), costs=item + 1.0, split_efficiency=1.0,
+        order=np.array([0, 2, 1, 3]), spans=type(plan.spans)(**columns),
+    )  # fmt: skip
+    got = exchange.hand_over(encoded(plan, rank), plan, rank)
+    assert torch.equal(got, arrived(plan, rank))
+    assert torch.equal(exchange.hand_back(got, plan, rank), encoded(plan, rank))
+
+
+def made_layers(rank: int) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(5)))
+
+
+def summed(rank: int, chunks: int, *, overlap: bool, bucket: int) -> torch.Tensor:
+    layers = made_layers(rank)
+    sums = GradientSum(dict(layers.named_parameters()), torch.float32, torch.device("cpu"), bucket)
+    for chunk in range(chunks):
+        x = torch.linspace(rank, chunk + 2.0, 18).view(3, 6)
+        if overlap and chunk == chunks - 1:
+            sums.overlap()
+        layers(x).square().sum().backward()
+        assert all(p.grad is None for p in layers.parameters())
+    sums.finish()
+    return sums.buffer
+
+
+def sum_is_the_same_with_and_without_overlap(rank: int) -> None:
+    """Ranks with other numbers of chunks, one with none: nobody waits, the sum is everyone's."""
+    chunks = [3, 1, 0, 2][rank]
+    for bucket in (1, 50, 1 << 20):
+        plain = summed(rank, chunks, overlap=False, bucket=bucket)
+        early = summed(rank, chunks, overlap=True, bucket=bucket)
+        assert torch.equal(plain, early), bucket
+    expected = torch.zeros_like(plain)
+    for other, count in enumerate([3, 1, 0, 2]):
+        layers = made_layers(other)
+        for chunk in range(count):
+            x = torch.linspace(other, chunk + 2.0, 18).view(3, 6)
+            layers(x).square().sum().backward()
+        if count:
+            expected += torch.cat([p.grad.flatten() for p in layers.parameters()])
+    assert torch.allclose(plain, expected, rtol=1e-5)
+
+
+VISION = MoonViTConfig(width=32, depth=2, heads=4, mlp_width=48, pos_grid=8, out_width=24)
+GRIDS = np.array([[1, 8, 8], [2, 4, 6], [1, 12, 4], [1, 2, 2], [4, 4, 4], [1, 6, 6]])
+FIRST = np.array([0, 2, 0, 3, 1, 1])  # rank of each item, or the first of those that share it
+PARTS = np.array([4, 2, 2, 1, 1, 1])
+
+
+def encoder_sums(rank: int, blocks: dict, room: int, **how) -> tuple[torch.Tensor, ...]:
+    """Outputs, gradients summed over ranks, and patches kept, of shared and whole items."""
+    tokens, draw = GRIDS[:, 1] * GRIDS[:, 2] // 4, np.random.Generator(np.random.Philox(key=4))
+    pixels = [draw.integers(0, 256, (n, 3, 14, 14), dtype=np.uint8) for n in GRIDS.prod(1)]
+    encoder = DecoupledEncoder(
+        VISION, 70, 3, torch.float64, torch.device("cpu"), blocks=blocks, **how
+    )
+    shares = shares_of(FIRST, PARTS, tokens, np.arange(4))
+    mine = shares[shares.rank == rank]
+    mine = mine[np.lexsort((mine.item, -mine.parts))]
+    fetched = {item: pixels[item] for item in np.flatnonzero(rank == FIRST).tolist()}
+    work = encoder.begin(mine, GRIDS, fetched, room)
+    out, kept = work.forward(), torch.tensor(work.kept_patches)
+    starts = (np.cumsum(tokens) - tokens)[mine.item]
+    places = torch.from_numpy(runs(starts + mine.begin, mine.end - mine.begin))
+    places = places[:, None] * 24 + torch.arange(24)  # a gradient for every token and column
+    work.backward(torch.sin(places.double()))
+    encoder.sums.finish()
+    return out, encoder.sums.buffer, kept
+
+
+def ranks_with_other_room_share_items(rank: int) -> None:
+    """What one rank keeps is its own affair: the others of a block cannot know its room."""
+    blocks = sharded.blocks([range(4)], 4, 15.0)
+    room = [0, 1 << 30, 0, 1 << 25][rank]
+    for frozen in ([], ["vision_tower"]):
+        plain_out, plain, _ = encoder_sums(rank, blocks, 0, frozen=frozen)
+        out, sums, kept = encoder_sums(rank, blocks, room, frozen=frozen)
+        assert torch.equal(out, plain_out)
+        assert torch.equal(sums, plain)
+        assert (kept > 0) == (rank in (1, 3)), kept
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for case in (
+        exchange_brings_every_token_there_and_back,
+        exchange_stays_inside_its_scope,
+        sum_is_the_same_with_and_without_overlap,
+        ranks_with_other_room_share_items,
+    ):
+        case(dist.get_rank())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print("passed", case.__name__, flush=True)
+    dist.destroy_process_group()

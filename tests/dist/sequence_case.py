@@ -1,0 +1,116 @@
+"""What a process of a test job does about rows that several ranks share; see worker.py."""
+
+import numpy as np
+import torch
+
+from kimi_pretrain.sequence import SequenceParts
+
+STRIDE = 7  # every seventh place of a row takes a planted vision embedding
+BORDERS = [0, 5, 6, 40, 41, 64, 80]
+DOCUMENTS = [True, True, True, True, True, False]
+
+
+def _shared_attention() -> dict[str, float]:
+    """Attention of 1, 2 and 4 context-parallel ranks, one after the other, against the plain loop.
+
+    Returns the largest errors, fp64: of outputs, of the gradients of queries, keys and values, and
+    of the maxima, which brute force looks for over all pairs.
+    """
+    from kimi_pretrain.engine import attention
+
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(80, 3, d, generator=generator, dtype=torch.float64) for d in (8, 8, 6))
+    weight = torch.randn(80, 3, 6, generator=generator, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    twin = attention.packed_attention_reference(q, k, v, BORDERS, 0.3)
+    wanted = torch.autograd.grad((twin * weight).sum(), inputs)
+    largest = torch.full((3,), -torch.inf, dtype=torch.float64)
+    for start, end in zip(BORDERS[:-2], BORDERS[1:-1], strict=True):  # not the padding
+        for i in range(start, end):
+            for j in range(start, i + 1):
+                largest = torch.maximum(largest, (q[i] * k[j]).sum(-1).detach() * 0.3)
+    errors = {}
+    for num_cp in (1, 2, 4):
+        shared = SequenceParts(80, num_cp)
+        held = [torch.from_numpy(shared.positions_cp(rank)) for rank in range(num_cp)]
+        gathered = torch.cat(held)
+        out, maxima = torch.zeros_like(twin), []
+        for rank, mine in enumerate(held):
+            parts = attention.buckets(BORDERS, DOCUMENTS, torch.device("cpu"), shared, rank)
+            found, max_logits = attention.packed_attention(
+                q[mine], k[gathered], v[gathered], parts, 0.3
+            )
+            out = out.index_copy(0, mine, found)
+            maxima.append(max_logits)
+        gradients = torch.autograd.grad((out * weight).sum(), inputs)
+        differences = [out - twin, *(a - b for a, b in zip(gradients, wanted, strict=True))]
+        errors[f"cp={num_cp}"] = max(float(x.abs().max()) for x in differences)
+        errors[f"cp={num_cp}, maxima"] = float((torch.stack(maxima).amax(0) - largest).abs().max())
+    return errors
+
+
+def leaf_gradients(run) -> dict:
+    """Plant vision embeddings at places of the rows, run the backbone, return their gradients.
+
+    Of three microbatches one has none, and one only in the first quarter of its rows, which not
+    every rank holds. Returns "gradients" [microbatches, tokens, hidden] by place in
+    the row, whether the routing biases moved, and how many parameters have a gradient buffer.
+    """
+    from kimi_pretrain.microbatches import build_microbatches
+
+    config, mesh = run.config, run.mesh
+    batch, rows = next(run.loader), config.train.rows_per_microbatch
+    microbatches = build_microbatches(batch, mesh, rows, np.zeros(0, np.int64))
+    shared = SequenceParts(rows * batch.plan.seq_len, mesh.num_cp, mesh.num_tp)
+    places = shared.positions(mesh.part)
+    first, hidden = mesh.replica * len(microbatches), config.model.language.hidden_size
+    planted = {}
+    for number, microbatch in enumerate(microbatches if mesh.is_first_stage else (), start=first):
+        if number % 3 == 2:
+            continue
+        generator = torch.Generator().manual_seed(number)
+        row = torch.randn(shared.tokens, hidden, generator=generator) * 0.02
+        end = shared.tokens // 4 if number % 3 == 1 else shared.tokens
+        taken = np.flatnonzero((places % STRIDE == 0) & (places < end))
+        if not len(taken):
+            continue
+        microbatch.leaf = row[places[taken]].requires_grad_()
+        microbatch.leaf_positions = torch.from_numpy(taken)
+        planted[number] = (microbatch, places[taken])
+    before = [bias.clone() for bias in run.backbone._routing_biases()]
+    run.backbone.train_step(microbatches, 1.0)
+    moved = [
+        not torch.equal(old, new)
+        for old, new in zip(before, run.backbone._routing_biases(), strict=True)
+    ]
+    mine = {number: (at, one.leaf.grad) for number, (one, at) in planted.items()}
+    gradients = torch.zeros(batch.plan.num_rows // rows, shared.tokens, hidden)
+    for part in mesh.gather(mine):
+        for number, (at, gradient) in part.items():
+            gradients[number, at] += gradient
+    buffers = sum(hasattr(view.param, "main_grad") for view in run.backbone.views())
+    return {"gradients": gradients, "moved": any(moved), "buffers": buffers}
+
+
+def shared_rows(run) -> dict:
+    """Planted embeddings, then training steps, then what a checkpoint would hold.
+
+    Returns "leaves" (see `leaf_gradients`), "steps" as of the action `losses`, the "shapes" of all
+    tensors by name, and, of a process alone, the errors of "attention".
+    """
+    from kimi_pretrain import checkpoint
+    from tests.dist.worker import losses
+
+    leaves = leaf_gradients(run)
+    run.backbone.undo_routing_biases()
+    steps = losses(run)
+    checkpoint.hash_tensors(run.tensors(), run.mesh)  # copies are equal bit for bit
+    shapes: dict[str, tuple[int, ...]] = {}
+    mine = {name: tuple(tensor.shape) for name, tensor in run.tensors().items()}
+    for part in run.mesh.gather(mine):
+        shapes.update(part)
+    attention = _shared_attention() if run.mesh.world_size == 1 else {}
+    return {"leaves": leaves, "steps": steps, "shapes": shapes, "attention": attention}
+
+
+ACTIONS = {"leaf_gradients": leaf_gradients, "shared_rows": shared_rows}

@@ -1,0 +1,65 @@
+"""DEP in a real layout: every way to do the encoder's work comes to the same gradients (I2)."""
+
+import pytest
+import torch
+
+from tests.dist.jobs import layout, run_job
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+
+def worst(found: dict, expected: dict) -> tuple[float, str]:
+    """The largest relative difference of any parameter's gradient, and whose it is."""
+    assert found.keys() == expected.keys()
+    errors = {
+        name: float((found[name].double() - wanted.double()).norm() / wanted.double().norm())
+        for name, wanted in expected.items()
+        if wanted.any() or found[name].any()
+    }
+    name = max(errors, key=lambda name: errors[name])
+    return errors[name], name
+
+
+PREFIX = {
+    "vision_tower": "vision_tower.", "projector": "mm_projector.",
+    "language_model": "language_model.",
+}  # fmt: skip
+FROZEN = {
+    "tower": ["vision_tower"],
+    "projector": ["projector"],
+    "encoder": ["vision_tower", "projector"],
+    "language model": ["language_model"],
+    "all but the projector": ["vision_tower", "language_model"],
+}
+
+
+def check_frozen(found: dict, plain: dict) -> None:
+    """What is trained gets the gradients it always gets; what is frozen has none, and no phases."""
+    for name, parts in FROZEN.items():
+        gone = tuple(PREFIX[part] for part in parts)
+        left = {n: g for n, g in plain["gradients"].items() if not n.startswith(gone)}
+        error, parameter = worst(found[name]["gradients"], left)
+        assert error <= 1e-6, (name, parameter, error)
+        assert found[name]["loss"] == plain["loss"]
+        backward = {"5 hand-back", "6 vision backward", "6 gradient sum"}
+        ran = backward & set(found[name]["phases"])
+        assert ran == (set() if name == "encoder" else backward), name
+
+
+def test_every_way_to_encode_comes_to_the_same(data_root, tmp_path):
+    """The baseline, kept activations, other chunks, other ranks, shared items: PP2 x EP2, fp32."""
+    axes = layout(pp=2, dp=2, ep=2)
+    found = run_job("dep_variants", tmp_path, 4, f"data.root={data_root}", "train.steps=1", *axes)
+    plain = found.pop("plain")
+    assert plain["kept"] == 0
+    check_frozen({name: found.pop(name) for name in FROZEN}, plain)
+    for name, variant in found.items():
+        error, parameter = worst(variant["gradients"], plain["gradients"])
+        assert error <= 1e-5, (name, parameter, error)
+        assert abs(variant["loss"] - plain["loss"]) <= 1e-6 * plain["loss"], name
+    # What changes no arithmetic changes no bit.
+    for name in ("kept", "offloaded", "small chunks"):
+        for parameter, gradient in found[name]["gradients"].items():
+            assert torch.equal(gradient, plain["gradients"][parameter]), (name, parameter)
+    assert found["kept"]["kept"] == plain["patches"]
+    assert found["shared by two"]["shared"] > 0

@@ -1,0 +1,127 @@
+"""Rows that several ranks share: the same numbers as one process, and a frozen language model."""
+
+import numpy as np
+import pytest
+
+from kimi_pretrain.config import ConfigError, load_config
+from kimi_pretrain.sequence import SequenceParts
+from tests.dist.jobs import run_job
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+# The balance loss weighs enough to be seen, the rotary factor of YaRN is on, QK-Clip acts.
+COMMON = (
+    "train.steps=4", "optim.qk_clip_threshold=0.05", "model.language.aux_loss_coeff=0.1",
+    "model.language.yarn={factor: 4.0, original_max_position: 32}",
+)  # fmt: skip
+LAYOUTS = {
+    "DP2 x CP2, EP4": dict(dp=2, cp=2, ep=4),
+    "CP2 x TP2": dict(cp=2, tp=2),
+}
+
+
+def run(action, out, data_root, *overrides, **axes):
+    layout = {"pp": 1, "vpp": 1, "dp": 1, "ep": 1, "cp": 1, "tp": 1} | axes
+    processes = layout["pp"] * layout["dp"] * layout["cp"] * layout["tp"]
+    settings = [f"layout.{axis}={size}" for axis, size in layout.items()]
+    return run_job(action, out, processes, f"data.root={data_root}", *COMMON, *settings, *overrides)
+
+
+@pytest.fixture(scope="module")
+def one_process(data_root, tmp_path_factory):
+    return run("shared_rows", tmp_path_factory.mktemp("one"), data_root)
+
+
+def assert_same_gradients(found, wanted):
+    scale = wanted.abs().max()
+    assert scale > 0
+    assert (found - wanted).abs().max() <= 1e-6 * scale
+
+
+@pytest.mark.parametrize("axes", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_shared_rows_train_as_in_one_process(axes, one_process, data_root, tmp_path):
+    found = run("shared_rows", tmp_path, data_root, **axes)
+    assert_same_gradients(found["leaves"]["gradients"], one_process["leaves"]["gradients"])
+    assert found["leaves"]["moved"]
+    assert found["shapes"] == one_process["shapes"]
+    for step, wanted in zip(found["steps"], one_process["steps"], strict=True):
+        for count in ("vision_tokens", "loss_tokens", "items", "clipped_heads"):
+            assert step[count] == wanted[count], count
+        for number in ("loss", "grad_norm", "max_logit"):
+            assert step[number] == pytest.approx(wanted[number], rel=1e-5), number
+    assert sum(step["clipped_heads"] for step in found["steps"]) > 0
+    assert all(step["vision_tokens"] > 0 for step in found["steps"])
+
+
+def test_attention_of_every_part_equals_the_plain_loop(one_process):
+    errors = one_process["attention"]
+    assert len(errors) == 6
+    for name, error in errors.items():
+        assert error <= 1e-10, (name, error)
+
+
+def test_a_frozen_language_model_passes_the_same_gradients(one_process, data_root, tmp_path):
+    frozen = run(
+        "leaf_gradients", tmp_path, data_root, "train.frozen=[language_model]", pp=2, cp=2
+    )  # fmt: skip
+    free = one_process["leaves"]
+    assert_same_gradients(frozen["gradients"], free["gradients"])
+    assert free["moved"]
+    assert not frozen["moved"]
+    assert free["buffers"] > 0
+    assert frozen["buffers"] == 0
+
+
+def held_by_plain_loop(tokens, num_cp, num_tp, part):
+    """Token by token: which places of the row a part holds."""
+    cp_rank, tp_rank = divmod(part, num_tp)
+    chunk = tokens // (2 * num_cp)
+    mine = [
+        t for t in range(tokens) if num_cp == 1 or t // chunk in (cp_rank, 2 * num_cp - 1 - cp_rank)
+    ]
+    size = len(mine) // num_tp
+    return mine[tp_rank * size : (tp_rank + 1) * size]
+
+
+@pytest.mark.parametrize("num_cp", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_tp", [1, 2, 3, 4])
+def test_parts_and_granules(num_cp, num_tp):
+    parts = SequenceParts(144, num_cp, num_tp)
+    for part in range(parts.num_parts):
+        places = parts.positions(part)
+        assert places.dtype == np.int64
+        assert places.tolist() == held_by_plain_loop(144, num_cp, num_tp, part)
+        for offset, place in enumerate(places.tolist()):
+            granule, inside = divmod(place, parts.granule)
+            assert parts.holder[granule] == part
+            assert parts.offset[granule] + inside == offset
+    ends = np.concatenate([parts.positions_cp(rank) for rank in range(num_cp)])
+    assert ends[parts.gathered_cp()].tolist() == list(range(144))
+    assert parts.granule == 144 or parts.num_parts > 1
+
+
+def test_causal_work_is_even():
+    """Pairs of a query and a key that it sees, for a document as long as the row."""
+    parts = SequenceParts(4096, 8)
+    pairs = [int((parts.positions_cp(rank) + 1).sum()) for rank in range(8)]
+    assert max(pairs) == min(pairs)
+
+
+def test_a_row_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="100 tokens .* 8 chunks"):
+        SequenceParts(100, 4)
+
+
+REFUSED = {
+    "rows": (["layout.cp=3", "layout.ep=1"], ("layout.cp=3", "1024 tokens")),
+    "heads": (["layout.tp=8"], ("model.language.num_heads=4", "layout.tp=8")),
+    "vocabulary": (["layout.tp=4", "model.language.vocab_size=1790"], ("vocab_size=1790",)),
+    "experts": (["layout.ep=8", "layout.cp=2"], ("layout.ep=8", "layout.cp=2", "= 4")),
+}
+
+
+@pytest.mark.parametrize(("overrides", "named"), REFUSED.values(), ids=REFUSED.keys())
+def test_layouts_that_do_not_divide_are_refused(overrides, named):
+    with pytest.raises(ConfigError) as error:
+        load_config("tiny_cpu", overrides)
+    assert all(part in str(error.value) for part in named)

@@ -1,0 +1,295 @@
+"""`kimi-pretrain plan` on a small real corpus: its table against plain loops over the plan."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from data_pipeline.index.manifest import read_index
+from data_pipeline.plan.planner import Planner
+from data_pipeline.store.open import FolderStore
+from kimi_pretrain.config import load_config
+from kimi_pretrain.vision_plan import VisionPlanner
+from launch.cli import app
+from moonvit3d.memory import activation_bytes
+from moonvit3d.packing import chunks
+from tests.dist import corpus
+
+runner = CliRunner()
+SMALL = (
+    "data.sources={pictures: 1.0, words: 1.0}", "data.tokenizer=tokenizer.tiktoken",
+    "data.vision_token_ratio=0.2", "data.seq_len=128", "data.rows_per_step=8",
+    "data.pack_window=64", "data.schedule=[]", "data.max_epochs={}", "data.augment={}",
+    "data.cache=null", "data.limits={image: 256, frame: 64}", "train.rows_per_microbatch=1",
+    "dep.cost={per_patch: 6.0e-5, per_patch_squared: 8.0e-8, per_item: 1.5e-4}",
+    "dep.ranks_per_node=2",
+)  # fmt: skip
+NO_MEDIA = ("data.sources={words: 1.0}", "data.vision_token_ratio=null")
+# tiny_cpu's layout: 2 stages x 2 replicas, ranks 0 and 1 are the first stage.
+RANKS, REPLICAS = 4, 2
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    corpus.build(folder)
+    return folder
+
+
+def run(root, *arguments: str, config: str = "tiny_cpu", code: int = 0):
+    given = ["plan", "--config", config, *SMALL, f"data.root={root}", *arguments]
+    result = runner.invoke(app, given)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def found_by(root, *arguments: str, **options) -> dict:
+    return json.loads(run(root, "--json", *arguments, **options).stdout.splitlines()[-1])
+
+
+def plans_of(root, steps: int, *overrides: str):
+    """The plans that the training's own planners make, step after step."""
+    config = load_config("tiny_cpu", [*SMALL, *overrides])
+    store = FolderStore(root)
+    planner = Planner([read_index(store, name) for name in config.data.source_names], config.data)
+    state, vision = planner.state_dict(), VisionPlanner(config)
+    for _ in range(steps):
+        plan, state = planner.plan(state)
+        yield plan, vision.plan(plan)
+
+
+def cost(patches: int) -> float:
+    return 6e-5 * patches + 8e-8 * patches**2 + 1.5e-4
+
+
+def seconds_of(patches, ranks, parts=None) -> list[float]:
+    """Seconds of each rank, by a loop over items; shared items at 85% of the speed."""
+    seconds = [0.0] * RANKS
+    for i, size in enumerate(patches):
+        many = 1 if parts is None else int(parts[i])
+        for member in range(many):
+            slower = many * 0.85 if many > 1 else 1.0
+            seconds[int(ranks[i]) + member] += cost(int(size)) / slower
+    return seconds
+
+
+@pytest.mark.parametrize("overrides", [(), ("dep.max_split=2",)], ids=["whole", "split"])
+def test_the_table_is_what_the_plan_says(root, overrides):
+    found = found_by(root, "--steps", "3", *overrides)
+    assert found["world_size"] == RANKS
+    assert len(found["steps"]) == 3
+    assert (found["total"]["split"] > 0) == bool(overrides)
+    steps = zip(found["steps"], plans_of(root, 3, *overrides), strict=True)
+    for number, (step, (plan, vision)) in enumerate(steps):
+        items, patches = plan.items, plan.items.patches
+        assert step["step"] == plan.step == number
+        assert (step["items"], step["patches"]) == (len(items.row), patches.sum())
+        assert step["vision_tokens"] == items.tokens.sum()
+        assert step["tokens"] == plan.samples.length.sum()
+        owner = [int(row) // (8 // REPLICAS) for row in items.row]
+        by_way = {
+            "owner": seconds_of(patches, owner),
+            "round_robin": seconds_of(patches, [i % RANKS for i in range(len(patches))]),
+            "balanced": seconds_of(patches, vision.rank, vision.parts),
+        }
+        for way, seconds in by_way.items():
+            assert step["loads"][way]["slowest"] == pytest.approx(max(seconds)), way
+            assert step["loads"][way]["mean"] == pytest.approx(sum(seconds) / RANKS), way
+        assert step["own"] == step["loads"]["balanced"]
+        shared = [1.0 if many == 1 else 0.85 * many for many in vision.parts.tolist()]
+        alone = [cost(size) / part for size, part in zip(patches.tolist(), shared, strict=True)]
+        assert step["largest_seconds"] == pytest.approx(max(alone))
+        assert step["largest_patches"] == patches[int(np.argmax(alone))]
+        assert step["split"] == (vision.parts > 1).sum()
+        check_travel(step, items.tokens.tolist(), vision, owner)
+
+
+def check_travel(step: dict, tokens: list[int], vision, owner: list[int]) -> None:
+    """Nodes hold ranks 0 and 1, 2 and 3; a token is 128 numbers of float32."""
+    moved, sent, received = {"stay": 0, "inside_node": 0, "across_nodes": 0}, [0] * 4, [0] * 4
+    for i, count in enumerate(tokens):
+        many = int(vision.parts[i])
+        for member in range(many):
+            some = count * (member + 1) // many - count * member // many
+            source, dest = int(vision.rank[i]) + member, owner[i]
+            kind = "stay" if source == dest else "inside_node"
+            kind = kind if source // 2 == dest // 2 else "across_nodes"
+            moved[kind] += some
+            if source != dest:
+                sent[source] += some
+                received[dest] += some
+    assert step["moved"] == moved
+    assert step["exchange_bytes"] == max(*sent, *received) * 128 * 4
+
+
+def test_memory_is_enough_for_the_largest_chunk_and_all_embeddings(root):
+    """Against the chunks that a rank would cut; the prediction may be over by its mixture."""
+    found = found_by(root, "--steps", "2", "dep.max_patches_per_chunk=300")
+    vision_config = load_config("tiny_cpu").model.vision
+    overrides = ("dep.max_patches_per_chunk=300",)
+    for step, (plan, vision) in zip(found["steps"], plans_of(root, 2, *overrides), strict=True):
+        items, least = plan.items, []
+        table = np.stack([items.frames, items.grid_h, items.grid_w], 1)
+        for rank in range(RANKS):
+            mine = vision.encoded_by(rank).item
+            cuts = chunks(items.patches[mine].tolist(), 300)
+            of_chunks = [activation_bytes(table[mine[cut]], vision_config, 4).sum() for cut in cuts]
+            tokens = sum(items.tokens[mine]) + 2 * sum(items.tokens[vision.home == rank])
+            least.append(max(of_chunks, default=0) + int(tokens) * 128 * 4)
+        assert max(least) <= step["memory_bytes"] <= 1.3 * max(least)
+        assert 0 <= step["memory_rank"] < RANKS
+
+
+def test_all_steps_are_added_up(root):
+    found = found_by(root, "--steps", "4")
+    steps, whole = found["steps"], found["total"]
+    for name in ("items", "patches", "tokens", "vision_tokens", "split"):
+        assert whole[name] == sum(step[name] for step in steps)
+    for way in ("owner", "round_robin", "balanced"):
+        for what in ("mean", "slowest"):
+            added = sum(step["loads"][way][what] for step in steps)
+            assert whole["loads"][way][what] == pytest.approx(added)
+    assert whole["moved"]["stay"] == sum(step["moved"]["stay"] for step in steps)
+    assert whole["exchange_bytes"] == max(step["exchange_bytes"] for step in steps)
+    assert whole["memory_bytes"] == max(step["memory_bytes"] for step in steps)
+
+
+def test_the_printed_lines_hold_the_numbers(root):
+    printed = run(root, "--steps", "2", "--json").stdout.splitlines()
+    found = json.loads(printed[-1])
+    assert printed[0].startswith("4 ranks on nodes of 2; ")
+    rows = [line for line in printed if line.split()[:1] in (["0"], ["1"], ["all"])]
+    for line, step in zip(rows, [*found["steps"], found["total"]], strict=True):
+        numbers, seconds, ratios, split, moved, most = line.split("|")
+        assert numbers.split()[1:3] == [f"{step['items']:,}", f"{step['patches']:,}"]
+        ways = [step["loads"][way] for way in ("owner", "round_robin", "balanced")]
+        assert seconds.split() == [
+            f"{value:.3g}" for value in (ways[0]["mean"], *(way["slowest"] for way in ways))
+        ]
+        assert ratios.split() == [f"{way['slowest'] / way['mean']:.2f}" for way in ways]
+        assert int(split) == step["split"]
+        shares = [100 * value / step["vision_tokens"] for value in step["moved"].values()]
+        assert moved.split() == [f"{share:.0f}%" for share in shares]
+        sizes = step["exchange_bytes"] / 2**20, step["memory_bytes"] / 2**30
+        assert most.split() == [f"{size:.3g}" for size in sizes]
+
+
+def test_advice_where_the_largest_item_binds(root):
+    """A patch squared that costs more than all else: one picture is the slowest rank's work."""
+    steep = "dep.cost={per_patch: 1.0e-9, per_patch_squared: 1.0e-3, per_item: 0.0}"
+    (told,) = found_by(root, steep)["advice"]
+    assert "dep.max_split=2" in told  # a node has no more ranks
+    assert "in 8 of 8 steps" in told or "of 8 steps" in told
+    assert "data.limits" in told
+    (told,) = found_by(root, steep, "dep.max_split=2")["advice"] or [""]
+    assert "dep.max_split" not in told
+    flat = "dep.cost={per_patch: 0.0, per_patch_squared: 0.0, per_item: 1.0e-3}"
+    assert found_by(root, flat)["advice"] == []
+
+
+def test_advice_where_memory_or_a_chunk_is_too_small(root):
+    flat = "dep.cost={per_patch: 0.0, per_patch_squared: 0.0, per_item: 1.0e-3}"
+    limit = found_by(root, flat)["total"]["memory_bytes"] / 2**30
+    (told,) = found_by(root, flat, f"dep.memory_limit_gib={limit * 0.99}")["advice"]
+    assert "in 1 of 8 steps" in told
+    assert "dep.memory_limit_gib" in told
+    assert found_by(root, flat, f"dep.memory_limit_gib={limit * 1.01}")["advice"] == []
+    (told,) = found_by(root, flat, "dep.max_patches_per_chunk=64")["advice"]
+    assert "dep.max_patches_per_chunk=64: the run would not start" in told
+    (told,) = found_by(root, "dep.cost=null")["advice"][-1:]
+    assert "--calibrate" in told
+
+
+@pytest.mark.parametrize(
+    ("override", "way"),
+    [("dep.assign=owner", "owner"), ("dep.assign=round_robin", "round_robin"),
+     ("dep.placement=colocated", "owner")],
+)  # fmt: skip
+def test_own_is_what_the_config_chooses(root, override, way):
+    for step in found_by(root, "--steps", "2", override)["steps"]:
+        assert step["own"] == step["loads"][way]
+        assert step["loads"]["balanced"]["slowest"] < step["loads"]["owner"]["slowest"]
+        assert (step["moved"]["stay"] == step["vision_tokens"]) == (way == "owner")
+
+
+def test_steps_without_media(root):
+    found = found_by(root, "--steps", "2", *NO_MEDIA)
+    for step in found["steps"]:
+        assert step["items"] == step["memory_bytes"] == step["exchange_bytes"] == 0
+        assert step["own"] == {"mean": 0.0, "slowest": 0.0}
+    assert found["advice"] == []
+
+
+def test_the_trillion_parameter_layout_is_planned_in_one_process(root):
+    overrides = ("data.seq_len=4096", "data.rows_per_step=256")
+    found = found_by(root, "--steps", "1", *overrides, config="kimi_k25_1t")
+    assert found["world_size"] == 256
+    (step,) = found["steps"]
+    assert step["items"] > 1000
+    balanced, owner = (step["loads"][way] for way in ("balanced", "owner"))
+    assert balanced["slowest"] / balanced["mean"] < 1.1
+    assert owner["slowest"] > 10 * balanced["slowest"]  # 16 of 256 ranks would do all
+
+
+def test_planning_needs_neither_torch_nor_the_engine():
+    code = (
+        "import sys, kimi_pretrain.planner\n"
+        "sys.exit(', '.join({'torch', 'megatron'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_file_holds_what_is_printed(root, tmp_path):
+    file = tmp_path / "plan.json"
+    printed = run(root, "--steps", "1", "--json", "--out", str(file)).stdout.splitlines()[-1]
+    assert file.read_text() == printed + "\n"
+
+
+def one_line_error(result) -> str:
+    assert result.stdout == ""
+    (line,) = [x for x in result.stderr.splitlines() if x.startswith("error: ")]
+    return line
+
+
+def test_errors_are_one_line(root, tmp_path):
+    assert str(tmp_path / "nope") in one_line_error(run(tmp_path / "nope", code=2))
+    missing = run(root, "data.sources={pictures: 1.0, maps: 1.0}", code=2)
+    assert "maps" in one_line_error(missing)
+    assert "no folder" in one_line_error(run(root, "--out", str(tmp_path / "a/b.json"), code=2))
+
+
+VISION = "model.vision={width: 32, depth: 1, heads: 2, mlp_width: 64, pos_grid: 8, out_width: 128}"
+
+
+def test_calibrate_prints_lines_to_paste(tmp_path):
+    small = [VISION, "data.limits={image: 64, frame: 16}", "dep.max_patches_per_chunk=256"]
+    file = tmp_path / "cost.json"
+    given = ["--calibrate", "--max-seconds", "30", "--json", "--out", str(file), *small]
+    result = runner.invoke(app, ["plan", "--config", "tiny_cpu", *given])
+    assert result.exit_code == 0, result.output
+    *table, last = result.stdout.splitlines()
+    found = json.loads(last)
+    assert json.loads(file.read_text()) == found
+    start = table.index("dep:")
+    (tmp_path / "pasted.yaml").write_text("\n".join(table[start:]))
+    assert table[start + 1] == "  cost:"
+    pairs = [line.strip().split(": ") for line in table[start + 2 :]]
+    assert {name: float(value) for name, value in pairs} == found["cost"]
+    assert min(found["cost"].values()) >= 0 < sum(found["cost"].values())
+
+
+def test_calibrate_refuses_too_few_sizes():
+    small = [VISION, "data.limits={image: 4, frame: 1}", "dep.max_patches_per_chunk=8"]
+    result = runner.invoke(app, ["plan", "--config", "tiny_cpu", "--calibrate", *small])
+    assert result.exit_code == 2, result.output
+    assert "cannot be fitted to 2 timings" in one_line_error(result)
+
+
+def test_help_has_examples_and_says_why_the_model_is_in_the_config():
+    text = " ".join(runner.invoke(app, ["plan", "--help"]).output.split())
+    assert "kimi-pretrain plan --config" in text
+    assert "every rank must compute the same plan" in text

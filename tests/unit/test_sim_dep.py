@@ -1,0 +1,280 @@
+"""The simulation of DEP: closed forms, plain twins, bounds, and that docs say what was found."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import sim_dep  # noqa: E402
+from benchmarks.sim import corpus, report  # noqa: E402
+from benchmarks.sim.assumptions import (  # noqa: E402
+    Assumptions,
+    encoder_parameters,
+    gradient_sum_seconds,
+)
+from benchmarks.sim.backbone import active_parameters, chunk_flops, text_seconds  # noqa: E402
+from benchmarks.sim.phases import colocated, decoupled, true_plan  # noqa: E402
+from benchmarks.sim.pipeline import Shape, order_of, step_seconds  # noqa: E402
+from benchmarks.sim.study import SCHEMES, Case, Scheme, config_of, run  # noqa: E402
+from moonvit3d.geometry import PatchLimits  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "sim_dep.json"
+DOCUMENT = ROOT / "docs" / "dep_simulation.md"
+
+
+# The pipeline -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "microbatches"),
+    [(1, 1, 5), (2, 1, 2), (4, 1, 16), (16, 1, 64), (4, 2, 8), (8, 2, 32), (16, 2, 64), (4, 3, 16)],
+)
+def test_equal_stages_take_as_long_as_the_closed_form(ranks, chunks, microbatches):
+    shape, forward, backward = Shape(ranks, chunks, microbatches), 3.0, 5.0
+    found = step_seconds(shape, np.full(shape.stages, forward), np.full(shape.stages, backward))
+    # All passes of a rank, and a bubble that interleaving divides by the chunks of a rank.
+    whole = chunks * (forward + backward)
+    assert found == pytest.approx((microbatches + (ranks - 1) / chunks) * whole, rel=1e-12)
+
+
+def test_a_pipeline_worked_out_by_hand():
+    #   rank 0  F0 F1 .  .  B0 B0 .  B1 B1         F 1, B 2
+    #   rank 1  .  F0 F0 B0 F1 F1 B1               F 2, B 1
+    shape, forward, backward = Shape(2, 1, 2), np.array([1.0, 2.0]), np.array([2.0, 1.0])
+    assert step_seconds(shape, forward, backward) == 9.0
+    # Half a second on the way, there and back, twice in the longest chain.
+    assert step_seconds(shape, forward, backward, send=0.5) == 10.0 + 0.0
+    # Microbatch 1 takes three seconds more on its way in: F1 ends at 5, so B1 begins at 8.
+    late = np.array([0.0, 3.0])
+    assert step_seconds(shape, forward, backward, first_forward=late) == 10.0
+    assert step_seconds(shape, forward, backward, first_backward=late) == 12.0
+
+
+def test_every_rank_runs_each_pass_of_its_chunks_once():
+    shape = Shape(4, 2, 8)
+    for rank in range(4):
+        passes = order_of(shape, rank)
+        assert len(set(passes)) == len(passes) == 2 * 2 * 8
+        assert {stage % 4 for _, stage, _ in passes} == {rank}
+        held = most = 0
+        for backward, _, _ in passes:
+            held += -1 if backward else 1
+            most = max(most, held)
+        # Megatron-Core's warm-up, and the one forward that follows it.
+        assert (held, most) == (0, 2 * (4 - rank - 1) + 4 + 1)
+
+
+def test_interleaving_wants_whole_groups_of_microbatches():
+    with pytest.raises(ValueError, match="6 microbatches are not a multiple of 4"):
+        Shape(4, 2, 6)
+
+
+def test_operations_are_those_of_the_published_model():
+    config = config_of(Case(256, 0.1, 1))
+    dense, moe, head = active_parameters(config.model.language)
+    # 31.69e9 active parameters without the input table, 32.86e9 with it (published: 32.6e9).
+    assert (dense + 60 * moe + head) / 1e9 == pytest.approx(31.69, abs=0.005)
+    table = config.model.language.vocab_size * config.model.language.hidden_size
+    assert (dense + 60 * moe + head + table) / 1e9 == pytest.approx(32.86, abs=0.005)
+    assert encoder_parameters(config) == pytest.approx(416_866_032 + 54_277_888, rel=0.002)
+    linear = 2 * 4096 * (dense + 60 * moe + head)
+    attention = 61 * 4096**2 * 64 * (128 + 64 + 128)
+    assert chunk_flops(config).sum() == pytest.approx(linear + attention, rel=1e-12)
+    assert len(chunk_flops(config)) == 32
+
+
+# The data -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mix():
+    return corpus.read_mix()
+
+
+def test_the_mix_has_the_published_sizes(mix):
+    tokens = corpus.document_tokens(mix)
+    assert len(tokens) == 703
+    assert tokens.max() == 18_849
+    assert np.percentile(tokens, 90) == 4_641
+    assert np.percentile(tokens, 50) == pytest.approx(415, rel=0.1)
+    assert corpus.share_of_top_tenth(tokens) == pytest.approx(0.56, abs=0.04)
+    # With clips sampled at 2 frames a second instead of taken as sampled: a picture of 3840 x 2160.
+    images = replace(mix, width=np.where(mix.kind == 0, mix.width, 1))
+    images = replace(images, height=np.where(mix.kind == 0, mix.height, 1))
+    assert np.percentile(corpus.document_tokens(images), 99) == 10_549
+
+
+@pytest.mark.parametrize("image", [16384, 4096])
+def test_documents_are_cut_between_items_and_nothing_is_lost(mix, image):
+    limits = PatchLimits(image=image)
+    source = corpus.media_source(mix, limits, 4096)
+    assert np.array_equal(source.item_width, mix.width)
+    tokens = mix.tokens(limits)
+    samples = np.repeat(np.arange(source.num_samples), np.diff(source.item_ptr))
+    together = np.bincount(samples, tokens)
+    pages = np.bincount(samples, tokens > 4096 - 100) > 0
+    assert (together[~pages] < 4096).all()
+    # No sample holds items of two documents, and none was cut that fits a row.
+    assert all(len(set(mix.document[samples == s])) == 1 for s in range(source.num_samples))
+    sizes = np.bincount(mix.document, tokens + 13)
+    small = np.flatnonzero(sizes < 4096 - 100)
+    assert all(len(set(samples[mix.document == d])) == 1 for d in small)
+
+
+def test_steps_hold_the_share_of_media_tokens_and_repeat(mix):
+    config = config_of(Case(256, 0.3, 1))
+    plans, again = (list(corpus.steps(config.data, 2, mix)) for _ in range(2))
+    for plan in plans:
+        assert plan.num_rows == 1024
+        assert plan.vision_tokens / plan.num_tokens == pytest.approx(0.3, abs=0.03)
+        assert plan.fill_rate > 0.99
+    assert [p.content_hash() for p in plans] == [p.content_hash() for p in again]
+
+
+# A step -------------------------------------------------------------------------------------------
+
+
+def plain_total(vision, plan, config, assumed, text):
+    """A step's time in loops over items and ranks: no numpy, no groups."""
+    layout, hidden = config.layout, config.model.vision.out_width
+    size = {"world": layout.dp, "replica": 1}.get(config.dep.scope, config.dep.scope)
+    ranks = range(layout.pp * layout.dp)
+    load, sent, received = ([0.0] * len(ranks) for _ in range(3))
+    for item, rank, parts in zip(range(len(vision.rank)), vision.rank, vision.parts):
+        assert parts == 1
+        load[rank] += float(vision.costs[item])
+        rows_of_replica = plan.num_rows // layout.dp
+        home = int(plan.items.row[item]) // rows_of_replica
+        if home != rank:
+            sent[rank] += float(plan.items.tokens[item])
+            received[home] += float(plan.items.tokens[item])
+    slowest = 0.0
+    for group in range(0, layout.dp, max(size, layout.ep)):
+        mine = [r for r in ranks if group <= r % layout.dp < group + max(size, layout.ep)]
+        phases = max(load[r] for r in mine)
+        moved = max(max(sent[r], received[r]) for r in mine) * hidden * 2 / assumed.network
+        slowest = max(slowest, phases + 2 * moved)
+    waits = 2 * assumed.phase_seconds
+    return text + slowest + waits + gradient_sum_seconds(config, assumed)
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+@pytest.mark.parametrize(
+    "dep",
+    [{}, {"scope": "replica"}, {"scope": 2}, {"assign": "round_robin"}, {"assign": "owner"}],
+    ids=str,
+)
+def test_a_step_equals_its_plain_twin(mix, dep, ep):
+    case, assumed = Case(64, 0.3, 1, layout={"ep": ep}), Assumptions()
+    config = config_of(case, Scheme("", dep))
+    (plan,) = corpus.steps(config.data, 1, mix)
+    vision = true_plan(plan, config, assumed)
+    found = decoupled(vision, plan, config, assumed, text=10.0)
+    assert found.total == pytest.approx(plain_total(vision, plan, config, assumed, 10.0))
+    parts = found.text + found.encoder + found.imbalance + found.exchange + found.overhead
+    assert found.total == pytest.approx(parts, rel=1e-12)
+    assert found.imbalance >= 0
+
+
+@pytest.mark.parametrize(("ranks", "vision"), [(8, 0.1), (64, 0.1), (64, 0.5), (256, 0.3)])
+def test_no_step_beats_perfect_balance_and_balance_beats_dealing_out(mix, ranks, vision):
+    case, assumed = Case(ranks, vision, 3), Assumptions()
+    configs = {name: config_of(case, scheme) for name, scheme in SCHEMES.items()}
+    text = text_seconds(config_of(case), assumed)
+    for plan in corpus.steps(config_of(case).data, case.num_steps, mix):
+        total, perfect = {}, 0.0
+        for name, config in configs.items():
+            if name == "colocated":
+                total[name] = colocated(plan, config, assumed, text).total
+                continue
+            assigned = true_plan(plan, config, assumed)
+            perfect = text + assigned.costs.sum() / ranks
+            total[name] = decoupled(assigned, plan, config, assumed, text).total
+        assert total["world"] <= total["round_robin"] <= total["owner"]
+        assert total["split"] <= total["world"] * (1 + 1e-3)
+        assert min(v for name, v in total.items() if name != "colocated") > perfect
+        # Nothing is encoded twice in the graph, but all of it by the first stages.
+        stages = configs["colocated"].layout.pp
+        once = 0.75 * assigned.costs.sum() * stages / ranks
+        assert text < total["colocated"]
+        assert total["colocated"] > once
+
+
+@pytest.fixture(scope="module")
+def library(mix):
+    return corpus.Library(mix)
+
+
+def test_kept_activations_spare_the_recompute_as_far_as_memory_goes(library):
+    def encoder(gib):
+        kept = {"keep_activations": "auto", "memory_limit_gib": gib} if gib else {}
+        dep = {"max_patches_per_chunk": 17_408, **kept}
+        found = run(Case(64, 0.3, 1, dep=dep), ["world"], library)
+        return found["world"].parts["encoder"], found["once"].parts["encoder"]
+
+    (none, once), (some, _), (all_of_it, _) = encoder(None), encoder(24), encoder(1000)
+    assert all_of_it == pytest.approx(0.75 * none) == pytest.approx(once)
+    assert all_of_it < some < none
+
+
+def test_what_is_true_may_differ_from_what_was_planned(library):
+    case = Case(64, 0.3, 2)
+    plain = run(case, ["world"], library)["world"]
+    scattered = run(replace(case, assumed=Assumptions(cost_scatter=0.3)), ["world"], library)[
+        "world"
+    ]
+    assert scattered.efficiency < plain.efficiency
+    blind = {"cost": {"per_patch": 0, "per_patch_squared": 0, "per_item": 1}}
+    assert run(replace(case, dep=blind), ["world"], library)["world"].efficiency < plain.efficiency
+
+
+def test_the_sum_of_gradients_inside_one_node_needs_no_network():
+    config, assumed = config_of(Case(8, 0.1, 1)), Assumptions(network=1.0)
+    size = 4 * encoder_parameters(config)
+    expected = 2 * size * 7 / 8 / assumed.node_network
+    assert gradient_sum_seconds(config, assumed) == pytest.approx(expected)
+    two = config_of(Case(16, 0.1, 1))
+    assert gradient_sum_seconds(two, assumed) == pytest.approx(expected + 2 * size / 8 / 2)
+
+
+# The form and the results -------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(180)
+def test_the_quick_form_writes_figures_a_page_and_a_picture(tmp_path, capsys):
+    out, picture = tmp_path / "found.json", tmp_path / "pictures" / "found.png"
+    sim_dep.main(["--quick", "--out", str(out), "--picture", str(picture)])
+    found = json.loads(out.read_text())
+    assert found["quick"]
+    assert {(c["ranks"], c["vision"]) for c in found["grid"]} == {
+        (ranks, vision) for ranks in (8, 64, 256) for vision in (0.1, 0.3, 0.5)
+    }
+    for case in found["grid"]:
+        assert set(case["found"]) == {*SCHEMES, "perfect", "once"}
+        assert all(0 < one["efficiency"] < 1 for one in case["found"].values())
+    page = out.with_suffix(".md").read_text()
+    assert "Quick form" in page
+    assert "keep_activations" in page
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size < 200_000
+    with pytest.raises(SystemExit):
+        sim_dep.main(["--quick"])
+    assert "must not replace the results" in capsys.readouterr().err
+
+
+def test_the_committed_results_reach_the_target_and_the_document_says_the_same():
+    found = json.loads(RESULTS.read_text())
+    assert not found["quick"]
+    split = {(c["ranks"], c["vision"]): c["found"]["split"] for c in found["grid"]}
+    assert all(split[ranks, 0.1]["efficiency"] >= 0.94 for ranks in (256, 1024, 4096))
+    document = DOCUMENT.read_text()
+    assert report.filled(document, found) == document
+    with pytest.raises(ValueError, match="begin parts"):
+        report.filled(document.replace("<!-- begin parts -->", ""), found)
+    assert RESULTS.with_suffix(".md").read_text() == report.page(found)
