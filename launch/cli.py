@@ -117,7 +117,7 @@ def train(
         if nproc not in (None, nodes.processes):
             raise ValueError(
                 f"--nproc {nproc} x --nnodes {nnodes} is not the layout's {world_size} processes "
-                "(layout.pp x layout.dp)"
+                "(layout.pp x dp x cp x tp)"
             )
         typer.echo(describe(loaded))
         env = torchrun.environment(os.environ, nodes.processes, num_cores())
@@ -187,7 +187,7 @@ def submit(
         tasks = tasks_per_node or min(max(1, gpus_per_node), world_size)
         if world_size % tasks:
             raise ValueError(
-                f"the layout's {world_size} processes (layout.pp x layout.dp) do not divide over "
+                f"the layout's {world_size} processes (pp x dp x cp x tp) do not divide over "
                 f"nodes of {tasks} tasks; give --tasks-per-node or --gpus-per-node"
             )
         options = slurm.SlurmOptions(

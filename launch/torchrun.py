@@ -38,7 +38,7 @@ def spread(world_size: int, num_nodes: int, rendezvous: str | None) -> Nodes:
     """
     if world_size % num_nodes:
         raise ValueError(
-            f"{world_size} processes (layout.pp x layout.dp) do not divide over {num_nodes} nodes"
+            f"{world_size} processes (pp x dp x cp x tp) do not divide over {num_nodes} nodes"
         )
     if num_nodes > 1 and not rendezvous:
         raise ValueError(

@@ -6,6 +6,7 @@ rows of the small model. What is in a picture costs nothing, so noise will do.
 """
 
 import io
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ WORDS = "the cat sat on a mat and saw 42 red kites over the old mill while it ra
 TEXTS, WORDS_OF_TEXT = 400, 60
 WORDS_OF_DOCUMENT = 8
 PAGES = 8  # samples of each source of pages
-PAGE_SIDE = 3  # tokens on a side of their images: 9 tokens, 36 patches
+PAGE_IMAGE = (2, 3)  # height and width of their images in tokens: 6 tokens, 24 patches
 
 
 def small_mix() -> Mix:
@@ -112,7 +113,7 @@ def build_pages(root: Path, counts: list[int]) -> int:
     store, generator = FolderStore(root), _generator(8)
     texts = [_words(generator, WORDS_OF_TEXT) for _ in range(TEXTS)]
     tokenizer = write_tokenizer(store, texts)
-    image = len(tokenizer.image_prefix()) + PAGE_SIDE**2 + 1
+    image = len(tokenizer.image_prefix()) + math.prod(PAGE_IMAGE) + 1
     room = max(counts) * image
     for count in counts:
         samples = (
@@ -130,7 +131,8 @@ def build_pages(root: Path, counts: list[int]) -> int:
 
 
 def _page_image(generator: np.random.Generator) -> ImageSegment:
-    return ImageSegment(png(noise(generator, 1, PAGE_SIDE * TOKEN, PAGE_SIDE * TOKEN)[0]), "png")
+    height, width = (side * TOKEN for side in PAGE_IMAGE)
+    return ImageSegment(png(noise(generator, 1, height, width)[0]), "png")
 
 
 def _text_of(tokenizer: Tokenizer, generator: np.random.Generator, tokens: int) -> str:

@@ -20,7 +20,7 @@ from data_pipeline.loader import StepBatch
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine.mesh import Mesh
 
-CHUNK = 1024  # patches: the curve reaches several chunks a rank
+CHUNK = 512  # patches: the curve reaches several chunks a rank
 WARM = (COLOCATED, DEP)  # between them they touch everything there is
 
 

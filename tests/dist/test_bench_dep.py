@@ -62,7 +62,7 @@ def _check_memory(memory):
     assert set(memory["mix"]) == set(SETTINGS)
     first, last = memory["curve"]
     assert (first["images"], last["images"]) == (1, 4)
-    assert last["patches"] == 4 * first["patches"] == 144
+    assert last["patches"] == 4 * first["patches"] == 96
     for point in memory["curve"]:
         for ranks in point["peaks"].values():
             assert all(0 < targets.step_peak(rank) < 200 for rank in ranks)
