@@ -33,8 +33,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 demo: $(STAMP) ## train a tiny Kimi on real data, resume it, measure it (RUN_DIR=, ARGS="train.steps=40")
 	$(BIN)/kimi-pretrain demo --run-dir $(RUN_DIR) $(ARGS)
 
+# Two at a time on two cores: many tests wait, for servers, timeouts or other processes.
 test: $(STAMP) ## all tests (ARGS="-k digits" to choose)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile $(ARGS)
 
 test-unit: $(STAMP) ## tests without processes and servers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(ARGS)

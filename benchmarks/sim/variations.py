@@ -128,7 +128,7 @@ def _knowledge(around: Case) -> Iterator[Variation]:
         ("that it is one", {"per_patch": 0, "per_patch_squared": 0, "per_item": 1e-2}),
     ):
         cost: Mapping[str, Any] = {"cost": terms}
-        yield Variation(group, label, replace(around, dep=cost), ("world",))
+        yield Variation(group, label, replace(around, dep=cost))
     for scatter in (0.1, 0.3):
         off = replace(around, assumed=Assumptions(cost_scatter=scatter))
         yield Variation(group, f"operations, true cost scatters by {scatter:.0%}", off)
