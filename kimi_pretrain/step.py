@@ -221,7 +221,7 @@ class TrainStep:
         if dep.keep_activations == "none":
             return 0
         assert dep.memory_limit_gib is not None  # checked with the configuration
-        tokens = vision.tokens_sent() + 2 * vision.tokens_received()
+        tokens = vision.tokens_held()
         embedding = self.config.model.vision.out_width * self.encoder.dtype.itemsize
         return int(dep.memory_limit_gib * GIB) - int(tokens[self.mesh.rank]) * embedding
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain import checkpoint
 from kimi_pretrain.config import Config, ConfigError, describe
+from kimi_pretrain.dep.memory import TooMuchMemory
 from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.model import Model
@@ -111,6 +113,18 @@ def check_item_sizes(config: Config, indices: Sequence[SourceIndex]) -> None:
             )
 
 
+def check_node(config: Config) -> None:
+    """Warn where the plan takes machines to be larger or smaller than they are."""
+    here, per_node = os.environ.get("LOCAL_WORLD_SIZE"), config.dep.ranks_per_node
+    world = config.layout.world_size()
+    if here is not None and min(per_node, world) != int(here):
+        log.warning(
+            "dep.ranks_per_node=%d, but this machine runs %s of %d processes: items may be shared "
+            "across machines, which is slow; set it to %s",
+            per_node, here, world, here,
+        )  # fmt: skip
+
+
 def load_tokenizer(config: Config, store: Store) -> Tokenizer:
     """Read the tokenizer named in the config from the store and check it against the model.
 
@@ -145,6 +159,7 @@ def train(config: Config, run_dir: Path, resume: Path | None = None) -> None:
         describe_environment(run_dir, config)
         log.info("%s", describe(config))
         log.info("data: %s", run.loader.planner.report())
+        check_node(config)
     _loop(run, run_dir)
     _write_state_hashes(run, run_dir / "state_hashes.json")
     if config.train.efficiency_pairs:
@@ -183,11 +198,14 @@ def _loop(run: Run, run_dir: Path) -> None:
 
 
 def _next_batch(run: Run, run_dir: Path) -> StepBatch:
-    """Return the next step; where the data is used up, keep what was trained so far and say so."""
+    """Return the next step; where there can be none, keep what was trained so far and say so.
+
+    The data is used up, or a step does not fit: with more memory or smaller chunks it may go on.
+    """
     try:
         return next(run.loader)
     except LoaderError as error:
-        if isinstance(error.__cause__, DataUsedUp) and run.step:
+        if isinstance(error.__cause__, DataUsedUp | TooMuchMemory) and run.step:
             # A function of config and step: all ranks are here, and saving is collective.
             log.warning("step %d: %s; saving a checkpoint", run.step, error.__cause__)
             if not (run_dir / "checkpoints" / f"step_{run.step:08d}").exists():

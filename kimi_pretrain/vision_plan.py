@@ -63,7 +63,7 @@ class VisionPlanner:
         """Assign the items of a global batch to ranks.
 
         Raises:
-            ValueError: a rank's media would take more memory than `dep.memory_limit_gib`.
+            TooMuchMemory: a rank's media would take more memory than `dep.memory_limit_gib`.
         """
         with self._lock:
             for known, vision in self._known:

@@ -94,7 +94,42 @@ def added(
         name: max(encoder.seconds(patches) for patches in ranks)
         for name, ranks in work["encoded"].items()
     }
+    media = inside(work, encoder)
+    return found | {colocated: backbone.seconds(media) - backbone.seconds()}
+
+
+def inside(work: Mapping[str, Any], encoder: Encoder) -> list[tuple[float, float]]:
+    """Return (forward, backward) seconds of each microbatch's media inside the graph."""
     share = encoder.forward_share
     whole = [encoder.seconds(patches) for patches in work["microbatches"]]
-    media = [(seconds * share, seconds * (1 - 2 * share)) for seconds in whole]
-    return found | {colocated: backbone.seconds(media) - backbone.seconds()}
+    return [(seconds * share, seconds * (1 - 2 * share)) for seconds in whole]
+
+
+def undisturbed(
+    busy: Sequence[Mapping[str, float]],
+    microbatches: int,
+    phase: str,
+    media: Sequence[tuple[float, float]] = (),
+    text_only: float = 0.0,
+) -> float:
+    """Return the seconds of a step whose ranks have a core whenever they could go on.
+
+    Every phase takes as long as the rank that computes most in it, the backbone as the schedule has
+    it. That is the step of a quiet machine, as far as seconds of computing are the same there.
+
+    Args:
+        busy: phase -> seconds of computing, of each stage's rank.
+        microbatches: of the step.
+        phase: the backbone's.
+        media: predicted seconds inside the graph; only their proportions matter.
+        text_only: seconds of computing in `phase` of the first stage without them.
+    """
+    stages = [rank[phase] for rank in busy]
+    if total := sum(map(sum, media)):
+        extra = stages[0] - text_only
+        media = [(forward * extra / total, backward * extra / total) for forward, backward in media]
+        stages[0] = text_only
+    others = dict.fromkeys(name for rank in busy for name in rank if name != phase)
+    return Backbone(stages, microbatches).seconds(media) + sum(
+        max(rank.get(name, 0.0) for rank in busy) for name in others
+    )

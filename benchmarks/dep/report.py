@@ -111,7 +111,8 @@ def _what_ran(found: Found, timed: Found, model: Found) -> list[str]:
 
 def _steps(timed: Found) -> list[str]:
     head = ["", "step, s", "efficiency", "predicted step, s", "measured / predicted",
-            "imbalance planned", "measured", "computing, s, each rank", "sent"]  # fmt: skip
+            "imbalance planned", "measured", "computing, s, each rank", "undisturbed, s",
+            "sent"]  # fmt: skip
     rows = []
     for name, one in timed["variants"].items():
         balance = one["imbalance"]
@@ -123,13 +124,16 @@ def _steps(timed: Found) -> list[str]:
             f"{balance['predicted']['median']:.3f}" if balance else "",
             f"{balance['measured']['median']:.3f}" if balance else "",
             " / ".join(f"{busy:.2f}" for busy in one["busy"]),
+            _spread(one["undisturbed_seconds"], ".2f"),
             f"{one['sent_bytes'] / MIB:.2f} MiB" if one["sent_bytes"] else "",
         ])  # fmt: skip
     return [
         *table(head, rows),
         "",
         "Imbalance: the slower rank's seconds of encoding over the mean, of phases 2 and 6. "
-        "Computing: seconds with a core; the rest of a step is waiting.",
+        "Computing: seconds with a core; the rest of a step is waiting. Undisturbed: what these "
+        "seconds come to when every rank has a core whenever it could go on (phases one after the "
+        "other, the backbone as 1F1B has it); on a quiet machine that is about the step.",
     ]
 
 
@@ -154,7 +158,8 @@ def _prediction(found: Found, timed: Found) -> list[str]:
         f"Co-located over DEP: predicted {_spread(ratio['predicted'], '.3f')}, measured "
         f"{_spread(ratio['measured'], '.3f')}. As ratios of whole steps are all near 1, the harder "
         f"question is the time that media add: co-located {_added(timed, COLOCATED)}, DEP "
-        f"{_added(timed, DEP)}. The encoder alone took "
+        f"{_added(timed, DEP)}. Undisturbed, co-located over DEP is "
+        f"{_spread(ratio['undisturbed'], '.3f')}. The encoder alone took "
         f"{1 / timed['encoder']['calibrated_over_measured']['median']:.2f} of what the calibration "
         "says.",
     ]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.dep.predict import Backbone, Encoder, added
+from benchmarks.dep.predict import Backbone, Encoder, added, inside, undisturbed
 from benchmarks.dep.settings import ALONE, BACKBONE, COLOCATED, DEP, SETTINGS, TEXT_ONLY
 from kimi_pretrain.dep.cost import CostModel
 from kimi_pretrain.telemetry.line import ENCODING
@@ -42,15 +42,19 @@ def summarise(timing: Mapping[str, Any]) -> dict[str, Any]:
         (seconds(one, TEXT_ONLY) + guess[COLOCATED]) / (seconds(one, TEXT_ONLY) + guess[DEP])
         for one, guess in pairs
     ]
-    off = [m / p - 1 for m, p in zip(measured, predicted, strict=True)]
+    off = [m / p for m, p in zip(measured, predicted, strict=True)]
     variants = {name: variant(rounds, guesses, name) for name in SETTINGS}
+    quiet = [{name: _quiet(one, name, encoder, model) for name in SETTINGS} for one in rounds]
+    for name, found in variants.items():
+        found["undisturbed_seconds"] = spread([one[name] for one in quiet])
     phase = [max(r["phases"][BACKBONE] for r in _ranks(one, TEXT_ONLY)) for one in rounds]
     return {
         "variants": variants,
         "ratio": {
             "measured": spread(measured),
             "predicted": spread(predicted),
-            "measured_over_predicted": spread([1 + o for o in off]),
+            "measured_over_predicted": spread(off),
+            "undisturbed": spread([one[COLOCATED] / one[DEP] for one in quiet]),
         },
         "encoder": {
             "forward_and_backward": over_rounds(rounds, forward_backward),
@@ -126,6 +130,15 @@ def _imbalances(rounds: Sequence[Round], name: str) -> dict[str, Any] | None:
         "predicted": spread([max_over_mean(one["work"]["loads"][name]) for one in rounds]),
         "measured": spread([max_over_mean(ranks) for ranks in measured]),
     }
+
+
+def _quiet(one: Round, name: str, encoder: Encoder, model: Mapping[str, Any]) -> float:
+    """Return the step time that a variant's computing seconds come to; see `undisturbed`."""
+    busy = [r["busy_phases"] for r in _ranks(one, name)]
+    if name != COLOCATED:
+        return undisturbed(busy, model["microbatches"], BACKBONE)
+    text = _ranks(one, TEXT_ONLY)[0]["busy_phases"][BACKBONE]
+    return undisturbed(busy, model["microbatches"], BACKBONE, inside(one["work"], encoder), text)
 
 
 def max_over_mean(loads: Sequence[float]) -> float:

@@ -131,14 +131,17 @@ def kept_seconds(vision: VisionPlan, plan: GlobalPlan, config: Config) -> Floats
         return saved
     assert config.dep.memory_limit_gib is not None
     whole = activation_bytes(grids_of(plan), config.model.vision, BYTES)
-    embeddings = vision.tokens_sent() + 2 * vision.tokens_received()
-    room = config.dep.memory_limit_gib * GIB - embeddings * config.model.vision.out_width * BYTES
+    room = (
+        config.dep.memory_limit_gib * GIB
+        - vision.tokens_held() * config.model.vision.out_width * BYTES
+    )
     recompute = vision.costs / FORWARDS_PER_STEP
     for rank in range(vision.num_ranks):
         mine = vision.encoded_by(rank)
         cuts = _chunks(mine, vision.patches, config.dep.max_patches_per_chunk)
         bytes_of = whole[mine.item] / mine.parts
-        kept = kept_chunks([int(bytes_of[cut].sum()) for cut in cuts], int(room[rank]))
+        sizes = [int(bytes_of[cut].sum()) for cut in cuts]
+        kept = kept_chunks(sizes, int(room[rank]), int((mine.parts > 1).sum()))
         slower = np.where(mine.parts > 1, mine.parts * vision.split_efficiency, 1.0)
         seconds = recompute[mine.item] / slower
         saved[rank] = sum(seconds[cut].sum() for cut, keep in zip(cuts, kept) if keep)

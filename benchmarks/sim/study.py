@@ -29,6 +29,19 @@ class Scheme:
     dep: Mapping[str, Any] = field(default_factory=dict)
 
 
+# What a scheme and a case leave open; stated here, so that figures do not follow the preset.
+DEP = {
+    "placement": "decoupled",
+    "assign": "balanced",
+    "scope": "world",
+    "ranks_per_node": 8,
+    "max_patches_per_chunk": 65_536,
+    "cost": None,
+    "max_split": 1,
+    "split_efficiency": 0.85,
+    "keep_activations": "none",
+    "memory_limit_gib": None,
+}
 SPLIT = {"max_split": 8}  # only ranks of a node share an item
 SCHEMES = {
     "colocated": Scheme("inside the first stage, no DEP", {"placement": "colocated"}),
@@ -96,7 +109,7 @@ def config_of(case: Case, scheme: Scheme | None = None) -> Config:
         "data.seed": case.seed,
         "dep.flops_per_second": case.assumed.encoder_flops,
     }
-    dep = {**case.dep, **(scheme.dep if scheme else {})}
+    dep = DEP | dict(case.dep) | dict(scheme.dep if scheme else {})
     if dep.get("scope") == 16 and layout["dp"] < 16:
         dep["scope"] = "world"
     values |= {f"dep.{key}": value for key, value in dep.items()}
@@ -106,6 +119,8 @@ def config_of(case: Case, scheme: Scheme | None = None) -> Config:
 def _yaml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k}: {_yaml(v)}" for k, v in value.items()) + "}"
+    if value is None:
+        return "null"
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 

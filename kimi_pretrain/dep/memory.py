@@ -21,9 +21,8 @@ def vision_bytes(
 ) -> NDArray[np.int64]:
     """Return the most memory that a step's media take on each rank, int64 [ranks], in bytes.
 
-    What a rank encodes and sends, what it receives (once as it arrived and once as leaves), and the
-    activations of the largest chunk that it may run: a bound, because where chunks are cut depends
-    on the order of items.
+    The embeddings that it holds (`VisionPlan.tokens_held`), and the activations of the largest
+    chunk that it may run: a bound, because where chunks are cut depends on the order of items.
 
     Args:
         grids: patch grids (frames, height, width) of the items, [items, 3].
@@ -39,19 +38,22 @@ def vision_bytes(
     np.maximum.at(per_patch, shares.rank, activations / np.maximum(1.0, patches))
     load = np.bincount(shares.rank, patches, ranks)
     chunk = np.minimum(total, np.minimum(load, max_patches_per_chunk) * per_patch)
-    embeddings = plan.tokens_sent() + 2 * plan.tokens_received()
-    return np.ceil(chunk).astype(np.int64) + embeddings * config.out_width * itemsize
+    return np.ceil(chunk).astype(np.int64) + plan.tokens_held() * config.out_width * itemsize
+
+
+class TooMuchMemory(ValueError):
+    """A step's media do not fit; the message names the step, the rank and both sizes."""
 
 
 def check_memory(needed: NDArray[np.int64], limit_bytes: int, step: int) -> None:
     """Refuse a plan that does not fit.
 
     Raises:
-        ValueError: names the step, the rank and both sizes.
+        TooMuchMemory: they are more than `limit_bytes` on some rank.
     """
     worst = int(needed.argmax())
     if needed[worst] > limit_bytes:
-        raise ValueError(
+        raise TooMuchMemory(
             f"step {step}: the media of rank {worst} would take {needed[worst] / GIB:.2f} GiB, "
             f"over dep.memory_limit_gib={limit_bytes / GIB:g}; lower dep.max_patches_per_chunk or "
             "data.limits, or raise the limit"

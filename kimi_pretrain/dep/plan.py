@@ -168,6 +168,14 @@ class VisionPlan:
         """Return the embeddings that each rank receives, from itself too, [ranks]."""
         return _sums(self.spans.dest, self.spans.count, self.num_ranks)
 
+    def tokens_held(self) -> Ints:
+        """Return the most embeddings that each rank holds at a time, [ranks].
+
+        What it encodes, twice while it is put together or sorted; what it receives, as it arrived
+        and as leaves.
+        """
+        return 2 * (self.tokens_sent() + self.tokens_received())
+
     def predicted_seconds(self) -> Floats:
         """Return the encoder's predicted seconds of each rank in this step, float64 [ranks]."""
         shares = self.shares

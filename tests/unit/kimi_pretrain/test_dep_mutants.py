@@ -193,8 +193,8 @@ def test_memory_is_bounded_by_what_ranks_hold():
         alone = shares.parts == 1
         runs = chunks(patches[alone].astype(int).tolist(), max(budget, int(patches.max())))
         most = max([*bytes_of[~alone], *(bytes_of[alone][run].sum() for run in runs)])
-        embeddings = plan.sent_by(rank).count.sum() + 2 * plan.received_by(rank).count.sum()
-        embeddings = int(embeddings) * CONFIG.out_width * itemsize
+        tokens = plan.sent_by(rank).count.sum() + plan.received_by(rank).count.sum()
+        embeddings = 2 * int(tokens) * CONFIG.out_width * itemsize
         dense = (bytes_of / np.maximum(1, patches)).max()
         worst = min(bytes_of.sum(), min(patches.sum(), budget) * dense)
         assert found[rank] == pytest.approx(worst + embeddings, abs=1)
