@@ -34,6 +34,7 @@ WORDS = "the cat sat on a mat and saw 42 red kites over the old mill while it ra
 TEXTS, WORDS_OF_TEXT = 400, 60
 WORDS_OF_DOCUMENT = 8
 PAGES = 8  # samples of each source of pages
+LONGEST_WORD = 8  # tokens: texts end with the first word that is too much
 PAGE_IMAGE = (2, 3)  # height and width of their images in tokens: 6 tokens, 24 patches
 
 
@@ -127,7 +128,7 @@ def build_pages(root: Path, counts: list[int]) -> int:
             for number in range(PAGES)
         )
         ingest(samples, store, f"pages_{count}", tokenizer, category="interleaved")
-    return -(-(room + 2 + WORDS_OF_DOCUMENT) // 128) * 128
+    return room + 2 + LONGEST_WORD
 
 
 def _page_image(generator: np.random.Generator) -> ImageSegment:

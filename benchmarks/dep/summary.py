@@ -55,6 +55,12 @@ def summarise(timing: Mapping[str, Any]) -> dict[str, Any]:
             "predicted": spread(predicted),
             "measured_over_predicted": spread(off),
             "undisturbed": spread([one[COLOCATED] / one[DEP] for one in quiet]),
+            "undisturbed_predicted": spread(
+                [
+                    (one[TEXT_ONLY] + guess[COLOCATED]) / (one[TEXT_ONLY] + guess[DEP])
+                    for one, guess in zip(quiet, guesses, strict=True)
+                ]
+            ),
         },
         "encoder": {
             "forward_and_backward": over_rounds(rounds, forward_backward),
@@ -65,7 +71,15 @@ def summarise(timing: Mapping[str, Any]) -> dict[str, Any]:
                 [_calibrated(one, encoder) / forward_backward(one) for one in rounds]
             ),
         },
-        "overhead": overhead(rounds),
+        "overhead": {
+            **overhead(rounds),
+            "undisturbed": spread(
+                [
+                    1 - (one[TEXT_ONLY] + arithmetic(of, "busy")) / one[DEP]
+                    for one, of in zip(quiet, rounds, strict=True)
+                ]
+            ),
+        },
         "schedule": {
             "stage_seconds": list(backbone.stage_seconds),
             "predicted": backbone.seconds(),
@@ -146,9 +160,13 @@ def max_over_mean(loads: Sequence[float]) -> float:
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
-def forward_backward(one: Round) -> float:
-    """Return the seconds of the encoder's forward and backward over all items, as a sum."""
-    return sum(r["own"] for r in _ranks(one, ALONE))
+def forward_backward(one: Round, clock: str = "own") -> float:
+    """Return the seconds of the encoder's forward and backward over all items, as a sum.
+
+    Args:
+        clock: "own" for the wall's, "busy" for those with a core.
+    """
+    return sum(r[clock] for r in _ranks(one, ALONE))
 
 
 def overhead(rounds: Sequence[Round]) -> dict[str, Any]:
@@ -172,9 +190,9 @@ def overhead(rounds: Sequence[Round]) -> dict[str, Any]:
     }
 
 
-def arithmetic(one: Round) -> float:
+def arithmetic(one: Round, clock: str = "own") -> float:
     """Return 4/3 of the encoder's forward and backward, spread over the ranks."""
-    return 4 / 3 * forward_backward(one) / len(_ranks(one, ALONE))
+    return 4 / 3 * forward_backward(one, clock) / len(_ranks(one, ALONE))
 
 
 def beyond(one: Round) -> float:

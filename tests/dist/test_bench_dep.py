@@ -130,6 +130,19 @@ def test_a_slow_first_stage_adds_all_of_its_encoding_and_a_fast_one_its_ends():
     assert added[1] == pytest.approx(0.3)  # the first forward and the last backward
 
 
+def test_an_undisturbed_step_is_its_slowest_ranks_one_phase_after_the_other():
+    busy = [{"2": 0.1, "4": 6.0, "7": 0.3}, {"2": 0.2, "4": 6.0, "7": 0.1}]
+    schedule = Backbone((6.0, 6.0), 3).seconds()
+    assert predict.undisturbed(busy, 3, "4") == pytest.approx(schedule + 0.2 + 0.3)
+    # 1.5 s more on the first stage, all in the second microbatch, a third of it forward.
+    busy[0]["4"] = 7.5
+    forward, backward = np.full((3, 2), 2 / 3), np.full((3, 2), 4 / 3)
+    forward[1, 0] += 0.5
+    backward[1, 0] += 1.0
+    found = predict.undisturbed(busy, 3, "4", [(0, 0), (1, 2)], text_only=6.0)
+    assert found == pytest.approx(two_stages(forward, backward) + 0.5)
+
+
 def rank(own, **phases):
     named = {"forward": "2 vision forward", "backward": "6 vision backward", "over": "3 hand-over",
              "back": "5 hand-back", "sum": "6 gradient sum", "backbone": "4 backbone"}  # fmt: skip
@@ -142,8 +155,8 @@ def a_round(text=1.0, colocated=1.3, dep=1.24, own=(0.1, 0.2), loss=2.0):
     """0.3 s of forward and backward: DEP's arithmetic is 4/3 of it on two ranks, 0.2 s."""
     busy = [rank(text, backbone=0.6), rank(text, backbone=0.6)]
     encoding = [
-        rank(dep, forward=0.05, backward=0.15, over=0.03, back=0.01, sum=0.02),
-        rank(dep, forward=0.05, backward=0.25, over=0.004, back=0.002, sum=0.001),
+        rank(dep, backbone=0.6, forward=0.05, backward=0.15, over=0.03, back=0.01, sum=0.02),
+        rank(dep, backbone=0.6, forward=0.05, backward=0.25, over=0.004, back=0.002, sum=0.001),
     ]
     runs = {TEXT_ONLY: (text, busy), COLOCATED: (colocated, busy), DEP: (dep, encoding),
             ALONE: (max(own), [rank(seconds) for seconds in own])}  # fmt: skip
@@ -187,6 +200,12 @@ def test_figures_are_compared_inside_a_round():
     assert found["variants"][DEP]["imbalance"]["measured"]["median"] == pytest.approx(1.2)
     assert found["variants"][COLOCATED]["imbalance"] is None
     assert found["losses_apart"] == pytest.approx(1e-3)
+    # Computing in the first round: 0.9 s of schedule, and in DEP 0.05, 0.25, 0.03, 0.01 and 0.02 s
+    # of the rank that computes most; the encoder alone 0.3 s.
+    first = summary.summarise(timing_of(rounds[0]))
+    assert first["variants"][TEXT_ONLY]["undisturbed_seconds"]["median"] == pytest.approx(0.9)
+    assert first["variants"][DEP]["undisturbed_seconds"]["median"] == pytest.approx(1.26)
+    assert first["overhead"]["undisturbed"]["median"] == pytest.approx(1 - (0.9 + 0.2) / 1.26)
 
 
 def curve(dep, colocated):
@@ -213,10 +232,12 @@ def curve(dep, colocated):
 )
 def test_targets_that_are_missed_are_told(timed, points, met):
     measured, off, share = timed
+    one = {"median": 1.0}
     ratio = {"measured": {"median": measured}, "predicted": {"median": measured / off},
-             "measured_over_predicted": {"median": off}}  # fmt: skip
-    found = {"timing": {"ratio": ratio, "overhead": {"share": {"median": share}}},
-             "memory": {"curve": curve(*points)}}  # fmt: skip
+             "measured_over_predicted": {"median": off}, "undisturbed": one,
+             "undisturbed_predicted": one}  # fmt: skip
+    overhead = {"share": {"median": share}, "undisturbed": one}
+    found = {"timing": {"ratio": ratio, "overhead": overhead}, "memory": {"curve": curve(*points)}}
     assert [row["met"] for row in targets.targets(found)] == met
 
 
