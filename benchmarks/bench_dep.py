@@ -54,7 +54,8 @@ QUICK = (
     "model.language.dense_ffn_size=64", "model.language.expert_ffn_size=32",
     "model.language.q_lora_rank=32", "model.language.kv_lora_rank=16",
     "model.language.qk_nope_dim=12", "model.language.qk_rope_dim=4", "model.language.v_dim=12",
-    "data.rows_per_step=4", "data.pack_window=64", "data.vision_token_ratio=0.1",
+    "data.rows_per_step=4", "data.pack_window=64", "data.vision_token_ratio=0.15",
+    "data.limits={image: 256, frame: 64}",
 )  # fmt: skip
 
 
@@ -122,7 +123,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     """Return what is measured."""
     parts = (arguments.only,) if arguments.only else PARTS
     if arguments.quick:
-        return Plan(parts, 1, 0.5, (1, 4), 20, quick=True)
+        return Plan(parts, 1, Plan.calibrate_seconds, (1, 4), 10, quick=True)
     return Plan(parts, arguments.rounds)
 
 

@@ -7,11 +7,11 @@ Two gloo processes of one thread each, three turns for every item:
     split    both encode one item together (kimi_pretrain/dep/sharded.py)
 
 A turn is a training step's work: forward without a graph, recompute, backward. Efficiency is
-seconds(both) / (2 * seconds(split)). `of_cpu` is the same from CPU seconds: what the exchange itself
-takes, without waiting for the other process. Where others use the machine too, seconds say nothing:
-`share_of_cores` is CPU seconds over seconds, and below 0.9 in the turns without an exchange the
-efficiencies of seconds are left out. Each figure is the best of its repeats. Outputs are compared
-before anything is timed. Writes a result file.
+seconds(both) / (2 * seconds(split)). `of_cpu` is the same from CPU seconds: what the exchange
+itself takes, without waiting for the other process. Where others use the machine too, seconds say
+nothing: `share_of_cores` is CPU seconds over seconds, and below 0.9 in the turns without an
+exchange the efficiencies of seconds are left out. Each figure is the best of its repeats. Outputs
+are compared before anything is timed. Writes a result file.
 
     python benchmarks/bench_split.py
     python benchmarks/bench_split.py --patches 4096 --repeats 5

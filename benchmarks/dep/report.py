@@ -170,7 +170,7 @@ def _prediction(found: Found, timed: Found) -> list[str]:
         f"{_spread(ratio['measured'], '.3f')}. As ratios of whole steps are all near 1, the harder "
         f"question is the time that media add: co-located {_added(timed, COLOCATED)}, DEP "
         f"{_added(timed, DEP)}. The encoder alone took "
-        f"{1 / timed['encoder']['calibrated_over_measured']['median']:.2f} of what the calibration "
+        f"{timed['encoder']['measured_over_calibrated']['median']:.2f} of what the calibration "
         "says.",
     ]
 

@@ -36,50 +36,25 @@ def summarise(timing: Mapping[str, Any]) -> dict[str, Any]:
     rounds, model = timing["rounds"], timing["model"]
     encoder, backbone = machine(timing)
     guesses = [added(one["work"], encoder, backbone, COLOCATED) for one in rounds]
-    pairs = list(zip(rounds, guesses, strict=True))
-    measured = [seconds(one, COLOCATED) / seconds(one, DEP) for one in rounds]
-    predicted = [
-        (seconds(one, TEXT_ONLY) + guess[COLOCATED]) / (seconds(one, TEXT_ONLY) + guess[DEP])
-        for one, guess in pairs
-    ]
-    off = [m / p for m, p in zip(measured, predicted, strict=True)]
-    variants = {name: variant(rounds, guesses, name) for name in SETTINGS}
+    walls = [{name: seconds(one, name) for name in SETTINGS} for one in rounds]
     quiet = [{name: _quiet(one, name, encoder, model) for name in SETTINGS} for one in rounds]
+    variants = {name: variant(rounds, guesses, name) for name in SETTINGS}
     for name, found in variants.items():
         found["undisturbed_seconds"] = spread([one[name] for one in quiet])
     phase = [max(r["phases"][BACKBONE] for r in _ranks(one, TEXT_ONLY)) for one in rounds]
     return {
         "variants": variants,
-        "ratio": {
-            "measured": spread(measured),
-            "predicted": spread(predicted),
-            "measured_over_predicted": spread(off),
-            "undisturbed": spread([one[COLOCATED] / one[DEP] for one in quiet]),
-            "undisturbed_predicted": spread(
-                [
-                    (one[TEXT_ONLY] + guess[COLOCATED]) / (one[TEXT_ONLY] + guess[DEP])
-                    for one, guess in zip(quiet, guesses, strict=True)
-                ]
-            ),
-        },
+        "ratio": {**ratio(walls, guesses), "undisturbed": ratio(quiet, guesses)},
         "encoder": {
             "forward_and_backward": over_rounds(rounds, forward_backward),
             "over_text_only": over_rounds(
                 rounds, lambda one: forward_backward(one) / seconds(one, TEXT_ONLY)
             ),
-            "calibrated_over_measured": spread(
-                [_calibrated(one, encoder) / forward_backward(one) for one in rounds]
+            "measured_over_calibrated": over_rounds(
+                rounds, lambda one: forward_backward(one) / _calibrated(one, encoder)
             ),
         },
-        "overhead": {
-            **overhead(rounds),
-            "undisturbed": spread(
-                [
-                    1 - (one[TEXT_ONLY] + arithmetic(of, "busy")) / one[DEP]
-                    for one, of in zip(quiet, rounds, strict=True)
-                ]
-            ),
-        },
+        "overhead": {**overhead(rounds), "undisturbed": _quiet_overhead(rounds, quiet)},
         "schedule": {
             "stage_seconds": list(backbone.stage_seconds),
             "predicted": backbone.seconds(),
@@ -87,7 +62,28 @@ def summarise(timing: Mapping[str, Any]) -> dict[str, Any]:
         },
         "losses_apart": max(losses_apart(one) for one in rounds),
         "no_core_share": no_core_share(rounds),
-        "microbatches": model["microbatches"],
+    }
+
+
+def ratio(
+    steps: Sequence[Mapping[str, float]], guesses: Sequence[Mapping[str, float]]
+) -> dict[str, Any]:
+    """Return co-located over DEP: measured, predicted from the text-only step, one over the other.
+
+    Args:
+        steps: seconds of each variant's step, in each round.
+        guesses: what each is predicted to take longer than text only.
+    """
+    measured = [one[COLOCATED] / one[DEP] for one in steps]
+    predicted = [
+        (one[TEXT_ONLY] + guess[COLOCATED]) / (one[TEXT_ONLY] + guess[DEP])
+        for one, guess in zip(steps, guesses, strict=True)
+    ]
+    off = [m / p for m, p in zip(measured, predicted, strict=True)]
+    return {
+        "measured": spread(measured),
+        "predicted": spread(predicted),
+        "measured_over_predicted": spread(off),
     }
 
 
@@ -188,6 +184,14 @@ def overhead(rounds: Sequence[Round]) -> dict[str, Any]:
             name: over_rounds(rounds, lambda o, w=what: of(o, w)) for name, what in parts.items()
         },
     }
+
+
+def _quiet_overhead(
+    rounds: Sequence[Round], quiet: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """Return the share of DEP's step beyond text only and arithmetic, from computing seconds."""
+    pairs = zip(rounds, quiet, strict=True)
+    return spread([1 - (one[TEXT_ONLY] + arithmetic(of, "busy")) / one[DEP] for of, one in pairs])
 
 
 def arithmetic(one: Round, clock: str = "own") -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.dep.settings import ALONE, DEP, SETTINGS
+from benchmarks.dep.settings import ALONE, DEP, SETTINGS, TEXT_ONLY
 from benchmarks.dep.variants import Bench, Variant, fetch
 from data_pipeline.loader import StepBatch
 from kimi_pretrain.calibration import calibrate
@@ -101,7 +101,7 @@ def _run(bench: Bench, name: str, variant: Variant, batch: StepBatch) -> dict[st
 
 def _work(variants: dict[str, Variant], batch: StepBatch) -> dict[str, Any]:
     """Return what there was to encode: patches of each item, in the order of the packs."""
-    plans = {name: variant.plan(batch) for name, variant in variants.items()}
+    plans = {name: one.plan(batch) for name, one in variants.items() if name != TEXT_ONLY}
     vision = plans[DEP]
     return {
         "items": len(vision.patches),

@@ -234,8 +234,8 @@ def test_targets_that_are_missed_are_told(timed, points, met):
     measured, off, share = timed
     one = {"median": 1.0}
     ratio = {"measured": {"median": measured}, "predicted": {"median": measured / off},
-             "measured_over_predicted": {"median": off}, "undisturbed": one,
-             "undisturbed_predicted": one}  # fmt: skip
+             "measured_over_predicted": {"median": off},
+             "undisturbed": {"measured": one, "predicted": one}}  # fmt: skip
     overhead = {"share": {"median": share}, "undisturbed": one}
     found = {"timing": {"ratio": ratio, "overhead": overhead}, "memory": {"curve": curve(*points)}}
     assert [row["met"] for row in targets.targets(found)] == met
