@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from kimi_pretrain.dep import sharded
 from moonvit3d.config import MoonViTConfig
@@ -189,7 +189,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         given = (folder, args.patches, args.repeats)
-        torch.multiprocessing.spawn(work, given, nprocs=PARTS)
+        spawn(work, given, nprocs=PARTS)
         results = json.loads(Path(folder, "results.json").read_text())
     report = {
         "date": date.today().isoformat(),
