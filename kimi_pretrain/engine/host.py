@@ -15,6 +15,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+from collections.abc import Iterator
 from importlib.metadata import version
 
 import torch
@@ -89,27 +90,33 @@ def enable() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if not _enabled:
-        _stand_in_for_triton()
         _patch_torch_cuda()
         _patch_tensors()
-        _patch_megatron()
+        with _stand_in_for_triton():
+            _patch_megatron()
         _enabled = True
     return torch.device("cpu")
 
 
-def _stand_in_for_triton() -> None:
+@contextlib.contextmanager
+def _stand_in_for_triton() -> Iterator[None]:
     # transformer/moe/ops/paged_stash.py imports triton unconditionally, only to define kernels
-    # that a host never launches. Torch must see the real absence first, or it would try to use it.
+    # that a host never launches. The stand-in is gone again before anything of torch looks for
+    # triton: found, it would be used.
     if importlib.util.find_spec("triton") is not None:
+        yield
         return
-    import torch._dynamo
-    import torch._inductor  # noqa: F401
-
-    for name in ("triton", "triton.language"):
+    names = ("triton", "triton.language")
+    for name in names:
         module = _AbsentModule(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         sys.modules[name] = module
     sys.modules["triton"].language = sys.modules["triton.language"]  # pyright: ignore
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 def _patch_torch_cuda() -> None:
@@ -153,6 +160,8 @@ def _patch_megatron() -> None:
     finally:
         torch.compile = compile_
     jit.disable_jit_fuser()
+    from megatron.core.transformer.moe import paged_stash  # noqa: F401  # while triton "is there"
+
     generator = torch.default_generator
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
