@@ -9,13 +9,13 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.dep.encoder import DecoupledEncoder
 from kimi_pretrain.dep.exchange import Exchange
 from kimi_pretrain.dep.groups import scope_group
+from kimi_pretrain.dep.memory import MIB
 from kimi_pretrain.dep.sharded import blocks
 from kimi_pretrain.engine.backbone import Backbone
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.ranks import scopes
 
 WIRE = {"model": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)

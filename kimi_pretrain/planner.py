@@ -9,19 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from data_pipeline.access import open_data
 from data_pipeline.index.manifest import read_index
 from data_pipeline.plan.planner import GlobalPlan, Planner
 from kimi_pretrain.config import Config
-from kimi_pretrain.dep.memory import GIB
+from kimi_pretrain.dep.memory import GIB, MIB
 from kimi_pretrain.dep.places import Moved, seconds_of_part
 from kimi_pretrain.dep.plan import Ints, VisionPlan
 from kimi_pretrain.vision_plan import ITEMSIZE, VisionPlanner
 
 ASSIGNS = ("owner", "round_robin", "balanced")  # the values of dep.assign
-MIB = 1 << 20
 BINDS = 1.02  # slowest over mean from which on the largest item is worth a word
 
 Progress = Callable[[float, str], None]
@@ -169,11 +166,7 @@ def travel(vision: VisionPlan, node: Ints) -> Moved:
 
 def busiest_rank_tokens(vision: VisionPlan) -> int:
     """Return the most media tokens that one rank sends to others, or receives from them."""
-    moving = vision.spans[vision.spans.source != vision.spans.dest]
-    return max(
-        int(np.bincount(ends, moving.count, vision.num_ranks).max())
-        for ends in (moving.source, moving.dest)
-    )
+    return max(int(tokens.max()) for tokens in vision.tokens_away())
 
 
 def token_bytes(config: Config) -> int:

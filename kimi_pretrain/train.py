@@ -171,9 +171,10 @@ def train(config: Config, run_dir: Path, resume: Path | None = None) -> None:
 
 def _loop(run: Run, run_dir: Path) -> None:
     config, mesh = run.config, run.mesh
-    telemetry, metrics = Telemetry.on(config, mesh.device), None
+    writer = None
     if mesh.rank == 0:
-        metrics = MetricsWriter(run_dir, run.step, config.train.steps)
+        telemetry = Telemetry.on(config, mesh.device)
+        writer = telemetry, MetricsWriter(run_dir, run.step, config.train.steps)
     while run.step < config.train.steps:
         start = time.time()
         batch = _next_batch(run, run_dir)
@@ -184,17 +185,18 @@ def _loop(run: Run, run_dir: Path) -> None:
         seconds, first_stage = time.time() - start, mesh.is_first_stage
         mine = record_of(report, seconds, run.loader.stats, first_stage=first_stage)
         everyone: list[Any] = mesh.gather(mine)  # the one collective of measuring
-        if metrics is not None:
+        if writer is not None:
+            telemetry, metrics = writer
             metrics.write(telemetry.line(run.step, batch.plan, report, everyone))
+            if run.step == config.train.trace_step:
+                write_trace(run_dir / "trace.json", everyone, telemetry.scopes)
         if report.skipped.size:  # the same on every rank, so this is collective
             _quarantine(run, batch.plan, report, run_dir / "quarantine.jsonl")
-        if run.step == config.train.trace_step and mesh.rank == 0:
-            write_trace(run_dir / "trace.json", everyone, telemetry.scopes)
         every = config.train.checkpoint_every
         if every and (run.step % every == 0 or run.step == config.train.steps):
             run.save(run_dir / "checkpoints")
-    if metrics is not None:
-        metrics.close()
+    if writer is not None:
+        writer[1].close()
 
 
 def _next_batch(run: Run, run_dir: Path) -> StepBatch:

@@ -42,9 +42,6 @@ class VisionPlanner:
 
     Args:
         config: of the run.
-
-    Raises:
-        ConfigError: `dep.scope` does not fit the layout.
     """
 
     def __init__(self, config: Config):

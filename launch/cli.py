@@ -16,8 +16,9 @@ import typer
 
 from launch import inspect  # noqa: F401 (its commands)
 from launch.data import data
-from launch.errors import EXIT_CODE, JsonOption, told_plainly
+from launch.errors import EXIT_CODE, told_plainly
 from launch.job import Job
+from launch.options import ConfigOption, JsonOption, Overrides
 from launch.plan import plan
 from launch.quiet import quiet_libraries
 from launch.verify import verify
@@ -35,14 +36,6 @@ app = typer.Typer(
 app.add_typer(data, name="data")
 app.add_typer(verify, name="verify")
 app.command()(plan)
-
-ConfigOption = Annotated[
-    str, typer.Option("--config", help="YAML file, or the name of a shipped preset.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="section.key=value, the value in YAML.", show_default=False),
-]
 
 
 def end_in_order() -> None:

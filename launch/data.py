@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from launch.errors import JsonOption, told_plainly
+from launch.errors import told_plainly
+from launch.options import JsonOption
 
 data = typer.Typer(help="Make sources and look at them.", no_args_is_help=True)
 

@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
 
 import typer
 
 EXIT_CODE = 2
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
 
 
 def user_message(error: BaseException) -> str | None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch.data import EndpointOption, data
-from launch.errors import JsonOption, told_plainly
+from launch.errors import told_plainly
+from launch.options import JsonOption
 
 if TYPE_CHECKING:
     from data_pipeline.index.columns import SourceIndex

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.errors import JsonOption, told_plainly
+from launch.errors import told_plainly
+from launch.options import ConfigOption, JsonOption, Overrides
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
@@ -19,13 +20,8 @@ _LINE_SECONDS = 15.0
 
 
 def plan(
-    config: Annotated[
-        str, typer.Option("--config", help="YAML file, or the name of a shipped preset.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="section.key=value, the value in YAML.", show_default=False),
-    ] = None,
+    config: ConfigOption,
+    overrides: Overrides = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine and fit dep.cost to it.")
     ] = False,

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.errors import JsonOption, told_plainly
+from launch.errors import told_plainly
+from launch.options import ConfigOption, JsonOption, Overrides
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
@@ -39,13 +40,8 @@ def _group() -> None:
 
 @verify.command()
 def dep(
-    config: Annotated[
-        str, typer.Option("--config", help="YAML file, or the name of a shipped preset.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="section.key=value, the value in YAML.", show_default=False),
-    ] = None,
+    config: ConfigOption,
+    overrides: Overrides = None,
     shrink: Annotated[
         bool, typer.Option("--shrink", help="Take a small copy of it; says what was changed.")
     ] = False,

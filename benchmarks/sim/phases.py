@@ -18,12 +18,12 @@ from benchmarks.sim.backbone import text_seconds
 from data_pipeline.plan.step_plan import GlobalPlan
 from kimi_pretrain.config import Config, replicas_per_scope
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP, CostModel
-from kimi_pretrain.dep.memory import GIB, kept_chunks
-from kimi_pretrain.dep.plan import Shares, VisionPlan
+from kimi_pretrain.dep.memory import GIB, cut, kept_chunks
+from kimi_pretrain.dep.places import seconds_of_part
+from kimi_pretrain.dep.plan import VisionPlan
 from kimi_pretrain.ranks import Ranks
 from kimi_pretrain.vision_plan import VisionPlanner, grids_of
 from moonvit3d.memory import activation_bytes
-from moonvit3d.packing import chunks
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -113,12 +113,9 @@ def exchange_seconds(
     The busiest rank sets the pace; what stays on its rank costs nothing, all else goes at the speed
     between nodes.
     """
-    spans = vision.spans
-    away = spans[spans.source != spans.dest]
-    sent = np.bincount(away.source, away.count, vision.num_ranks)
-    received = np.bincount(away.dest, away.count, vision.num_ranks)
+    busier = np.maximum(*vision.tokens_away())
     embedding = config.model.vision.out_width * BYTES
-    return _slowest(np.maximum(sent, received) * embedding / assumed.network, scope)
+    return _slowest(busier * embedding / assumed.network, scope)
 
 
 def kept_seconds(vision: VisionPlan, plan: GlobalPlan, config: Config) -> Floats:
@@ -138,23 +135,14 @@ def kept_seconds(vision: VisionPlan, plan: GlobalPlan, config: Config) -> Floats
     recompute = vision.costs / FORWARDS_PER_STEP
     for rank in range(vision.num_ranks):
         mine = vision.encoded_by(rank)
-        cuts = _chunks(mine, vision.patches, config.dep.max_patches_per_chunk)
+        patches = vision.patches[mine.item].tolist()
+        cuts = cut(mine, patches, config.dep.max_patches_per_chunk)
         bytes_of = whole[mine.item] / mine.parts
-        sizes = [int(bytes_of[cut].sum()) for cut in cuts]
+        sizes = [int(bytes_of[one].sum()) for one in cuts]
         kept = kept_chunks(sizes, int(room[rank]), int((mine.parts > 1).sum()))
-        slower = np.where(mine.parts > 1, mine.parts * vision.split_efficiency, 1.0)
-        seconds = recompute[mine.item] / slower
-        saved[rank] = sum(seconds[cut].sum() for cut, keep in zip(cuts, kept) if keep)
+        seconds = seconds_of_part(recompute[mine.item], mine.parts, vision.split_efficiency)
+        saved[rank] = sum(seconds[one].sum() for one, keep in zip(cuts, kept) if keep)
     return saved
-
-
-def _chunks(shares: Shares, patches: Ints, budget: int) -> list[slice]:
-    """Cut shares into chunks: each shared item alone, then whole ones up to the budget."""
-    shared = int((shares.parts > 1).sum())
-    alone = chunks(patches[shares.item[shared:]].tolist(), budget)
-    return [slice(n, n + 1) for n in range(shared)] + [
-        slice(run.start + shared, run.stop + shared) for run in alone
-    ]
 
 
 def colocated(plan: GlobalPlan, config: Config, assumed: Assumptions, text: float) -> StepTime:

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kimi_pretrain.dep import sharded
-from kimi_pretrain.dep.memory import kept_chunks
+from kimi_pretrain.dep.memory import cut, kept_chunks
 from kimi_pretrain.dep.plan import Shares
 from kimi_pretrain.dep.reduce import GradientSum
 from moonvit3d.config import MoonViTConfig
+from moonvit3d.geometry import num_tokens
 from moonvit3d.memory import activation_bytes
 from moonvit3d.model import VisionEncoder, initialise
 from moonvit3d.packing import chunks
@@ -94,16 +95,16 @@ class DecoupledEncoder:
             room_bytes: for activations, the largest chunk's included; 0 keeps none.
         """
         table: list[Grid] = [(int(t), int(h), int(w)) for t, h, w in grids[shares.item]]
-        cuts = _runs(shares, table, self.budget)
-        sizes = [self._activation_bytes(shares, table, cut) for cut in cuts]
+        cuts = cut(shares, [t * h * w for t, h, w in table], self.budget)
+        sizes = [self._activation_bytes(shares, table, one) for one in cuts]
         # A rank's room is known to itself alone, but a shared item has to be computed again by all
         # its ranks or by none, or some would wait for the others' all-to-alls: it is never kept.
         shared = int((shares.parts > 1).sum())
         kept = kept_chunks(sizes, room_bytes if self.trainable else 0, shared)
         runs = []
-        for cut, keep in zip(cuts, kept, strict=True):
-            items, parts = shares.item[cut].tolist(), int(shares.parts[cut.start])
-            runs.append(_Run(items, table[cut], parts, keep))
+        for one, keep in zip(cuts, kept, strict=True):
+            items, parts = shares.item[one].tolist(), int(shares.parts[one.start])
+            runs.append(_Run(items, table[one], parts, keep))
         return EncoderPass(self, runs, pixels)
 
     def encode(self, pixels: list[NDArray[np.uint8]], grids: list[Grid]) -> Tensor:
@@ -115,9 +116,9 @@ class DecoupledEncoder:
         """Return the patches of several items as one tensor on the device, uint8."""
         return torch.from_numpy(np.concatenate(pixels)).to(self.device)
 
-    def _activation_bytes(self, shares: Shares, table: list[Grid], cut: slice) -> int:
-        whole = activation_bytes(table[cut], self.config, self.dtype.itemsize)
-        return int((whole / shares.parts[cut]).sum())
+    def _activation_bytes(self, shares: Shares, table: list[Grid], some: slice) -> int:
+        whole = activation_bytes(table[some], self.config, self.dtype.itemsize)
+        return int((whole / shares.parts[some]).sum())
 
 
 @dataclass
@@ -206,7 +207,7 @@ class EncoderPass:
         if run.features is None:  # of a frozen tower: smaller than its activations, and final
             with torch.no_grad():
                 run.features = module.vision_tower(self._packed(run), run.grids)
-        return module.mm_projector(run.features, [h * w // 4 for _, h, w in run.grids])
+        return module.mm_projector(run.features, [num_tokens(*grid) for grid in run.grids])
 
     def _packed(self, run: _Run) -> Tensor:
         return self.encoder.tensor([self.pixels[item] for item in run.items])
@@ -231,12 +232,3 @@ def hash_of(x: Tensor) -> int:
     bits = x.detach().contiguous().view(kind).flatten().to(torch.int64)
     weights = torch.arange(1, 2 * len(bits), 2, device=x.device)
     return int((bits * weights).sum())
-
-
-def _runs(shares: Shares, grids: list[Grid], budget: int) -> list[slice]:
-    """Cut shares into chunks: each shared item alone, then whole ones up to the budget."""
-    shared = int((shares.parts > 1).sum())
-    alone = chunks((t * h * w for t, h, w in grids[shared:]), budget)
-    return [slice(n, n + 1) for n in range(shared)] + [
-        slice(run.start + shared, run.stop + shared) for run in alone
-    ]

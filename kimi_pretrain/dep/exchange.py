@@ -66,11 +66,8 @@ class Exchange:
     def bytes_sent(self, plan: VisionPlan, rank: int, hidden: int, itemsize: int) -> dict[str, int]:
         """Return what a step sends from this rank to others: "over" and "back", in bytes."""
         size = hidden * (self.dtype.itemsize if self.dtype else itemsize)
-        sent, received = plan.sent_by(rank), plan.received_by(rank)
-        return {
-            "over": int(sent.count[sent.dest != rank].sum()) * size,
-            "back": int(received.count[received.source != rank].sum()) * size,
-        }
+        sent, received = plan.tokens_away()
+        return {"over": int(sent[rank]) * size, "back": int(received[rank]) * size}
 
     def _counts(self, sent: Spans, received: Spans) -> tuple[list[int], list[int]]:
         """Return tokens for each rank of the group, and from each."""

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kimi_pretrain.dep.plan import VisionPlan
+from kimi_pretrain.dep.plan import Shares, VisionPlan
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.memory import activation_bytes
+from moonvit3d.packing import chunks
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def vision_bytes(
@@ -58,6 +59,24 @@ def check_memory(needed: NDArray[np.int64], limit_bytes: int, step: int) -> None
             f"over dep.memory_limit_gib={limit_bytes / GIB:g}; lower dep.max_patches_per_chunk or "
             "data.limits, or raise the limit"
         )
+
+
+def cut(shares: Shares, patches: Sequence[int], budget: int) -> list[slice]:
+    """Cut what a rank encodes into chunks: each shared item alone, then whole ones together.
+
+    Args:
+        shares: of one rank, shared items first (`VisionPlan.encoded_by`).
+        patches: of the item of each share.
+        budget: most patches of a chunk of whole items.
+
+    Returns:
+        Ranges of shares, that follow each other.
+    """
+    shared = int((shares.parts > 1).sum())
+    whole = chunks(patches[shared:], budget)
+    return [slice(n, n + 1) for n in range(shared)] + [
+        slice(run.start + shared, run.stop + shared) for run in whole
+    ]
 
 
 def kept_chunks(activations: Sequence[int], room: int, first: int = 0) -> list[bool]:

@@ -5,7 +5,7 @@ share it. Numpy only, no torch: planning and simulation use it without a device.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +106,15 @@ class Placement:
         return item, part, self.rank[item] + part
 
 
+def token_border(tokens: Any, parts: Any, member: Any) -> Any:
+    """Return where a member's range of an item's tokens begins; that of member + 1 is its end.
+
+    The one rule by which a shared item is cut: planning, exchange and encoder all follow it. Takes
+    integers or arrays of them.
+    """
+    return tokens * member // parts
+
+
 def seconds_of_part(costs: Floats, parts: Ints, efficiency: float) -> Floats:
     """Return the seconds that an item costs each rank that shares it, float64 [items]."""
     return np.where(parts > 1, costs / (parts * efficiency), costs)
@@ -133,7 +142,7 @@ def moved(placement: Placement, tokens: Ints, home: Ints, places: Places) -> Mov
     """
     item, part, rank = placement.members()
     size, parts = tokens[item], placement.parts[item]
-    share = size * (part + 1) // parts - size * part // parts
+    share = token_border(size, parts, part + 1) - token_border(size, parts, part)
     stay = rank == home[item]
     near = (places.node[rank] == places.node[home[item]]) & ~stay
     return Moved(*(int(share[where].sum()) for where in (stay, near, ~(stay | near))))

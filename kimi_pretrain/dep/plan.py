@@ -16,6 +16,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from kimi_pretrain.dep.places import seconds_of_part, token_border
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -168,6 +170,12 @@ class VisionPlan:
         """Return the embeddings that each rank receives, from itself too, [ranks]."""
         return _sums(self.spans.dest, self.spans.count, self.num_ranks)
 
+    def tokens_away(self) -> tuple[Ints, Ints]:
+        """Return the embeddings that each rank sends to others, and receives, [ranks] each."""
+        away = self.spans[self.spans.source != self.spans.dest]
+        sent = _sums(away.source, away.count, self.num_ranks)
+        return sent, _sums(away.dest, away.count, self.num_ranks)
+
     def tokens_held(self) -> Ints:
         """Return the most embeddings that each rank holds at a time, [ranks].
 
@@ -179,8 +187,8 @@ class VisionPlan:
     def predicted_seconds(self) -> Floats:
         """Return the encoder's predicted seconds of each rank in this step, float64 [ranks]."""
         shares = self.shares
-        slower = np.where(shares.parts > 1, shares.parts * self.split_efficiency, 1.0)
-        seconds = self.costs[shares.item] / slower
+        costs = self.costs[shares.item]
+        seconds = seconds_of_part(costs, shares.parts, self.split_efficiency)
         return np.bincount(shares.rank, seconds, self.num_ranks).astype(np.float64)
 
     def patches_per_rank(self) -> Floats:
@@ -191,18 +199,13 @@ class VisionPlan:
         return np.bincount(shares.rank, weights, self.num_ranks).astype(np.float64)
 
 
-def token_borders(tokens: Ints, parts: Ints, member: Ints) -> Ints:
-    """Return where a member's range of an item's tokens begins; that of member + 1 is its end."""
-    return tokens * member // parts
-
-
 def shares_of(rank: Ints, parts: Ints, tokens: Ints, order: Ints) -> Shares:
     """Return one row for each item and each rank that encodes some of it; see `VisionPlan`."""
     item = np.repeat(np.arange(len(rank)), parts)
     first = np.repeat(np.cumsum(parts) - parts, parts)
     member = np.arange(len(item)) - first
-    begin = token_borders(tokens[item], parts[item], member)
-    end = token_borders(tokens[item], parts[item], member + 1)
+    begin = token_border(tokens[item], parts[item], member)
+    end = token_border(tokens[item], parts[item], member + 1)
     place = np.argsort(order)
     return Shares(item, order[place[rank[item]] + member], parts[item], member, begin, end)
 

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kimi_pretrain.dep.places import token_border
 from moonvit3d import rows
 from moonvit3d.attention import Segments, attend
 from moonvit3d.config import MoonViTConfig
@@ -61,7 +62,7 @@ def token_range(tokens: int, parts: int, member: int) -> range:
     """
     if not 0 <= member < parts:
         raise ValueError(f"member {member} of a block of {parts}: want 0 to {parts - 1}")
-    return range(tokens * member // parts, tokens * (member + 1) // parts)
+    return range(token_border(tokens, parts, member), token_border(tokens, parts, member + 1))
 
 
 def patches_per_member(grid: Grid, parts: int) -> list[int]:

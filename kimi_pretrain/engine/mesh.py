@@ -31,8 +31,6 @@ class Mesh:
         stage, num_stages: pipeline rank and size.
         replica, num_replicas: data-parallel rank and size; the ranks of a replica share its rows.
         expert_rank, num_expert_ranks: which slice of the experts, of how many.
-        first_rank_of, last_rank_of: replica -> global rank of its first / last pipeline stage; of
-            the ranks there, the one of part 0.
         groups: "dense", "expert", "encoder" -> process group whose ranks hold identical copies.
         cp_rank, num_cp: context-parallel rank and size.
         tp_rank, num_tp: tensor-parallel rank and size.
@@ -47,8 +45,6 @@ class Mesh:
     num_replicas: int
     expert_rank: int
     num_expert_ranks: int
-    first_rank_of: tuple[int, ...]
-    last_rank_of: tuple[int, ...]
     groups: dict[str, dist.ProcessGroup]
     cp_rank: int = 0
     num_cp: int = 1
@@ -77,12 +73,6 @@ class Mesh:
     def part(self) -> int:
         """Which part of its replica's rows this rank holds; see `kimi_pretrain.sequence`."""
         return self.cp_rank * self.num_tp + self.tp_rank
-
-    @property
-    def first_ranks_of(self) -> tuple[tuple[int, ...], ...]:
-        """Replica -> global ranks of its first stage, in the order of their parts."""
-        parts = self.num_cp * self.num_tp
-        return tuple(tuple(range(first, first + parts)) for first in self.first_rank_of)
 
     def sum(self, values: list[float]) -> list[float]:
         """Return element-wise sums over all ranks, in fp64."""
@@ -161,7 +151,7 @@ def build(layout: LayoutConfig, device: torch.device, timeout_seconds: float = 6
     cp_rank = parallel_state.get_context_parallel_rank()
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     # Megatron's rank order is tp-cp-dp-pp: the parts of a replica are neighbours, then its stage.
-    parts, last = layout.cp * layout.tp, (layout.pp - 1) * layout.dp
+    parts = layout.cp * layout.tp
     if layout.tp > 1:
         dense = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     else:
@@ -179,8 +169,6 @@ def build(layout: LayoutConfig, device: torch.device, timeout_seconds: float = 6
         num_replicas=layout.dp,
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
         num_expert_ranks=layout.ep,
-        first_rank_of=tuple(replica * parts for replica in range(layout.dp)),
-        last_rank_of=tuple((last + replica) * parts for replica in range(layout.dp)),
         groups={
             "dense": dense,
             "expert": parallel_state.get_expert_data_parallel_group(),

@@ -1,4 +1,4 @@
-"""A small corpus in a folder for tests that train: noise pictures of heavy-tailed sizes, and words."""
+"""A small corpus for tests that train: noise pictures of heavy-tailed sizes, and words."""
 
 import io
 from pathlib import Path
@@ -10,7 +10,9 @@ from data_pipeline.ingest.ingest import CrudeSample, ImageSegment, TextSegment, 
 from data_pipeline.store.open import open_store
 from data_pipeline.text import Tokenizer, train_ranks
 
-WORDS = "the cat sat on a mat and saw 42 red kites over the old mill while it rained".split()
+WORDS = (
+    "the cat sat on a mat and saw 42 red kites over the old mill while it rained"
+).split()
 
 
 def build(root: Path) -> None:

@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 WORKER = Path(__file__).parent / "worker.py"
 ROOT = Path(__file__).parent.parent.parent
@@ -20,7 +23,8 @@ SMALL = (
     "model.language.kv_lora_rank=16", "model.language.qk_nope_dim=12",
     "model.language.qk_rope_dim=4", "model.language.v_dim=12", "model.language.vocab_size=768",
     "data.sources={pictures: 1.0, words: 1.0}", "data.tokenizer=tokenizer.tiktoken",
-    "data.vision_token_ratio=0.2", "data.seq_len=128", "data.rows_per_step=8", "data.pack_window=64", "data.prefetch_steps=1",
+    "data.vision_token_ratio=0.2", "data.seq_len=128", "data.rows_per_step=8",
+    "data.pack_window=64", "data.prefetch_steps=1",
     "data.schedule=[]", "data.max_epochs={}", "data.augment={}", "data.cache=null",
     "data.limits={image: 256, frame: 64}", "optim.warmup_steps=2", "train.rows_per_microbatch=1",
     "train.efficiency_pairs=0", "train.trace_step=null", "train.checkpoint_every=null",
@@ -51,6 +55,43 @@ def run_job(action: str, out: Path, processes: int, *overrides: str, timeout: fl
     )
     assert done.returncode == 0, f"{action} failed:\n{(done.stdout + done.stderr)[-6000:]}"
     return torch.load(out / "result.pt", weights_only=False)
+
+
+def run_ranks(script: str | Path, world: int, folder: Path, timeout: float = 100.0) -> list[Any]:
+    """Run `script RANK WORLD FOLDER` once for each rank, without torchrun; see `join_ranks`.
+
+    Returns:
+        what each rank saved as FOLDER/rankN.pt.
+    """
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"
+    }  # fmt: skip
+    logs = [folder / f"rank{rank}.log" for rank in range(world)]
+    processes = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, str(script), str(rank), str(world), str(folder)]
+        with log.open("w") as file:
+            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
+    try:
+        codes = [process.wait(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * world, "\n".join(log.read_text()[-2000:] for log in logs)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def join_ranks(rank: int, world: int, folder: Path) -> None:
+    """Be one of the processes of `run_ranks`: one thread, and a group that meets in the folder."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=30),
+    )
 
 
 def read_metrics(folder: Path) -> list[dict]:

@@ -7,7 +7,6 @@ scenario and leaves FOLDER/rank{RANK}.pt. The parent test process uses the same 
 import dataclasses
 import hashlib
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.distributed import DistributedMuonClip
 from kimi_pretrain.optim.groups import ModelShape, NamedTensor
 from kimi_pretrain.optim.qk_clip import factors
+from tests.dist.jobs import join_ranks
 
 SHAPE = ModelShape(
     num_heads=4, qk_nope_dim=4, qk_rope_dim=2, v_dim=4, kv_lora_rank=8, vision_heads=2
@@ -186,14 +186,7 @@ def disagreement(groups: dict, experts: range, rank: int) -> str:
 
 
 def main(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=30),
-    )
+    join_ranks(rank, world, folder)
     groups, experts = join_groups(world, rank)
     torch.save(scenarios(groups, experts, rank, folder), folder / f"rank{rank}.pt")
     dist.barrier()

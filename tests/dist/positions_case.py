@@ -52,8 +52,6 @@ def one_process(replica=0, num_replicas=1):
         num_replicas=num_replicas,
         expert_rank=0,
         num_expert_ranks=1,
-        first_rank_of=tuple(range(num_replicas)),
-        last_rank_of=tuple(range(num_replicas)),
         groups={},
     )
 

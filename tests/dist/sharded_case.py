@@ -7,7 +7,6 @@ leaves FOLDER/rank{RANK}.pt. The parent test process makes the same encoders, it
 import math
 import sys
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from kimi_pretrain.dep import sharded
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder, initialise
+from tests.dist.jobs import join_ranks
 
 WORLD = 4
 SMALL = MoonViTConfig(
@@ -185,14 +185,7 @@ def members_of_blocks() -> dict[str, dict[int, list[int]]]:
 
 
 def main(rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=30),
-    )
+    join_ranks(rank, world, folder)
     dist.new_group([0, 2])  # as in a pipeline: some ranks are in more groups than others
     alone = [dist.new_group([member]) for member in range(world)][rank]
     blocks = {1: alone, **sharded.blocks([range(world)], 4, 30.0)}

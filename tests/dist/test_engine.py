@@ -60,7 +60,10 @@ def _weight(name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     if kind == "down_proj":
         return torch.stack([weights[key] for key in experts])
     assert kind == "gate_up_proj", name
-    pairs = [(key.replace("down_proj", "gate_proj"), key.replace("down_proj", "up_proj")) for key in experts]
+    pairs = [
+        (key.replace("down_proj", "gate_proj"), key.replace("down_proj", "up_proj"))
+        for key in experts
+    ]
     return torch.stack([torch.cat([weights[gate], weights[up]]) for gate, up in pairs])
 
 

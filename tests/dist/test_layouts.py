@@ -1,4 +1,4 @@
-"""The same rows, losses and gradients in every layout: the guard of the host backend (I2, I4, I5)."""
+"""The same rows, losses and gradients in every layout: guards the host backend (I2, I4, I5)."""
 
 import pytest
 import torch

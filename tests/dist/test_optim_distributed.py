@@ -1,10 +1,5 @@
 """The distributed optimizer against the plain one, over 1, 2 and 4 gloo processes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,9 +7,9 @@ from torch import Tensor
 from kimi_pretrain.optim.muon import PlainMuon
 from kimi_pretrain.optim.qk_clip import clip_, factors
 from tests.dist import optim_worker
+from tests.dist.jobs import run_ranks
 from tests.dist.optim_worker import ALL_EXPERTS, ALONE, CONFIG, SAVE_AT, SHAPE, STEPS, Job, Toy
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.dist
 
 
@@ -47,21 +42,7 @@ def ranks(request, tmp_path_factory, alone) -> list[dict]:
     world = request.param
     folder = tmp_path_factory.mktemp(f"world{world}")
     torch.save(alone["saved"], folder / "alone.pt")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    logs = [folder / f"rank{rank}.log" for rank in range(world)]
-    processes = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, optim_worker.__file__, str(rank), str(world), str(folder)]
-        with log.open("w") as file:
-            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
-    try:
-        codes = [process.wait(timeout=50) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * world, "\n".join(log.read_text()[-2000:] for log in logs)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
+    return run_ranks(optim_worker.__file__, world, folder)
 
 
 def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:

@@ -1,4 +1,4 @@
-"""Position ids of microbatches, in a process of their own: Megatron-Core changes the one it is in."""
+"""Position ids of microbatches, in a process of their own: Megatron-Core changes its process."""
 
 import subprocess
 import sys

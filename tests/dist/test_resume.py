@@ -70,7 +70,9 @@ def test_run_folder_is_complete(straight):
         "logs/rank_0.log", "logs/rank_3.log", "checkpoints/step_00000003/manifest.json",
     ):  # fmt: skip
         assert (straight / name).is_file(), name
-    phases = {event["name"] for event in json.loads((straight / "trace.json").read_text())["traceEvents"]}
+    phases = {
+        event["name"] for event in json.loads((straight / "trace.json").read_text())["traceEvents"]
+    }
     assert {"2 vision forward", "4 backbone", "6 vision backward", "7 update"} <= phases
     assert not list((straight / "checkpoints").glob("*.partial"))
 
@@ -98,9 +100,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "damage", "overrides", "told"), BAD, ids=[row[0] for row in BAD])
-def test_bad_checkpoint_is_refused(
-    name, damage, overrides, told, checkpoint, data_root, tmp_path
-):
+def test_bad_checkpoint_is_refused(name, damage, overrides, told, checkpoint, data_root, tmp_path):
     damage(checkpoint)
     folder = tmp_path / "refused"
     settings = (f"data.root={data_root}", "train.steps=6", *ONE, *overrides)
@@ -121,7 +121,7 @@ def test_a_folder_with_an_earlier_run_is_not_trained_into(axes, straight, data_r
 
 
 def test_a_run_starts_from_given_vision_weights(data_root, tmp_path):
-    """Those that the seed gives anyway: the same run. Others: another run; a resume ignores them."""
+    """Those that the seed gives anyway: the same run. Others: another; a resume ignores them."""
     encoder = VisionEncoder(load_config("tiny_cpu", SMALL).model.vision)
     runs = {}
     for seed in (0, 1):

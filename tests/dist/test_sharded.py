@@ -4,20 +4,15 @@ Forward, recompute and the gradients of every parameter; in one case against tra
 processes run once for all tests.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from kimi_pretrain.dep import sharded
 from moonvit3d.config import MoonViTConfig
 from tests.dist import sharded_case
+from tests.dist.jobs import run_ranks
 from tests.dist.sharded_case import CASES, GRIDS, SMALL, WORLD
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 PARTS = ("forward", "recompute", "backward")
@@ -28,23 +23,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 def ranks(tmp_path_factory) -> list[dict]:
     """What each of the processes saved."""
     folder = tmp_path_factory.mktemp("sharded")
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"
-    }  # fmt: skip
-    logs = [folder / f"rank{rank}.log" for rank in range(WORLD)]
-    processes = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, sharded_case.__file__, str(rank), str(WORLD), str(folder)]
-        with log.open("w") as file:
-            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
-    try:
-        codes = [process.wait(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * WORLD, "\n".join(log.read_text()[-2000:] for log in logs)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(WORLD)]
+    return run_ranks(sharded_case.__file__, WORLD, folder)
 
 
 def apart(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -277,7 +277,8 @@ def language_model(run) -> dict:
         config["rope_scaling"] = dict(
             rope_type="yarn", factor=yarn.factor, beta_fast=yarn.beta_fast,
             beta_slow=yarn.beta_slow, mscale=yarn.mscale, mscale_all_dim=yarn.mscale_all_dim,
-            original_max_position_embeddings=yarn.original_max_position, rope_theta=language.rope_theta,
+            original_max_position_embeddings=yarn.original_max_position,
+            rope_theta=language.rope_theta,
         )  # fmt: skip
     weights = {view.name: view.data.clone() for view in run.backbone.views(buffers=True)}
     return {
