@@ -128,7 +128,7 @@ def test_a_late_first_byte_is_cut_off_and_asked_for_again(store, proxy):
     proxy.faults = [Fault("late", delay=30)]
     start = time.monotonic()
     assert store.get("x", 0, 10) == DATA[:10]
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
 
 
 def test_an_object_overwritten_between_attempts_is_never_mixed(store, proxy, s3_environment):

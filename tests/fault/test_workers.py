@@ -145,7 +145,7 @@ def test_closing_in_the_middle_ends_everything_soon(ahead, tmp_path):
     assert len(pids) >= 2
     begin = time.monotonic()
     workers.close()
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 15  # of the 20 that a worker may take
     left = pids & set(children_of(os.getpid()))  # a zombie would be among them
     assert not left
 
@@ -253,7 +253,7 @@ def test_an_interrupt_ends_all_and_prints_nothing_of_workers(tmp_path, body, mom
         begin = time.monotonic()
         os.killpg(running.pid, signal.SIGINT)
         out, err = running.communicate(timeout=20)
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 15  # of the 20 that a worker may take
     if body == HANDLES:
         assert (running.returncode, out, err) == (3, "interrupted\n", "")
     else:

@@ -243,9 +243,7 @@ def test_a_step_counts_only_what_is_trained():
 
 def test_peaks(monkeypatch):
     assert peak_flops(CPU, torch.float32, 1.5) == Peak(1.5e12, "train.peak_tflops")
-    start = time.perf_counter()
     measured = peak_flops(CPU, torch.float32)
-    assert time.perf_counter() - start < 2
     assert measured.source == "measured, float32"
     assert 1e8 < measured.flops_per_second < 1e14
     cuda = torch.device("cuda", 0)

@@ -267,12 +267,12 @@ def test_image_bombs_are_refused_before_decoding(kind, data, limit, monkeypatch)
     monkeypatch.setattr(ImageFile.ImageFile, "load", never)
     monkeypatch.setattr(Image.core, "fill", never)
     assert len(data) < 5000
-    started = time.monotonic()
+    started = time.process_time()  # of CPU: other work on the machine does not count
     for function in (read_image, lambda data: verify(data, KIND_IMAGE)):
         with pytest.raises(MediaError, match="pixels; at most 80000000|exceeds limit") as error:
             function(data)
         check_line(error)
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_the_bound_is_our_own(monkeypatch):
@@ -577,9 +577,9 @@ def test_video_bombs_are_refused_before_decoding(monkeypatch):
     at = data.index(b"\xff\xc0") + 5
     data[at : at + 4] = struct.pack(">HH", 10000, 20000)
     data = patched(bytes(data), b"mp4v", 24, struct.pack(">HH", 20000, 10000))
-    started = time.monotonic()
+    started = time.process_time()  # of CPU: other work on the machine does not count
     refuses(data, "no size, or more than 80000000 pixels")
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
     monkeypatch.setattr(media, "MAX_PIXELS", 48 * 64 - 1)
     refuses(clip(9), "no size, or more than 3071 pixels")
     if "libx264" in av.codecs_available:  # here ffmpeg knows the size without decoding
