@@ -10,9 +10,8 @@ from data_pipeline.ingest.ingest import CrudeSample, ImageSegment, TextSegment, 
 from data_pipeline.store.open import open_store
 from data_pipeline.text import Tokenizer, train_ranks
 
-WORDS = (
-    "the cat sat on a mat and saw 42 red kites over the old mill while it rained"
-).split()
+SENTENCE = "the cat sat on a mat and saw 42 red kites over the old mill while it rained"
+WORDS = SENTENCE.split()
 
 
 def build(root: Path) -> None:

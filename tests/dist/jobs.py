@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,24 +37,41 @@ def layout(pp: int = 1, vpp: int = 1, dp: int = 1, ep: int = 1) -> tuple[str, ..
     return (f"layout.pp={pp}", f"layout.vpp={vpp}", f"layout.dp={dp}", f"layout.ep={ep}")
 
 
+Job = tuple[str, Sequence[str]]  # an action of worker.py, and overrides
+
+
 def run_job(action: str, out: Path, processes: int, *overrides: str, timeout: float = 100.0):
-    """Run `worker.py ACTION` in `processes` processes; return what rank 0 saved with torch.save.
+    """Run one action of worker.py in `processes` processes; return what it returned on rank 0.
 
     Raises:
         AssertionError: the job failed; shows the end of its output.
     """
+    return run_jobs({action: (action, overrides)}, out, processes, timeout)[action]
+
+
+def run_jobs(
+    jobs: Mapping[str, Job], out: Path, processes: int, timeout: float = 100.0
+) -> dict[str, Any]:
+    """Run several actions one after the other in the same processes; name -> result on rank 0.
+
+    The layout may change between them, the number of processes may not.
+
+    Raises:
+        AssertionError: one of them failed; shows the end of the output.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    arguments = [str(WORKER), action, str(out), *SMALL, *overrides]
+    plain = {name: (action, [*SMALL, *overrides]) for name, (action, overrides) in jobs.items()}
+    (out / "jobs.json").write_text(json.dumps(plain))
     launcher = [
         "-m", "torch.distributed.run", f"--nproc-per-node={processes}",
         "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
     ]  # fmt: skip
-    command = [sys.executable, *(launcher if processes > 1 else []), *arguments]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(WORKER), str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
     )
-    assert done.returncode == 0, f"{action} failed:\n{(done.stdout + done.stderr)[-6000:]}"
+    assert done.returncode == 0, f"{', '.join(jobs)} failed:\n{(done.stdout + done.stderr)[-6000:]}"
     return torch.load(out / "result.pt", weights_only=False)
 
 

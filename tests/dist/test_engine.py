@@ -10,33 +10,40 @@ import sys
 import pytest
 import torch
 
-from tests.dist.jobs import ROOT, layout, run_job
+from tests.dist.jobs import ROOT, Job, layout, run_jobs
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 
-def test_attention_experts_and_rotary_equal_their_plain_twins(data_root, tmp_path):
-    errors = run_job("layers_against_twins", tmp_path, 1, f"data.root={data_root}", *layout())
+ORACLES = {
+    "query latent, YaRN": "model.language.yarn={factor: 4.0, original_max_position: 32}",
+    "no query latent": "model.language.q_lora_rank=null",
+}
+
+
+@pytest.fixture(scope="module")
+def found(data_root, tmp_path_factory):
+    """Results of one process, by name."""
+    data = f"data.root={data_root}", *layout()
+    jobs: dict[str, Job] = {"twins": ("layers_against_twins", data)}
+    for name, override in ORACLES.items():
+        jobs[name] = "language_model", (*data, "model.language.norm_eps=1e-6", override)
+    return run_jobs(jobs, tmp_path_factory.mktemp("engine"), 1)
+
+
+def test_attention_experts_and_rotary_equal_their_plain_twins(found):
+    errors = found["twins"]
     assert set(errors) == {"attention", "max_logits", "experts", "experts_grad", "no_tokens"}
     for name, error in errors.items():
         assert error <= 1e-10, (name, error)
 
 
-ORACLES = {
-    "query latent, YaRN": ["model.language.yarn={factor: 4.0, original_max_position: 32}"],
-    "no query latent": ["model.language.q_lora_rank=null"],
-}
-
-
-@pytest.mark.parametrize("overrides", ORACLES.values(), ids=ORACLES.keys())
-def test_logits_equal_deepseek_v3(overrides, data_root, tmp_path):
+@pytest.mark.parametrize("name", ORACLES)
+def test_logits_equal_deepseek_v3(name, found):
     """Same weights by name, three packed documents: logits of each document alone, fp32."""
     import transformers
 
-    out = run_job(
-        "language_model", tmp_path, 1, f"data.root={data_root}", *layout(),
-        "model.language.norm_eps=1e-6", *overrides,
-    )  # fmt: skip
+    out = found[name]
     model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**out["config"]))
     weights = {name.removeprefix("language_model."): t for name, t in out["weights"].items()}
     with torch.no_grad():

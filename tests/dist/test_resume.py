@@ -129,14 +129,15 @@ def test_a_run_starts_from_given_vision_weights(data_root, tmp_path):
         save(encoder, tmp_path / f"{seed}.safetensors")
     for name, start in (("seed", "null"), ("same", tmp_path / "0.safetensors"),
                         ("other", tmp_path / "1.safetensors")):  # fmt: skip
-        done = train(tmp_path / name, f"data.root={data_root}", "train.steps=2", "train.seed=0",
-                     "train.checkpoint_every=1", f"train.vision_weights={start}")  # fmt: skip
+        done = train(tmp_path / name, f"data.root={data_root}", "train.steps=2", *layout(),
+                     "train.seed=0", "train.checkpoint_every=1",
+                     f"train.vision_weights={start}")  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         runs[name] = [line["loss"] for line in read_metrics(tmp_path / name)]
     assert runs["same"] == runs["seed"]
     assert runs["other"][0] != runs["seed"][0]
-    done = train(tmp_path / "resumed", f"data.root={data_root}", "train.steps=2", "train.seed=0",
-                 f"train.vision_weights={tmp_path / 'gone.safetensors'}",
+    done = train(tmp_path / "resumed", f"data.root={data_root}", "train.steps=2", *layout(),
+                 "train.seed=0", f"train.vision_weights={tmp_path / 'gone.safetensors'}",
                  resume=tmp_path / "other" / "checkpoints" / "step_00000001")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["loss"] for line in read_metrics(tmp_path / "resumed")] == runs["other"][1:]

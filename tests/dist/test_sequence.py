@@ -5,9 +5,9 @@ import pytest
 
 from kimi_pretrain.config import ConfigError, load_config
 from kimi_pretrain.sequence import SequenceParts
-from tests.dist.jobs import run_job
+from tests.dist.jobs import run_jobs
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 # The balance loss weighs enough to be seen, the rotary factor of YaRN is on, QK-Clip acts.
 COMMON = (
@@ -20,16 +20,23 @@ LAYOUTS = {
 }
 
 
-def run(action, out, data_root, *overrides, **axes):
-    layout = {"pp": 1, "vpp": 1, "dp": 1, "ep": 1, "cp": 1, "tp": 1} | axes
-    processes = layout["pp"] * layout["dp"] * layout["cp"] * layout["tp"]
-    settings = [f"layout.{axis}={size}" for axis, size in layout.items()]
-    return run_job(action, out, processes, f"data.root={data_root}", *COMMON, *settings, *overrides)
+PROCESSES = 4
 
 
 @pytest.fixture(scope="module")
-def one_process(data_root, tmp_path_factory):
-    return run("shared_rows", tmp_path_factory.mktemp("one"), data_root)
+def found(data_root, tmp_path_factory):
+    """Results by name of the job in one process, and of all those in four."""
+
+    def job(action, *overrides, **axes):
+        layout = {"pp": 1, "vpp": 1, "dp": 1, "ep": 1, "cp": 1, "tp": 1} | axes
+        settings = [f"layout.{axis}={size}" for axis, size in layout.items()]
+        return action, (f"data.root={data_root}", *COMMON, *settings, *overrides)
+
+    many = {name: job("shared_rows", **axes) for name, axes in LAYOUTS.items()}
+    many["frozen"] = job("leaf_gradients", "train.frozen=[language_model]", pp=2, cp=2)
+    folder = tmp_path_factory.mktemp("sequence")
+    one = run_jobs({"one process": job("shared_rows")}, folder / "one", 1)
+    return one | run_jobs(many, folder / "many", PROCESSES, timeout=200.0)
 
 
 def assert_same_gradients(found, wanted):
@@ -38,33 +45,30 @@ def assert_same_gradients(found, wanted):
     assert (found - wanted).abs().max() <= 1e-6 * scale
 
 
-@pytest.mark.parametrize("axes", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_shared_rows_train_as_in_one_process(axes, one_process, data_root, tmp_path):
-    found = run("shared_rows", tmp_path, data_root, **axes)
-    assert_same_gradients(found["leaves"]["gradients"], one_process["leaves"]["gradients"])
-    assert found["leaves"]["moved"]
-    assert found["shapes"] == one_process["shapes"]
-    for step, wanted in zip(found["steps"], one_process["steps"], strict=True):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_shared_rows_train_as_in_one_process(name, found):
+    shared, alone = found[name], found["one process"]
+    assert_same_gradients(shared["leaves"]["gradients"], alone["leaves"]["gradients"])
+    assert shared["leaves"]["moved"]
+    assert shared["shapes"] == alone["shapes"]
+    for step, wanted in zip(shared["steps"], alone["steps"], strict=True):
         for count in ("vision_tokens", "loss_tokens", "items", "clipped_heads"):
             assert step[count] == wanted[count], count
         for number in ("loss", "grad_norm", "max_logit"):
             assert step[number] == pytest.approx(wanted[number], rel=1e-5), number
-    assert sum(step["clipped_heads"] for step in found["steps"]) > 0
-    assert all(step["vision_tokens"] > 0 for step in found["steps"])
+    assert sum(step["clipped_heads"] for step in shared["steps"]) > 0
+    assert all(step["vision_tokens"] > 0 for step in shared["steps"])
 
 
-def test_attention_of_every_part_equals_the_plain_loop(one_process):
-    errors = one_process["attention"]
+def test_attention_of_every_part_equals_the_plain_loop(found):
+    errors = found["one process"]["attention"]
     assert len(errors) == 6
     for name, error in errors.items():
         assert error <= 1e-10, (name, error)
 
 
-def test_a_frozen_language_model_passes_the_same_gradients(one_process, data_root, tmp_path):
-    frozen = run(
-        "leaf_gradients", tmp_path, data_root, "train.frozen=[language_model]", pp=2, cp=2
-    )  # fmt: skip
-    free = one_process["leaves"]
+def test_a_frozen_language_model_passes_the_same_gradients(found):
+    frozen, free = found["frozen"], found["one process"]["leaves"]
     assert_same_gradients(frozen["gradients"], free["gradients"])
     assert free["moved"]
     assert not frozen["moved"]

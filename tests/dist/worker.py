@@ -1,7 +1,9 @@
-"""One process of a test job: `python worker.py ACTION OUT key=value...`; see jobs.py."""
+"""One process of a test job: `python worker.py OUT` does what OUT/jobs.json says; see jobs.py."""
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -9,23 +11,42 @@ from kimi_pretrain.config import CostConfig
 from tests.dist.sequence_case import ACTIONS as SEQUENCE
 
 
-def main(action: str, out: Path, overrides: list[str]) -> None:
+def main(out: Path) -> None:
+    """Do each job in turn, in the same processes: to start them takes longer than most jobs."""
+    from kimi_pretrain.engine import mesh as engine_mesh
+
+    torch.set_num_threads(1)
+    jobs, results, mesh = json.loads((out / "jobs.json").read_text()), {}, None
+    try:
+        for name, (action, overrides) in jobs.items():
+            mesh, results[name] = do(action, overrides, mesh)
+        assert mesh is not None
+        if mesh.rank == 0:
+            torch.save(results, out / "result.pt")
+        mesh.barrier()
+    finally:
+        engine_mesh.stop()
+
+
+def do(action: str, overrides: list[str], mesh: Any) -> tuple[Any, Any]:
+    """Return the mesh of the job's layout, made anew after another job's, and its result."""
+    from megatron.core import parallel_state
+
     from kimi_pretrain.config import load_config
     from kimi_pretrain.engine import mesh as engine_mesh
     from kimi_pretrain.train import Run
 
     config = load_config("tiny_cpu", overrides)
-    torch.set_num_threads(1)
-    mesh = engine_mesh.start(config.layout, config.train.timeout_seconds)
+    if mesh is None:
+        mesh = engine_mesh.start(config.layout, config.train.timeout_seconds)
+    else:
+        parallel_state.destroy_model_parallel()
+        mesh = engine_mesh.build(config.layout, mesh.device, config.train.timeout_seconds)
     run = Run(config, mesh)
     try:
-        result = ACTIONS[action](run)
-        if mesh.rank == 0:
-            torch.save(result, out / "result.pt")
-        mesh.barrier()
+        return mesh, ACTIONS[action](run)
     finally:
         run.close()
-        engine_mesh.stop()
 
 
 def losses(run) -> list[dict]:
@@ -155,7 +176,10 @@ def planted_infinity(run) -> dict[str, bool]:
         backward(self, gradients)
 
     EncoderPass.backward = poisoned
-    report = run.train_step.run(next(run.loader))
+    try:
+        report = run.train_step.run(next(run.loader))
+    finally:
+        EncoderPass.backward = backward  # other jobs of this process follow
     return {
         "finite step": good != start,
         "infinite step": hashes() != good,
@@ -313,5 +337,5 @@ ACTIONS = {
 if __name__ == "__main__":
     from launch.worker import leave
 
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]))
     leave(0)
