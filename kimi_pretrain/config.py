@@ -9,6 +9,7 @@ follows from the few numbers a person states.
 import dataclasses
 import difflib
 import re
+import types
 import typing
 from importlib import resources
 from pathlib import Path
@@ -19,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from data_pipeline.config import DataConfig
 from kimi_pretrain.optim.config import OptimConfig
+from kimi_pretrain.optim.schedule import describe_schedule, stretches
 from moonvit3d.config import MoonViTConfig
 
 
@@ -182,6 +184,7 @@ class TrainConfig(Section):
     `rows_per_microbatch` is not only a matter of speed: the routers' balance loss is taken over
     each microbatch, all its rows together. `checkpoint_every: null` saves nothing at all; otherwise
     the last step is saved too. `trace_step` and `efficiency_pairs` measure and change nothing.
+    `attention: transformer_engine` takes that library's fused kernels for the language model.
     `vision_weights` is a safetensors checkpoint (a file, or a folder that every node sees) that the
     encoder starts from, in any layout that `moonvit3d.weights` knows: Kimi K2.5's own, or SigLIP's.
     """
@@ -191,6 +194,7 @@ class TrainConfig(Section):
     seed: int = 0
     vision_weights: str | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    attention: Literal["portable", "transformer_engine"] = "portable"
     checkpoint_every: int | None = Field(default=None, gt=0)
     trace_step: int | None = Field(default=None, gt=0)
     efficiency_pairs: int = Field(default=0, ge=0)
@@ -212,6 +216,10 @@ class Config(Section):
     dep: DepConfig = DepConfig()
     train: TrainConfig
 
+    def tokens_per_step(self) -> int:
+        """Return the tokens of a global batch, padding of its rows included."""
+        return self.data.rows_per_step * self.data.seq_len
+
     def num_microbatches(self) -> int:
         """Return the microbatches that one replica runs in a step."""
         return self.data.rows_per_step // (self.layout.dp * self.train.rows_per_microbatch)
@@ -220,6 +228,8 @@ class Config(Section):
     def _check(self) -> "Config":
         check_layout(self)
         check_dep(self)
+        check_attention(self)
+        stretches(self.optim, self.tokens_per_step())  # refuses segments that overlap
         return self
 
 
@@ -313,6 +323,28 @@ def check_dep(config: Config) -> None:
         raise ValueError(f"train.frozen={train.frozen}: nothing is left to train")
 
 
+def check_attention(config: Config) -> None:
+    """Refuse what the fused kernels of Transformer Engine do not take.
+
+    Raises:
+        ValueError: names the keys and their values.
+    """
+    train, layout = config.train, config.layout
+    if train.attention == "portable":
+        return
+    instead = "set train.attention=portable"
+    if train.dtype != "bfloat16":
+        raise ValueError(
+            f"train.attention={train.attention} with train.dtype={train.dtype}: its kernels give "
+            f"largest logits in bfloat16 alone; {instead}"
+        )
+    if layout.cp > 1:
+        raise ValueError(
+            f"train.attention={train.attention} with layout.cp={layout.cp}: it would cut each "
+            f"document over the ranks, here the row is cut; {instead}"
+        )
+
+
 def _check_widths(tp: int, language: LanguageConfig) -> None:
     shared = language.num_shared_experts * language.expert_ffn_size
     widths = {
@@ -403,7 +435,7 @@ def dump_config(config: Config) -> str:
 def describe(config: Config) -> str:
     """Return the arithmetic of a step in a few lines, as printed before a run starts."""
     data, layout, train = config.data, config.layout, config.train
-    tokens = data.rows_per_step * data.seq_len
+    tokens = config.tokens_per_step()
     return (
         f"{layout.world_size()} processes = {layout.pp} stages (x{layout.vpp} virtual) x "
         f"{layout.dp} replicas x {layout.cp * layout.tp} ranks of a row ({layout.cp} context- x "
@@ -411,7 +443,8 @@ def describe(config: Config) -> str:
         f"{data.rows_per_step} rows x {data.seq_len} tokens = {tokens:,} tokens a step = "
         f"{layout.dp} replicas x {config.num_microbatches()} microbatches x "
         f"{train.rows_per_microbatch} rows\n"
-        f"{train.steps} steps = {tokens * train.steps:,} tokens"
+        f"{train.steps} steps = {tokens * train.steps:,} tokens\n"
+        f"{describe_schedule(config.optim, tokens)}"
     )
 
 
@@ -447,6 +480,10 @@ def _fields(section: Any) -> dict[str, Any] | None:
 
 
 def _unknown_keys(section: Any, values: Any, where: str) -> typing.Iterator[str]:
+    if typing.get_origin(section) in (typing.Union, types.UnionType):
+        # Of a list, a name or nothing, say, the form that was written.
+        written = (s for s in typing.get_args(section) if typing.get_origin(s) is type(values))
+        section = next(written, section)
     if typing.get_origin(section) in (dict, list):
         # Sections under names of the user's own, or one after the other.
         *_, inner = typing.get_args(section)
@@ -472,8 +509,10 @@ def _unknown_keys(section: Any, values: Any, where: str) -> typing.Iterator[str]
 
 def _plain(error: ValidationError) -> typing.Iterator[str]:
     for problem in error.errors():
-        path = ".".join(str(part) for part in problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
+        # In <> stands which form of a value was read; it is nothing that the user wrote.
+        parts = [str(part) for part in problem["loc"] if not str(part).startswith("<")]
+        path = ".".join(parts)
+        message = problem["msg"].removeprefix("Value error, ").removeprefix(f"{path}: ")
         value = problem["input"]
         shown = "" if isinstance(value, dict | BaseModel) else f" (got {value!r})"
         yield f"{path + ': ' if path else ''}{message}{shown}"

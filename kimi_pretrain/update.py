@@ -2,13 +2,18 @@
 
 Gradients arrive as sums over the tokens of the global batch. They are divided here, once, by the
 global number of loss tokens, together with the clipping factor. A step whose norm is not finite
-changes nothing, neither encoder nor backbone.
+changes nothing, neither encoder nor backbone, and is counted.
+
+Two reductions over all ranks, read by the host at once: the gradient's sum of squares, and the
+largest attention logit of each layer and head.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kimi_pretrain.config import Config
@@ -17,27 +22,39 @@ from kimi_pretrain.engine.backbone import Backbone
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.optim.distributed import DistributedMuonClip
 from kimi_pretrain.optim.groups import ModelShape, NamedTensor
-from kimi_pretrain.optim.qk_clip import factors
+from kimi_pretrain.optim.qk_clip import factors, table_of_maxima
+from kimi_pretrain.optim.report import UpdateFigures
 from kimi_pretrain.optim.schedule import learning_rate
 
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What an update did; the same on every rank.
+    """What an update did; the same on every rank but for `own`.
 
     Attributes:
-        lr: learning rate used.
+        lr: learning rate of the schedule; a parameter group may scale it.
         grad_norm: global norm of the divided gradient, before clipping.
         applied: False when the norm was not finite and nothing was changed.
-        max_logit: largest softmax input of the step, over all layers and heads.
-        clipped_heads: heads that QK-Clip shrank.
+        max_logits: largest softmax input of each layer over all tokens and heads, fp64 [layers];
+            -inf where no document was seen.
+        clipped_heads: heads that QK-Clip shrank, of the whole model.
+        skipped_steps: steps of the run that were not applied, this one included.
+        own: of the tensors whose update this rank makes; `report.together` of all ranks' makes the
+            model's, which the line of metrics holds.
     """
 
     lr: float
     grad_norm: float
     applied: bool
-    max_logit: float
-    clipped_heads: int
+    max_logits: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    clipped_heads: int = 0
+    skipped_steps: int = 0
+    own: UpdateFigures = field(default_factory=UpdateFigures)
+
+    @property
+    def max_logit(self) -> float:
+        """Largest softmax input of the step, over all layers and heads."""
+        return float(self.max_logits.max(initial=-math.inf))
 
 
 def model_shape(config: Config) -> ModelShape:
@@ -74,14 +91,27 @@ def named_tensors(encoder: DecoupledEncoder, backbone: Backbone) -> list[NamedTe
 
 
 class Update:
-    """The optimizer with everything that comes before and after its step."""
+    """The optimizer with everything that comes before and after its step.
+
+    Attributes:
+        skipped_steps: of the run so far: steps done minus updates done.
+    """
 
     def __init__(self, config: Config, mesh: Mesh, encoder: DecoupledEncoder, backbone: Backbone):
         self.config, self.mesh, self.backbone = config, mesh, backbone
+        self.skipped_steps = 0
         self.named = named_tensors(encoder, backbone)
         self.optimizer = DistributedMuonClip(
             self.named, mesh.groups, config.optim, model_shape(config)
         )
+        order, groups = backbone.gradient_order(), backbone.sum_groups()
+        backbone.reduction = self.optimizer.gradient_reduction(order, groups)
+        encoder.sums.to_owners(self.optimizer.owner_ranks("encoder"))
+
+    def resume(self, steps: int, updates: int) -> None:
+        """Go on after `steps` steps of a run, of which `updates` were applied."""
+        self.optimizer.steps = updates
+        self.skipped_steps = steps - updates
 
     def check_replicas(self) -> None:
         """Compare a checksum of every tensor over the ranks that hold a copy of it.
@@ -105,42 +135,61 @@ class Update:
             loss_tokens: of the global batch: the one divisor.
         """
         divisor = max(1, loss_tokens)
-        (squares,) = self.mesh.sum([float(self.optimizer.grad_square_sum())])
+        squares, max_logits = self._norm_and_maxima()
         grad_norm = math.sqrt(squares) / divisor
-        lr = learning_rate(self.optimizer.steps, self.config.optim)
-        max_logits = self._max_logits()
+        tokens = self.config.tokens_per_step()
+        lr = learning_rate(self.optimizer.steps, self.config.optim, tokens)
         applied = math.isfinite(grad_norm)
-        clipped = 0
+        clipped, own = 0, UpdateFigures()
         if applied:
             limit = self.config.optim.max_grad_norm
             clip = 1.0 if limit is None else min(1.0, limit / max(grad_norm, 1e-30))
-            self.optimizer.step(lr, clip / divisor)
+            report = self.optimizer.step(lr, clip / divisor)
             clipped = self._qk_clip(max_logits)
+            own = report.figures()
         else:
             self.backbone.undo_routing_biases()
-        return UpdateReport(lr, grad_norm, applied, float(max_logits.max()), clipped)
+            self.skipped_steps += 1
+        return UpdateReport(
+            lr,
+            grad_norm,
+            applied,
+            max_logits.amax(1).numpy(),
+            clipped,
+            self.skipped_steps,
+            own,
+        )
 
-    def _max_logits(self) -> Tensor:
-        """Return the largest logits of the step over all ranks, [layers, heads]."""
+    def _norm_and_maxima(self) -> tuple[float, Tensor]:
+        """Reduce both over all ranks, and wait for the device once.
+
+        Returns:
+            the sum of squares of the undivided gradient, and the largest logits of the step, fp64
+            [layers, heads] on the host.
+        """
         language = self.config.model.language
-        local = self.backbone.take_max_logits()
-        table = torch.full((language.num_layers, language.num_heads), -math.inf)
-        for layer, max_N in local.items():
-            table[layer] = max_N.cpu()
-        seen = self.mesh.max(table.flatten().tolist())
-        return torch.tensor(seen).reshape(table.shape)
+        maxima = table_of_maxima(
+            self.backbone.take_max_logits(), language.num_layers, language.num_heads
+        ).to(self.mesh.device)
+        squares = self.optimizer.grad_square_sum().reshape(1).to(self.mesh.device)
+        self.mesh.sum_(squares)
+        self.mesh.max_(maxima)
+        found = torch.cat([squares, maxima.flatten()]).cpu()
+        return float(found[0]), found[1:].reshape(maxima.shape)
 
     def _qk_clip(self, max_logits: Tensor) -> int:
         """Clip the heads over the threshold; the number of them in the whole model."""
         threshold = self.config.optim.qk_clip_threshold
         if threshold is None or not self.backbone.trainable:
             return 0
-        gamma = factors(max_logits, threshold).to(self.mesh.device)
+        gamma = factors(max_logits, threshold)
+        clipped = gamma < 1
         query = "q_proj" if self.config.model.language.q_lora_rank is None else "q_b_proj"
-        for layer in range(len(gamma)):
+        for layer in clipped.any(1).nonzero().flatten().tolist():
             prefix = f"language_model.model.layers.{layer}.self_attn."
-            if bool((gamma[layer] < 1).any()):
-                self.optimizer.apply_qk_clip(
-                    f"{prefix}{query}.weight", f"{prefix}kv_b_proj.weight", gamma[layer]
-                )
-        return int((gamma < 1).sum())
+            self.optimizer.apply_qk_clip(
+                f"{prefix}{query}.weight",
+                f"{prefix}kv_b_proj.weight",
+                gamma[layer].to(self.mesh.device),
+            )
+        return int(clipped.sum())

@@ -1,9 +1,10 @@
 """MuonClip over replica groups: every tensor is updated whole by one owner and sent to the rest.
 
 Newton-Schulz needs whole matrices, so optimizer state is sharded by tensor and not by slices of a
-flat buffer: the members of a replica group divide its tensors among them (`groups.choose_owners`),
-the owner keeps momentum, moments and fp32 master, and the updated weights travel once, in the
-weights' own dtype, as in ZeRO-1. A step works in rounds. In round k
+flat buffer: the members of a replica group divide its tensors among them (`owners.choose_owners`),
+the owner alone gets the summed gradient (`reduce`) and keeps momentum, moments and fp32 master, and
+the updated weights travel once, in the weights' own dtype. That is what ZeRO-1 sends, too. A step
+works in rounds. In round k
 
     launch    start to receive the k-th bucket of every other owner
     compute   update the own k-th bucket, start to send it
@@ -11,32 +12,35 @@ weights' own dtype, as in ZeRO-1. A step works in rounds. In round k
 
 so the products of one bucket run while the one before is on its way. Buckets are cut from names,
 shapes and dtypes alone, so all members issue the same collectives in the same order.
-A process alone runs the same class; it has nothing to send.
+A process alone runs the same class; it has nothing to send. With `shard_state` off every rank gets
+all sums, keeps all state and does every update: the plain twin, which sends nothing either.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
+from kimi_pretrain.optim.batched import orthogonality_errors
 from kimi_pretrain.optim.config import OptimConfig
-from kimi_pretrain.optim.groups import (
-    Assignment,
-    ModelShape,
-    NamedTensor,
-    Rule,
-    assignment_table,
-    choose_owners,
-    rule_of,
-)
+from kimi_pretrain.optim.groups import ModelShape, NamedTensor, Rule, rule_of
+from kimi_pretrain.optim.members import Members
 from kimi_pretrain.optim.muon import adamw_update, muon_update
+from kimi_pretrain.optim.owners import (
+    ORDER,
+    Load,
+    TensorSize,
+    choose_owners,
+    load_of,
+    share_of,
+)
 from kimi_pretrain.optim.qk_clip import clip_key_, clip_query_
+from kimi_pretrain.optim.reduce import GradientReduction
 from kimi_pretrain.optim.report import StepReport
+from kimi_pretrain.optim.send import Parcel, cut_rounds, finish, launch
 
 
 class DistributedMuonClip:
@@ -44,7 +48,7 @@ class DistributedMuonClip:
 
     Args:
         named: tensors of this rank. The members of a replica group hold the same names, shapes and
-            dtypes (checked here), and the same values.
+            dtypes in the same order (checked here), and the same values.
         groups: process group of each name in `NamedTensor.replicas`; None is this process alone.
             All members of a group construct this object together.
         config: settings.
@@ -52,7 +56,10 @@ class DistributedMuonClip:
 
     Attributes:
         steps: updates done.
-        owners: name -> index of the owner inside the tensor's replica group.
+        owners: name -> index of the owner inside the tensor's replica group. With `shard_state`
+            off it only says who speaks for a tensor (`leads`).
+        bytes_moved: by the last step's weights over the network, counted at their sender: n - 1
+            times their size. Over all ranks: what the job moved. (Gradients count theirs.)
 
     Raises:
         ValueError: unknown or repeated name, a shape that does not fit, a group that is missing,
@@ -68,38 +75,69 @@ class DistributedMuonClip:
     ):
         self.config = config
         self.shape = shape
-        self.steps = 0
+        self.steps = self.bytes_moved = 0
         self._tensors = _by_name(named, groups)
-        self._rules = {t.name: rule_of(t.name, t.data.shape, shape) for t in named}
-        self._members = {name: _Members.of(group) for name, group in sorted(groups.items())}
+        self._rules = {t.name: rule_of(t.name, t.data.shape, shape, config.matrices) for t in named}
+        self._members = {name: Members.of(groups[name]) for name in ORDER if name in groups}
         for name, members in self._members.items():
             members.check_agreement(name, [t for t in named if t.replicas == name])
-        sizes = {name: len(members.ranks) for name, members in self._members.items()}
-        self.owners = choose_owners(named, shape, sizes, config)
-        self._rounds = _cut_rounds(named, self._rules, self.owners, config.bucket_elements)
+        self.owners = _divide(named, self._members, shape, config)
+        self._rounds = cut_rounds(named, self._rules, self.owners, config.bucket_elements)
         self._state = {
             name: _State.zeros(tensor, self._rules[name])
             for name, tensor in sorted(self._tensors.items())
-            if self.owners[name] == self._members[tensor.replicas].index
+            if self.owns(name)
         }
 
-    def assignments(self) -> list[Assignment]:
-        """The table of the dry run: every tensor of this rank with its pieces and its owner."""
-        return assignment_table(list(self._tensors.values()), self.owners, self.shape)
+    def owns(self, name: str) -> bool:
+        """Whether this rank keeps a tensor's state and updates it; without sharding all do."""
+        return not self.config.shard_state or self.leads(name)
+
+    def leads(self, name: str) -> bool:
+        """Whether this rank, of all that hold a tensor, counts it in sums over the job."""
+        return self.owners[name] == self._members[self._tensors[name].replicas].index
+
+    def owner_ranks(self, replicas: str) -> dict[str, int] | None:
+        """Return the rank in the whole job that owns each tensor of a replica group.
+
+        None says that every rank does (`shard_state` is off).
+        """
+        if not self.config.shard_state:
+            return None
+        held = [name for name, tensor in self._tensors.items() if tensor.replicas == replicas]
+        ranks = self._members[replicas].ranks
+        return {name: ranks[self.owners[name]] for name in held}
+
+    def gradient_reduction(
+        self, order: Iterable[str], groups: Mapping[str, ProcessGroup | None]
+    ) -> GradientReduction:
+        """Return what sums gradients to the owners chosen here.
+
+        Args:
+            order: names in the order in which a backward pass completes their gradients.
+            groups: see `GradientReduction`.
+        """
+        tensors = [self._tensors[name] for name in order]
+        owners: dict[str, int] | None = None
+        if self.config.shard_state:
+            owners = {}
+            for replicas in groups:
+                owners |= self.owner_ranks(replicas) or {}
+        return GradientReduction(tensors, owners, groups, self.config.bucket_elements)
 
     @torch.no_grad()
     def grad_square_sum(self) -> Tensor:
-        """Sum of squares of the gradients of the owned tensors, unscaled.
+        """Sum of squares of the gradients of the tensors that this rank leads, unscaled.
 
-        Every tensor of the model has one owner, so a SUM over all ranks is the square of the global
-        gradient norm.
+        Every tensor of the model is led by one rank, so a SUM over all ranks is the square of the
+        global gradient norm, and is not finite as soon as any gradient is not.
 
         Returns:
             0-d fp64. Each tensor's norm is taken by itself, so the figure depends on who owns what
             only by fp64 rounding.
         """
         norms = []
-        for name in self._state:
+        for name in filter(self.leads, self._state):
             grad = self._tensors[name].grad()
             norms.append(torch.linalg.vector_norm(grad, dtype=_state_dtype(grad)).double())
         return torch.stack(norms).square().sum() if norms else self._zero()
@@ -117,18 +155,22 @@ class DistributedMuonClip:
             CUDA: once the current stream has caught up).
         """
         self.steps += 1
-        report = StepReport(self._zero())
-        before: list[_Parcel] = []
+        self.bytes_moved = 0
+        report = StepReport(self._zero().device)
+        before: list[Parcel] = []
         for round_ in self._rounds:
             parcels = []
             for bucket in round_:
                 members = self._members[bucket.replicas]
-                if bucket.owner == members.index:
+                mine = bucket.owner == members.index
+                if mine or not self.config.shard_state:
                     self._update(bucket.tensors, lr, scale, report)
-                parcels += _launch(bucket, members)
-            _finish(before)
+                if self.config.shard_state and len(members.ranks) > 1:
+                    parcels.append(launch(bucket, members))
+                    self.bytes_moved += mine * parcels[-1].flat.nbytes * (len(members.ranks) - 1)
+            finish(before)
             before = parcels
-        _finish(before)
+        finish(before)
         return report
 
     def _update(
@@ -141,20 +183,26 @@ class DistributedMuonClip:
         """Update owned tensors and their state; write masters back into the model."""
         grads = {t.name: self._scaled_grad(t, scale) for t in tensors}
         muon = [t.name for t in tensors if self._rules[t.name].kind == "muon"]
+        rules = [self._rules[name] for name in muon]
         updates = muon_update(
             [self._state[name].weight for name in muon],
             [grads[name] for name in muon],
             [self._state[name].moments["momentum"] for name in muon],
-            [self._rules[name] for name in muon],
+            rules,
             lr,
             self.config,
             report.clock(),
         )
-        report.count(updates)
+        for rule, update in zip(rules, updates, strict=True):
+            report.count(rule.group, [update])
+        if muon and self.config.measure_orthogonality:
+            report.orthogonality(orthogonality_errors(updates, rules, self.config))
         for name in sorted(grads.keys() - set(muon)):
             state = self._state[name]
             moments = state.moments["exp_avg"], state.moments["exp_avg_sq"]
-            adamw_update(state.weight, grads[name], *moments, self.steps, lr, self.config)
+            own = *moments, self._rules[name]
+            update = adamw_update(state.weight, grads[name], *own, self.steps, lr, self.config)
+            report.count(self._rules[name].group, [update])
         for tensor in tensors:
             if self._state[tensor.name].has_master:
                 tensor.data.copy_(self._state[tensor.name].weight)
@@ -249,35 +297,6 @@ class DistributedMuonClip:
 
 
 @dataclass(frozen=True)
-class _Members:
-    """The ranks of one replica group; a process alone has no group."""
-
-    group: ProcessGroup | None
-    ranks: tuple[int, ...]
-    index: int
-
-    @staticmethod
-    def of(group: ProcessGroup | None) -> "_Members":
-        if group is None:
-            return _Members(None, (0,), 0)
-        return _Members(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
-
-    def check_agreement(self, name: str, tensors: Sequence[NamedTensor]) -> None:
-        """Refuse members with different tensors: they would wait for each other for ever."""
-        if len(self.ranks) == 1:
-            return
-        lines = sorted(f"{t.name} {tuple(t.data.shape)} {t.data.dtype}" for t in tensors)
-        mine = (len(lines), blake2b("\n".join(lines).encode(), digest_size=8).hexdigest())
-        found: list[tuple[int, str]] = [mine] * len(self.ranks)
-        dist.all_gather_object(found, mine, group=self.group)
-        if len(set(found)) > 1:
-            raise ValueError(
-                f"optimizer: the ranks of replica group '{name}' hold different tensors; "
-                f"(count, digest) by rank: {dict(zip(self.ranks, found))}"
-            )
-
-
-@dataclass(frozen=True)
 class _State:
     """What an owner keeps of one tensor. `weight` is the master, or the model's own if wide."""
 
@@ -299,31 +318,33 @@ class _State:
         return self.moments | ({"master": self.weight} if self.has_master else {})
 
 
-@dataclass
-class _Bucket:
-    """Tensors of one owner that are updated, then sent, together; all of one dtype."""
-
-    replicas: str
-    owner: int
-    tensors: list[NamedTensor]
-
-    @property
-    def elements(self) -> int:
-        return sum(tensor.data.numel() for tensor in self.tensors)
-
-
-@dataclass(frozen=True)
-class _Parcel:
-    """A bucket on its way. `unpack` is what still has to be copied into the model."""
-
-    work: Work
-    flat: Tensor
-    unpack: list[NamedTensor]
-
-
 def _state_dtype(x: Tensor) -> torch.dtype:
     """fp32, or wider if the tensor is."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def _divide(
+    named: Sequence[NamedTensor],
+    members: Mapping[str, Members],
+    shape: ModelShape,
+    config: OptimConfig,
+) -> dict[str, int]:
+    """Choose the owners, group after group in `ORDER`: name -> index inside its replica group.
+
+    The members of a group tell each other what they own of the groups before it, and may expect of
+    those after it, so that all come to the same answer.
+    """
+    owners: dict[str, int] = {}
+    sizes = [(t.replicas, TensorSize.of(t.name, t.data)) for t in named]
+    held = {name: [size for replicas, size in sizes if replicas == name] for name in members}
+    shares = {n: share_of(held[n], len(m.ranks), shape, config) for n, m in members.items()}
+    load = sum(shares.values(), Load())
+    for name, group in members.items():
+        load -= shares[name]
+        found = choose_owners(held[name], group.gather(load), shape, config)
+        load += load_of(held[name], found, group.index, shape, config)
+        owners |= found
+    return owners
 
 
 def _by_name(
@@ -338,57 +359,10 @@ def _by_name(
                 f"optimizer: tensor '{tensor.name}' is replicated over '{tensor.replicas}', "
                 f"groups are {sorted(groups)}"
             )
+        if tensor.replicas not in ORDER:
+            raise ValueError(
+                f"optimizer: tensor '{tensor.name}' is replicated over '{tensor.replicas}'; "
+                f"optim.owners divides {ORDER} alone"
+            )
         tensors[tensor.name] = tensor
     return tensors
-
-
-def _cut_rounds(
-    named: Sequence[NamedTensor],
-    rules: Mapping[str, Rule],
-    owners: Mapping[str, int],
-    limit: int,
-) -> list[list[_Bucket]]:
-    """Round k of a group and dtype holds the k-th bucket of each owner, in the owners' order.
-
-    Inside an owner, equal shapes lie side by side so that they share a Newton-Schulz call.
-    """
-    lanes: dict[tuple[str, str], dict[int, list[_Bucket]]] = {}
-    for t in sorted(named, key=lambda t: (rules[t.name].kind, tuple(t.data.shape), t.name)):
-        lane = lanes.setdefault((t.replicas, str(t.data.dtype)), {})
-        buckets = lane.setdefault(owners[t.name], [])
-        if not buckets or buckets[-1].elements + t.data.numel() > limit:
-            buckets.append(_Bucket(t.replicas, owners[t.name], []))
-        buckets[-1].tensors.append(t)
-    rounds = []
-    for _, lane in sorted(lanes.items()):
-        for k in range(max(len(buckets) for buckets in lane.values())):
-            rounds.append([lane[owner][k] for owner in sorted(lane) if k < len(lane[owner])])
-    return rounds
-
-
-def _launch(bucket: _Bucket, members: _Members) -> list[_Parcel]:
-    """Start to send (owner) or to receive (others) a bucket; nothing to do for a process alone."""
-    if len(members.ranks) == 1:
-        return []
-    mine = bucket.owner == members.index
-    data = [tensor.data.detach() for tensor in bucket.tensors]
-    in_place = len(data) == 1 and data[0].is_contiguous()
-    if in_place:  # a large tensor: no staging memory, no copies
-        flat = data[0].view(-1)
-    elif mine:
-        flat = torch.cat([x.reshape(-1) for x in data])
-    else:
-        flat = data[0].new_empty(bucket.elements)
-    source = members.ranks[bucket.owner]
-    work = dist.broadcast(flat, source, group=members.group, async_op=True)
-    assert work is not None  # async_op gives a handle to every member
-    return [_Parcel(work, flat, [] if mine or in_place else bucket.tensors)]
-
-
-def _finish(parcels: Sequence[_Parcel]) -> None:
-    """Wait for a round and copy what came in into the model."""
-    for parcel in parcels:
-        parcel.work.wait()
-        sizes = [tensor.data.numel() for tensor in parcel.unpack]
-        for tensor, part in zip(parcel.unpack, parcel.flat.split(sizes) if sizes else ()):
-            tensor.data.copy_(part.view_as(tensor.data))

@@ -7,19 +7,19 @@ For a matrix W with gradient G (Moonlight, arXiv:2502.16982, eq. 1 to 4):
     W <- (1 - lr wd) W - lr 0.2 sqrt(max(A, B)) O
 
 The factor brings Muon's step to AdamW's size, so that one learning rate and one weight decay serve
-both. `PlainMuon` is the slow twin that `distributed.py` is tested against.
+both; a parameter group may scale the one and replace the other. `PlainMuon` is the slow twin that
+`distributed.py` is tested against.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
+from kimi_pretrain.optim.batched import orthogonalise_pieces_
 from kimi_pretrain.optim.config import OptimConfig
-from kimi_pretrain.optim.groups import ModelShape, NamedTensor, Piece, Rule, as_matrix, rule_of
-from kimi_pretrain.optim.newton_schulz import orthogonalise, update_scale
+from kimi_pretrain.optim.groups import ModelShape, NamedTensor, Rule, as_matrix, rule_of
 
 
 @torch.no_grad()
@@ -38,39 +38,24 @@ def muon_update(
         weights: [A, ...] each, fp32 (or wider): the master, not a bf16 copy.
         grads: same shapes and dtype, already scaled.
         momenta: same shapes and dtype.
-        rules: how each tensor is cut.
-        lr: learning rate of this step.
-        config: momentum, decay, Newton-Schulz settings.
+        rules: how each tensor is cut, and its parameter group.
+        lr: learning rate of this step by the schedule; each group scales it for itself.
+        config: momentum, groups, Newton-Schulz settings.
         clock: entered around the orthogonalisation, to time it.
 
     Returns:
         The updates before lr, [A, B] each (a convolution is flattened).
     """
-    inputs = []
+    mu, inputs = config.momentum, []
     for grad, momentum in zip(grads, momenta, strict=True):
-        momentum.mul_(config.momentum).add_(grad)
-        inputs.append(grad + config.momentum * momentum if config.nesterov else momentum)
+        torch.add(grad, momentum, alpha=mu, out=momentum)
+        inputs.append(torch.add(grad, momentum, alpha=mu) if config.nesterov else momentum.clone())
+    updates = [as_matrix(x) for x in inputs]
     with clock or nullcontext():
-        updates = _orthogonal_updates([as_matrix(x) for x in inputs], rules, config)
-    for weight, update in zip(weights, updates, strict=True):
-        weight.mul_(1 - lr * config.weight_decay).sub_(lr * update.view_as(weight))
-    return updates
-
-
-def _orthogonal_updates(
-    matrices: Sequence[Tensor], rules: Sequence[Rule], config: OptimConfig
-) -> list[Tensor]:
-    """Orthogonalise every piece of every [A, B] matrix; equal shapes go in one batched call."""
-    updates = [torch.empty_like(matrix) for matrix in matrices]
-    batches: dict[tuple[int, int], list[tuple[Piece, Tensor, Tensor]]] = {}
-    for matrix, update, rule in zip(matrices, updates, rules, strict=True):
-        for piece in rule.pieces:
-            batches.setdefault(piece.shape(matrix), []).append((piece, matrix, update))
-    for shape, batch in batches.items():
-        x = torch.stack([rearrange(p.rows(m), "n r b -> (n r) b") for p, m, _ in batch])
-        o = orthogonalise(x, config.ns_steps, getattr(torch, config.ns_dtype))
-        for (piece, _, update), part in zip(batch, update_scale(*shape) * o, strict=True):
-            piece.rows(update).copy_(rearrange(part, "(n r) b -> n r b", n=piece.blocks))
+        orthogonalise_pieces_(updates, rules, config)
+    for weight, update, rule in zip(weights, updates, rules, strict=True):
+        own_lr, decay = config.lr_of(rule.group, lr), config.weight_decay_of(rule.group)
+        weight.mul_(1 - own_lr * decay).sub_(update.view_as(weight), alpha=own_lr)
     return updates
 
 
@@ -80,27 +65,37 @@ def adamw_update(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    rule: Rule,
     step: int,
     lr: float,
     config: OptimConfig,
-) -> None:
+) -> Tensor:
     """One AdamW step, in place on weight, exp_avg and exp_avg_sq (all one shape, fp32 or wider).
 
-    `step` counts from 1: it corrects the bias of the two averages.
+    `step` counts from 1: it corrects the bias of the two averages. `lr` is the schedule's; the
+    rule's parameter group scales it, as in `muon_update`.
+
+    Returns:
+        The update before lr, of the weight's shape.
     """
     beta1, beta2 = config.adam_betas
+    own_lr, decay = config.lr_of(rule.group, lr), config.weight_decay_of(rule.group)
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(config.adam_eps)
-    weight.mul_(1 - lr * config.weight_decay)
-    weight.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+    update = (exp_avg / (1 - beta1**step)).div_(denominator)
+    weight.mul_(1 - own_lr * decay).sub_(update, alpha=own_lr)
+    return update
 
 
 class PlainMuon:
-    """Muon and AdamW over a list of fp32 (or fp64) tensors in one process; no masters, no clip."""
+    """The whole optimizer over a list of fp32 (or fp64) tensors in one process.
+
+    No masters, no gradient clip, no QK-Clip. With `matrices: adamw` it is AdamW on every tensor.
+    """
 
     def __init__(self, named: Sequence[NamedTensor], config: OptimConfig, shape: ModelShape):
-        rules = {t.name: rule_of(t.name, t.data.shape, shape) for t in named}
+        rules = {t.name: rule_of(t.name, t.data.shape, shape, config.matrices) for t in named}
         self.config = config
         self.steps = 0
         self.rules = rules
@@ -112,7 +107,7 @@ class PlainMuon:
 
     @torch.no_grad()
     def step(self, lr: float, scale: float = 1.0) -> None:
-        """Update every tensor from its gradient times `scale`."""
+        """Update every tensor from its gradient times `scale`; `lr` is the schedule's."""
         self.steps += 1
         muon_update(
             [t.data for t in self.muon],
@@ -123,5 +118,5 @@ class PlainMuon:
             self.config,
         )
         for t in self.adamw:
-            moments = self.exp_avg[t.name], self.exp_avg_sq[t.name]
-            adamw_update(t.data, t.grad() * scale, *moments, self.steps, lr, self.config)
+            state = self.exp_avg[t.name], self.exp_avg_sq[t.name], self.rules[t.name]
+            adamw_update(t.data, t.grad() * scale, *state, self.steps, lr, self.config)

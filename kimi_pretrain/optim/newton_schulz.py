@@ -4,45 +4,210 @@ X <- a X + b (X X^T) X + c (X X^T)^2 X, started from X / ||X||_F, pushes every s
 towards one and leaves the singular vectors alone. The constants (Moonlight, arXiv:2502.16982,
 eq. 2) climb as steeply as they can at zero instead of converging: after five steps the singular
 values lie in about [0.7, 1.2], which costs nothing in training and saves half the steps.
+`orthogonalise_reference` is that loop.
+
+`orthogonalise` does the same with fewer operations, in two ways (after the Gram Newton-Schulz of
+Dao-AILab, dao-lab.ai/blog/2026/gram-newton-schulz):
+
+* Steps between which X itself is not needed run on the Gram matrix R = X X^T of the short side.
+  With U = b R + c R^2, a step is X <- (a I + U) X, and R <- (a I + U)^2 R; the factors are gathered
+  in Q, which meets X once, at the end of the segment. A segment of one step is the direct form.
+  R is taken anew from X for each segment: rounding in bf16 moves small eigenvalues of R by a share
+  of the largest, also below zero, and every further step multiplies what is wrong by up to a^2.
+* R, U and Q are symmetric: strips of rows up to the diagonal are computed, the rest is mirrored.
 """
 
 import math
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
+# Steps on one Gram matrix: with four, bf16 fails on matrices with a few large singular values
+# (errors of 1 where the direct form has 0.02); see benchmarks/results/muon_cpu.md.
+LONGEST_SEGMENT = 3
+GRAM_ROWS = 128  # of the short side, at least: below, rounding errors do not average out
+STRIP_ROWS, MOST_STRIPS = 256, 8  # of a symmetric product; thinner strips run slower
 
 
-def orthogonalise(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+@torch.no_grad()
+def orthogonalise(x: Tensor, steps: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """Replace the singular values of each matrix by values near one.
 
     Args:
-        x: [..., A, B] any floating dtype. A zero matrix stays zero.
+        x: [..., A, B] any floating dtype. A zero matrix stays zero, and one whose norm is not well
+            above 1e-7 comes out smaller than it should.
         steps: iterations.
         dtype: of the products. The norm is taken in x's own dtype, before rounding to this one.
+        scale: factor of the result, part of the last product.
 
     Returns:
-        [..., A, B] in x's dtype; a new tensor.
+        [..., A, B] in x's dtype; a new tensor. Which matrices share a batch changes the result of
+        each by no more than the rounding of its products.
     """
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    y = (x / (norm + EPSILON)).to(dtype).reshape(-1, *x.shape[-2:])
+    y = y[0] if len(y) == 1 else y
+    parts = segments(*x.shape[-2:], steps)
+    return iterate(y, parts, scale).view(x.shape).to(x.dtype)
+
+
+def orthogonalise_reference(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """The plain twin of `orthogonalise`: the same arguments, the loop as the paper has it."""
+    if x.shape[-2] > x.shape[-1]:
+        return orthogonalise_reference(x.mT, steps, dtype).mT
     a, b, c = COEFFICIENTS
-    tall = x.shape[-2] > x.shape[-1]
-    y = x / (torch.linalg.matrix_norm(x, keepdim=True) + EPSILON)
-    # The Gram matrix is built on the short side: fewer products, the same result.
-    y = (y.mT if tall else y).to(dtype)
+    y = (x / (torch.linalg.matrix_norm(x, keepdim=True) + EPSILON)).to(dtype)
     for _ in range(steps):
         gram = y @ y.mT
         y = a * y + (b * gram + c * (gram @ gram)) @ y
-    return (y.mT if tall else y).to(x.dtype)
+    return y.to(x.dtype)
+
+
+def iterate(x: Tensor, parts: Sequence[int], scale: float = 1.0) -> Tensor:
+    """Newton-Schulz of matrices of Frobenius norm one (or zero), in their own dtype.
+
+    Args:
+        x: [A, B] or [n, A, B]; left as it is.
+        parts: steps of each segment, see `segments`.
+        scale: factor of the result.
+
+    Returns:
+        Like x; a new tensor.
+    """
+    rows, columns = x.shape[-2:]
+    for i, length in enumerate(parts):
+        factor = scale if i == len(parts) - 1 else 1.0
+        beta, q = _polynomial(_gram(x), length)
+        # For a tall matrix the Gram matrix stands on the right.
+        left, right = (q, x) if rows <= columns else (x, q)
+        x = _sum(x, left, right, factor * beta, factor, torch.empty_like(x))
+    return x
+
+
+def _gram(x: Tensor) -> Tensor:
+    """X X^T on the short side: [..., A, B] -> [..., min(A, B), min(A, B)]."""
+    x = x if x.shape[-2] <= x.shape[-1] else x.mT
+    return _symmetric(x, x.mT, x.new_empty(*x.shape[:-1], x.shape[-2]))
+
+
+def _polynomial(r: Tensor, steps: int) -> tuple[float, Tensor]:
+    """The product of the factors a I + U of some steps, from the Gram matrix R [..., r, r].
+
+    Returns:
+        (beta, Q): the product is beta I + Q. One step keeps the identity apart and exact, like the
+        direct form; later it is in Q, where a rotation of Q's eigenvectors is smaller than in a Q
+        from which so large a part was taken. R is used up.
+    """
+    a, b, c = COEFFICIENTS
+    u = _symmetric(r, r, torch.empty_like(r), r, beta=b, alpha=c)
+    if steps == 1:
+        return a, u
+    q, spare = u.clone(), torch.empty_like(r)
+    q.diagonal(dim1=-2, dim2=-1).add_(a)
+    for _ in range(steps - 1):
+        _symmetric(u, r, spare, r, beta=a)
+        _symmetric(u, spare, r, spare, beta=a)
+        _symmetric(r, r, u, r, beta=b, alpha=c)
+        _symmetric(u, q, spare, q, beta=a)
+        q, spare = spare, q
+    return 0.0, q
+
+
+def _symmetric(
+    x: Tensor,
+    y: Tensor,
+    out: Tensor,
+    base: Tensor | None = None,
+    beta: float = 0.0,
+    alpha: float = 1.0,
+) -> Tensor:
+    """Write beta base + alpha X Y to `out` [..., r, r], which is returned.
+
+    X [..., r, k] and Y [..., k, r] are such that the product is symmetric; `out` is none of the
+    others.
+    """
+    for start, stop in _strips(x.shape[-2]):
+        strip = out[..., start:stop, :stop]
+        # With beta 0, what lies in the memory of the result does not count, not even NaN.
+        before = strip if base is None else base[..., start:stop, :stop]
+        _sum(before, x[..., start:stop, :], y[..., :stop], beta, alpha, strip)
+        # Copied thrice, because torch transposes dense matrices several times as fast as strips.
+        mirror = strip[..., :start].contiguous().mT.contiguous()
+        out[..., :start, start:stop] = mirror
+    return out
+
+
+def _sum(base: Tensor, x: Tensor, y: Tensor, beta: float, alpha: float, out: Tensor) -> Tensor:
+    """Write beta base + alpha X Y to `out`; all are [rows, columns] or all [n, rows, columns]."""
+    # On CPUs a batch of one takes several times as long where an operand is transposed.
+    add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    return add(base, x, y, beta=beta, alpha=alpha, out=out)
+
+
+def _strips(size: int) -> list[tuple[int, int]]:
+    """First and last row of each strip of a symmetric [size, size] product."""
+    number = min(max(1, size // STRIP_ROWS), MOST_STRIPS)
+    cuts = [size * i // number for i in range(number + 1)]
+    return list(zip(cuts, cuts[1:]))
+
+
+@cache
+def segments(rows: int, columns: int, steps: int) -> tuple[int, ...]:
+    """How many steps run on one Gram matrix before it is taken anew; the sum is `steps`.
+
+    All ones are the direct form, for small matrices and near-square ones: the Gram form has to
+    save a tenth of its operations, because its products are the smaller ones, and less exact. The
+    longer segments come first, which leaves half the error of the other order.
+    """
+    short, long = sorted((rows, columns))
+    number = -(-steps // LONGEST_SEGMENT)
+    cuts = [-(-steps * i // number) for i in range(number + 1)]
+    gram = tuple(stop - start for start, stop in zip(cuts, cuts[1:]))
+    direct = (1,) * steps
+    saves = _operations(short, long, gram) <= 0.9 * _operations(short, long, direct)
+    return gram if saves and short >= GRAM_ROWS else direct
+
+
+def flops(rows: int, columns: int, steps: int) -> int:
+    """Floating-point operations of the products that `orthogonalise` makes for one matrix.
+
+    As they are done: the form that is chosen, and of symmetric products the strips alone.
+    """
+    short, long = sorted((rows, columns))
+    return _operations(short, long, segments(rows, columns, steps))
+
+
+def _operations(short: int, long: int, parts: Sequence[int]) -> int:
+    computed = sum((stop - start) * stop for start, stop in _strips(short))
+    total = 0
+    for length in parts:
+        gram, small, whole = computed * long, (4 * length - 3) * computed * short, short**2 * long
+        total += 2 * (gram + small + whole)
+    return total
+
+
+def orthogonality_error(o: Tensor) -> Tensor:
+    """How far matrices are from orthogonal: ||I - O O^T||_F / sqrt(min(A, B)), on the short side.
+
+    Args:
+        o: [..., A, B], without the update's scale.
+
+    Returns:
+        [...] fp32 (or wider): 0 for orthogonal rows (or columns), 1 for zero; 0.25 to 0.4 for what
+        `orthogonalise` makes of a matrix of full rank.
+    """
+    rows, columns = o.shape[-2:]
+    gram = _gram(o.reshape(-1, rows, columns) if o.ndim > 3 else o)
+    gram.diagonal(dim1=-2, dim2=-1).sub_(1)
+    wide = torch.promote_types(o.dtype, torch.float32)
+    error = torch.linalg.vector_norm(gram, dim=(-2, -1), dtype=wide) / math.sqrt(min(rows, columns))
+    return error.view(o.shape[:-2])
 
 
 def update_scale(rows: int, columns: int) -> float:
     """0.2 * sqrt(max(A, B)): brings the RMS of the update near AdamW's 0.2 whatever the shape."""
     return 0.2 * math.sqrt(max(rows, columns))
-
-
-def flops(rows: int, columns: int, steps: int) -> int:
-    """Floating-point operations of `orthogonalise` for one [rows, columns] matrix."""
-    short, long = sorted((rows, columns))
-    return steps * (4 * short * short * long + 2 * short**3)

@@ -5,13 +5,38 @@ After the optimizer step, a head whose largest logit S of that step exceeded tau
 k_rope is shared by all heads, so the content rows of query and key take sqrt(gamma) each, the
 rotary rows of the query take gamma, and shared k_rope and values stay: every logit of the head
 becomes gamma times what it was, no logit of another head changes.
+
+Maxima of an unhealthy step never reach the weights: -inf (a head that saw no token), +inf and NaN
+all give a factor of exactly 1.
 """
+
+import math
+from collections.abc import Mapping
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from kimi_pretrain.optim.groups import ModelShape
+
+
+def table_of_maxima(found: Mapping[int, Tensor], layers: int, heads: int) -> Tensor:
+    """Lay a rank's maxima out as one table, so that all layers travel in one reduction.
+
+    Args:
+        found: layer (from 0) -> largest logit of each head [heads], -inf for a head that saw no
+            token here.
+        layers, heads: of the whole model.
+
+    Returns:
+        [layers, heads] fp64 on the maxima's device; -inf for layers of other ranks. NaN becomes
+        +inf: both say that there is no factor, and a reduction to the maximum may drop a NaN on
+        one kind of device and keep it on another.
+    """
+    device = next((maxima.device for maxima in found.values()), torch.device("cpu"))
+    absent = torch.full((heads,), -math.inf, dtype=torch.float64, device=device)
+    table = torch.stack([found.get(layer, absent).double() for layer in range(layers)])
+    return table.masked_fill(table.isnan(), math.inf)
 
 
 def factors(max_logits: Tensor, threshold: float) -> Tensor:

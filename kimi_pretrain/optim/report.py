@@ -1,7 +1,12 @@
-"""What one optimizer step tells: the size of Muon's updates and the time of their making."""
+"""What one optimizer step tells: sizes of the updates, how orthogonal they are, what that took.
+
+A rank counts the tensors that it owns, without waiting for the device. `StepReport.figures` reads
+everything at once as plain numbers, which travel with the rank's other measurements; `together`
+makes the figures of the whole model from those of all ranks.
+"""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -9,35 +14,92 @@ import torch
 from torch import Tensor
 
 
-@dataclass
-class StepReport:
-    """What one step did on this rank, over the Muon tensors it owns; two sums and a time.
+@dataclass(frozen=True)
+class UpdateFigures:
+    """Plain numbers of a step: of one rank, or of all of them (`together`).
 
-    update_square_sum (0-d fp64) and update_elements count updates before the learning rate; summed
-    over all ranks they give the figure of the whole model.
+    Attributes:
+        squares: parameter group -> sum of squares of its updates, before the learning rate.
+        elements: parameter group -> how many numbers these are.
+        newton_schulz_seconds: time in orthogonalisation.
+        orthogonality_error: the largest; None where none was measured.
     """
 
-    update_square_sum: Tensor
-    update_elements: int = 0
+    squares: dict[str, float] = field(default_factory=dict)
+    elements: dict[str, int] = field(default_factory=dict)
+    newton_schulz_seconds: float = 0.0
+    orthogonality_error: float | None = None
+
+    @property
+    def update_rms(self) -> dict[str, float]:
+        """Root mean square of each group's updates before the learning rate; see METRICS.md."""
+        return {
+            group: (square / self.elements[group]) ** 0.5
+            for group, square in self.squares.items()
+            if self.elements[group]
+        }
+
+
+def together(everyone: Iterable[UpdateFigures]) -> UpdateFigures:
+    """Return the figures of the model from those of all ranks, in the order of the ranks.
+
+    Sums of squares and counts are added up, so a group's RMS is that of all its numbers whoever
+    owns them (where every rank updates everything: counted alike, so the same). Seconds are those
+    of the slowest rank, the error is the largest; a NaN of any rank stays one.
+    """
+    squares: dict[str, float] = {}
+    elements: dict[str, int] = {}
+    seconds, errors = 0.0, []
+    for one in everyone:
+        for group, square in one.squares.items():
+            squares[group] = squares.get(group, 0.0) + square
+            elements[group] = elements.get(group, 0) + one.elements[group]
+        seconds = max(seconds, one.newton_schulz_seconds)
+        if one.orthogonality_error is not None:
+            errors.append(one.orthogonality_error)
+    return UpdateFigures(
+        {group: squares[group] for group in sorted(squares)},
+        {group: elements[group] for group in sorted(elements)},
+        seconds,
+        _largest(errors),
+    )
+
+
+@dataclass
+class StepReport:
+    """What one step did on this rank, over the tensors it owns.
+
+    Args:
+        device: where the updates are made.
+    """
+
+    device: torch.device
+    _squares: dict[str, list[Tensor]] = field(default_factory=dict)
+    _elements: dict[str, int] = field(default_factory=dict)
+    _errors: list[Tensor] = field(default_factory=list)
     _seconds: float = 0.0
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
-    @property
-    def update_rms(self) -> float:
-        """Root mean square of the updates before lr, about 0.17; 0 if this rank owns none."""
-        return (float(self.update_square_sum) / max(1, self.update_elements)) ** 0.5
+    def count(self, group: str, updates: Sequence[Tensor]) -> None:
+        """Add updates to the sums of a parameter group (`Rule.group`).
 
-    @property
-    def newton_schulz_seconds(self) -> float:
-        """Time in orthogonalisation. Waits for the device: read it when logging, not each step."""
-        if self._events:
-            torch.cuda.synchronize(self.update_square_sum.device)
-        return self._seconds + sum(a.elapsed_time(b) for a, b in self._events) / 1000
+        Args:
+            group: of all of them.
+            updates: any shapes, before the learning rate; read now, not kept.
+        """
+        squares = self._squares.setdefault(group, [])
+        for update in updates:
+            squares.append(torch.linalg.vector_norm(update).double().square())
+            self._elements[group] = self._elements.get(group, 0) + update.numel()
+
+    def orthogonality(self, error: Tensor) -> None:
+        """Take in orthogonality errors (`newton_schulz.orthogonality_error`), of any shape."""
+        self._errors.append(error.detach().double().amax())
 
     @contextmanager
     def clock(self) -> Iterator[None]:
         """Add the time spent inside; on CUDA the device's own, taken without waiting for it."""
-        if self.update_square_sum.is_cuda:
+        if self.device.type == "cuda":
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
             yield
@@ -48,8 +110,25 @@ class StepReport:
             yield
             self._seconds += time.perf_counter() - start
 
-    def count(self, updates: Sequence[Tensor]) -> None:
-        """Add updates to the two sums."""
-        for update in updates:
-            self.update_square_sum += torch.linalg.vector_norm(update).double().square()
-            self.update_elements += update.numel()
+    def figures(self) -> UpdateFigures:
+        """Return everything as plain numbers: one transfer, which waits for the device."""
+        groups = sorted(group for group, squares in self._squares.items() if squares)
+        sums = [torch.stack(self._squares[group]).sum() for group in groups]
+        told = sums + self._errors
+        values: list[float] = torch.stack(told).tolist() if told else []
+        if self._events:
+            torch.cuda.synchronize(self.device)
+        measured = sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
+        return UpdateFigures(
+            dict(zip(groups, values)),
+            {group: self._elements[group] for group in groups},
+            self._seconds + measured,
+            _largest(values[len(groups) :]),
+        )
+
+
+def _largest(errors: Sequence[float]) -> float | None:
+    """Return the largest; NaN if one is, which `max` would drop or keep by its place."""
+    if not errors:
+        return None
+    return max(errors) if all(error == error for error in errors) else float("nan")

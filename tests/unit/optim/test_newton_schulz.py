@@ -1,14 +1,38 @@
-"""Newton-Schulz against the polynomial applied to singular values in fp64."""
+"""Newton-Schulz against the polynomial applied to singular values in fp64, SVD and torch's own."""
 
 import math
 
 import pytest
 import torch
+import torch.optim._muon as torch_muon
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from kimi_pretrain.optim.newton_schulz import flops, orthogonalise, update_scale
+from kimi_pretrain.optim import newton_schulz
+from kimi_pretrain.optim.newton_schulz import (
+    COEFFICIENTS,
+    EPSILON,
+    flops,
+    orthogonalise,
+    orthogonalise_reference,
+    orthogonality_error,
+    segments,
+    update_scale,
+)
 
-SHAPES = [(8, 8), (8, 40), (40, 8), (1, 16), (33, 65)]
+# Square, wide, tall; the direct form where near square, else two segments (`everything_small`).
+SHAPES = [(8, 8), (8, 40), (40, 8), (1, 16), (33, 65), (65, 33), (40, 44)]
+
+
+@pytest.fixture(params=["as it is", "everything small"])
+def sizes(request, monkeypatch):
+    """The limits as they are, and so low that small matrices run in strips and the Gram form."""
+    if request.param == "everything small":
+        monkeypatch.setattr(newton_schulz, "STRIP_ROWS", 4)
+        monkeypatch.setattr(newton_schulz, "GRAM_ROWS", 1)
+    segments.cache_clear()
+    yield request.param
+    segments.cache_clear()
 
 
 def direct(x: Tensor, steps: int = 5) -> Tensor:
@@ -24,20 +48,51 @@ def matrix(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def apart(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float64, 1e-11), (torch.float32, 2e-5), (torch.bfloat16, 5e-2)],
 )
-def test_equals_the_polynomial_of_the_singular_values(shape, dtype, tolerance):
+def test_equals_the_polynomial_of_the_singular_values(sizes, shape, dtype, tolerance):
     x = matrix(shape)
-    expected = direct(x)
-    error = torch.linalg.matrix_norm(orthogonalise(x, 5, dtype) - expected)
-    assert error <= tolerance * torch.linalg.matrix_norm(expected)
+    assert apart(orthogonalise(x, 5, dtype), direct(x)) <= tolerance
+    assert apart(orthogonalise_reference(x, 5, dtype), direct(x)) <= tolerance
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("shape", [(6, 7), (6, 20), (20, 6)])
+def test_any_number_of_steps(sizes, steps, shape):
+    x = matrix(shape)
+    assert apart(orthogonalise(x, steps, torch.float64), direct(x, steps)) <= 1e-10
+
+
+@pytest.mark.parametrize("shape", [(16, 20), (16, 64), (64, 16)])
+def test_converging_coefficients_give_the_orthogonal_factor_of_the_svd(sizes, shape, monkeypatch):
+    """30 steps of the convergent quintic (15, -10, 3) / 8: U V^T to fp64, in either form."""
+    monkeypatch.setattr(newton_schulz, "COEFFICIENTS", (15 / 8, -10 / 8, 3 / 8))
+    x = matrix(shape)
+    u, _, vt = torch.linalg.svd(x, full_matrices=False)
+    assert apart(orthogonalise(x, 30, torch.float64), u @ vt) <= 1e-12
+
+
+@pytest.mark.parametrize("shape", [(520, 700), (520, 1100), (1100, 520)])
+def test_large_matrices_equal_torch_and_the_reference(shape):
+    """The limits as they are: strips, and the Gram form for the oblong ones."""
+    x = matrix(shape).float()
+    assert (segments(*shape, 5) == (3, 2)) == (1100 in shape)
+    expected = orthogonalise_reference(x, 5, torch.float32).double()
+    assert apart(orthogonalise(x, 5, torch.float32), expected) <= 2e-5
+    theirs = torch_muon._zeropower_via_newtonschulz(x, COEFFICIENTS, 5, EPSILON)
+    assert apart(theirs, expected) <= 0.02
+    assert apart(orthogonalise(x, 5, torch.bfloat16), expected) <= 0.03
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_is_near_the_orthogonal_factor_of_a_well_conditioned_matrix(shape):
+def test_is_near_the_orthogonal_factor_of_a_well_conditioned_matrix(sizes, shape):
     u, _, vt = torch.linalg.svd(matrix(shape), full_matrices=False)
     x = u @ torch.diag(torch.linspace(0.5, 2, min(shape), dtype=torch.float64)) @ vt
     o = orthogonalise(x, 5, torch.float64)
@@ -48,27 +103,53 @@ def test_is_near_the_orthogonal_factor_of_a_well_conditioned_matrix(shape):
     assert values.max() < 1.25
 
 
-def test_a_batch_is_its_matrices_one_by_one():
-    x = matrix((2, 3, 12, 20))
-    o = orthogonalise(x, 5, torch.float64)
-    for i in range(2):
-        for j in range(3):
-            assert torch.allclose(o[i, j], direct(x[i, j]), atol=1e-11)
+@pytest.mark.parametrize("shape", [(2, 3, 12, 20), (1, 12, 40), (5, 40, 12)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 5e-6)])
+def test_a_batch_is_its_matrices_one_by_one(sizes, shape, dtype, tolerance):
+    x = matrix(shape)
+    o = orthogonalise(x, 5, dtype)
+    assert o.shape == x.shape
+    for one, result in zip(x.flatten(0, -3), o.flatten(0, -3)):
+        assert apart(result, orthogonalise(one, 5, dtype)) <= tolerance
 
 
-def test_transposing_commutes():
+def test_transposing_commutes(sizes):
     x = matrix((12, 20))
     tall = orthogonalise(x.T, 5, torch.float64)
     assert torch.allclose(tall, orthogonalise(x, 5, torch.float64).T, atol=1e-12)
 
 
-def test_zero_stays_zero_and_the_input_is_untouched():
-    zero = torch.zeros(4, 6)
+def test_the_scale_multiplies_the_result_once(sizes):
+    for shape in ((10, 11), (10, 40)):
+        x = matrix(shape)
+        scaled = orthogonalise(x, 5, torch.float64, scale=3.5)
+        assert torch.allclose(scaled, 3.5 * orthogonalise(x, 5, torch.float64), atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (4, 30), (3, 4, 30)])
+def test_zero_stays_zero_and_the_input_is_untouched(sizes, shape):
+    zero = torch.zeros(shape)
     assert torch.equal(orthogonalise(zero, 5, torch.bfloat16), zero)
-    x = matrix((4, 6))
+    x = matrix(shape)
     kept = x.clone()
     orthogonalise(x, 5, torch.float64)
     assert torch.equal(x, kept)
+
+
+def test_what_lies_in_fresh_memory_does_not_matter(sizes, monkeypatch):
+    x = matrix((9, 30))
+    expected = orthogonalise(x, 5, torch.float64)
+    plain, like = Tensor.new_empty, torch.empty_like
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a: plain(*a).fill_(math.nan))
+    monkeypatch.setattr(torch, "empty_like", lambda x: like(x).fill_(math.nan))
+    assert torch.equal(orthogonalise(x, 5, torch.float64), expected)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_shows_in_the_result(sizes, bad):
+    x = matrix((4, 12))
+    x[1, 2] = bad
+    assert not orthogonalise(x, 5, torch.float32).isfinite().any()
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 256), (256, 64)])
@@ -78,9 +159,57 @@ def test_update_has_the_size_of_an_adamw_update(shape):
     assert 0.15 < update.square().mean().sqrt() < 0.21
 
 
-def test_update_scale_and_flops_by_hand():
-    assert update_scale(100, 4) == pytest.approx(0.2 * 10)
-    assert math.isclose(update_scale(3, 16), 0.8)
+def test_the_form_is_chosen_by_count():
+    assert segments(2048, 2048, 5) == segments(7168, 8192, 5) == (1,) * 5
+    assert segments(2048, 7168, 5) == segments(7168, 2048, 5) == (3, 2)
+    assert segments(2048, 7168, 6) == (3, 3)
+    assert segments(2048, 7168, 7) == (3, 2, 2)
+    assert segments(64, 2048, 5) == (1,) * 5  # too small to average its rounding errors
+    for shape in ((1408, 2048), (2048, 2048), (512, 704), (256, 4096)):
+        for steps in range(1, 12):
+            assert sum(segments(*shape, steps)) == steps
+            assert max(segments(*shape, steps)) <= 3
+            assert flops(*shape, steps) <= steps * direct_flops(*shape)
+
+
+def direct_flops(rows: int, columns: int) -> int:
+    """One step of full products: the Gram matrix, its square, and the product with X."""
+    short, long = sorted((rows, columns))
+    return 4 * short**2 * long + 2 * short**3
+
+
+@pytest.mark.parametrize("shape", [(16, 17), (16, 60), (60, 16), (4, 9), (37, 90)])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_flops_are_those_that_run(sizes, shape, steps):
+    """Counted by torch itself, from the products that were called."""
+    with FlopCounterMode(display=False) as counter:
+        orthogonalise(matrix(shape), steps, torch.float32)
+    assert counter.get_total_flops() == flops(*shape, steps)
+
+
+def test_flops_by_hand():
     # 2x3: gram 2*2*2*3, its square 2*2*2*2, the product 2*2*2*3; one step.
     assert flops(2, 3, 1) == 24 + 16 + 24 == flops(3, 2, 1)
     assert flops(2, 3, 5) == 5 * 64
+    # As quoted in docs/MUONCLIP.md.
+    for shape, ratio in (((1408, 2048), 1.50), ((2048, 7168), 2.13), ((1536, 12288), 2.54)):
+        assert 5 * direct_flops(*shape) / flops(*shape, 5) == pytest.approx(ratio, abs=0.005)
+
+
+def test_update_scale_by_hand():
+    assert update_scale(100, 4) == pytest.approx(0.2 * 10)
+    assert math.isclose(update_scale(3, 16), 0.8)
+
+
+@pytest.mark.parametrize("shape", [(6, 20), (20, 6), (7, 7)])
+def test_orthogonality_error_of_known_matrices(sizes, shape):
+    u, _, vt = torch.linalg.svd(matrix(shape), full_matrices=False)
+    values = torch.linspace(0.7, 1.2, min(shape), dtype=torch.float64)
+    expected = (1 - values**2).square().mean().sqrt()
+    o = torch.stack([u @ vt, u @ torch.diag(values) @ vt, torch.zeros(shape, dtype=torch.float64)])
+    found = orthogonality_error(o)
+    assert found.shape == (3,)
+    torch.testing.assert_close(found, torch.stack([expected * 0, expected, expected * 0 + 1]))
+    assert orthogonality_error(o[1]).shape == ()
+    assert orthogonality_error(o[1].bfloat16()) == pytest.approx(float(expected), abs=0.01)
+    assert orthogonality_error(o[None, None])[0, 0, 1] == found[1]

@@ -1,4 +1,4 @@
-"""QK-Clip on a 64-head toy attention: the logits themselves are the oracle."""
+"""QK-Clip on a 64-head toy MLA with K2's widths of a head: the logits themselves are the oracle."""
 
 import math
 
@@ -7,113 +7,197 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kimi_pretrain.optim.groups import ModelShape
-from kimi_pretrain.optim.qk_clip import clip_, factors
+from kimi_pretrain.optim.config import OptimConfig
+from kimi_pretrain.optim.distributed import DistributedMuonClip
+from kimi_pretrain.optim.groups import ModelShape, NamedTensor
+from kimi_pretrain.optim.qk_clip import clip_, factors, table_of_maxima
 
-SHAPE = ModelShape(
-    num_heads=64, qk_nope_dim=6, qk_rope_dim=4, v_dim=5, kv_lora_rank=8, vision_heads=1
-)
+HEADS, NOPE, ROPE, VALUE, LATENT = 64, 128, 64, 128, 16
+SHAPE = ModelShape(HEADS, NOPE, ROPE, VALUE, LATENT, vision_heads=1)
 THRESHOLD = 100.0
-TOKENS, QUERY_RANK = 12, 16
+TOKENS, HIDDEN, QUERY_LATENT = 10, 20, 12
+PLANTED = {3: 30.0, 17: -20.0, 63: 160.0}  # rows of these heads are so many times the others'
+LAYER = "language_model.model.layers.0.self_attn."
 
 
 def rotate(x: Tensor) -> Tensor:
-    """RoPE on adjacent pairs of [tokens, ..., 4]; the token's number is its position."""
+    """RoPE on adjacent pairs of [tokens, ..., ROPE]; the token's number is its position."""
     position = torch.arange(len(x), dtype=x.dtype).reshape(-1, *[1] * (x.ndim - 1))
-    angle = position * torch.tensor([1.0, 0.02], dtype=x.dtype)
+    angle = position * 50_000.0 ** (-torch.arange(ROPE // 2, dtype=x.dtype) / (ROPE // 2))
     a, b = x[..., 0::2], x[..., 1::2]
     pair = torch.stack([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
     return pair.flatten(-2)
 
 
-class Attention:
-    """Weights of one layer in the checkpoint's layout, fp64, with a few heads planted huge."""
+def normalised(x: Tensor) -> Tensor:
+    return x / x.square().mean(-1, keepdim=True).sqrt()
 
-    def __init__(self, planted: dict[int, float]):
+
+class Layer:
+    """One layer's weights in the checkpoint's layout; with or without a latent of the queries."""
+
+    def __init__(self, q_lora: bool, planted: dict[int, float], dtype: torch.dtype):
         generator = torch.Generator().manual_seed(0)
-        kw = {"generator": generator, "dtype": torch.float64}
-        self.x = torch.randn(TOKENS, QUERY_RANK, **kw)
-        self.latent = torch.randn(TOKENS, SHAPE.kv_lora_rank, **kw)
-        self.k_rope = torch.randn(TOKENS, SHAPE.qk_rope_dim, **kw)
-        self.q = torch.randn(64 * 10, QUERY_RANK, **kw)
-        self.kv_b = torch.randn(64 * 11, SHAPE.kv_lora_rank, **kw)
+
+        def draw(*shape: int, std: float = 1.0) -> Tensor:
+            return std * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.x = draw(TOKENS, HIDDEN)
+        self.q_a = draw(QUERY_LATENT, HIDDEN) if q_lora else None
+        self.kv_a = draw(LATENT + ROPE, HIDDEN, std=HIDDEN**-0.5)
+        inner = QUERY_LATENT if q_lora else HIDDEN
+        query = draw(HEADS, NOPE + ROPE, inner, std=2 * inner**-0.5)
         for head, factor in planted.items():
-            self.q[head * 10 : head * 10 + 10] *= factor
+            query[head] *= factor
+        self.query = query.flatten(0, 1).to(dtype)
+        self.kv_b = draw(HEADS * (NOPE + VALUE), LATENT, std=LATENT**-0.5).to(dtype)
+        self.q_name = LAYER + ("q_b_proj.weight" if q_lora else "q_proj.weight")
+        self.kv_name = LAYER + "kv_b_proj.weight"
 
-    def logits(self) -> Tensor:
-        """[heads, tokens, tokens] of the softmax's input; query after key is cut by the caller."""
-        q = rearrange(self.x @ self.q.T, "t (n d) -> t n d", n=64)
-        kv = rearrange(self.latent @ self.kv_b.T, "t (n d) -> t n d", n=64)
-        nope = torch.einsum("qnd,knd->nqk", q[..., :6], kv[..., :6])
-        rope = torch.einsum("qnd,kd->nqk", rotate(q[..., 6:]), rotate(self.k_rope))
-        return (nope + rope) / math.sqrt(10)
+    def logits(self, query: Tensor | None = None, kv_b: Tensor | None = None) -> Tensor:
+        """[heads, tokens, tokens] of the softmax's input, in fp64 from the weights as they are."""
+        query, kv_b = (
+            own.double() if given is None else given.double()
+            for own, given in ((self.query, query), (self.kv_b, kv_b))
+        )
+        into = self.x if self.q_a is None else normalised(self.x @ self.q_a.T)
+        q = rearrange(into @ query.T, "t (n d) -> t n d", n=HEADS)
+        latent, k_rope = (self.x @ self.kv_a.T).split([LATENT, ROPE], dim=1)
+        kv = rearrange(normalised(latent) @ kv_b.T, "t (n d) -> t n d", n=HEADS)
+        nope = torch.einsum("qnd,knd->nqk", q[..., :NOPE], kv[..., :NOPE])
+        rope = torch.einsum("qnd,kd->nqk", rotate(q[..., NOPE:]), rotate(k_rope))
+        return (nope + rope) / math.sqrt(NOPE + ROPE)
 
-    def maxima(self) -> Tensor:
-        valid = torch.ones(TOKENS, TOKENS).tril().bool()
-        return self.logits().masked_fill(~valid, -math.inf).amax(dim=(1, 2))
+
+def maxima(logits: Tensor) -> Tensor:
+    """Largest of each head over the pairs that attention sees."""
+    seen = torch.ones(TOKENS, TOKENS).tril().bool()
+    return logits.masked_fill(~seen, -math.inf).amax(dim=(1, 2))
 
 
-def test_logits_of_clipped_heads_shrink_by_gamma_and_no_other_moves():
-    layer = Attention({3: 40.0, 17: 25.0, 63: 90.0})
-    old, maxima = layer.logits(), layer.maxima()
-    gamma = factors(maxima, THRESHOLD)
-    clipped = (maxima > THRESHOLD).nonzero().flatten().tolist()
-    assert set(clipped) >= {3, 17, 63}
-    assert len(clipped) < 64
-    clip_(layer.q, layer.kv_b, gamma, SHAPE)
+def over(largest: Tensor) -> list[int]:
+    return (largest > THRESHOLD).nonzero().flatten().tolist()
+
+
+# Relative to the largest logit of a clipped head, which is the threshold after the clip.
+EXACT = {torch.float64: 1e-12, torch.float32: 1e-6}
+
+
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("q_lora", [True, False])
+def test_logits_of_clipped_heads_shrink_by_gamma_and_no_other_moves(q_lora, dtype):
+    layer = Layer(q_lora, PLANTED, dtype)
+    old = layer.logits()
+    largest = maxima(old)
+    gamma = factors(largest, THRESHOLD)
+    clipped = over(largest)
+    assert set(clipped) == {3, 17, 63}
+    clip_(layer.query, layer.kv_b, gamma, SHAPE)
     new = layer.logits()
-    for head in range(64):
+    for head in range(HEADS):
         if head in clipped:
-            torch.testing.assert_close(new[head], gamma[head] * old[head], rtol=1e-12, atol=1e-11)
-            assert layer.maxima()[head].item() == pytest.approx(THRESHOLD)
+            error = (new[head] - gamma[head] * old[head]).abs().max()
+            assert error <= EXACT[dtype] * THRESHOLD
+            assert maxima(new)[head].item() == pytest.approx(THRESHOLD, rel=EXACT[dtype])
         else:
             assert torch.equal(new[head], old[head])
 
 
 def test_values_and_unclipped_rows_keep_their_bits():
-    layer = Attention({5: 100.0})
-    q, kv_b = layer.q.clone(), layer.kv_b.clone()
-    clip_(layer.q, layer.kv_b, factors(layer.maxima().where(torch.arange(64) == 5, -1), 100), SHAPE)
-    changed_q = (layer.q != q).any(dim=1).nonzero().flatten().tolist()
+    layer = Layer(True, {5: 50.0}, torch.float64)
+    query, kv_b = layer.query.clone(), layer.kv_b.clone()
+    clip_(layer.query, layer.kv_b, factors(maxima(layer.logits()), THRESHOLD), SHAPE)
+    changed_q = (layer.query != query).any(dim=1).nonzero().flatten().tolist()
     changed_kv = (layer.kv_b != kv_b).any(dim=1).nonzero().flatten().tolist()
-    assert changed_q == list(range(50, 60))
-    assert changed_kv == list(range(55, 61))
+    assert changed_q == list(range(5 * (NOPE + ROPE), 6 * (NOPE + ROPE)))
+    begin = 5 * (NOPE + VALUE)
+    assert changed_kv == list(range(begin, begin + NOPE))
+
+
+@pytest.mark.parametrize("q_lora", [True, False])
+def test_bf16_copies_and_fp32_masters_are_clipped(q_lora):
+    """Through the optimizer, which holds both: the master's logits to fp32, the copy's to bf16."""
+    layer = Layer(q_lora, PLANTED, torch.bfloat16)
+    weights = {layer.q_name: layer.query, layer.kv_name: layer.kv_b}
+    named = [
+        NamedTensor(name, weight, lambda weight=weight: torch.zeros_like(weight), "dense")
+        for name, weight in weights.items()
+    ]
+    config = OptimConfig(lr=1e-3, min_lr=0.0, warmup_steps=0, stable_steps=1, decay_steps=0)
+    optimizer = DistributedMuonClip(named, {"dense": None}, config, SHAPE)
+    state = optimizer.state_dict()
+    masters = [state[f"optim.master.{name}"] for name in weights]
+    for master in masters:  # bits below bf16, as after steps of training
+        noise = torch.rand(master.shape, generator=torch.Generator().manual_seed(1))
+        master.mul_(1 + 1e-3 * (noise - 0.5))
+    old = {"copy": layer.logits(), "master": layer.logits(*masters)}
+    gamma = factors(maxima(old["copy"]), THRESHOLD)
+    optimizer.apply_qk_clip(layer.q_name, layer.kv_name, gamma)
+    new = {"copy": layer.logits(), "master": layer.logits(*masters)}
+    assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
+    for part, exact in (("copy", 2**-8), ("master", 1e-6)):
+        error = (new[part] - gamma[:, None, None] * old[part]).abs().amax(dim=(1, 2))
+        for head in range(HEADS):
+            if head in PLANTED:
+                assert 0 < error[head] <= exact * THRESHOLD, (part, head)
+            else:
+                assert error[head] == 0, (part, head)
 
 
 def test_factors_by_hand():
-    maxima = torch.tensor([200.0, 100.0, 99.0, 0.0, -3.0, -math.inf, math.inf, math.nan, 400.0])
+    largest = torch.tensor([200.0, 100.0, 99.0, 0.0, -3.0, -math.inf, math.inf, math.nan, 400.0])
     expected = torch.tensor([0.5, 1, 1, 1, 1, 1, 1, 1, 0.25])
-    assert torch.equal(factors(maxima, 100.0), expected)
+    assert torch.equal(factors(largest, 100.0), expected)
 
 
 def test_one_head_over_while_another_is_negative():
-    """The case in which Megatron-LM#7517 makes NaN."""
-    layer = Attention({})
+    """The case in which Megatron-LM#7517 makes NaN: a root of a negative ratio."""
+    largest = torch.full((HEADS,), -7.0, dtype=torch.float64)
+    largest[9] = 250.0
+    assert (THRESHOLD / largest).clamp(max=1.0).pow(0.5).isnan().any()
+    layer = Layer(True, {}, torch.float64)
     old = layer.logits()
-    maxima = torch.full((64,), -7.0, dtype=torch.float64)
-    maxima[9] = 250.0
-    clip_(layer.q, layer.kv_b, factors(maxima, THRESHOLD), SHAPE)
+    clip_(layer.query, layer.kv_b, factors(largest, THRESHOLD), SHAPE)
     new = layer.logits()
     assert torch.isfinite(new).all()
     torch.testing.assert_close(new[9], 0.4 * old[9], rtol=1e-12, atol=1e-12)
-    others = [head for head in range(64) if head != 9]
+    others = [head for head in range(HEADS) if head != 9]
     assert torch.equal(new[others], old[others])
 
 
-def test_bf16_weights_are_scaled_in_fp32():
-    weight = torch.randn(64 * 10, 3).bfloat16()
-    kv_b = torch.randn(64 * 11, 3).bfloat16()
-    gamma = torch.full((64,), 0.3)
-    expected = (weight[6].float() * 0.3).bfloat16()
-    clip_(weight, kv_b, gamma, SHAPE)
-    assert torch.equal(weight[6], expected)
+@pytest.mark.parametrize("unhealthy", [-math.inf, math.inf, math.nan, 0.0, -0.0, -3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unhealthy_maxima_never_reach_the_weights(unhealthy, dtype):
+    """Rows masked whole, heads that saw no token, overflow: beside a head that is over."""
+    layer = Layer(True, {}, dtype)
+    largest = torch.full((HEADS,), unhealthy)
+    largest[[0, 40]] = torch.tensor([200.0, 3e38])  # the largest that fp32 holds, nearly
+    old_q, old_kv = layer.query.clone(), layer.kv_b.clone()
+    (table,) = table_of_maxima({0: largest}, 1, HEADS)
+    clip_(layer.query, layer.kv_b, factors(table, THRESHOLD), SHAPE)
+    for new, old, rows in ((layer.query, old_q, NOPE + ROPE), (layer.kv_b, old_kv, NOPE + VALUE)):
+        assert torch.isfinite(new).all()
+        changed = (new != old).any(dim=1).nonzero().flatten() // rows
+        assert sorted(set(changed.tolist())) == [0, 40]
+
+
+def test_the_table_holds_layers_of_other_ranks_as_unseen():
+    mine = {2: torch.tensor([1.5, math.nan, -2.0]), 0: torch.tensor([-math.inf, math.inf, 0.1])}
+    table = table_of_maxima(mine, 4, 3)
+    unseen = [-math.inf] * 3
+    assert table.dtype == torch.float64
+    tenth = float(torch.tensor(0.1))
+    expected = [[-math.inf, math.inf, tenth], unseen, [1.5, math.inf, -2.0], unseen]
+    assert table.tolist() == expected
+    assert table_of_maxima({}, 2, 3).tolist() == [unseen, unseen]
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    q, kv_b = torch.zeros(640, 2), torch.zeros(704, 2)
-    with pytest.raises(ValueError, match="64 heads of 10 rows"):
-        clip_(torch.zeros(630, 2), kv_b, torch.ones(64), SHAPE)
-    with pytest.raises(ValueError, match="64 heads of 10 rows"):
-        clip_(q, kv_b, torch.ones(63), SHAPE)
-    with pytest.raises(ValueError, match="64 heads of 11 rows"):
-        clip_(q, torch.zeros(640, 2), torch.ones(64), SHAPE)
+    query, kv_b = torch.zeros(HEADS * 192, 2), torch.zeros(HEADS * 256, 2)
+    ones = torch.ones(HEADS)
+    with pytest.raises(ValueError, match="64 heads of 192 rows"):
+        clip_(query[:-1], kv_b, ones, SHAPE)
+    with pytest.raises(ValueError, match="64 heads of 192 rows"):
+        clip_(query, kv_b, ones[:-1], SHAPE)
+    with pytest.raises(ValueError, match="64 heads of 256 rows"):
+        clip_(query, query, ones, SHAPE)

@@ -1,0 +1,224 @@
+"""The optimizer's work and state of a whole job divided among its ranks, found in one process.
+
+The same choice as the running job's (`optim.owners`), for every replica group of the job, and what
+it comes to: who is busiest, what travels, and how much better whole matrices could be divided.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kimi_pretrain.optim.config import OptimConfig
+from kimi_pretrain.optim.groups import ModelShape
+from kimi_pretrain.optim.owners import (
+    ORDER,
+    Cost,
+    Load,
+    TensorSize,
+    choose_owners,
+    costs_of,
+    share_of,
+)
+
+
+@dataclass(frozen=True)
+class ReplicaGroup:
+    """Ranks that hold identical copies of some tensors.
+
+    Args:
+        replicas: "dense", "expert" or "encoder"; a job has many groups of the first two.
+        ranks: in the whole job, in the process group's order.
+        tensors: what each of them holds.
+    """
+
+    replicas: str
+    ranks: tuple[int, ...]
+    tensors: tuple[TensorSize, ...]
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who owns what.
+
+    Attributes:
+        groups: in the order in which they were divided.
+        costs: of each group, name -> how the tensor is trained and what this costs.
+        owners: of each group, name -> rank in the whole job; None where every rank updates all
+            that it holds (`optim.shard_state` off).
+        loads: of each rank of the job.
+    """
+
+    groups: tuple[ReplicaGroup, ...]
+    costs: tuple[dict[str, Cost], ...]
+    owners: tuple[dict[str, int] | None, ...]
+    loads: tuple[Load, ...]
+
+
+def divide(
+    groups: Sequence[ReplicaGroup], num_ranks: int, model: ModelShape, config: OptimConfig
+) -> Division:
+    """Divide all groups of a job, in `owners.ORDER`.
+
+    Raises:
+        ValueError: a tensor that no rule covers, by name.
+    """
+    ordered = sorted(groups, key=lambda group: (ORDER.index(group.replicas), group.ranks))
+    costs = [costs_of(group.tensors, model, config) for group in ordered]
+    wholes = [sum((one.load for one in cost.values()), Load()) for cost in costs]
+    if not config.shard_state:
+        loads = _sums(num_ranks, ordered, wholes)
+        return Division(tuple(ordered), tuple(costs), (None,) * len(ordered), tuple(loads))
+    shares = [share_of(g.tensors, len(g.ranks), model, config) for g in ordered]
+    loads = _sums(num_ranks, ordered, shares)
+    owners: list[dict[str, int]] = []
+    for group, cost, share in zip(ordered, costs, shares, strict=True):
+        for rank in group.ranks:
+            loads[rank] -= share
+        members = choose_owners(group.tensors, [loads[r] for r in group.ranks], model, config)
+        owners.append({name: group.ranks[member] for name, member in members.items()})
+        for name, rank in owners[-1].items():
+            loads[rank] += cost[name].load
+    return Division(tuple(ordered), tuple(costs), tuple(owners), tuple(loads))
+
+
+def _sums(num_ranks: int, groups: Sequence[ReplicaGroup], loads: Sequence[Load]) -> list[Load]:
+    """Return of each rank the sum of one load for each group it is in."""
+    found = [Load()] * num_ranks
+    for group, load in zip(groups, loads, strict=True):
+        for rank in group.ranks:
+            found[rank] += load
+    return found
+
+
+class Balance(NamedTuple):
+    """The largest of some figures of the ranks against their mean over all ranks of the job.
+
+    Attributes:
+        rank: the first that has the largest.
+        ratio: largest / mean; 1.0 where there is nothing to do.
+    """
+
+    largest: float
+    mean: float
+    rank: int
+    ratio: float
+
+
+def balance(figures: Sequence[float]) -> Balance:
+    """Return the balance of one figure a rank."""
+    largest, mean = max(figures), sum(figures) / len(figures)
+    return Balance(largest, mean, list(figures).index(largest), largest / mean if mean else 1.0)
+
+
+class Traffic(NamedTuple):
+    """Bytes that leave a rank in a step on account of the optimizer.
+
+    A ring or a chain over n members moves (n - 1) / n of the tensors a member, as ZeRO-1's
+    reduce-scatter and all-gather do.
+
+    Attributes:
+        gradients: summed to their owners, fp32 (fp64 for fp64 weights).
+        weights: sent to all copies, in their own dtype.
+    """
+
+    gradients: float
+    weights: float
+
+
+def traffic(division: Division) -> list[Traffic]:
+    """Return each rank's traffic."""
+    found = [Traffic(0.0, 0.0)] * len(division.loads)
+    for group, owners in zip(division.groups, division.owners, strict=True):
+        share = (len(group.ranks) - 1) / len(group.ranks)
+        gradients = share * sum(t.elements * max(4, t.itemsize) for t in group.tensors)
+        weights = share * sum(t.elements * t.itemsize for t in group.tensors)
+        if owners is None:  # all-reduce: summed, then spread, and nothing to send after the update
+            gradients, weights = 2 * gradients, 0.0
+        for rank in group.ranks:
+            before = found[rank]
+            found[rank] = Traffic(before.gradients + gradients, before.weights + weights)
+    return found
+
+
+class Largest(NamedTuple):
+    """The tensor that takes the most operations."""
+
+    name: str
+    flops: int
+
+
+def largest_tensor(division: Division) -> Largest:
+    """Return the tensor whose Newton-Schulz takes the most operations, the first by name."""
+    works = (
+        Largest(name, cost.load.flops) for costs in division.costs for name, cost in costs.items()
+    )
+    return min(works, key=lambda tensor: (-tensor.flops, tensor.name), default=Largest("none", 0))
+
+
+def least_possible(division: Division) -> float:
+    """Return Newton-Schulz operations below which no division of whole tensors brings the largest.
+
+    Tensors of a group stay on its ranks, and so do those of groups inside it: their mean is one
+    bound. A group's largest tensor has to lie on some rank, which is in smaller groups as well: the
+    mean of such a group together with this tensor is the other.
+    """
+    works = [[cost.load.flops for cost in costs.values()] for costs in division.costs]
+    sums = [sum(work) for work in works]
+    smaller: list[list[tuple[int, int]]] = [[] for _ in division.loads]  # by rank: work, ranks
+    for group, work in zip(division.groups, sums, strict=True):
+        for rank in group.ranks:
+            smaller[rank].append((work, len(group.ranks)))
+    bounds = [0.0]
+    for group, work in zip(division.groups, works, strict=True):
+        ranks = set(group.ranks)
+        inside = sum(s for g, s in zip(division.groups, sums) if ranks.issuperset(g.ranks))
+        bounds.append(inside / len(ranks))
+        bounds.append(_least_with(max(work, default=0), group.ranks, smaller))
+    return max(bounds)
+
+
+def _least_with(
+    most: int, ranks: Sequence[int], smaller: Sequence[Sequence[tuple[int, int]]]
+) -> float:
+    """Return the bound of a tensor of `most` operations where it does the least harm."""
+    return min(
+        max([most, *((work + most) / n for work, n in smaller[rank] if n < len(ranks))])
+        for rank in ranks
+    )
+
+
+def stage_groups(
+    stage: int,
+    ranks_per_stage: int,
+    num_slices: int,
+    tensors: Mapping[str, Sequence[TensorSize]],
+) -> Iterator[ReplicaGroup]:
+    """Yield the groups of a pipeline stage: one dense, and one for each slice of the experts.
+
+    Args:
+        stage: pipeline stage.
+        ranks_per_stage: its ranks are neighbours.
+        num_slices: into which the experts are cut; rank r of a stage holds slice r % num_slices.
+        tensors: "dense", and "expert": those of the first slice. The others' have the same shapes.
+    """
+    first = stage * ranks_per_stage
+    ranks = range(first, first + ranks_per_stage)
+    yield ReplicaGroup("dense", tuple(ranks), tuple(tensors["dense"]))
+    numbers = {_expert_number(tensor.name) for tensor in tensors["expert"]}
+    for number in range(num_slices):
+        mine = tuple(
+            TensorSize(_renumbered(t.name, number * len(numbers)), t.shape, t.itemsize)
+            for t in tensors["expert"]
+        )
+        yield ReplicaGroup("expert", tuple(ranks[number::num_slices]), mine)
+
+
+def _expert_number(name: str) -> int:
+    return int(name.partition(".experts.")[2].partition(".")[0])
+
+
+def _renumbered(name: str, more: int) -> str:
+    """Return the name of the tensor of the expert that is `more` places further."""
+    before, _, rest = name.partition(".experts.")
+    number, _, after = rest.partition(".")
+    return f"{before}.experts.{int(number) + more}.{after}"

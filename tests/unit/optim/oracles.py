@@ -1,0 +1,158 @@
+"""Toy tensors under checkpoint names, and what other people's optimizers make of them."""
+
+import torch
+from torch import Tensor
+
+from kimi_pretrain.optim.config import OptimConfig
+from kimi_pretrain.optim.groups import ModelShape, NamedTensor
+from kimi_pretrain.optim.muon import PlainMuon
+
+SHAPE = ModelShape(
+    num_heads=3, qk_nope_dim=4, qk_rope_dim=2, v_dim=5, kv_lora_rank=6, vision_heads=2
+)
+CONFIG = OptimConfig(
+    lr=0.02, min_lr=0, warmup_steps=0, stable_steps=1, decay_steps=0, ns_dtype="float32"
+)
+STEPS = 20
+ATTENTION = "language_model.model.layers.0.self_attn."
+MLP = "language_model.model.layers.1.mlp."
+BLOCK = "vision_tower.encoder.blocks.0."
+NORM = "language_model.model.norm.weight"
+
+# name -> shape, and the row lists of the matrices that Kimi orthogonalises by themselves
+MATRICES: dict[str, tuple[tuple[int, ...], list[list[int]]]] = {
+    ATTENTION + "o_proj.weight": ((10, 16), [list(range(10))]),
+    ATTENTION + "q_a_proj.weight": ((16, 10), [list(range(16))]),
+    ATTENTION + "q_b_proj.weight": (
+        (18, 12),
+        [[0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15], [4, 5, 10, 11, 16, 17]],
+    ),
+    ATTENTION + "kv_a_proj_with_mqa.weight": ((8, 11), [[0, 1, 2, 3, 4, 5], [6, 7]]),
+    ATTENTION + "kv_b_proj.weight": (
+        (27, 6),
+        [
+            [h * 9 + r for h in range(3) for r in range(4)],
+            [h * 9 + r for h in range(3) for r in range(4, 9)],
+        ],
+    ),
+    MLP + "gate.weight": ((4, 9), [list(range(4))]),
+    MLP + "experts.0.up_proj.weight": ((6, 9), [list(range(6))]),
+    MLP + "experts.1.up_proj.weight": ((6, 9), [list(range(6))]),
+    "vision_tower.patch_embed.proj.weight": ((4, 3, 2, 2), [[0, 1, 2, 3]]),
+    BLOCK + "wqkv.weight": (
+        (12, 4),
+        [list(range(4)), list(range(4, 8)), list(range(8, 12))],
+    ),
+}
+ADAMW: dict[str, tuple[int, ...]] = {
+    "language_model.model.embed_tokens.weight": (11, 5),
+    "language_model.lm_head.weight": (11, 5),
+    NORM: (5,),
+    "vision_tower.patch_embed.pos_emb.weight": (3, 3, 4),
+    "mm_projector.proj.0.bias": (7,),
+}
+SHAPES = {name: shape for name, (shape, _) in MATRICES.items()} | ADAMW
+
+
+def draw(shape: tuple[int, ...], *key: object) -> Tensor:
+    seed = sum(ord(c) * 31**i for i, c in enumerate(repr(key))) % 2**31
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def lr_at(step: int) -> float:
+    return 0.02 * (1 + step % 3)
+
+
+class Fp32Gradient(Tensor):
+    """A gradient that stays in fp32 where torch.optim.Muon would round it to bf16.
+
+    Only this gradient: the rest of torch's optimizer, and all of ours, runs as it is.
+    """
+
+    def bfloat16(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        return self.clone()
+
+
+def train(
+    shapes: dict[str, tuple[int, ...]],
+    config: OptimConfig = CONFIG,
+    steps: int = STEPS,
+    dtype: torch.dtype = torch.float32,
+    optimizer_of=PlainMuon,
+) -> dict[str, Tensor]:
+    """Weights after some steps of our optimizer on random gradients."""
+    weights = {name: draw(shape, name).to(dtype) for name, shape in shapes.items()}
+    grads: dict[str, Tensor] = {}
+    named = [NamedTensor(n, w, lambda n=n: grads[n], "dense") for n, w in weights.items()]
+    optimizer = optimizer_of(named, config, SHAPE)
+    for step in range(steps):
+        grads |= {name: draw(shape, name, step).to(dtype) for name, shape in shapes.items()}
+        optimizer.step(lr_at(step))
+    return weights
+
+
+def torch_muon(
+    name: str,
+    steps: int = STEPS,
+    gradient: type[Tensor] = Tensor,
+    lr_scale: float = 1.0,
+    **settings: float,
+) -> Tensor:
+    """torch.optim.Muon with one parameter per hand-cut matrix, put together again."""
+    shape, row_lists = MATRICES[name]
+    weight = draw(shape, name).flatten(1)
+    parameters = [torch.nn.Parameter(weight[rows].clone()) for rows in row_lists]
+    settings = {"weight_decay": 0.1, "momentum": 0.95} | settings
+    optimizer = torch.optim.Muon(parameters, lr=1.0, adjust_lr_fn="match_rms_adamw", **settings)
+    for step in range(steps):
+        grad = draw(shape, name, step).flatten(1)
+        for parameter, rows in zip(parameters, row_lists):
+            parameter.grad = grad[rows].clone().as_subclass(gradient)
+        optimizer.param_groups[0]["lr"] = lr_scale * lr_at(step)
+        optimizer.step()
+    for parameter, rows in zip(parameters, row_lists):
+        weight[rows] = parameter.detach()
+    return weight.view(shape)
+
+
+def torch_adamw(
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    lr_scale: float = 1.0,
+    weight_decay: float = 0.1,
+    steps: int = STEPS,
+) -> Tensor:
+    """torch.optim.AdamW on one whole tensor."""
+    parameter = torch.nn.Parameter(draw(SHAPES[name], name).to(dtype))
+    optimizer = torch.optim.AdamW(
+        [parameter], lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay
+    )
+    for step in range(steps):
+        parameter.grad = draw(SHAPES[name], name, step).to(dtype)
+        optimizer.param_groups[0]["lr"] = lr_scale * lr_at(step)
+        optimizer.step()
+    return parameter.detach()
+
+
+def polynomial(values: Tensor, steps: int = 5) -> Tensor:
+    """What five Newton-Schulz steps make of singular values, one by one."""
+    for _ in range(steps):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return values
+
+
+def svd_muon(name: str, steps: int = STEPS, nesterov: bool = True) -> Tensor:
+    """Muon in fp64 by singular value decomposition: no matrix iteration, no code of ours."""
+    shape, row_lists = MATRICES[name]
+    weight = draw(shape, name).flatten(1).double()
+    momentum = torch.zeros_like(weight)
+    for step in range(steps):
+        grad = draw(shape, name, step).flatten(1).double()
+        momentum = 0.95 * momentum + grad
+        moved = grad + 0.95 * momentum if nesterov else momentum
+        for rows in row_lists:
+            u, s, vt = torch.linalg.svd(moved[rows], full_matrices=False)
+            update = u @ torch.diag(polynomial(s / (s.square().sum().sqrt() + 1e-7))) @ vt
+            scale = 0.2 * max(update.shape) ** 0.5
+            weight[rows] -= lr_at(step) * (scale * update + 0.1 * weight[rows])
+    return weight.view(shape)

@@ -1,0 +1,87 @@
+"""What a step tells: sums by group, over several ranks, and sizes that are healthy."""
+
+import math
+
+import pytest
+import torch
+
+from kimi_pretrain.optim.newton_schulz import orthogonalise, update_scale
+from kimi_pretrain.optim.report import StepReport, UpdateFigures, together
+
+CPU = torch.device("cpu")
+
+
+def report_of(updates: dict[str, list[torch.Tensor]]) -> StepReport:
+    report = StepReport(CPU)
+    for group, tensors in updates.items():
+        report.count(group, tensors)
+    return report
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_rms_of_a_group_is_that_of_all_its_numbers_whoever_owns_them():
+    attention = [draw(6, 8, seed=1), 5 * draw(3, 3, seed=2), draw(7, seed=3)]
+    experts = [0.1 * draw(2, 4, 5, seed=4)]
+    wanted = {
+        "attention": torch.cat([x.flatten() for x in attention]).square().mean().sqrt().item(),
+        "experts": experts[0].square().mean().sqrt().item(),
+    }
+    alone = report_of({"attention": attention, "experts": experts}).figures()
+    assert alone.update_rms == pytest.approx(wanted)
+    split = [
+        report_of({"attention": attention[:1]}),
+        report_of({"experts": experts, "attention": attention[1:]}),
+        report_of({"attention": []}),  # owns nothing
+    ]
+    whole = together(report.figures() for report in split)
+    assert whole.update_rms == pytest.approx(wanted)
+    assert list(whole.update_rms) == ["attention", "experts"]
+    assert whole.elements == {"attention": 48 + 9 + 7, "experts": 40}
+    # Where every rank updates everything, all count alike.
+    assert together([alone] * 3).update_rms == pytest.approx(wanted)
+
+
+def test_counting_twice_adds_up():
+    report = report_of({"router": [torch.full((4,), 2.0)]})
+    report.count("router", [torch.full((12,), 4.0)])
+    assert report.figures().update_rms == {"router": pytest.approx(math.sqrt(13.0))}
+    assert report.figures().elements == {"router": 16}
+
+
+def test_the_worst_error_and_the_slowest_rank():
+    report = StepReport(CPU)
+    assert report.figures() == UpdateFigures()
+    report.orthogonality(torch.tensor([0.25, 0.5]))
+    report.orthogonality(torch.tensor(0.125))
+    assert report.figures().orthogonality_error == 0.5
+    with report.clock():
+        sum(range(10_000))
+    seconds = report.figures().newton_schulz_seconds
+    assert seconds > 0
+    others = [UpdateFigures(newton_schulz_seconds=9.0), UpdateFigures(orthogonality_error=0.3)]
+    found = together([*others, report.figures()])
+    assert (found.newton_schulz_seconds, found.orthogonality_error) == (9.0, 0.5)
+    assert together([UpdateFigures()]).orthogonality_error is None
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_error_that_is_no_number_stays_one(place):
+    errors = [0.4, 0.4]
+    errors[place] = math.nan
+    report = StepReport(CPU)
+    for error in errors:
+        report.orthogonality(torch.tensor(error))
+    assert math.isnan(report.figures().orthogonality_error or 0.0)
+    ranks = [UpdateFigures(orthogonality_error=error) for error in errors]
+    assert math.isnan(together(ranks).orthogonality_error or 0.0)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 256), (384, 96), (24, 512)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_size_of_muon_s_updates_is_the_documented_one(shape, dtype):
+    """docs/METRICS.md calls 0.16 to 0.2 healthy."""
+    update = update_scale(*shape) * orthogonalise(draw(*shape, seed=5), 5, dtype)
+    assert 0.16 < report_of({"experts": [update]}).figures().update_rms["experts"] < 0.2
