@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,29 @@ def load(folder: Path, config: Config, mesh: Mesh, tensors: dict[str, Tensor]) -
     if found := [problem for part in mesh.gather(problems) for problem in part]:  # type: ignore
         raise CheckpointError("; ".join(found))
     held = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    if missing := sorted(set(tensors) - set(held)):
-        raise CheckpointError(f"{folder}: {len(missing)} tensors are missing, first {missing[0]!r}")
+    _check_tensors(folder, held, tensors)
     load_sharded(dict(tensors), checkpoint_id=str(folder))
     return state
+
+
+def _check_tensors(folder: Path, held: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are not there, or of another shape or type, before any is changed."""
+    if missing := sorted(set(tensors) - set(held)):
+        first, hint = missing[0], ""
+        if first.startswith("optim."):
+            tensor = first.split(".", 2)[-1]
+            kept = sorted(n for n in held if n.startswith("optim.") and n.endswith(f".{tensor}"))
+            hint = f"; of this tensor it holds {kept}: written with another optim.matrices?"
+        raise CheckpointError(
+            f"{folder}: {len(missing)} tensors are missing, first {first!r}{hint}"
+        )
+    for name, tensor in sorted(tensors.items()):
+        found = tuple(held[name].size), held[name].properties.dtype
+        if found != (tuple(tensor.shape), tensor.dtype):
+            raise CheckpointError(
+                f"{folder}: {name!r} is {found[1]} {found[0]}, this run has {tensor.dtype} "
+                f"{tuple(tensor.shape)}: a checkpoint of another model or of other settings"
+            )
 
 
 def hash_tensors(tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, str]:

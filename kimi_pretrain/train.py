@@ -83,7 +83,7 @@ class Run:
 
     def _resume(self, folder: Path) -> None:
         state = checkpoint.load(folder, self.config, self.mesh, self.tensors())
-        self.update.optimizer.steps = state.optimizer_steps
+        self.update.resume(state.step, state.optimizer_steps)
         self.loader.load_state_dict(state.loader)
         self.step = state.step
         if len(set(self.mesh.gather(self.step))) > 1:  # "latest" on a file system that lags

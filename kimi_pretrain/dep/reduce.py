@@ -4,9 +4,12 @@ The encoder is replicated, so its gradient is the sum over all ranks, of whateve
 of nothing: ranks without media take part with zeros. One flat buffer holds it, cut into buckets
 from the last parameter to the first, the order in which a backward pass finishes them. All ranks
 send the buckets in this order, whenever theirs are ready.
+
+Where each parameter is updated by one rank (`to_owners`), its sum is made there alone: a bucket
+holds parameters of one owner, laid side by side in the buffer, and half as many bytes travel.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,7 +29,10 @@ class GradientSum:
 
     Attributes:
         buffer: all gradients, flat.
-        views: name -> gradient, of the parameter's shape.
+        views: name -> gradient, of the parameter's shape. After `finish` it is the sum on every
+            rank, or on the parameter's owner only.
+        bytes_moved: by the last step's sums, of which this rank counts those that it owns (n - 1
+            times their size over n ranks), or its share: over all ranks, what the job moved.
     """
 
     def __init__(
@@ -37,25 +43,32 @@ class GradientSum:
         bucket_elements: int = BUCKET_ELEMENTS,
     ):
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        sizes = [param.numel() for param in params.values()]
-        self.buffer = torch.zeros(sum(sizes), dtype=wide, device=device)
+        self._params, self._limit = dict(params), bucket_elements
+        elements = sum(param.numel() for param in params.values())
+        self.buffer = torch.zeros(elements, dtype=wide, device=device)
         self.views: dict[str, Tensor] = {}
-        bucket_of = _buckets(sizes, bucket_elements)
-        self._sizes = [0] * (1 + max(bucket_of, default=-1))
-        for size, bucket in zip(sizes, bucket_of, strict=True):
-            self._sizes[bucket] += size
-        self._members = [bucket_of.count(bucket) for bucket in range(len(self._sizes))]
+        self.bytes_moved = 0
         self._overlapping = False
         self._waiting: list[int] = []
         self._work: list[Work] = []
-        slices = self.buffer.split(sizes)
-        for (name, param), view, bucket in zip(params.items(), slices, bucket_of, strict=True):
-            self.views[name] = view.view_as(param)
-            param.register_post_accumulate_grad_hook(self._collector(self.views[name], bucket))
+        self._lay_out([None] * len(params))
+        for name, param in params.items():
+            param.register_post_accumulate_grad_hook(self._collector(name))
+
+    def to_owners(self, owners: Mapping[str, int] | None) -> None:
+        """Sum each gradient to one rank from the next step on; between steps.
+
+        Args:
+            owners: parameter name -> rank in the whole job, the same on all ranks; None: the sums
+                go to every rank, as they do at first.
+        """
+        self._lay_out([None if owners is None else owners[name] for name in self._params])
+        self.zero()
 
     def zero(self) -> None:
         """Forget the gradients of the last step."""
         self.buffer.zero_()
+        self.bytes_moved = 0
 
     def overlap(self) -> None:
         """Say that the next backward pass is this rank's last: finished buckets may leave."""
@@ -63,30 +76,61 @@ class GradientSum:
         self._waiting = list(self._members)
 
     def finish(self) -> None:
-        """Send what is left, and wait until every bucket is the sum over all ranks."""
+        """Send what is left, and wait until every sum over all ranks is where it belongs."""
         self._overlapping = False
-        while len(self._work) < len(self._sizes):
+        while len(self._work) < len(self._parts):
             self._send()
         for work in self._work:
             work.wait()
         self._work = []
 
+    def _lay_out(self, owners: Sequence[int | None]) -> None:
+        """Give every parameter a bucket, and a place in the buffer beside the others of it.
+
+        Buckets lie in the buffer from the last to the first, parameters in their own order.
+        """
+        sizes = [param.numel() for param in self._params.values()]
+        # Runs of parameters are cut first and divided among owners then: a bucket does not have to
+        # wait for a parameter of the same owner far away in the backward pass.
+        runs = [
+            (run, -1 if owner is None else owner)
+            for run, owner in zip(_buckets(sizes, self._limit), owners, strict=True)
+        ]
+        keys = sorted(set(runs))
+        self._bucket_of = dict(zip(self._params, map(keys.index, runs), strict=True))
+        self._owner_of = [None if owner < 0 else owner for _, owner in keys]
+        self._members = [runs.count(key) for key in keys]
+        self._parts: list[Tensor] = [self.buffer[:0]] * len(keys)
+        start = 0
+        for bucket in reversed(range(len(keys))):
+            first = start
+            for name, param in self._params.items():
+                if self._bucket_of[name] == bucket:
+                    self.views[name] = self.buffer[start : start + param.numel()].view_as(param)
+                    start += param.numel()
+            self._parts[bucket] = self.buffer[first:start]
+
     def _send(self) -> None:
         bucket = len(self._work)  # always in this order, or ranks would add up different buckets
-        end = len(self.buffer) - sum(self._sizes[:bucket])
-        part = self.buffer[end - self._sizes[bucket] : end]
-        work = dist.all_reduce(part, async_op=True)
+        part, owner = self._parts[bucket], self._owner_of[bucket]
+        ranks = dist.get_world_size()
+        if owner is None:
+            work = dist.all_reduce(part, async_op=True)
+            self.bytes_moved += 2 * (ranks - 1) * part.nbytes // ranks
+        else:
+            work = dist.reduce(part, owner, async_op=True)
+            self.bytes_moved += (ranks - 1) * part.nbytes if owner == dist.get_rank() else 0
         assert work is not None
         self._work.append(work)
 
-    def _collector(self, view: Tensor, bucket: int):
+    def _collector(self, name: str):
         def collect(param: Tensor) -> None:
             assert param.grad is not None
-            view.add_(param.grad)
+            self.views[name].add_(param.grad)
             param.grad = None
             if self._overlapping:
-                self._waiting[bucket] -= 1
-                while len(self._work) < len(self._sizes) and not self._waiting[len(self._work)]:
+                self._waiting[self._bucket_of[name]] -= 1
+                while len(self._work) < len(self._parts) and not self._waiting[len(self._work)]:
                     self._send()
 
         return collect

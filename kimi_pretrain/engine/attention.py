@@ -13,7 +13,8 @@ Shape suffixes: T tokens of this rank, R tokens of the row, N heads, D query/key
 width, S segments of one bucket, L padded number of queries, K padded number of keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from einops import rearrange, repeat
@@ -193,11 +194,16 @@ class PackedRows(PackedSeqParams):
         parts: segments grouped for `packed_attention`.
         positions: of each token of the row, for its rotary angle, int64 [tokens].
         num_positions: one more than the largest of them.
+        documents: the borders of the documents, for kernels that want these; see
+            `document_borders`.
+        kernel: the same as such a kernel takes it, once one has asked.
     """
 
     parts: list[Bucket] | None = None
     positions: Tensor | None = None
     num_positions: int = 0
+    documents: tuple[list[int], list[int]] = field(default_factory=lambda: ([0], [0]))
+    kernel: PackedSeqParams | None = None
 
     @classmethod
     def of(
@@ -228,12 +234,56 @@ class PackedRows(PackedSeqParams):
             parts=buckets(cu_seqlens, is_document, device, shared, cp_rank),
             positions=positions.to(device),
             num_positions=int(positions.max()) + 1,
+            documents=document_borders(cu_seqlens, is_document),
         )
+
+
+def document_borders(cu_seqlens: list[int], is_document: list[bool]) -> tuple[list[int], list[int]]:
+    """Return documents in the form of fused kernels: without padding, and with it.
+
+    Padding is room behind the document before it, so that no kernel attends in it or counts its
+    logits. Padding that no document precedes is room of a document without tokens.
+
+    Args:
+        cu_seqlens: segment borders in the row, from 0 to the number of tokens.
+        is_document: for each segment, False for the padding at the end of a row.
+
+    Returns:
+        running sums of the documents' lengths, and the places where documents begin followed by
+        the number of tokens; both one longer than there are documents.
+    """
+    begins: list[int] = []
+    lengths: list[int] = []
+    for start, end, document in zip(cu_seqlens[:-1], cu_seqlens[1:], is_document, strict=True):
+        if document or not begins:
+            begins.append(start)
+            lengths.append(end - start if document else 0)
+    return [0, *accumulate(lengths)], [*begins, cu_seqlens[-1]]
+
+
+def of_all_heads(local_N: Tensor, num_heads: int, rank: int, ranks: int) -> Tensor:
+    """Lay the maxima of one tensor-parallel rank's heads out among those of all heads.
+
+    Args:
+        local_N: [num_heads / ranks], of the heads of rank `rank`: a contiguous run.
+
+    Returns:
+        [num_heads]; -inf for the heads of other ranks.
+    """
+    if len(local_N) * ranks != num_heads:
+        raise ValueError(
+            f"attention gave maxima of {len(local_N)} heads on each of {ranks} ranks; the model "
+            f"has {num_heads}"
+        )
+    all_N = local_N.new_full((num_heads,), float("-inf"))
+    all_N[rank * len(local_N) : (rank + 1) * len(local_N)] = local_N
+    return all_N
 
 
 class PackedCoreAttention(MegatronModule):
     """Core attention for Megatron-Core's layer spec; remembers the maxima since the last `take`.
 
+    Maxima are those of training: what an evaluation sees is no reason to change weights.
     Under context parallelism it gathers keys and values of the row; in the backward pass their
     gradients are summed over the ranks and scattered.
     """
@@ -253,21 +303,27 @@ class PackedCoreAttention(MegatronModule):
             key, value = (
                 gather_from_sequence_parallel_region(x, group=self.cp_group) for x in (key, value)
             )
-        out_TNV, max_N = packed_attention(
-            query, key, value, packed_seq_params.parts, self.softmax_scale
-        )
-        self._max_N = max_N if self._max_N is None else torch.maximum(self._max_N, max_N)
-        return rearrange(out_TNV, "t n v -> t (n v)")
+        out, max_N = self.attend(query, key, value, packed_seq_params)
+        if self.training:
+            self._max_N = max_N if self._max_N is None else torch.maximum(self._max_N, max_N)
+        return out
+
+    def attend(
+        self, q_TND: Tensor, k_RND: Tensor, v_RNV: Tensor, rows: PackedRows
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [tokens, heads * v dim] and the largest logits [heads of this rank]."""
+        assert rows.parts is not None  # made by PackedRows.of
+        out_TNV, max_N = packed_attention(q_TND, k_RND, v_RNV, rows.parts, self.softmax_scale)
+        return rearrange(out_TNV, "t n v -> t (n v)"), max_N
 
     def take_max_logits(self) -> Tensor:
         """Return the largest logit of each head since the last call, and forget it; [heads].
 
-        -inf for the heads of other tensor-parallel ranks.
+        -inf for the heads of other tensor-parallel ranks, and for all before the first forward.
         """
-        device = torch.cuda.current_device() if self._max_N is None else self._max_N.device
-        all_N = torch.full((self.config.num_attention_heads,), float("-inf"), device=device)
-        if self._max_N is not None:
-            all_N = all_N.to(self._max_N.dtype)
-            all_N.chunk(self.tp_group.size())[self.tp_group.rank()].copy_(self._max_N)
-        self._max_N = None
-        return all_N
+        ranks, heads = self.tp_group.size(), self.config.num_attention_heads
+        local_N, self._max_N = self._max_N, None
+        if local_N is None:
+            device = torch.cuda.current_device()
+            local_N = torch.full((heads // ranks,), float("-inf"), device=device)
+        return of_all_heads(local_N, heads, self.tp_group.rank(), ranks)

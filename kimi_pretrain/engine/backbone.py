@@ -15,19 +15,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from einops import rearrange
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine.attention import PackedCoreAttention, PackedRows
 from kimi_pretrain.engine.experts import PaddingAwareRouter
+from kimi_pretrain.engine.gradients import GradientBuffers, Reduction
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.names import View, views
 from kimi_pretrain.engine.spec import DTYPES, build_chunks, engine_config, initialise
@@ -77,11 +75,15 @@ class BackboneResult:
 
 
 class Backbone:
-    """This rank's chunks of the language model, wrapped for gradient reduction.
+    """This rank's chunks of the language model.
 
-    Gradients are summed over the replicas by Megatron-Core's DDP into fp32 buffers.
+    Gradients collect in Megatron-Core's fp32 buffers (fp64 for fp64 parameters). Who sums them over
+    the replicas, and where to, is said from outside: `reduction` is told of every tensor whose
+    gradient is complete while the last backward pass is still running. Under tensor parallelism
+    whole tensors exist only after it, and the sums begin then.
 
     Attributes:
+        reduction: needed by `train_step` where the model is trained.
         trainable: False where `train.frozen` names the language model: its parameters have no
             gradients and its routing biases stay, but gradients pass through to the vision leaves.
     """
@@ -98,10 +100,23 @@ class Backbone:
                 _freeze(chunk)
         self.wholes = WholeTensors(self._slices(), parallel_state.get_tensor_model_parallel_group())
         self._initialise()
-        self.models = self._wrap()
+        self.reduction: Reduction | None = None
+        self._names = self._names_of_parameters()
+        self.models = [
+            GradientBuffers(
+                self.engine,
+                chunk,
+                fp32=self.dtype != torch.float64,
+                complete=self._complete,
+                rest=self._all_complete,
+            )
+            for chunk in self.chunks
+        ]
         self.schedule = get_forward_backward_func()
-        # Without its token count this sums gradients over replicas and updates the routing
-        # biases; dividing is ours.
+        no_sync = [model.no_sync for model in self.models]
+        self.engine.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        # Without its token count this puts tensor-parallel ranks' gradients of norms together and
+        # updates the routing biases; dividing is ours.
         self.engine.finalize_model_grads_func = _finalize
         self._aux_scale = 1.0
         self._biases: list[tuple[Tensor, Tensor]] = []
@@ -123,6 +138,8 @@ class Backbone:
     def train_step(self, microbatches: list[Microbatch], aux_scale: float) -> BackboneResult:
         """Run forward and backward of all microbatches and sum gradients over replicas (phase 4).
 
+        The sums are where `reduction` brings them when this returns: on the tensors' owners.
+
         Args:
             microbatches: this replica's, in order.
             aux_scale: loss tokens / tokens of the global batch. Megatron-Core weighs the routers'
@@ -136,7 +153,9 @@ class Backbone:
         self._biases = [(bias, bias.clone()) for bias in self._routing_biases()]
         losses = self._run(microbatches, self._forward_step, forward_only=False)
         if self.trainable:
+            assert self.reduction is not None, "nobody sums gradients: set `reduction` first"
             self.wholes.gather_grads()
+            self.reduction.finish()
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for loss in losses:
             total += loss["loss_sum"]
@@ -169,12 +188,51 @@ class Backbone:
         }
 
     def grad_of(self, view: View) -> Tensor:
-        """Return the summed gradient of one tensor, a view into the reduction buffer; the backbone
-        must be `trainable`.
+        """Return the gradient of one tensor, a view into the buffer; after a step the sum over the
+        replicas, where `reduction` brought it. The backbone must be `trainable`.
         """
         if view.name in self.wholes.grads:
             return self.wholes.grads[view.name]
         return view.of(view.param.main_grad)  # type: ignore[attr-defined]
+
+    def gradient_order(self) -> list[str]:
+        """Return the names of all trained tensors in the order in which the last backward pass
+        completes their gradients: the last chunk first, and each from its end.
+
+        Tensors of one parameter stay in their own order, in which they lie in memory.
+        """
+        if not self.trainable:
+            return []
+        return [name for names in reversed(self._names.values()) for name in names]
+
+    def sum_groups(self) -> dict[str, dist.ProcessGroup]:
+        """Return the ranks whose gradients add up, for "dense" and "expert" tensors.
+
+        Tensor-parallel ranks have the same whole gradient of a dense tensor, so each has a group of
+        its own with its peers in other replicas.
+        """
+        return {
+            "dense": parallel_state.get_data_parallel_group(with_context_parallel=True),
+            "expert": self.mesh.groups["expert"],
+        }
+
+    def _names_of_parameters(self) -> dict[Tensor, list[str]]:
+        names: dict[Tensor, list[str]] = {}
+        for view in self._slices():
+            names.setdefault(view.param, []).append(view.name)
+        return names
+
+    def _complete(self, param: nn.Parameter) -> None:
+        # Under tensor parallelism a parameter is a slice, or a norm of which every rank has a part.
+        if self.reduction is not None and self.mesh.num_tp == 1:
+            for name in self._names[param]:
+                self.reduction.ready(name)
+
+    def _all_complete(self) -> None:
+        # Before `finalize_model_grads` talks to the same ranks in other groups: so all of them
+        # come to all collectives in one order.
+        if self.reduction is not None and self.mesh.num_tp == 1 and self.trainable:
+            self.reduction.launch_rest()
 
     def _routing_biases(self) -> list[Tensor]:
         named = self.views(buffers=True)
@@ -185,17 +243,6 @@ class Backbone:
         with torch.no_grad():
             for view in self.views(buffers=True):
                 initialise(view.name, view.data, std, seed)
-
-    def _wrap(self) -> list[DistributedDataParallel]:
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=self.dtype != torch.float64,
-            overlap_grad_reduce=False,
-            use_distributed_optimizer=False,
-        )
-        return [
-            DistributedDataParallel(self.engine, ddp, chunk, disable_bucketing=number > 0)
-            for number, chunk in enumerate(self.chunks)
-        ]
 
     def _run(self, microbatches, forward_step, **options) -> list[Any]:
         virtual = self.config.layout.vpp > 1

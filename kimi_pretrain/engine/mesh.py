@@ -82,6 +82,14 @@ class Mesh:
         """Return element-wise maxima over all ranks, in fp64."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
+    def sum_(self, values: torch.Tensor) -> None:
+        """Sum a tensor over all ranks, in place and without waiting for the device."""
+        dist.all_reduce(values, op=dist.ReduceOp.SUM)
+
+    def max_(self, values: torch.Tensor) -> None:
+        """Take element-wise maxima over all ranks, in place and without waiting for the device."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+
     def differing(self, group: str, values: list[float]) -> list[int]:
         """Return the places at which the values of a group's ranks are not all equal."""
         both = torch.tensor([values, [-value for value in values]], dtype=torch.float64)

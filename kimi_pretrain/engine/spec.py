@@ -1,7 +1,8 @@
 """Our configuration as Megatron-Core's, and the language model built from its own modules.
 
 The layer spec is Megatron-Core's local one (no Transformer Engine) with three places filled by us:
-core attention (`PackedCoreAttention`), the router (`PaddingAwareRouter`) and the routed experts
+core attention (`PackedCoreAttention`, or `FusedCoreAttention` where the configuration asks
+for Transformer Engine), the router (`PaddingAwareRouter`) and the routed experts
 (`GroupedExperts`). The norms are torch's, told about sequence parallelism.
 """
 
@@ -20,6 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from kimi_pretrain.config import Config, LanguageConfig, LayoutConfig
 from kimi_pretrain.engine.attention import PackedCoreAttention
 from kimi_pretrain.engine.experts import GroupedExperts, PaddingAwareRouter
+from kimi_pretrain.engine.fused_attention import FusedCoreAttention, check_installed
 from kimi_pretrain.engine.latent_attention import (
     PackedLatentAttention,
     PartNorm,
@@ -31,6 +33,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 def engine_config(config: Config) -> MLATransformerConfig:
     """Return Megatron-Core's configuration of the language model for this run."""
+    fused = config.train.attention == "transformer_engine"
+    if fused:
+        check_installed()
     language, layout = config.model.language, config.layout
     dtype = DTYPES[config.train.dtype]
     return MLATransformerConfig(
@@ -47,6 +52,8 @@ def engine_config(config: Config) -> MLATransformerConfig:
         init_method_std=language.init_std,
         # The loss stays a sum over tokens; the one divisor is applied in `step.py`.
         calculate_per_token_loss=True,
+        # Records the maxima of attention; Megatron-Core's own clip is not used.
+        log_max_attention_logit=fused,
         # Fused kernels exist for CUDA only.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -141,7 +148,8 @@ def layer_specs(config: MLATransformerConfig, vp_stage: int | None) -> Transform
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
-        attention.submodules.core_attention = PackedCoreAttention
+        fused = config.log_max_attention_logit
+        attention.submodules.core_attention = FusedCoreAttention if fused else PackedCoreAttention
         attention.submodules.q_layernorm = attention.submodules.kv_layernorm = PartNorm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = PartNorm
         plain = config.q_lora_rank is None

@@ -107,7 +107,7 @@ class StepFacts:
     Attributes:
         losses: of each step that was run; the gradients are of the last.
         grad_norm: of the last step's divided gradient, over encoder and backbone.
-        differing: tensors whose gradient is not the same on all ranks that hold a copy of it.
+        differing: tensors of which not all ranks that hold a copy hold the same.
     """
 
     losses: tuple[float, ...]

@@ -76,7 +76,7 @@ def _without_update(run: Run) -> Iterator[None]:
         run.backbone.undo_routing_biases()
         run.backbone.take_max_logits()
         norm = math.sqrt(squares) / max(1, loss_tokens)
-        return UpdateReport(0.0, norm, applied=False, max_logit=0.0, clipped_heads=0)
+        return UpdateReport(0.0, norm, applied=False)
 
     run.update.run = norm_only  # of this object alone
     try:
@@ -87,12 +87,11 @@ def _without_update(run: Run) -> Iterator[None]:
 
 def _write(run: Run, report: StepReport, losses: Sequence[float], folder: Path) -> None:
     """Write the gradients of the tensors that this rank owns, and on rank 0 the rest."""
-    groups, owners = run.mesh.groups, run.update.optimizer.owners
     divisor = max(1, report.loss_tokens)
     mine = (
         (tensor.name, tensor.grad() / divisor)
         for tensor in run.update.named
-        if owners[tensor.name] == groups[tensor.replicas].rank()
+        if run.update.optimizer.leads(tensor.name)
     )
     write_gradients(folder, run.mesh.rank, mine)
     facts = StepFacts(
@@ -116,12 +115,17 @@ def _write(run: Run, report: StepReport, losses: Sequence[float], folder: Path) 
 
 
 def _differing(run: Run) -> list[str]:
-    """Return the tensors whose summed gradient is not the same on all ranks that hold a copy."""
+    """Return the tensors that are not the same on all ranks that hold a copy: their weights, and
+    their summed gradients where every rank has those (`optim.shard_state` is off).
+    """
     found: list[str] = []
     for group in sorted(run.mesh.groups):
         held = [tensor for tensor in run.update.named if tensor.replicas == group]
-        norms = [float(torch.linalg.vector_norm(t.grad(), dtype=torch.float64)) for t in held]
-        found += [held[place].name for place in run.mesh.differing(group, norms)]
+        copies = [tensor.data for tensor in held]
+        if not run.config.optim.shard_state:
+            copies += [tensor.grad() for tensor in held]
+        norms = [float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in copies]
+        found += [held[at % len(held)].name for at in run.mesh.differing(group, norms)]
     everyone: list[Any] = run.mesh.gather(found)
     return sorted({name for part in everyone for name in part})
 

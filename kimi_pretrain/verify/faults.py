@@ -229,7 +229,7 @@ FAULTS: dict[str, Fault] = {
         _wrong_divisor,
     ),
     "unequal-sums": Fault(
-        "one rank ends up with another sum of the encoder gradients than the rest",
+        "the sums of the encoder's gradients are wrong on one rank",
         _alone,
         _unequal_sums,
     ),

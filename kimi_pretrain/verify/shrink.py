@@ -123,6 +123,7 @@ def _train(config: Config) -> dict[str, Any]:
     return {
         "rows_per_microbatch": min(train.rows_per_microbatch, 2),
         "dtype": "float64" if train.dtype == "float64" else "float32",
+        "attention": "portable",
         "vision_weights": None,  # they have the old sizes
     }
 

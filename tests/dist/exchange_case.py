@@ -119,6 +119,34 @@ def sum_is_the_same_with_and_without_overlap(rank: int) -> None:
     assert torch.allclose(plain, expected, rtol=1e-5)
 
 
+def sum_goes_to_owners_alone(rank: int) -> None:
+    """Each owner has what everyone would have; half the bytes; back to everyone when told so."""
+    chunks = [3, 1, 0, 2][rank]
+    plain = summed(rank, chunks, overlap=False, bucket=50)
+    for bucket in (1, 50, 1 << 20):
+        layers = made_layers(rank)
+        names = dict(layers.named_parameters())
+        wanted = dict(zip(names, plain.split([param.numel() for param in names.values()])))
+        owners = {name: (3 * number) % 4 for number, name in enumerate(names)}
+        sums = GradientSum(names, torch.float32, torch.device("cpu"), bucket)
+        moved = []
+        for told in (owners, None):
+            sums.to_owners(told)
+            for chunk in range(chunks):
+                x = torch.linspace(rank, chunk + 2.0, 18).view(3, 6)
+                if chunk == chunks - 1:
+                    sums.overlap()
+                layers(x).square().sum().backward()
+            sums.finish()
+            for name, gradient in sums.views.items():
+                if told is None or told[name] == rank:
+                    assert torch.allclose(gradient.flatten(), wanted[name], rtol=1e-6), name
+            total = torch.tensor([sums.bytes_moved])
+            dist.all_reduce(total)
+            moved.append(int(total))
+        assert moved == [3 * plain.nbytes, 6 * plain.nbytes]
+
+
 VISION = MoonViTConfig(width=32, depth=2, heads=4, mlp_width=48, pos_grid=8, out_width=24)
 GRIDS = np.array([[1, 8, 8], [2, 4, 6], [1, 12, 4], [1, 2, 2], [4, 4, 4], [1, 6, 6]])
 FIRST = np.array([0, 2, 0, 3, 1, 1])  # rank of each item, or the first of those that share it
@@ -165,6 +193,7 @@ if __name__ == "__main__":
         exchange_brings_every_token_there_and_back,
         exchange_stays_inside_its_scope,
         sum_is_the_same_with_and_without_overlap,
+        sum_goes_to_owners_alone,
         ranks_with_other_room_share_items,
     ):
         case(dist.get_rank())

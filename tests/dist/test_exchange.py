@@ -20,4 +20,4 @@ def test_four_processes_exchange_and_add_up():
         command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    assert done.stdout.count("passed") == 4
+    assert done.stdout.count("passed") == 5

@@ -1,11 +1,15 @@
 """The distributed optimizer as one process without any group: resume, masters, refusals."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from kimi_pretrain.optim.distributed import DistributedMuonClip
-from kimi_pretrain.optim.groups import NamedTensor
-from tests.dist.optim_worker import ALL_EXPERTS, ALONE, CONFIG, SHAPE, Job, Toy
+from kimi_pretrain.optim.groups import NamedTensor, as_matrix, rule_of
+from kimi_pretrain.optim.newton_schulz import update_scale
+from kimi_pretrain.optim.report import UpdateFigures
+from tests.dist.optim_worker import ALONE, CONFIG, SHAPE, Job, Toy
 from tests.resume import assert_resumes_anywhere
 
 pytestmark = pytest.mark.dist
@@ -16,23 +20,23 @@ Q, KV = ATTENTION + "q_b_proj.weight", ATTENTION + "kv_b_proj.weight"
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_resume_anywhere_is_bit_exact(dtype):
-    assert_resumes_anywhere(lambda: Job(ALONE, ALL_EXPERTS, dtype), steps=8)
+    assert_resumes_anywhere(lambda: Job(ALONE, dtype), steps=8)
 
 
 def test_state_has_the_promised_names_and_dtypes():
-    state = Job(ALONE, ALL_EXPERTS, torch.bfloat16).optimizer.state_dict()
+    state = Job(ALONE, torch.bfloat16).optimizer.state_dict()
     norm = "language_model.model.norm.weight"
     names = {f"optim.{p}.{norm}" for p in ("exp_avg", "exp_avg_sq", "master")}
     names |= {f"optim.momentum.{Q}", f"optim.master.{Q}"}
     assert names <= state.keys()
     assert all(state[name].dtype == torch.float32 for name in names)
-    fp32 = Job(ALONE, ALL_EXPERTS).optimizer.state_dict()
+    fp32 = Job(ALONE).optimizer.state_dict()
     assert not [name for name in fp32 if ".master." in name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_qk_clip_reaches_weights_and_masters(dtype):
-    job = Job(ALONE, ALL_EXPERTS, dtype).train(0, 2)
+    job = Job(ALONE, dtype).train(0, 2)
     before = job.save()
     gamma = torch.tensor([0.25, 1.0, 1.0, 0.5])
     job.optimizer.apply_qk_clip(Q, KV, gamma)
@@ -55,7 +59,7 @@ def test_qk_clip_reaches_weights_and_masters(dtype):
 
 
 def test_a_rank_without_the_layer_has_nothing_to_clip():
-    job = Job(ALONE, ALL_EXPERTS)
+    job = Job(ALONE)
     before = job.save()["weights"]
     job.optimizer.apply_qk_clip(Q.replace("1", "9"), KV.replace("1", "9"), torch.full((4,), 0.5))
     assert all(torch.equal(before[name], weight) for name, weight in job.toy.weights.items())
@@ -64,11 +68,11 @@ def test_a_rank_without_the_layer_has_nothing_to_clip():
 @pytest.mark.parametrize("names", [(KV, Q), (Q, Q), (Q, KV.replace("1", "9")), ("q", "kv")])
 def test_qk_clip_refuses_names_that_are_no_pair(names):
     with pytest.raises(ValueError, match="of one layer"):
-        Job(ALONE, ALL_EXPERTS).optimizer.apply_qk_clip(*names, torch.ones(4))
+        Job(ALONE).optimizer.apply_qk_clip(*names, torch.ones(4))
 
 
 def test_weights_loaded_without_state_reach_the_masters():
-    job = Job(ALONE, ALL_EXPERTS, torch.bfloat16)
+    job = Job(ALONE, torch.bfloat16)
     weight = job.toy.weights[Q]
     weight.fill_(2.0)
     job.optimizer.sync_masters()
@@ -77,25 +81,71 @@ def test_weights_loaded_without_state_reach_the_masters():
     assert torch.equal(weight, torch.full_like(weight, 2.0))
 
 
-def test_the_report_measures_updates():
-    job = Job(ALONE, ALL_EXPERTS)
+def test_the_report_measures_the_updates_of_each_group():
+    job = Job(ALONE)
     job.toy.backward(0)
     before = job.save()["weights"]
-    report = job.optimizer.step(1e-2)
-    # W' = (1 - lr wd) W - lr U, so U follows from the weights before and after.
-    muon = [row.name for row in job.optimizer.assignments() if row.kind == "muon"]
-    updates = [(before[n] * (1 - 1e-3) - job.toy.weights[n]).flatten() / 1e-2 for n in muon]
-    assert report.update_elements == sum(update.numel() for update in updates)
-    assert report.update_rms == pytest.approx(
-        torch.cat(updates).square().mean().sqrt().item(), rel=1e-3
-    )
-    assert report.newton_schulz_seconds > 0
+    figures = job.optimizer.step(1e-2).figures()
+    updates: dict[str, list[torch.Tensor]] = {}
+    for name, old in before.items():
+        # W' = (1 - lr wd) W - lr U, so U follows from the weights before and after.
+        update = (old * (1 - 1e-3) - job.toy.weights[name]).flatten() / 1e-2
+        updates.setdefault(rule_of(name, old.shape, SHAPE).group, []).append(update)
+    assert figures.elements == {g: sum(x.numel() for x in updates[g]) for g in sorted(updates)}
+    for group, parts in updates.items():
+        expected = torch.cat(parts).square().mean().sqrt().item()
+        assert figures.update_rms[group] == pytest.approx(expected, rel=1e-3), group
+    assert figures.newton_schulz_seconds > 0
+
+
+def test_the_largest_orthogonality_error_is_that_of_the_updates():
+    """Brute force: each piece's rows by itself, from the weights before and after."""
+    expected = []
+    job = Job(ALONE)
+    job.toy.backward(0)
+    before = job.save()["weights"]
+    figures = job.optimizer.step(1e-2).figures()
+    for name, old in before.items():
+        update = ((old * (1 - 1e-3) - job.toy.weights[name]) / 1e-2).flatten(
+            1 if old.dim() > 1 else 0
+        )
+        for piece in rule_of(name, old.shape, SHAPE).pieces:
+            rows = update.view(piece.blocks, -1, update.shape[1])[:, piece.start : piece.stop]
+            o = rows.reshape(-1, update.shape[1])
+            o = (o if o.shape[0] <= o.shape[1] else o.T) / (0.2 * max(o.shape) ** 0.5)
+            expected.append(float((torch.eye(len(o)) - o @ o.T).norm() / len(o) ** 0.5))
+    assert figures.orthogonality_error == pytest.approx(max(expected), rel=1e-3)
+    off = Job(ALONE, config=dataclasses.replace(CONFIG, measure_orthogonality=False))
+    off.toy.backward(0)
+    assert off.optimizer.step(1e-2).figures().orthogonality_error is None
+
+
+def test_the_report_holds_the_worst_orthogonality_error():
+    """From the singular values of every piece of every update: sqrt(mean((1 - s^2)^2))."""
+    job = Job(ALONE)
+    job.backward(0)
+    before = job.save()["weights"]
+    figures = job.optimizer.step(1e-2).figures()
+    errors = []
+    for name, old in before.items():
+        update = as_matrix(old * (1 - 1e-3) - job.toy.weights[name]) / 1e-2 if old.ndim > 1 else old
+        for piece in rule_of(name, old.shape, SHAPE).pieces:
+            shape = piece.shape(update)
+            part = piece.rows(update).reshape(shape) / update_scale(*shape)
+            values = torch.linalg.svdvals(part.double())
+            errors.append((1 - values.square()).square().mean().sqrt().item())
+    assert len(errors) > 20
+    assert figures.orthogonality_error == pytest.approx(max(errors), rel=1e-2)
+    silent = dataclasses.replace(CONFIG, measure_orthogonality=False)
+    job = Job(ALONE, config=silent)
+    job.backward(0)
+    assert job.optimizer.step(1e-2).figures().orthogonality_error is None
 
 
 def test_the_scale_multiplies_gradients_and_may_be_a_tensor():
     """Seen in the momentum: one step of Muon or AdamW hardly moves with the gradient's size."""
     for scale in (0.125, torch.tensor(0.125), torch.tensor(0.125, dtype=torch.float64)):
-        job = Job(ALONE, ALL_EXPERTS)
+        job = Job(ALONE)
         job.toy.backward(0)
         grads = {name: grad.clone() for name, grad in job.toy.grads.items()}
         job.optimizer.step(1e-2, scale)
@@ -104,22 +154,21 @@ def test_the_scale_multiplies_gradients_and_may_be_a_tensor():
 
 
 def test_no_tensors_at_all():
-    optimizer = DistributedMuonClip([], ALONE, CONFIG, SHAPE)
-    report = optimizer.step(1e-3)
-    assert report.update_rms == 0
+    optimizer = DistributedMuonClip([], ALONE.groups, CONFIG, SHAPE)
+    assert optimizer.step(1e-3).figures() == UpdateFigures()
     assert float(optimizer.grad_square_sum()) == 0
     assert list(optimizer.state_dict()) == ["optim.step"]
 
 
 def test_wrong_input_is_refused():
-    named = Toy(ALL_EXPERTS, torch.float32).named()
+    named = Toy(ALONE, torch.float32).named()
     with pytest.raises(ValueError, match="given twice"):
-        DistributedMuonClip([*named, named[0]], ALONE, CONFIG, SHAPE)
+        DistributedMuonClip([*named, named[0]], ALONE.groups, CONFIG, SHAPE)
     with pytest.raises(ValueError, match="groups are \\['dense'\\]"):
         DistributedMuonClip(named, {"dense": None}, CONFIG, SHAPE)
     short = NamedTensor(named[0].name, named[0].data, lambda: torch.zeros(3), "dense")
     with pytest.raises(ValueError, match=r"gradient of .* is \(3,\)"):
-        DistributedMuonClip([short], ALONE, CONFIG, SHAPE).step(1e-3)
+        DistributedMuonClip([short], ALONE.groups, CONFIG, SHAPE).step(1e-3)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +184,9 @@ def test_wrong_input_is_refused():
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, complaint):
-    saved = Job(ALONE, ALL_EXPERTS).train(0, 1).save()["state"]
+    saved = Job(ALONE).train(0, 1).save()["state"]
     change(saved)
-    job = Job(ALONE, ALL_EXPERTS)
+    job = Job(ALONE)
     with pytest.raises(ValueError, match=complaint):
         job.optimizer.load_state_dict(saved)
     assert job.optimizer.steps == 0

@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 SEED = "train.seed=1"
 ONE = (*layout(), SEED)
 FOUR = (*layout(pp=2, vpp=2, dp=2, ep=2), SEED)
+# The optimizer's numbers in a line, but for its seconds.
+OPTIMIZER = ("max_logits", "clipped_heads", "update_rms", "orthogonality_error", "skipped_steps")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def test_resume_is_bitwise(straight, checkpoint, data_root, tmp_path):
     rest = read_metrics(straight)[3:]
     assert [line["step"] for line in rest] == [4, 5, 6]
     for line, expected in zip(read_metrics(folder), rest, strict=True):
-        for number in ("step", "loss", "grad_norm", "max_logit", "loss_tokens", "items"):
+        for number in ("step", "loss", "grad_norm", "loss_tokens", "items", *OPTIMIZER):
             assert line[number] == expected[number], number
     resumed, first = (
         json.loads((run / "state_hashes.json").read_text()) for run in (folder, straight)
@@ -62,6 +64,23 @@ def test_resume_in_another_layout_equals_to_rounding(straight, checkpoint, data_
     for line, expected in zip(read_metrics(tmp_path / "one"), read_metrics(straight)[3:]):
         assert line["loss_tokens"] == expected["loss_tokens"]
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["max_logits"] == pytest.approx(expected["max_logits"], rel=1e-4)
+        assert line["update_rms"] == pytest.approx(expected["update_rms"], rel=1e-3)
+
+
+def test_lines_hold_the_optimizer_s_numbers(straight):
+    lines = read_metrics(straight)
+    assert all(line["newton_schulz_seconds"] > 0 for line in lines)
+    assert all(len(line["max_logits"]) == 4 for line in lines)
+    assert all(max(line["max_logits"]) == line["max_logit"] for line in lines)
+    assert all(0.2 < line["orthogonality_error"] <= 1.001 for line in lines)
+    first = lines[0]["update_rms"]
+    groups = ("attention", "dense_mlp", "embedding", "experts", "head", "norms", "projector")
+    assert sorted(first) == [*groups, "router", "shared_experts", "vision_tower"]
+    for group in ("attention", "dense_mlp", "experts", "shared_experts"):  # Muon alone
+        assert 0.05 < first[group] < 0.21, group
+    for group in ("head", "norms"):  # AdamW, whose first step is one in size
+        assert first[group] == pytest.approx(1.0, abs=0.01), group
 
 
 def test_run_folder_is_complete(straight):

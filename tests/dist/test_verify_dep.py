@@ -80,13 +80,11 @@ def test_a_planted_fault_is_found(fault, self_test):
     if fault in ("doubled-gradient", "lost-gradient"):
         assert failed(comparison) == ENCODER
     elif fault == "unequal-sums":
-        # An update would take half of the tensors from each rank, and so do the files.
+        # Of tensors that the last rank updates: about half, and nobody else has their sums.
         assert failed(comparison) <= ENCODER
-        groups = {group["group"]: group["parameters"] for group in comparison["groups"]}
-        assert len(comparison["differing"]) == sum(groups[group] for group in ENCODER)
     else:
         assert failed(comparison) == set(GROUPS)
-    assert bool(comparison["differing"]) == (fault == "unequal-sums")
+    assert not comparison["differing"]
     (loss_error,) = comparison["loss_errors"]
     assert (loss_error > 1e-6) == (fault in ("lost-item", "swapped-items"))
 

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from kimi_pretrain.config import CostConfig
+from tests.dist.clip_case import ACTIONS as CLIP
+from tests.dist.muonclip_case import ACTIONS as MUONCLIP
+from tests.dist.owners_case import ACTIONS as OWNERS
 from tests.dist.sequence_case import ACTIONS as SEQUENCE
 
 
@@ -70,7 +73,7 @@ def losses(run) -> list[dict]:
 def dep_gradients(run) -> dict[str, torch.Tensor]:
     """One step through DEP: every parameter's divided gradient, by name."""
     report = run.train_step.run(next(run.loader))
-    return _gather(run, {t.name: t.grad() / report.loss_tokens for t in run.update.named})
+    return _gather(run, _owned_gradients(run, report.loss_tokens))
 
 
 # Settings that change how the encoder's work is done and nothing that it comes to.
@@ -110,7 +113,7 @@ def dep_variants(run) -> dict[str, dict]:
         config = run.config.model_copy(update={"dep": dep, "train": train})
         other = type(run)(config, run.mesh)
         report = other.train_step.run(next(other.loader))
-        gradients = {t.name: t.grad() / report.loss_tokens for t in other.update.named}
+        gradients = _owned_gradients(other, report.loss_tokens)
         found[name] = {
             "loss": report.loss,
             "shared": int((report.vision.parts > 1).sum()),
@@ -314,6 +317,12 @@ def language_model(run) -> dict:
     }
 
 
+def _owned_gradients(run, loss_tokens: int) -> dict[str, torch.Tensor]:
+    """The sums are on the tensors' owners alone."""
+    named = [t for t in run.update.named if run.update.optimizer.leads(t.name)]
+    return {t.name: t.grad() / loss_tokens for t in named}
+
+
 def _gather(run, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     everything: dict[str, torch.Tensor] = {}
     for part in run.mesh.gather({name: grad.clone() for name, grad in mine.items()}):
@@ -331,7 +340,10 @@ ACTIONS = {
     "skipped_mask": skipped_mask,
     "layers_against_twins": layers_against_twins,
     "language_model": language_model,
+    **MUONCLIP,
+    **OWNERS,
     **SEQUENCE,
+    **CLIP,
 }
 
 if __name__ == "__main__":

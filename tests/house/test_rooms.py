@@ -47,6 +47,7 @@ WALLS: dict[str, set[str]] = {
     "deepspeed": {"kimi_pretrain.stages"},
     "torch.distributed": {
         "kimi_pretrain.engine", "kimi_pretrain.dep", "kimi_pretrain.optim.distributed",
+        "kimi_pretrain.optim.members", "kimi_pretrain.optim.reduce", "kimi_pretrain.optim.send",
         "kimi_pretrain.checkpoint", "kimi_pretrain.dry_run",
     },
 }  # fmt: skip

@@ -1,0 +1,227 @@
+"""What a process of a test job shows about the optimizer in the real engine; see worker.py.
+
+Weights are compared in fp64, where layouts differ by 1e-15 in their gradients; the products of
+Newton-Schulz are fp32 even then, and round that to 1e-7 at most.
+"""
+
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+STEPS, SAVE_AT = 20, 15
+
+
+def _checkpoints(run) -> Path:
+    """One folder for each layout, and one place for all jobs of a test."""
+    axes = run.config.layout
+    kind = "sharded" if run.config.optim.shard_state else "twin"
+    return Path(sys.argv[1]).parent / f"{kind}_pp{axes.pp}_dp{axes.dp}_{run.config.train.dtype}"
+
+
+def _weights(run) -> dict[str, Tensor]:
+    from tests.dist.worker import _gather
+
+    return _gather(run, run.model.tensors())
+
+
+def _train(run, stop: int) -> int:
+    """Train until `stop` steps are done; return how often a head was clipped."""
+    clipped = 0
+    while run.step < stop:
+        report = run.train_step.run(next(run.loader))
+        run.step += 1
+        clipped += report.update.clipped_heads
+    return clipped
+
+
+def trained(run) -> dict[str, Any]:
+    """Weights after all steps, with a checkpoint on the way; sums that left early on every rank."""
+    clipped = _train(run, SAVE_AT)
+    run.save(_checkpoints(run))
+    clipped += _train(run, STEPS)
+    early = run.mesh.gather(run.backbone.reduction.early_buckets)
+    return {"weights": _weights(run), "clipped": clipped, "early": early}
+
+
+def plainly_trained(run) -> dict[str, Any]:
+    """The same in one process by the plain optimizer, everything around it written out."""
+    from kimi_pretrain.optim.muon import PlainMuon
+    from kimi_pretrain.optim.qk_clip import clip_, factors
+    from kimi_pretrain.optim.schedule import learning_rate
+    from kimi_pretrain.update import UpdateReport, model_shape
+
+    optim, shape = run.config.optim, model_shape(run.config)
+    plain = PlainMuon(run.update.named, optim, shape)
+    weights = {tensor.name: tensor.data for tensor in run.update.named}
+
+    def update(loss_tokens: int) -> UpdateReport:
+        squares = sum(float(tensor.grad().square().sum()) for tensor in run.update.named)
+        norm = math.sqrt(squares) / loss_tokens
+        lr = learning_rate(plain.steps, optim, run.config.tokens_per_step())
+        plain.step(lr, min(1.0, optim.max_grad_norm / norm) / loss_tokens)
+        clipped = 0
+        for layer, max_N in run.backbone.take_max_logits().items():
+            gamma = factors(max_N, optim.qk_clip_threshold)
+            clipped += int((gamma < 1).sum())
+            attention = f"language_model.model.layers.{layer}.self_attn."
+            pair = weights[attention + "q_b_proj.weight"], weights[attention + "kv_b_proj.weight"]
+            clip_(*pair, gamma, shape)
+        return UpdateReport(lr, norm, applied=True, clipped_heads=clipped)
+
+    run.update.run = update
+    start = {name: weight.clone() for name, weight in weights.items()}
+    clipped = _train(run, STEPS)
+    moved = [float((weights[n] - old).norm() / weights[n].norm()) for n, old in start.items()]
+    return {"clipped": clipped, "weights": _weights(run), "moved": moved}
+
+
+def continued(run) -> dict[str, Any]:
+    """Take up every checkpoint that lies there, and train to the end."""
+    found = {}
+    for folder in sorted(Path(sys.argv[1]).parent.glob(f"*_{run.config.train.dtype}/step_*")):
+        other = type(run)(run.config, run.mesh, resume=folder)
+        _train(other, STEPS)
+        found[folder.parent.name] = _weights(other)
+        other.close()
+    return found
+
+
+def stopped(run) -> dict[str, bool]:
+    """Is a run that was stopped and resumed the same bit for bit, weights and all state?"""
+    from kimi_pretrain import checkpoint
+
+    _train(run, 2)
+    folder = run.save(_checkpoints(run))
+    _train(run, 4)
+    straight = checkpoint.hash_tensors(run.tensors(), run.mesh)
+    other = type(run)(run.config, run.mesh, resume=folder)
+    _train(other, 4)
+    resumed = checkpoint.hash_tensors(other.tensors(), run.mesh)
+    other.close()
+    masters = any(name.startswith("optim.master.") for name in straight)
+    return {"equal": resumed == straight, "masters": masters}
+
+
+def refused(run) -> dict[str, str]:
+    """What is said when the optimizer's state in a checkpoint does not fit."""
+    from kimi_pretrain import checkpoint
+
+    (folder,) = _checkpoints(run).parent.glob("sharded_pp2_dp2_float64/step_*")
+    told = {}
+    own = run.tensors()
+    momentum = next(name for name in own if name.startswith("optim.momentum."))
+    for name, tensors in {
+        "other rules": {**own, momentum.replace("momentum", "exp_avg"): own[momentum]},
+        "other pieces": {**own, momentum: own[momentum][:-1].clone()},
+    }.items():
+        try:
+            checkpoint.load(folder, run.config, run.mesh, tensors)
+        except checkpoint.CheckpointError as error:
+            told[name] = str(error)
+    return told | {"momentum": momentum}
+
+
+def poisoned(run) -> dict[str, Any]:
+    """Steps around one in which a gradient of one rank is not a number: did anything change?"""
+    from kimi_pretrain import checkpoint
+
+    def hashes() -> dict[str, str]:
+        return checkpoint.hash_tensors(run.tensors(), run.mesh)
+
+    _train(run, 1)
+    before = hashes()
+    param = next(iter(run.backbone.chunks[0].decoder.layers[0].self_attention.parameters()))
+    handle = param.register_hook(
+        lambda gradient: gradient * math.nan if run.mesh.rank == run.mesh.world_size - 1 else None
+    )
+    report = run.train_step.run(next(run.loader))
+    handle.remove()
+    after = hashes()
+    good = run.train_step.run(next(run.loader))
+    return {
+        "changed": before != after,
+        "applied": [report.update.applied, good.update.applied],
+        "skipped": [report.update.skipped_steps, good.update.skipped_steps],
+        "finite": math.isfinite(good.loss) and math.isfinite(good.update.grad_norm),
+    }
+
+
+def differing(run) -> dict[str, list[str]]:
+    """What `verify dep` says of copies that are not the same."""
+    from kimi_pretrain.verify.dep import _differing
+
+    run.train_step.run(next(run.loader))
+    told = {"none": _differing(run)}
+    tensor = next(t for t in run.update.named if t.replicas == "dense")
+    copies = {"weight": tensor.data, "gradient": tensor.grad()}
+    for name, copy in copies.items():
+        if run.mesh.rank == 1:
+            copy.mul_(1.001)
+        told[name] = _differing(run)
+        if run.mesh.rank == 1:
+            copy.div_(1.001)
+    return told | {"name": [tensor.name]}
+
+
+class Wire(TorchDispatchMode):
+    """Counts the bytes of every collective that reaches torch's process groups, by operation.
+
+    What has to cross the network for it, over the whole group of two: the tensor's bytes once to
+    reduce, broadcast, reduce-scatter or all-gather it, twice for an all-reduce.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            tensors = [a if isinstance(a, list | tuple) else [a] for a in args]
+            sizes = [sum(t.nbytes for t in flat if isinstance(t, Tensor)) for flat in tensors]
+            name = func.overloadpacket.__name__
+            self.bytes[name] += max(sizes) * (2 if "allreduce" in name else 1)
+        return func(*args, **(kwargs or {}))
+
+
+def traffic(run) -> dict[str, Any]:
+    """Bytes of a step's collectives, and those of Megatron-Core's ZeRO-1 for the same parameters.
+
+    Its DistributedOptimizer reduces and scatters the gradients before AdamW and gathers the
+    parameters after it; both are done by its DDP, which is what is run here.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    assert run.mesh.world_size == 2
+    batch = next(run.loader)
+    with Wire() as ours:
+        run.train_step.run(batch)
+    counters = run.backbone.reduction, run.encoder.sums, run.update.optimizer
+    told = [sum(run.mesh.gather(counter.bytes_moved)) for counter in counters]
+    elements = sum(tensor.data.numel() for tensor in run.update.named)
+    buffers = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
+    )
+    with Wire() as zero1:
+        for module in (*run.backbone.chunks, run.encoder.module):
+            model = DistributedDataParallel(run.backbone.engine, buffers, module)
+            model.finish_grad_sync()
+            model.start_param_sync(force_sync=True)
+    return {
+        "ours": dict(ours.bytes),
+        "zero1": dict(zero1.bytes),
+        "told": dict(zip(("backbone", "encoder", "weights"), told)),
+        "elements": elements,
+    }
+
+
+ACTIONS = {
+    f"muonclip_{action.__name__}": action
+    for action in (
+        trained, plainly_trained, continued, stopped, refused, poisoned, differing, traffic
+    )
+}  # fmt: skip

@@ -1,0 +1,121 @@
+"""QK-Clip inside the model: maxima against brute force, the clip's effect, Transformer Engine."""
+
+import pytest
+import torch
+
+from kimi_pretrain.config import ConfigError, load_config
+from tests.dist.jobs import layout, run_jobs
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+THRESHOLD = 1.0
+STILL = (  # a rate at which no bit of a weight moves
+    "optim.lr=1e-30", "optim.min_lr=0.0", f"optim.qk_clip_threshold={THRESHOLD}",
+    "model.language.q_lora_rank=null", "train.rows_per_microbatch=2", *layout(),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(data_root, tmp_path_factory):
+    root, bf16 = f"data.root={data_root}", "train.dtype=bfloat16"
+    jobs = {
+        "wiring": ("fused_wiring", (root, bf16, *layout())),
+        "proof": ("clip_proof", (root, *STILL)),
+    }
+    return run_jobs(jobs, tmp_path_factory.mktemp("clip"), 1)
+
+
+@pytest.fixture(scope="module")
+def proof(results):
+    return results["proof"]
+
+
+def test_maxima_are_those_of_all_pairs_of_all_microbatches(proof):
+    brute = proof["brute"].amax(1)
+    torch.testing.assert_close(proof["first"], brute, rtol=1e-5, atol=1e-7)
+    assert torch.equal(proof["max_logits"], proof["first"].amax(1).double())
+    # The figures could not be had otherwise: padding, many documents, no microbatch holds them all.
+    assert proof["padding"] > 0
+    assert proof["brute"].shape[1] == 4 < proof["documents"]
+    assert (proof["brute"].argmax(1).flatten().bincount(minlength=4) > 0).sum() > 1
+
+
+def test_the_clip_brings_a_head_to_the_threshold_and_leaves_the_others(proof):
+    first, second = proof["first"], proof["second"]
+    over = first > THRESHOLD
+    assert proof["clipped_heads"] == over.sum() >= 2
+    assert over[0].tolist() == [False, True, False, False]
+    assert over[2, 3]
+    # The first layer's inputs are the same, so its logits are gamma times what they were.
+    assert second[0, 1].item() == pytest.approx(THRESHOLD, rel=1e-5)
+    assert torch.equal(second[0, ~over[0]], first[0, ~over[0]])
+
+
+def test_an_evaluation_leaves_no_maxima(proof):
+    assert proof["after evaluation"].shape == proof["first"].shape
+    assert (proof["after evaluation"] == -torch.inf).all()
+
+
+def test_skipped_steps_are_counted_and_outlive_a_resume(proof):
+    assert (proof["skipped"], proof["updates"]) == (1, 3)
+    assert (proof["skipped when resumed"], proof["updates when resumed"]) == (1, 3)
+
+
+@pytest.fixture(scope="module")
+def wiring(results):
+    return results["wiring"]
+
+
+def test_transformer_engine_that_is_not_there_is_one_clear_error(wiring):
+    for part in ("train.attention=transformer_engine", "not installed", "pip install", "portable"):
+        assert part in wiring["refusal"], part
+
+
+def test_our_side_of_transformer_engine_s_attention(wiring):
+    """Over a plain kernel of the same contract; the real one has not been run."""
+    fused, portable = wiring["fused"], wiring["portable"]
+    assert wiring["fused modules"] == len(fused["maxima"]) == 4
+    assert fused["loss"] == pytest.approx(portable["loss"], rel=1e-3)
+    # The kernel rounds maxima to bf16.
+    torch.testing.assert_close(fused["maxima"], portable["maxima"], rtol=2**-7, atol=1e-3)
+    assert (fused["again"] == -torch.inf).all()
+    assert wiring["kept by the kernels"] == [None] * 4
+    for name, grad in portable["grads"].items():
+        error = torch.linalg.vector_norm(fused["grads"][name] - grad)
+        assert error <= 0.05 * torch.linalg.vector_norm(grad), name
+    assert all(size & (size - 1) == 0 for size in wiring["sizes"])
+    assert wiring["longest"] <= max(wiring["sizes"]) < 2 * wiring["longest"]
+
+
+def test_documents_as_kernels_take_them(wiring):
+    assert wiring["borders"] == ([0, 0, 6, 11, 15], [0, 4, 10, 16, 20])
+    assert wiring["plain borders"] == ([0, 4, 9], [0, 4, 9])
+    assert wiring["only padding"] == ([0, 0], [0, 9])
+    kernel = wiring["kernel"]
+    for side in ("q", "kv"):
+        assert kernel[f"cu_seqlens_{side}"].tolist() == [0, 0, 6, 11, 15]
+        assert kernel[f"cu_seqlens_{side}_padded"].tolist() == [0, 4, 10, 16, 20]
+        assert kernel[f"cu_seqlens_{side}"].dtype == torch.int32
+        assert kernel[f"max_seqlen_{side}"] == 8
+    assert (kernel["qkv_format"], kernel["pad_between_seqs"]) == ("thd", True)
+
+
+def test_maxima_of_a_rank_s_heads_among_all(wiring):
+    low = -torch.inf
+    expected = [[0, 1, low, low, low, low], [low, low, 0, 1, low, low], [low, low, low, low, 0, 1]]
+    assert [heads.tolist() for heads in wiring["heads"]] == expected
+
+
+REFUSED = {
+    "type": (["train.dtype=float32"], ("train.dtype=float32",)),
+    "context": (["train.dtype=bfloat16", "layout.cp=2", "layout.ep=1"], ("layout.cp=2",)),
+    "name": (["train.attention=flash"], ("train.attention", "flash")),
+}
+
+
+@pytest.mark.parametrize(("overrides", "named"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_the_kernels_do_not_take_is_refused(overrides, named):
+    with pytest.raises(ConfigError) as error:
+        load_config("tiny_cpu", ["train.attention=transformer_engine", *overrides])
+    assert all(part in str(error.value) for part in named)
+    assert load_config("tiny_cpu").train.attention == "portable"

@@ -1,0 +1,153 @@
+"""The dry run: published counts, the balance of the optimizer's work, and the owners of a real job.
+
+In processes of its own: the engine patches torch for the whole process.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kimi_pretrain.optim.config import GROUPS
+from tests.dist.jobs import ROOT, SMALL, layout, run_job
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+COUNTS = {
+    "kimi_k25_1t": dict(
+        language_model=1_026_408_209_408, routing_biases=23_040,
+        vision_tower=416_866_032, projector=54_277_888,
+    ),
+    "moonlight_16b_a3b": dict(
+        language_model=15_960_108_544, routing_biases=1_664, vision_tower=416_866_032,
+    ),
+}  # fmt: skip
+
+
+def read_table(lines: list[str]) -> list[dict[str, str]]:
+    head, *rows = lines
+    return [dict(zip(head.split("\t"), row.split("\t"), strict=True)) for row in rows]
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_counts_and_balance_of_the_presets(preset, tmp_path):
+    table = tmp_path / "tensors.tsv"
+    command = [
+        sys.executable, "-m", "launch.cli", "train", "--config", f"configs/{preset}.yaml",
+        "--dry-run", "--json", "--table", str(table),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    result = json.loads(last)
+    for name, number in COUNTS[preset].items():
+        assert result[name] == number, name
+    assert result["language_model"] == sum(stage["total"] for stage in result["stages"])
+    check_table(read_table(table.read_text().splitlines()), result)
+    if preset == "kimi_k25_1t":
+        check_one_t(result, lines)
+
+
+def check_table(rows: list[dict[str, str]], result: dict) -> None:
+    """Every parameter is in it once, with an owner; folded it has as many tensors."""
+    assert len({row["name"] for row in rows}) == len(rows)
+    elements = 0
+    for row in rows:
+        size = 1
+        for width in json.loads(row["shape"]):
+            size *= width
+        elements += size
+    assert elements == result["language_model"] + result["vision_tower"] + result["projector"]
+    assert {row["group"] for row in rows} == set(GROUPS)
+    assert all(0 <= int(row["owner"]) < result["optimizer"]["ranks"] for row in rows)
+    assert all(bool(row["pieces"]) == (row["trained_by"] == "muon") for row in rows)
+    assert sum(row["tensors"] for row in result["optimizer"]["table"]) == len(rows)
+
+
+def check_one_t(result: dict, lines: list[str]) -> None:
+    """Kimi K2.5 as shipped: the balance that is promised."""
+    assert len(result["stages"]) == 16
+    assert result["language_model_activated"] == 32_861_477_888
+    assert f"language model    {1_026_408_209_408:,} parameters" in lines
+    optimizer = result["optimizer"]
+    assert optimizer["ranks"] == 256
+    flops = optimizer["flops"]
+    assert flops["largest"] == max(stage["flops"]["largest"] for stage in optimizer["stages"])
+    means = [stage["flops"]["mean"] for stage in optimizer["stages"]]
+    assert flops["mean"] == pytest.approx(sum(means) / len(means))
+    assert flops["ratio"] == pytest.approx(flops["largest"] / flops["mean"])
+    assert flops["ratio"] <= 1.15
+    # bf16 weights: 8 bytes of momentum and master for an element of Muon's, 12 for AdamW's.
+    adamw = 2 * 163_840 * 7_168
+    assert optimizer["state_bytes"]["mean"] * 256 / 1e9 == pytest.approx(
+        (8 * (result["language_model"] - adamw) + 12 * adamw) / 1e9, rel=1e-3
+    )
+    (line,) = [line for line in lines if ".experts.0-383.gate_proj" in line]
+    assert "layers.1-60." in line
+    assert "23,040" in line
+    assert line.endswith("0-255")
+
+
+LAYOUT = layout(pp=2, vpp=2, dp=2, ep=2)
+# Several dry runs in one process: to start one takes longer than they do.
+SCRIPT = """
+import json, sys
+from kimi_pretrain import dry_run
+from kimi_pretrain.config import load_config
+from kimi_pretrain.optim import groups
+
+def table(*overrides):
+    config = load_config("tiny_cpu", overrides)
+    return list(dry_run.table_lines(dry_run.dry_run(config)))
+
+job = sys.argv[1:]
+tiny = dry_run.dry_run(load_config("tiny_cpu"))
+found = {"tiny": (list(dry_run.table_lines(tiny)), dry_run.as_json(tiny)), "job": table(*job)}
+found["alone"] = table(*job, "optim.shard_state=false")
+found["frozen"] = table(*job, "train.frozen=[vision_tower, language_model]")
+groups._RULES = tuple(rule for rule in groups._RULES if rule[1] != "router")
+try:
+    found["rule"] = table(*job)
+except ValueError as error:
+    found["rule"] = str(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict:
+    """The small job's table, and those of variants of it."""
+    command = [sys.executable, "-c", SCRIPT, *SMALL, *LAYOUT]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_counts_of_the_demo_s_model(tables):
+    lines, result = tables["tiny"]
+    assert result["routing_biases"] == 24
+    check_table(read_table(lines), result)
+
+
+def test_owners_are_those_of_a_real_job(tables, data_root, tmp_path):
+    """Four processes, PP2 x EP2 x DP2: every tensor, by the rank that says it owns it."""
+    owners = run_job("owners", tmp_path, 4, f"data.root={data_root}", *LAYOUT)
+    rows = read_table(tables["job"])
+    assert {row["name"]: int(row["owner"]) for row in rows} == owners
+    assert set(owners.values()) == {0, 1, 2, 3}
+
+
+def test_without_sharding_each_rank_updates_what_it_holds(tables):
+    rows = read_table(tables["alone"])
+    assert {row["owner"] for row in rows} == {"each"}
+    assert len(rows) == len(tables["job"]) - 1
+
+
+def test_frozen_parts_have_no_owner(tables):
+    assert {row["group"] for row in read_table(tables["frozen"])} == {"projector"}
+
+
+def test_a_parameter_without_a_rule_is_an_error(tables):
+    wanted = "no rule for tensor 'language_model.model.layers.2.mlp.gate.weight' (8, 64)"
+    assert wanted in tables["rule"]
