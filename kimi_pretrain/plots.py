@@ -18,6 +18,12 @@ DPI = 150
 RAW, SMOOTH, MUTED = "#b8c4d6", "#1f4e9c", "#6b7280"
 NAIVE, ROUND_ROBIN, DEP = "#d97742", "#9aa5b1", "#1f4e9c"
 EXPOSED = "#c2255c"
+CLIPPED = "#c2255c"
+# RMS of Muon's update: 0.2 if all singular values were one; Newton-Schulz stops at 0.7 to 1.2, and
+# 0.17 is usual.
+MUON_RMS = (0.16, 0.2)
+# AdamW begins at 1; above this the rest would be too small to tell apart.
+LARGEST_RMS = 0.6
 # Blue goes forward with the media, green and purple back; what has no name here takes OTHERS.
 PHASES = {
     "1 wait for data": "#d5d9e0",
@@ -154,12 +160,73 @@ def timeline_plot(trace: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+def muonclip_plot(
+    metrics: Sequence[dict[str, Any]], path: Path, threshold: float | None = None
+) -> None:
+    """Draw each layer's largest attention logit, the heads that were clipped, and update sizes.
+
+    Args:
+        metrics: lines of metrics.jsonl with "step", "max_logits", "clipped_heads", "update_rms" and
+            "skipped_steps".
+        path: PNG to write.
+        threshold: of QK-Clip, drawn across; None where it is off.
+
+    Raises:
+        ValueError: there is no step to draw.
+
+    """
+    steps, clipped, skipped = _columns(metrics, "step", "clipped_heads", "skipped_steps")
+    shape = {"height_ratios": (4, 1, 2), "sharex": True}
+    figure, (top, middle, bottom) = _figure((9, 7.6), 3, 1, **shape)
+    # None, where no document was seen, becomes a gap.
+    logits = np.array([line["max_logits"] for line in metrics], dtype=float)
+    _logits_of_layers(top, steps, logits, threshold)
+    middle.vlines(steps, 0, clipped, color=CLIPPED, linewidth=1.5)
+    middle.yaxis.get_major_locator().set_params(integer=True)
+    middle.set_ylabel("clipped\nheads")
+    middle.set_ylim(0, max(1, clipped.max()) * 1.05)
+    bottom.axhspan(*MUON_RMS, color=SMOOTH, alpha=0.18, linewidth=0)
+    groups = sorted({group for line in metrics for group in line["update_rms"]})
+    for number, group in enumerate(groups):
+        sizes = [line["update_rms"].get(group, np.nan) for line in metrics]
+        colour = (*OTHERS, EXPOSED, MUTED, RAW, "#000000")[number % (len(OTHERS) + 4)]
+        bottom.plot(steps, sizes, color=colour, linewidth=1.4, label=group)
+    bottom.set_ylabel("RMS of updates\nbefore the rate")
+    bottom.set_ylim(0, LARGEST_RMS)
+    bottom.set_xlabel("step")
+    if groups:
+        bottom.legend(frameon=False, fontsize=8, ncols=5)
+    if skipped[-1]:
+        bottom.set_title(f"steps skipped: {skipped[-1]:.0f}", fontsize=9, loc="right")
+    _save(figure, path)
+
+
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Return the mean of each value and up to `window - 1` before it; same length."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     last = np.arange(1, len(values) + 1)
     first = np.maximum(0, last - window)
     return (sums[last] - sums[first]) / (last - first)
+
+
+def _logits_of_layers(
+    axes: Axes, steps: np.ndarray, logits: np.ndarray, threshold: float | None
+) -> None:
+    """Draw one curve a layer, from light (the first) to dark, and the threshold across."""
+    layers = logits.shape[1]
+    first, last = (np.array(to_rgb(colour)) for colour in (RAW, SMOOTH))
+    for layer in range(layers):
+        part = layer / max(1, layers - 1)
+        label = f"layer {layer}" if layer in (0, layers - 1) else None
+        colour = tuple(first + part * (last - first))
+        axes.plot(steps, logits[:, layer], color=colour, linewidth=1.2, label=label)
+    if threshold is not None:
+        axes.axhline(threshold, color=CLIPPED, linewidth=1.4, linestyle="--", label="threshold")
+    axes.set_ylabel("largest attention logit")
+    seen = logits[np.isfinite(logits)]
+    largest = f": at most {seen.max():.4g}" if len(seen) else ""
+    axes.set_title(f"Largest attention logit of each layer{largest}")
+    axes.legend(frameon=False, fontsize=9)
 
 
 def _patches_of_step(axes: Axes, line: dict[str, Any]) -> None:

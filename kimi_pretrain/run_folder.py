@@ -31,6 +31,8 @@ PACKAGES = (
 )  # fmt: skip
 
 NOT_DRAWN = ("step", "rank", "mean")
+# Lists with a number for each layer; other lists (of ranks) are not drawn.
+BY_LAYER = ("max_logits",)
 
 
 def log_to(folder: Path, rank: int) -> logging.Logger:
@@ -108,13 +110,16 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
 
     What is inside goes under "outside/inside". Of the ranks' numbers only the largest is drawn,
     under the plain name; whose it is, the mean, the loads of all ranks and what was not measured
-    are in metrics.jsonl alone.
+    are in metrics.jsonl alone. A list by layer becomes one curve a layer.
     """
     found: dict[str, float] = {}
     for name, value in line.items():
         if isinstance(value, Mapping):
             for inner, number in scalars(value).items():
                 found[name if inner == "max" else f"{name}/{inner}"] = number
+        elif name in BY_LAYER:
+            layers = {f"{name}/layer_{layer:02d}": number for layer, number in enumerate(value)}
+            found |= {tag: number for tag, number in layers.items() if number is not None}
         elif isinstance(value, int | float) and name not in NOT_DRAWN:
             found[name] = value
     return found

@@ -63,6 +63,10 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Build it without memory or GPUs, and count.")
     ] = False,
+    table: Annotated[
+        Path | None,
+        typer.Option(help="With --dry-run: a file for every tensor's optimizer and owner."),
+    ] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
     rendezvous: Annotated[
         str | None, typer.Option(help="HOST:PORT where the machines meet (several machines only).")
@@ -80,6 +84,7 @@ def train(
     kimi-pretrain train --config configs/tiny_cpu.yaml data.root=/data/corpus train.steps=50
     kimi-pretrain train --config tiny_cpu --run-dir runs/a --resume latest
     kimi-pretrain train --config configs/kimi_k25_1t.yaml --dry-run
+    kimi-pretrain train --config kimi_k25_1t --dry-run --table tensors.tsv
     """
     end_in_order()
     with told_plainly():
@@ -87,8 +92,10 @@ def train(
 
         job = Job(config, str(run_dir), tuple(overrides or ()), resume)
         loaded = load_config(config, job.overrides)
+        if table is not None:
+            check_table(table, dry_run)
         if dry_run:
-            print_dry_run(loaded, as_json)
+            print_dry_run(loaded, as_json, table)
             return
         world_size = loaded.layout.world_size()
         if "RANK" in os.environ or world_size == 1:
@@ -122,8 +129,16 @@ def train(
             raise typer.Exit(code)
 
 
-def print_dry_run(config, as_json: bool) -> None:
-    """Build the model on the meta device and print what it amounts to."""
+def check_table(table: Path, dry_run: bool) -> None:
+    """Refuse a table that cannot be written, before the model is built."""
+    if not dry_run:
+        raise ValueError(f"--table {table} is written by a dry run; add --dry-run")
+    if not table.parent.is_dir() or table.is_dir():
+        raise ValueError(f"--table {table}: expected a file in a folder that exists")
+
+
+def print_dry_run(config, as_json: bool, table: Path | None) -> None:
+    """Build the model on the meta device; print what it amounts to, and who owns what."""
     quiet_libraries()
     from kimi_pretrain import dry_run
     from kimi_pretrain.config import describe
@@ -132,6 +147,8 @@ def print_dry_run(config, as_json: bool) -> None:
     result = dry_run.dry_run(config)
     for line in dry_run.lines(result):
         typer.echo(line)
+    if table is not None:
+        table.write_text("".join(f"{line}\n" for line in dry_run.table_lines(result)))
     if as_json:
         typer.echo(json.dumps(dry_run.as_json(result)))
 

@@ -3,8 +3,9 @@
 Each rank's `RankRecord` is gathered once a step; the rest is arithmetic and the same everywhere.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.dep.assign import load_per_rank, max_over_mean, round_robin
 from kimi_pretrain.dep.memory import GIB
 from kimi_pretrain.dep.plan import VisionPlan
+from kimi_pretrain.optim.report import UpdateFigures, together
 from kimi_pretrain.ranks import scopes
 from kimi_pretrain.telemetry.exposed import exposed
 from kimi_pretrain.telemetry.flops import Peak, peak_flops, step_flops, utilisation
@@ -25,6 +27,7 @@ from kimi_pretrain.vision_plan import grids_of
 
 if TYPE_CHECKING:  # the step brings the engine along, which reading a line does not need
     from kimi_pretrain.step import StepReport
+    from kimi_pretrain.update import UpdateReport
 
 ENCODING = ("2 vision forward", "6 vision backward")
 
@@ -38,6 +41,7 @@ class RankRecord:
         first_stage: whether the rank takes in embeddings.
         seconds: of the whole step, waiting for data included.
         requests, bytes: of the store, since the run began.
+        update: of the tensors whose update this rank made.
     """
 
     spans: dict[str, tuple[float, float]]
@@ -48,6 +52,7 @@ class RankRecord:
     seconds: float
     requests: int
     bytes: int
+    update: UpdateFigures = field(default_factory=UpdateFigures)
 
 
 def record_of(
@@ -63,6 +68,7 @@ def record_of(
         seconds=seconds,
         requests=stats.requests,
         bytes=stats.bytes,
+        update=report.update.own,
     )
 
 
@@ -113,8 +119,7 @@ class Telemetry:
             "exchange_bytes": _exchange(everyone),
             **_memory(everyone),
             **self._speed(plan, seconds, len(everyone)),
-            "max_logit": report.update.max_logit,
-            "clipped_heads": report.update.clipped_heads,
+            **_optimizer(report.update, everyone),
             "store": {
                 "requests": sum(record.requests for record in everyone),
                 "bytes": sum(record.bytes for record in everyone),
@@ -147,6 +152,27 @@ class Telemetry:
             "peak_tflops_per_gpu": self.peak.flops_per_second / 1e12,
             "peak_source": self.peak.source,
         }
+
+
+def _optimizer(update: "UpdateReport", everyone: Sequence[RankRecord]) -> dict[str, Any]:
+    """Return what the optimizer did: maxima of attention, and the figures of all ranks together.
+
+    A maximum is None where no document was seen.
+    """
+    model = together(record.update for record in everyone)
+    return {
+        "max_logit": _seen(update.max_logit),
+        "max_logits": [_seen(logit) for logit in update.max_logits.tolist()],
+        "clipped_heads": update.clipped_heads,
+        "update_rms": model.update_rms,
+        "newton_schulz_seconds": model.newton_schulz_seconds,
+        "orthogonality_error": model.orthogonality_error,
+        "skipped_steps": update.skipped_steps,
+    }
+
+
+def _seen(logit: float) -> float | None:
+    return None if logit == -math.inf else logit
 
 
 def share_of_largest(sizes: NDArray[np.int64], part: float) -> float | None:

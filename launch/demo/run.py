@@ -340,6 +340,8 @@ def write_results(
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     plots.loss_plot(metrics, run_dir / "loss.png")
     plots.dep_balance_plot(metrics, run_dir / "dep_balance.png")
+    threshold = config.optim.qk_clip_threshold
+    plots.muonclip_plot(metrics, run_dir / "muonclip.png", threshold)
     if (run_dir / "trace.json").is_file():
         plots.timeline_plot(read_json(run_dir / "trace.json"), run_dir / "timeline.png")
     return summary

@@ -5,10 +5,13 @@ import pytest
 from PIL import Image
 
 from kimi_pretrain.plots import (
+    CLIPPED,
     EXPOSED,
     PHASES,
+    SMOOTH,
     dep_balance_plot,
     loss_plot,
+    muonclip_plot,
     running_mean,
     timeline_plot,
 )
@@ -130,9 +133,40 @@ def test_the_colocated_baseline_is_drawn(tmp_path):
     assert near(picture(tmp_path / "time.png"), PHASES["4 backbone"]) > 200
 
 
+def optimizer_lines(steps: int, **changes) -> list[dict]:
+    """Steps of a run with three layers; the second grows until QK-Clip holds it at 100."""
+    made = []
+    for step in range(1, steps + 1):
+        grown = min(100.0, 3.0 * step)
+        line = {
+            "step": step, "max_logits": [5.0, grown, None if step == 3 else 8.0],
+            "clipped_heads": int(grown == 100.0), "skipped_steps": int(step > 2),
+            "update_rms": {} if step == 3 else {"attention": 0.17, "embedding": 0.3},
+        }  # fmt: skip
+        made.append(line | changes)
+    return made
+
+
+def test_the_optimizer_s_picture(tmp_path):
+    def drawn(name: str, lines: list[dict], **options) -> np.ndarray:
+        muonclip_plot(lines, tmp_path / f"{name}.png", **options)
+        return picture(tmp_path / f"{name}.png")
+
+    whole = drawn("whole", optimizer_lines(50), threshold=100.0)
+    assert near(whole, CLIPPED) > 500  # the threshold, and the bars of clipped heads
+    assert near(whole, SMOOTH) > 200  # the last layer
+    quiet = drawn("quiet", optimizer_lines(50, clipped_heads=0), threshold=100.0)
+    off = drawn("off", optimizer_lines(50, clipped_heads=0))
+    assert near(whole, CLIPPED) > near(quiet, CLIPPED) > near(off, CLIPPED) == 0
+    for one in (optimizer_lines(1), optimizer_lines(4, max_logits=[None], update_rms={})):
+        assert min(drawn("short", one, threshold=100.0).shape[:2]) > 300
+
+
 def test_nothing_to_draw_is_said(tmp_path):
     with pytest.raises(ValueError, match="no step"):
         loss_plot([], tmp_path / "x.png")
+    with pytest.raises(ValueError, match="no step"):
+        muonclip_plot([], tmp_path / "x.png")
     with pytest.raises(ValueError, match="no step of this run has vision patches"):
         dep_balance_plot(lines(3, media=False), tmp_path / "x.png")
     with pytest.raises(ValueError, match="nothing to draw"):

@@ -1,6 +1,7 @@
 """Phases, useful FLOPs, exposed time and the line of a step, against other counts and by hand."""
 
 import itertools
+import json
 import mmap
 import time
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from data_pipeline.loader import LoaderStats
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
 from kimi_pretrain.config import load_config
+from kimi_pretrain.optim.report import UpdateFigures
 from kimi_pretrain.run_folder import scalars
 from kimi_pretrain.telemetry import flops as counting
 from kimi_pretrain.telemetry.exposed import exposed
@@ -339,6 +341,14 @@ def global_plan(grids: list[tuple[int, int, int]]) -> GlobalPlan:
     )  # fmt: skip
 
 
+def own_figures(rank: int) -> UpdateFigures:
+    """Rank 0 owns an attention matrix, the others experts; rank 2 is slow, rank 3 owns nothing."""
+    if rank == 3:
+        return UpdateFigures()
+    group, square, count = ("attention", 0.4, 10) if rank == 0 else ("experts", 0.1 * rank, 2)
+    return UpdateFigures({group: square}, {group: count}, 0.5 * rank, 0.25 + 0.01 * rank)
+
+
 def reports(plan: GlobalPlan, spans: list[dict]) -> list[SimpleNamespace]:
     """What the ranks of a 2-stage layout with 2 replicas report of a step."""
     vision = VisionPlanner(CONFIG).plan(plan)
@@ -346,8 +356,10 @@ def reports(plan: GlobalPlan, spans: list[dict]) -> list[SimpleNamespace]:
         SimpleNamespace(
             loss=1.0, loss_tokens=3000, text_tokens=plan.text_tokens,
             vision_tokens=plan.vision_tokens, items=len(plan.items.row), skipped=np.zeros(0, int),
-            update=SimpleNamespace(grad_norm=1.0, lr=0.1, applied=True, max_logit=2.0,
-                                   clipped_heads=0),
+            update=SimpleNamespace(
+                grad_norm=1.0, lr=0.1, applied=True, clipped_heads=5, skipped_steps=2,
+                max_logit=2.0, max_logits=np.array([2.0, -np.inf, 0.5]), own=own_figures(rank),
+            ),
             vision=vision, spans=spans[rank], kept_patches=10 * rank,
             peak_bytes={"4 backbone": (rank + 1) << 30, "7 update": (8 - rank) << 29},
             exchange_bytes={"over": 100 * rank, "back": 30 - rank},
@@ -390,6 +402,35 @@ def test_a_line_says_what_the_ranks_measured():
     assert line["peak_gib_step"] == {"max": 4.0, "rank": 0, "first_stage": 4.0}
     assert line["kept_patches"] == 60
     assert line["store"] == {"requests": 12, "bytes": 4000}
+
+
+def test_the_optimizer_s_figures_are_those_of_all_ranks():
+    line = line_of(global_plan([]), [{"4 backbone": (0.0, 9.0)}] * RANKS)
+    assert line["update_rms"] == pytest.approx({"attention": 0.2, "experts": (0.3 / 4) ** 0.5})
+    assert line["newton_schulz_seconds"] == 1.0
+    assert line["orthogonality_error"] == 0.27
+    assert line["max_logits"] == [2.0, None, 0.5]
+    assert (line["max_logit"], line["clipped_heads"], line["skipped_steps"]) == (2.0, 5, 2)
+    json.loads(json.dumps(line), parse_constant=pytest.fail)  # no infinity, which is not JSON
+    drawn = scalars(line)
+    assert (drawn["max_logits/layer_00"], drawn["max_logits/layer_02"]) == (2.0, 0.5)
+    assert "max_logits/layer_01" not in drawn
+    assert drawn["update_rms/attention"] == pytest.approx(0.2)
+    for name in ("newton_schulz_seconds", "orthogonality_error", "clipped_heads", "skipped_steps"):
+        assert drawn[name] == line[name]
+
+
+def test_a_step_that_was_not_applied_has_no_figures():
+    told = reports(global_plan([]), [{"4 backbone": (0.0, 9.0)}] * RANKS)
+    for report in told:
+        report.update.own = UpdateFigures()
+        report.update.max_logits = np.full(3, -np.inf)
+        report.update.max_logit = -np.inf
+    everyone = [record_of(report, 1.0, LoaderStats(), first_stage=True) for report in told]
+    line = Telemetry.on(CONFIG, CPU).line(7, global_plan([]), told[0], everyone)
+    assert line["update_rms"] == {}
+    assert line["orthogonality_error"] is line["max_logit"] is None
+    assert line["newton_schulz_seconds"] == 0.0
 
 
 def test_the_planned_balance_is_that_of_the_vision_plan():

@@ -60,6 +60,13 @@ def test_processes_that_do_not_fit_the_layout():
     assert "--rendezvous" in one_line_error([*base, "--nnodes", "2"])
 
 
+def test_a_table_that_cannot_be_written(tmp_path):
+    base = ["train", "--config", "tiny_cpu", "--table"]
+    assert "add --dry-run" in one_line_error([*base, str(tmp_path / "t.tsv")])
+    missing = str(tmp_path / "no" / "t.tsv")
+    assert "no/t.tsv: expected a file in" in one_line_error([*base, missing, "--dry-run"])
+
+
 def test_resume_from_what_is_no_checkpoint(tmp_path):
     line = one_line_error(["train", "--config", "tiny_cpu", "--resume", str(tmp_path)])
     assert "manifest.json" in line
