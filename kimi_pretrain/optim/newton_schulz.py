@@ -135,9 +135,10 @@ def _symmetric(
         # With beta 0, what lies in the memory of the result does not count, not even NaN.
         before = strip if base is None else base[..., start:stop, :stop]
         _sum(before, x[..., start:stop, :], y[..., :stop], beta, alpha, strip)
-        # Copied thrice, because torch transposes dense matrices several times as fast as strips.
-        mirror = strip[..., :start].contiguous().mT.contiguous()
-        out[..., :start, start:stop] = mirror
+        if start:
+            # Copied thrice: torch transposes dense matrices several times as fast as strips.
+            mirror = strip[..., :start].contiguous().mT.contiguous()
+            out[..., :start, start:stop] = mirror
     return out
 
 

@@ -54,7 +54,7 @@ def test_the_short_form_trains_every_optimizer_and_says_that_it_is_short(tmp_pat
     assert str(tmp_path) not in page + out.read_text()
     for name in ("muonclip_clip.png", "muonclip_rates.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    assert len(found["targets"]) == 5
+    assert len(found["targets"]) == 7
     for curve in found["runs"]:
         steps = plan.clip_steps if curve["part"] == CLIP else plan.rates_steps
         assert len(curve["loss"]) == len(curve["max_logit"]) == steps
@@ -69,7 +69,7 @@ def test_the_short_form_trains_every_optimizer_and_says_that_it_is_short(tmp_pat
     assert clipped["loss"][: first + 1] == muon["loss"][: first + 1]
     assert clipped["loss"][first + 1 :] != muon["loss"][first + 1 :]
     rates = summary.find(found["runs"], part=RATES, seed=0)
-    assert len(rates) == 3 * len(plan.rates)
+    assert len(rates) == 3 * len(plan.rates) + len(plan.control_rates)
     adamw, *_ = summary.find(rates, optimizer=ADAMW, lr=plan.rates[0])
     muon, *_ = summary.find(rates, optimizer=MUON, lr=plan.rates[0])
     assert adamw["loss"][0] == muon["loss"][0]  # before any update

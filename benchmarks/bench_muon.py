@@ -1,0 +1,169 @@
+"""Newton-Schulz and the whole Muon step against torch.optim.Muon, and what bf16 costs in accuracy.
+
+Both sides update the same matrices from the same gradients in one process, in turns: one layer of
+Moonlight and one of Kimi K2, with some of their experts. Ratios are taken inside a round. Then
+single matrices, and the errors of each form against the same iteration in fp64. A run takes some
+8 minutes on 2 cores, 20 GB of memory, and wants a quiet machine.
+
+    python benchmarks/bench_muon.py                  # the committed results
+    python benchmarks/bench_muon.py --quick          # seconds; figures not to quote
+    python benchmarks/bench_muon.py --scale 4        # every width a quarter; not to quote either
+    python benchmarks/bench_muon.py --device cuda    # writes muon_h200.*: K2 with 64 experts, the
+                                                     # share of the matmul peak, AdamW's step
+
+All but the first and the last write to runs/bench_muon, so that the committed results stay.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.muon import accuracy, measure, report
+from benchmarks.muon.layers import Layer, k2, moonlight
+from kimi_pretrain import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+ASIDE = ROOT / "runs" / "bench_muon"  # for what is no whole run
+NAMES = {"cpu": "muon_cpu.json", "cuda": "muon_h200.json"}
+# Moonlight's and K2's experts, K2's query up-projection (whole, as the count is often quoted; and
+# its content rows, as Kimi cuts it), a square one, a small one.
+SHAPES = [(1408, 2048), (2048, 7168), (1536, 12288), (8192, 1536), (2048, 2048), (512, 2048)]
+# The ratios of both layers' shapes; the last also with other segments.
+STUDIED = [(512, 704), (512, 512), (256, 2048), (512, 1792)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        layers: name in the results -> layer.
+        rounds: layer -> steps of each side.
+        shapes: single matrices.
+        studied: shapes of the study of accuracy.
+        adamw: whether AdamW's step is timed as well.
+        peak: size of the square product whose speed is called the peak.
+    """
+
+    layers: Mapping[str, Layer]
+    rounds: Mapping[str, int]
+    shapes: Sequence[tuple[int, int]]
+    studied: Sequence[tuple[int, int]]
+    adamw: bool
+    peak: int
+
+
+def main() -> None:
+    arguments = parse()
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        sys.exit("error: --device cuda: torch finds no CUDA device here")
+    plan = plan_of(arguments)
+    load, begin = [round(x, 2) for x in os.getloadavg()], time.monotonic()
+    found: dict[str, Any] = {"layers": {}}
+    for name, layer in plan.layers.items():
+        found["layers"][name] = measure.steps(layer, plan.rounds[name], device, plan.adamw)
+        print(f"{name}: {json.dumps(found['layers'][name]['ratio'])}", flush=True)
+    found["shapes"] = measure.shapes(plan.shapes, 3, device)
+    found["matmul"] = {
+        "size": plan.peak,
+        "flops_per_second": measure.matmul_peak(plan.peak, 5, device, torch.bfloat16),
+    }
+    found["accuracy"] = [accuracy.study(*shape) for shape in plan.studied]
+    found["orders"] = accuracy.orders(*plan.studied[-1])
+    found = {"about": describe(arguments, device, load, time.monotonic() - begin), **found}
+    found["targets"] = report.targets(found)
+    write(found, arguments.out)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=sorted(NAMES), default="cpu")
+    parser.add_argument("--quick", action="store_true", help="two experts, an eighth of each width")
+    parser.add_argument("--scale", type=int, default=1, choices=(1, 2, 4, 8), help="divides widths")
+    parser.add_argument("--rounds", type=int, help="steps of each side; default 5 and 3")
+    parser.add_argument("--only", choices=("moonlight", "k2"), help="one layer")
+    parser.add_argument("--out", type=Path, help=f"JSON; default {NAMES['cpu']} or {NAMES['cuda']}")
+    arguments = parser.parse_args()
+    if arguments.rounds is not None and arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds}: expected 1 or more")
+    if arguments.quick:
+        arguments.scale = 8
+    whole = arguments.scale == 1 and not arguments.only and arguments.rounds is None
+    folder = RESULTS if whole else ASIDE
+    arguments.out = arguments.out or folder / NAMES[arguments.device]
+    return arguments
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """Return what is measured."""
+    scale, on_gpu = arguments.scale, arguments.device == "cuda"
+    experts = {"moonlight": 64, "k2": 64} if on_gpu else {"moonlight": 16, "k2": 8}
+    if arguments.quick:
+        experts = {"moonlight": 2, "k2": 2}
+    make = {"moonlight": moonlight, "k2": k2}
+    names = [arguments.only] if arguments.only else list(make)
+    rounds = {"moonlight": 10, "k2": 10} if on_gpu else {"moonlight": 5, "k2": 3}
+    return Plan(
+        layers={name: make[name](experts[name], scale) for name in names},
+        rounds={
+            name: arguments.rounds or (1 if arguments.quick else rounds[name]) for name in names
+        },
+        shapes=[(rows // scale, columns // scale) for rows, columns in SHAPES],
+        studied=[(64, 160)] if arguments.quick else STUDIED,
+        adamw=on_gpu,
+        peak=8192 if on_gpu else 4096 // scale,
+    )
+
+
+def describe(
+    arguments: argparse.Namespace, device: torch.device, load: Sequence[float], seconds: float
+) -> dict[str, Any]:
+    """Return what a reader needs to judge the figures."""
+    where = f"{os.cpu_count()} cores, {platform.machine()}"
+    if device.type == "cuda":
+        where = f"{torch.cuda.get_device_name(device)}; {where}"
+    return {
+        "date": date.today().isoformat(),
+        "machine": where,
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        "load_before": list(load),
+        "seconds": round(seconds),
+        "quick": arguments.scale != 1,
+        "scale": arguments.scale,
+        "versions": {
+            "kimi-pretrain": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }
+
+
+def write(found: Mapping[str, Any], out: Path) -> None:
+    """Write the JSON and the page beside it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    page = report.page(found)
+    out.with_suffix(".md").write_text(page)
+    print(page)
+    print(f"written: {out.name}, {out.with_suffix('.md').name}")
+
+
+if __name__ == "__main__":
+    main()

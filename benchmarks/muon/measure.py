@@ -1,0 +1,131 @@
+"""Rounds of optimizer steps and of single matrices, in turns, and what they come to."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.optim._muon as torch_muon
+from torch import Tensor
+
+from benchmarks.muon.layers import Layer
+from benchmarks.muon.sides import AdamW, Ours, Seconds, Torch, Watch, apart, gradients
+from kimi_pretrain.optim.newton_schulz import COEFFICIENTS, EPSILON, flops, orthogonalise, segments
+
+STEPS = 5
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, the least and the most."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def direct_flops(rows: int, columns: int) -> int:
+    """Operations of the direct form with full products, which is what torch.optim.Muon does."""
+    short, long = sorted((rows, columns))
+    return STEPS * (4 * short * short * long + 2 * short**3)
+
+
+def steps(layer: Layer, rounds: int, device: torch.device, adamw: bool) -> dict[str, Any]:
+    """Take optimizer steps of both sides in turns.
+
+    Args:
+        layer: what is trained.
+        rounds: steps of each side; who goes first changes from round to round.
+        device: where.
+        adamw: also time torch.optim.AdamW, afterwards (there may be no memory for all three).
+
+    Returns:
+        Spreads of seconds and, taken inside a round, of torch's over ours; counts of operations.
+    """
+    grads = gradients(layer, device)
+    ours, theirs = Ours(layer, grads), Torch(layer, grads)
+    taken: dict[str, list[Seconds]] = {"ours": [], "torch": []}
+    sides = {"ours": ours, "torch": theirs}
+    agreement = 0.0
+    for number in range(rounds):
+        for name in sorted(sides, reverse=number % 2 == 1):
+            taken[name].append(sides[name].step())
+        if number == 0:
+            agreement = apart(ours, theirs)
+    found = _summary(layer, taken) | {"apart_after_one_step": agreement}
+    if adamw:
+        del ours, theirs, sides
+        other = AdamW(grads)
+        found["adamw"] = {"step": spread([other.step().step for _ in range(rounds)])}
+    return found
+
+
+def _summary(layer: Layer, taken: Mapping[str, Sequence[Seconds]]) -> dict[str, Any]:
+    pieces = layer.pieces()
+    found: dict[str, Any] = {
+        "title": layer.title,
+        "parameters": layer.parameters,
+        "matrices": len(pieces),
+        "flops": {
+            "ours": sum(flops(*piece, STEPS) for piece in pieces),
+            "torch": sum(direct_flops(*piece) for piece in pieces),
+        },
+        "ratio": {},
+    }
+    for name, seconds in taken.items():
+        found[name] = {
+            "step": spread([one.step for one in seconds]),
+            "newton_schulz": spread([one.newton_schulz or 0.0 for one in seconds]),
+        }
+    for part in ("step", "newton_schulz"):
+        found["ratio"][part] = spread(
+            [
+                getattr(theirs, part) / getattr(own, part)
+                for own, theirs in zip(taken["ours"], taken["torch"], strict=True)
+            ]
+        )
+    return found
+
+
+def shapes(sizes: Sequence[tuple[int, int]], rounds: int, device: torch.device) -> list[Any]:
+    """Time Newton-Schulz of single matrices from fp32, ours and torch's in turns."""
+    found = []
+    for rows, columns in sizes:
+        draw = torch.Generator(device).manual_seed(0)
+        x = torch.randn((rows, columns), generator=draw, device=device)
+        taken: dict[str, list[float]] = {"ours": [], "torch": []}
+        for number in range(rounds + 1):
+            for name in sorted(taken, reverse=number % 2 == 1):
+                watch = Watch(device)
+                with watch.running():
+                    _orthogonalise(name, x)
+                if number:  # the first makes the kernels ready
+                    taken[name].append(watch.seconds())
+        found.append(
+            {
+                "shape": (rows, columns),
+                "segments": segments(rows, columns, STEPS),
+                "flops": {
+                    "ours": flops(rows, columns, STEPS),
+                    "torch": direct_flops(rows, columns),
+                },
+                "seconds": {name: spread(seconds) for name, seconds in taken.items()},
+                "ratio": spread([b / a for a, b in zip(taken["ours"], taken["torch"])]),
+            }
+        )
+    return found
+
+
+def _orthogonalise(name: str, x: Tensor) -> Tensor:
+    if name == "ours":
+        return orthogonalise(x, STEPS, torch.bfloat16)
+    return torch_muon._zeropower_via_newtonschulz(x, COEFFICIENTS, STEPS, EPSILON)
+
+
+def matmul_peak(size: int, repeats: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations a second of the fastest of some square products."""
+    draw = torch.Generator(device).manual_seed(0)
+    x = torch.randn((size, size), generator=draw, device=device).to(dtype)
+    best = 0.0
+    for _ in range(repeats):
+        watch = Watch(device)
+        with watch.running():
+            x @ x
+        best = max(best, 2 * size**3 / watch.seconds())
+    return best

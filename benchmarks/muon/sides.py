@@ -1,0 +1,173 @@
+"""What is compared: our Muon step, torch.optim.Muon's and AdamW's over the same matrices.
+
+All begin from zero weights and take the same gradients, so that the weights after one step are the
+update itself and can be compared. A side's `step` returns seconds; `newton_schulz` of the result
+is the part of it that orthogonalises (None for AdamW). torch.optim.Muon gets the pieces that ours
+cuts out of fused matrices as parameters of their own.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.optim._muon as torch_muon
+from torch import Tensor
+
+from benchmarks.muon.layers import Layer
+from kimi_pretrain.optim.config import OptimConfig
+from kimi_pretrain.optim.muon import muon_update
+
+LR = 2e-4
+CONFIG = OptimConfig(lr=LR, min_lr=0.0, warmup_steps=0, stable_steps=1, decay_steps=0)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one optimizer step, and of Newton-Schulz inside it."""
+
+    step: float
+    newton_schulz: float | None
+
+
+@dataclass
+class Watch:
+    """Adds up the time of what runs inside it; on CUDA the device's, without waiting for it."""
+
+    device: torch.device
+    _seconds: float = 0.0
+    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if self.device.type == "cuda":
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            yield
+            events[1].record()
+            self._events.append(events)
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+
+    def seconds(self) -> float:
+        """Return the sum; waits for the device."""
+        if self._events:
+            torch.cuda.synchronize(self.device)
+        return self._seconds + sum(a.elapsed_time(b) for a, b in self._events) / 1000
+
+
+def gradients(layer: Layer, device: torch.device) -> dict[str, Tensor]:
+    """Return random fp32 gradients, the same ones in every run on a device."""
+    draw = torch.Generator(device).manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=draw, device=device) * 1e-3
+        for name, shape in layer.shapes.items()
+    }
+
+
+class Ours:
+    """`muon_update` over the whole layer in one call: equal shapes are batched."""
+
+    def __init__(self, layer: Layer, grads: Mapping[str, Tensor]):
+        self.layer = layer
+        self.rules = list(layer.rules().values())
+        self.grads = list(grads.values())
+        self.weights = [_touched(grad) for grad in self.grads]
+        self.momenta = [_touched(grad) for grad in self.grads]
+
+    def step(self) -> Seconds:
+        device = self.grads[0].device
+        whole, inside = Watch(device), Watch(device)
+        with whole.running():
+            muon_update(
+                self.weights, self.grads, self.momenta, self.rules, LR, CONFIG, inside.running()
+            )
+        return Seconds(whole.seconds(), inside.seconds())
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield the weight of each piece [blocks, rows of a block, columns]."""
+        for weight, rule in zip(self.weights, self.rules, strict=True):
+            for piece in rule.pieces:
+                yield piece.rows(weight)
+
+
+class Torch:
+    """torch.optim.Muon as it is installed, one parameter for each piece."""
+
+    def __init__(self, layer: Layer, grads: Mapping[str, Tensor]):
+        self.parameters = []
+        for grad, rule in zip(grads.values(), layer.rules().values(), strict=True):
+            for piece in rule.pieces:
+                # A view where the piece is the whole matrix, a copy elsewhere.
+                part = piece.rows(grad).reshape(piece.shape(grad))
+                parameter = torch.nn.Parameter(_touched(part))
+                parameter.grad = part
+                self.parameters.append(parameter)
+        self.optimizer = torch.optim.Muon(
+            self.parameters,
+            lr=LR,
+            weight_decay=CONFIG.weight_decay,
+            momentum=CONFIG.momentum,
+            nesterov=CONFIG.nesterov,
+            ns_steps=CONFIG.ns_steps,
+            adjust_lr_fn="match_rms_adamw",
+        )
+
+    def step(self) -> Seconds:
+        device = self.parameters[0].device
+        whole, inside = Watch(device), Watch(device)
+        with _timed_newton_schulz(inside), whole.running():
+            self.optimizer.step()
+        return Seconds(whole.seconds(), inside.seconds())
+
+
+class AdamW:
+    """torch.optim.AdamW, fused, over the whole matrices."""
+
+    def __init__(self, grads: Mapping[str, Tensor]):
+        self.parameters = []
+        for grad in grads.values():
+            parameter = torch.nn.Parameter(_touched(grad))
+            parameter.grad = grad
+            self.parameters.append(parameter)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=LR, betas=CONFIG.adam_betas, weight_decay=0.1, fused=True
+        )
+
+    def step(self) -> Seconds:
+        watch = Watch(self.parameters[0].device)
+        with watch.running():
+            self.optimizer.step()
+        return Seconds(watch.seconds(), None)
+
+
+def apart(ours: Ours, theirs: Torch) -> float:
+    """Largest relative difference (Frobenius) of the weights of a piece between the two."""
+    return max(
+        float((own.reshape(other.shape) - other).norm() / other.norm())
+        for own, other in zip(ours.pieces(), (p.detach() for p in theirs.parameters), strict=True)
+    )
+
+
+def _touched(like: Tensor) -> Tensor:
+    """Zeros whose memory is really there: a page's first touch belongs to no step."""
+    return torch.empty_like(like).fill_(0.0)
+
+
+@contextmanager
+def _timed_newton_schulz(watch: Watch) -> Iterator[None]:
+    """Let torch.optim.Muon's own orthogonalisation run inside a watch."""
+    plain = torch_muon._zeropower_via_newtonschulz
+
+    def timed(*args: object) -> Tensor:
+        with watch.running():
+            return plain(*args)  # pyright: ignore[reportArgumentType]
+
+    torch_muon._zeropower_via_newtonschulz = timed
+    try:
+        yield
+    finally:
+        torch_muon._zeropower_via_newtonschulz = plain

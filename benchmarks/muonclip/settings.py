@@ -1,0 +1,162 @@
+"""What is trained: the demo's model and corpus in one process, and the runs of both parts."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ADAMW, MUON, MUONCLIP = "AdamW", "Muon", "MuonClip"
+# AdamW with embedding and head at Muon's rate: how much of Muon's lead is theirs.
+CONTROL = "AdamW, faster ends"
+CLIP, RATES = "clip", "rates"
+PARTS = (CLIP, RATES)
+PRESET = "tiny_cpu"
+
+# The demo's job in one process: half the rows a step, one mix of sources from beginning to end, no
+# cache and no limit on requests (the data lie in a folder), nothing saved or timed. The model keeps
+# the demo's widths of the language model; fewer layers, fewer experts and a thin encoder make a
+# step of half a second, so that many can be run.
+ONE_PROCESS = (
+    "layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.ep=1",
+    "model.language.num_layers=3", "model.language.num_experts=4",
+    "model.vision.depth=1", "model.vision.width=64", "model.vision.mlp_width=128",
+    "data.rows_per_step=8", "data.schedule=[]", "data.cache=null", "data.requests_per_second=null",
+    "train.rows_per_microbatch=8", "train.checkpoint_every=null", "train.trace_step=null",
+    "train.efficiency_pairs=0", "train.threads=1",
+)  # fmt: skip
+
+# So small that it shows nothing but that everything runs.
+QUICK = (
+    "model.vision.width=32", "model.vision.depth=1", "model.vision.heads=2",
+    "model.vision.mlp_width=64", "model.vision.out_width=64", "model.language.num_layers=2",
+    "model.language.hidden_size=64", "model.language.dense_ffn_size=96",
+    "model.language.expert_ffn_size=32", "model.language.num_experts=2", "data.rows_per_step=4",
+    "train.rows_per_microbatch=4", "data.pack_window=64", "data.max_epochs={}",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is trained.
+
+    Attributes:
+        parts: of `PARTS`.
+        threshold: tau of QK-Clip.
+        clip_lr: of the part in which plain Muon's logits grow without a bound.
+        clip_steps, rates_steps: length of a run of each part.
+        clip_seeds, rates_seeds: each is another order of the data and other initial weights; the
+            sweep is made with the first.
+        rates: learning rates of the sweep, the same for every optimizer.
+        control_rates: those of the control's sweep, see `control_runs`.
+        tail_steps: the last steps of a run whose mean loss is its final loss.
+        overrides: of every run, `section.key=value`.
+        quick: whether the figures mean nothing.
+    """
+
+    parts: Sequence[str] = PARTS
+    threshold: float = 30.0
+    clip_lr: float = 0.06
+    clip_steps: int = 150
+    clip_seeds: Sequence[int] = (0, 1, 2)
+    rates: Sequence[float] = (0.000625, 0.00125, 0.0025, 0.005, 0.01, 0.02, 0.04)
+    control_rates: Sequence[float] = (0.00015625, 0.0003125, 0.000625, 0.00125, 0.0025)
+    rates_steps: int = 100
+    rates_seeds: Sequence[int] = (0, 1, 2)
+    tail_steps: int = 20
+    overrides: Sequence[str] = ONE_PROCESS
+    quick: bool = False
+
+
+def quick_plan() -> Plan:
+    """Return the plan whose figures mean nothing: seconds."""
+    return Plan(
+        threshold=0.3,
+        clip_lr=0.05,
+        clip_steps=6,
+        clip_seeds=(0,),
+        rates=(0.02,),
+        control_rates=(0.005,),
+        rates_steps=2,
+        rates_seeds=(0, 1),
+        tail_steps=1,
+        overrides=(*ONE_PROCESS, *QUICK),
+        quick=True,
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; `scale` multiplies the rate of embedding and head."""
+
+    part: str
+    optimizer: str
+    lr: float
+    seed: int
+    scale: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Unique among the runs, and fit to be a folder's name."""
+        optimizer = re.sub(r"\W+", "_", self.optimizer.lower())
+        return f"{self.part}_{optimizer}_{self.lr:g}_{self.seed}"
+
+
+def optimizer_overrides(run: Run, threshold: float) -> tuple[str, ...]:
+    """Return what tells the optimizers apart; everything else is the same for all."""
+    adamw = "optim.matrices=adamw", "optim.qk_clip_threshold=null"
+    ends = f"{{embedding: {{lr_scale: {run.scale}}}, head: {{lr_scale: {run.scale}}}}}"
+    return {
+        ADAMW: adamw,
+        CONTROL: (*adamw, f"optim.groups={ends}"),
+        MUON: ("optim.qk_clip_threshold=null",),
+        MUONCLIP: (f"optim.qk_clip_threshold={threshold}",),
+    }[run.optimizer]
+
+
+def schedule_overrides(part: str, lr: float, steps: int) -> tuple[str, ...]:
+    """Return the schedule: a twelfth of the steps up to lr, and stay there.
+
+    In the part of rates the second half goes down to a tenth on a cosine, as runs that are to be
+    compared by where they end must.
+    """
+    warmup = max(1, steps // 12)
+    decay = steps // 2 if part == RATES else 0
+    return (
+        f"optim.lr={lr}", f"optim.min_lr={lr / 10}", f"optim.warmup_steps={warmup}",
+        f"optim.stable_steps={steps - warmup - decay}", f"optim.decay_steps={decay}",
+    )  # fmt: skip
+
+
+def overrides_of(run: Run, plan: Plan, root: str) -> tuple[str, ...]:
+    """Return all overrides of a run on the corpus at `root`."""
+    steps = plan.clip_steps if run.part == CLIP else plan.rates_steps
+    return (
+        *plan.overrides,
+        *optimizer_overrides(run, plan.threshold),
+        *schedule_overrides(run.part, run.lr, steps),
+        f"data.root={root}",
+        f"data.seed={run.seed}",
+        f"train.seed={run.seed}",
+        f"train.steps={steps}",
+    )
+
+
+def clip_runs(plan: Plan) -> list[Run]:
+    """Return the runs with and without the clip, seed by seed."""
+    return [
+        Run(CLIP, name, plan.clip_lr, seed) for seed in plan.clip_seeds for name in (MUON, MUONCLIP)
+    ]
+
+
+def sweep_runs(plan: Plan) -> list[Run]:
+    """Return the sweep: every optimizer at every rate, with the first seed."""
+    first = plan.rates_seeds[0]
+    return [Run(RATES, name, lr, first) for name in (ADAMW, MUON, MUONCLIP) for lr in plan.rates]
+
+
+def control_runs(plan: Plan, muon: float) -> list[Run]:
+    """Return the sweep of AdamW with embedding and head at Muon's best rate, whatever its own is.
+
+    The plain sweep holds the run in which its own rate is Muon's, too.
+    """
+    first = plan.rates_seeds[0]
+    return [Run(RATES, CONTROL, lr, first, muon / lr) for lr in plan.control_rates if lr != muon]
