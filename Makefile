@@ -43,10 +43,12 @@ test-unit: $(STAMP) ## tests without processes and servers
 test-dist: $(STAMP) ## tests that start several processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m dist $(ARGS)
 
-bench: $(STAMP) ## measure planning, DEP, and loading against other loaders (40 minutes; ARGS="--quick": ours only)
+bench: $(STAMP) ## measure planning, DEP, MuonClip, and loading against other loaders (80 minutes; ARGS="--quick": ours only)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_plan.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_loader.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_dep.py $(filter --quick,$(ARGS))
+	$(BIN)/python benchmarks/bench_muon.py $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_muonclip.py $(filter --quick,$(ARGS))
 
 check: $(STAMP) ## format, lint, spelling and types; changes nothing
 	$(BIN)/ruff format --check .

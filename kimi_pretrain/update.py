@@ -123,7 +123,7 @@ class Update:
         """
         for group in sorted(self.mesh.groups):
             held = [tensor for tensor in self.named if tensor.replicas == group]
-            sums = [float(tensor.data.double().sum()) for tensor in held]
+            sums = [float(tensor.data.sum(dtype=torch.float64)) for tensor in held]
             if differing := self.mesh.differing(group, sums):
                 name = held[differing[0]].name
                 raise RuntimeError(f"{name} is not the same on all ranks that hold a copy of it")
@@ -179,8 +179,9 @@ class Update:
 
     def _qk_clip(self, max_logits: Tensor) -> int:
         """Clip the heads over the threshold; the number of them in the whole model."""
-        threshold = self.config.optim.qk_clip_threshold
-        if threshold is None or not self.backbone.trainable:
+        optim = self.config.optim
+        threshold, frozen = optim.qk_clip_threshold, optim.lr_of("attention", 1.0) == 0
+        if threshold is None or frozen or not self.backbone.trainable:
             return 0
         gamma = factors(max_logits, threshold)
         clipped = gamma < 1

@@ -48,7 +48,8 @@ class GroupConfig:
     """What one parameter group has of its own.
 
     Args:
-        lr_scale: its learning rate is the schedule's times this. 0 freezes the group.
+        lr_scale: its learning rate is the schedule's times this. 0 freezes the group (attention is
+            not clipped then, either).
         weight_decay: instead of the general one; None keeps that.
     """
 

@@ -42,6 +42,11 @@ from kimi_pretrain.optim.reduce import GradientReduction
 from kimi_pretrain.optim.report import StepReport
 from kimi_pretrain.optim.send import Parcel, cut_rounds, finish, launch
 
+ADAMW_ELEMENTS = 2**24  # that AdamW updates at a time: three copies of so many in fp32
+# That are updated at a time where nothing is sent, as experts of which there is one copy: enough
+# for Newton-Schulz to batch small matrices on a GPU.
+UNSENT_ELEMENTS = 2**26
+
 
 class DistributedMuonClip:
     """MuonClip whose state is sharded by whole tensors inside each replica group.
@@ -82,7 +87,11 @@ class DistributedMuonClip:
         for name, members in self._members.items():
             members.check_agreement(name, [t for t in named if t.replicas == name])
         self.owners = _divide(named, self._members, shape, config)
-        self._rounds = cut_rounds(named, self._rules, self.owners, config.bucket_elements)
+        limits = {
+            name: config.bucket_elements if len(members.ranks) > 1 else UNSENT_ELEMENTS
+            for name, members in self._members.items()
+        }
+        self._rounds = cut_rounds(named, self._rules, self.owners, limits)
         self._state = {
             name: _State.zeros(tensor, self._rules[name])
             for name, tensor in sorted(self._tensors.items())
@@ -181,12 +190,12 @@ class DistributedMuonClip:
         report: StepReport,
     ) -> None:
         """Update owned tensors and their state; write masters back into the model."""
-        grads = {t.name: self._scaled_grad(t, scale) for t in tensors}
+        grads = {t.name: self._grad(t) for t in tensors}
         muon = [t.name for t in tensors if self._rules[t.name].kind == "muon"]
         rules = [self._rules[name] for name in muon]
         updates = muon_update(
             [self._state[name].weight for name in muon],
-            [grads[name] for name in muon],
+            [self._scaled(name, grads[name], scale) for name in muon],
             [self._state[name].moments["momentum"] for name in muon],
             rules,
             lr,
@@ -198,23 +207,27 @@ class DistributedMuonClip:
         if muon and self.config.measure_orthogonality:
             report.orthogonality(orthogonality_errors(updates, rules, self.config))
         for name in sorted(grads.keys() - set(muon)):
-            state = self._state[name]
-            moments = state.moments["exp_avg"], state.moments["exp_avg_sq"]
-            own = *moments, self._rules[name]
-            update = adamw_update(state.weight, grads[name], *own, self.steps, lr, self.config)
-            report.count(self._rules[name].group, [update])
+            rule, whole = self._rules[name], (*self._state[name].columns(), grads[name])
+            # A part at a time: an embedding's copies in fp32 would fill the rank that owns it.
+            for weight, mean, square, grad in zip(*(_parts(x) for x in whole), strict=True):
+                own = self._scaled(name, grad, scale), mean, square, rule
+                update = adamw_update(weight, *own, self.steps, lr, self.config)
+                report.count(rule.group, [update])
         for tensor in tensors:
             if self._state[tensor.name].has_master:
                 tensor.data.copy_(self._state[tensor.name].weight)
 
-    def _scaled_grad(self, tensor: NamedTensor, scale: float | Tensor) -> Tensor:
+    def _scaled(self, name: str, grad: Tensor, scale: float | Tensor) -> Tensor:
+        return grad.to(self._state[name].weight.dtype) * scale
+
+    def _grad(self, tensor: NamedTensor) -> Tensor:
         grad = tensor.grad()
         if grad.shape != tensor.data.shape:
             raise ValueError(
                 f"optimizer: gradient of '{tensor.name}' is {tuple(grad.shape)}, "
                 f"the tensor is {tuple(tensor.data.shape)}"
             )
-        return grad.to(self._state[tensor.name].weight.dtype) * scale
+        return grad
 
     def _zero(self) -> Tensor:
         device = next((t.data.device for t in self._tensors.values()), torch.device("cpu"))
@@ -314,8 +327,18 @@ class _State:
             return _State(data, False, moments)
         return _State(data.to(wide, memory_format=torch.contiguous_format), True, moments)
 
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What AdamW updates: weight and both averages, element beside element."""
+        return self.weight, self.moments["exp_avg"], self.moments["exp_avg_sq"]
+
     def parts(self) -> dict[str, Tensor]:
         return self.moments | ({"master": self.weight} if self.has_master else {})
+
+
+def _parts(x: Tensor) -> Sequence[Tensor]:
+    """Cut a tensor along its first axis into views of at most `ADAMW_ELEMENTS`, or of one row."""
+    row = x[:1].numel() if x.ndim else 1
+    return x.split(max(1, ADAMW_ELEMENTS // max(1, row))) if x.ndim else (x,)
 
 
 def _state_dtype(x: Tensor) -> torch.dtype:

@@ -36,8 +36,8 @@ class NamedTensor:
     Args:
         name: checkpoint name, unique on a rank; ranks of one replica group hold the same names.
         data: view into a model parameter, updated in place.
-        grad: returns the gradient, same shape as data, valid when the optimizer steps and already
-            summed over the replica group (the same bits on every member).
+        grad: returns the gradient, same shape as data. When the optimizer steps it is the sum over
+            the replica group on the tensor's owner, and nothing of use on the other members.
         replicas: name of the process group whose ranks hold an identical copy.
     """
 

@@ -21,7 +21,8 @@ No rank can wait for ever for another:
   rank at the end, in the same order.
 
 The sums are made in place where a bucket lies in one piece of memory, as a large tensor alone
-does, and else in a copy of the bucket's size. A gradient is valid on its owner only.
+does, and else in a copy of the bucket's size, which goes as soon as its sum is seen to be complete.
+A gradient is valid on its owner only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -126,12 +127,15 @@ class GradientReduction:
         Launches whatever can leave now. Not to be called before the step's last backward pass.
         """
         segment = self._segment_of[name]
-        # Twice would mean that the first time, when it may have left, it was not complete.
-        assert name in self._missing[segment], name
+        if name not in self._missing[segment]:
+            raise RuntimeError(
+                f"the gradient of '{name}' was said to be complete twice: the first time, when it "
+                "may have left, it was not"
+            )
         self._missing[segment].remove(name)
         while self._launched < len(self._names) and not self._missing[self._launched]:
             self._launch_segment()
-        self._early = len(self._parcels)
+        self._early = self._sent
 
     def launch_rest(self) -> None:
         """Launch what is left, also gradients that were never said to be ready."""
@@ -143,23 +147,35 @@ class GradientReduction:
         self.launch_rest()
         for parcel in self._parcels:
             parcel.finish()
-        self.early_buckets = self._early
-        self.bytes_moved = sum(parcel.bytes_moved for parcel in self._parcels)
+        self.early_buckets, self.bytes_moved = self._early, self._moved
         self._start_again()
 
     def _start_again(self) -> None:
         self._missing = [set(names) for names in self._names]
-        self._launched = self._early = 0
-        self._parcels: list[_Parcel] = []
+        self._launched = self._early = self._sent = self._moved = 0
+        self._parcels: list[_Parcel] = []  # on their way
 
     def _takes_part(self, bucket: Bucket) -> bool:
         ranks = self._members[bucket.replicas].ranks
         return len(ranks) > 1 and (bucket.owner is None or bucket.owner in ranks)
 
     def _launch_segment(self) -> None:
+        self._let_go()
         for bucket in self._buckets[self._launched]:
             self._parcels.append(_launch(bucket, self._members[bucket.replicas]))
+            self._moved += self._parcels[-1].bytes_moved
+            self._sent += 1
         self._launched += 1
+
+    def _let_go(self) -> None:
+        """Give back the copies of sums that are complete; waits for none."""
+        waiting = []
+        for parcel in self._parcels:
+            if parcel.work.is_completed():
+                parcel.finish()
+            else:
+                waiting.append(parcel)
+        self._parcels = waiting
 
 
 @dataclass(frozen=True)

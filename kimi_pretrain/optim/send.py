@@ -42,17 +42,20 @@ def cut_rounds(
     named: Sequence[NamedTensor],
     rules: Mapping[str, Rule],
     owners: Mapping[str, int],
-    limit: int,
+    limits: Mapping[str, int],
 ) -> list[list[Bucket]]:
     """Round k of a group and dtype holds the k-th bucket of each owner, in the owners' order.
 
     Inside an owner, equal shapes lie side by side so that they share a Newton-Schulz call.
+
+    Args:
+        limits: most elements of a bucket, by replica group; a larger tensor goes alone.
     """
     lanes: dict[tuple[str, str], dict[int, list[Bucket]]] = {}
     for t in sorted(named, key=lambda t: (rules[t.name].kind, tuple(t.data.shape), t.name)):
         lane = lanes.setdefault((t.replicas, str(t.data.dtype)), {})
         buckets = lane.setdefault(owners[t.name], [])
-        if not buckets or buckets[-1].elements + t.data.numel() > limit:
+        if not buckets or buckets[-1].elements + t.data.numel() > limits[t.replicas]:
             buckets.append(Bucket(t.replicas, owners[t.name], []))
         buckets[-1].tensors.append(t)
     rounds = []

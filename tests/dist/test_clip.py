@@ -22,6 +22,10 @@ def results(data_root, tmp_path_factory):
         "wiring": ("fused_wiring", (root, bf16, *layout())),
         "proof": ("clip_proof", (root, *STILL)),
     }
+    for name, scale in (("free", 1.0), ("frozen", 0.0)):
+        attention = f"optim.groups={{attention: {{lr_scale: {scale}}}}}"
+        low = "optim.qk_clip_threshold=0.05"
+        jobs[name] = "losses", (root, "train.steps=1", low, attention, *layout())
     return run_jobs(jobs, tmp_path_factory.mktemp("clip"), 1)
 
 
@@ -49,6 +53,12 @@ def test_the_clip_brings_a_head_to_the_threshold_and_leaves_the_others(proof):
     # The first layer's inputs are the same, so its logits are gamma times what they were.
     assert second[0, 1].item() == pytest.approx(THRESHOLD, rel=1e-5)
     assert torch.equal(second[0, ~over[0]], first[0, ~over[0]])
+
+
+def test_attention_that_is_frozen_by_its_rate_is_not_clipped(results):
+    (free,), (frozen,) = results["free"], results["frozen"]
+    assert free["max_logit"] == frozen["max_logit"]
+    assert free["clipped_heads"] > 0 == frozen["clipped_heads"]
 
 
 def test_an_evaluation_leaves_no_maxima(proof):

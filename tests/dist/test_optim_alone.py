@@ -98,28 +98,6 @@ def test_the_report_measures_the_updates_of_each_group():
     assert figures.newton_schulz_seconds > 0
 
 
-def test_the_largest_orthogonality_error_is_that_of_the_updates():
-    """Brute force: each piece's rows by itself, from the weights before and after."""
-    expected = []
-    job = Job(ALONE)
-    job.toy.backward(0)
-    before = job.save()["weights"]
-    figures = job.optimizer.step(1e-2).figures()
-    for name, old in before.items():
-        update = ((old * (1 - 1e-3) - job.toy.weights[name]) / 1e-2).flatten(
-            1 if old.dim() > 1 else 0
-        )
-        for piece in rule_of(name, old.shape, SHAPE).pieces:
-            rows = update.view(piece.blocks, -1, update.shape[1])[:, piece.start : piece.stop]
-            o = rows.reshape(-1, update.shape[1])
-            o = (o if o.shape[0] <= o.shape[1] else o.T) / (0.2 * max(o.shape) ** 0.5)
-            expected.append(float((torch.eye(len(o)) - o @ o.T).norm() / len(o) ** 0.5))
-    assert figures.orthogonality_error == pytest.approx(max(expected), rel=1e-3)
-    off = Job(ALONE, config=dataclasses.replace(CONFIG, measure_orthogonality=False))
-    off.toy.backward(0)
-    assert off.optimizer.step(1e-2).figures().orthogonality_error is None
-
-
 def test_the_report_holds_the_worst_orthogonality_error():
     """From the singular values of every piece of every update: sqrt(mean((1 - s^2)^2))."""
     job = Job(ALONE)
