@@ -18,11 +18,12 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.names import View, layers_of, views
 from kimi_pretrain.engine.spec import DTYPES, build_chunks, engine_config
+from kimi_pretrain.model_shape import model_shape
 from kimi_pretrain.optim.division import Division, ReplicaGroup, divide, stage_groups
+from kimi_pretrain.optim.groups import replicas_of
 from kimi_pretrain.optim.owners import TensorSize
 from kimi_pretrain.optim.summary import OptimizerSummary, summarise, summary_lines
 from kimi_pretrain.optim.table import assignments, runs, tab_separated
-from kimi_pretrain.update import model_shape
 from moonvit3d.model import VisionEncoder
 
 
@@ -159,7 +160,7 @@ def _count_stage(
             biases += size
             continue
         per_rank += view.data.numel()
-        if ".mlp.experts." in view.name:
+        if replicas_of(view.name) == "expert":
             routed += size
         else:
             dense += size
@@ -181,7 +182,7 @@ def _groups_of_stage(config: Config, stage: int, held: Sequence[View]) -> list[R
     for view in held:
         if not _is_routing_bias(view) and "language_model" not in config.train.frozen:
             size = TensorSize(view.name, view.whole_shape, view.data.dtype.itemsize)
-            tensors["expert" if ".mlp.experts." in view.name else "dense"].append(size)
+            tensors[replicas_of(view.name)].append(size)
     per_stage = layout.world_size() // layout.pp
     return list(stage_groups(stage, per_stage, layout.ep, tensors))
 

@@ -9,6 +9,7 @@ largest attention logit of each layer and head.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,8 +21,9 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.dep.encoder import DecoupledEncoder
 from kimi_pretrain.engine.backbone import Backbone
 from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.model_shape import model_shape
 from kimi_pretrain.optim.distributed import DistributedMuonClip
-from kimi_pretrain.optim.groups import ModelShape, NamedTensor
+from kimi_pretrain.optim.groups import NamedTensor, replicas_of
 from kimi_pretrain.optim.qk_clip import factors, table_of_maxima
 from kimi_pretrain.optim.report import UpdateFigures
 from kimi_pretrain.optim.schedule import learning_rate
@@ -57,23 +59,12 @@ class UpdateReport:
         return float(self.max_logits.max(initial=-math.inf))
 
 
-def model_shape(config: Config) -> ModelShape:
-    """Return the sizes by which the optimizer cuts fused matrices."""
-    language = config.model.language
-    return ModelShape(
-        num_heads=language.num_heads,
-        qk_nope_dim=language.qk_nope_dim,
-        qk_rope_dim=language.qk_rope_dim,
-        v_dim=language.v_dim,
-        kv_lora_rank=language.kv_lora_rank,
-        vision_heads=config.model.vision.heads,
-    )
-
-
 def named_tensors(encoder: DecoupledEncoder, backbone: Backbone) -> list[NamedTensor]:
     """Return every trained tensor of this rank under its checkpoint name."""
     vision = [
-        NamedTensor(name, param.detach(), lambda name=name: encoder.sums.views[name], "encoder")
+        NamedTensor(
+            name, param.detach(), lambda name=name: encoder.sums.views[name], replicas_of(name)
+        )
         for name, param in encoder.trained().items()
     ]
     if not backbone.trainable:
@@ -83,7 +74,7 @@ def named_tensors(encoder: DecoupledEncoder, backbone: Backbone) -> list[NamedTe
             view.name,
             view.data,
             lambda view=view: backbone.grad_of(view),
-            "expert" if ".mlp.experts." in view.name else "dense",
+            replicas_of(view.name),
         )
         for view in backbone.views()
     ]
@@ -121,12 +112,23 @@ class Update:
         Raises:
             RuntimeError: names the first tensor that differs.
         """
+        if found := self.differing(lambda tensor: tensor.data):
+            raise RuntimeError(f"{found[0]} is not the same on all ranks that hold a copy of it")
+
+    def differing(self, value: Callable[[NamedTensor], Tensor]) -> list[str]:
+        """Return the tensors of which not all ranks that hold a copy have a value of equal norm.
+
+        All ranks call it; the answer is the same within a replica group.
+        """
+        found: list[str] = []
         for group in sorted(self.mesh.groups):
             held = [tensor for tensor in self.named if tensor.replicas == group]
-            sums = [float(tensor.data.sum(dtype=torch.float64)) for tensor in held]
-            if differing := self.mesh.differing(group, sums):
-                name = held[differing[0]].name
-                raise RuntimeError(f"{name} is not the same on all ranks that hold a copy of it")
+            norms = [
+                float(torch.linalg.vector_norm(value(tensor), dtype=torch.float64))
+                for tensor in held
+            ]
+            found += [held[at].name for at in self.mesh.differing(group, norms)]
+        return found
 
     def run(self, loss_tokens: int) -> UpdateReport:
         """Update all parameters from the summed gradients of a step.

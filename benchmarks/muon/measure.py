@@ -9,8 +9,9 @@ import torch.optim._muon as torch_muon
 from torch import Tensor
 
 from benchmarks.muon.layers import Layer
-from benchmarks.muon.sides import AdamW, Ours, Seconds, Torch, Watch, apart, gradients
+from benchmarks.muon.sides import AdamW, Ours, Seconds, Torch, apart, gradients
 from kimi_pretrain.optim.newton_schulz import COEFFICIENTS, EPSILON, flops, orthogonalise, segments
+from kimi_pretrain.optim.report import Stopwatch
 
 STEPS = 5
 
@@ -92,7 +93,7 @@ def shapes(sizes: Sequence[tuple[int, int]], rounds: int, device: torch.device) 
         taken: dict[str, list[float]] = {"ours": [], "torch": []}
         for number in range(rounds + 1):
             for name in sorted(taken, reverse=number % 2 == 1):
-                watch = Watch(device)
+                watch = Stopwatch(device)
                 with watch.running():
                     _orthogonalise(name, x)
                 if number:  # the first makes the kernels ready
@@ -124,7 +125,7 @@ def matmul_peak(size: int, repeats: int, device: torch.device, dtype: torch.dtyp
     x = torch.randn((size, size), generator=draw, device=device).to(dtype)
     best = 0.0
     for _ in range(repeats):
-        watch = Watch(device)
+        watch = Stopwatch(device)
         with watch.running():
             x @ x
         best = max(best, 2 * size**3 / watch.seconds())

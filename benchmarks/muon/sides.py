@@ -6,10 +6,9 @@ is the part of it that orthogonalises (None for AdamW). torch.optim.Muon gets th
 cuts out of fused matrices as parameters of their own.
 """
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.optim._muon as torch_muon
@@ -18,6 +17,7 @@ from torch import Tensor
 from benchmarks.muon.layers import Layer
 from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.muon import muon_update
+from kimi_pretrain.optim.report import Stopwatch
 
 LR = 2e-4
 CONFIG = OptimConfig(lr=LR, min_lr=0.0, warmup_steps=0, stable_steps=1, decay_steps=0)
@@ -29,34 +29,6 @@ class Seconds:
 
     step: float
     newton_schulz: float | None
-
-
-@dataclass
-class Watch:
-    """Adds up the time of what runs inside it; on CUDA the device's, without waiting for it."""
-
-    device: torch.device
-    _seconds: float = 0.0
-    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        if self.device.type == "cuda":
-            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            events[0].record()
-            yield
-            events[1].record()
-            self._events.append(events)
-        else:
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
-
-    def seconds(self) -> float:
-        """Return the sum; waits for the device."""
-        if self._events:
-            torch.cuda.synchronize(self.device)
-        return self._seconds + sum(a.elapsed_time(b) for a, b in self._events) / 1000
 
 
 def gradients(layer: Layer, device: torch.device) -> dict[str, Tensor]:
@@ -80,7 +52,7 @@ class Ours:
 
     def step(self) -> Seconds:
         device = self.grads[0].device
-        whole, inside = Watch(device), Watch(device)
+        whole, inside = Stopwatch(device), Stopwatch(device)
         with whole.running():
             muon_update(
                 self.weights, self.grads, self.momenta, self.rules, LR, CONFIG, inside.running()
@@ -102,7 +74,7 @@ class Torch:
         for grad, rule in zip(grads.values(), layer.rules().values(), strict=True):
             for piece in rule.pieces:
                 # A view where the piece is the whole matrix, a copy elsewhere.
-                part = piece.rows(grad).reshape(piece.shape(grad))
+                part = piece.rows(grad).reshape(piece.shape(grad.shape))
                 parameter = torch.nn.Parameter(_touched(part))
                 parameter.grad = part
                 self.parameters.append(parameter)
@@ -118,7 +90,7 @@ class Torch:
 
     def step(self) -> Seconds:
         device = self.parameters[0].device
-        whole, inside = Watch(device), Watch(device)
+        whole, inside = Stopwatch(device), Stopwatch(device)
         with _timed_newton_schulz(inside), whole.running():
             self.optimizer.step()
         return Seconds(whole.seconds(), inside.seconds())
@@ -138,7 +110,7 @@ class AdamW:
         )
 
     def step(self) -> Seconds:
-        watch = Watch(self.parameters[0].device)
+        watch = Stopwatch(self.parameters[0].device)
         with watch.running():
             self.optimizer.step()
         return Seconds(watch.seconds(), None)
@@ -158,7 +130,7 @@ def _touched(like: Tensor) -> Tensor:
 
 
 @contextmanager
-def _timed_newton_schulz(watch: Watch) -> Iterator[None]:
+def _timed_newton_schulz(watch: Stopwatch) -> Iterator[None]:
     """Let torch.optim.Muon's own orthogonalisation run inside a watch."""
     plain = torch_muon._zeropower_via_newtonschulz
 

@@ -58,7 +58,7 @@ def _batches(
     shapes: dict[tuple[int, int], list[Tensor]] = {}
     for matrix, rule in zip(matrices, rules, strict=True):
         for piece in rule.pieces:
-            shapes.setdefault(piece.shape(matrix), []).append(piece.rows(matrix))
+            shapes.setdefault(piece.shape(matrix.shape), []).append(piece.rows(matrix))
     for (rows, columns), pieces in shapes.items():
         limit = CPU_BATCH if pieces[0].device.type == "cpu" else GPU_BATCH
         size = max(1, limit // (rows * columns))
@@ -86,7 +86,7 @@ def orthogonality_errors(
     errors = []
     for update, rule in zip(updates, rules, strict=True):
         for piece in rule.pieces:
-            rows, columns = piece.shape(update)
+            rows, columns = piece.shape(update.shape)
             # Rounded before it is scaled back: one pass over half the bytes.
             o = piece.rows(update).to(dtype).reshape(rows, columns).div(update_scale(rows, columns))
             errors.append(orthogonality_error(o))

@@ -89,8 +89,9 @@ class OptimConfig:
         qk_clip_threshold: attention logit above which a head is clipped; None is off.
         shard_state: each tensor's state and update on one owner among its replicas (ZeRO-1).
             False: every rank keeps all state and does every update, the plain twin.
-        bucket_elements: a rank updates, then sends, this many elements at a time. A tensor that is
-            larger goes alone. Bounds the staging memory to 2 * group size * this.
+        bucket_elements: gradients are summed, and weights updated and sent, this many elements at a
+            time. A tensor that is larger goes alone. Bounds the staging memory of weights to
+            2 * group size * this; copies of gradients go as their sums are complete.
         measure_orthogonality: report how far Muon's updates are from orthogonal.
 
     Raises:

@@ -9,6 +9,7 @@ is one matrix of all heads' content rows and one of all heads' rotary rows, and 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from einops import rearrange
@@ -56,9 +57,9 @@ class Piece:
     start: int
     stop: int
 
-    def shape(self, matrix: Tensor) -> tuple[int, int]:
-        """[rows, columns] of this piece of a [A, B] matrix."""
-        return self.blocks * (self.stop - self.start), matrix.shape[1]
+    def shape(self, whole: Sequence[int]) -> tuple[int, int]:
+        """[rows, columns] of this piece of a tensor of shape [A, ...], flattened to a matrix."""
+        return self.blocks * (self.stop - self.start), prod(whole[1:])
 
     def rows(self, matrix: Tensor) -> Tensor:
         """View [blocks, rows of a block, B] into a [A, B] matrix (splitting an axis is a view)."""
@@ -80,6 +81,13 @@ class Rule:
 def as_matrix(x: Tensor) -> Tensor:
     """View [A, ...] as [A, B]: a convolution becomes one row per output channel."""
     return x.flatten(1)
+
+
+def replicas_of(name: str) -> Literal["dense", "expert", "encoder"]:
+    """Which kind of process group holds copies of a tensor."""
+    if not name.startswith("language_model."):
+        return "encoder"
+    return "expert" if ".mlp.experts." in name else "dense"
 
 
 def rule_of(

@@ -21,7 +21,7 @@ from typing import Literal
 from torch import Tensor
 
 from kimi_pretrain.optim.config import OptimConfig
-from kimi_pretrain.optim.groups import ModelShape, Piece, Rule, rule_of
+from kimi_pretrain.optim.groups import ModelShape, Rule, rule_of
 from kimi_pretrain.optim.newton_schulz import flops
 
 # Groups are divided in this order. The few large matrices of the dense part and of the encoder come
@@ -163,14 +163,9 @@ def costs_of(
     return costs
 
 
-def piece_shape(piece: Piece, shape: Sequence[int]) -> tuple[int, int]:
-    """[rows, columns] of a piece of a tensor of this shape, flattened to a matrix."""
-    return piece.blocks * (piece.stop - piece.start), prod(shape[1:])
-
-
 def muon_flops(shape: Sequence[int], rule: Rule, ns_steps: int) -> int:
     """Newton-Schulz operations of one update of a tensor."""
-    return sum(flops(*piece_shape(piece, shape), ns_steps) for piece in rule.pieces)
+    return sum(flops(*piece.shape(shape), ns_steps) for piece in rule.pieces)
 
 
 def state_bytes(tensor: TensorSize, kind: Kind) -> int:

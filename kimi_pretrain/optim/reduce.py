@@ -32,10 +32,11 @@ from itertools import groupby, pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
 from kimi_pretrain.optim.groups import NamedTensor
 from kimi_pretrain.optim.members import Members
+from kimi_pretrain.optim.send import Parcel
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class GradientReduction:
     def _start_again(self) -> None:
         self._missing = [set(names) for names in self._names]
         self._launched = self._early = self._sent = self._moved = 0
-        self._parcels: list[_Parcel] = []  # on their way
+        self._parcels: list[Parcel] = []  # on their way
 
     def _takes_part(self, bucket: Bucket) -> bool:
         ranks = self._members[bucket.replicas].ranks
@@ -162,8 +163,9 @@ class GradientReduction:
     def _launch_segment(self) -> None:
         self._let_go()
         for bucket in self._buckets[self._launched]:
-            self._parcels.append(_launch(bucket, self._members[bucket.replicas]))
-            self._moved += self._parcels[-1].bytes_moved
+            parcel, moved = _launch(bucket, self._members[bucket.replicas])
+            self._parcels.append(parcel)
+            self._moved += moved
             self._sent += 1
         self._launched += 1
 
@@ -178,25 +180,9 @@ class GradientReduction:
         self._parcels = waiting
 
 
-@dataclass(frozen=True)
-class _Parcel:
-    """A bucket on its way. `unpack` are the gradients into which the sum has to be copied."""
-
-    work: Work
-    flat: Tensor
-    unpack: list[Tensor]
-    bytes_moved: int
-
-    def finish(self) -> None:
-        self.work.wait()
-        sizes = [gradient.numel() for gradient in self.unpack]
-        for gradient, part in zip(self.unpack, self.flat.split(sizes) if sizes else ()):
-            gradient.copy_(part.view_as(gradient))
-
-
 @torch.no_grad()
-def _launch(bucket: Bucket, members: Members) -> _Parcel:
-    """Start to sum a bucket; nobody waits."""
+def _launch(bucket: Bucket, members: Members) -> tuple[Parcel, int]:
+    """Start to sum a bucket, and return what is on its way and how many bytes; nobody waits."""
     gradients = [tensor.grad() for tensor in bucket.tensors]
     flat = _in_one_piece(gradients)
     staged = flat is None
@@ -211,7 +197,7 @@ def _launch(bucket: Bucket, members: Members) -> _Parcel:
         mine = bucket.owner == members.ranks[members.index]
         moved = others * flat.nbytes if mine else 0
     assert work is not None  # async_op gives a handle to every member
-    return _Parcel(work, flat, gradients if staged and mine else [], moved)
+    return Parcel(work, flat, gradients if staged and mine else []), moved
 
 
 def _in_one_piece(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -7,7 +7,7 @@ makes the figures of the whole model from those of all ranks.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -66,6 +66,35 @@ def together(everyone: Iterable[UpdateFigures]) -> UpdateFigures:
 
 
 @dataclass
+class Stopwatch:
+    """Adds up the time of what runs inside it; on CUDA the device's, without waiting for it."""
+
+    device: torch.device
+    _seconds: float = 0.0
+    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Add the time spent inside."""
+        if self.device.type == "cuda":
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            yield
+            events[1].record()
+            self._events.append(events)
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+
+    def seconds(self) -> float:
+        """Return the sum; waits for the device."""
+        if self._events:
+            torch.cuda.synchronize(self.device)
+        return self._seconds + sum(a.elapsed_time(b) for a, b in self._events) / 1000
+
+
+@dataclass
 class StepReport:
     """What one step did on this rank, over the tensors it owns.
 
@@ -77,8 +106,9 @@ class StepReport:
     _squares: dict[str, list[Tensor]] = field(default_factory=dict)
     _elements: dict[str, int] = field(default_factory=dict)
     _errors: list[Tensor] = field(default_factory=list)
-    _seconds: float = 0.0
-    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._newton_schulz = Stopwatch(self.device)
 
     def count(self, group: str, updates: Sequence[Tensor]) -> None:
         """Add updates to the sums of a parameter group (`Rule.group`).
@@ -96,19 +126,9 @@ class StepReport:
         """Take in orthogonality errors (`newton_schulz.orthogonality_error`), of any shape."""
         self._errors.append(error.detach().double().amax())
 
-    @contextmanager
-    def clock(self) -> Iterator[None]:
-        """Add the time spent inside; on CUDA the device's own, taken without waiting for it."""
-        if self.device.type == "cuda":
-            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            events[0].record()
-            yield
-            events[1].record()
-            self._events.append(events)
-        else:
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
+    def clock(self) -> AbstractContextManager[None]:
+        """Count the time spent inside as Newton-Schulz's."""
+        return self._newton_schulz.running()
 
     def figures(self) -> UpdateFigures:
         """Return everything as plain numbers: one transfer, which waits for the device."""
@@ -116,13 +136,10 @@ class StepReport:
         sums = [torch.stack(self._squares[group]).sum() for group in groups]
         told = sums + self._errors
         values: list[float] = torch.stack(told).tolist() if told else []
-        if self._events:
-            torch.cuda.synchronize(self.device)
-        measured = sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
         return UpdateFigures(
             dict(zip(groups, values)),
             {group: self._elements[group] for group in groups},
-            self._seconds + measured,
+            self._newton_schulz.seconds(),
             _largest(values[len(groups) :]),
         )
 

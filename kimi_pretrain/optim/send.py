@@ -31,11 +31,18 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A bucket on its way. `unpack` is what still has to be copied into the model."""
+    """Tensors on their way, as one. `unpack` are those into which it still has to be copied."""
 
     work: Work
     flat: Tensor
-    unpack: list[NamedTensor]
+    unpack: Sequence[Tensor]
+
+    def finish(self) -> None:
+        """Wait for it, and copy what came in to its places."""
+        self.work.wait()
+        sizes = [tensor.numel() for tensor in self.unpack]
+        for tensor, part in zip(self.unpack, self.flat.split(sizes) if sizes else ()):
+            tensor.copy_(part.view_as(tensor))
 
 
 def cut_rounds(
@@ -79,13 +86,10 @@ def launch(bucket: Bucket, members: Members) -> Parcel:
     source = members.ranks[bucket.owner]
     work = dist.broadcast(flat, source, group=members.group, async_op=True)
     assert work is not None  # async_op gives a handle to every member
-    return Parcel(work, flat, [] if mine or in_place else bucket.tensors)
+    return Parcel(work, flat, [] if mine or in_place else data)
 
 
 def finish(parcels: Sequence[Parcel]) -> None:
     """Wait for a round and copy what came in into the model."""
     for parcel in parcels:
-        parcel.work.wait()
-        sizes = [tensor.data.numel() for tensor in parcel.unpack]
-        for tensor, part in zip(parcel.unpack, parcel.flat.split(sizes) if sizes else ()):
-            tensor.data.copy_(part.view_as(tensor.data))
+        parcel.finish()

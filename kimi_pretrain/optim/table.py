@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kimi_pretrain.optim.division import Division
-from kimi_pretrain.optim.owners import NUMBERED, Cost, TensorSize, piece_shape
+from kimi_pretrain.optim.owners import NUMBERED, Cost, TensorSize
 
 
 class Assignment(NamedTuple):
@@ -73,7 +73,7 @@ def assignments(division: Division) -> list[Assignment]:
 
 def _pieces(tensor: TensorSize, cost: Cost) -> Iterator[str]:
     for piece in cost.rule.pieces:
-        rows, columns = piece_shape(piece, tensor.shape)
+        rows, columns = piece.shape(tensor.shape)
         yield f"{piece.name} [{rows}, {columns}]"
 
 

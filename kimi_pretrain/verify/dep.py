@@ -12,8 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data_pipeline.loader import StepBatch
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine import mesh as engine_mesh
@@ -118,14 +116,9 @@ def _differing(run: Run) -> list[str]:
     """Return the tensors that are not the same on all ranks that hold a copy: their weights, and
     their summed gradients where every rank has those (`optim.shard_state` is off).
     """
-    found: list[str] = []
-    for group in sorted(run.mesh.groups):
-        held = [tensor for tensor in run.update.named if tensor.replicas == group]
-        copies = [tensor.data for tensor in held]
-        if not run.config.optim.shard_state:
-            copies += [tensor.grad() for tensor in held]
-        norms = [float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in copies]
-        found += [held[at % len(held)].name for at in run.mesh.differing(group, norms)]
+    found = run.update.differing(lambda tensor: tensor.data)
+    if not run.config.optim.shard_state:
+        found += run.update.differing(lambda tensor: tensor.grad())
     everyone: list[Any] = run.mesh.gather(found)
     return sorted({name for part in everyone for name in part})
 

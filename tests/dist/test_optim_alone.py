@@ -1,12 +1,16 @@
-"""The distributed optimizer as one process without any group: resume, masters, refusals."""
+"""The distributed optimizer as one process: resume, masters, what is done at a time, refusals."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from kimi_pretrain.optim.distributed import DistributedMuonClip
+from kimi_pretrain.optim import distributed
+from kimi_pretrain.optim.config import OptimConfig
+from kimi_pretrain.optim.distributed import UNSENT_ELEMENTS, DistributedMuonClip
 from kimi_pretrain.optim.groups import NamedTensor, as_matrix, rule_of
+from kimi_pretrain.optim.members import Members
+from kimi_pretrain.optim.muon import adamw_update
 from kimi_pretrain.optim.newton_schulz import update_scale
 from kimi_pretrain.optim.report import UpdateFigures
 from tests.dist.optim_worker import ALONE, CONFIG, SHAPE, Job, Toy
@@ -108,7 +112,7 @@ def test_the_report_holds_the_worst_orthogonality_error():
     for name, old in before.items():
         update = as_matrix(old * (1 - 1e-3) - job.toy.weights[name]) / 1e-2 if old.ndim > 1 else old
         for piece in rule_of(name, old.shape, SHAPE).pieces:
-            shape = piece.shape(update)
+            shape = piece.shape(update.shape)
             part = piece.rows(update).reshape(shape) / update_scale(*shape)
             values = torch.linalg.svdvals(part.double())
             errors.append((1 - values.square()).square().mean().sqrt().item())
@@ -129,6 +133,39 @@ def test_the_scale_multiplies_gradients_and_may_be_a_tensor():
         job.optimizer.step(1e-2, scale)
         assert torch.equal(job.optimizer.state_dict()[f"optim.momentum.{Q}"], 0.125 * grads[Q])
         assert all(torch.equal(job.toy.grads[name], grad) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("elements", [7, 40])  # less than a norm or a row; several rows
+def test_adamw_in_parts_changes_no_bit(monkeypatch, elements, dtype):
+    """Of any tensor: norms, a convolution, experts that are stored transposed."""
+    sizes: list[int] = []
+
+    def update(weight: torch.Tensor, *args) -> torch.Tensor:
+        sizes.append(weight.numel())
+        return adamw_update(weight, *args)
+
+    adamw = dataclasses.replace(CONFIG, matrices="adamw")
+    whole = Job(ALONE, dtype, adamw).train(0, 3).save()
+    monkeypatch.setattr(distributed, "adamw_update", update)
+    monkeypatch.setattr(distributed, "ADAMW_ELEMENTS", elements)
+    parts = Job(ALONE, dtype, adamw).train(0, 3).save()
+    assert max(sizes) == max(elements, 32)  # the projector's rows of 32 are not cut
+    for kind, tensors in whole.items():
+        assert parts[kind].keys() == tensors.keys()
+        assert all(torch.equal(parts[kind][name], tensor) for name, tensor in tensors.items())
+
+
+def test_what_is_not_sent_is_updated_more_at_a_time(monkeypatch):
+    limits: dict[str, int] = {}
+    monkeypatch.setattr(Members, "of", lambda ranks: Members(None, ranks, 0))
+    monkeypatch.setattr(Members, "gather", lambda self, value: [value] * len(self.ranks))
+    monkeypatch.setattr(distributed, "cut_rounds", lambda *args: limits.update(args[-1]) or [])
+    ranks = {"dense": (0, 1), "expert": (0,), "encoder": (0, 1, 2)}
+    DistributedMuonClip([], ranks, CONFIG, SHAPE)
+    sent = CONFIG.bucket_elements
+    assert limits == {"dense": sent, "expert": UNSENT_ELEMENTS, "encoder": sent}
+    assert OptimConfig.bucket_elements < UNSENT_ELEMENTS
 
 
 def test_no_tensors_at_all():

@@ -3,6 +3,7 @@
 import torch
 
 from kimi_pretrain.config import Config, load_config
+from kimi_pretrain.model_shape import model_shape
 from kimi_pretrain.optim.groups import ModelShape
 from kimi_pretrain.optim.owners import TensorSize
 from moonvit3d.model import VisionEncoder
@@ -12,16 +13,7 @@ PRESETS = ("tiny_cpu", "moonlight_16b_a3b", "kimi_k25_1t")
 
 def preset(name: str) -> tuple[Config, ModelShape]:
     config = load_config(name)
-    language = config.model.language
-    shape = ModelShape(
-        num_heads=language.num_heads,
-        qk_nope_dim=language.qk_nope_dim,
-        qk_rope_dim=language.qk_rope_dim,
-        v_dim=language.v_dim,
-        kv_lora_rank=language.kv_lora_rank,
-        vision_heads=config.model.vision.heads,
-    )
-    return config, shape
+    return config, model_shape(config)
 
 
 def dense(config: Config, layers: range) -> list[TensorSize]:

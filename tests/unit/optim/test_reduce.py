@@ -1,12 +1,19 @@
-"""How gradients are cut into what travels together: one order on all ranks, whoever owns what."""
+"""How gradients are cut into what travels together: one order on all ranks, whoever owns what.
+
+Their copies go as soon as a sum is complete.
+"""
 
 import random
+import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from kimi_pretrain.optim.groups import NamedTensor
-from kimi_pretrain.optim.reduce import buckets_of, cut_segments
+from kimi_pretrain.optim.members import Members
+from kimi_pretrain.optim.reduce import GradientReduction, buckets_of, cut_segments
 
 
 def tensors_of(slice_number: int) -> list[NamedTensor]:
@@ -67,3 +74,53 @@ def test_without_owners_a_segment_is_one_bucket_a_group():
     assert [(bucket.replicas, bucket.owner) for bucket in buckets] == [
         ("dense", None), ("expert", None),
     ]  # fmt: skip
+
+
+class Sum:
+    """A sum with a rank that has the same gradients; it is complete when the test says so."""
+
+    def __init__(self, flat: Tensor):
+        self.flat = weakref.ref(flat)
+        self.complete = False
+
+    def arrive(self) -> None:
+        self.flat().mul_(2)
+        self.complete = True
+
+    def is_completed(self) -> bool:
+        return self.complete
+
+    def wait(self) -> None:
+        assert self.complete  # or it would wait inside the backward pass
+
+
+def test_copies_go_during_the_backward_pass_once_their_sums_are_complete(monkeypatch):
+    """Four segments of two tensors that lie apart, so that each segment is summed in a copy."""
+    sums: list[Sum] = []
+
+    def reduce(flat: Tensor, *args, **options) -> Sum:
+        sums.append(Sum(flat))
+        return sums[-1]
+
+    monkeypatch.setattr(dist, "reduce", reduce)
+    monkeypatch.setattr(Members, "of", lambda group: Members(None, (0, 1), 0))
+    grads = {f"{i}": torch.ones(3) for i in range(8)}
+    tensors = [NamedTensor(n, grad, lambda grad=grad: grad, "dense") for n, grad in grads.items()]
+    reduction = GradientReduction(tensors, dict.fromkeys(grads, 0), {"dense": None}, 6)
+
+    def alive_after(*names: str) -> list[bool]:
+        for name in names:
+            reduction.ready(name)
+        return [a_sum.flat() is not None for a_sum in sums]
+
+    assert alive_after("0", "1", "2", "3") == [True, True]
+    sums[1].arrive()
+    assert alive_after("4", "5") == [True, False, True]
+    assert [grads[name].tolist() for name in "0123"] == [[1] * 3] * 2 + [[2] * 3] * 2
+    sums[0].arrive()
+    assert alive_after("6", "7") == [False, False, True, True]
+    for a_sum in sums[2:]:
+        a_sum.arrive()
+    reduction.finish()
+    assert alive_after() == [False] * 4
+    assert all(grad.tolist() == [2] * 3 for grad in grads.values())
