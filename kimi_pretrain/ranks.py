@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kimi_pretrain.config import Config, LayoutConfig, replicas_per_scope
+from kimi_pretrain.config import Config, replicas_per_scope
+from kimi_pretrain.sections import LayoutConfig
 
 Ints = NDArray[np.int64]
 

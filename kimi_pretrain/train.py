@@ -192,7 +192,7 @@ def _loop(run: Run, run_dir: Path) -> None:
                 write_trace(run_dir / "trace.json", everyone, telemetry.scopes)
         if report.skipped.size:  # the same on every rank, so this is collective
             _quarantine(run, batch.plan, report, run_dir / "quarantine.jsonl")
-        every = config.train.checkpoint_every
+        every = config.checkpoint.every
         if every and (run.step % every == 0 or run.step == config.train.steps):
             run.save(run_dir / "checkpoints")
     if writer is not None:

@@ -179,7 +179,7 @@ def submit(
 ) -> None:
     """Submit a training job to SLURM: one rank per srun task, requeued when its time is over.
 
-    A requeued job goes on from its last checkpoint: choose train.checkpoint_every so that several
+    A requeued job goes on from its last checkpoint: choose checkpoint.every so that several
     fit into --time, because the signal itself does not save.
 
     \b
@@ -276,7 +276,7 @@ def demo(
 
     \b
     kimi-pretrain demo
-    kimi-pretrain demo --run-dir runs/short train.steps=40 train.checkpoint_every=20
+    kimi-pretrain demo --run-dir runs/short train.steps=40 checkpoint.every=20
     """
     end_in_order()
     with told_plainly():

@@ -20,7 +20,7 @@ ONE_PROCESS = (
     "model.language.num_layers=3", "model.language.num_experts=4",
     "model.vision.depth=1", "model.vision.width=64", "model.vision.mlp_width=128",
     "data.rows_per_step=8", "data.schedule=[]", "data.cache=null", "data.requests_per_second=null",
-    "train.rows_per_microbatch=8", "train.checkpoint_every=null", "train.trace_step=null",
+    "train.rows_per_microbatch=8", "checkpoint.every=null", "train.trace_step=null",
     "train.efficiency_pairs=0", "train.threads=1",
 )  # fmt: skip
 

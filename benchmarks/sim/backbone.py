@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from benchmarks.sim.assumptions import Assumptions
 from benchmarks.sim.pipeline import Shape, step_seconds
-from kimi_pretrain.config import Config, LanguageConfig, expand_stages
+from kimi_pretrain.config import Config, expand_stages
+from kimi_pretrain.sections import LanguageConfig
 
 Floats = NDArray[np.float64]
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from kimi_pretrain.config import LayoutConfig
 from kimi_pretrain.engine import host
+from kimi_pretrain.sections import LayoutConfig
 
 
 @dataclass(frozen=True)

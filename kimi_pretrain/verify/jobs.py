@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kimi_pretrain.config import Config, DepConfig, LayoutConfig, parse_config
+from kimi_pretrain.config import Config, parse_config
+from kimi_pretrain.sections import DepConfig, LayoutConfig
 from kimi_pretrain.verify.compare import StepFacts
 
 CLEAN = "clean"  # folder of the step without a fault

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from kimi_pretrain.config import Config, LayoutConfig, parse_config
+from kimi_pretrain.config import Config, parse_config
+from kimi_pretrain.sections import LayoutConfig
 
 SEQ_LEN = 512
 LAYERS = 4

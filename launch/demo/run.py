@@ -137,11 +137,11 @@ def check_lengths(config: Config) -> None:
         ValueError: naming the two numbers.
 
     """
-    steps, every = config.train.steps, config.train.checkpoint_every
+    steps, every = config.train.steps, config.checkpoint.every
     if not every or every >= steps:
         raise ValueError(
-            f"train.checkpoint_every={every} with train.steps={steps}: the demo resumes from a "
-            f"checkpoint in the middle; use for example train.checkpoint_every={max(1, steps // 2)}"
+            f"checkpoint.every={every} with train.steps={steps}: the demo resumes from a "
+            f"checkpoint in the middle; use for example checkpoint.every={max(1, steps // 2)}"
         )
 
 

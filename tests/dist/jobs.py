@@ -28,7 +28,7 @@ SMALL = (
     "data.pack_window=64", "data.prefetch_steps=1",
     "data.schedule=[]", "data.max_epochs={}", "data.augment={}", "data.cache=null",
     "data.limits={image: 256, frame: 64}", "optim.warmup_steps=2", "train.rows_per_microbatch=1",
-    "train.efficiency_pairs=0", "train.trace_step=null", "train.checkpoint_every=null",
+    "train.efficiency_pairs=0", "train.trace_step=null", "checkpoint.every=null",
 )  # fmt: skip
 
 

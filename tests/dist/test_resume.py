@@ -25,7 +25,7 @@ OPTIMIZER = ("max_logits", "clipped_heads", "update_rms", "orthogonality_error",
 def straight(data_root, tmp_path_factory):
     """Six steps in four processes with a checkpoint after the third."""
     folder = tmp_path_factory.mktemp("straight")
-    overrides = (f"data.root={data_root}", "train.steps=6", "train.checkpoint_every=3", *FOUR)
+    overrides = (f"data.root={data_root}", "train.steps=6", "checkpoint.every=3", *FOUR)
     done = train(folder, *overrides, "train.trace_step=2")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -149,7 +149,7 @@ def test_a_run_starts_from_given_vision_weights(data_root, tmp_path):
     for name, start in (("seed", "null"), ("same", tmp_path / "0.safetensors"),
                         ("other", tmp_path / "1.safetensors")):  # fmt: skip
         done = train(tmp_path / name, f"data.root={data_root}", "train.steps=2", *layout(),
-                     "train.seed=0", "train.checkpoint_every=1",
+                     "train.seed=0", "checkpoint.every=1",
                      f"train.vision_weights={start}")  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         runs[name] = [line["loss"] for line in read_metrics(tmp_path / name)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kimi_pretrain.config import CostConfig
+from kimi_pretrain.sections import CostConfig
 from tests.dist.clip_case import ACTIONS as CLIP
 from tests.dist.muonclip_case import ACTIONS as MUONCLIP
 from tests.dist.owners_case import ACTIONS as OWNERS

@@ -41,7 +41,7 @@ def test_damaged_text_is_skipped_and_the_checkpoint_holds_the_quarantine(damaged
     bad = {"pictures": damage(damaged, "pictures", 3), "words": damage(damaged, "words", 2)}
     run = tmp_path / "run"
     done = train(
-        run, f"data.root={damaged}", f"train.steps={STEPS}", f"train.checkpoint_every={STEPS}",
+        run, f"data.root={damaged}", f"train.steps={STEPS}", f"checkpoint.every={STEPS}",
         *layout(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

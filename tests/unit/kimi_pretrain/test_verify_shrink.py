@@ -3,7 +3,8 @@
 import pytest
 import yaml
 
-from kimi_pretrain.config import LayoutConfig, load_config
+from kimi_pretrain.config import load_config
+from kimi_pretrain.sections import LayoutConfig
 from kimi_pretrain.verify import jobs
 from kimi_pretrain.verify.shrink import shrink
 

@@ -226,8 +226,8 @@ def test_only_a_demo_s_own_folder_is_emptied(tmp_path):
 
 
 def test_a_run_without_a_middle_checkpoint_is_refused():
-    config = load_config("tiny_cpu", ["train.steps=10", "train.checkpoint_every=10"])
-    with pytest.raises(ValueError, match="train.checkpoint_every=5"):
+    config = load_config("tiny_cpu", ["train.steps=10", "checkpoint.every=10"])
+    with pytest.raises(ValueError, match="checkpoint.every=5"):
         run.check_lengths(config)
 
 
