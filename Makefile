@@ -10,7 +10,7 @@ RUN_DIR ?= runs/demo
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-dist bench check fix
+.PHONY: help setup demo test test-unit test-dist test-fault slurm-lab slurm-lab-end bench check fix
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -34,14 +34,25 @@ demo: $(STAMP) ## train a tiny Kimi on real data, resume it, measure it (RUN_DIR
 	$(BIN)/kimi-pretrain demo --run-dir $(RUN_DIR) $(ARGS)
 
 # Two at a time on two cores: many tests wait, for servers, timeouts or other processes.
-test: $(STAMP) ## all tests (ARGS="-k digits" to choose)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile $(ARGS)
+test: $(STAMP) ## all tests but the slow ones (ARGS="-k digits" to choose)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses=4 --dist=loadfile $(ARGS)
 
 test-unit: $(STAMP) ## tests without processes and servers
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" tests/unit $(ARGS)
 
 test-dist: $(STAMP) ## tests that start several processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m dist $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "dist and not slow" $(ARGS)
+
+# The campaign measures how long faults take to be noticed, so it has the machine for itself.
+test-fault: $(STAMP) ## every fault and every slow test, then the campaign that writes docs/RELIABILITY.md's table
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "fault or slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fault.campaign
+
+slurm-lab: $(STAMP) ## bring up a real SLURM of two nodes on this machine, without systemd (root; docs/SLURM.md)
+	@$(BIN)/python -m tests.slurm.lab up --folder runs/slurm_lab
+
+slurm-lab-end: $(STAMP) ## end it, and its jobs
+	@$(BIN)/python -m tests.slurm.lab down --folder runs/slurm_lab
 
 bench: $(STAMP) ## measure planning, DEP, MuonClip, and loading against other loaders (80 minutes; ARGS="--quick": ours only)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_plan.py

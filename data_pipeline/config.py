@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from data_pipeline.augment.config import AugmentConfig
 from data_pipeline.cache.cached_store import CacheConfig
+from data_pipeline.store.addresses import check_address
 from moonvit3d.geometry import PatchLimits
 
 # Row starts and lengths are int32 columns of the plan.
@@ -110,6 +111,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.root:
             raise ValueError("root is empty; give 's3://bucket/prefix' or a folder")
+        for name in ("root", "endpoint", "tokenizer"):
+            check_address(name, getattr(self, name))
         _check_shares("sources", self.sources)
         _check_ratio("vision_token_ratio", self.vision_token_ratio)
         self._check_names()

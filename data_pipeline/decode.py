@@ -5,6 +5,7 @@ against what the source says of them. Users read the rules in docs/data_format.m
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from data_pipeline.augment.draws import Draw
 from data_pipeline.augment.pixels import apply
 from moonvit3d import media
-from moonvit3d.geometry import KIND_IMAGE, PatchLimits
+from moonvit3d.geometry import KIND_IMAGE, PatchLimits, grid
 from moonvit3d.media import MediaError, Probe, read_image, read_video
 from moonvit3d.preprocess import image_patches, video_patches
 
@@ -67,13 +68,14 @@ def decode_items(
         draw: what augmentation does to an image.
     """
     if kind == KIND_IMAGE:
-        pixels = read_image(data)
+        check = partial(_check_draw, draw) if draw else partial(_check_grid, kind, limits, grids)
+        pixels = read_image(data, check)
         if draw is not None:
-            _check_size(pixels, draw)
             pixels = apply(draw, pixels)
         found = dict.fromkeys(chunks, image_patches(pixels, limits))
     else:
-        frames = (frames for frames, _ in read_video(data, chunks))
+        check = partial(_check_grid, kind, limits, grids)
+        frames = (frames for frames, _ in read_video(data, chunks, check))
         found = {
             chunk: video_patches(pixels, limits)
             for chunk, pixels in zip(sorted(set(chunks)), frames, strict=True)
@@ -88,10 +90,23 @@ def decode_items(
     return [found[chunk][0] for chunk in chunks]
 
 
-def _check_size(pixels: NDArray[np.uint8], draw: Draw) -> None:
+def _check_grid(
+    kind: int, limits: PatchLimits, grids: Sequence[Sequence[int]], found: Probe
+) -> None:
+    """A file of another size than in the index may need any amount of memory to decode."""
+    actual = grid(kind, 1, found.height, found.width, limits)[1:]
+    for expected in grids:
+        if actual != tuple(map(int, expected[1:])):
+            raise MediaError(
+                f"{found.width} x {found.height} pixels give {actual} patches (h, w), the index "
+                f"promises {tuple(map(int, expected[1:]))}"
+            )
+
+
+def _check_draw(draw: Draw, found: Probe) -> None:
     """An image of another size than in the index would be cut wrongly."""
-    if pixels.shape[:2] != (draw.height, draw.width):
+    if (found.height, found.width) != (draw.height, draw.width):
         raise MediaError(
-            f"decodes to {pixels.shape[1]} x {pixels.shape[0]} pixels, the index promises "
+            f"decodes to {found.width} x {found.height} pixels, the index promises "
             f"{draw.width} x {draw.height}"
         )

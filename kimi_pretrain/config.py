@@ -9,6 +9,7 @@ arithmetic that follows from the few numbers a person states.
 import dataclasses
 import difflib
 import re
+import reprlib
 import types
 import typing
 from importlib import resources
@@ -19,6 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
 from data_pipeline.config import DataConfig
+from data_pipeline.store.addresses import check_address
 from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.schedule import describe_schedule, stretches
 from kimi_pretrain.sections import (
@@ -32,6 +34,10 @@ from kimi_pretrain.sections import (
     Section,
     TrainConfig,
 )
+
+# A value in a message: YAML's aliases let a few lines stand for a billion entries.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring, _SHORT.maxother, _SHORT.maxlevel = 200, 200, 2
 
 
 class ConfigError(ValueError):
@@ -75,6 +81,7 @@ class Config(Section):
         check_layout(self)
         check_dep(self)
         check_attention(self)
+        check_address("checkpoint.place", self.checkpoint.place)
         stretches(self.optim, self.tokens_per_step())  # refuses segments that overlap
         return self
 
@@ -241,7 +248,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     file = find_config(path)
     found = _parse_yaml(file.read_text(), str(file))
     if not isinstance(found, dict):
-        raise ConfigError(f"{file}: expected sections such as `model:`, found {found!r}")
+        raise ConfigError(f"{file}: expected sections such as `model:`, found {_SHORT.repr(found)}")
     values = typing.cast(dict[str, Any], found)
     for override in overrides:
         _apply_override(values, override)
@@ -360,5 +367,5 @@ def _plain(error: ValidationError) -> typing.Iterator[str]:
         path = ".".join(parts)
         message = problem["msg"].removeprefix("Value error, ").removeprefix(f"{path}: ")
         value = problem["input"]
-        shown = "" if isinstance(value, dict | BaseModel) else f" (got {value!r})"
+        shown = "" if isinstance(value, dict | BaseModel) else f" (got {_SHORT.repr(value)})"
         yield f"{path + ': ' if path else ''}{message}{shown}"

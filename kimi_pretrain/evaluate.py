@@ -24,7 +24,9 @@ from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import read_index
 from data_pipeline.store.open import Span, Store, get_many
 from data_pipeline.text import Tokenizer
-from kimi_pretrain import checkpoint
+from kimi_pretrain.checkpoint.find import verified
+from kimi_pretrain.checkpoint.load import load
+from kimi_pretrain.checkpoint.place import Checkpoint, open_checkpoint
 from kimi_pretrain.config import Config, parse_config
 from kimi_pretrain.dep.encoder import Grid
 from kimi_pretrain.engine import mesh as engine_mesh
@@ -49,7 +51,7 @@ class Example:
 
 def evaluate(
     config: Config,
-    checkpoint_folder: Path,
+    checkpoint: str | Path,
     source: str,
     *,
     characters: str = "0123456789",
@@ -59,7 +61,7 @@ def evaluate(
 
     Args:
         config: of the run that wrote the checkpoint; its layout is set aside.
-        checkpoint_folder: a complete checkpoint.
+        checkpoint: folder or URI of a complete checkpoint; with weights alone, too.
         source: name of an ingested source whose samples have one image each.
         characters: what counts: tokens that are exactly one of these.
         limit: look at the first so many samples.
@@ -69,7 +71,7 @@ def evaluate(
     """
     values = config.model_dump(mode="json") | {"layout": {}}
     config = parse_config(values, "evaluation")
-    checkpoint.read_manifest(checkpoint_folder, config)
+    found = verified(open_checkpoint(checkpoint), config)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     store = open_data(config.data)
@@ -77,7 +79,7 @@ def evaluate(
     examples = read_examples(store, read_index(store, source), config, limit)
     mesh = engine_mesh.start(config.layout)
     try:
-        reader = _Reader(config, mesh, checkpoint_folder)
+        reader = _Reader(config, mesh, found)
         wanted = {tokenizer.encode(character)[0] for character in characters}
         right, total = reader.count_right(examples, tokenizer, wanted)
         swapped, _ = reader.count_right(swap_images(examples), tokenizer, wanted)
@@ -140,11 +142,11 @@ def swap_images(examples: list[Example]) -> list[Example]:
 class _Reader:
     """The model of a checkpoint in one process, and how much it reads."""
 
-    def __init__(self, config: Config, mesh: Mesh, folder: Path):
+    def __init__(self, config: Config, mesh: Mesh, found: Checkpoint):
         self.config, self.mesh = config, mesh
         model = Model.build(config, mesh)
         self.encoder, self.backbone = model.encoder, model.backbone
-        self.step = checkpoint.load(folder, config, mesh, model.tensors()).step
+        self.step = load(found, model.tensors()).step
 
     def count_right(
         self, examples: list[Example], tokenizer: Tokenizer, wanted: set[int]

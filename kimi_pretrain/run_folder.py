@@ -21,6 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from kimi_pretrain.config import Config, dump_config
 from kimi_pretrain.dep.memory import GIB
+from kimi_pretrain.guard import finite
 from kimi_pretrain.telemetry.exposed import exposed
 from kimi_pretrain.telemetry.line import RankRecord
 from kimi_pretrain.telemetry.phases import Span, phase_of
@@ -76,7 +77,7 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, first_step: int, steps: int, *, show_bar: bool = True):
-        for name in ("metrics.jsonl", "quarantine.jsonl"):
+        for name in ("metrics.jsonl", "quarantine.jsonl", "anomalies.jsonl"):
             forget_after(folder / name, first_step)
         self._lines = (folder / "metrics.jsonl").open("a", buffering=1)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
@@ -92,11 +93,15 @@ class MetricsWriter:
         self._bar.start()
 
     def write(self, line: dict[str, Any]) -> None:
-        """Record one step; `line` holds at least "step" and "loss"."""
-        self._lines.write(json.dumps(line) + "\n")
+        """Record one step; `line` holds at least "step" and "loss".
+
+        A number that is not finite becomes null, which every reader of JSON understands.
+        """
+        self._bar.update(self._task, completed=line["step"], loss=line["loss"])
+        line = finite(line)
+        self._lines.write(json.dumps(line, allow_nan=False) + "\n")
         for tag, value in scalars(line).items():
             self._board.add_scalar(tag, value, line["step"])
-        self._bar.update(self._task, completed=line["step"], loss=line["loss"])
 
     def close(self) -> None:
         """Flush and close everything."""
@@ -133,7 +138,10 @@ def forget_after(file: Path, step: int) -> None:
     for line in file.read_text().splitlines(keepends=True):
         if line.endswith("\n") and json.loads(line)["step"] <= step:
             kept.append(line)
-    file.write_text("".join(kept))
+    # At once: a run that is killed just now must not lose the lines of a month.
+    shorter = file.with_suffix(".partial")
+    shorter.write_text("".join(kept))
+    shorter.replace(file)
 
 
 def write_trace(

@@ -196,12 +196,16 @@ class TrainConfig(Section):
     model. A collective or a read that takes longer than `timeout_seconds` ends the run.
     `vision_weights` is a safetensors checkpoint (a file, or a folder that every node sees) that the
     encoder starts from, in any layout that `moonvit3d.weights` knows: Kimi K2.5's own, or SigLIP's.
+    `start_from` is where all weights start from: a checkpoint, a run's folder (its latest one) or a
+    Hugging Face folder of K2, Moonlight or K2.5, with a fresh optimizer, schedule and data;
+    docs/WEIGHTS.md. Where both are given, the encoder is that of `vision_weights`.
     """
 
     steps: int = Field(gt=0)
     rows_per_microbatch: int = Field(default=1, gt=0)
     seed: int = 0
     vision_weights: str | None = None
+    start_from: str | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     attention: Literal["portable", "transformer_engine"] = "portable"
     trace_step: int | None = Field(default=None, gt=0)

@@ -196,7 +196,7 @@ class TrainStep:
     ) -> StepReport:
         """Phase 7, and what the step did."""
         with self.clock.phase("7 update"):
-            update = self.update.run(loss_tokens)
+            update = self.update.run(loss_tokens, loss)
         width, size = self.config.model.vision.out_width, self.encoder.dtype.itemsize
         planned = self.exchange.bytes_sent(vision, self.mesh.rank, width, size)
         return StepReport(

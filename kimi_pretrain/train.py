@@ -1,36 +1,45 @@
 """Builds everything, then the loop. Start here to see how the rooms fit together."""
 
-import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from data_pipeline.access import open_data, open_tokenizer
-from data_pipeline.index.columns import SourceIndex
+from data_pipeline.access import open_data
 from data_pipeline.index.manifest import check_shards, read_index
 from data_pipeline.loader import Loader, LoaderError, StepBatch
-from data_pipeline.plan.planner import DataUsedUp, GlobalPlan
-from data_pipeline.store.open import Store
-from data_pipeline.text import Tokenizer
-from kimi_pretrain import checkpoint
-from kimi_pretrain.config import Config, ConfigError, describe
+from data_pipeline.plan.planner import DataUsedUp
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.find import find
+from kimi_pretrain.checkpoint.load import load
+from kimi_pretrain.checkpoint.manifest import RunState
+from kimi_pretrain.checkpoint.place import Checkpoint, open_place
+from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checks import check_item_sizes, check_node, load_tokenizer
+from kimi_pretrain.config import Config, describe
 from kimi_pretrain.dep.memory import TooMuchMemory
+from kimi_pretrain.ending import measure_efficiency, write_state_hashes
 from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.engine.randomness import seed_step
+from kimi_pretrain.guard import AnomalyError
 from kimi_pretrain.model import Model
-from kimi_pretrain.run_folder import MetricsWriter, describe_environment, log_to, write_trace
+from kimi_pretrain.notes import Notes, Told, check_alike, stop_asked
+from kimi_pretrain.run_folder import describe_environment, log_to
+from kimi_pretrain.run_lock import RunLocked, check_fresh, on_first_rank
+from kimi_pretrain.saves import Saves, place_of
 from kimi_pretrain.step import StepReport, TrainStep, needs
-from kimi_pretrain.telemetry.line import Telemetry, record_of
+from kimi_pretrain.telemetry.line import record_of
 from kimi_pretrain.update import Update
 from kimi_pretrain.vision_plan import VisionPlanner
 from kimi_pretrain.vision_weights import load_vision_weights
-from moonvit3d.geometry import grids
+from kimi_pretrain.watchdog import Watchdog, backstop
+from kimi_pretrain.weights.start import open_start
 
 log = logging.getLogger("kimi_pretrain.train")
 
@@ -38,27 +47,49 @@ log = logging.getLogger("kimi_pretrain.train")
 class Run:
     """Everything a run is made of, built in the order in which it can fail.
 
-    Cheap checks come first: the checkpoint's manifest, the store, the indices and shards; then the
-    model. What remembers is the model, the optimizer and the loader.
+    Cheap checks come first: the store, the indices and shards; then the model. What remembers is
+    the model, the optimizer, the guard and the loader.
+
+    Args:
+        config: of the run.
+        mesh: where this rank stands.
+        resume: checkpoint to go on from: from `find`, or a folder or URI that is verified here.
+        watch: told of every progress.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, resume: Path | None = None):
-        if resume is not None:
-            checkpoint.read_manifest(resume, config)
-        self.config, self.mesh = config, mesh
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        resume: Checkpoint | str | os.PathLike[str] | None = None,
+        watch: Callable[[str], object] = lambda phase: None,
+    ):
+        if resume is not None and not isinstance(resume, Checkpoint):
+            resume = find(resume, open_place(resume), config, mesh)
+        start = open_start(config) if resume is None else None
+        self.config, self.mesh, self._watch = config, mesh, watch
+        watch("open the data")
         self.planner = VisionPlanner(config)
         self.store = open_data(config.data)
         self.tokenizer = load_tokenizer(config, self.store)
         self.loader = self._open_loader()
+        watch("build the model")
         self.model = Model.build(config, mesh)
         self.encoder, self.backbone = self.model.encoder, self.model.backbone
         if resume is None:
             load_vision_weights(config, self.encoder.module)
+        watch("build the optimizer")
+        trained = {view.name for view in self.backbone.views()}
+        self._buffers = {view.name for view in self.backbone.views(buffers=True)} - trained
         self.update = Update(config, mesh, self.encoder, self.backbone)
         self.train_step = TrainStep(config, mesh, self.model, self.update, self.planner)
         self.step = 0
+        if start is not None:
+            watch("read the first weights")
+            start.fill(mesh, self.tensors())
         if resume is not None:
             self._resume(resume)
+        watch("compare the replicas")
         self.update.check_replicas()
 
     def _open_loader(self) -> Loader:
@@ -66,6 +97,7 @@ class Run:
         indices = [read_index(self.store, name) for name in data.source_names]
         check_item_sizes(self.config, indices)
         for index in indices:  # ranks share the work of checking shards
+            self._watch("check the shards")
             check_shards(self.store, index, self.mesh.world_size, self.mesh.rank)
         return Loader(data, self.store, indices, self.tokenizer, needs(self.mesh, self.planner))
 
@@ -73,133 +105,167 @@ class Run:
         """Return everything a checkpoint holds: the model's and the optimizer's tensors."""
         return self.model.tensors() | self.update.optimizer.state_dict()
 
-    def run_state(self) -> checkpoint.RunState:
+    def changes_late(self, name: str) -> bool:
+        """Whether a tensor changes in phase 7 alone; routing biases move inside the backbone."""
+        return name not in self._buffers
+
+    def run_state(self) -> RunState:
         """Return what a checkpoint holds besides tensors."""
-        return checkpoint.RunState(self.step, self.update.optimizer.steps, self.loader.state_dict())
+        guard = self.update.guard
+        return RunState(
+            self.step,
+            self.update.optimizer.steps,
+            self.loader.state_dict(),
+            guard.losses,
+            guard.skips_in_row,
+        )
 
-    def save(self, root: Path) -> Path:
-        """Write a checkpoint of the step that was just done."""
-        return checkpoint.save(root, self.config, self.mesh, self.tensors(), self.run_state())
+    def save(self, root: str | os.PathLike[str]) -> str:
+        """Write a checkpoint of the step that was just done, and wait for it; returns its URI."""
+        checkpoints = Checkpoints(open_place(root), self.config, self.mesh)
+        checkpoints.begin(self.tensors(), self.run_state())
+        uri = checkpoints.finish()
+        checkpoints.close()
+        assert uri is not None
+        return uri
 
-    def _resume(self, folder: Path) -> None:
-        state = checkpoint.load(folder, self.config, self.mesh, self.tensors())
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        state = load(checkpoint, self.tensors(), partial(self._watch, "load the checkpoint"))
         self.update.resume(state.step, state.optimizer_steps)
+        self.update.guard.resume(state.losses, state.skips_in_row)
         self.loader.load_state_dict(state.loader)
         self.step = state.step
-        if len(set(self.mesh.gather(self.step))) > 1:  # "latest" on a file system that lags
-            raise checkpoint.CheckpointError(f"{folder}: ranks found checkpoints of other steps")
+        log.info("resumed from %s: %d steps are done", checkpoint.uri, self.step)
+        if len(set(self.mesh.gather(self.step))) > 1:  # a file system that lags
+            raise CheckpointError(f"{checkpoint.uri}: ranks found checkpoints of other steps")
 
     def close(self) -> None:
         """End the loader's threads."""
         self.loader.close()
 
 
-def check_item_sizes(config: Config, indices: Sequence[SourceIndex]) -> None:
-    """Refuse media that no chunk could hold, before anything expensive starts.
-
-    Raises:
-        ConfigError: names the source, the sample and both sizes.
-    """
-    budget = config.dep.max_patches_per_chunk
-    for index in indices:
-        shape = (index.item_frames, index.item_height, index.item_width)
-        sizes = grids(index.item_kind, *shape, config.data.limits).prod(axis=1)
-        if len(sizes) and sizes.max() > budget:
-            sample = int(np.searchsorted(index.item_ptr, sizes.argmax(), side="right")) - 1
-            raise ConfigError(
-                f"source {index.name!r}, sample {index.key_of(sample)!r}: a medium of "
-                f"{sizes.max()} patches is over dep.max_patches_per_chunk={budget}; raise it, or "
-                "lower data.limits so that media are shrunk"
-            )
-
-
-def check_node(config: Config) -> None:
-    """Warn where the plan takes machines to be larger or smaller than they are."""
-    here, per_node = os.environ.get("LOCAL_WORLD_SIZE"), config.dep.ranks_per_node
-    world = config.layout.world_size()
-    if here is not None and min(per_node, world) != int(here):
-        log.warning(
-            "dep.ranks_per_node=%d, but this machine runs %s of %d processes: items may be shared "
-            "across machines, which is slow; set it to %s",
-            per_node, here, world, here,
-        )  # fmt: skip
-
-
-def load_tokenizer(config: Config, store: Store) -> Tokenizer:
-    """Read the tokenizer named in the config from the store and check it against the model.
-
-    Raises:
-        ConfigError: its vocabulary is larger than the model's.
-    """
-    tokenizer = open_tokenizer(config.data, store)
-    if tokenizer.vocab_size > config.model.language.vocab_size:
-        raise ConfigError(
-            f"tokenizer {config.data.tokenizer} has {tokenizer.vocab_size} ids, "
-            f"model.language.vocab_size is {config.model.language.vocab_size}"
-        )
-    return tokenizer
-
-
-def train(config: Config, run_dir: Path, resume: Path | None = None) -> None:
+def train(
+    config: Config,
+    run_dir: Path,
+    resume: str | os.PathLike[str] | None = None,
+    *,
+    otherwise: str | None = None,
+    restarted: bool = False,
+    stop: Callable[[], str | None] = lambda: None,
+    prepare: Callable[[Run], None] | None = None,
+) -> None:
     """Train from scratch or from a checkpoint, in every process of the job.
 
     Args:
         config: of the run; written resolved into `run_dir`.
         run_dir: folder shared by all ranks; see docs/ARCHITECTURE.md for what it holds.
-        resume: folder of a complete checkpoint.
+        resume: a checkpoint's folder or URI, or "latest": the newest of this run, from scratch if
+            there is none.
+        otherwise: what to resume from where "latest" finds nothing.
+        restarted: whether this rank was started again after a fault of the same job. If any was,
+            all go on from the run's latest checkpoint; from `resume` if there is none yet.
+        stop: returns why this rank was asked to stop; None as long as it was not. The run ends
+            after the step, saved.
+        prepare: called with the run before its first step, to watch it or to change it.
     """
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    mesh = engine_mesh.start(config.layout, config.train.timeout_seconds)
+    watchdog = _watchdog(config, run_dir)
+    watchdog.enter("join the job")
+    mesh = engine_mesh.start(config.layout, backstop(config.train.timeout_seconds))
     log_to(run_dir, mesh.rank)
     # Nothing is torn down on an error: other ranks may be inside a collective, and leaving it in
     # order would wait for them. The process ends, and with it the job.
-    run = Run(config, mesh, resume)
+    place = place_of(config, run_dir)
+    found = None
+    for wanted in _wanted(mesh, run_dir, (resume, otherwise), restarted):
+        if found is None and wanted is not None:
+            found = find(wanted, place, config, mesh, watchdog.progress("find the checkpoint"))
+    run = Run(config, mesh, found, watchdog.enter)
+    run.train_step.clock.on_phase = watchdog.enter
+    if prepare is not None:
+        prepare(run)
     if mesh.rank == 0:
         describe_environment(run_dir, config)
         log.info("%s", describe(config))
         log.info("data: %s", run.loader.planner.report())
         check_node(config)
-    _loop(run, run_dir)
-    _write_state_hashes(run, run_dir / "state_hashes.json")
-    if config.train.efficiency_pairs:
-        _measure_efficiency(run, run_dir / "efficiency.json")
+    saves = Saves(place, run, run_dir, watchdog.enter, found and found.uri)
+    run.update.before_change = saves.before_update
+    notes = Notes(config, run_dir, mesh, run.step, run.loader.indices)
+    notes.status("running", run.step, saves.uri)
+    reason = _loop(run, notes, saves, watchdog, stop)
+    if reason is None:
+        watchdog.enter("end")
+        write_state_hashes(run, run_dir / "state_hashes.json")
+        if config.train.efficiency_pairs:
+            measure_efficiency(run, run_dir / "efficiency.json")
+    watchdog.enter("end")
+    state = "finished" if reason is None else "stopped"
+    notes.status(state, run.step, saves.uri, reason)
+    notes.close()
+    saves.close()
     run.close()
     mesh.barrier()
+    watchdog.stop()
     engine_mesh.stop()
 
 
-def _loop(run: Run, run_dir: Path) -> None:
+def _watchdog(config: Config, run_dir: Path) -> Watchdog:
+    """Start watching before there is a mesh: to meet the other ranks is a wait, too."""
+    rank, world_size = (
+        int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1))
+    )
+    return Watchdog(run_dir, rank, world_size, config.train.timeout_seconds).start()
+
+
+def _wanted(
+    mesh: Mesh, run_dir: Path, asked: tuple[str | os.PathLike[str] | None, ...], restarted: bool
+) -> tuple[str | os.PathLike[str] | None, ...]:
+    """Return what to go on from, the first that there is; the same on all ranks."""
+    if any(mesh.gather(restarted)):  # of several machines not all need to know
+        return "latest", *asked
+    if not any(asked):
+        on_first_rank(mesh, lambda: check_fresh(run_dir))
+    return asked
+
+
+def _loop(
+    run: Run, notes: Notes, saves: Saves, watchdog: Watchdog, stop: Callable[[], str | None]
+) -> str | None:
+    """Train step by step; returns why it stopped before the last one, or None."""
     config, mesh = run.config, run.mesh
-    writer = None
-    if mesh.rank == 0:
-        telemetry = Telemetry.on(config, mesh.device)
-        writer = telemetry, MetricsWriter(run_dir, run.step, config.train.steps)
-    while run.step < config.train.steps:
-        start = time.time()
-        batch = _next_batch(run, run_dir)
+    reason = stop_asked(mesh.gather(stop()))
+    while run.step < config.train.steps and reason is None:
+        watchdog.begin_step(run.step + 1)
+        watchdog.enter("1 wait for data")
+        state, start = run.loader.state_dict(), time.time()
+        batch = _next_batch(run, saves)
         fetched = time.time()
+        seed_step(config.train.seed, run.step, mesh)
         report = run.train_step.run(batch)
         run.step += 1
         report.spans["1 wait for data"] = (start, fetched)
-        seconds, first_stage = time.time() - start, mesh.is_first_stage
-        mine = record_of(report, seconds, run.loader.stats, first_stage=first_stage)
-        everyone: list[Any] = mesh.gather(mine)  # the one collective of measuring
-        if writer is not None:
-            telemetry, metrics = writer
-            metrics.write(telemetry.line(run.step, batch.plan, report, everyone))
-            if run.step == config.train.trace_step:
-                write_trace(run_dir / "trace.json", everyone, telemetry.scopes)
-        if report.skipped.size:  # the same on every rank, so this is collective
-            _quarantine(run, batch.plan, report, run_dir / "quarantine.jsonl")
-        every = config.checkpoint.every
-        if every and (run.step % every == 0 or run.step == config.train.steps):
-            run.save(run_dir / "checkpoints")
-    if writer is not None:
-        writer[1].close()
+        watchdog.enter("8 tell all ranks")
+        mine = _tell(run, report, time.time() - start, saves, stop())
+        everyone: list[Any] = mesh.gather(mine)  # the one collective besides the step's own
+        check_alike(run.step, everyone)
+        watchdog.enter("8 remember")
+        notes.step(run.step, batch, report, everyone, state)
+        if report.skipped.size:  # others fill their places later on, on every rank alike
+            run.loader.quarantine(batch.plan, report.skipped.tolist())
+        _heed_guard(run, report, saves, notes)
+        if saves.after_step([told.save for told in everyone]):
+            notes.status("running", run.step, saves.uri)
+        reason = stop_asked(told.stop for told in everyone)
+    if run.step >= config.train.steps:
+        if config.checkpoint.every:
+            saves.now()
+        return None
+    return _stop(saves, reason)
 
 
-def _next_batch(run: Run, run_dir: Path) -> StepBatch:
+def _next_batch(run: Run, saves: Saves) -> StepBatch:
     """Return the next step; where there can be none, keep what was trained so far and say so.
 
     The data is used up, or a step does not fit: with more memory or smaller chunks it may go on.
@@ -207,64 +273,49 @@ def _next_batch(run: Run, run_dir: Path) -> StepBatch:
     try:
         return next(run.loader)
     except LoaderError as error:
-        if isinstance(error.__cause__, DataUsedUp | TooMuchMemory) and run.step:
+        if isinstance(error.__cause__, DataUsedUp | TooMuchMemory):
             # A function of config and step: all ranks are here, and saving is collective.
             log.warning("step %d: %s; saving a checkpoint", run.step, error.__cause__)
-            if not (run_dir / "checkpoints" / f"step_{run.step:08d}").exists():
-                run.save(run_dir / "checkpoints")
+            saves.now()
         raise
 
 
-def _quarantine(run: Run, plan: GlobalPlan, report: StepReport, file: Path) -> None:
-    """Fill the places of unusable samples from later on, and write down what was wrong with them.
-
-    In this step their loss did not count.
-    """
+def _tell(run: Run, report: StepReport, seconds: float, saves: Saves, stop: str | None) -> Told:
+    """Return what this rank tells of a step that took so long."""
     for bad in report.bad:
         log.warning("step %d: skipped a sample: %s", run.step, bad.reason)
-    run.loader.quarantine(plan, report.skipped.tolist())
-    found: list[Any] = run.mesh.gather([(b.sample, b.item, b.reason) for b in report.bad])
-    if run.mesh.rank == 0:
-        # Two stages that read the same row find the same fault.
-        entries = {entry for part in found for entry in part}
-        with file.open("a") as lines:
-            for sample, item, reason in sorted(entries, key=str):
-                index = run.loader.indices[plan.samples.source[sample]]
-                key = index.key_of(int(plan.samples.index[sample]))
-                line = {"step": run.step, "source": index.name, "key": key, "item": item}
-                lines.write(json.dumps(line | {"reason": reason}) + "\n")
+    first_stage, stats = run.mesh.is_first_stage, run.loader.stats
+    return Told(
+        record_of(report, seconds, stats, first_stage=first_stage, save=saves.seconds()),
+        report.update.verdict,
+        stop,
+        saves.progress(),
+        tuple((bad.sample, bad.item, bad.reason) for bad in report.bad),
+    )
 
 
-def _write_state_hashes(run: Run, file: Path) -> None:
-    """Write SHA-256 of everything the run remembers, so that two runs can be compared."""
-    model = checkpoint.hash_tensors(run.model.tensors(), run.mesh)
-    optimizer = checkpoint.hash_tensors(run.update.optimizer.state_dict(), run.mesh)
-    state = vars(run.run_state())
-    hashes = {
-        "step": run.step,
-        "model": checkpoint.digest(model),
-        "optimizer": checkpoint.digest(optimizer),
-        "loader": checkpoint.digest(state),
-        "tensors": len(model) + len(optimizer),
-        "per_tensor": model | optimizer,
-    }
-    if run.mesh.rank == 0:
-        file.write_text(json.dumps(hashes, indent=1) + "\n")
+def _heed_guard(run: Run, report: StepReport, saves: Saves, notes: Notes) -> None:
+    """End the run where the guard says so, on all ranks; a save under way is waited for."""
+    update = report.update
+    try:
+        run.update.guard.check(run.step, update.verdict, report.loss, update.grad_norm)
+    except AnomalyError:
+        try:
+            saves.finish()
+        except CheckpointError as error:
+            log.warning("the checkpoint under way is not complete: %s", error)
+        notes.status("running", run.step, saves.uri)  # who catches this adds that it failed
+        raise
 
 
-def _measure_efficiency(run: Run, file: Path) -> None:
-    """Time steps with media and the same rows with text tokens in their place, in turns.
+def _stop(saves: Saves, reason: str | None) -> str | None:
+    """Save what was trained, also in a run that saves nothing else; returns why it stopped.
 
-    The run is over and its state written down: these steps train on nonsense and are thrown away.
+    Where that fails, the checkpoint before it has to do: who stops the run will not wait.
     """
-    seconds: dict[str, list[float]] = {"multimodal": [], "text_only": []}
-    for _ in range(run.config.train.efficiency_pairs):
-        batch = next(run.loader)
-        for name, times in seconds.items():
-            run.mesh.barrier()
-            start = time.time()
-            run.train_step.run(batch, text_only=name == "text_only")
-            run.mesh.barrier()
-            times.append(time.time() - start)
-    if run.mesh.rank == 0:
-        file.write_text(json.dumps(seconds) + "\n")
+    try:
+        saves.now()
+    except (CheckpointError, RunLocked) as error:
+        log.warning("stopped without a checkpoint of the last step: %s", error)
+        return f"{reason}; its last step could not be saved: {error}"
+    return reason

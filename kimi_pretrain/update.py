@@ -1,8 +1,9 @@
 """Phase 7: one divisor, one norm over encoder and backbone, MuonClip, then QK-Clip.
 
 Gradients arrive as sums over the tokens of the global batch. They are divided here, once, by the
-global number of loss tokens, together with the clipping factor. A step whose norm is not finite
-changes nothing, neither encoder nor backbone, and is counted.
+global number of loss tokens, together with the clipping factor. A step that the guard does not let
+pass (`kimi_pretrain.guard`: not finite, or a spike) changes nothing, neither encoder nor backbone,
+and is counted.
 
 Two reductions over all ranks, read by the host at once: the gradient's sum of squares, and the
 largest attention logit of each layer and head.
@@ -21,6 +22,7 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.dep.encoder import DecoupledEncoder
 from kimi_pretrain.engine.backbone import Backbone
 from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.guard import Guard, Verdict
 from kimi_pretrain.model_shape import model_shape
 from kimi_pretrain.optim.distributed import DistributedMuonClip
 from kimi_pretrain.optim.groups import NamedTensor, replicas_of
@@ -36,13 +38,14 @@ class UpdateReport:
     Attributes:
         lr: learning rate of the schedule; a parameter group may scale it.
         grad_norm: global norm of the divided gradient, before clipping.
-        applied: False when the norm was not finite and nothing was changed.
+        applied: False when nothing was changed: see `verdict`.
         max_logits: largest softmax input of each layer over all tokens and heads, fp64 [layers];
             -inf where no document was seen.
         clipped_heads: heads that QK-Clip shrank, of the whole model.
         skipped_steps: steps of the run that were not applied, this one included.
         own: of the tensors whose update this rank makes; `report.together` of all ranks' makes the
             model's, which the line of metrics holds.
+        verdict: what the guard found.
     """
 
     lr: float
@@ -52,6 +55,7 @@ class UpdateReport:
     clipped_heads: int = 0
     skipped_steps: int = 0
     own: UpdateFigures = field(default_factory=UpdateFigures)
+    verdict: Verdict = Verdict()
 
     @property
     def max_logit(self) -> float:
@@ -86,11 +90,15 @@ class Update:
 
     Attributes:
         skipped_steps: of the run so far: steps done minus updates done.
+        guard: decides before each update.
+        before_change: called before the first tensor changes.
     """
 
     def __init__(self, config: Config, mesh: Mesh, encoder: DecoupledEncoder, backbone: Backbone):
         self.config, self.mesh, self.backbone = config, mesh, backbone
         self.skipped_steps = 0
+        self.guard = Guard(config.guard)
+        self.before_change: Callable[[], None] = lambda: None
         self.named = named_tensors(encoder, backbone)
         self.optimizer = DistributedMuonClip(
             self.named, mesh.groups, config.optim, model_shape(config)
@@ -130,20 +138,22 @@ class Update:
             found += [held[at].name for at in self.mesh.differing(group, norms)]
         return found
 
-    def run(self, loss_tokens: int) -> UpdateReport:
-        """Update all parameters from the summed gradients of a step.
+    def run(self, loss_tokens: int, loss: float) -> UpdateReport:
+        """Update all parameters from the summed gradients of a step, if the guard lets it pass.
 
         Args:
             loss_tokens: of the global batch: the one divisor.
+            loss: mean over them.
         """
         divisor = max(1, loss_tokens)
         squares, max_logits = self._norm_and_maxima()
         grad_norm = math.sqrt(squares) / divisor
         tokens = self.config.tokens_per_step()
         lr = learning_rate(self.optimizer.steps, self.config.optim, tokens)
-        applied = math.isfinite(grad_norm)
+        verdict = self.guard.judge(loss, grad_norm)
         clipped, own = 0, UpdateFigures()
-        if applied:
+        if verdict.applies:
+            self.before_change()
             limit = self.config.optim.max_grad_norm
             clip = 1.0 if limit is None else min(1.0, limit / max(grad_norm, 1e-30))
             report = self.optimizer.step(lr, clip / divisor)
@@ -155,11 +165,12 @@ class Update:
         return UpdateReport(
             lr,
             grad_norm,
-            applied,
+            verdict.applies,
             max_logits.amax(1).numpy(),
             clipped,
             self.skipped_steps,
             own,
+            verdict,
         )
 
     def _norm_and_maxima(self) -> tuple[float, Tensor]:

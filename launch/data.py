@@ -42,6 +42,9 @@ def ingest(
     prefix_keys: Annotated[
         bool, typer.Option("--prefix-keys", help="Put the input's name before each sample's key.")
     ] = False,
+    follow_links: Annotated[
+        bool, typer.Option("--follow-links", help="Links may lead out of an input's folder.")
+    ] = False,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -71,7 +74,8 @@ def ingest(
         _use_endpoint(endpoint)
         store = open_store(to)
         ranks = named_tokenizer(tokenizer, store, endpoint)
-        reader, pace = open_inputs(inputs, category, prefix_keys=prefix_keys), Pace()
+        options = {"prefix_keys": prefix_keys, "follow_links": follow_links}
+        reader, pace = open_inputs(inputs, category, **options), Pace()
         try:
             with shown(name, reader.total, pace) as show:
                 index = write_source(

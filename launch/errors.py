@@ -1,11 +1,23 @@
-"""Which errors are the user's to mend, and how they are shown: one line, no traceback."""
+"""Which errors are the user's to mend, and how they are shown: one line, no traceback.
 
+Exit codes of a training: 0 finished, or stopped in order (`status.json` says which); 2 the user's
+to mend, and a restart would come to it again; 75 no progress in time; any other a fault. After the
+last two a restart helps.
+"""
+
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
 
-EXIT_CODE = 2
+from kimi_pretrain.last_words import NO_PROGRESS, USERS_TO_MEND
+
+__all__ = ["EXIT_CODE", "NO_PROGRESS", "told_plainly", "user_message"]
+
+EXIT_CODE = USERS_TO_MEND
+# A full disk and a folder that may not be written are not faults of this program.
+STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def user_message(error: BaseException) -> str | None:
@@ -16,6 +28,8 @@ def user_message(error: BaseException) -> str | None:
     """
     if isinstance(error, ValueError | FileNotFoundError):
         return " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno in STORAGE and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     # Imported late: the store brings boto3, and the commonest errors need neither.
     from data_pipeline.index.manifest import IndexMismatch
     from data_pipeline.loader import LoaderError

@@ -223,7 +223,16 @@ def show(
     config: Annotated[
         str | None, typer.Option(help="Show rows as a run with this config gets them.")
     ] = None,
-    step: Annotated[int, typer.Option(min=0, help="Which step (with --config).")] = 0,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Which step (with --config); from 0 on.")
+    ] = None,
+    anomaly: Annotated[
+        Path | None,
+        typer.Option(
+            help="A run's anomalies.jsonl (with --config): its last step, or that of --step, "
+            "counted as in metrics.jsonl."
+        ),
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="How many rows of it.")] = 4,
     first_row: Annotated[int, typer.Option(min=0, help="From which row on.")] = 0,
     source: Annotated[str | None, typer.Option(help="Source (without --config).")] = None,
@@ -238,21 +247,26 @@ def show(
 
     With --config: the tokens of a step's rows, borders of documents, what is learnt, the pictures
     after augmentation and the regions drawn where the tokens say. Without: the documents and media
-    of a source.
+    of a source. With --anomaly: the rows of a step that a run skipped or stopped at, exactly as it
+    had them.
 
     \b
     kimi-pretrain data show --config tiny_cpu data.root=/data/corpus --step 100 --rows 2
+    kimi-pretrain data show --config runs/a/config.yaml --anomaly runs/a/anomalies.jsonl --rows 8
     kimi-pretrain data show s3://corpus --source photos --sample photos-0003 --out photo.html
     kimi-pretrain data show /data/corpus --source pages --first 20
     """
     with told_plainly():
         if config is not None:
-            from launch.show import show_rows
+            from launch.show import find_anomaly, show_rows
 
             if source or sample:
                 raise ValueError("--source and --sample show stored samples: leave out --config")
             chosen = range(first_row, first_row + rows)
-            _write(out, show_rows(config, tuple(arguments or ()), step, chosen))
+            found = find_anomaly(anomaly, step) if anomaly is not None else None
+            _write(out, show_rows(config, tuple(arguments or ()), step or 0, chosen, found))
+        elif anomaly is not None:
+            raise ValueError("--anomaly needs --config: that of the run, RUN_DIR/config.yaml")
         else:
             from launch.show import show_samples
 

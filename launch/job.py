@@ -8,6 +8,7 @@ import json
 from dataclasses import asdict, dataclass
 
 WORKER = "launch.worker"
+LATEST = "latest"
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,9 @@ class Job:
         config: path of a YAML file or name of a shipped preset.
         run_dir: the run folder, shared by all ranks.
         overrides: `section.key=value` strings.
-        resume: folder of a complete checkpoint, "latest" for the newest one of `run_dir` (from
-            scratch if there is none), or None.
+        resume: folder or URI of a complete checkpoint, "latest" for the newest one of the run
+            (from scratch if there is none), or None.
+        otherwise: checkpoint to go on from where "latest" finds none.
 
     """
 
@@ -27,6 +29,7 @@ class Job:
     run_dir: str
     overrides: tuple[str, ...] = ()
     resume: str | None = None
+    otherwise: str | None = None
 
     def argument(self) -> str:
         """Return the job as one line of JSON."""

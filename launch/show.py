@@ -3,6 +3,9 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,22 +17,52 @@ from data_pipeline.loader import Loader
 from data_pipeline.plan.planner import GlobalPlan
 from data_pipeline.store.open import Store, get_many
 from kimi_pretrain.config import load_config
+from kimi_pretrain.guard import sample_names
 from launch.pages.rows import Step, rows_page
 from launch.pages.samples import Sample, samples_page
 from launch.sources import find_sample, open_sources
 
 
-def show_rows(config: str, overrides: tuple[str, ...], step: int, rows: range) -> str:
+def find_anomaly(file: Path, step: int | None) -> dict[str, Any]:
+    """Return a line of a run's anomalies.jsonl.
+
+    Args:
+        file: of the run.
+        step: as in metrics.jsonl, counted from 1; None: the last one.
+
+    Raises:
+        ValueError: no line of this step, or no line at all.
+        FileNotFoundError: no such file.
+
+    """
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    if not lines:
+        raise ValueError(f"{file} is empty")
+    chosen = [line for line in lines if step in (None, line["step"])]
+    if not chosen:
+        steps = ", ".join(str(line["step"]) for line in lines)
+        raise ValueError(f"{file} has nothing of --step {step}; it has steps {steps}")
+    return chosen[-1]
+
+
+def show_rows(
+    config: str,
+    overrides: tuple[str, ...],
+    step: int,
+    rows: range,
+    anomaly: dict[str, Any] | None = None,
+) -> str:
     """Return the page of some rows of a step, read as a run of one process reads them.
 
     Args:
         config: YAML file or preset.
         overrides: `section.key=value`.
-        step: which step of a run from the start.
+        step: which step of a run from the start; nothing is taken to be in quarantine.
         rows: which rows of it; those beyond the last are left out.
+        anomaly: line of anomalies.jsonl: its step, as the run had it.
 
     Raises:
-        ValueError: the config cannot run, or the step has no such row.
+        ValueError: the config cannot run, the step has no such row, or is not that of the anomaly.
 
     """
     # One step is wanted: no other process, nothing fetched ahead, nothing left on the disk.
@@ -45,13 +78,38 @@ def show_rows(config: str, overrides: tuple[str, ...], step: int, rows: range) -
     indices = [read_index(store, name) for name in data.source_names]
     tokenizer = open_tokenizer(data, store)
     with Loader(data, store, indices, tokenizer, needs) as loader:
-        loader.load_state_dict(loader.planner.state_at(step))
+        if anomaly is None:
+            loader.load_state_dict(loader.planner.state_at(step))
+        else:
+            loader.load_state_dict(anomaly["loader"])
         batch = next(loader)
+        if anomaly is not None:
+            _check_samples(loader, batch.plan, anomaly)
         request = resolve(loader.planner, batch.plan, needs(batch.plan))
         found = Step(
             batch, request, _documents(store, batch.bad, request), loader.indices, tokenizer
         )
-    return rows_page(found, f"Step {step}, rows {rows.start} to {rows.stop - 1}")
+    title = f"Step {step}" if anomaly is None else _title(anomaly)
+    return rows_page(found, f"{title}, rows {rows.start} to {rows.stop - 1}")
+
+
+def _check_samples(loader: Loader, plan: GlobalPlan, anomaly: dict[str, Any]) -> None:
+    """Refuse to show other samples than those that the run had written down."""
+    pairs = zip_longest(sample_names(plan, loader.indices), anomaly["samples"])
+    for place, (found, wanted) in enumerate(pairs):
+        if found != wanted:
+            raise ValueError(
+                f"step {anomaly['step']}: sample {place} of the batch was {wanted}, with this "
+                f"configuration it is {found}; give the run's own config.yaml"
+            )
+
+
+def _title(anomaly: dict[str, Any]) -> str:
+    loss, norm = anomaly["loss"], anomaly["grad_norm"]
+    return (
+        f"Step {anomaly['step']} of metrics.jsonl: {anomaly['kind']}, loss {loss}, gradient norm "
+        f"{norm} (null: not finite), {anomaly['action']}"
+    )
 
 
 def _documents(store: Store, bad: Sequence, request: StepRequest) -> dict[int, dict]:

@@ -1,23 +1,33 @@
-r"""Writes the sbatch script of a training job: one rank per srun task.
+r"""Writes the sbatch script of a training job: one rank per srun task; docs/SLURM.md shows one.
 
 Pure text. Rank by task, not torchrun per node: a signal sent to a torchrun step ends torchrun
-itself, while a task is the training process. What the script relies on:
+itself, while a task is the training process (`launch.slurm_rank`). What the script relies on:
 
-- `SLURM_PROCID`, `SLURM_LOCALID`, `SLURM_NTASKS` become RANK, LOCAL_RANK, WORLD_SIZE.
-- Rank 0 may stand on any node, so a first, short step asks where it is; the port follows from the
-  job's number and its restart count, so a requeued job never meets the ranks of its past.
-- A while before the time limit SLURM sends USR1 to the script, which puts the job back into the
-  queue; it goes on from the newest complete checkpoint (`--resume latest`).
+- Rank 0 may stand on any node, so a first, short step asks where it is and which port nobody
+  listens on there; a requeued job asks again, so it never meets the ranks of its past.
+- A while before the time limit, and when SLURM wants the nodes for others, USR1 comes to the script
+  alone ("B:"). It passes the signal to srun, which passes it to every rank; they finish the step,
+  save and exit 0; then the script puts the job back into the queue.
+- TERM (`scancel`, pre-emption without the signal) reaches the ranks from SLURM itself. Whoever sent
+  it decides what becomes of the job, so the script only waits.
+- srun returns the largest exit code, and that of a rank which it killed is larger than what the
+  first one had to say: whether a restart can help stands in `logs/error_rank_N.txt`.
+- A lost node: SLURM kills the job and puts it back itself (--requeue).
 """
 
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launch.job import WORKER, Job
 
-# SLURM may send the signal up to a minute early and checks its timers every half minute.
+# The signal may come this much early: SLURM looks at its timers once a minute.
+EARLY_SECONDS = 60
+RESEND_SECONDS = 3
+REQUEUE_TRIES = 6
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
+# Stands for an array element's seed until the job runs.
+SEED = "@SEED@"
 
 
 @dataclass(frozen=True)
@@ -32,13 +42,19 @@ class SlurmOptions:
         name: of the job.
         time: limit, "days-hours:minutes:seconds".
         partition, account: as the cluster calls them.
-        signal_seconds: how long before the time limit the job is put back into the queue.
-        requeue: put the job back after the limit and after a node failure.
+        save_seconds: what a step and a save take at most; the signal comes so much before the
+            limit, and a minute more, which it may come early.
+        requeue: put the job back after the limit, pre-emption and failures.
+        max_restarts: failures in a row, none a step further than the one before, that are tried
+            again; pre-emption and lost nodes do not count.
+        after: jobs that must have finished well before; where one has not, this one is cancelled.
+        seeds: one element of an array for each, with a run folder of its own; none for no array.
         modules: `module load` names.
         setup: shell lines run before training, for example to activate an environment.
         container: image for `srun --container-image` (pyxis and enroot).
-        mounts: "outside:inside" folders for the container.
+        mounts: "outside:inside" folders for the container; the run folder is added.
         python: interpreter that has this package, inside the container if there is one.
+        directives: further options of sbatch, as "key=value" or "key".
 
     """
 
@@ -50,19 +66,25 @@ class SlurmOptions:
     time: str = "1-00:00:00"
     partition: str | None = None
     account: str | None = None
-    signal_seconds: int = 300
+    save_seconds: int = 240
     requeue: bool = True
+    max_restarts: int = 3
+    after: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = ()
     modules: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     container: str | None = None
     mounts: tuple[str, ...] = ()
     python: str = "python3"
+    directives: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        counts = ("nodes", "tasks_per_node", "cpus_per_task", "signal_seconds")
+        counts = ("nodes", "tasks_per_node", "cpus_per_task", "save_seconds")
         for field in counts:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts is {self.max_restarts}; it must be 0 or more")
         if self.gpus_per_node not in (0, self.tasks_per_node):
             raise ValueError(
                 f"gpus_per_node is {self.gpus_per_node} with {self.tasks_per_node} tasks per node; "
@@ -70,27 +92,96 @@ class SlurmOptions:
             )
         if not re.fullmatch(r"[\w.-]+", self.name):
             raise ValueError(f"job name {self.name!r}: use letters, digits, '.', '_' and '-'")
+        for field in ("partition", "account"):
+            if (value := getattr(self, field)) and not re.fullmatch(r"\S+", value):
+                raise ValueError(f"{field} {value!r}: a name without spaces is expected")
+        for text in self.directives:
+            if not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", text):
+                raise ValueError(f"--sbatch {text!r}: expected KEY or KEY=VALUE, without dashes")
+        self._check_time()
+
+    @property
+    def signal_seconds(self) -> int:
+        """How long before the limit SLURM is asked for the signal."""
+        return self.save_seconds + EARLY_SECONDS
+
+    def _check_time(self) -> None:
+        limit = limit_seconds(self.time)
+        if limit is not None and limit <= self.signal_seconds + EARLY_SECONDS:
+            raise ValueError(
+                f"--time {self.time} is {limit} s, but the job is told to stop up to "
+                f"{self.signal_seconds + EARLY_SECONDS} s before (--save-seconds "
+                f"{self.save_seconds} for a step and a save, and {2 * EARLY_SECONDS} s because "
+                "SLURM's clock is coarse): nothing would be trained; give more time, or less for "
+                "the save"
+            )
 
 
-def script(job: Job, options: SlurmOptions) -> str:
-    """Return the whole text of the sbatch script."""
-    parts = ["#!/bin/bash", *directives(job, options), "set -euo pipefail", ""]
+def limit_seconds(text: str) -> int | None:
+    """Return a time limit as sbatch reads it, in seconds; None for no limit.
+
+    "minutes", "minutes:seconds", "hours:minutes:seconds", "days-hours", "days-hours:minutes",
+    "days-hours:minutes:seconds" (man sbatch).
+
+    Raises:
+        ValueError: it is none of these.
+
+    """
+    if text.lower() in ("infinite", "unlimited"):
+        return None
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise ValueError(
+            f'--time {text!r}: expected days-hours:minutes:seconds, such as "1-12:00:00", '
+            'or minutes, such as "90"'
+        )
+    days, *rest = match.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is None:  # the first of one or two is minutes, of three hours
+        numbers = numbers if len(numbers) == 3 else [0, *numbers]
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def element(job: Job, place: str | None) -> Job:
+    """Return what an element of an array of seeds runs: its own seed, run folder and place."""
+    overrides = [*job.overrides, f"train.seed={SEED}"]
+    if place is not None:
+        overrides.append(f"checkpoint.place={place.rstrip('/')}/seed_{SEED}")
+    folder = f"{job.run_dir}/seed_{SEED}"
+    return replace(job, run_dir=folder, overrides=tuple(overrides))
+
+
+def script(job: Job, options: SlurmOptions, place: str | None = None) -> str:
+    """Return the whole text of the sbatch script.
+
+    Args:
+        job: what to train; with seeds, `run_dir` is the folder of all of them.
+        options: of the cluster.
+        place: of the checkpoints, where it is not the run folder's; needed with seeds only.
+
+    """
+    if options.seeds:
+        job = element(job, place)
+    parts = ["#!/bin/bash", *directives(job, options)]
+    # Not -u yet: what others wrote for modules and environments often reads unset variables.
+    parts += ["set -eo pipefail", *SIGNALS]
     parts += [f"module load {shlex.quote(name)}" for name in options.modules]
-    parts += options.setup
-    parts += rendezvous()
-    parts += [
-        f"export OMP_NUM_THREADS={options.cpus_per_task}",
-        # Since SLURM 22.05 srun does not take this over from sbatch.
-        f"export SRUN_CPUS_PER_TASK={options.cpus_per_task}",
-        "",
-    ]
-    parts += requeue_trap() if options.requeue else []
-    parts += steps(job, options)
+    parts += [*options.setup, "set -u", ""]
+    parts += what(job, options) + rendezvous() + steps(job, options)
+    parts += ending(options)
     return "\n".join(parts) + "\n"
+
+
+def log_file(run_dir: str, options: SlurmOptions) -> str:
+    """Return where SLURM writes the job's output, with its own signs for job (%) and element."""
+    number = "%A" if options.seeds else "%j"
+    return f"{run_dir.replace(SEED, '%a')}/slurm-{number}.out"
 
 
 def directives(job: Job, options: SlurmOptions) -> list[str]:
     """Return the #SBATCH lines."""
+    after = ":".join(map(str, options.after))
     lines = {
         "job-name": options.name,
         "nodes": options.nodes,
@@ -100,63 +191,159 @@ def directives(job: Job, options: SlurmOptions) -> list[str]:
         "time": options.time,
         "partition": options.partition,
         "account": options.account,
+        "array": ",".join(map(str, options.seeds)) or None,
+        "dependency": f"afterok:{after}" if after else None,
+        # Otherwise a job whose predecessor failed waits for ever.
+        "kill-on-invalid-dep": "yes" if after else None,
         # The folder must exist when sbatch runs: SLURM fails the job without a word otherwise.
-        "output": f"{job.run_dir}/slurm-%j.out",
+        "output": log_file(job.run_dir, options),
         "open-mode": "append",
-    }
-    text = [f"#SBATCH --{key}={value}" for key, value in lines.items() if value is not None]
-    if options.requeue:
         # "B:" sends the signal to this script only, not to the ranks.
-        text += ["#SBATCH --requeue", f"#SBATCH --signal=B:USR1@{options.signal_seconds}"]
-    else:
-        text += ["#SBATCH --no-requeue"]
-    return text
+        "signal": f"B:USR1@{options.signal_seconds}",
+    }
+    text = [f"--{key}={value}" for key, value in lines.items() if value is not None]
+    text.append("--requeue" if options.requeue else "--no-requeue")
+    return [f"#SBATCH {line}" for line in (*text, *(f"--{line}" for line in options.directives))]
 
 
-def rendezvous() -> list[str]:
-    """Return the lines that set where the ranks meet."""
+def what(job: Job, options: SlurmOptions) -> list[str]:
+    """Return the lines that say what is trained, and how the script speaks."""
+    lines = [f"run_dir={shlex.quote(job.run_dir)}", f"job={shlex.quote(job.argument())}"]
+    if options.seeds:
+        lines += [
+            "# An element of the array: its number is its seed.",
+            f"run_dir=${{run_dir//{SEED}/$SLURM_ARRAY_TASK_ID}}",
+            f"job=${{job//{SEED}/$SLURM_ARRAY_TASK_ID}}",
+        ]
     return [
-        "# Where rank 0 stands, asked with the same distribution of tasks as training has.",
-        "MASTER_ADDR=$(srun bash -c 'if [ \"$SLURM_PROCID\" -eq 0 ]; then hostname; fi')",
-        "restart=${SLURM_RESTART_COUNT:-0}",
-        f"MASTER_PORT=$(({FIRST_PORT} + (SLURM_JOB_ID + 101 * restart) % {NUM_PORTS}))",
-        "export MASTER_ADDR MASTER_PORT",
+        *lines,
+        'mkdir -p "$run_dir/logs"',
+        'rm -f "$run_dir"/logs/error_rank_*.txt',
+        'say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST"',
+        f"export OMP_NUM_THREADS={options.cpus_per_task}",
+        # Since SLURM 22.05 srun does not take this over from sbatch.
+        f"export SRUN_CPUS_PER_TASK={options.cpus_per_task}",
+        "",
     ]
 
 
-def requeue_trap() -> list[str]:
-    """Return the lines that put the job back into the queue when its time is nearly over."""
+SIGNALS = [
+    'say() { echo "[$(date +%T)] job $SLURM_JOB_ID: $*" >&2; }',
+    "",
+    "# The first signal says why the job stops. USR1 goes on to the ranks through srun; TERM they",
+    "# have from SLURM.",
+    "told= step=",
+    "hear() {",
+    "  told=${told:-$1}",
+    '  say "got $1: the ranks finish their step, save and stop"',
+    "}",
+    "trap 'hear USR1' USR1",
+    "trap 'hear TERM' TERM",
+    "",
+]
+
+
+def rendezvous() -> list[str]:
+    """Return the lines that find out where the ranks meet."""
     return [
-        "requeue() {",
-        '  echo "time limit near: job $SLURM_JOB_ID goes back into the queue" >&2',
-        # A refusal must not end the script: training is still alive.
-        '  scontrol requeue "$SLURM_JOB_ID" || echo "requeue was refused" >&2',
-        "}",
-        "trap requeue USR1",
+        "# Where rank 0 stands, and a port that nobody listens on there; asked with the same",
+        "# distribution of tasks as training has.",
+        f"export FIRST_PORT=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))",
+        "read -r MASTER_ADDR MASTER_PORT < <(srun --overlap bash -c '",
+        '  [ "$SLURM_PROCID" -eq 0 ] || exit 0',
+        "  port=$FIRST_PORT",
+        "  while (exec 3<>/dev/tcp/127.0.0.1/$port) 2>/dev/null; do port=$((port + 1)); done",
+        '  echo "$(hostname) $port"\') || true',
+        "export MASTER_ADDR MASTER_PORT",
         "",
     ]
 
 
 def steps(job: Job, options: SlurmOptions) -> list[str]:
-    """Return the lines that run one rank in each task and pass its exit code on."""
+    """Return the lines that run one rank in each task, and wait for all of them."""
     container = []
     if options.container:
         container = [f"--container-image={options.container}"]
-    if options.mounts:
-        container += ["--container-mounts=" + ",".join(options.mounts)]
+        inside = [mount.split(":")[1 if ":" in mount else 0] for mount in options.mounts]
+        mounts = list(options.mounts)
+        folder = job.run_dir.replace(f"/seed_{SEED}", "")
+        if not any(f"{folder}/".startswith(f"{path.rstrip('/')}/") for path in inside):
+            mounts.append(f"{folder}:{folder}")
+        container += ["--container-mounts=" + ",".join(mounts)]
     srun = shlex.join(["srun", "--kill-on-bad-exit=1", *container])
     rank = (
         "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
         f'LOCAL_WORLD_SIZE={options.tasks_per_node}; exec "$@"'
     )
-    training = shlex.join([options.python, "-m", WORKER, job.argument()])
     return [
-        "# In the background: bash runs a trap only between commands, and `wait` lets it in.",
-        f"{srun} bash -c {shlex.quote(rank)} rank \\",
-        f"  {training} &",
-        "step=$!",
-        'wait "$step" && code=0 || code=$?',
-        "# A caught signal ends `wait` early, with a code above 128, while the ranks still run.",
-        'while kill -0 "$step" 2>/dev/null; do wait "$step" && code=0 || code=$?; done',
-        'exit "$code"',
+        "code=1",
+        'if [ -n "$MASTER_ADDR" ] && [ -z "$told" ]; then',
+        "  # In the background: bash runs a trap only between commands, and `wait` lets it in.",
+        f"  {srun} bash -c {shlex.quote(rank)} rank \\",
+        f'    {shlex.quote(options.python)} -m {WORKER} "$job" &',
+        "  step=$!",
+        "  # A trap ends `wait` early, while the ranks still run.",
+        '  while [ "$told" != USR1 ] && kill -0 "$step" 2>/dev/null; do wait "$step" || true; done',
+        "  # Again and again: srun may not have been ready, and to the ranks it means the same.",
+        f'  while kill -USR1 "$step" 2>/dev/null; do sleep {RESEND_SECONDS}; done',
+        "  # Bash remembers the exit code.",
+        '  wait "$step" && code=0 || code=$?',
+        "fi",
+        "",
+    ]
+
+
+def ending(options: SlurmOptions) -> list[str]:
+    """Return the lines that decide what becomes of the job: done, again, or given up."""
+    again = [
+        '  say "$1: back into the queue"',
+        "  # The controller may be away for a moment. And where a node's daemon died, this script",
+        "  # may have outlived its job's next start.",
+        f"  for try in {{1..{REQUEUE_TRIES}}}; do",
+        '    case "$(scontrol -o show job "$SLURM_JOB_ID")" in',
+        '      *" Restarts=${SLURM_RESTART_COUNT:-0} "*)',
+        '        if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi ;;',
+        '      *" Restarts="*) say "a later start goes on already"; exit 1 ;;',
+        "    esac",
+        "    sleep 20",
+        "  done",
+        '  say "the requeue was refused"',
+        "  exit 1",
+    ]
+    if not options.requeue:
+        again = ['  say "$1: not requeued (--no-requeue)"', "  exit 1"]
+    return [
+        "again() {",
+        *again,
+        "}",
+        'stands() { grep -qs "$1" "$run_dir/status.json"; }',
+        'if [ "$code" -eq 0 ] && stands \'"state": "finished"\'; then say "finished"; exit 0; fi',
+        'no_use() { grep -qsx "exit code 2" "$run_dir"/logs/error_rank_*.txt; }',
+        'if [ "$code" -eq 2 ] || no_use; then',
+        '  say "stopped by something that a restart does not mend: see above"',
+        "  exit 2",
+        "fi",
+        "# The ranks may have been told without this script.",
+        'if [ "$code" -eq 0 ] && stands SIGUSR1; then told=${told:-USR1}; fi',
+        'if [ "$code" -eq 0 ] && stands SIGTERM; then told=${told:-TERM}; fi',
+        "# Not 0: what waits for this job must not start on half a training.",
+        'if [ "$told" = TERM ]; then say "ended by request, before the last step"; exit 143; fi',
+        'if [ "$told" = USR1 ]; then again "told to make room"; fi',
+        'why="failed (exit code $code)"',
+        'if [ "$code" -eq 0 ]; then why="the ranks stopped in order" code=1; fi',
+        "",
+        "# Tried again while it gets further than the time before, else so many times.",
+        'notes="$run_dir/logs/failures-$SLURM_JOB_ID"',
+        "failures=0 furthest=-1",
+        'if [ -f "$notes" ]; then read -r failures furthest <"$notes"; fi',
+        'step=$(tail -n 1 "$run_dir/metrics.jsonl" 2>/dev/null |',
+        "  grep -o '\"step\": *[0-9]*' | head -n 1 | grep -o '[0-9]*$' || echo 0)",
+        'if [ "$step" -gt "$furthest" ]; then failures=0 furthest=$step; fi',
+        "failures=$((failures + 1))",
+        'echo "$failures $furthest" >"$notes"',
+        f'if [ "$failures" -gt {options.max_restarts} ]; then',
+        f'  say "$why after step $step, and {options.max_restarts} restarts got no further"',
+        '  exit "$code"',
+        "fi",
+        f'again "$why after step $step, restart $failures of {options.max_restarts}"',
     ]

@@ -2,24 +2,40 @@
 
 torchrun puts every worker into a session of its own, so a signal to a process group does not reach
 them: what is still there at the end is found as descendants and killed.
+
+Of a training (`in_order`) Ctrl-C, TERM and USR1 are passed on to the ranks as USR1, past torchrun,
+which would kill those that are still saving after a while: they save, end with 0, and torchrun with
+them. USR1 is held back in what is started here until a rank has its handler, so that a signal that
+comes too early waits for it. A second Ctrl-C ends everything at once.
 """
 
+import ctypes
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 import psutil
 
-from launch.worker import error_file
+from kimi_pretrain.last_words import USERS_TO_MEND, LastWord, first_word
+from launch.preempt import PR_SET_PDEATHSIG
 
-# torchrun itself gives its workers 30 seconds to end.
 GRACE_SECONDS = 40.0
+# Ranks that go on after one has told why it ends: what they wait for will never come.
+LINGER_SECONDS = 10.0
+POLL_SECONDS = 0.2
+LOOK_SECONDS = 2.0  # looking for processes costs milliseconds
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def run(command: Sequence[str], env: Mapping[str, str], run_dir: Path) -> tuple[int, str | None]:
+def run(
+    command: Sequence[str], env: Mapping[str, str], run_dir: Path, *, in_order: bool = False
+) -> tuple[int, str | None]:
     """Run torchrun until it ends, passing its output on.
 
     Once a rank has left an error in the run folder, what else reaches stderr (torchrun's report,
@@ -29,50 +45,43 @@ def run(command: Sequence[str], env: Mapping[str, str], run_dir: Path) -> tuple[
         command: from `launch.torchrun.command`.
         env: the whole environment of the processes.
         run_dir: the run folder.
+        in_order: the ranks take USR1 as a wish to save and end.
 
     Returns:
-        Exit code, and the line of the rank that failed first if that was the user's to mend.
+        Exit code, and the line of the rank that failed first, if it left one; then the code is that
+        rank's.
 
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     for old in logs.glob("error_rank_*.txt"):
         old.unlink()
-    with (logs / "torchrun.log").open("w") as log:
-        # A session of its own: Ctrl-C reaches only us, and we end it in order.
-        process = subprocess.Popen(
-            command, env=dict(env), stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+    with (logs / "torchrun.log").open("w") as log, _passed_on(in_order) as asked:
+        process = _start(command, env)
         assert process.stderr is not None
         hush = threading.Event()
-        relay = threading.Thread(target=_relay, args=(process.stderr, log, logs, hush), daemon=True)
+        relay = threading.Thread(
+            target=_relay, args=(process.stderr, log, run_dir, hush), daemon=True
+        )
         relay.start()
         try:
-            code = process.wait()
+            code = _watch(process, run_dir, asked)
         except BaseException:
             # Whoever interrupts us knows why: torchrun's traceback of it would only be noise.
             hush.set()
+            if in_order:  # the second time: nothing is waited for
+                _kill(_family(process.pid))
             raise
         finally:
             stop(process)
             relay.join(timeout=5)
-    return code, first_error(logs)
-
-
-def first_error(logs: Path) -> str | None:
-    """Return the line of the rank that failed first, or None."""
-    files = sorted(logs.glob(error_file(Path(), 0).name.replace("0", "*")))
-    if not files:
-        return None
-    return min(files, key=lambda f: f.stat().st_mtime_ns).read_text().strip()
+    word = first_word(run_dir) if code else None
+    return (code, None) if word is None else (word.code, word.message)
 
 
 def stop(process: subprocess.Popen) -> None:
     """End a process and all its descendants: by request first, by force after a while."""
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
+    family = _family(process.pid)
     if process.poll() is None:
         process.terminate()
         try:
@@ -80,15 +89,140 @@ def stop(process: subprocess.Popen) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for member in family:
-        if member.is_running():
-            member.kill()
-    psutil.wait_procs(family, timeout=5)
+    _kill(family)
 
 
-def _relay(lines: IO[str], log: IO[str], logs: Path, hush: threading.Event) -> None:
+def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen:
+    """Start torchrun, in a session of its own: Ctrl-C reaches only us, and we end it in order.
+
+    If this process is killed, the kernel kills torchrun, and its ranks save and end
+    (`launch.preempt.follow_torchrun`).
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    prctl = ctypes.CDLL(None).prctl
+    try:
+        return subprocess.Popen(
+            command,
+            env=dict(env),
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL)),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Asked:
+    """Whether a signal wanted the training to end."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+
+    def note(self, number: int, frame: object) -> None:
+        """Take a signal; the second Ctrl-C is not to be waited for."""
+        if self.name is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name
+
+
+@contextmanager
+def _passed_on(in_order: bool) -> Iterator[_Asked]:
+    """Note signals in place of dying of them, where the ranks know what to do."""
+    asked = _Asked()
+    if not in_order or threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {n: signal.getsignal(n) for n in PASSED_ON}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # nohup, or a shell's background job
+                signal.signal(number, asked.note)
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(process: subprocess.Popen, run_dir: Path, asked: _Asked) -> int:
+    """Wait until torchrun ends; returns its exit code."""
+    told: set[int] = set()
+    word: LastWord | None = None
+    since, doomed = 0.0, list[psutil.Process]()
+    known, looked = list[psutil.Process](), 0.0
+    while True:
+        try:
+            code = process.wait(POLL_SECONDS)
+            _end_orphans(known, code)
+            return code
+        except subprocess.TimeoutExpired:
+            pass
+        if time.monotonic() - looked > LOOK_SECONDS:
+            known, looked = _ranks(process), time.monotonic()
+        if asked.name is not None:
+            _ask_to_save(process, told, asked.name)
+        before, word = word, first_word(run_dir)
+        if word is None:
+            continue
+        if word != before:
+            since, doomed = time.monotonic(), _ranks(process)
+        waited = time.monotonic() - since
+        if word.code == USERS_TO_MEND and waited > LINGER_SECONDS / 5:
+            process.terminate()  # not worth the restarts that torchrun may have left
+            _kill(_ranks(process))
+        elif waited > LINGER_SECONDS:
+            # They are stopped, or in a collective. torchrun would kill them after 30 s.
+            _kill(doomed)
+
+
+def _end_orphans(ranks: Sequence[psutil.Process], code: int) -> None:
+    """Wait for the ranks of a torchrun that was killed, which save then, and end what is left."""
+    if code < 0:
+        psutil.wait_procs(ranks, timeout=GRACE_SECONDS)
+    _kill(ranks)
+
+
+def _ask_to_save(process: subprocess.Popen, told: set[int], name: str) -> None:
+    """Send USR1 to the ranks of this machine that have not got it yet."""
+    for rank in _ranks(process):
+        if rank.pid not in told:
+            if not told:
+                print(f"{name}: saving, then ending", file=sys.stderr, flush=True)
+            told.add(rank.pid)
+            try:
+                rank.send_signal(signal.SIGUSR1)
+            except psutil.NoSuchProcess:
+                continue
+
+
+def _ranks(process: subprocess.Popen) -> list[psutil.Process]:
+    """Return the ranks that torchrun has started: its children."""
+    try:
+        return psutil.Process(process.pid).children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill(members: Sequence[psutil.Process]) -> None:
+    for member in members:
+        try:
+            if member.is_running():
+                member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(members, timeout=5)
+
+
+def _relay(lines: IO[str], log: IO[str], run_dir: Path, hush: threading.Event) -> None:
     for line in lines:
         log.write(line)
         log.flush()
-        if not hush.is_set() and not any(logs.glob("error_rank_*.txt")):
+        if not hush.is_set() and first_word(run_dir) is None:
             sys.stderr.write(line)

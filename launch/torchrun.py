@@ -48,10 +48,28 @@ def spread(world_size: int, num_nodes: int, rendezvous: str | None) -> Nodes:
     return Nodes(world_size // num_nodes, num_nodes, rendezvous)
 
 
+# That torchrun leaves its processes to end when it is asked to end itself: time for a save. (When
+# one of them has failed it waits for the others for 30 seconds, whatever is said here.)
+SHUTDOWN_SECONDS = 600
+
+
 def command(
-    job: Job, nodes: Nodes, python: str = sys.executable, worker: str = WORKER
+    job: Job,
+    nodes: Nodes,
+    python: str = sys.executable,
+    worker: str = WORKER,
+    max_restarts: int = 0,
 ) -> list[str]:
-    """Return the command that starts this node's processes; the same on every node."""
+    """Return the command that starts this node's processes; the same on every node.
+
+    Args:
+        job: what each process is told.
+        nodes: how they are spread.
+        python: interpreter.
+        worker: module that each process runs.
+        max_restarts: how often all processes are started again after one has failed.
+
+    """
     meeting = ["--rdzv-backend=c10d", f"--rdzv-id={nodes.name}"]
     if nodes.count == 1:
         # Port 0: the system picks a free one, so that several runs fit on one machine.
@@ -65,8 +83,8 @@ def command(
         f"--nnodes={nodes.count}",
         f"--nproc-per-node={nodes.processes}",
         *meeting,
-        # A failed rank ends the job; going on from a checkpoint is a new job.
-        "--max-restarts=0",
+        f"--max-restarts={max_restarts}",
+        f"--shutdown-timeout={SHUTDOWN_SECONDS}",
         "--module",
         worker,
         job.argument(),
@@ -75,6 +93,9 @@ def command(
 
 def environment(base: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
     """Return the environment for the processes of one node.
+
+    Store: every start of the processes meets in a new one. torchrun would give them its own, in
+    which the addresses of the processes before a restart still stand, and those no one answers.
 
     Threads: each process gets its part of the cores. With torch's own default every process would
     start one thread per core and they would fight. A value set by the user stays.
@@ -85,4 +106,5 @@ def environment(base: Mapping[str, str], processes: int, cores: int) -> dict[str
         cores: that this node offers.
 
     """
-    return {"OMP_NUM_THREADS": str(max(1, cores // processes)), **base}
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return {"OMP_NUM_THREADS": str(max(1, cores // processes)), **base, **own}

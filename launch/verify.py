@@ -5,19 +5,16 @@ the Decoupled Encoder Process, and one process with the encoder inside the graph
 """
 
 import json
-import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launch import verify_jobs
 from launch.errors import told_plainly
 from launch.options import ConfigOption, JsonOption, Overrides
+from launch.verify_resume import resume
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
@@ -25,12 +22,7 @@ if TYPE_CHECKING:
 
 verify = typer.Typer(help="Prove that a configuration trains right.", no_args_is_help=True)
 
-# Processes on a machine without GPUs: more than this for each core take longer than they are worth.
-PROCESSES_PER_CORE = 4
-
-
-class JobStopped(ValueError):
-    """One of the two jobs did not come to its end; the message says which."""
+verify.command()(resume)
 
 
 @verify.callback()
@@ -172,18 +164,16 @@ def verify_dep(
         ValueError: the configuration cannot run here, or the step has no media to verify.
         JobStopped: a job failed.
     """
-    from kimi_pretrain.config import describe, load_config
+    from kimi_pretrain.config import describe
     from kimi_pretrain.verify import jobs
     from kimi_pretrain.verify.compare import tolerance_for
 
-    refuse_ranks()
-    config, changes = load_config(config_path, overrides), []
-    if shrink:
-        config, changes = _shrunk(config, processes)
+    verify_jobs.refuse_ranks()
+    config, changes = verify_jobs.load(config_path, overrides, shrink=shrink, processes=processes)
     config = jobs.decoupled(config)
-    check_machine(config)
+    verify_jobs.check_machine(config)
     tolerance = tolerance_for(config.train.dtype, config.dep.exchange_dtype, steps)
-    with _folder(keep) as folder:
+    with verify_jobs.working_folder(keep) as folder:
         for line in describe(config).splitlines():
             tell(line)
         seconds = {
@@ -239,90 +229,14 @@ def compare_jobs(folder: Path, tolerance: "Tolerance", faults: Sequence[str]) ->
     }
 
 
-def refuse_ranks() -> None:
-    """Refuse to be one of several processes.
-
-    Raises:
-        ValueError: torchrun started this process.
-    """
-    if "RANK" in os.environ or "LOCAL_RANK" in os.environ:
-        raise ValueError(
-            "verify starts its own processes: run it once, not under torchrun (RANK is set)"
-        )
-
-
-def check_machine(config: "Config") -> None:
-    """Refuse a layout whose processes this machine cannot hold.
-
-    Raises:
-        ValueError: with what to do.
-    """
-    import torch
-
-    wanted, gpus = config.layout.world_size(), torch.cuda.device_count()
-    cores = len(os.sched_getaffinity(0))
-    room = gpus or PROCESSES_PER_CORE * cores
-    if wanted > room:
-        held = f"{gpus} GPUs, one for each" if gpus else f"no GPU and {cores} cores"
-        raise ValueError(
-            f"the layout has {wanted} processes, this machine has {held}; verify a small copy "
-            f"with --shrink --processes {min(4, room)}"
-            + (", or hide the GPUs with CUDA_VISIBLE_DEVICES=" if gpus else "")
-        )
-
-
-def _shrunk(config: "Config", processes: int) -> tuple["Config", Sequence[Any]]:
-    from data_pipeline.access import open_data, open_tokenizer
-    from kimi_pretrain.verify.shrink import shrink
-
-    small = shrink(config, processes).config  # whose cache and limits fit this machine
-    tokenizer = open_tokenizer(small.data, open_data(small.data))
-    found = shrink(config, processes, tokenizer.vocab_size)
-    return found.config, found.changes
-
-
-@contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    """Give a folder for both jobs, which goes again unless it is to be kept."""
-    if keep is None:
-        with TemporaryDirectory(prefix="kimi-pretrain-verify-") as folder:
-            yield Path(folder)
-        return
-    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise ValueError(f"--keep {keep} is not empty; give a new folder")
-    keep.mkdir(parents=True, exist_ok=True)
-    yield keep.resolve()
-
-
 def _run(
-    config: "Config",
-    folder: Path,
-    steps: int,
-    faults: tuple[str, ...],
-    tell: Callable[[str], None],
+    config: "Config", folder: Path, steps: int, faults: tuple[str, ...], tell: Callable[[str], None]
 ) -> float:
-    """Run one job to its end; returns its seconds."""
-    from kimi_pretrain.config import dump_config
-    from launch import supervise, torchrun
+    """Run one of the two jobs to its end; returns its seconds."""
     from launch.verify_worker import WORKER, VerifyJob
 
-    folder.mkdir()
-    file = folder / "config.yaml"
-    file.write_text(dump_config(config))
-    processes = config.layout.world_size()
-    tell(f"running {folder.name}: {processes} process{'es' if processes > 1 else ''} ...")
-    job = VerifyJob(str(file), str(folder), steps=steps, faults=faults)
-    command = torchrun.command(job, torchrun.Nodes(processes), worker=WORKER)
-    if processes == 1:
-        command = [sys.executable, "-m", WORKER, job.argument()]
-    env = torchrun.environment(os.environ, processes, len(os.sched_getaffinity(0)))
-    start = time.perf_counter()
-    code, message = supervise.run(command, env, folder)
-    if message:
-        raise JobStopped(f"{folder.name} job: {message}")
-    if code:
-        raise JobStopped(f"the {folder.name} job stopped with exit code {code}; see above why")
-    return time.perf_counter() - start
+    job = VerifyJob(str(folder / "config.yaml"), str(folder), steps=steps, faults=faults)
+    return verify_jobs.run(job, WORKER, config, folder.name, tell)
 
 
 def _verdict(comparison: "Comparison | str") -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """One process of a training job: `python -m launch.worker JSON`, started by torchrun or srun.
 
-Megatron-Core's checkpoint writer may start processes that import this module again, so nothing
-happens outside the guard at the end.
+The first thing it does is to take over the signals that ask a training to stop; torch is imported
+much later. Nothing happens outside the guard at the end, for who imports this to use a part of it.
 """
 
 import logging
@@ -10,94 +10,98 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from launch.errors import EXIT_CODE, user_message
-from launch.job import Job
-from launch.quiet import quiet_libraries
+from launch.preempt import StopSignal, follow_torchrun
 
+STOP = StopSignal()
+if __name__ == "__main__":  # before anything that takes time: until then a signal kills the process
+    STOP.install()
 
-def error_file(run_dir: Path, rank: int) -> Path:
-    """Return where a rank leaves the one line that tells why it stopped."""
-    return run_dir / "logs" / f"error_rank_{rank}.txt"
+from kimi_pretrain.last_words import LastWord, forget_word, leave_word  # noqa: E402
+from launch.errors import EXIT_CODE, user_message  # noqa: E402
+from launch.job import Job  # noqa: E402
+from launch.quiet import quiet_libraries  # noqa: E402
 
-
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run folder, or None."""
-    complete = complete_checkpoints(run_dir)
-    return complete[max(complete)] if complete else None
-
-
-def complete_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Return step -> folder of the checkpoints that have their final name and a manifest."""
-    return {
-        int(number): manifest.parent
-        for manifest in (run_dir / "checkpoints").glob("step_*/manifest.json")
-        if (number := manifest.parent.name.removeprefix("step_")).isdigit()
-    }
+if TYPE_CHECKING:
+    from kimi_pretrain.config import Config
 
 
-def resume_folder(job: Job) -> Path | None:
-    """Return the checkpoint that a job starts from, or None to start from scratch.
+def run_job(
+    job: Job, stop: StopSignal = STOP, prepare: Callable[[Any], None] | None = None
+) -> None:
+    """Train; the rank and the world come from the environment.
 
-    Raises:
-        FileNotFoundError: the named checkpoint does not exist or was never completed.
+    Args:
+        job: what to do.
+        stop: says whether this process was asked to end.
+        prepare: see `kimi_pretrain.train.train`.
 
     """
-    if job.resume is None:
-        return None
-    if job.resume == "latest":
-        return latest_checkpoint(Path(job.run_dir))
-    return complete_checkpoint(Path(job.resume))
-
-
-def complete_checkpoint(folder: Path) -> Path:
-    """Return `folder` if it is a complete checkpoint.
-
-    Raises:
-        FileNotFoundError: it does not exist or was never completed.
-
-    """
-    if not (folder / "manifest.json").is_file():
-        raise FileNotFoundError(
-            f"{folder} is not a complete checkpoint (no manifest.json inside); give a folder "
-            "such as runs/demo/checkpoints/step_00000110"
-        )
-    return folder
-
-
-def check_fresh(job: Job) -> None:
-    """Refuse to start from scratch in the folder of an earlier run.
-
-    Raises:
-        ValueError: a later resume would mix the two.
-
-    """
-    run_dir = Path(job.run_dir)
-    if job.resume is None and (
-        complete_checkpoints(run_dir) or (run_dir / "metrics.jsonl").is_file()
-    ):
-        raise ValueError(
-            f"{run_dir} holds an earlier run; go on with --resume latest, or choose another "
-            "--run-dir"
-        )
-
-
-def run_job(job: Job) -> None:
-    """Train; the rank and the world come from the environment."""
     quiet_libraries()
     # Imported here so that a wrong argument is told before torch has loaded.
+    from kimi_pretrain import run_lock
     from kimi_pretrain.config import load_config
+    from kimi_pretrain.status import mark_failed
+
+    config, run_dir = load_config(job.config, job.overrides), Path(job.run_dir)
+    if rank_of_this() != 0:  # of which one looks after the folder for all
+        _train(config, job, stop, prepare)
+        return
+    lock = run_lock.take(run_dir)
+    try:
+        _train(config, job, stop, prepare)
+    except Exception as error:
+        mark_failed(run_dir, user_message(error) or f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        lock.release()
+
+
+def _train(config: "Config", job: Job, stop: StopSignal, prepare: Callable | None) -> None:
     from kimi_pretrain.train import train
 
-    config = load_config(job.config, job.overrides)
-    if os.environ.get("RANK", "0") == "0":  # others might already see what this run writes
-        check_fresh(job)
-    train(config, Path(job.run_dir), resume_folder(job))
+    # torchrun starts all ranks again when one has died; then they go on from where they were.
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    train(
+        config,
+        Path(job.run_dir),
+        job.resume,
+        otherwise=job.otherwise,
+        restarted=restarted,
+        stop=stop.reason,
+        prepare=prepare,
+    )
 
 
-def main(argument: str, parse: Callable = Job.parse, run: Callable = run_job) -> int:
-    """Run one process of a job, of another kind by `parse` and `run`; returns its exit code."""
+def rank_of_this() -> int:
+    """Return the rank of this process, which who started it has set."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def main(
+    argument: str,
+    parse: Callable = Job.parse,
+    run: Callable = run_job,
+    *,
+    stops: bool | None = None,
+) -> int:
+    """Run one process of a job, of another kind by `parse` and `run`; returns its exit code.
+
+    Args:
+        argument: the job.
+        parse: reads it.
+        run: does it.
+        stops: whether `run` heeds `STOP`; otherwise the signals end the process, as usual. A
+            training does.
+
+    """
+    if run is run_job if stops is None else stops:
+        STOP.install()
+        follow_torchrun()
     job = parse(argument)
+    run_dir, rank = Path(job.run_dir), rank_of_this()
+    forget_word(run_dir, rank)
     try:
         run(job)
     except Exception as error:
@@ -106,10 +110,8 @@ def main(argument: str, parse: Callable = Job.parse, run: Callable = run_job) ->
         if message is None:
             traceback.print_exc()
             return 1
-        file = error_file(Path(job.run_dir), int(os.environ.get("RANK", "0")))
-        file.parent.mkdir(parents=True, exist_ok=True)
         # First the file, then the line: who watches this process shows one of them.
-        file.write_text(message + "\n")
+        leave_word(run_dir, rank, LastWord(message, EXIT_CODE))
         print(f"error: {message}", file=sys.stderr, flush=True)
         return EXIT_CODE
     return 0

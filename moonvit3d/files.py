@@ -32,6 +32,8 @@ CODES: dict[str, torch.dtype] = {
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KEY = "moonvit3d"  # of the metadata that hold the sizes
 CONSTANTS = ("norm_eps", "rope_theta")
+# An index names files of its own folder; one of a stranger could name any file.
+_PLAIN = re.compile(r"[^/\\\0.][^/\\\0]*")
 HEAD_DIM = 72  # Kimi's and SigLIP-SO400M's: the number of heads leaves no trace in any shape
 POS_GRID = 64  # Kimi's
 
@@ -199,6 +201,9 @@ def _handle(file: Path) -> Any:
 def _read_index(path: Path) -> dict[str, Path]:
     try:
         places = json.loads(path.read_text())["weight_map"]
+        for file in places.values():
+            if not _PLAIN.fullmatch(file):
+                raise ValueError(f"{file!r:.100} is no name of a file beside it")
         return {name: path.parent / file for name, file in places.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

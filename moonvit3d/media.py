@@ -10,7 +10,8 @@ Needs numpy and Pillow, and PyAV for videos only. Rules (docs/moonvit3d.md has t
   pixels as stored. `is_turned` tells; who wants upright pictures turns them beforehand.
 * MP4 by PyAV, read in order from the start, never by seeking (a seek may land on another frame).
   A chunk is up to four of the frames sampled at 2 per second (`geometry.video_chunks`).
-* More than `MAX_PIXELS` in a picture or frame are refused from the header, before any is decoded.
+* More than `MAX_PIXELS` in a picture or frame are refused from the header, before any is decoded,
+  and so are tables of a video that claim more than `MAX_SAMPLES` pictures and packets of sound.
 
 Whatever is wrong with a file is one `MediaError` of one line.
 """
@@ -18,7 +19,7 @@ Whatever is wrong with a file is one `MediaError` of one line.
 import io
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 from PIL import GifImagePlugin, Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from moonvit3d.geometry import KIND_IMAGE, VideoChunk, video_chunks
+from moonvit3d.mp4_tables import MAX_SAMPLES, claimed_samples
 
 if TYPE_CHECKING:
     import av
@@ -101,13 +103,19 @@ def is_turned(data: bytes) -> bool:
             return False
 
 
-def read_image(data: bytes) -> NDArray[np.uint8]:
+def read_image(data: bytes, check: Callable[[Probe], object] | None = None) -> NDArray[np.uint8]:
     """Pixels of a PNG, JPEG, WEBP or static GIF: uint8 [H, W, 3], read-only.
+
+    Args:
+        data: the whole file.
+        check: called with what the header says, before room is made for any pixel; it may raise.
 
     Raises:
         MediaError: another format, damaged or cut off, too large, animated, or 16-bit grey.
     """
     with _open_image(data) as image:
+        if check is not None:
+            check(Probe(str(image.format), 1, image.height, image.width, 0.0))
         # Bit depth and colour type lie at a fixed place; Pillow keeps 8 bits of grey with alpha.
         grey_16 = image.format == "PNG" and data[24] == 16 and data[25] in (0, 4)
         if grey_16 or image.mode not in _PLAIN_MODES | _ALPHA_MODES:
@@ -123,7 +131,9 @@ def read_image(data: bytes) -> NDArray[np.uint8]:
 
 
 def read_video(
-    data: bytes, chunks: Iterable[int] | None = None
+    data: bytes,
+    chunks: Iterable[int] | None = None,
+    check: Callable[[Probe], object] | None = None,
 ) -> Iterator[tuple[NDArray[np.uint8], str]]:
     """Chunks of an MP4 in order, from one pass that ends at the last one needed.
 
@@ -133,6 +143,7 @@ def read_video(
     Args:
         data: the whole file.
         chunks: which ones, in any order, each given once; all if not given.
+        check: called with what the headers say, before any frame is decoded; it may raise.
 
     Returns:
         Iterator over (uint8 [t, H, W, 3] with t of 1 to 4, timestamp "HH:MM:SS.mmm").
@@ -141,6 +152,8 @@ def read_video(
         MediaError: not an MP4 that decodes to what it promises, or no such chunk.
     """
     found = _probe_video(data)
+    if check is not None:
+        check(found)
     plan = video_chunks(found.frames, found.fps)
     wanted = range(len(plan)) if chunks is None else sorted(set(chunks))
     if beyond := [chunk for chunk in wanted if not 0 <= chunk < len(plan)]:
@@ -262,6 +275,7 @@ def _open_video(data: bytes) -> Iterator[tuple["av.container.InputContainer", "a
 
 def _probe_video(data: bytes) -> Probe:
     _check_not_cut(data)
+    _check_tables(data)
     with _open_video(data) as (container, stream):
         width, height, rate = stream.width, stream.height, stream.average_rate
         _check_size(width, height)
@@ -291,6 +305,18 @@ def _check_not_cut(data: bytes) -> None:
         if size < 8:  # 0: this box is the rest of the file
             return
         at += size
+
+
+def _check_tables(data: bytes) -> None:
+    try:
+        claimed = claimed_samples(data)
+    except ValueError as error:
+        raise MediaError(f"video is not read: {error}") from None
+    if claimed > MAX_SAMPLES:
+        raise MediaError(
+            f"its tables claim {claimed} pictures and packets of sound; at most {MAX_SAMPLES} are "
+            "read: cut it into shorter videos, or leave the sound away"
+        )
 
 
 def _read_chunks(

@@ -137,6 +137,7 @@ def overrides_of(run: Run, plan: Plan, root: str) -> tuple[str, ...]:
         f"data.seed={run.seed}",
         f"train.seed={run.seed}",
         f"train.steps={steps}",
+        f"guard.skips_in_row={steps + 1}",  # one that diverges is a result, too
     )
 
 

@@ -304,10 +304,15 @@ class CachedStore:
         self._objects.pop(key, None)
         return self._inner.put(key, data)
 
-    def put_file(self, key: str, path: str | os.PathLike[str]) -> ObjectInfo:
+    def put_file(
+        self,
+        key: str,
+        path: str | os.PathLike[str],
+        sent: Callable[[int], None] | None = None,
+    ) -> ObjectInfo:
         """See `Store.put_file`. The object is not registered any more."""
         self._objects.pop(key, None)
-        return self._inner.put_file(key, path)
+        return self._inner.put_file(key, path, sent)
 
     def delete(self, key: str) -> None:
         """See `Store.delete`. The object is not registered any more."""

@@ -15,11 +15,20 @@ from data_pipeline.store.open import MissingKey, Store, open_store
 
 # Objects are streamed in requests of this size, the next one under way while one is read.
 _BLOCK = 8 << 20
+# Of one sample, where its files cannot be read later one by one: a packed tar of a few megabytes
+# may hold any number of zeros.
+MOST_HELD = 1 << 30
 
 
 def in_store(where: str) -> bool:
     """Whether `where` is the URI of an object, and not a path."""
     return "://" in where and not where.startswith("file://")
+
+
+def leads_out(path: str, folder: str) -> bool:
+    """Whether a local path, all links followed, is something outside of `folder`."""
+    real, root = os.path.realpath(path), os.path.realpath(folder)
+    return os.path.commonpath([real, root]) != root and os.path.exists(real)
 
 
 @cache
@@ -67,10 +76,10 @@ class Blob:
         if self.length is not None and self.length > most:
             raise self._too_large(self.length, most)
         if in_store(self.where):
-            store, key = store_of(self.where)
             try:
+                store, key = store_of(self.where)
                 return store.get(key, self.offset, self.length)
-            except (MissingKey, ValueError) as error:  # ValueError: no possible key
+            except (MissingKey, ValueError) as error:  # ValueError: no possible URI
                 raise Refused("missing file", str(error)) from None
         try:
             with open(self.where, "rb") as file:
@@ -84,6 +93,14 @@ class Blob:
 
     def _too_large(self, size: int, most: int) -> Refused:
         return Refused("too large", f"{self.where}: {size} bytes, at most {most}")
+
+
+class Withheld(Blob):
+    """Bytes that would have had to be held since they came by, and are too many for that."""
+
+    def read(self, most: int) -> bytes:
+        """See `Blob.read`."""
+        raise self._too_large(self.length or 0, MOST_HELD)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,19 @@ from itertools import groupby, islice
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from data_pipeline.ingest.blobs import Blob, in_store, opened, store_of
+from data_pipeline.ingest.blobs import (
+    MOST_HELD,
+    Blob,
+    Withheld,
+    in_store,
+    leads_out,
+    opened,
+    store_of,
+)
 from data_pipeline.ingest.forms import FORMS
 from data_pipeline.ingest.records import Broken, Group, Line, safe_key
 from data_pipeline.ingest.samples import Pending
+from data_pipeline.ingest.tars import content, regular_files
 from data_pipeline.store.open import MissingKey
 
 _TARS = (".tar", ".tar.gz", ".tgz")
@@ -32,6 +41,8 @@ _OURS = ("manifest.json", "index.parquet", "rejected.jsonl")
 _LONGEST_LINE = 64 << 20
 # Members of a tar in a store up to this size are read with it, larger ones by a request of theirs.
 _HELD = 8 << 20
+# Files of one sample; an index counts media in 16 bits.
+_MOST_MEMBERS = 1 << 16
 # What a damaged file raises while it is read.
 _DAMAGED = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError)
 
@@ -46,13 +57,17 @@ class Choices:
     Attributes:
         category: whose short form manifests and JSON members have.
         prefix_keys: put the name of the input before each key.
+        follow_links: links may lead out of a folder.
     """
 
     category: str
     prefix_keys: bool = False
+    follow_links: bool = False
 
 
-def open_inputs(inputs: Sequence[str], category: str, *, prefix_keys: bool = False) -> "Inputs":
+def open_inputs(
+    inputs: Sequence[str], category: str, *, prefix_keys: bool = False, follow_links: bool = False
+) -> "Inputs":
     """A reader of folders, tars and manifests, one after the other.
 
     Args:
@@ -60,15 +75,17 @@ def open_inputs(inputs: Sequence[str], category: str, *, prefix_keys: bool = Fal
             ending in .tar, .tar.gz, .tgz, or in .jsonl, .ndjson (and .gz).
         category: one of `data_pipeline.index.columns.CATEGORIES`.
         prefix_keys: put the name of the input before each key; for inputs that use the same keys.
+        follow_links: links may lead out of a folder. Of a folder that somebody else made, a link
+            could make any file of this machine part of the data.
 
     Raises:
-        ValueError: an input is missing, empty, or of no known kind.
+        ValueError: an input is missing, empty, or of no known kind; or a link leads out of it.
     """
     if category not in FORMS:
         raise ValueError(f"category is {category!r}; known are {', '.join(FORMS)}")
     if not inputs:
         raise ValueError("no input: give a folder, a .tar or a .jsonl file")
-    choices = Choices(category, prefix_keys)
+    choices = Choices(category, prefix_keys, follow_links)
     return Inputs([reader for where in inputs for reader in _open(where, choices)], choices)
 
 
@@ -126,7 +143,7 @@ class Folder:
         self._where, self._choices = where, choices
         digest = hashlib.sha256()
         self.files: list[str] = []
-        for name, version in _files(where):
+        for name, version in _files(where, choices.follow_links):
             self.files.append(name)
             digest.update(f"{name}\0{version}\n".encode("utf-8", "surrogateescape"))
         if not self.files:
@@ -176,10 +193,10 @@ def _grouped(
             yield base + stem, {member: base + name for member, name in members.items()}
 
 
-def _files(where: str) -> Iterator[tuple[str, str]]:
+def _files(where: str, follow_links: bool) -> Iterator[tuple[str, str]]:
     """(name below `where`, version) of every file that is not hidden, folder by folder."""
     if not in_store(where):
-        yield from _walk(where, "", ())
+        yield from _walk(where, "", (), follow_links)
         return
     store, prefix = store_of(f"{where}/")
     names = [name[len(prefix) :] for name in store.list(prefix)]
@@ -188,7 +205,9 @@ def _files(where: str) -> Iterator[tuple[str, str]]:
             yield name, ""
 
 
-def _walk(root: str, folder: str, above: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _walk(
+    root: str, folder: str, above: tuple[str, ...], follow_links: bool
+) -> Iterator[tuple[str, str]]:
     place = os.path.join(root, folder)
     real = os.path.realpath(place)
     if real in above:
@@ -202,6 +221,12 @@ def _walk(root: str, folder: str, above: tuple[str, ...]) -> Iterator[tuple[str,
         if entry.name.startswith("."):
             continue
         name = f"{folder}/{entry.name}" if folder else entry.name
+        if entry.is_symlink() and not follow_links and leads_out(entry.path, root):
+            raise ValueError(
+                f"input {entry.path}: a link leads out of the folder, to "
+                f"{os.path.realpath(entry.path)}; remove it, or add --follow-links if all links in "
+                "this folder are yours"
+            )
         if entry.is_dir():
             folders.append(name)
         elif entry.is_file():
@@ -210,7 +235,7 @@ def _walk(root: str, folder: str, above: tuple[str, ...]) -> Iterator[tuple[str,
         else:
             yield name, "gone"  # a link to nothing: reading it gives the reason
     for name in folders:
-        yield from _walk(root, name, (*above, real))
+        yield from _walk(root, name, (*above, real), follow_links)
 
 
 def _name(where: str) -> str:
@@ -246,23 +271,16 @@ class Tar:
             yield at, Broken(_name(self._where), "damaged file", f"{self._where}: {error}")
 
     def _members(self, file: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, Blob]]:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            while (info := tar.next()) is not None:
-                vars(tar)["members"].clear()  # it would keep every header
-                hidden = re.search(r"(?:^|/)\.(?!/)", info.name)
-                if info.isreg() and not hidden:
-                    yield info, self._blob(tar, info)
-            # tarfile takes a damaged header, and the end of a file that breaks off, for the end.
-            file.seek(tar.offset)
-            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError(f"neither a header nor the end mark at byte {tar.offset}")
+        for tar, info in regular_files(file):
+            if not re.search(r"(?:^|/)\.(?!/)", info.name):  # a hidden one
+                yield info, self._blob(tar, info)
 
     def _blob(self, tar: tarfile.TarFile, info: tarfile.TarInfo) -> Blob:
         if self._by_range and not info.issparse() and (self._local or info.size > _HELD):
             return Blob(self._where, info.offset_data, info.size)
-        content = tar.extractfile(info)
-        assert content is not None
-        return Blob(self._where, held=content.read())
+        if not 0 <= info.size <= MOST_HELD:
+            return Withheld(self._where, length=info.size)
+        return Blob(self._where, held=content(tar, info))
 
     def _group(self, stem: str, members: dict[str, Blob]) -> Group:
         prefix = f"{_name(self._where).split('.')[0]}/" if self._choices.prefix_keys else ""
@@ -274,14 +292,19 @@ def _by_key(
     members: Iterable[tuple[tarfile.TarInfo, Blob]], split: bool
 ) -> Iterator[tuple[int, str, dict[str, Blob]]]:
     """(offset, key, {rest of the name: bytes}) of neighbours with one key."""
-    stem, found = "", {}
+    stem, found, held = "", {}, 0
     for info, blob in members:
         name = info.name.removeprefix("./")
         match = _MEMBER.fullmatch(name)
         key, rest = (match[1], match[2].lower()) if match else (name, "")
         if key != stem or rest in found:
             yield from _samples(stem, found, split)
-            stem, found = key, {}
+            stem, found, held = key, {}, 0
+        held += len(blob.held or b"")
+        if held > MOST_HELD:  # a sample's files are in memory together
+            held, blob = held - len(blob.held or b""), Withheld(blob.where, length=info.size)
+        if len(found) == _MOST_MEMBERS:
+            raise tarfile.ReadError(f"more than {_MOST_MEMBERS} files of one sample, {key!r:.100}")
         found[rest] = info.offset, blob
     yield from _samples(stem, found, split)
 
@@ -337,4 +360,5 @@ class Lines:
         prefix = stem if self._choices.prefix_keys else ""
         base = self._where.rpartition("/")[0] or "."
         default = safe_key(f"{stem}-{number:08d}")
-        return Line(place, default, data, base, self._choices.category, prefix)
+        choices = self._choices
+        return Line(place, default, data, base, choices.category, prefix, choices.follow_links)

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from data_pipeline.index.shards import MAX_KEY, check_sample_key
-from data_pipeline.ingest.blobs import Blob, in_store
+from data_pipeline.ingest.blobs import Blob, in_store, leads_out
 from data_pipeline.ingest.forms import FORMS, sample_of
 from data_pipeline.ingest.prepare import SUFFIXES
 from data_pipeline.ingest.samples import (
@@ -206,6 +206,7 @@ class Line:
         base: folder or URI that its media are relative to.
         category: whose form it has.
         prefix: put before the key that a line has.
+        follow_links: links may lead out of `base`.
     """
 
     place: str
@@ -214,6 +215,7 @@ class Line:
     base: str
     category: str
     prefix: str
+    follow_links: bool
 
     @property
     def key(self) -> str:
@@ -229,7 +231,7 @@ class Line:
         """See `Pending.load`."""
 
         def media(name: str) -> ImageSegment | VideoSegment:
-            return _segment(name, Blob(_inside(self.base, name)), policy)
+            return _segment(name, Blob(self._inside(name)), policy)
 
         record = _parsed(self.data, self.place)
         if not isinstance(record, dict):
@@ -239,15 +241,18 @@ class Line:
             return replace(sample, key=safe_key(f"{self.prefix}/{sample.key}"))
         return sample
 
-
-def _inside(base: str, name: str) -> str:
-    """Where a file that a manifest names lies."""
-    if in_store(name):
-        return name
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-        raise Refused(
-            "bad path",
-            f"{name!r}; name files relative to the manifest, below its folder, or by s3:// URIs",
-        )
-    return f"{base}/{name}"
+    def _inside(self, name: str) -> str:
+        """Where a file that a line names lies."""
+        if in_store(name):
+            return name
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+            raise Refused(
+                "bad path",
+                f"{name!r}; name files relative to the manifest, below its folder, or by s3:// "
+                "URIs",
+            )
+        path = f"{self.base}/{name}"
+        if not (self.follow_links or in_store(self.base)) and leads_out(path, self.base):
+            raise Refused("bad path", f"{name!r}: a link leads out of {self.base}")
+        return path

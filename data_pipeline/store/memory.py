@@ -4,6 +4,7 @@ import hashlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from data_pipeline.store.objects import (
@@ -106,9 +107,17 @@ class MemoryStore:
         self._counter.add(requests=1, written=len(data))
         return ObjectInfo(len(data), etag)
 
-    def put_file(self, key: str, path: str | os.PathLike[str]) -> ObjectInfo:
+    def put_file(
+        self,
+        key: str,
+        path: str | os.PathLike[str],
+        sent: Callable[[int], None] | None = None,
+    ) -> ObjectInfo:
         """See `Store.put_file`, except that the object is in memory afterwards."""
-        return self.put(key, Path(path).read_bytes())
+        info = self.put(key, Path(path).read_bytes())
+        if sent is not None:
+            sent(info.size)
+        return info
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""

@@ -4,6 +4,8 @@ boto3's own transfer manager would send requests that neither our retries nor th
 budget know. The object appears with the last request or not at all.
 """
 
+import base64
+import hashlib
 import os
 import secrets
 from collections.abc import Callable
@@ -29,8 +31,26 @@ class Call(Protocol):
         ...
 
 
-def put_parts(call: Call, key: str, path: str | os.PathLike[str], size: int) -> None:
+def md5_of(body: bytes) -> str:
+    """Return what a Content-MD5 header says: the server refuses a body that arrived otherwise."""
+    return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+
+
+def put_parts(
+    call: Call,
+    key: str,
+    path: str | os.PathLike[str],
+    size: int,
+    sent: Callable[[int], None] | None = None,
+) -> None:
     """Write the file at `path`, `size` bytes, as object `key`.
+
+    Args:
+        call: sends a request; it tries again by itself, so that a part is what is sent twice.
+        key: of the object.
+        path: of the file.
+        size: its bytes.
+        sent: called with the bytes of each part that has arrived, from several threads.
 
     Raises:
         StoreError: what `call` raises; the parts are taken back.
@@ -46,7 +66,13 @@ def put_parts(call: Call, key: str, path: str | os.PathLike[str], size: int) -> 
             body = file.read(step)
         if len(body) != min(step, size - number * step):
             raise OSError(f"{os.fspath(path)}: became shorter than {size} bytes while it was read")
-        reply = call("upload_part", key, UploadId=upload, PartNumber=number + 1, Body=body)
+        reply = call(
+            *("upload_part", key),
+            **{"UploadId": upload, "PartNumber": number + 1, "Body": body},
+            ContentMD5=md5_of(body),
+        )
+        if sent is not None:
+            sent(len(body))
         return {"PartNumber": number + 1, "ETag": reply["ETag"]}
 
     try:

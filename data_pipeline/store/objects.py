@@ -96,8 +96,16 @@ class Store(Protocol):
         """Write a whole object; a reader sees the old one or the new one, never a part."""
         ...
 
-    def put_file(self, key: str, path: str | os.PathLike[str]) -> ObjectInfo:
-        """Write a local file as an object without holding it in memory."""
+    def put_file(
+        self,
+        key: str,
+        path: str | os.PathLike[str],
+        sent: Callable[[int], None] | None = None,
+    ) -> ObjectInfo:
+        """Write a local file as an object without holding it in memory.
+
+        `sent` is called with so many bytes that have arrived, perhaps from several threads.
+        """
         ...
 
     def delete(self, key: str) -> None:
@@ -276,13 +284,20 @@ class FolderStore:
         """See `Store.put`."""
         return self._write(key, lambda: iter((data,)))
 
-    def put_file(self, key: str, path: str | os.PathLike[str]) -> ObjectInfo:
+    def put_file(
+        self,
+        key: str,
+        path: str | os.PathLike[str],
+        sent: Callable[[int], None] | None = None,
+    ) -> ObjectInfo:
         """See `Store.put_file`."""
 
         def pieces() -> Iterator[bytes]:
             with open(path, "rb") as source:
                 while piece := source.read(1 << 20):
                     yield piece
+                    if sent is not None:
+                        sent(len(piece))
 
         return self._write(key, pieces)
 

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import boto3.session
 import botocore.loaders
@@ -18,6 +17,7 @@ from botocore import exceptions as aws
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
 
+from data_pipeline.store.addresses import check_address
 from data_pipeline.store.budget import Budget
 from data_pipeline.store.memory import MemoryStore
 from data_pipeline.store.objects import (
@@ -152,10 +152,11 @@ def open_store(
             caller closes it.
 
     Raises:
-        ValueError: unknown scheme, no bucket, or an endpoint with credentials in it.
+        ValueError: unknown scheme, no bucket, or credentials in the address or the endpoint.
         AccessDenied: the profile or credential process named by the environment does not work.
     """
     text = os.fspath(uri)
+    check_address("the root", text)
     scheme, rest = text.split("://", 1) if "://" in text else ("", text)
     if scheme in ("", "file"):
         return FolderStore(rest)
@@ -167,11 +168,7 @@ def open_store(
     if scheme == "memory":
         return MemoryStore(bucket, prefix)
     endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL") or None
-    if endpoint and "@" in urlsplit(endpoint).netloc:
-        raise ValueError(
-            "the S3 endpoint holds a user name or password; give the bare address and put the "
-            "keys into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        )
+    check_address("the S3 endpoint", endpoint)
     config = Config(
         connect_timeout=connect_timeout,
         read_timeout=read_timeout,

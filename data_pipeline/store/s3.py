@@ -21,13 +21,15 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from data_pipeline.store.budget import Budget
 from data_pipeline.store.hedge import Hedger
-from data_pipeline.store.multipart import put_parts
+from data_pipeline.store.multipart import md5_of, put_parts
 from data_pipeline.store.objects import (
+    MissingKey,
     ObjectInfo,
     StoreError,
     StoreUnavailable,
@@ -184,18 +186,26 @@ class S3Store:
 
     def put(self, key: str, data: bytes) -> ObjectInfo:
         """See `Store.put`."""
-        reply = self._call("put_object", key, Body=data)
+        reply = self._call("put_object", key, Body=data, ContentMD5=md5_of(data))
         self._counter.add(written=len(data))
         self._versions.wrote(key, reply["ETag"])
         return ObjectInfo(len(data), reply["ETag"])
 
-    def put_file(self, key: str, path: str | os.PathLike[str]) -> ObjectInfo:
+    def put_file(
+        self,
+        key: str,
+        path: str | os.PathLike[str],
+        sent: Callable[[int], None] | None = None,
+    ) -> ObjectInfo:
         """See `Store.put_file`. Large files go up in parts; the object appears with the last."""
         size = os.stat(path).st_size
         if size < _MULTIPART:
             with open(path, "rb") as file:
-                return self.put(key, file.read())
-        put_parts(self._call, key, path, size)
+                info = self.put(key, file.read())
+            if sent is not None:
+                sent(info.size)
+            return info
+        put_parts(self._call, key, path, size, sent)
         self._counter.add(written=size)
         info = self.head(key)
         if info.size != size:
@@ -205,6 +215,30 @@ class S3Store:
             )
         self._versions.wrote(key, info.etag)
         return info
+
+    def remove_uploads(self, prefix: str) -> int:
+        """Take back uploads in parts that were never completed; returns how many there were.
+
+        A writer that was killed leaves them: they are listed nowhere and cost what they hold. Only
+        for a prefix to which no one else is writing.
+        """
+        base = f"{self._prefix}/" if self._prefix else ""
+        page: dict[str, str] = {}
+        removed = 0
+        while True:
+            wanted = {"Prefix": base + prefix, **page}
+            reply = self._request("list_multipart_uploads", prefix, wanted)
+            for upload in reply.get("Uploads", ()):
+                which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                with suppress(MissingKey):  # it has just ended by itself
+                    self._request("abort_multipart_upload", upload["Key"][len(base) :], which)
+                    removed += 1
+            if not reply.get("IsTruncated"):
+                return removed
+            page = {
+                "KeyMarker": reply["NextKeyMarker"],
+                "UploadIdMarker": reply["NextUploadIdMarker"],
+            }
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""

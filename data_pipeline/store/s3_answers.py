@@ -32,7 +32,8 @@ _THROTTLED = {
     *("SlowDown", "Throttling", "ThrottlingException", "ThrottledException", "TooManyRequests"),
     *("TooManyRequestsException", "RequestLimitExceeded", "BandwidthLimitExceeded"),
 }
-_AGAIN = {"RequestTimeout", "OperationAborted", "InternalError"}
+# A body that arrived otherwise than it was sent may arrive as it is the next time.
+_AGAIN = {"RequestTimeout", "OperationAborted", "InternalError", "BadDigest"}
 
 
 def meaning_of(status: int, code: str) -> Meaning:

@@ -4,7 +4,7 @@ Each rank's `RankRecord` is gathered once a step; the rest is arithmetic and the
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,8 @@ class RankRecord:
         seconds: of the whole step, waiting for data included.
         requests, bytes: of the store, since the run began.
         update: of the tensors whose update this rank made.
+        save: "stall" -> seconds that training waited for a checkpoint since the last line;
+            "background" -> seconds that one took which has become complete since then.
     """
 
     spans: dict[str, tuple[float, float]]
@@ -53,10 +55,16 @@ class RankRecord:
     requests: int
     bytes: int
     update: UpdateFigures = field(default_factory=UpdateFigures)
+    save: Mapping[str, float] = field(default_factory=dict)
 
 
 def record_of(
-    report: "StepReport", seconds: float, stats: LoaderStats, *, first_stage: bool
+    report: "StepReport",
+    seconds: float,
+    stats: LoaderStats,
+    *,
+    first_stage: bool,
+    save: Mapping[str, float] | None = None,
 ) -> RankRecord:
     """Return what this rank tells the others of a step that took `seconds`."""
     return RankRecord(
@@ -69,6 +77,7 @@ def record_of(
         requests=stats.requests,
         bytes=stats.bytes,
         update=report.update.own,
+        save=dict(save or {}),
     )
 
 
@@ -103,6 +112,7 @@ class Telemetry:
             "grad_norm": report.update.grad_norm,
             "lr": report.update.lr,
             "applied": report.update.applied,
+            "anomaly": report.update.verdict.kind,
             "tokens": int(plan.num_rows * plan.seq_len),
             "loss_tokens": report.loss_tokens,
             "text_tokens": report.text_tokens,
@@ -125,6 +135,7 @@ class Telemetry:
                 "bytes": sum(record.bytes for record in everyone),
             },
             "skipped_samples": len(report.skipped),
+            "checkpoint": _save(everyone),
         }
 
     def _exposed(
@@ -246,6 +257,16 @@ def _peak(peaks: Sequence[int], everyone: Sequence[RankRecord]) -> dict[str, Any
     first = [peak for peak, record in zip(peaks, everyone, strict=True) if record.first_stage]
     found = _largest([peak / GIB for peak in peaks])
     return found | {"first_stage": max(first, default=0) / GIB}
+
+
+def _save(everyone: Sequence[RankRecord]) -> dict[str, float]:
+    """Return the slowest rank's seconds; empty where nothing was saved."""
+    found: dict[str, float] = {}
+    for record in everyone:
+        for what, seconds in record.save.items():
+            name = f"{what}_seconds"
+            found[name] = max(seconds, found.get(name, 0.0))
+    return found
 
 
 def _exchange(everyone: Sequence[RankRecord]) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ trace or a timeline draws every one of them where it was; `phase_of` gives the n
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -85,12 +85,14 @@ class PhaseClock:
             ended; a phase that ran or was resumed again has more entries, see the module.
         peak_bytes: phase -> most bytes in use during it (all its spans), without what cannot be
             measured on this machine. CUDA: of tensors; CPU: resident in the whole process.
+        on_phase: called with the name of a phase that begins or goes on.
     """
 
     def __init__(self, device: torch.device, meter: MemoryMeter | None = None):
         """Start a clock; `meter` is chosen by the device unless given."""
         self._device = device
         self._meter = meter or (CudaMeter(device) if device.type == "cuda" else ProcessMeter())
+        self.on_phase: Callable[[str], object] = _ignore
         self.restart()
 
     def restart(self) -> None:
@@ -109,15 +111,16 @@ class PhaseClock:
         if self._running:
             self._end(self._running[-1])
         self._running.append(name)
-        self._begin()
+        self._begin(name)
         yield
         # Not in a `finally`: an error ends the step, and waiting for the device could hide it.
         self._end(name)
         self._running.pop()
         if self._running:
-            self._begin()
+            self._begin(self._running[-1])
 
-    def _begin(self) -> None:
+    def _begin(self, name: str) -> None:
+        self.on_phase(name)
         self._meter.reset()
         self._began = self._wall + time.perf_counter()
 
@@ -130,6 +133,10 @@ class PhaseClock:
         self.spans[f"{name}{AGAIN}{times}" if times > 1 else name] = (self._began, end)
         if (peak := self._meter.read()) is not None:
             self.peak_bytes[name] = max(peak, self.peak_bytes.get(name, 0))
+
+
+def _ignore(phase: str) -> None:
+    pass
 
 
 def phase_of(span: str) -> str:

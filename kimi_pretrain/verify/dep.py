@@ -69,7 +69,7 @@ def _step_alone(run: Run, batch: StepBatch) -> StepReport:
 def _without_update(run: Run) -> Iterator[None]:
     """Leave weights and gradients as they are in phase 7; only the norm is taken."""
 
-    def norm_only(loss_tokens: int) -> UpdateReport:
+    def norm_only(loss_tokens: int, loss: float) -> UpdateReport:
         (squares,) = run.mesh.sum([float(run.update.optimizer.grad_square_sum())])
         run.backbone.undo_routing_biases()
         run.backbone.take_max_logits()

@@ -126,6 +126,7 @@ def _train(config: Config) -> dict[str, Any]:
         "dtype": "float64" if train.dtype == "float64" else "float32",
         "attention": "portable",
         "vision_weights": None,  # they have the old sizes
+        "start_from": None,
     }
 
 

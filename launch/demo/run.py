@@ -26,6 +26,7 @@ from rich.table import Table
 
 from data_pipeline.store.open import open_store
 from kimi_pretrain import plots
+from kimi_pretrain.checkpoint.place import open_place
 from kimi_pretrain.config import Config, describe, load_config
 from kimi_pretrain.verify.faults import FAULTS
 from launch import supervise, torchrun
@@ -40,8 +41,8 @@ from launch.demo.summary import (
     verified_gradients,
 )
 from launch.job import Job
-from launch.verify import JobStopped, verify_dep
-from launch.worker import complete_checkpoints
+from launch.verify import verify_dep
+from launch.verify_jobs import JobStopped
 
 BUCKET = "kimi-demo"
 HELD_OUT = "digits_heldout"
@@ -279,11 +280,12 @@ def middle_checkpoint(run_dir: Path, steps: int) -> Path:
         DemoError: there is none.
 
     """
-    found = complete_checkpoints(run_dir)
-    earlier = [number for number in found if number < steps]
+    place = open_place(run_dir / "checkpoints")
+    earlier = [step for step in place.steps() if step < steps]
     if not earlier:
-        raise DemoError(f"no complete checkpoint before step {steps} in {run_dir / 'checkpoints'}")
-    return found[min(earlier, key=lambda number: (abs(number - steps / 2), number))]
+        raise DemoError(f"no complete checkpoint before step {steps} in {place.uri}")
+    middle = min(earlier, key=lambda step: (abs(step - steps / 2), step))
+    return Path(place.checkpoint(middle).uri)
 
 
 def evaluate(run_dir: Path, steps: int) -> dict[str, Any]:

@@ -6,9 +6,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from kimi_pretrain.checkpoint.place import Checkpoint, open_place
 from kimi_pretrain.config import Config
-
-STATES = ("model", "optimizer", "loader")
+from kimi_pretrain.verify import findings
+from kimi_pretrain.verify.resume import compare
+from kimi_pretrain.verify.trace import read_trace, reader
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -30,33 +32,38 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def compare_runs(first: Path, resumed: Path) -> dict[str, Any]:
-    """Compare a resumed run with the run it continues, number by number and bit by bit.
+    """Compare a resumed run with the run it continues, as `kimi-pretrain verify resume` does.
 
     Returns:
-        {"bitwise": bool, "steps": number of steps compared, "tensors": number of tensors hashed,
-        "differences": sentences}. Bitwise needs at least one step, equal losses and gradient norms
-        (exactly, as floats) and equal hashes of parameters, optimizer and loader state.
+        {"bitwise": bool, "steps": number of steps compared, "tensors": number of tensors compared,
+        "differences": sentences, the last of them where to look}. Bitwise needs at least one step;
+        equal numbers (exactly, as floats) but for times and memory; and equal hashes of parameters,
+        optimizer and loader state.
 
     """
-    lines = {line["step"]: line for line in read_metrics(first)}
-    again = read_metrics(resumed)
-    differences = []
-    for line in again:
-        before = lines.get(line["step"])
-        for name in ("loss", "grad_norm"):
-            if before is None or before[name] != line[name]:
-                was = None if before is None else before[name]
-                differences.append(f"step {line['step']}: {name} {line[name]!r}, was {was!r}")
-    hashes, new = (read_json(folder / "state_hashes.json") for folder in (first, resumed))
-    for name in ("step", "tensors", *STATES):
-        if hashes[name] != new[name]:
-            differences.append(f"{name} at the end: {new[name]}, was {hashes[name]}")
+    last = [last_checkpoint(folder) for folder in (resumed, first)]
+    found, wanted = (
+        read_trace(folder, at) for folder, at in zip((resumed, first), last, strict=True)
+    )
+    stop = min(found.lines, default=max(wanted.lines, default=0) + 1) - 1
+    both = [at for at in last if at is not None]
+    comparison = compare(found, wanted, stop, reader(*both) if len(both) == 2 else None)
+    sentences = findings.differences(comparison)
+    if sentences:
+        sentences.append(f"this suggests: {findings.suggestion(comparison)}")
     return {
-        "bitwise": bool(again) and not differences,
-        "steps": len(again),
-        "tensors": new["tensors"],
-        "differences": differences,
+        "bitwise": comparison.passed,
+        "steps": comparison.steps,
+        "tensors": comparison.tensors,
+        "differences": sentences,
     }
+
+
+def last_checkpoint(run_dir: Path) -> Checkpoint | None:
+    """Return the checkpoint that a run wrote after its last step; None where there is none."""
+    place = open_place(run_dir / "checkpoints")
+    step = read_json(run_dir / "state_hashes.json")["step"]
+    return place.checkpoint(step) if step in place.steps() else None
 
 
 def verified_gradients(result: dict[str, Any]) -> dict[str, Any]:

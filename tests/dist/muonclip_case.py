@@ -59,7 +59,7 @@ def plainly_trained(run) -> dict[str, Any]:
     plain = PlainMuon(run.update.named, optim, shape)
     weights = {tensor.name: tensor.data for tensor in run.update.named}
 
-    def update(loss_tokens: int) -> UpdateReport:
+    def update(loss_tokens: int, loss: float) -> UpdateReport:
         squares = sum(float(tensor.grad().square().sum()) for tensor in run.update.named)
         norm = math.sqrt(squares) / loss_tokens
         lr = learning_rate(plain.steps, optim, run.config.tokens_per_step())
@@ -93,15 +93,15 @@ def continued(run) -> dict[str, Any]:
 
 def stopped(run) -> dict[str, bool]:
     """Is a run that was stopped and resumed the same bit for bit, weights and all state?"""
-    from kimi_pretrain import checkpoint
+    from kimi_pretrain.checkpoint.hashes import hash_tensors
 
     _train(run, 2)
     folder = run.save(_checkpoints(run))
     _train(run, 4)
-    straight = checkpoint.hash_tensors(run.tensors(), run.mesh)
+    straight = hash_tensors(run.tensors(), run.mesh)
     other = type(run)(run.config, run.mesh, resume=folder)
     _train(other, 4)
-    resumed = checkpoint.hash_tensors(other.tensors(), run.mesh)
+    resumed = hash_tensors(other.tensors(), run.mesh)
     other.close()
     masters = any(name.startswith("optim.master.") for name in straight)
     return {"equal": resumed == straight, "masters": masters}
@@ -109,7 +109,9 @@ def stopped(run) -> dict[str, bool]:
 
 def refused(run) -> dict[str, str]:
     """What is said when the optimizer's state in a checkpoint does not fit."""
-    from kimi_pretrain import checkpoint
+    from kimi_pretrain.checkpoint.errors import CheckpointError
+    from kimi_pretrain.checkpoint.load import load
+    from kimi_pretrain.checkpoint.place import open_checkpoint
 
     (folder,) = _checkpoints(run).parent.glob("sharded_pp2_dp2_float64/step_*")
     told = {}
@@ -120,18 +122,18 @@ def refused(run) -> dict[str, str]:
         "other pieces": {**own, momentum: own[momentum][:-1].clone()},
     }.items():
         try:
-            checkpoint.load(folder, run.config, run.mesh, tensors)
-        except checkpoint.CheckpointError as error:
+            load(open_checkpoint(folder), tensors)
+        except CheckpointError as error:
             told[name] = str(error)
     return told | {"momentum": momentum}
 
 
 def poisoned(run) -> dict[str, Any]:
     """Steps around one in which a gradient of one rank is not a number: did anything change?"""
-    from kimi_pretrain import checkpoint
+    from kimi_pretrain.checkpoint.hashes import hash_tensors
 
     def hashes() -> dict[str, str]:
-        return checkpoint.hash_tensors(run.tensors(), run.mesh)
+        return hash_tensors(run.tensors(), run.mesh)
 
     _train(run, 1)
     before = hashes()

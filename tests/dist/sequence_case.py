@@ -98,13 +98,13 @@ def shared_rows(run) -> dict:
     Returns "leaves" (see `leaf_gradients`), "steps" as of the action `losses`, the "shapes" of all
     tensors by name, and, of a process alone, the errors of "attention".
     """
-    from kimi_pretrain import checkpoint
+    from kimi_pretrain.checkpoint.hashes import hash_tensors
     from tests.dist.worker import losses
 
     leaves = leaf_gradients(run)
     run.backbone.undo_routing_biases()
     steps = losses(run)
-    checkpoint.hash_tensors(run.tensors(), run.mesh)  # copies are equal bit for bit
+    hash_tensors(run.tensors(), run.mesh)  # copies are equal bit for bit
     shapes: dict[str, tuple[int, ...]] = {}
     mine = {name: tuple(tensor.shape) for name, tensor in run.tensors().items()}
     for part in run.mesh.gather(mine):

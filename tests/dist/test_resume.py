@@ -2,13 +2,23 @@
 
 import json
 import shutil
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import torch
 
+from kimi_pretrain.checkpoint.load import load
+from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.checkpoint.saver import Checkpoints
 from kimi_pretrain.config import load_config
+from kimi_pretrain.status import read_status
 from moonvit3d.model import VisionEncoder, initialise
 from moonvit3d.weights import save
 from tests.dist.jobs import SMALL, layout, read_metrics, train
+from tests.dist.live import ranks, started, wait_for, wait_for_steps
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -17,8 +27,18 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 SEED = "train.seed=1"
 ONE = (*layout(), SEED)
 FOUR = (*layout(pp=2, vpp=2, dp=2, ep=2), SEED)
+PATIENCE = 30  # train.timeout_seconds: no phase of these steps takes as long, on any machine
 # The optimizer's numbers in a line, but for its seconds.
 OPTIMIZER = ("max_logits", "clipped_heads", "update_rms", "orthogonality_error", "skipped_steps")
+
+
+class Alone:
+    """The mesh of one process."""
+
+    rank, world_size, device = 0, 1, torch.device("cpu")
+
+    def gather(self, value: object) -> list[object]:
+        return [value]
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +59,75 @@ def checkpoint(straight, tmp_path):
     return copy
 
 
-def test_resume_is_bitwise(straight, checkpoint, data_root, tmp_path):
-    folder = tmp_path / "resumed"
-    overrides = (f"data.root={data_root}", "train.steps=6", *FOUR)
-    done = train(folder, *overrides, resume=checkpoint)
+@dataclass(frozen=True)
+class Interrupted:
+    """What became of the run below, and of a second one that came into its folder meanwhile."""
+
+    folder: Path
+    out: str
+    holder: int
+    second: subprocess.CompletedProcess
+
+
+@pytest.fixture(scope="module")
+def interrupted(data_root, tmp_path_factory):
+    """The same run: a rank hangs after two steps, and when all go on the run is told to end."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    overrides = (
+        f"data.root={data_root}", "train.steps=6", "checkpoint.every=1", *FOUR,
+        "checkpoint.asynchronous=false",  # slowly: there must be steps left when it is told to end
+        f"train.timeout_seconds={PATIENCE}",
+    )  # fmt: skip
+    with started(folder, *overrides, "--max-restarts", "2") as process:
+        wait_for_steps(folder, 2, process)
+        holder = ranks(process)[0].pid
+        ranks(process)[2].send_signal(signal.SIGSTOP)  # it neither works nor dies
+        second = train(folder, *overrides, resume=Path("latest"))
+        wait_for(lambda: "resumed" in (folder / "logs" / "rank_0.log").read_text(), process)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=250)
+    assert process.returncode == 0, out + err
+    return Interrupted(folder, out, holder, second)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(interrupted):
+    assert interrupted.second.returncode == 2, interrupted.second.stdout
+    told = f"{interrupted.folder} is in use by another run: process {interrupted.holder} on "
+    assert told in interrupted.second.stderr
+    assert "Traceback" not in interrupted.second.stderr
+
+
+def test_a_rank_that_hangs_is_found_and_named_by_the_others(interrupted):
+    logs = interrupted.folder / "logs"
+    told = (logs / "torchrun.log").read_text()
+    assert f"error: no progress for {PATIENCE} s (train.timeout_seconds): rank " in told
+    assert "; no word from rank 2: stopped, dead, cut off" in told
+    for rank in (0, 1, 3):
+        assert "most recent call first" in (logs / f"stacks_rank_{rank}.txt").read_text()
+
+
+def test_a_run_that_failed_goes_on_and_one_that_is_told_to_end_saves(interrupted):
+    folder, out = interrupted.folder, interrupted.out
+    status = read_status(folder)
+    assert status is not None
+    assert (status.state, status.reason) == ("stopped", "signal SIGUSR1 at rank 0")
+    saved = folder / "checkpoints" / f"step_{status.step:08d}"
+    assert status.checkpoint == str(saved)
+    assert (saved / "manifest.json").is_file()
+    assert f"stopped after step {status.step} (signal SIGUSR1 at rank 0), checkpoint {saved}" in out
+    assert f"kimi-pretrain train --config tiny_cpu --run-dir {folder} --resume latest" in out
+    assert not (folder / "state_hashes.json").exists()
+    assert [line["step"] for line in read_metrics(folder)] == list(range(1, status.step + 1))
+
+
+def test_resume_is_bitwise(straight, interrupted, data_root):
+    """Ended by the watchdog, started again, stopped and resumed: the same in every bit."""
+    folder = interrupted.folder
+    overrides = (f"data.root={data_root}", "train.steps=6", "checkpoint.every=3", *FOUR)
+    done = train(folder, *overrides, resume=Path("latest"))
     assert done.returncode == 0, done.stdout + done.stderr
-    rest = read_metrics(straight)[3:]
-    assert [line["step"] for line in rest] == [4, 5, 6]
+    rest = read_metrics(straight)
+    assert [line["step"] for line in rest] == [1, 2, 3, 4, 5, 6]
     for line, expected in zip(read_metrics(folder), rest, strict=True):
         for number in ("step", "loss", "grad_norm", "loss_tokens", "items", *OPTIMIZER):
             assert line[number] == expected[number], number
@@ -55,6 +137,9 @@ def test_resume_is_bitwise(straight, checkpoint, data_root, tmp_path):
     assert resumed == first
     assert first["tensors"] > 200
     assert any(name.startswith("optim.") for name in first["per_tensor"])
+    status = read_status(folder)
+    assert status is not None
+    assert (status.state, status.step) == ("finished", 6)
 
 
 def test_resume_in_another_layout_equals_to_rounding(straight, checkpoint, data_root, tmp_path):
@@ -66,6 +151,30 @@ def test_resume_in_another_layout_equals_to_rounding(straight, checkpoint, data_
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert line["max_logits"] == pytest.approx(expected["max_logits"], rel=1e-4)
         assert line["update_rms"] == pytest.approx(expected["update_rms"], rel=1e-3)
+
+
+def test_four_processes_one_and_four_again(straight, data_root, tmp_path):
+    """What four have saved one loads and saves, and four load it: every tensor bit for bit."""
+    saved = open_place(straight / "checkpoints").checkpoint(6)
+    sizes = {name[:10]: size for name, size in saved.files.items() if name != "index.json"}
+    assert sorted(sizes) == [f"rank_0000{rank}" for rank in range(4)]
+    assert max(sizes.values()) < 0.5 * sum(sizes.values())  # all have their part in it
+    whole = {name: saved.tensor(name) for name in saved.names()}
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    state = load(saved, tensors)
+    config = load_config("tiny_cpu", (*SMALL, *ONE))
+    alone = Checkpoints(open_place(tmp_path / "alone"), config, Alone())  # type: ignore[arg-type]
+    alone.begin(tensors, state)
+    uri = alone.finish()
+    alone.close()
+    assert len(open_place(tmp_path / "alone").checkpoint(6).files) == 2
+    # Nothing is left to train: what was loaded is hashed as it is.
+    done = train(tmp_path / "four", f"data.root={data_root}", "train.steps=6", *FOUR, resume=uri)
+    assert done.returncode == 0, done.stdout + done.stderr
+    again, first = (
+        json.loads((run / "state_hashes.json").read_text()) for run in (tmp_path / "four", straight)
+    )
+    assert again == first
 
 
 def test_lines_hold_the_optimizer_s_numbers(straight):
@@ -97,12 +206,12 @@ def test_run_folder_is_complete(straight):
 
 
 def _truncate(folder):
-    file = max(folder.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    file = max(folder.glob("*.safetensors"), key=lambda f: f.stat().st_size)
     file.write_bytes(file.read_bytes()[:-100])
 
 
 def _flip_a_byte(folder):
-    file = max(folder.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    file = max(folder.glob("*.safetensors"), key=lambda f: f.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(bytes(data))

@@ -12,6 +12,7 @@ from tests.dist.clip_case import ACTIONS as CLIP
 from tests.dist.muonclip_case import ACTIONS as MUONCLIP
 from tests.dist.owners_case import ACTIONS as OWNERS
 from tests.dist.sequence_case import ACTIONS as SEQUENCE
+from tests.dist.weights_case import ACTIONS as WEIGHTS
 
 
 def main(out: Path) -> None:
@@ -162,11 +163,11 @@ def colocated_gradients(run) -> dict[str, torch.Tensor]:
 
 def planted_infinity(run) -> dict[str, bool]:
     """A good step, then one whose gradient holds an inf on one rank: did anything change?"""
-    from kimi_pretrain import checkpoint
+    from kimi_pretrain.checkpoint.hashes import hash_tensors
     from kimi_pretrain.dep.encoder import EncoderPass
 
     def hashes():
-        return checkpoint.hash_tensors(run.tensors(), run.mesh)
+        return hash_tensors(run.tensors(), run.mesh)
 
     start = hashes()
     run.train_step.run(next(run.loader))
@@ -344,6 +345,7 @@ ACTIONS = {
     **OWNERS,
     **SEQUENCE,
     **CLIP,
+    **WEIGHTS,
 }
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent.parent
 ROOMS: dict[str, set[str]] = {
     "moonvit3d.geometry": set(),
     "moonvit3d.preprocess": {"moonvit3d.geometry"},
-    "moonvit3d.media": {"moonvit3d.geometry"},
+    "moonvit3d.mp4_tables": set(),
+    "moonvit3d.media": {"moonvit3d.geometry", "moonvit3d.mp4_tables"},
     "moonvit3d": {"moonvit3d.geometry", "moonvit3d.media", "moonvit3d.preprocess"},
     "data_pipeline": {"moonvit3d.geometry", "moonvit3d.media", "moonvit3d.preprocess"},
     "kimi_pretrain.sections": {"moonvit3d"},

@@ -2,7 +2,9 @@
 
 import json
 
-from kimi_pretrain.run_folder import MetricsWriter, write_trace
+import pytest
+
+from kimi_pretrain.run_folder import MetricsWriter, scalars, write_trace
 from kimi_pretrain.telemetry.line import RankRecord
 
 
@@ -22,6 +24,28 @@ def test_a_resumed_run_does_its_later_steps_again(tmp_path):
     metrics.close()
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in kept] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_what_is_not_finite_is_null_and_not_drawn(tmp_path):
+    metrics = MetricsWriter(tmp_path, 0, 3, show_bar=False)
+    metrics.write({"step": 1, "loss": float("nan"), "max_logits": [1.0, float("inf")]})
+    metrics.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    found = json.loads(line, parse_constant=pytest.fail)
+    assert found == {"step": 1, "loss": None, "max_logits": [1.0, None]}
+    assert scalars(found) == {"max_logits/layer_00": 1.0}
+
+
+def test_all_records_of_later_steps_are_forgotten_at_once(tmp_path):
+    names = ("metrics.jsonl", "quarantine.jsonl", "anomalies.jsonl")
+    for name in names:
+        (tmp_path / name).write_text('{"step": 1}\n{"step": 2}\n')
+    inode = (tmp_path / "anomalies.jsonl").stat().st_ino
+    MetricsWriter(tmp_path, 1, 3, show_bar=False).close()
+    for name in names:
+        assert (tmp_path / name).read_text() == '{"step": 1}\n'
+    # Another file took its place: nobody could have seen, or been left with, a part of it.
+    assert (tmp_path / "anomalies.jsonl").stat().st_ino != inode
 
 
 def record(spans: dict, peak_bytes: dict | None = None) -> RankRecord:

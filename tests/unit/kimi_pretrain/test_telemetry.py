@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from data_pipeline.loader import LoaderStats
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
 from kimi_pretrain.config import load_config
+from kimi_pretrain.guard import Verdict
 from kimi_pretrain.optim.report import UpdateFigures
 from kimi_pretrain.run_folder import scalars
 from kimi_pretrain.telemetry import flops as counting
@@ -359,6 +360,7 @@ def reports(plan: GlobalPlan, spans: list[dict]) -> list[SimpleNamespace]:
             update=SimpleNamespace(
                 grad_norm=1.0, lr=0.1, applied=True, clipped_heads=5, skipped_steps=2,
                 max_logit=2.0, max_logits=np.array([2.0, -np.inf, 0.5]), own=own_figures(rank),
+                verdict=Verdict(),
             ),
             vision=vision, spans=spans[rank], kept_patches=10 * rank,
             peak_bytes={"4 backbone": (rank + 1) << 30, "7 update": (8 - rank) << 29},
@@ -371,8 +373,9 @@ def reports(plan: GlobalPlan, spans: list[dict]) -> list[SimpleNamespace]:
 def line_of(plan: GlobalPlan, spans: list[dict], seconds: float = 12.0) -> dict:
     told = reports(plan, spans)
     stats = LoaderStats(requests=3, bytes=1000)
+    saves = [{}, {"stall": 0.5}, {"stall": 0.25, "background": 3.0}, {}]
     everyone = [
-        record_of(report, seconds - rank, stats, first_stage=rank < 2)
+        record_of(report, seconds - rank, stats, first_stage=rank < 2, save=saves[rank])
         for rank, report in enumerate(told)
     ]
     return Telemetry.on(CONFIG, CPU).line(7, plan, told[0], everyone)
@@ -402,6 +405,8 @@ def test_a_line_says_what_the_ranks_measured():
     assert line["peak_gib_step"] == {"max": 4.0, "rank": 0, "first_stage": 4.0}
     assert line["kept_patches"] == 60
     assert line["store"] == {"requests": 12, "bytes": 4000}
+    assert line["checkpoint"] == {"stall_seconds": 0.5, "background_seconds": 3.0}
+    assert line["anomaly"] is None
 
 
 def test_the_optimizer_s_figures_are_those_of_all_ranks():

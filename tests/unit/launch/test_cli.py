@@ -83,7 +83,7 @@ def test_submit_dry_run_prints_the_script_of_the_256_gpu_layout(tmp_path):
     assert result.output.startswith("#!/bin/bash\n")
     assert "#SBATCH --nodes=32\n#SBATCH --ntasks-per-node=8\n" in result.output
     assert "module load cuda/12\n" in result.output
-    assert '"train.steps=9"' in result.output
+    assert f'"config": "{run_dir}/job.yaml"' in result.output
     assert not run_dir.exists()
 
 

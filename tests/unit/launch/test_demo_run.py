@@ -52,7 +52,7 @@ def metrics_line(step: int, **changes) -> dict:
 def write_run(folder: Path, lines: list[dict], **hashes) -> Path:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    states = {"step": 4, "model": "m", "optimizer": "o", "loader": "l", "tensors": 9}
+    states = {"step": 4, "loader": "l", "per_tensor": {"head": "h", "optim.momentum.head": "o"}}
     (folder / "state_hashes.json").write_text(json.dumps(states | hashes))
     return folder
 
@@ -67,7 +67,7 @@ def test_equal_runs_are_bitwise_equal(first, tmp_path):
     assert compare_runs(first, again) == {
         "bitwise": True,
         "steps": 2,
-        "tensors": 9,
+        "tensors": 2,
         "differences": [],
     }
 
@@ -80,12 +80,21 @@ def test_the_last_bit_of_a_number_is_seen(first, tmp_path, name):
     lines = [metrics_line(3, **{name: math.nextafter(value, 9)}), metrics_line(4)]
     result = compare_runs(first, write_run(tmp_path / "again", lines))
     assert not result["bitwise"]
-    assert result["differences"][0].startswith(f"step 3: {name}")
+    told = f"step 3 is the first that differs: {name} is {lines[0][name]!r}, was {value!r}"
+    assert result["differences"][0] == told
+    assert result["differences"][1].startswith("this suggests: ")
 
 
-@pytest.mark.parametrize("state", ["model", "optimizer", "loader", "step", "tensors"])
+OTHER = {
+    "step": 5,
+    "loader": "other",
+    "per_tensor": {"head": "x", "optim.momentum.head": "o"},
+}
+
+
+@pytest.mark.parametrize("state", OTHER)
 def test_every_state_counts(first, tmp_path, state):
-    again = write_run(tmp_path / "again", [metrics_line(4)], **{state: "other"})
+    again = write_run(tmp_path / "again", [metrics_line(4)], **{state: OTHER[state]})
     assert not compare_runs(first, again)["bitwise"]
 
 

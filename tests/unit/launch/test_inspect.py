@@ -20,6 +20,7 @@ from data_pipeline.loader import Loader
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import load_config
+from kimi_pretrain.guard import Verdict, anomaly, write_down
 from launch.cli import app
 from launch.pages import tokens
 from launch.pages.pictures import unpatchify
@@ -379,6 +380,40 @@ def test_rows_that_are_not_there(corpus, tmp_path):
     given = ("--config", "tiny_cpu", *overrides(corpus), "--out", tmp_path / "x.html")
     assert "a step has 16 rows" in run("show", *given, "--first-row", 16, code=2).stderr
     assert "leave out --config" in run("show", *given, "--source", "digits", code=2).stderr
+
+
+def test_rows_of_an_anomaly_are_those_that_the_run_had(corpus, tmp_path):
+    """Samples that the run had put into quarantine long before changed what its steps held."""
+    given = overrides(corpus)
+    data = load_config("tiny_cpu", given).data
+    store = FolderStore(corpus)
+    indices = [read_index(store, name) for name in NAMES]
+    tokenizer = Tokenizer.from_store(store, TOKENIZER_KEY)
+    with Loader(data, store, indices, tokenizer) as loader:
+        for sample in range(0, 60, 2):
+            loader.planner.quarantine(0, sample, -100)
+        loader.load_state_dict(loader.planner.with_quarantine(loader.planner.state_at(2)))
+        state = loader.state_dict()
+        batch = next(loader)
+    verdict = Verdict("nonfinite", "skip")
+    line = anomaly(3, verdict, float("nan"), 1.0, batch.plan, loader.indices, state)
+    for step in (1, 3):
+        write_down(tmp_path / "anomalies.jsonl", {**line, "step": step})
+    shown = ("--anomaly", tmp_path / "anomalies.jsonl", "--rows", 16)
+    page = show(corpus, tmp_path / "show.html", *shown)
+    text = (tmp_path / "show.html").read_text()
+    assert "Step 3 of metrics.jsonl: nonfinite, loss None" in text
+    special = {tokenizer.pad, tokenizer.media_pad}
+    titles = [a for a in page.all("span") if "t" in (a.get("class") or "").split()]
+    ids = [int(i) for a in titles if "title" in a for i in a["title"].split()]
+    assert batch.rows is not None
+    assert ids == [i for i in batch.rows.tokens.flatten().tolist() if i not in special]
+    plain = show(corpus, tmp_path / "plain.html", "--step", 2, "--rows", 16)
+    assert plain.spans != page.spans  # as if nothing were in quarantine
+    other = ("show", "--config", "tiny_cpu", *given, "--out", tmp_path / "x.html", *shown)
+    assert "it has steps 1, 3" in run(*other, "--step", 2, code=2).stderr
+    assert "give the run's own config.yaml" in run(*other, "data.rows_per_step=32", code=2).stderr
+    assert "--anomaly needs --config" in run("show", corpus, *shown, code=2).stderr
 
 
 # Pieces of pages --------------------------------------------------------------------------------

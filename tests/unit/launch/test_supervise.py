@@ -1,13 +1,19 @@
 """The supervisor with small stand-ins for torchrun: output, errors, and nothing left running."""
 
 import os
+import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from kimi_pretrain.last_words import LastWord, leave_word
 from launch import supervise
+
+ROOT = Path(__file__).parent.parent.parent.parent
 
 
 def python(code: str) -> list[str]:
@@ -37,7 +43,7 @@ sys.exit(1)
     stale.parent.mkdir()
     stale.write_text("of an earlier run\n")
     result = supervise.run([*python(code), str(tmp_path)], os.environ, tmp_path)
-    assert result == (1, "no bucket")
+    assert result == (2, "no bucket")  # the code of who ended first, which torchrun does not tell
     assert capsys.readouterr().err == "a warning\n"
     assert "Traceback of torchrun" in (tmp_path / "logs" / "torchrun.log").read_text()
 
@@ -69,7 +75,7 @@ time.sleep(120)
 
     class Popen(real):
         def wait(self, timeout=None):
-            if timeout is None and self.poll() is None and not getattr(self, "hit", False):
+            if self.poll() is None and not getattr(self, "hit", False):
                 self.hit = True
                 interrupt(self)
             return super().wait(timeout)
@@ -79,3 +85,77 @@ time.sleep(120)
         supervise.run([*python(code), str(pid_file)], os.environ, tmp_path)
     worker = int(pid_file.read_text())
     assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie"
+
+
+# Stands for torchrun: starts one rank in a session of its own, and ends with its exit code.
+LAUNCHER = """
+import subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[2], *sys.argv[1:2]], start_new_session=True)
+sys.exit(abs(rank.wait()))
+"""
+# Takes a while before it has a handler, as a rank that loads torch: signals have to wait for it.
+RANK = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / "begun").touch()
+time.sleep(0.5)
+sys.path.insert(0, ROOT)
+from launch.preempt import StopSignal
+stop = StopSignal().install()
+while stop.name is None:
+    time.sleep(0.01)
+(folder / "saved").write_text(stop.name)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_training_is_asked_to_save_and_then_waited_for(number, tmp_path, capfd):
+    def interrupt() -> None:
+        end = time.monotonic() + 30
+        while not (tmp_path / "begun").is_file() and time.monotonic() < end:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    rank = f"ROOT = {str(ROOT)!r}{RANK}"
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    command = [*python(LAUNCHER), str(tmp_path), rank]
+    assert supervise.run(command, os.environ, tmp_path, in_order=True) == (0, None)
+    sender.join()
+    assert (tmp_path / "saved").read_text() == "SIGUSR1"
+    assert f"{number.name}: saving, then ending" in capfd.readouterr().err
+    assert signal.getsignal(number) == before
+
+
+def test_a_rank_that_lingers_after_the_error_of_another_is_killed(tmp_path, monkeypatch):
+    """It may be stopped, or inside a collective; torchrun alone would wait for half a minute."""
+    monkeypatch.setattr(supervise, "LINGER_SECONDS", 0.5)
+    leave_word(tmp_path, 3, LastWord("no progress", 75))
+
+    def rank() -> str:
+        return (
+            "import pathlib, sys, time\n"
+            "logs = pathlib.Path(sys.argv[1]) / 'logs'\n"
+            "(logs / 'error_rank_3.txt').write_text('no progress\\nexit code 75\\n')\n"
+            "time.sleep(100)"
+        )
+
+    command = [*python(LAUNCHER), str(tmp_path), rank()]
+    start = time.monotonic()
+    assert supervise.run(command, os.environ, tmp_path, in_order=True) == (75, "no progress")
+    assert time.monotonic() - start < 50
+
+
+def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path, monkeypatch):
+    """A launcher with restarts left would go on for ever."""
+    monkeypatch.setattr(supervise, "LINGER_SECONDS", 0.5)
+    code = """
+import pathlib, sys, time
+logs = pathlib.Path(sys.argv[1]) / "logs"
+while True:
+    (logs / "error_rank_0.txt").write_text("no such source\\nexit code 2\\n")
+    time.sleep(0.05)
+"""
+    result = supervise.run([*python(code), str(tmp_path)], os.environ, tmp_path, in_order=True)
+    assert result == (2, "no such source")

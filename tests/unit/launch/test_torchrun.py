@@ -1,15 +1,17 @@
 """torchrun's command line: golden pieces, checked once more by torchrun's own parser."""
 
 import json
-import os
 
 import pytest
 from torch.distributed.run import parse_args
 
 from launch.job import Job
-from launch.torchrun import Nodes, command, environment, spread
+from launch.torchrun import SHUTDOWN_SECONDS, Nodes, command, environment, spread
 
 JOB = Job("configs/tiny_cpu.yaml", "runs/a b", ("train.steps=3", "data.root=s3://x"), "latest")
+
+# After a restart torch would look for the ranks at the addresses that they had before.
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def parsed(arguments: list[str]):
@@ -25,6 +27,8 @@ def test_one_node_meets_on_loopback():
     assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "127.0.0.1:0")
     assert args.local_addr == "127.0.0.1"
     assert args.max_restarts == 0
+    assert args.shutdown_timeout == SHUTDOWN_SECONDS > 60  # a save comes to its end
+    assert parsed(command(JOB, Nodes(4), max_restarts=3)).max_restarts == 3
 
 
 def test_several_nodes_meet_where_they_are_told():
@@ -49,12 +53,12 @@ def test_the_worker_gets_the_whole_job_as_its_only_argument():
 )
 def test_threads_share_the_cores(cores, processes, threads):
     env = environment({"HOME": "/h"}, processes, cores)
-    assert env == {"HOME": "/h", "OMP_NUM_THREADS": threads}
+    assert env == {"HOME": "/h", "OMP_NUM_THREADS": threads, **OWN_STORE}
 
 
 def test_the_user_s_number_of_threads_stays():
-    assert environment({"OMP_NUM_THREADS": "3"}, 4, 64) == {"OMP_NUM_THREADS": "3"}
-    assert "OMP_NUM_THREADS" not in os.environ or environment(os.environ, 4, 64) == dict(os.environ)
+    given = {"OMP_NUM_THREADS": "3"}
+    assert environment(given, 4, 64) == given | OWN_STORE
 
 
 def test_spread_over_nodes():

@@ -11,7 +11,7 @@ from kimi_pretrain.config import load_config
 from kimi_pretrain.verify.compare import TOLERANCES
 from kimi_pretrain.verify.faults import FAULTS
 from kimi_pretrain.verify.gradients import write_gradients
-from launch import verify, verify_view
+from launch import verify, verify_jobs, verify_view
 from launch.cli import app
 from launch.verify_worker import VerifyJob
 
@@ -156,10 +156,10 @@ def test_a_planted_step_is_shown_as_the_step(capsys):
 
 def test_the_machine_is_asked_before_anything_starts():
     config = load_config("tiny_cpu")
-    verify.check_machine(config)
+    verify_jobs.check_machine(config)
     huge = load_config("kimi_k25_1t")
     with pytest.raises(ValueError, match="256 processes"):
-        verify.check_machine(huge)
+        verify_jobs.check_machine(huge)
 
 
 def leave(folder: Path, scale: float = 1.0, items: int = 3, **facts) -> None:

@@ -1,0 +1,93 @@
+"""Tars of strangers: headers read with a bound, whatever sizes they claim.
+
+A header of a few bytes may claim a name of gigabytes, a map of a billion holes or a member that
+reaches beyond any file; packed, a tar of megabytes may really hold all that. `tarfile` believes it
+and raises whatever comes of it. Here every header has a few bytes at most, and what makes no sense
+is one `tarfile.ReadError`. Only regular files are looked at: links, devices and folders are passed
+over, and nothing is ever unpacked to a disk.
+"""
+
+import tarfile
+from collections.abc import Iterator
+from typing import IO, Any, cast
+
+# Of one member: header blocks, long names, PAX records, the map of a sparse file.
+_HEADER_BYTES = 1 << 20
+# Of a name: Linux's PATH_MAX. Longer ones would also make searching in them slow.
+_NAME_BYTES = 4096
+
+
+def regular_files(file: IO[bytes]) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """The regular files of a tar, in order, from where `file` stands.
+
+    Yields:
+        the open tar, for `content`, and the member.
+
+    Raises:
+        tarfile.ReadError: a damaged or absurd header, or no mark at the end.
+    """
+    bounded, reached = _Bounded(file), file.tell()
+    with _opened(bounded) as tar:
+        while (info := _next(tar, bounded)) is not None:
+            vars(tar)["members"].clear()  # it would keep every header
+            if len(info.name) > _NAME_BYTES:
+                raise tarfile.ReadError(f"a name of {len(info.name)} characters")
+            if info.size < 0 or tar.offset <= reached:  # it would lead back, for ever
+                raise tarfile.ReadError(f"a member of {info.size} bytes")
+            reached = tar.offset
+            if info.isreg():
+                yield tar, info
+        # tarfile takes a damaged header, and the end of a file that breaks off, for the end.
+        bounded.seek(tar.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"neither a header nor the end mark at byte {tar.offset}")
+
+
+def content(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:
+    """The bytes of a member; the caller has looked at `info.size` before."""
+    bounded: Any = tar.fileobj
+    bounded.left = info.size
+    member = tar.extractfile(info)
+    assert member is not None
+    return member.read()
+
+
+class _Bounded:
+    """A file that gives no more than `left` bytes until it is allowed more."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.left = file, _HEADER_BYTES
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= self.left:
+            raise tarfile.ReadError(f"a header that claims {size} bytes or more")
+        self.left -= size
+        return self._file.read(size)
+
+    def seek(self, offset: int) -> int:
+        try:
+            return self._file.seek(offset)
+        except (OSError, OverflowError, ValueError) as error:
+            raise tarfile.ReadError(f"a member that reaches to byte {offset}") from error
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+def _opened(bounded: _Bounded) -> tarfile.TarFile:
+    try:
+        return tarfile.open(fileobj=cast("IO[bytes]", bounded), mode="r:")
+    except _ABSURD as error:
+        raise tarfile.ReadError(f"an absurd header: {error!r:.100}") from error
+
+
+def _next(tar: tarfile.TarFile, bounded: _Bounded) -> tarfile.TarInfo | None:
+    bounded.left = _HEADER_BYTES
+    try:
+        return tar.next()
+    except _ABSURD as error:
+        raise tarfile.ReadError(f"an absurd header: {error!r:.100}") from error
+
+
+# What tarfile raises for numbers that are none, maps without an end, headers of headers.
+_ABSURD = (ValueError, OverflowError, IndexError, TypeError, RecursionError)

@@ -1,0 +1,174 @@
+"""Tensors copied aside into memory that the writer process shares: what a save costs training.
+
+Each file of a checkpoint is one memfd, laid out as the file will be, so that a copy of the tensors
+is all there is to do; the header never changes. Memory is kept from save to save: it costs as much
+as this rank's share of a checkpoint, and later saves meet no page faults.
+
+Most tensors change in one phase of a step alone, the update. A thread copies them while the step
+runs up to there (`Copying`), so that training as a rule does not wait at all.
+"""
+
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.memory import entry_of, tensor_at
+from kimi_pretrain.checkpoint.tensor_file import layout_of
+
+log = logging.getLogger("kimi_pretrain.checkpoint")
+
+
+class Aside:
+    """The files of one rank in memory.
+
+    Args:
+        files: file -> names of its tensors.
+        tensors: all of them, for their types and shapes.
+        texts: other files whole, that stay as they are.
+        device: of the tensors; memory is pinned for a CUDA device.
+
+    Attributes:
+        sizes: file -> bytes.
+        fds: file -> descriptor.
+
+    Raises:
+        CheckpointError: there is not enough memory.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, list[str]],
+        tensors: Mapping[str, Tensor],
+        texts: Mapping[str, bytes],
+        device: torch.device,
+    ):
+        self.sizes: dict[str, int] = {}
+        self.fds: dict[str, int] = {}
+        self._targets: dict[str, Tensor] = {}
+        self._pinned: list[Tensor] = []
+        try:
+            for file, names in files.items():
+                layout = layout_of({name: entry_of(name, tensors[name]) for name in names})
+                buffer = self._allocate(file, layout.size)
+                buffer[: len(layout.head)] = torch.frombuffer(
+                    bytearray(layout.head), dtype=torch.uint8
+                )
+                if device.type == "cuda":
+                    self._pin(buffer)
+                for name, entry in layout.entries.items():
+                    self._targets[name] = tensor_at(buffer, entry)
+            for file, text in texts.items():
+                buffer = self._allocate(file, len(text))
+                buffer[:] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(self, file: str, size: int) -> Tensor:
+        fd = os.memfd_create(file)
+        self.fds[file], self.sizes[file] = fd, size
+        try:
+            # Without this a machine that is out of memory would kill the process in the copy.
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            raise CheckpointError(
+                f"no memory to copy {size / 2**30:.1f} GiB of tensors aside for {file} "
+                f"({error.strerror}); a rank needs its share of a checkpoint in host memory: use "
+                "fewer ranks on a node, or more memory"
+            ) from None
+        return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+
+    def _pin(self, buffer: Tensor) -> None:
+        """Let the device copy straight into it, several times faster."""
+        failed = _cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+        if int(failed):
+            log.warning("memory for checkpoints cannot be pinned (%s): saves stall longer", failed)
+        else:
+            self._pinned.append(buffer)
+
+    def holds(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these are the tensors, by name, type and shape, that it was made for."""
+        return all(
+            name in tensors
+            and (tensors[name].dtype, tensors[name].shape) == (target.dtype, target.shape)
+            for name, target in self._targets.items()
+        )
+
+    @torch.no_grad()
+    def copy(
+        self, tensors: Mapping[str, Tensor], which: Callable[[str], bool] = lambda name: True
+    ) -> None:
+        """Copy those tensors in of which `which(name)` holds; they may change when this returns."""
+        streams = set()
+        for name, target in self._targets.items():
+            if which(name):
+                source = tensors[name]
+                target.copy_(source, non_blocking=True)
+                if source.device.type == "cuda":
+                    streams.add(torch.cuda.current_stream(source.device))
+        for stream in streams:
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for buffer in self._pinned:
+            _cudart().cudaHostUnregister(buffer.data_ptr())
+        self._pinned, self._targets = [], {}
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds = {}
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+class Copying:
+    """A thread that copies tensors aside which do not change until `wait` has returned.
+
+    On a CUDA device it does so on a stream of its own, after what had been asked of the device
+    before: the step's own work goes on beside it.
+    """
+
+    def __init__(
+        self,
+        aside: Aside,
+        tensors: Mapping[str, Tensor],
+        which: Callable[[str], bool],
+        device: torch.device,
+    ):
+        self._error: BaseException | None = None
+        threads: int | None = None
+        context: AbstractContextManager[Any] = nullcontext()
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            context = torch.cuda.stream(stream)
+        else:
+            threads = torch.get_num_threads()
+
+        def work() -> None:
+            try:
+                if threads is not None:  # a new thread would begin with one for each core
+                    torch.set_num_threads(threads)
+                with context:
+                    aside.copy(tensors, which)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="checkpoint copy", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until everything is copied. Raises what the copy raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,204 @@
+"""The files of one checkpoint, read from a folder or an object store through the same few calls."""
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.manifest import Fingerprint
+
+if TYPE_CHECKING:
+    from data_pipeline.store.open import Store
+
+_PIECE = 8 << 20
+_AHEAD = 4  # pieces on their way at a time
+
+# Called with so many bytes that were just read.
+Progress = Callable[[int], None]
+
+
+class Files(Protocol):
+    """Reads files by their plain name. May be called from any thread."""
+
+    uri: str
+
+    def where(self, name: str) -> str:
+        """Return the full name of a file, for messages."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file; None: it is not there."""
+        ...
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Return exactly these bytes.
+
+        Raises:
+            CheckpointError: the file is not there or shorter.
+        """
+        ...
+
+    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+        """Fill `out`, writable bytes, from `offset`. Raises as `read`."""
+        ...
+
+    def fingerprint(self, name: str, progress: Progress | None = None) -> Fingerprint:
+        """Return size and SHA-256 of a file. Raises as `read`."""
+        ...
+
+
+class FolderFiles:
+    """The files of a local or shared folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.uri = folder, str(folder)
+
+    def where(self, name: str) -> str:
+        """See `Files.where`."""
+        return str(self.folder / name)
+
+    def size(self, name: str) -> int | None:
+        """See `Files.size`."""
+        file = self.folder / name
+        return file.stat().st_size if file.is_file() else None
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """See `Files.read`."""
+        with self._open(name) as file:
+            data = os.pread(file.fileno(), length, offset)
+            while len(data) < length:  # a read of more than 2 GiB comes in parts
+                more = os.pread(file.fileno(), length - len(data), offset + len(data))
+                if not more:
+                    raise _too_short(self.where(name), offset, length, len(data))
+                data += more
+        return data
+
+    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+        """See `Files.read_into`."""
+        with self._open(name) as file:
+            done = 0
+            while done < len(out):
+                got = os.preadv(file.fileno(), [out[done : done + (1 << 30)]], offset + done)
+                if not got:
+                    raise _too_short(self.where(name), offset, len(out), done)
+                done += got
+
+    def fingerprint(self, name: str, progress: Progress | None = None) -> Fingerprint:
+        """See `Files.fingerprint`."""
+        size = self.size(name)
+        if size is None:
+            raise _missing(self.where(name))
+        read = partial(self.read, name)
+        return fingerprint_of(read_ahead(read, 0, size), progress)
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[BinaryIO]:
+        try:
+            with (self.folder / name).open("rb") as file:
+                yield file
+        except FileNotFoundError:
+            raise _missing(self.where(name)) from None
+        except OSError as error:  # a disk that fails, too
+            raise CheckpointError(f"{self.where(name)}: {error.strerror}") from None
+
+
+class StoreFiles:
+    """The files under a prefix of an object store."""
+
+    def __init__(self, store: "Store", prefix: str) -> None:
+        self._store, self._prefix = store, prefix.strip("/")
+        self.uri = f"{store.uri}/{self._prefix}".rstrip("/")
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    def where(self, name: str) -> str:
+        """See `Files.where`."""
+        return f"{self.uri}/{name}"
+
+    def size(self, name: str) -> int | None:
+        """See `Files.size`."""
+        from data_pipeline.store.open import MissingKey
+
+        try:
+            return self._store.head(self._key(name)).size
+        except MissingKey:
+            return None
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """See `Files.read`."""
+        from data_pipeline.store.open import MissingKey
+
+        try:
+            return self._store.get(self._key(name), offset, length)
+        except MissingKey:
+            raise _missing(self.where(name)) from None
+
+    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+        """See `Files.read_into`."""
+        done = 0
+        for piece in read_ahead(partial(self.read, name), offset, len(out)):
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def fingerprint(self, name: str, progress: Progress | None = None) -> Fingerprint:
+        """See `Files.fingerprint`."""
+        size = self.size(name)
+        if size is None:
+            raise _missing(self.where(name))
+        return fingerprint_of(read_ahead(partial(self.read, name), 0, size), progress)
+
+
+def read_ahead(read: Callable[[int, int], bytes], offset: int, length: int) -> Iterator[bytes]:
+    """Yield bytes in order; a few pieces are read ahead of the one that is waited for.
+
+    Threads end with the last piece, or when the caller stops.
+
+    Args:
+        read: returns so many bytes (second) from a place (first).
+        offset: of the first byte.
+        length: of all.
+    """
+    spans = [(offset + begin, min(_PIECE, length - begin)) for begin in range(0, length, _PIECE)]
+    if len(spans) <= 1:
+        yield from (read(*span) for span in spans)
+        return
+    with ThreadPoolExecutor(_AHEAD) as pool:
+        waiting: deque[Future[bytes]] = deque()
+        try:
+            for span in spans:
+                waiting.append(pool.submit(read, *span))
+                if len(waiting) > _AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def fingerprint_of(pieces: Iterator[bytes], progress: Progress | None = None) -> Fingerprint:
+    """Return size and SHA-256 of bytes that come in pieces."""
+    digest, size = hashlib.sha256(), 0
+    for piece in pieces:
+        digest.update(piece)
+        size += len(piece)
+        if progress is not None:
+            progress(len(piece))
+    return Fingerprint(size, digest.hexdigest())
+
+
+def _missing(where: str) -> CheckpointError:
+    return CheckpointError(f"{where}: missing; restore the file or take another checkpoint")
+
+
+def _too_short(where: str, offset: int, length: int, got: int) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: expected {length} bytes from byte {offset}, the file ends after {got} of them; "
+        "it was cut off, take another checkpoint"
+    )

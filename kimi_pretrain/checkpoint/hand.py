@@ -1,0 +1,133 @@
+"""A rank's side of its writer process: starts it, gives it jobs, takes its answers in."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kimi_pretrain.checkpoint.place import Place
+
+_PATIENCE_S = 10.0  # for what is left over; a later run would do it as well
+_ROOT = Path(__file__).parent.parent.parent
+# Sent to all processes of a job when it has to end: the rank saves, and its writer must be there.
+_SHIELDED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+
+
+class Hand:
+    """One writer process and the job it has.
+
+    Args:
+        place: where it writes.
+        fds: the memory that it reads.
+
+    Attributes:
+        bytes_done: of the present job.
+        done: {"value": what the job answered}; None while it is under way.
+        failed: why it failed, in one line; None otherwise.
+        told: warnings that have come in since they were last taken.
+    """
+
+    def __init__(self, place: Place, fds: Sequence[int]):
+        self._job, self._rest, self._does = 0, b"", ""
+        self.bytes_done = 0
+        self.done: dict[str, Any] | None = None
+        self.failed: str | None = None
+        self.told: list[str] = []
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        given = [str(os.getpid()), place.uri, str(place.patience)]
+        command = [sys.executable, "-m", "kimi_pretrain.checkpoint.writer", *given]
+        # Blocked here, they are blocked in the child from its first moment.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=fds,
+                env={**os.environ, "PYTHONPATH": path},
+                bufsize=0,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there."""
+        return self._process.poll() is None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is under way."""
+        return bool(self._job) and self.done is None and self.failed is None
+
+    def send(self, do: str, **values: Any) -> None:
+        """Give the process a job, to do after the one before; only its answers count from now on.
+
+        If the process is gone, the job has failed.
+        """
+        self._job += 1
+        self._does = do
+        self.bytes_done, self.done, self.failed = 0, None, None
+        line = json.dumps({"do": do, "id": self._job, **values}).encode() + b"\n"
+        try:
+            assert self._process.stdin is not None
+            while line:
+                line = line[self._process.stdin.write(line) :]
+        except BrokenPipeError:
+            self._gone()
+
+    def poll(self, seconds: float = 0.0) -> None:
+        """Take in what the process has answered; wait up to `seconds` for a job's end."""
+        assert self._process.stdout is not None
+        fd, until = self._process.stdout.fileno(), time.monotonic() + seconds
+        while self.busy and select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
+            data = os.read(fd, 1 << 20)
+            if not data:
+                self._gone()
+                return
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+
+    def close(self) -> None:
+        """End the process; files that are being written are lost."""
+        if self.busy and self._does in ("retire", "remove_torn"):
+            self.poll(_PATIENCE_S)
+        if self.busy:
+            self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        try:
+            self._process.wait(timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        if "told" in answer:
+            self.told.append(answer["told"])
+        elif answer["id"] != self._job:
+            return
+        elif "bytes" in answer:
+            self.bytes_done += answer["bytes"]
+        elif "failed" in answer:
+            self.failed = answer["failed"]
+        else:
+            self.done = {"value": answer["done"]}
+
+    def _gone(self) -> None:
+        code = self._process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self.failed = f"the process that writes checkpoints {how}"

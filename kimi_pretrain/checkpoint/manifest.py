@@ -1,0 +1,267 @@
+"""What a checkpoint says of itself: manifest.json, written last, so that it marks completeness.
+
+Pure: text in, values out. Whatever stands in a manifest is checked before it is believed, for it
+may come from anywhere: names of files must be plain names inside the folder, numbers must be
+numbers, and a text of absurd size is not parsed at all.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from kimi_pretrain.config import Config
+
+SCHEMA = 2
+MANIFEST = "manifest.json"
+INDEX = "index.json"
+# A manifest has a line for each file, an index one for each tensor: a million of them fit.
+MOST_MANIFEST_BYTES = 64 << 20
+MOST_INDEX_BYTES = 512 << 20
+
+_STEP = re.compile(r"step_(\d{8,})")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+Contents = Literal["all", "weights"]
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run remembers besides tensors.
+
+    Attributes:
+        step: steps done.
+        optimizer_steps: updates done (skipped steps do not count).
+        loader: the loader's state; plain values.
+        losses: the last losses, which decide what counts as a spike.
+        skips_in_row: steps up to this one that the guard did not let pass.
+    """
+
+    step: int
+    optimizer_steps: int
+    loader: dict[str, Any] = field(default_factory=dict)
+    losses: tuple[float, ...] = ()
+    skips_in_row: int = 0
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Size and SHA-256 (64 hexadecimal digits) of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What manifest.json holds.
+
+    Attributes:
+        state: of the run when it was written.
+        model: `config.model` as plain values.
+        dtype: `config.train.dtype`.
+        layout: `config.layout` as plain values; for information, no reader needs it.
+        contents: "all" to go on from, or "weights" of the model alone.
+        versions: package -> version that wrote it.
+        files: name -> fingerprint of every other file of the folder, index.json among them.
+    """
+
+    state: RunState
+    model: dict[str, Any]
+    dtype: str
+    layout: dict[str, Any]
+    contents: Contents
+    versions: dict[str, str | None]
+    files: dict[str, Fingerprint]
+
+    def text(self) -> str:
+        """Return the JSON text of manifest.json."""
+        values = {"schema": SCHEMA, **asdict(self), "files": _sorted_files(self.files)}
+        return json.dumps(values, indent=1) + "\n"
+
+
+def manifest_of(
+    config: "Config",
+    state: RunState,
+    files: Mapping[str, Fingerprint],
+    versions: Mapping[str, str | None],
+    contents: Contents = "all",
+) -> Manifest:
+    """Return the manifest of a run's checkpoint."""
+    return Manifest(
+        state=state,
+        model=config.model.model_dump(mode="json"),
+        dtype=config.train.dtype,
+        layout=config.layout.model_dump(mode="json"),
+        contents=contents,
+        versions=dict(versions),
+        files=dict(files),
+    )
+
+
+def step_name(step: int) -> str:
+    """Return the folder's name of a step's checkpoint."""
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint folder's name, or None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def check_file_name(name: object, where: str) -> str:
+    """Return `name` if it is a plain name, which cannot lead out of the folder.
+
+    Raises:
+        CheckpointError: it holds a separator, begins with a dot, or is no text.
+    """
+    if not isinstance(name, str) or not _FILE.fullmatch(name):
+        raise CheckpointError(
+            f"{where}: {name!r} is no file name of a checkpoint; expected letters, digits, '_', "
+            "'-' and '.', without '/' or a leading '.'; do not use this checkpoint"
+        )
+    return name
+
+
+def parse_json(text: str | bytes, where: str, most: int) -> Any:
+    """Return the values of a JSON text that may come from anywhere.
+
+    Raises:
+        CheckpointError: it is larger than `most` bytes, or no JSON.
+    """
+    if len(text) > most:
+        raise CheckpointError(f"{where}: {len(text)} bytes, expected at most {most}")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{where}: not JSON ({reason}); the file is damaged, take another checkpoint"
+        ) from None
+
+
+def parse_manifest(text: str | bytes, where: str) -> Manifest:
+    """Return what a manifest.json says.
+
+    Args:
+        text: of the file.
+        where: its name, for messages.
+
+    Raises:
+        CheckpointError: another schema, or values that no writer of this schema writes.
+    """
+    values = parse_json(text, where, MOST_MANIFEST_BYTES)
+    schema = values.get("schema") if isinstance(values, dict) else None
+    if schema != SCHEMA:
+        raise CheckpointError(f"{where}: checkpoint schema {schema}, this code reads {SCHEMA}")
+    state = _part(values, "state", dict, where)
+    versions = _part(values, "versions", dict, where)
+    contents = _part(values, "contents", str, where)
+    if contents not in ("all", "weights"):
+        raise CheckpointError(f"{where}: contents is {contents!r}, expected 'all' or 'weights'")
+    return Manifest(
+        state=_parse_state(state, where),
+        model=_part(values, "model", dict, where),
+        dtype=_part(values, "dtype", str, where),
+        layout=_part(values, "layout", dict, where),
+        contents=contents,
+        versions={str(name): version for name, version in versions.items()},
+        files=_parse_files(_part(values, "files", dict, where), where),
+    )
+
+
+def parse_index(text: str | bytes, where: str, files: Mapping[str, object]) -> dict[str, str]:
+    """Return tensor -> file of an index.json.
+
+    Args:
+        text: of the file.
+        where: its name, for messages.
+        files: names of the files that the manifest lists.
+
+    Raises:
+        CheckpointError: no weight map, or a file that the manifest does not list.
+    """
+    values = parse_json(text, where, MOST_INDEX_BYTES)
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where}: expected an object with a weight_map")
+    weight_map = _part(values, "weight_map", dict, where)
+    for name, file in weight_map.items():
+        if check_file_name(file, where) not in files:
+            raise CheckpointError(f"{where}: {name!r} is in {file!r}, which the manifest lacks")
+    return weight_map
+
+
+def check_fits(manifest: Manifest, config: "Config", where: str) -> None:
+    """Refuse a checkpoint of another model or precision than the configuration's.
+
+    Raises:
+        CheckpointError: names the first key that differs, with both values.
+    """
+    wanted = config.model.model_dump(mode="json")
+    if difference := first_difference(manifest.model, wanted, "model"):
+        raise CheckpointError(f"{where}: this is a checkpoint of another model: {difference}")
+    if manifest.dtype != config.train.dtype:
+        # Loading would convert silently: masters would be dropped, or missing.
+        raise CheckpointError(
+            f"{where}: written with train.dtype={manifest.dtype}, this run has "
+            f"train.dtype={config.train.dtype}"
+        )
+
+
+def first_difference(found: Any, wanted: Any, where: str) -> str | None:
+    """Return where two plain values differ first, with both sides, or None."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for key in sorted({*found, *wanted}):
+            if difference := first_difference(found.get(key), wanted.get(key), f"{where}.{key}"):
+                return difference
+        return None
+    return None if found == wanted else f"{where} is {found!r}, this run has {wanted!r}"
+
+
+def _part(values: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    value = values.get(key)
+    if not isinstance(value, kind):
+        raise CheckpointError(
+            f"{where}: {key} is {type(value).__name__}, expected {kind.__name__}; the file is "
+            "damaged, take another checkpoint"
+        )
+    return value
+
+
+def _parse_state(values: Mapping[str, Any], where: str) -> RunState:
+    counts: dict[str, Any] = {key: values.get(key) for key in ("step", "optimizer_steps")}
+    counts["skips_in_row"] = values.get("skips_in_row", 0)
+    for key, value in counts.items():
+        if type(value) is not int or value < 0:
+            raise CheckpointError(f"{where}: state.{key} is {value!r}, expected a whole number")
+    losses = values.get("losses", [])
+    if not isinstance(losses, list) or not all(type(loss) in (int, float) for loss in losses):
+        raise CheckpointError(f"{where}: state.losses is {losses!r}, expected a list of numbers")
+    loader = _part(values, "loader", dict, where)
+    return RunState(**counts, loader=loader, losses=tuple(float(loss) for loss in losses))
+
+
+def _parse_files(values: Mapping[str, Any], where: str) -> dict[str, Fingerprint]:
+    files = {}
+    for name, found in values.items():
+        check_file_name(name, where)
+        size = found.get("bytes") if isinstance(found, dict) else None
+        digest = found.get("sha256") if isinstance(found, dict) else None
+        if type(size) is not int or size < 0 or not isinstance(digest, str):
+            raise CheckpointError(f"{where}: {name!r} is {found!r}, expected bytes and sha256")
+        if not _SHA256.fullmatch(digest):
+            raise CheckpointError(f"{where}: {name!r} has sha256 {digest!r}, expected 64 digits")
+        files[name] = Fingerprint(size, digest)
+    if INDEX not in files or MANIFEST in files:
+        raise CheckpointError(f"{where}: expected {INDEX} among the files, and not {MANIFEST}")
+    return files
+
+
+def _sorted_files(files: Mapping[str, Fingerprint]) -> dict[str, dict[str, Any]]:
+    return {name: asdict(files[name]) for name in sorted(files)}

@@ -1,0 +1,312 @@
+"""Where checkpoints lie: a folder or an object store, and one checkpoint in it, for reading.
+
+What is written and removed goes through `sink`. A checkpoint is there when its manifest.json is;
+everything else under a step's name is a torn save, and nobody takes it.
+"""
+
+import os
+import threading
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.files import Files, FolderFiles, Progress, StoreFiles
+from kimi_pretrain.checkpoint.manifest import (
+    INDEX,
+    MANIFEST,
+    MOST_INDEX_BYTES,
+    MOST_MANIFEST_BYTES,
+    Manifest,
+    parse_index,
+    parse_manifest,
+    step_name,
+    step_of,
+)
+from kimi_pretrain.checkpoint.tensor_file import Entry, header_bytes, parse_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from data_pipeline.store.open import Store
+
+URI = str | os.PathLike[str]
+PATIENCE_S = 120.0
+
+# What a folder is called while one of the same step takes its place.
+REPLACED = ".replaced"
+
+
+class Checkpoint:
+    """One checkpoint folder, read without trust: every name and number in it is checked.
+
+    May be used from several threads.
+
+    Attributes:
+        uri: of the folder.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files, self.uri = files, files.uri
+        self._headers: dict[str, dict[str, Entry]] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.uri!r})"
+
+    @cached_property
+    def _manifest(self) -> Manifest:
+        size = self._files.size(MANIFEST)
+        if size is None:
+            raise CheckpointError(
+                f"{self.uri}: no {MANIFEST}, so there is no checkpoint here, or one that was never "
+                "completed; give a folder such as runs/demo/checkpoints/step_00000110"
+            )
+        where = self._files.where(MANIFEST)
+        if size > MOST_MANIFEST_BYTES:
+            raise CheckpointError(f"{where}: {size} bytes, expected at most {MOST_MANIFEST_BYTES}")
+        return parse_manifest(self._files.read(MANIFEST, 0, size), where)
+
+    def manifest(self) -> Manifest:
+        """Return what the checkpoint says of itself.
+
+        Raises:
+            CheckpointError: it is not complete, or its manifest is damaged.
+        """
+        return self._manifest
+
+    @property
+    def step(self) -> int:
+        """Steps done when it was written."""
+        return self.manifest().state.step
+
+    @property
+    def files(self) -> dict[str, int]:
+        """File -> bytes, as the manifest says, but for the manifest itself."""
+        return {name: found.bytes for name, found in self.manifest().files.items()}
+
+    @cached_property
+    def _weight_map(self) -> dict[str, str]:
+        files, where = self.manifest().files, self._files.where(INDEX)
+        size = files[INDEX].bytes
+        if size > MOST_INDEX_BYTES:
+            raise CheckpointError(f"{where}: {size} bytes, expected at most {MOST_INDEX_BYTES}")
+        return parse_index(self._files.read(INDEX, 0, size), where, files)
+
+    def weight_map(self) -> dict[str, str]:
+        """Return tensor -> file. Raises as `manifest`."""
+        return self._weight_map
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, sorted."""
+        return sorted(self.weight_map())
+
+    def entry(self, name: str) -> Entry:
+        """Return type, shape and place of a tensor.
+
+        Raises:
+            CheckpointError: there is none of this name, or its file is damaged.
+        """
+        file = self.weight_map().get(name)
+        if file is None:
+            raise CheckpointError(f"{self.uri}: no tensor {name!r}")
+        entry = self.header(file).get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"{self._files.where(file)}: no tensor {name!r}, where {INDEX} says it is"
+            )
+        return entry
+
+    def header(self, file: str) -> dict[str, Entry]:
+        """Return the tensors of one file, read once."""
+        with self._lock:
+            if file in self._headers:
+                return self._headers[file]
+        where, size = self._files.where(file), self.files[file]
+        if size < 8:
+            raise CheckpointError(f"{where}: {size} bytes are no safetensors file")
+        length = header_bytes(self._files.read(file, 0, 8), size, where)
+        entries = parse_header(self._files.read(file, 8, length), size, where)
+        with self._lock:
+            return self._headers.setdefault(file, entries)
+
+    def read_into(self, name: str, tensor: "Tensor") -> None:
+        """Fill a tensor, on any device, in place.
+
+        Raises:
+            CheckpointError: no such tensor, another shape or type, or a file that is cut off.
+        """
+        import torch
+
+        from kimi_pretrain.checkpoint.memory import DTYPES, bytes_of
+
+        entry = self.entry(name)
+        if (DTYPES[entry.dtype], entry.shape) != (tensor.dtype, tuple(tensor.shape)):
+            raise CheckpointError(
+                f"{self.uri}: {name!r} is {DTYPES[entry.dtype]} {entry.shape}, expected "
+                f"{tensor.dtype} {tuple(tensor.shape)}"
+            )
+        with torch.no_grad():
+            direct = tensor.device.type == "cpu" and tensor.is_contiguous()
+            here = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+            if entry.nbytes:
+                file = self.weight_map()[name]
+                self._files.read_into(file, entry.offset, bytes_of(here))
+            if not direct:
+                tensor.detach().copy_(here)
+
+    def tensor(self, name: str) -> "Tensor":
+        """Return one tensor on the host. Raises as `read_into`."""
+        import torch
+
+        from kimi_pretrain.checkpoint.memory import DTYPES
+
+        entry = self.entry(name)
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.read_into(name, tensor)
+        return tensor
+
+    def verify(
+        self, files: Iterable[str] | None = None, progress: Progress | None = None
+    ) -> list[str]:
+        """Read files and compare them with the manifest.
+
+        Args:
+            files: names; None: all. The manifest must hold them.
+            progress: called with the bytes that were just read.
+
+        Returns:
+            one line for each file that is not as it was written: its name, what was found and what
+            was expected.
+
+        Raises:
+            CheckpointError: the manifest itself is missing or damaged.
+        """
+        expected = self.manifest().files
+        problems = []
+        for name in sorted(expected if files is None else files):
+            where, wanted = self._files.where(name), expected[name]
+            try:
+                size = self._files.size(name)
+                if size != wanted.bytes:
+                    told = "missing" if size is None else f"{size} bytes"
+                    problems.append(f"{where}: {told}, expected {wanted.bytes} bytes")
+                    continue
+                found = self._files.fingerprint(name, progress)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            if found != wanted:
+                problems.append(
+                    f"{where}: sha256 {found.sha256[:16]}..., expected {wanted.sha256[:16]}..."
+                )
+        return problems
+
+
+class Place:
+    """A folder of checkpoints, one a step: where a run saves and finds them.
+
+    Attributes:
+        uri: as it was given.
+        folder: of a local or shared place; None: it is an object store.
+        patience: see `open_place`.
+    """
+
+    def __init__(
+        self, uri: str, folder: Path | None, store: "Store | None", patience: float = PATIENCE_S
+    ) -> None:
+        self.uri, self.folder, self._store, self.patience = uri, folder, store, patience
+
+    def __repr__(self) -> str:
+        return f"Place({self.uri!r})"
+
+    @property
+    def store(self) -> "Store":
+        """The object store of a place that is no folder."""
+        assert self._store is not None, self.uri
+        return self._store
+
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, in order; none where nothing is."""
+        if self.folder is not None:
+            found = (file.parent.name for file in self.folder.glob(f"step_*/{MANIFEST}"))
+        else:
+            keys = (key.split("/") for key in self.store.list("step_"))
+            found = (key[0] for key in keys if len(key) == 2 and key[1] == MANIFEST)
+        return sorted(step for name in found if (step := step_of(name)) is not None)
+
+    def recover(self) -> None:
+        """Give a folder its name back that a killed run was about to replace by a newer one."""
+        if self.folder is not None:
+            for folder in sorted(self.folder.glob(f"step_*{REPLACED}")):
+                final = folder.with_suffix("")
+                if step_of(final.name) is not None and not final.exists():
+                    os.replace(folder, final)
+
+    def checkpoint(self, step: int) -> Checkpoint:
+        """Return the checkpoint of a step; nothing is read yet."""
+        if self.folder is not None:
+            return Checkpoint(FolderFiles(self.folder / step_name(step)))
+        return Checkpoint(StoreFiles(self.store, step_name(step)))
+
+    def read_text(self, name: str) -> str | None:
+        """Return the text of a small file beside the checkpoints; None: it is not there."""
+        if self.folder is not None:
+            file = self.folder / name
+            return file.read_text() if file.is_file() else None
+        from data_pipeline.store.open import MissingKey
+
+        try:
+            return self.store.get(name).decode()
+        except MissingKey:
+            return None
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small file beside the checkpoints: readers see the old one or the new one."""
+        if self.folder is None:
+            self.store.put(name, text.encode())
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = self.folder / f".{name}.{os.getpid()}"
+        partial.write_text(text)
+        os.replace(partial, self.folder / name)
+
+    def close(self) -> None:
+        """End the threads of an object store."""
+        if self._store is not None:
+            self._store.close()
+
+
+def is_remote(uri: URI) -> bool:
+    """Whether a URI names an object store and no folder."""
+    return urlsplit(os.fspath(uri)).scheme in ("s3", "memory")
+
+
+def open_place(uri: URI, patience: float = PATIENCE_S) -> Place:
+    """Open a folder of checkpoints; nothing is read or made.
+
+    Args:
+        uri: a path, "file:///folder", or "s3://bucket/prefix" with AWS's own environment variables.
+        patience: seconds without progress after which an object store counts as gone.
+
+    Raises:
+        ValueError: no such kind of URI.
+    """
+    text = os.fspath(uri)
+    if is_remote(text):
+        from data_pipeline.store.open import open_store
+
+        return Place(text, None, open_store(text, patience=patience), patience)
+    if "://" in text and not text.startswith("file://"):
+        raise ValueError(f"checkpoints at {text!r}: use a folder or s3://bucket/prefix")
+    return Place(text, Path(text.removeprefix("file://")).expanduser(), None)
+
+
+def open_checkpoint(uri: URI) -> Checkpoint:
+    """Open one checkpoint's folder, or its s3:// URI; nothing is read yet."""
+    place = open_place(uri)
+    if place.folder is not None:
+        return Checkpoint(FolderFiles(place.folder))
+    return Checkpoint(StoreFiles(place.store, ""))

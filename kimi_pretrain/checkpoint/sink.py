@@ -1,0 +1,367 @@
+"""Where files of checkpoints are written, committed and removed: a folder, or an object store.
+
+Used by the writer process of each rank and by tools; knows no torch.
+
+In a folder the files of a save lie in `step_x.partial`; rank 0's commit writes manifest.json,
+makes everything durable and renames. In an object store nothing can be renamed: manifest.json is
+the commit. Whoever writes a step again takes the manifest of the earlier one away first.
+
+What is removed is no checkpoint any more before its first file goes: a folder is renamed, in an
+object store the manifest goes first.
+"""
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, step_name, step_of
+from kimi_pretrain.checkpoint.place import REPLACED, Place
+
+if TYPE_CHECKING:
+    from data_pipeline.store.open import Store
+
+# What marks a checkpoint that a run has left behind by going on from an earlier one.
+ABANDONED = "manifest.abandoned.json"
+_PARTIAL, _LEAVING = ".partial", ".leaving"
+_BLOCK = 16 << 20
+_ALIGNED = 4096
+_SEEN_S = 30.0  # so long may a shared file system take to show another node's file
+
+Written = Callable[[int], None]  # called with the bytes that were just written
+
+
+class Sink(Protocol):
+    """Writes checkpoints under one place. Files of a step may be written from several threads."""
+
+    def open_step(self, step: int) -> None:
+        """Make ready for files of a step; every process that writes some calls it first."""
+        ...
+
+    def write(self, step: int, name: str, source: "Source", written: Written) -> Fingerprint:
+        """Write a file and make it durable.
+
+        Raises:
+            CheckpointError: names the file and the reason.
+        """
+        ...
+
+    def commit(self, step: int, manifest: str, files: Iterable[str]) -> str:
+        """Complete a step of which all `files` were written; returns its URI. Raises as `write`."""
+        ...
+
+    def remove(self, step: int) -> None:
+        """Remove a complete checkpoint."""
+        ...
+
+    def remove_torn(self, step: int) -> None:
+        """Remove what a save that failed has left of a step."""
+        ...
+
+    def abandon(self, step: int) -> None:
+        """Take a complete checkpoint out of the run's line without removing it."""
+        ...
+
+    def tidy(self, current: int) -> None:
+        """Remove what killed runs have left behind, but of the `current` step."""
+        ...
+
+
+class Source:
+    """A file in memory (memfd) that is to be written.
+
+    Args:
+        fd: its descriptor; it stays open.
+        size: bytes.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd, self.size = fd, size
+        self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else b""
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes, aligned to a page."""
+        return memoryview(self._map)
+
+    @property
+    def path(self) -> str:
+        """A name under which this process can open it."""
+        return f"/proc/self/fd/{self.fd}"
+
+    def sha256(self) -> str:
+        """Return the hash of its bytes; other threads run meanwhile."""
+        digest, view = hashlib.sha256(), self.view
+        for begin in range(0, self.size, _BLOCK):
+            digest.update(view[begin : begin + _BLOCK])
+        return digest.hexdigest()
+
+
+def source_of(data: bytes) -> Source:
+    """Return bytes as a file in memory."""
+    fd = os.memfd_create("checkpoint")
+    done = 0
+    while done < len(data):
+        done += os.write(fd, memoryview(data)[done:])
+    return Source(fd, len(data))
+
+
+def open_sink(place: Place) -> Sink:
+    """Return where the checkpoints of a place are written."""
+    if place.folder is not None:
+        return FolderSink(place, place.folder)
+    return StoreSink(place)
+
+
+class FolderSink:
+    """A local folder, or one that all nodes see."""
+
+    def __init__(self, place: Place, root: Path) -> None:
+        self._place, self.root = place, root
+
+    def _final(self, step: int) -> Path:
+        return self.root / step_name(step)
+
+    def _partial(self, step: int) -> Path:
+        return self.root / f"{step_name(step)}{_PARTIAL}"
+
+    def open_step(self, step: int) -> None:
+        """See `Sink.open_step`."""
+        try:
+            self._partial(step).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _failed(self._partial(step), error) from None
+
+    def write(self, step: int, name: str, source: Source, written: Written) -> Fingerprint:
+        """See `Sink.write`; the hash is computed beside the writing."""
+        path = self._partial(step) / name
+        with ThreadPoolExecutor(1) as beside:
+            digest = beside.submit(source.sha256)
+            try:
+                write_durably(path, source.view, written)
+            except OSError as error:
+                raise _failed(path, error) from None
+            return Fingerprint(source.size, digest.result())
+
+    def commit(self, step: int, manifest: str, files: Iterable[str]) -> str:
+        """See `Sink.commit`."""
+        partial, final = self._partial(step), self._final(step)
+        replaced = self.root / f"{step_name(step)}{REPLACED}"
+        expected = set(files)
+        self._wait_until_seen(partial, expected)
+        try:
+            for entry in sorted(partial.iterdir()):
+                if entry.name not in expected:  # of an earlier try with other ranks
+                    entry.unlink()
+            write_durably(partial / MANIFEST, memoryview(manifest.encode()), lambda _: None)
+            _sync_folder(partial)
+            if final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+                os.replace(final, replaced)  # `Place.recover` puts it back if this is the end
+            os.replace(partial, final)
+            _sync_folder(self.root)
+        except OSError as error:
+            raise _failed(final, error) from None
+        shutil.rmtree(replaced, ignore_errors=True)
+        return str(final)
+
+    def _wait_until_seen(self, partial: Path, files: set[str]) -> None:
+        until = time.monotonic() + _SEEN_S
+        while missing := [name for name in sorted(files) if not (partial / name).is_file()]:
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    f"{partial}: {len(missing)} files that other ranks have written are not seen "
+                    f"here, first {missing[0]}: checkpoint.place must be on a file system that all "
+                    "nodes share"
+                )
+            time.sleep(0.1)
+
+    def remove(self, step: int) -> None:
+        """See `Sink.remove`."""
+        leaving = self.root / f"{step_name(step)}{_LEAVING}"
+        shutil.rmtree(leaving, ignore_errors=True)
+        os.replace(self._final(step), leaving)  # it is no checkpoint any more
+        shutil.rmtree(leaving)
+
+    def remove_torn(self, step: int) -> None:
+        """See `Sink.remove_torn`."""
+        shutil.rmtree(self._partial(step), ignore_errors=True)
+
+    def abandon(self, step: int) -> None:
+        """See `Sink.abandon`."""
+        final = self._final(step)
+        os.replace(final / MANIFEST, final / ABANDONED)
+
+    def tidy(self, current: int) -> None:
+        """See `Sink.tidy`."""
+        self._place.recover()
+        for folder in sorted(self.root.glob("step_*.*")):
+            step = step_of(folder.stem)
+            if step is not None and (
+                folder.suffix in (REPLACED, _LEAVING)
+                or (folder.suffix == _PARTIAL and step != current)
+            ):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class StoreSink:
+    """A prefix of an object store."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    @property
+    def _store(self) -> "Store":
+        return self._place.store
+
+    def open_step(self, step: int) -> None:
+        """See `Sink.open_step`: from here on an earlier checkpoint of this step is none."""
+        self._guarded(lambda: self._store.delete(f"{step_name(step)}/{MANIFEST}"))
+
+    def write(self, step: int, name: str, source: Source, written: Written) -> Fingerprint:
+        """See `Sink.write`; large files go up in parts, each checked by the server."""
+        key = f"{step_name(step)}/{name}"
+        with ThreadPoolExecutor(1) as beside:
+            digest = beside.submit(source.sha256)
+            info = self._guarded(lambda: self._store.put_file(key, source.path, written))
+            if info.size != source.size:
+                raise CheckpointError(
+                    f"{self._store.uri}/{key}: {info.size} bytes arrived of {source.size}"
+                )
+            return Fingerprint(source.size, digest.result())
+
+    def commit(self, step: int, manifest: str, files: Iterable[str]) -> str:
+        """See `Sink.commit`."""
+        prefix, expected = step_name(step), set(files)
+
+        def put() -> None:
+            found = set(self._names(step))
+            if missing := sorted(expected - found):
+                raise CheckpointError(
+                    f"{self._store.uri}/{prefix}: {len(missing)} files are gone again, first "
+                    f"{missing[0]}; does another run save to the same place?"
+                )
+            for name in sorted(found - expected):  # of an earlier try with other ranks
+                self._store.delete(f"{prefix}/{name}")
+            self._store.put(f"{prefix}/{MANIFEST}", manifest.encode())
+
+        self._guarded(put)
+        return f"{self._store.uri}/{prefix}"
+
+    def remove(self, step: int) -> None:
+        """See `Sink.remove`."""
+        self._store.delete(f"{step_name(step)}/{MANIFEST}")
+        self.remove_torn(step)
+
+    def remove_torn(self, step: int) -> None:
+        """See `Sink.remove_torn`."""
+        for name in self._names(step):
+            self._store.delete(f"{step_name(step)}/{name}")
+
+    def abandon(self, step: int) -> None:
+        """See `Sink.abandon`."""
+        prefix = step_name(step)
+        self._store.put(f"{prefix}/{ABANDONED}", self._store.get(f"{prefix}/{MANIFEST}"))
+        self._store.delete(f"{prefix}/{MANIFEST}")
+
+    def tidy(self, current: int) -> None:
+        """See `Sink.tidy`; uploads that were never completed cost money and are nowhere listed."""
+        from data_pipeline.store.open import S3Store
+
+        if isinstance(self._store, S3Store):
+            self._store.remove_uploads("step_")
+        found: dict[int, list[str]] = {}
+        for key in self._store.list("step_"):
+            folder, _, name = key.partition("/")
+            if (step := step_of(folder)) is not None and step != current:
+                found.setdefault(step, []).append(name)
+        for step, names in sorted(found.items()):
+            if _is_torn(names):
+                self.remove_torn(step)
+
+    def _names(self, step: int) -> list[str]:
+        prefix = f"{step_name(step)}/"
+        return [key.removeprefix(prefix) for key in self._store.list(prefix)]
+
+    def _guarded(self, action: Callable):
+        from data_pipeline.store.open import StoreError
+
+        try:
+            return action()
+        except StoreError as error:
+            raise CheckpointError(str(error)) from None
+
+
+def write_durably(path: Path, data: memoryview, written: Written) -> None:
+    """Write a file past the page cache where it can be, and wait until it is on the disk.
+
+    The bytes of a checkpoint are not read again soon: in the page cache they would push out what
+    is, and its write-back is slower than the disk.
+
+    Args:
+        path: of the file.
+        data: aligned to a page where it is large.
+        written: called with the bytes that were just written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o644)
+    try:
+        done, whole = 0, len(data) - len(data) % _ALIGNED
+        direct = len(data) >= _BLOCK and _set_direct(fd, True)
+        while done < len(data):
+            if direct and done >= whole:
+                direct = _set_direct(fd, False)
+            stop = min(done + _BLOCK, whole if direct else len(data))
+            try:
+                count = os.write(fd, data[done:stop])
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                direct = _set_direct(fd, False)  # a file system with rules of its own
+                continue
+            done += count
+            written(count)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _set_direct(fd: int, direct: bool) -> bool:
+    """Switch writing past the page cache; returns what is the case then."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+    except OSError:  # a file system without it
+        return False
+    return direct
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _is_torn(names: Iterable[str]) -> bool:
+    """Whether a step's folder holds files of a checkpoint, and nothing that makes it one."""
+    found = set(names)
+    if found & {MANIFEST, ABANDONED}:
+        return False
+    return all(name == INDEX or name.endswith(".safetensors") for name in found)
+
+
+def _failed(path: Path, error: OSError) -> CheckpointError:
+    hint = ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "; free some space, or lower checkpoint.keep_last"
+    return CheckpointError(f"{path}: {error.strerror or error}{hint}")

@@ -1,0 +1,113 @@
+"""Who writes what: every tensor by one of the ranks that hold it, bytes balanced, in files.
+
+Pure functions of names and sizes, so that all ranks come to the same plan by themselves. What one
+rank alone holds (optimizer state of its own tensors, as a rule) it must write. What several hold
+(weights of a replica group) goes, the largest first, to the one of them that has least to write so
+far; tensors with few holders come before those with many, because the latter can still even out
+what the former leave (Graham's longest processing time first).
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+
+Sizes = Mapping[str, int]  # tensor -> bytes
+
+
+def choose_writers(everyone: Sequence[Sizes]) -> dict[str, int]:
+    """Return tensor -> the rank that writes it.
+
+    Args:
+        everyone: what each rank holds.
+
+    Raises:
+        ValueError: ranks hold tensors of one name and of different sizes.
+    """
+    holders: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    for rank, held in enumerate(everyone):
+        for name, size in held.items():
+            if sizes.setdefault(name, size) != size:
+                raise ValueError(
+                    f"{name!r} has {size} bytes on rank {rank} and {sizes[name]} on rank "
+                    f"{holders[name][0]}: one name must mean the same tensor everywhere"
+                )
+            holders.setdefault(name, []).append(rank)
+    loads = [0] * len(everyone)
+    writers: dict[str, int] = {}
+    for name in sorted(holders, key=lambda name: (len(holders[name]), -sizes[name], name)):
+        writer = min(holders[name], key=lambda rank: (loads[rank], rank))
+        writers[name] = writer
+        loads[writer] += sizes[name]
+    return writers
+
+
+def cut(sizes: Sizes, limit: int) -> list[list[str]]:
+    """Divide one rank's tensors among files of about `limit` bytes.
+
+    A file is closed before it would grow over the limit; a tensor that is larger has its own.
+    Tensors keep the order of their names, so that neighbours are read together.
+    """
+    files: list[list[str]] = []
+    room = 0
+    for name in sorted(sizes):
+        if not files or sizes[name] > room:
+            files.append([])
+            room = limit
+        files[-1].append(name)
+        room -= sizes[name]
+    return files
+
+
+def file_name(rank: int, number: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank_{rank:05d}_{number:03d}.safetensors"
+
+
+def weight_map(everyone: Sequence[Sizes], limit: int) -> dict[str, str]:
+    """Return tensor -> file, of the whole job, sorted by tensor.
+
+    Args:
+        everyone: what each rank holds.
+        limit: bytes of a file; see `cut`.
+    """
+    mine: list[dict[str, int]] = [{} for _ in everyone]
+    for name, writer in choose_writers(everyone).items():
+        mine[writer][name] = everyone[writer][name]
+    found = {
+        name: file_name(rank, number)
+        for rank, sizes in enumerate(mine)
+        for number, names in enumerate(cut(sizes, limit))
+        for name in names
+    }
+    return dict(sorted(found.items()))
+
+
+def files_of(weights: Mapping[str, str], rank: int) -> dict[str, list[str]]:
+    """Return file -> its tensors, of the files that one rank writes."""
+    prefix = file_name(rank, 0).rpartition("_")[0] + "_"
+    files: dict[str, list[str]] = {}
+    for name, file in weights.items():
+        if file.startswith(prefix):
+            files.setdefault(file, []).append(name)
+    return files
+
+
+def index_text(weights: Mapping[str, str], total: int) -> str:
+    """Return the text of index.json, as Hugging Face writes it.
+
+    Args:
+        weights: tensor -> file.
+        total: bytes of all tensors.
+    """
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(weights)}) + "\n"
+
+
+def packed(sizes: Sizes) -> bytes:
+    """Return sizes in few bytes: names repeat themselves, and every rank gets those of all."""
+    return zlib.compress(json.dumps(dict(sizes)).encode())
+
+
+def unpacked(everyone: Iterable[bytes]) -> list[dict[str, int]]:
+    """Return what `packed` was given, of all ranks."""
+    return [json.loads(zlib.decompress(part)) for part in everyone]

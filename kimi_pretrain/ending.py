@@ -1,0 +1,46 @@
+"""What a run that did all its steps leaves behind besides its last checkpoint."""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kimi_pretrain.checkpoint.hashes import digest, hash_tensors
+
+if TYPE_CHECKING:
+    from kimi_pretrain.train import Run
+
+
+def write_state_hashes(run: "Run", file: Path) -> None:
+    """Write SHA-256 of everything the run remembers, so that two runs can be compared."""
+    model = hash_tensors(run.model.tensors(), run.mesh)
+    optimizer = hash_tensors(run.update.optimizer.state_dict(), run.mesh)
+    state = vars(run.run_state())
+    hashes = {
+        "step": run.step,
+        "model": digest(model),
+        "optimizer": digest(optimizer),
+        "loader": digest(state),
+        "tensors": len(model) + len(optimizer),
+        "per_tensor": model | optimizer,
+    }
+    if run.mesh.rank == 0:
+        file.write_text(json.dumps(hashes, indent=1) + "\n")
+
+
+def measure_efficiency(run: "Run", file: Path) -> None:
+    """Time steps with media and the same rows with text tokens in their place, in turns.
+
+    The run is over and its state written down: these steps train on nonsense and are thrown away.
+    """
+    seconds: dict[str, list[float]] = {"multimodal": [], "text_only": []}
+    for _ in range(run.config.train.efficiency_pairs):
+        batch = next(run.loader)
+        for name, times in seconds.items():
+            run.mesh.barrier()
+            start = time.time()
+            run.train_step.run(batch, text_only=name == "text_only")
+            run.mesh.barrier()
+            times.append(time.time() - start)
+    if run.mesh.rank == 0:
+        file.write_text(json.dumps(seconds) + "\n")

@@ -1,0 +1,187 @@
+"""One run at a time in a run folder, and one run in a checkpoint place.
+
+Rank 0 holds a lock (flock) on `lock` in the run folder as long as it lives: the system takes it
+back when the process ends, however it ends. Inside stands who holds it. A run has an id of its own
+in `run.json`; a checkpoint place that it writes to carries the id in `owner.json`, so that two runs
+never write into one place, on whatever machines they are.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kimi_pretrain.checkpoint.place import Place
+    from kimi_pretrain.engine.mesh import Mesh
+
+log = logging.getLogger("kimi_pretrain.run_lock")
+
+# A requeued job may come before a file server has noticed that its old node is gone.
+PATIENCE_S = 120.0
+OWNER = "owner.json"
+METRICS = "metrics.jsonl"
+
+
+class RunLocked(ValueError):
+    """Another run is using this folder or place; the message says which."""
+
+
+class RunLock:
+    """Holds a run folder for as long as this process lives, or until `release`."""
+
+    def __init__(self, file: IO[str]):
+        self._file = file
+
+    def release(self) -> None:
+        """Give the folder free."""
+        self._file.close()
+
+
+def take(run_dir: Path, environment: Mapping[str, str] = os.environ) -> RunLock:
+    """Lock a run folder.
+
+    Where the holder is an earlier start of the same SLURM job, its end is waited for.
+
+    Raises:
+        RunLocked: another run holds it; names host, process and since when.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = (run_dir / "lock").open("a+")
+    job, begun = environment.get("SLURM_JOB_ID"), time.monotonic()
+    while not _try_lock(file):
+        holder = _read(file)
+        own = job is not None and holder.get("job") == job
+        if not own or time.monotonic() - begun > PATIENCE_S:
+            file.close()
+            raise RunLocked(_told(run_dir, holder))
+        time.sleep(0.5)
+    now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": now}
+    file.truncate(0)
+    file.write(json.dumps(holder) + "\n")
+    file.flush()
+    return RunLock(file)
+
+
+def check_free(run_dir: Path) -> None:
+    """Refuse a folder that a run is using, and leave it as it is.
+
+    Raises:
+        RunLocked: as for `take`.
+    """
+    try:
+        file = (run_dir / "lock").open("r")
+    except FileNotFoundError:
+        return
+    with file:
+        if not _try_lock(file, fcntl.LOCK_SH):
+            raise RunLocked(_told(run_dir, _read(file)))
+
+
+def check_fresh(run_dir: Path) -> None:
+    """Refuse to begin from scratch in the folder of an earlier run: it would mix the two.
+
+    Raises:
+        ValueError: says what can be done.
+    """
+    if any(run_dir.glob("checkpoints/step_*/manifest.json")) or (run_dir / METRICS).is_file():
+        raise ValueError(
+            f"{run_dir} holds an earlier run; go on with --resume latest, or choose another "
+            "--run-dir"
+        )
+
+
+def run_id(run_dir: Path) -> str:
+    """Return the id of the run in this folder; a new one gets it now. Call it under the lock."""
+    file = run_dir / "run.json"
+    if file.is_file():
+        return json.loads(file.read_text())["id"]
+    name = secrets.token_hex(8)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps({"id": name}) + "\n")
+    partial.replace(file)
+    return name
+
+
+def claim(place: "Place", run_dir: Path) -> None:
+    """Make a place belong to this run.
+
+    Raises:
+        RunLocked: it belongs to another run, or cannot be written.
+    """
+    from data_pipeline.store.open import StoreError  # brings boto3, which few need
+
+    try:
+        if told := _claim(place, run_dir):
+            raise RunLocked(told)
+    except (OSError, StoreError) as error:
+        raise RunLocked(f"{place.uri} cannot be written: {error}") from None
+
+
+def on_first_rank(mesh: "Mesh", check: Callable[[], None]) -> None:
+    """Make a check on rank 0; what it refuses is refused on all ranks."""
+    refused = None
+    if mesh.rank == 0:
+        try:
+            check()
+        except ValueError as error:
+            refused = error
+    everyone: list[Any] = mesh.gather(refused)
+    if everyone[0] is not None:
+        raise everyone[0]
+
+
+def _try_lock(file: IO[str], kind: int = fcntl.LOCK_EX) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        # Some shared file systems are mounted without locks. The run can go on, unprotected.
+        log.warning("%s cannot be locked (%s): nothing stops a second run here", file.name, error)
+    return True
+
+
+def _read(file: IO[str]) -> dict[str, object]:
+    file.seek(0)
+    try:
+        return json.loads(file.read())
+    except ValueError:  # the holder has not written it yet
+        return {}
+
+
+def _told(run_dir: Path, holder: Mapping[str, object]) -> str:
+    job = f", SLURM job {holder['job']}" if holder.get("job") else ""
+    return (
+        f"{run_dir} is in use by another run: process {holder.get('pid', 'unknown')} on "
+        f"{holder.get('host', 'an unknown host')}{job}, since {holder.get('since', 'just now')}; "
+        "wait for its end, or choose another --run-dir"
+    )
+
+
+def _claim(place: "Place", run_dir: Path) -> str | None:
+    """Return why the place cannot be had; None: it is this run's now."""
+    mine = run_id(run_dir)
+    text = place.read_text(OWNER)
+    if text is None:
+        owner = {"run": mine, "run_dir": str(run_dir.resolve()), "host": socket.gethostname()}
+        place.write_text(OWNER, json.dumps(owner) + "\n")
+        text = place.read_text(OWNER) or ""  # another run may have come at the same time
+    try:
+        owner: Mapping[str, Any] = json.loads(text)
+        if owner["run"] == mine:
+            return None
+    except (ValueError, KeyError, TypeError):
+        return f"{place.uri}/{OWNER} is {text[:100]!r}, expected the id of a run; remove the file"
+    return (
+        f"{place.uri} holds the checkpoints of another run ({owner['run']}, run folder "
+        f"{owner.get('run_dir', 'unknown')} on {owner.get('host', 'an unknown host')}); choose "
+        f"another checkpoint.place, or remove {OWNER} there if that run will never go on"
+    )

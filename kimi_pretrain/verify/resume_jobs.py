@@ -1,0 +1,100 @@
+"""The configurations of the jobs that `kimi-pretrain verify resume` compares. Pure.
+
+All jobs are one configuration, the user's own but for its length and for where checkpoints go, so
+that nothing that looks at the length of the run (`train.steps`) can tell them apart: the job that
+is stopped ends because it is told to, not because it is shorter.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kimi_pretrain.config import Config, ConfigError, parse_config
+from kimi_pretrain.sections import DepConfig, LayoutConfig
+
+_ELSEWHERE = ("layout.", "dep.")
+
+
+def proof(config: Config, steps: int, stop: int) -> Config:
+    """Return the configuration of all jobs: so many steps, and a checkpoint after the last.
+
+    How checkpoints are written stays as it is. Retention goes: the checkpoint of the stop is used
+    several times.
+
+    Raises:
+        ValueError: the stop is not inside the steps.
+    """
+    if not 0 < stop < steps:
+        raise ValueError(
+            f"--stop-after {stop} with --steps {steps}: there must be a step before the stop and "
+            f"one after it; take for example --stop-after {max(1, steps // 2)}"
+        )
+    values = config.model_dump(mode="json")
+    values["train"] |= {"steps": steps, "trace_step": None, "efficiency_pairs": 0}
+    values["checkpoint"] |= {"every": steps, "keep_last": None, "keep_every": None}
+    return parse_config(values, where="verify resume")
+
+
+def saving_to(config: Config, place: str) -> Config:
+    """Return the configuration with its checkpoints elsewhere."""
+    checkpoint = config.checkpoint.model_copy(update={"place": place})
+    return config.model_copy(update={"checkpoint": checkpoint})
+
+
+def place_beside(config: Config, folder: Path, tag: str) -> str:
+    """Return where the jobs' checkpoints go, so that the user's own are never touched.
+
+    Args:
+        config: the user's.
+        folder: of the verification; taken where the user's runs save into their run folders.
+        tag: tells this verification from others.
+    """
+    place = config.checkpoint.place
+    if place is None:
+        return str(folder / "checkpoints")
+    name = f"verify-resume-{tag}"
+    if urlsplit(place).scheme:
+        return f"{place.rstrip('/')}/{name}"
+    return str(Path(place).resolve() / name)
+
+
+def other_layout(config: Config) -> Config:
+    """Return the configuration in another layout: one process; or two, where it has one already.
+
+    Raises:
+        ConfigError: it cannot be cut in two.
+    """
+    values = config.model_dump(mode="json")
+    plain = LayoutConfig()
+    if config.layout.world_size() == 1:
+        halves = config.num_microbatches() % 2 == 0
+        plain = LayoutConfig(dp=2) if halves else LayoutConfig(pp=2)
+    dep = DepConfig(
+        max_patches_per_chunk=config.dep.max_patches_per_chunk,
+        exchange_dtype=config.dep.exchange_dtype,
+    )
+    values["layout"], values["dep"] = plain.model_dump(mode="json"), dep.model_dump(mode="json")
+    return parse_config(values, where="verify resume, other layout")
+
+
+def check_other_layout(config: Config, other: Config, overrides: Sequence[str]) -> None:
+    """Refuse another layout that is none, or more than one.
+
+    Args:
+        config: of the jobs.
+        other: the same with `overrides`.
+
+    Raises:
+        ConfigError: with what to give.
+    """
+    wrong = [one for one in overrides if not one.startswith(_ELSEWHERE)]
+    if wrong:
+        raise ConfigError(
+            f"--other-layout: {wrong[0]} is no part of the layout; give layout.* or dep.* only, "
+            'for example "layout.pp=1 layout.dp=2"'
+        )
+    if other.layout == config.layout:
+        raise ConfigError(
+            f"--other-layout {' '.join(overrides)!r} is the configuration's own layout; change "
+            "layout.pp, vpp, ep, dp, cp or tp"
+        )

@@ -1,0 +1,272 @@
+"""Ends a run that stands still, in a bounded time, and says who is to blame.
+
+A thread of each rank looks at how far the main thread is: the step, and the phase within it (the
+phases of `kimi_pretrain.step`, and what is around them: building, waiting for data, measuring,
+saving). After `train.timeout_seconds` without a new phase the run stands still. So a single phase
+may take no longer than that: on a GPU the first backbone phase, which compiles kernels, sets the
+bound. In order of time:
+
+    4/5 of it   the rank writes where it stands to logs/stalled_rank_N.json, for the others, and the
+                stacks of all its threads to logs/stacks_rank_N.txt
+    all of it   it reads what the others wrote, leaves one line that names the guilty, exits with 75
+
+A rank that wrote nothing is stopped or dead, or works on while others wait for it. Of those that
+wrote, one that does not wait for other ranks holds them up; else those that came to a halt in an
+earlier phase. Only time in which this process runs counts: a job that a scheduler suspends goes on
+afterwards. Collectives have a timeout of their own, a little longer (`backstop`), for the case that
+nothing of this can run.
+"""
+
+import faulthandler
+import json
+import linecache
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from kimi_pretrain.last_words import NO_PROGRESS, LastWord, leave_word
+
+EARLY = 0.8  # of the time, after which a rank says where it stands
+WRITING_S = 10.0  # that writing may take before the process ends anyway: the disk may hang, too
+NAMED = 8  # ranks that a message lists
+ROOT = Path(__file__).parent.parent
+ROOMS = ("kimi_pretrain", "data_pipeline", "moonvit3d", "launch", "tests")
+# Python files that wait for other ranks, and calls that wait for what was begun elsewhere.
+COLLECTIVES = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_communication")
+WAITING_CALLS = (".wait(", "synchronize(", ".barrier(", ".gather(", "all_reduce(", "all_gather")
+
+
+def backstop(seconds: float) -> float:
+    """Return the timeout of collectives for a watchdog's of `seconds`."""
+    return seconds * 1.25 + 15
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Where a rank came to a halt.
+
+    Attributes:
+        rank: of the job.
+        step: that it is doing, counted from 1; 0 before the first.
+        phase: within the step.
+        seconds: without progress.
+        where: the line that its main thread is at, and the line of this project that led there.
+        waits: whether it is waiting for other ranks, or for its device.
+    """
+
+    rank: int
+    step: int
+    phase: str
+    seconds: float
+    where: str
+    waits: bool
+
+
+class Watchdog:
+    """Watches this rank; `start` it, tell it of every phase, `stop` it at the end.
+
+    Args:
+        run_dir: folder shared by all ranks.
+        rank, world_size: of this process.
+        seconds: without progress that are too many.
+        leave: ends the process with an exit code.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        world_size: int,
+        seconds: float,
+        leave: Callable[[int], object] = os._exit,
+    ):
+        self.run_dir, self.rank, self.world_size, self.seconds = run_dir, rank, world_size, seconds
+        self._leave = leave
+        self._step, self._place = 0, (0, 0, "start")  # moves so far, step, phase
+        self._main = threading.main_thread().ident
+        self._tick = min(1.0, seconds / 20)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> "Watchdog":
+        """Begin to watch."""
+        halt_file(self.run_dir, self.rank).unlink(missing_ok=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def begin_step(self, step: int) -> None:
+        """Note that a step begins, counted from 1."""
+        self._step = step
+
+    def enter(self, phase: str) -> None:
+        """Note that a phase begins, or goes on: this is progress."""
+        # One assignment: the watching thread sees all of it or nothing.
+        self._place = (self._place[0] + 1, self._step, phase)
+
+    def progress(self, phase: str) -> Callable[[object], None]:
+        """Return what notes progress within a phase, whatever it is called with."""
+        return lambda _: self.enter(phase)
+
+    def _watch(self) -> None:
+        seen, still, told, last = self._place, 0.0, False, time.monotonic()
+        while not self._end.wait(self._tick):
+            now, place = time.monotonic(), self._place
+            # A longer tick is time in which this process was stopped, or starved.
+            still, last = still + min(now - last, 2 * self._tick), now
+            if place != seen:
+                seen, still = place, 0.0
+                if told:
+                    told = False
+                    halt_file(self.run_dir, self.rank).unlink(missing_ok=True)
+            elif still >= self.seconds:
+                _in_time(partial(self._say_why, seen, still))
+                self._leave(NO_PROGRESS)
+                return
+            elif still >= EARLY * self.seconds and not told:
+                told = True
+                _in_time(partial(self._tell, seen, still))
+
+    def _tell(self, place: tuple[int, int, str], seconds: float) -> None:
+        """Write for the others where this rank stands, and its stacks for people."""
+        file = halt_file(self.run_dir, self.rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".partial")
+        unfinished.write_text(json.dumps(asdict(self._halt(place, seconds))) + "\n")
+        unfinished.replace(file)
+        with (file.parent / f"stacks_rank_{self.rank}.txt").open("w") as stacks:
+            print(f"rank {self.rank}, step {place[1]}, phase {place[2]!r}", file=stacks, flush=True)
+            faulthandler.dump_traceback(stacks, all_threads=True)
+
+    def _say_why(self, place: tuple[int, int, str], seconds: float) -> None:
+        mine = self._halt(place, seconds)
+        message = describe(mine, read_halts(self.run_dir, self.world_size), self.world_size)
+        leave_word(self.run_dir, self.rank, LastWord(message, NO_PROGRESS))
+        print(f"error: {message}", file=sys.stderr, flush=True)
+
+    def _halt(self, place: tuple[int, int, str], seconds: float) -> Halt:
+        # The frame of a running thread may go on while it is read; this is for people.
+        lines = stack_of(sys._current_frames().get(self._main or 0))
+        return Halt(self.rank, place[1], place[2], seconds, where(lines), waits(lines))
+
+
+def halt_file(run_dir: Path, rank: int) -> Path:
+    """Return where a rank writes that it stands still."""
+    return run_dir / "logs" / f"stalled_rank_{rank}.json"
+
+
+def read_halts(run_dir: Path, world_size: int) -> dict[int, Halt]:
+    """Return what the ranks wrote that stand still."""
+    found = {}
+    for rank in range(world_size):
+        try:
+            found[rank] = Halt(**json.loads(halt_file(run_dir, rank).read_text()))
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def describe(mine: Halt, halts: Mapping[int, Halt], world_size: int) -> str:
+    """Return the line that ends a run: where this rank waits, and for whom.
+
+    Args:
+        mine: of this rank.
+        halts: of the ranks that said where they stand, this one perhaps among them.
+        world_size: of the job.
+    """
+    at = f"step {mine.step}, phase {mine.phase!r}" if mine.step else f"phase {mine.phase!r}"
+    told = (
+        f"no progress for {mine.seconds:.0f} s (train.timeout_seconds): rank {mine.rank} is in "
+        f"{at}, at {mine.where}"
+    )
+    everyone = {**halts, mine.rank: mine}
+    if silent := [rank for rank in range(world_size) if rank not in everyone]:
+        return (
+            f"{told}; no word from {_named(silent)}: stopped, dead, cut off, or still working "
+            "while others wait"
+        )
+    guilty = suspects(list(everyone.values()))
+    if world_size == 1 or [halt.rank for halt in guilty] == [mine.rank]:
+        return f"{told}; it waits for no other rank" if not mine.waits else told
+    if not guilty:
+        return f"{told}; all {world_size} ranks wait in this phase: a network or a device hangs"
+    first = guilty[0]
+    return (
+        f"{told}; held up by {_named([halt.rank for halt in guilty])}, in step {first.step}, phase "
+        f"{first.phase!r}, at {first.where}"
+    )
+
+
+def suspects(halts: Sequence[Halt]) -> list[Halt]:
+    """Return the ranks that hold up the others, when all said where they stand; none if all are
+    alike.
+    """
+    if busy := [halt for halt in halts if not halt.waits]:
+        return busy
+    step = min(halt.step for halt in halts)
+    longest = max((halt for halt in halts if halt.step == step), key=lambda halt: halt.seconds)
+    place = (longest.step, longest.phase)
+    behind = [halt for halt in halts if (halt.step, halt.phase) == place]
+    return [] if len(behind) == len(halts) else behind
+
+
+def stack_of(frame: FrameType | None) -> list[tuple[str, int, str]]:
+    """Return (file, line, function) of a thread's frames, innermost first."""
+    lines = []
+    while frame is not None:
+        lines.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return lines
+
+
+def waits(lines: Sequence[tuple[str, int, str]]) -> bool:
+    """Return whether a thread is waiting for other ranks, or for its device."""
+    if not lines:
+        return False
+    file, number, _ = lines[0]
+    call = linecache.getline(file, number)
+    inside = any(part in line[0] for line in lines[:4] for part in COLLECTIVES)
+    return inside or (_ours(file) and any(name in call for name in WAITING_CALLS))
+
+
+def where(lines: Sequence[tuple[str, int, str]]) -> str:
+    """Return the innermost line, and the innermost one of this project if that is another."""
+    if not lines:
+        return "an unknown line"
+    ours = next((line for line in lines if _ours(line[0])), lines[0])
+    told = _line(*lines[0])
+    return told if ours == lines[0] else f"{told} called from {_line(*ours)}"
+
+
+def _line(file: str, number: int, function: str) -> str:
+    path = Path(file)
+    short = path.relative_to(ROOT) if _ours(file) else Path(*path.parts[-3:])
+    return f"{short}:{number} ({function})"
+
+
+def _ours(file: str) -> bool:
+    return any(file.startswith(f"{ROOT / room}{os.sep}") for room in ROOMS)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    listed = ", ".join(str(rank) for rank in ranks[:NAMED])
+    more = f" and {len(ranks) - NAMED} others" if len(ranks) > NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
+
+
+def _in_time(work: Callable[[], None]) -> None:
+    """Do this, but wait for it no longer than WRITING_S."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(WRITING_S)

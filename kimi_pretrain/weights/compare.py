@@ -1,0 +1,164 @@
+"""Two folders of weights, tensor by tensor: which are there, and how far apart they are."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kimi_pretrain.checkpoint.manifest import first_difference
+from kimi_pretrain.weights.matching import OPTIMIZER
+from kimi_pretrain.weights.shapes import LANGUAGE, VISION
+from kimi_pretrain.weights.stored import StoredTensors
+
+_PART = 1 << 24  # numbers that are widened at a time
+
+Kind = Literal["only in A", "only in B", "shape", "dtype", "numbers"]
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How a tensor differs.
+
+    Attributes:
+        kind: of shapes or missing tensors no numbers are compared.
+        detail: shapes or types, of both sides.
+        count: numbers that differ, of `total`. NaN equals NaN of the same bits.
+        largest: largest absolute difference; infinite where one side alone is not finite.
+        relative: that, over the largest magnitude in A.
+        first: index of the first number that differs, and both numbers.
+    """
+
+    name: str
+    kind: Kind
+    detail: str = ""
+    count: int = 0
+    total: int = 0
+    largest: float = 0.0
+    relative: float = 0.0
+    first: tuple[list[int], float, float] | None = None
+
+
+def canonical(stored: StoredTensors, *, weights_only: bool) -> dict[str, str]:
+    """Return name -> stored name, under which folders of different origin can be compared.
+
+    Args:
+        weights_only: leave the optimizer out.
+    """
+    names: dict[str, str] = {}
+    for name in stored.headers:
+        if name.startswith(OPTIMIZER):
+            if not weights_only:
+                names[name] = name
+        elif name.startswith((LANGUAGE, *VISION)):
+            names[name] = name
+        else:  # K2's and Moonlight's
+            names[LANGUAGE + name] = name
+    return names
+
+
+def compare(
+    a: StoredTensors,
+    b: StoredTensors,
+    *,
+    weights_only: bool = False,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Iterator[TensorDifference]:
+    """Yield what differs, in the order of names; one tensor of each side is in memory.
+
+    Args:
+        weights_only: leave the optimizer out.
+        progress: called with (tensors compared, tensors in all).
+    """
+    in_a, in_b = (canonical(x, weights_only=weights_only) for x in (a, b))
+    names = sorted(in_a.keys() | in_b.keys())
+    for done, name in enumerate(names, 1):
+        if name not in in_b:
+            yield TensorDifference(name, "only in A")
+        elif name not in in_a:
+            yield TensorDifference(name, "only in B")
+        else:
+            found = _of_headers(name, a, in_a[name], b, in_b[name])
+            if found is None or found.kind == "dtype":
+                numbers = compare_numbers(name, a.read(in_a[name]), b.read(in_b[name]))
+                found = numbers if found is None else _both(found, numbers)
+            if found is not None:
+                yield found
+        progress(done, len(names))
+
+
+def _of_headers(
+    name: str, a: StoredTensors, in_a: str, b: StoredTensors, in_b: str
+) -> TensorDifference | None:
+    left, right = a.headers[in_a], b.headers[in_b]
+    if left.shape != right.shape:
+        return TensorDifference(name, "shape", f"{list(left.shape)} and {list(right.shape)}")
+    if left.dtype != right.dtype:
+        types = (str(dtype).removeprefix("torch.") for dtype in (left.dtype, right.dtype))
+        return TensorDifference(name, "dtype", " and ".join(types))
+    return None
+
+
+def _both(types: TensorDifference, numbers: TensorDifference | None) -> TensorDifference:
+    """Another type, and what the numbers come to."""
+    if numbers is None:
+        return types
+    fields = {key: value for key, value in vars(numbers).items() if key not in ("kind", "detail")}
+    return TensorDifference(**fields, kind="dtype", detail=types.detail)
+
+
+def compare_numbers(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
+    """Compare two tensors of one shape; None: equal bit for bit (of two types: equal numbers)."""
+    if a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)):
+        return None
+    count, largest, scale, first = 0, 0.0, 0.0, None
+    parts = zip(a.reshape(-1).split(_PART), b.reshape(-1).split(_PART), strict=True)
+    for number, (x, y) in enumerate(parts):
+        differ, gap = _gaps(x, y)
+        scale = max(scale, float(x.double().abs().nan_to_num(posinf=0).max()))
+        if not (found := int(differ.sum())):
+            continue
+        count, largest = count + found, max(largest, float(gap[differ].max()))
+        if first is None:
+            place = int(differ.nonzero()[0])
+            index = torch.unravel_index(torch.tensor(number * _PART + place), a.shape)
+            first = [int(i) for i in index], float(x[place]), float(y[place])
+    if not count:
+        return None
+    relative = largest / scale if scale else (0.0 if largest == 0 else torch.inf)
+    return TensorDifference(
+        name,
+        "numbers",
+        count=count,
+        total=a.numel(),
+        largest=largest,
+        relative=relative,
+        first=first,
+    )
+
+
+def _gaps(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Where two flat tensors differ (of one type: in their bits), and how far, in float64."""
+    wide_x, wide_y = x.double(), y.double()
+    differ = wide_x != wide_y
+    if x.dtype == y.dtype:
+        differ = (_bytes(x) != _bytes(y)).view(-1, x.dtype.itemsize).any(1)
+    # Infinities of one sign are no distance apart.
+    gap = torch.where(wide_x == wide_y, 0.0, (wide_x - wide_y).abs())
+    return differ, gap.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def state_difference(a: StoredTensors, b: StoredTensors) -> str | None:
+    """Return where two checkpoints' states (step, loader and so on) differ first, or None."""
+    if a.manifest is None or b.manifest is None:
+        return None
+    states: list[dict[str, Any]] = [vars(x.manifest.state) for x in (a, b) if x.manifest]
+    for key in states[0]:
+        if told := first_difference(states[0][key], states[1][key], f"state.{key}"):
+            return told.replace("this run has", "B has")
+    return None

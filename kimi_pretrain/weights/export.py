@@ -1,0 +1,197 @@
+"""A checkpoint as a Hugging Face folder: files, index and config.json, whatever the model's size.
+
+One tensor at a time is in memory.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.sections import ModelConfig
+from kimi_pretrain.weights import int4
+from kimi_pretrain.weights.fit import latest_in
+from kimi_pretrain.weights.hf_config import Kind, SpecialIds, config_json
+from kimi_pretrain.weights.matching import Weights, match
+from kimi_pretrain.weights.report import seq_len
+from kimi_pretrain.weights.shapes import BIAS, LANGUAGE, is_routed_expert, model_shapes
+from kimi_pretrain.weights.shards import GIB, Entry, new_folder, write, write_json
+from kimi_pretrain.weights.stored import CONFIG, open_stored
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What is written.
+
+    Attributes:
+        kind: names and architecture of `config.json`.
+        dtype: of all but the routing biases; None: as trained, float32 for a run in float64.
+        int4: routed experts as INT4.
+        file_bytes: of a file, at most.
+        max_positions: longest sequence, for config.json; None: YaRN's, or the rows' in training.
+        ids: of the tokenizer; None: the last 256 ids of the vocabulary are the special ones.
+    """
+
+    kind: Kind
+    dtype: str | None = None
+    int4: bool = False
+    file_bytes: int = 5 * GIB
+    max_positions: int | None = None
+    ids: SpecialIds | None = None
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is to be written, all checks done.
+
+    Attributes:
+        entries: the tensors.
+        config: content of config.json.
+        dtype: as resolved.
+        from_masters: how many tensors are made from the optimizer's master copies.
+        widened: whether weights get wider than they are stored anywhere.
+        first_special_id: that config.json takes.
+    """
+
+    weights: Weights
+    entries: tuple[Entry, ...]
+    config: Mapping[str, object]
+    dtype: str
+    from_masters: int
+    widened: bool
+    first_special_id: int
+
+
+def plan(uri: str | os.PathLike[str], options: ExportOptions) -> Export:
+    """Check everything that can be wrong with an export; only headers are read.
+
+    Args:
+        uri: a checkpoint, or a run's folder: its latest.
+
+    Raises:
+        FileNotFoundError, ValueError: no checkpoint of ours, damaged, or options that do not go
+            together.
+    """
+    stored = open_stored(latest_in(uri))
+    if stored.manifest is None:
+        raise CheckpointError(f"{stored.where}: no checkpoint of ours: there is no manifest.json")
+    model = ModelConfig.model_validate(stored.manifest.model)
+    weights = match(stored, model_shapes(model))
+    dtype = options.dtype or {"bfloat16": "bfloat16"}.get(stored.manifest.dtype, "float32")
+    if options.int4 and dtype != "bfloat16":
+        raise ValueError(f"--int4 with --dtype {dtype}: what is not INT4 is bfloat16 then")
+    if options.kind == "kimi_k25" and weights.absent:
+        raise ValueError(
+            f"{stored.where} holds no {weights.absent[0]}: kimi_k25 is the whole model; export the "
+            "language model with --as deepseek_v3"
+        )
+    names = [n for n in weights.sources if options.kind == "kimi_k25" or n.startswith(LANGUAGE)]
+    shapes, wide = model_shapes(model), DTYPES[dtype]
+    entries = [entry for name in names for entry in _entries(name, shapes[name], wide, options)]
+    masters = [name for name in names if weights.from_master(name, _dtype_of(name, wide))]
+    types = {stored.headers[name].dtype for name in names if not name.endswith(BIAS)}
+    narrow = any(torch.promote_types(wide, found) != found for found in types)
+    ids = options.ids or SpecialIds(model.language.vocab_size - 256)
+    return Export(
+        weights,
+        tuple(entries),
+        config_json(
+            model,
+            options.kind,
+            dtype=dtype,
+            max_positions=options.max_positions or _positions(model, seq_len(stored)),
+            ids=ids,
+            quantized=options.int4,
+        ),
+        dtype,
+        len(masters),
+        narrow and not masters,
+        ids.base,
+    )
+
+
+def export(
+    found: Export,
+    out: Path,
+    options: ExportOptions,
+    progress: Callable[[int], object] = lambda _: None,
+    extra: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write what `plan` found. The folder has its name when it is complete.
+
+    Args:
+        found: by `plan`, with these options.
+        out: the folder to make.
+        options: as for `plan`.
+        progress: called with the bytes that were just written.
+        extra: other files to put there, name -> content.
+
+    Raises:
+        ValueError: there is something already, or a number is not finite.
+    """
+    wide = DTYPES[found.dtype]
+
+    def make(name: str) -> dict[str, Tensor]:
+        tensor = found.weights.read(name, _dtype_of(name, wide))
+        out_name = _out_name(name, options.kind)
+        if not _is_int4(name, options):
+            return {out_name: tensor}
+        packed, scale = int4.quantize(tensor)
+        shape = torch.tensor(tensor.shape, dtype=torch.int32)
+        base = out_name.removesuffix(".weight")
+        parts = zip(int4.PARTS, (packed, scale, shape), strict=True)
+        return {f"{base}.{part}": made for part, made in parts}
+
+    with new_folder(out) as folder:
+        write(folder, found.entries, make, options.file_bytes, progress)
+        write_json(folder / CONFIG, found.config)
+        for name, content in (extra or {}).items():
+            (folder / name).write_bytes(content)
+
+
+def _entries(
+    name: str, shape: tuple[int, ...], wide: torch.dtype, options: ExportOptions
+) -> list[Entry]:
+    out_name = _out_name(name, options.kind)
+    if not _is_int4(name, options):
+        return [Entry(out_name, shape, _dtype_of(name, wide), name)]
+    try:
+        shapes = int4.packed_shapes(shape)
+    except ValueError as error:
+        raise ValueError(f"--int4: {name}: {error}") from None
+    types = (torch.int32, torch.bfloat16, torch.int32)
+    base = out_name.removesuffix(".weight")
+    return [
+        Entry(f"{base}.{part}", shapes[part], dtype, name)
+        for part, dtype in zip(int4.PARTS, types, strict=True)
+    ]
+
+
+def _is_int4(name: str, options: ExportOptions) -> bool:
+    return options.int4 and is_routed_expert(name)
+
+
+def _out_name(name: str, kind: Kind) -> str:
+    return name if kind == "kimi_k25" else name.removeprefix(LANGUAGE)
+
+
+def _dtype_of(name: str, wide: torch.dtype) -> torch.dtype:
+    return torch.float32 if name.endswith(BIAS) else wide
+
+
+def _positions(model: ModelConfig, rows: int | None) -> int:
+    yarn = model.language.yarn
+    if yarn is not None:
+        return round(yarn.factor * yarn.original_max_position)
+    if rows is None:
+        raise ValueError(
+            "without YaRN, weights alone do not tell how long a sequence may be: give "
+            "--max-positions, the data.seq_len that they were trained with"
+        )
+    return rows

@@ -1,0 +1,111 @@
+"""Whether weights of some origin are those of a configuration's model; told before any is read.
+
+What the weights cannot be used with is an error: another shape, another number of heads. What only
+changes what the model computes with them is told: a later stage of training may change YaRN on
+purpose.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.manifest import MANIFEST, step_name
+from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.sections import ModelConfig
+from kimi_pretrain.weights import int4
+from kimi_pretrain.weights.hf_config import Differences, differences
+from kimi_pretrain.weights.matching import Weights, match
+from kimi_pretrain.weights.shapes import model_shapes
+from kimi_pretrain.weights.stored import StoredTensors, more, open_stored
+
+# Of the configuration's keys: what is a size although not every shape shows it, ...
+_HEADS = (
+    *("language.num_heads", "language.qk_nope_dim", "language.qk_rope_dim", "language.v_dim"),
+    "vision.heads",
+)
+# ... and what changes what is computed.
+_SETTINGS = (
+    *("language.experts_per_token", "language.routed_scaling_factor", "language.norm_eps"),
+    *("language.rope_theta", "language.yarn", "vision.norm_eps", "vision.rope_theta"),
+)
+
+
+def fitting(uri: str | os.PathLike[str], model: ModelConfig) -> tuple[Weights, tuple[str, ...]]:
+    """Open weights and match them with a model; headers are read, no tensor.
+
+    Args:
+        uri: folder or s3:// URI of a checkpoint, of a run or of Hugging Face safetensors.
+
+    Returns:
+        the weights, and in words what was set otherwise where they come from.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        CheckpointError: they do not fit; one message, with the first reason and how many more.
+    """
+    stored = open_stored(latest_in(uri))
+    found = _differences(stored, model)
+    if found.sizes:
+        raise CheckpointError(
+            f"{stored.where} is of another model: {found.sizes[0]}{more(len(found.sizes) - 1)}"
+        )
+    return match(stored, model_shapes(model)), found.settings
+
+
+def latest_in(uri: str | os.PathLike[str]) -> str:
+    """Return the newest complete checkpoint of a run's folder or place; any other URI as it is."""
+    text = os.fspath(uri).rstrip("/") or "/"
+    place = open_place(text)
+    if place.folder is not None and (place.folder / MANIFEST).is_file():
+        return text
+    for root in (text, *_places_of_run(place.folder)):
+        if steps := open_place(root).steps():
+            return f"{root}/{step_name(steps[-1])}"
+    return text
+
+
+def _places_of_run(folder: Path | None) -> list[str]:
+    """Where the run of this folder keeps its checkpoints, if it is one."""
+    if folder is None or not folder.is_dir():
+        return []
+    places = [str(folder / "checkpoints")]
+    if (folder / "config.yaml").is_file():
+        from kimi_pretrain.config import load_config
+
+        if named := load_config(folder / "config.yaml").checkpoint.place:
+            places.append(named.rstrip("/"))
+    return places
+
+
+def _differences(stored: StoredTensors, model: ModelConfig) -> Differences:
+    if stored.manifest is not None:
+        return compare_models(stored.manifest.model, model)
+    if stored.config is None:
+        return Differences((), ())
+    where = f"{stored.where}/config.json"
+    text = stored.config.get("text_config") or stored.config
+    quantized = text.get("quantization_config") or stored.config.get("quantization_config")
+    if quantized:
+        int4.check_scheme(quantized, where)
+    found = differences(stored.config, model)
+    return Differences(
+        *(tuple(f"{where}: {told}" for told in x) for x in (found.sizes, found.settings))
+    )
+
+
+def compare_models(found: Mapping[str, Any], model: ModelConfig) -> Differences:
+    """Compare `model` of a manifest with the configuration's. Shapes are compared elsewhere."""
+    wanted = model.model_dump(mode="json")
+    return Differences(
+        tuple(_unequal(found, wanted, _HEADS)), tuple(_unequal(found, wanted, _SETTINGS))
+    )
+
+
+def _unequal(found: Mapping[str, Any], wanted: Mapping[str, Any], keys: tuple[str, ...]):
+    for key in keys:
+        section, name = key.split(".")
+        there, here = (values.get(section, {}).get(name) for values in (found, wanted))
+        if there != here:
+            yield f"model.{key} was {there!r}, here it is {here!r}"

@@ -1,0 +1,138 @@
+"""INT4 weights of compressed-tensors: format "pack-quantized", symmetric, groups of 32. Pure.
+
+Kimi K2.5's routed experts are released so. A matrix [out, in] is three tensors:
+
+    weight_packed  int32 [out, in / 8]: eight numbers -8 ... 7 in a word, each plus 8, lowest first
+    weight_scale   bfloat16 [out, in / 32]: one for 32 neighbours in a row
+    weight_shape   int32 [2]: out, in
+
+A weight is its number times its scale, rounded to the scale's type. Equal to the library's own
+compression and decompression (compressed-tensors 0.20.0) bit for bit.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+PARTS = ("weight_packed", "weight_scale", "weight_shape")
+_IN_WORD = 8
+_SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
+
+# What Kimi K2.5's config.json says of it; the expressions leave the routed experts alone.
+QUANTIZATION: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": GROUP,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": [
+        "re:.*lm_head.*",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+        "re:.*vision_tower.*",
+        "re:.*mm_projector.*",
+    ],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+
+
+def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the three tensors of a matrix [out, in].
+
+    Raises:
+        ValueError: no matrix, or `in` is no multiple of the group.
+    """
+    if len(shape) != 2 or shape[1] % GROUP:
+        raise ValueError(
+            f"shape {list(shape)}: INT4 takes matrices whose rows are groups of {GROUP} numbers"
+        )
+    out, width = shape
+    shapes = ((out, width // _IN_WORD), (out, width // GROUP), (2,))
+    return dict(zip(PARTS, shapes, strict=True))
+
+
+def dequantize(packed: Tensor, scale: Tensor) -> Tensor:
+    """Return the matrix.
+
+    Args:
+        packed: int32 [out, in / 8].
+        scale: [out, in / 32], of any floating type.
+
+    Returns:
+        [out, in] in the scale's type.
+    """
+    numbers = unpack(packed).unflatten(1, (-1, GROUP))
+    return (numbers.to(scale.dtype) * scale[:, :, None]).flatten(1)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `weight_packed` and `weight_scale` of a matrix, by the range of each group.
+
+    The largest magnitude of a group comes to lie 7.5 steps from zero, as with the library's own
+    "minmax": rounding then costs at most half a step, a fifteenth of it.
+
+    Args:
+        weight: [out, in] of any floating type, `in` a multiple of 32; used as bfloat16.
+    """
+    groups = weight.to(torch.bfloat16).unflatten(1, (-1, GROUP))
+    scale = groups.abs().amax(2) / 7.5
+    # The library's way to keep zeros from dividing by zero.
+    scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+    numbers = torch.clamp(torch.round(groups / scale[:, :, None]), -8, 7)
+    return pack(numbers.flatten(1).to(torch.int8)), scale
+
+
+def pack(numbers: Tensor) -> Tensor:
+    """Return int32 [out, in / 8] of the numbers -8 ... 7, int8 [out, in]."""
+    words = (numbers.to(torch.int32) + 8).unflatten(1, (-1, _IN_WORD))
+    # The fields do not overlap, so that a sum is the same as an "or", in wrapping int32 too.
+    return (words << _SHIFTS).sum(2, dtype=torch.int32)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Return the numbers -8 ... 7, int8 [out, in], of int32 [out, in / 8]."""
+    words = (packed[:, :, None] >> _SHIFTS) & 15
+    return (words - 8).to(torch.int8).flatten(1)
+
+
+def check_scheme(found: Any, where: str) -> None:
+    """Refuse quantisations of another kind.
+
+    Args:
+        found: `quantization_config` of a config.json.
+
+    Raises:
+        ValueError: names what is not as it is read here.
+    """
+    stated = dict(found) if isinstance(found, dict) else {}
+    groups = list(dict(stated.get("config_groups") or {}).values())
+    weights = dict(groups[0].get("weights") or {}) if len(groups) == 1 else {}
+    wanted = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    wanted |= {"num_bits": 4, "type": "int", "symmetric": True, "group_size": GROUP}
+    for key, value in wanted.items():
+        if (weights | stated).get(key) != value:
+            raise ValueError(
+                f"{where}: quantised with {key} {(weights | stated).get(key)!r}, expected "
+                f"{value!r}; what is read is bfloat16, float32, float16 and compressed-tensors "
+                f'"pack-quantized" of 4 bits, int, symmetric, group_size {GROUP}'
+            )

@@ -1,0 +1,169 @@
+"""A Hugging Face folder as a checkpoint of ours, of weights alone.
+
+Everything is checked before anything is written. A file at a time is in memory, and goes where
+checkpoints go: a folder or an object store, with hashes and the manifest last.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kimi_pretrain.checkpoint.aside import Aside
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.manifest import INDEX, Fingerprint, RunState, manifest_of
+from kimi_pretrain.checkpoint.memory import NAMES
+from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.checkpoint.saver import versions
+from kimi_pretrain.checkpoint.sink import Sink, Source, open_sink, source_of
+from kimi_pretrain.checkpoint.tensor_file import Entry
+from kimi_pretrain.checkpoint.writers import cut, file_name, index_text
+from kimi_pretrain.config import Config
+from kimi_pretrain.weights.fit import fitting
+from kimi_pretrain.weights.matching import Weights, match
+from kimi_pretrain.weights.shapes import BIAS, VISION, Shapes, model_shapes
+from kimi_pretrain.weights.stored import more, open_stored
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+MOST_FILE_MIB = 1024  # a file is held in memory
+
+
+@dataclass(frozen=True)
+class Intake:
+    """What is to be written, all checks done.
+
+    Attributes:
+        weights: matched with the model.
+        vision: the encoder's, from elsewhere.
+        sizes: tensor -> bytes.
+        absent: parts of the model that stay out.
+    """
+
+    config: Config
+    weights: Weights
+    vision: Weights | None
+    sizes: Mapping[str, int]
+    absent: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.sizes.values())
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in the run's precision."""
+        weights = self.weights if name in self.weights.sources else self.vision
+        assert weights is not None, name
+        return weights.read(name, dtype_of(name, self.config))
+
+
+def dtype_of(name: str, config: Config) -> torch.dtype:
+    """Return the type that a run holds a tensor in."""
+    return torch.float32 if name.endswith(BIAS) else DTYPES[config.train.dtype]
+
+
+def plan(uri: str | os.PathLike[str], config: Config, vision: str | None = None) -> Intake:
+    """Match a folder with a configuration; only headers are read.
+
+    Args:
+        uri: folder or s3:// URI of safetensors.
+        config: of the runs that will start from it.
+        vision: folder with the encoder's weights under Kimi K2.5's names, where `uri` has none.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: they do not fit, or config.json states other settings than the configuration.
+    """
+    weights, settings = fitting(uri, config.model)
+    if weights.stored.manifest is not None:
+        raise CheckpointError(f"{weights.stored.where} is a checkpoint already")
+    if settings:
+        told = settings[0] + more(len(settings) - 1)
+        raise CheckpointError(f"{told}: set the configuration's keys to agree")
+    shapes = model_shapes(config.model)
+    encoder = None
+    if vision is not None:
+        if not weights.absent:
+            raise ValueError(f"--vision {vision}: {uri} has an encoder of its own")
+        encoder = _encoder(vision, shapes)
+    names = [*weights.sources, *(encoder.sources if encoder else ())]
+    sizes = {n: Entry(NAMES[dtype_of(n, config)], shapes[n]).nbytes for n in sorted(names)}
+    return Intake(config, weights, encoder, sizes, () if encoder else weights.absent)
+
+
+def _encoder(uri: str, shapes: Shapes) -> Weights:
+    """Match the encoder alone; a language model beside it is not looked at."""
+    stored = open_stored(uri)
+    headers = {name: at for name, at in stored.headers.items() if name.startswith(VISION)}
+    if not headers:
+        raise CheckpointError(f"--vision {uri}: no {' or '.join(VISION)} there")
+    wanted = {name: shape for name, shape in shapes.items() if name.startswith(VISION)}
+    return match(replace(stored, headers=headers), wanted)
+
+
+def write(found: Intake, place: str, progress: Callable[[int], None] = lambda _: None) -> str:
+    """Write the checkpoint of step 0 under a place; returns its URI.
+
+    Raises:
+        CheckpointError: there is one already, it cannot be written, or a number is not finite.
+    """
+    target = open_place(place)
+    if target.steps():
+        raise CheckpointError(f"{place} holds checkpoints already: choose another place")
+    sink = open_sink(target)
+    sink.open_step(0)
+    try:
+        files = dict(_write_files(found, sink, progress))
+        weight_map = {name: file for file, (_, names) in files.items() for name in names}
+        index = index_text(dict(sorted(weight_map.items())), found.nbytes).encode()
+        prints = {file: fingerprint for file, (fingerprint, _) in files.items()}
+        prints[INDEX] = sink.write(0, INDEX, source_of(index), lambda _: None)
+        manifest = manifest_of(found.config, RunState(0, 0), prints, versions(), "weights")
+        return sink.commit(0, manifest.text(), prints)
+    except BaseException:
+        sink.remove_torn(0)
+        raise
+
+
+class _Reading(Mapping[str, Tensor]):
+    """Tensors that are read when they are asked for."""
+
+    def __init__(self, found: Intake):
+        self.found = found
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.found.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.found.sizes)
+
+    def __len__(self) -> int:
+        return len(self.found.sizes)
+
+
+def _write_files(
+    found: Intake, sink: Sink, progress: Callable[[int], None]
+) -> Iterator[tuple[str, tuple[Fingerprint, list[str]]]]:
+    """Write all tensors; yields file -> its fingerprint and tensors."""
+    limit = min(found.config.checkpoint.file_mib, MOST_FILE_MIB) << 20
+    for number, names in enumerate(cut(found.sizes, limit)):
+        file = file_name(0, number)
+        yield file, (_write_file(found, sink, file, names, progress), names)
+
+
+def _write_file(
+    found: Intake, sink: Sink, file: str, names: list[str], progress: Callable[[int], None]
+) -> Fingerprint:
+    shapes, config = model_shapes(found.config.model), found.config
+    shaped = {
+        name: torch.empty(shapes[name], dtype=dtype_of(name, config), device="meta")
+        for name in names
+    }
+    aside = Aside({file: names}, shaped, {}, torch.device("cpu"))
+    try:
+        aside.copy(_Reading(found))
+        return sink.write(0, file, Source(aside.fds[file], aside.sizes[file]), progress)
+    finally:
+        aside.close()

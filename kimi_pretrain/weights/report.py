@@ -1,0 +1,155 @@
+"""What a checkpoint holds, by its manifest and headers; norms where they are asked for."""
+
+import fnmatch
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kimi_pretrain.weights.int4 import PARTS
+from kimi_pretrain.weights.matching import OPTIMIZER
+from kimi_pretrain.weights.shapes import part_of
+from kimi_pretrain.weights.stored import CONFIG, Header, StoredTensors
+
+_PART = 1 << 24  # numbers that are widened at a time
+
+
+@dataclass
+class Count:
+    """Tensors of one part.
+
+    Attributes:
+        numbers: weights; an INT4 matrix counts eight in a word, and its scales none.
+        dtypes: types as they are stored.
+    """
+
+    tensors: int = 0
+    numbers: int = 0
+    bytes: int = 0
+    dtypes: tuple[str, ...] = ()
+
+    def add(self, name: str, header: Header) -> None:
+        """Take in a tensor."""
+        packed, *others = PARTS
+        dtype = "int4" if name.endswith(packed) else str(header.dtype).removeprefix("torch.")
+        numel = math.prod(header.shape)
+        self.bytes += numel * header.dtype.itemsize
+        if name.endswith(tuple(others)):
+            return
+        self.tensors += 1
+        self.numbers += numel * (8 if dtype == "int4" else 1)
+        self.dtypes = tuple(sorted({*self.dtypes, dtype}))
+
+
+@dataclass(frozen=True)
+class TensorFigures:
+    """One tensor, read: its norm in float64, and its largest magnitude."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    norm: float
+    largest: float
+    not_finite: int
+
+
+def report(stored: StoredTensors) -> dict[str, Any]:
+    """Return what a folder of weights holds, as plain values; headers alone were read.
+
+    Returns:
+        {"uri", "kind", "files", "bytes", "tensors", "parameters", "parts", "optimizer"}, of a
+        checkpoint also its state, layout and so on. Parameters do not count routing biases.
+    """
+    parts: dict[str, Count] = {}
+    optimizer: dict[str, Count] = {}
+    for name, header in stored.headers.items():
+        if name.startswith(OPTIMIZER):
+            kind = name.split(".")[1]
+            optimizer.setdefault(kind, Count()).add(name, header)
+        else:
+            parts.setdefault(part_of(name), Count()).add(name, header)
+    counted = (count.numbers for part, count in parts.items() if part != "routing biases")
+    found: dict[str, Any] = {
+        "uri": stored.where,
+        "kind": "hugging_face" if stored.manifest is None else "checkpoint",
+        "tensors": len(stored.headers),
+        "parameters": sum(counted),
+        "parts": {part: asdict(parts[part]) for part in sorted(parts)},
+        "optimizer": {kind: asdict(optimizer[kind]) for kind in sorted(optimizer)},
+    }
+    return found | (_of_folder(stored) if stored.manifest is None else _of_manifest(stored))
+
+
+def _of_folder(stored: StoredTensors) -> dict[str, Any]:
+    config = stored.config or {}
+    headers = stored.headers.values()
+    return {
+        "files": len({header.file for header in headers}),
+        "bytes": sum(math.prod(h.shape) * h.dtype.itemsize for h in headers),
+        "architecture": (config.get("architectures") or [f"no {CONFIG}"])[0],
+    }
+
+
+def _of_manifest(stored: StoredTensors) -> dict[str, Any]:
+    manifest = stored.manifest
+    assert manifest is not None
+    state = manifest.state
+    return {
+        "files": len(manifest.files) + 1,
+        "bytes": sum(file.bytes for file in manifest.files.values()),
+        "step": state.step,
+        "optimizer_steps": state.optimizer_steps,
+        "contents": manifest.contents,
+        "dtype": manifest.dtype,
+        "layout": manifest.layout,
+        "seq_len": seq_len(stored),
+        "loader": _position(state.loader),
+        "versions": manifest.versions,
+        "model": manifest.model,
+    }
+
+
+def seq_len(stored: StoredTensors) -> int | None:
+    """Return the length of the rows that a checkpoint was trained on, if it says so."""
+    loader = {} if stored.manifest is None else stored.manifest.state.loader
+    packing = loader.get("packing")
+    found = packing.get("seq_len") if isinstance(packing, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def _position(loader: dict[str, Any]) -> dict[str, Any]:
+    """The loader's state in short."""
+    keys = ("step", "window", "row", "seed")
+    found = {key: loader[key] for key in keys if key in loader}
+    if isinstance(loader.get("quarantine"), list):
+        found["quarantined"] = len(loader["quarantine"])
+    return found
+
+
+def figures(stored: StoredTensors, pattern: str) -> Iterator[TensorFigures]:
+    """Read the tensors whose names match a pattern of * and ?, one at a time.
+
+    Raises:
+        ValueError: no name matches.
+    """
+    names = fnmatch.filter(stored.headers, pattern)
+    if not names:
+        first = next(iter(stored.headers), "none")
+        raise ValueError(
+            f"--tensors {pattern}: none of {len(stored.headers):,} names matches (the first is "
+            f"{first}); '*' stands for anything, dots too"
+        )
+    for name in names:
+        header = stored.headers[name]
+        square, largest, bad = 0.0, 0.0, 0
+        for part in stored.read(name).reshape(-1).split(_PART):
+            numbers = part.double()
+            square += float(numbers.square().sum())
+            largest = max(largest, float(numbers.abs().max()) if len(numbers) else 0.0)
+            bad += int((~torch.isfinite(numbers)).sum())
+        dtype = str(header.dtype).removeprefix("torch.")
+        norm = math.sqrt(square)
+        yield TensorFigures(name, dtype, header.shape, header.file, norm, largest, bad)

@@ -1,0 +1,118 @@
+"""A run's first weights from a checkpoint or a Hugging Face folder: `train.start_from`.
+
+Weights alone: optimizer, schedule and data begin anew. Each rank reads what it holds, under any
+layout. Master copies of the optimizer, where the run has some, take the most exact numbers that are
+stored: another run's masters, or the weights in a wider type.
+"""
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.place import open_checkpoint
+from kimi_pretrain.config import Config
+from kimi_pretrain.weights.fit import fitting
+from kimi_pretrain.weights.matching import MASTER, Weights
+from kimi_pretrain.weights.shapes import VISION
+
+if TYPE_CHECKING:
+    from kimi_pretrain.engine.mesh import Mesh
+
+log = logging.getLogger("kimi_pretrain.weights")
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a fresh run's weights come from, matched with its model.
+
+    Attributes:
+        uri: `train.start_from`.
+        settings: what was set otherwise there, in words.
+        keep_encoder: `train.vision_weights`, which the encoder has then.
+    """
+
+    uri: str
+    weights: Weights
+    settings: tuple[str, ...]
+    keep_encoder: str | None
+
+    def lines(self) -> list[str]:
+        """Return what a person should know of it."""
+        stored = self.weights.stored
+        kind = "a Hugging Face folder"
+        if stored.manifest is not None:
+            kind = f"the checkpoint of step {stored.manifest.state.step}"
+        lines = [f"weights from {kind}, {stored.where}; optimizer, schedule and data begin anew"]
+        if self.keep_encoder is not None:
+            lines.append(f"the encoder from train.vision_weights={self.keep_encoder}")
+        elif self.weights.absent:
+            lines.append(f"no {' or '.join(self.weights.absent)} there: the encoder from the seed")
+        return lines + [f"set otherwise than there: {told}" for told in self.settings]
+
+    def fill(self, mesh: "Mesh", tensors: Mapping[str, Tensor]) -> None:
+        """Fill a run's tensors in place; all ranks call it.
+
+        Args:
+            mesh: of the run.
+            tensors: what this rank holds by checkpoint name, of the model and of the optimizer: of
+                this the master copies are filled.
+
+        Raises:
+            CheckpointError: a file of the checkpoint is damaged (on all ranks), or a number is not
+                finite.
+        """
+        _check_hashes(self.weights, mesh)
+        if mesh.rank == 0:
+            for line in self.lines():
+                log.info("%s", line)
+        sources, headers = self.weights.sources, self.weights.stored.headers
+        mine = [name for name in tensors if name in sources]
+        if self.keep_encoder is not None:
+            mine = [name for name in mine if not name.startswith(VISION)]
+        # Neighbours in a file one after the other.
+        mine.sort(key=lambda name: (headers[sources[name][0]].file, sources[name]))
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(lambda name: _fill(self.weights, name, tensors), mine):
+                pass
+
+
+def open_start(config: Config) -> Start | None:
+    """Match `train.start_from` with the model, by headers alone; None: it is not set.
+
+    Raises:
+        FileNotFoundError, CheckpointError: it is not there, or does not fit.
+    """
+    uri, encoder = config.train.start_from, config.train.vision_weights
+    if uri is None:
+        return None
+    try:
+        return Start(uri, *fitting(uri, config.model), encoder)
+    except (CheckpointError, FileNotFoundError) as error:
+        raise type(error)(f"train.start_from: {error}") from None
+
+
+@torch.no_grad()
+def _fill(weights: Weights, name: str, tensors: Mapping[str, Tensor]) -> None:
+    master, tensor = tensors.get(MASTER + name), tensors[name]
+    for target in (tensor,) if master is None else (tensor, master):
+        target.copy_(weights.read(name, target.dtype))
+
+
+def _check_hashes(weights: Weights, mesh: "Mesh") -> None:
+    """Compare a checkpoint's files with its manifest, each on one rank."""
+    manifest = weights.stored.manifest
+    if manifest is None:
+        return
+    checkpoint = open_checkpoint(weights.stored.where)
+    order = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
+    mine = checkpoint.verify(order[mesh.rank :: mesh.world_size])
+    everyone: list[Any] = mesh.gather(mine)
+    if problems := [told for part in everyone for told in part]:
+        raise CheckpointError(f"train.start_from: {'; '.join(problems)}")

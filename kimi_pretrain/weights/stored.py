@@ -1,0 +1,205 @@
+"""Tensors in safetensors files: found by their headers, checked, read one at a time.
+
+A Hugging Face folder has one `model.safetensors`, or several files and an index that says which
+tensor is where. A checkpoint of ours has a manifest besides. Either lies on a disk or in an object
+store. Nothing is executed: a folder of pickles is refused.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.files import Files, FolderFiles, StoreFiles
+from kimi_pretrain.checkpoint.manifest import (
+    MANIFEST,
+    MOST_INDEX_BYTES,
+    Manifest,
+    check_file_name,
+    parse_json,
+)
+from kimi_pretrain.checkpoint.memory import DTYPES, bytes_of
+from kimi_pretrain.checkpoint.place import Checkpoint, open_checkpoint, open_place
+from kimi_pretrain.checkpoint.tensor_file import Entry, header_bytes, parse_header
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp", ".npz", ".npy")
+_MOST_CONFIG_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a stored tensor is.
+
+    Attributes:
+        dtype: torch's.
+        file: name in its folder.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: str
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """The tensors of a folder. Headers are read at once, tensors when asked for.
+
+    Attributes:
+        where: the folder, for messages.
+        headers: of every tensor, by name, in the order of names.
+        read: from a name to the tensor, on the CPU and in its own type.
+        config: config.json of a Hugging Face folder that has one.
+        manifest: of a checkpoint of ours.
+    """
+
+    where: str
+    headers: Mapping[str, Header]
+    read: Callable[[str], Tensor]
+    config: Mapping[str, Any] | None = None
+    manifest: Manifest | None = None
+
+    def place(self, name: str) -> str:
+        """Return file and name of a tensor, for messages."""
+        return f"{self.where}/{self.headers[name].file}: {name}"
+
+
+def open_stored(uri: str | os.PathLike[str]) -> StoredTensors:
+    """Read the headers of a folder: a checkpoint of ours, or Hugging Face's safetensors.
+
+    Args:
+        uri: a path, or s3://bucket/prefix.
+
+    Raises:
+        FileNotFoundError: no such folder, or no weights in it.
+        CheckpointError: pickled weights; a file that is missing or damaged.
+    """
+    files, names = _folder(uri)
+    if MANIFEST in names:
+        return stored_checkpoint(open_checkpoint(uri))
+    if INDEX in names:
+        return _hugging_face(files, _indexed(files, names), names)
+    if SINGLE in names:
+        return _hugging_face(files, {SINGLE: None}, names)
+    raise _no_weights(files.uri, names)
+
+
+def stored_checkpoint(checkpoint: Checkpoint) -> StoredTensors:
+    """Return the tensors of a checkpoint of ours, the optimizer's among them.
+
+    Raises:
+        CheckpointError: it is not complete, or damaged.
+    """
+    files = checkpoint.weight_map()
+    headers = {name: _header(checkpoint.entry(name), files[name]) for name in checkpoint.names()}
+    manifest = checkpoint.manifest()
+    return StoredTensors(checkpoint.uri, headers, checkpoint.tensor, manifest=manifest)
+
+
+def more(count: int) -> str:
+    """Say how many others there are, after the first that a message names."""
+    return f" (and {count:,} more)" if count > 0 else ""
+
+
+def _folder(uri: str | os.PathLike[str]) -> tuple[Files, list[str]]:
+    """The files of a folder, and the names of all that lie directly in it."""
+    place = open_place(uri)
+    if place.folder is None:
+        names = [key for key in place.store.list() if "/" not in key]
+        if not names:
+            raise FileNotFoundError(f"{place.uri}: nothing there")
+        return StoreFiles(place.store, ""), names
+    if not place.folder.is_dir():
+        raise FileNotFoundError(f"{place.folder}: no such folder")
+    return FolderFiles(place.folder), sorted(path.name for path in place.folder.iterdir())
+
+
+def _no_weights(where: str, names: list[str]) -> Exception:
+    if pickled := [name for name in names if name.endswith(PICKLES)]:
+        return CheckpointError(
+            f"{where}/{pickled[0]}: pickled weights can run any code when they are loaded, and are "
+            "never read here; save the model as safetensors (save_pretrained of transformers does) "
+            "and give that folder"
+        )
+    if "run.json" in names or "metrics.jsonl" in names:
+        return FileNotFoundError(f"{where}: the folder of a run that holds no complete checkpoint")
+    loose = [name for name in names if name.endswith(".safetensors")]
+    found = f"{len(loose)} .safetensors without an index" if loose else f"{len(names)} other files"
+    return FileNotFoundError(
+        f"{where}: no weights: expected {MANIFEST} of a checkpoint, {SINGLE} or {INDEX}; found "
+        f"{found}"
+    )
+
+
+def _hugging_face(
+    files: Files, wanted: Mapping[str, set[str] | None], names: list[str]
+) -> StoredTensors:
+    """Read headers; `wanted` says which tensors of which file, None for all of them."""
+    entries: dict[str, tuple[str, Entry]] = {}
+    for file, some in wanted.items():
+        held = _entries(files, file)
+        if lost := sorted((some or set()) - held.keys()):
+            raise CheckpointError(
+                f"{files.where(file)}: no tensor {lost[0]!r}, where {INDEX} says it is"
+                f"{more(len(lost) - 1)}"
+            )
+        entries |= {name: (file, held[name]) for name in (held if some is None else some)}
+
+    def read(name: str) -> Tensor:
+        file, entry = entries[name]
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        if entry.nbytes:
+            files.read_into(file, entry.offset, bytes_of(tensor))
+        return tensor
+
+    headers = {name: _header(entry, file) for name, (file, entry) in sorted(entries.items())}
+    config = _json(files, CONFIG, _MOST_CONFIG_BYTES) if CONFIG in names else None
+    return StoredTensors(files.uri, headers, read, config=config)
+
+
+def _indexed(files: Files, names: list[str]) -> dict[str, set[str] | None]:
+    """Return file -> its tensors, of an index."""
+    where = files.where(INDEX)
+    weight_map = _json(files, INDEX, MOST_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{where}: expected weight_map: tensor name -> file name")
+    wanted: dict[str, set[str] | None] = {}
+    for name, file in weight_map.items():
+        check_file_name(file, where)
+        if not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{where}: {name!r} is in {file!r}: only safetensors are read, never pickles"
+            )
+        if file not in names:
+            raise CheckpointError(f"{files.where(file)}: missing; {INDEX} places {name!r} there")
+        some = wanted.setdefault(file, set())
+        assert some is not None
+        some.add(name)
+    return dict(sorted(wanted.items()))
+
+
+def _entries(files: Files, file: str) -> dict[str, Entry]:
+    where, size = files.where(file), files.size(file)
+    if size is None or size < 8:
+        raise CheckpointError(f"{where}: no whole safetensors file")
+    length = header_bytes(files.read(file, 0, 8), size, where)
+    return parse_header(files.read(file, 8, length), size, where)
+
+
+def _json(files: Files, name: str, most: int) -> dict[str, Any]:
+    where, size = files.where(name), files.size(name) or 0
+    if size > most:
+        raise CheckpointError(f"{where}: {size} bytes, expected at most {most}")
+    found = parse_json(files.read(name, 0, size), where, most)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{where}: expected a JSON object")
+    return found
+
+
+def _header(entry: Entry, file: str) -> Header:
+    return Header(entry.shape, DTYPES[entry.dtype], file)

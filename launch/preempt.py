@@ -1,0 +1,65 @@
+"""The signals that ask a training to stop: it finishes the step, saves, and ends with exit code 0.
+
+USR1 and TERM come from schedulers (and from torchrun, which passes TERM on), INT from a terminal.
+The handler only notes that one came; the loop tells all ranks with what it sends each step, so one
+signal to one rank stops them all after the same step. `launch.worker` installs it before torch is
+imported: importing takes seconds, and until there is a handler a signal kills the process.
+`launch.supervise` starts processes with USR1 held back, so that even earlier ones are not lost.
+
+A second signal changes nothing, because the save must come to its end; but a second INT (Ctrl-C
+twice) ends the process at once.
+"""
+
+import ctypes
+import os
+import signal
+import time
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STOPPING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignal:
+    """Notes the first signal that asked this process to stop.
+
+    Attributes:
+        name: of the signal, such as "SIGUSR1"; None as long as none came.
+        since: when it came, in seconds of the wall clock.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.since: float | None = None
+
+    def install(self) -> "StopSignal":
+        """Take the signals over from now on; only the main thread may call this. Once is enough."""
+        for number in STOPPING:
+            # A shell starts background jobs with Ctrl-C ignored; that is not ours to change.
+            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            signal.signal(number, self._note)
+            if number != signal.SIGINT:  # the second of those must get through
+                # System calls of libraries go on as if nothing had happened.
+                signal.siginterrupt(number, False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        return self
+
+    def reason(self) -> str | None:
+        """Return why the run is to stop, in words; None if it may go on."""
+        return self.name and f"signal {self.name}"
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.name is None:
+            self.name, self.since = signal.Signals(number).name, time.time()
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+
+def follow_torchrun() -> None:
+    """Have a rank told to stop, by USR1, when the torchrun that started it is killed.
+
+    Only there: the kernel sends the signal when the thread ends that started this process, and of
+    other launchers nobody knows how long that lives.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGUSR1))

@@ -1,0 +1,62 @@
+"""A training that is going on, and its processes: for what happens to it from outside."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from launch import supervise
+from tests.dist.jobs import ROOT, SMALL
+
+
+@contextmanager
+def started(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen]:
+    """Run `kimi-pretrain train` as a person would; it is ended with the test at the latest."""
+    command = [
+        sys.executable, "-m", "launch.cli", "train", "--config", "tiny_cpu",
+        "--run-dir", str(run_dir), *SMALL, *arguments,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        yield process
+    finally:
+        supervise.stop(process)
+
+
+def ranks(process: subprocess.Popen) -> dict[int, psutil.Process]:
+    """Return the ranks of a training that has begun."""
+    (launcher,) = psutil.Process(process.pid).children()
+    return {int(child.environ()["RANK"]): child for child in launcher.children()}
+
+
+def steps_of(run_dir: Path) -> int:
+    """Return how many lines of metrics there are."""
+    file = run_dir / "metrics.jsonl"
+    return file.read_text().count("\n") if file.is_file() else 0
+
+
+def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen) -> None:
+    """Wait until so many steps are done."""
+    wait_for(lambda: steps_of(run_dir) >= steps, process)
+
+
+def wait_for(true: Callable[[], object], process: subprocess.Popen, seconds: float = 200.0) -> None:
+    """Wait until something is so.
+
+    Raises:
+        AssertionError: it does not come to that, or the training ends before.
+    """
+    end = time.monotonic() + seconds
+    while not true():
+        if process.poll() is not None:
+            raise AssertionError("".join(process.communicate()))
+        assert time.monotonic() < end, "in vain"
+        time.sleep(0.05)

@@ -1,0 +1,143 @@
+"""A rank of a training that something happens to: `python -m tests.dist.planted JOB`."""
+
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from launch import worker
+from launch.job import Job
+
+WORKER = "tests.dist.planted"
+
+
+@dataclass(frozen=True)
+class PlantedJob(Job):
+    """A training with a fault.
+
+    Attributes:
+        plant: name of a function below.
+        step: in which it happens, counted from 1.
+        rank: that it happens to.
+    """
+
+    plant: str = ""
+    step: int = 1
+    rank: int = 0
+
+    @staticmethod
+    def parse(argument: str) -> "PlantedJob":
+        values = json.loads(argument)
+        return PlantedJob(**{**values, "overrides": tuple(values["overrides"])})
+
+
+def run_job(job: PlantedJob) -> None:
+    def prepare(run: Any) -> None:
+        if run.mesh.rank == job.rank:
+            PLANTS[job.plant](run, job.step)
+
+    worker.run_job(job, prepare=prepare)
+
+
+def sleep_in_encoder(run: Any, step: int) -> None:
+    """For ever, while the others wait for its embeddings."""
+    begin = run.encoder.begin
+
+    def late(*args: Any, **options: Any) -> Any:
+        if run.step + 1 == step:
+            time.sleep(1000)
+        return begin(*args, **options)
+
+    run.encoder.begin = late
+
+
+def hang_in_a_read(run: Any, step: int) -> None:
+    """The store answers no more: the loader waits."""
+    read, requests = run.loader._fetcher._read, iter(range(1, 10**6))
+
+    def late(*args: Any) -> Any:
+        if next(requests) == step:
+            time.sleep(1000)
+        return read(*args)
+
+    run.loader._fetcher._read = late
+
+
+def not_a_number(run: Any, step: int) -> None:
+    """A loss that is not a number, in this step and the next."""
+    train = run.backbone.train_step
+
+    def poisoned(*args: Any) -> Any:
+        result = train(*args)
+        if run.step + 1 in (step, step + 1):
+            result.loss_sum.fill_(math.nan)
+        return result
+
+    run.backbone.train_step = poisoned
+
+
+def spike(run: Any, step: int) -> None:
+    """A loss a hundred times too high; the gradient stays."""
+    train = run.backbone.train_step
+
+    def higher(*args: Any) -> Any:
+        result = train(*args)
+        if run.step + 1 == step:
+            result.loss_sum.mul_(100)
+        return result
+
+    run.backbone.train_step = higher
+
+
+def draws(run: Any, step: int) -> None:
+    """Tokens are left out of the loss at random, by torch's own generator."""
+    from dataclasses import replace
+
+    import torch
+
+    train = run.backbone.train_step
+
+    def thinned(microbatches: list, aux_scale: float) -> Any:
+        masks = [torch.rand(one.loss_mask.shape) < 0.9 for one in microbatches]
+        thin = [replace(m, loss_mask=m.loss_mask & kept) for m, kept in zip(microbatches, masks)]
+        return train(thin, aux_scale)
+
+    run.backbone.train_step = thinned
+
+
+def slow_copy(run: Any, step: int) -> None:
+    """Tensors are still being copied aside for a save when the next step wants to change them."""
+    from kimi_pretrain.checkpoint.aside import Aside
+
+    copy = Aside.copy
+
+    def late(aside: Any, tensors: Any, which: Any = lambda name: True) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(3)
+        copy(aside, tensors, which)
+
+    Aside.copy = late
+
+
+def term_at_the_start(run: Any, step: int) -> None:
+    """The signal comes while the run is being built."""
+    os.kill(os.getpid(), 15)
+
+
+PLANTS = {
+    plant.__name__: plant
+    for plant in (
+        *(sleep_in_encoder, hang_in_a_read, not_a_number, spike, draws, slow_copy),
+        term_at_the_start,
+    )
+}
+
+
+if __name__ == "__main__":
+    logging.getLogger().addHandler(logging.NullHandler())
+    worker.leave(worker.main(sys.argv[1], PlantedJob.parse, run_job, stops=True))

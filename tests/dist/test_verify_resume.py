@@ -1,0 +1,139 @@
+"""`kimi-pretrain verify resume` as a person runs it: it passes what is right, finds every fault."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.dist.jobs import ROOT, SMALL, layout, read_metrics
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+
+GATE = "language_model.model.layers.1.mlp.gate"
+# Fault -> what shows it at the moment the run goes on (state, tensors), what of the first step
+# after it is the first to differ, and a word of the suggestion.
+SIGNS = {
+    "unsaved-rng": (None, None, "loss", "random number"),
+    "loader-off-by-one": ("loader.", None, "samples", "loader"),
+    "lost-momentum": (None, f"optim.momentum.{GATE}.weight", "update_rms.router", "momentum"),
+    "lost-expert-bias": (None, f"{GATE}.e_score_correction_bias", "loss", "routing biases"),
+    "lost-step-count": ("optimizer_steps", "optim.step", "lr", "learning rate"),
+    "swapped-states": (None, "optim.momentum.", "update_rms.experts", "momentum"),
+}
+
+
+def verify(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "launch.cli", "verify", "resume", "--json", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=560, env=environment, check=False
+    )
+
+
+def told(done: subprocess.CompletedProcess) -> dict:
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("verify") / "kept"
+
+
+@pytest.fixture(scope="module")
+def self_test(data_root, kept):
+    return verify(
+        "--config", "tiny_cpu", "--self-test", "--keep", str(kept),
+        *SMALL, f"data.root={data_root}", *layout(dp=2),
+    )  # fmt: skip
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(self_test, kept):
+    assert self_test.returncode == 0, self_test.stdout + self_test.stderr
+    result = told(self_test)
+    assert result["passed"]
+    comparison = result["comparison"]
+    assert comparison["differences"] == []
+    assert comparison["steps"] == 2
+    assert comparison["numbers"] > 80
+    assert comparison["tensors"] > 300
+    assert comparison["restored_tensors"] == []  # they were looked at
+    assert json.loads((kept / "result.json").read_text()) == result
+
+
+def test_the_stop_was_a_real_one(self_test, kept):
+    """One folder with the lines of both processes; what is saved at the stop is due to it alone."""
+    assert self_test.returncode == 0
+    assert [line["step"] for line in read_metrics(kept / "stopped")] == [1, 2, 3, 4]
+    saved = {"stopped": ["step_00000002", "step_00000004"], "straight": ["step_00000004"]}
+    for run, steps in saved.items():
+        manifests = (kept / "checkpoints" / run).glob("step_*/manifest.json")
+        assert sorted(manifest.parent.name for manifest in manifests) == steps
+    watched = (kept / "stopped" / "watched.jsonl").read_text().splitlines()
+    assert [json.loads(line)["began"] for line in watched] == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("fault", SIGNS)
+def test_a_planted_fault_is_found(fault, self_test):
+    found = told(self_test)["faults"][fault]
+    state, tensor, number, suggestion = SIGNS[fault]
+    assert found["found"]
+    comparison = found["comparison"]
+    restored = [one["name"] for one in comparison["restored"]]
+    assert all(name.startswith(state or "-") for name in restored)
+    assert bool(restored) == (state is not None)
+    assert all(name.startswith(tensor or "-") for name in comparison["restored_tensors"])
+    assert bool(comparison["restored_tensors"]) == (tensor is not None)
+    # It is also there for who looks at the steps alone.
+    first = comparison["after"][0]
+    assert (first["step"], first["name"]) == (3, number)
+    assert not comparison["before"]
+    assert len(comparison["end_tensors"]) > 300
+    assert comparison["first"]["largest"] > 0
+    assert suggestion in comparison["suggestion"]
+
+
+def test_a_fault_that_is_there_throughout_is_judged_by_its_own_run(self_test, kept):
+    """Where it has the random numbers of a run that is not stopped."""
+    own = read_metrics(kept / "faults" / "unsaved-rng-uninterrupted")
+    clean = read_metrics(kept / "straight")
+    assert own[0]["loss"] != clean[0]["loss"]
+    comparison = told(self_test)["faults"]["unsaved-rng"]["comparison"]
+    assert comparison["after"][0]["wanted"] == own[2]["loss"] != clean[2]["loss"]
+
+
+def test_a_fault_that_cannot_be_had_is_an_obstacle(self_test):
+    assert "float32" in told(self_test)["faults"]["lost-master"]["obstacle"]
+
+
+@pytest.mark.slow
+def test_in_another_layout_it_reads_the_same(data_root):
+    done = verify(
+        "--config", "tiny_cpu", "--layouts", "--steps", "5", "--stop-after", "3",
+        *SMALL, f"data.root={data_root}", *layout(pp=2, vpp=2, dp=2, ep=2),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    elsewhere = told(done)["elsewhere"]
+    assert elsewhere["steps"] == 2
+    assert elsewhere["layout"]["pp"] == elsewhere["layout"]["dp"] == 1
+    assert elsewhere["after"] == []
+    assert max(elsewhere["loss_errors"]) < 1e-4
+    assert 0 < max(elsewhere["norm_errors"]) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_small_copy_with_a_fault_fails(data_root):
+    """bfloat16, so that there are masters to lose, saved without a background writer."""
+    done = verify(
+        "--config", "tiny_cpu", "--plant", "lost-master", *SMALL, f"data.root={data_root}",
+        *layout(), "train.dtype=bfloat16", "checkpoint.asynchronous=false",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    result = told(done)
+    assert (result["passed"], result["planted"]) == (False, "lost-master")
+    comparison = result["comparison"]
+    assert all(name.startswith("optim.master.") for name in comparison["restored_tensors"])
+    assert "fp32 masters" in comparison["suggestion"]
+    assert comparison["after"]

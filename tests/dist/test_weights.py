@@ -1,0 +1,257 @@
+"""Weights out and in, against transformers' own classes: logits of the same numbers, in fp32.
+
+The engine runs in a process of its own. transformers builds DeepSeek-V3's two latent norms with an
+epsilon of 1e-6 whatever the configuration says, the engine (as Megatron-Core, vLLM and SGLang) with
+the configuration's: with norm_eps=1e-6 both are the same, with 1e-5 they part by some 1e-5.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kimi_pretrain.weights import export
+from kimi_pretrain.weights.stored import open_stored
+from tests.dist.jobs import SMALL, layout, run_jobs
+from tests.dist.weights_case import BORDERS, GRID, inputs
+from tests.unit.weights.weight_folders import random_weights, with_int4
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+TOLERANCE = 1e-5  # of the largest logit
+YARN = "model.language.yarn={factor: 4.0, original_max_position: 32, beta_fast: 4.0}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and where its weights begin."""
+
+    name: str
+    overrides: tuple[str, ...]
+    latent_eps: float = 1e-6
+
+
+# The projector of Kimi's architecture is four towers wide, SMALL's too.
+LATENT = Case("latent, YaRN", (YARN, "model.language.norm_eps=1.0e-5"), 1e-5)
+PLAIN = Case(
+    "no query latent, no YaRN",
+    (
+        "model.language.q_lora_rank=null",
+        "model.language.norm_eps=1.0e-6",
+        "model.language.num_shared_experts=2",
+        "model.language.num_dense_layers=2",
+    ),
+)
+CASES = (LATENT, PLAIN)
+
+
+def config_of(case):
+    """The configuration of a case, as the job has it."""
+    from kimi_pretrain.config import load_config
+
+    return load_config("tiny_cpu", [*SMALL, *layout(), *case.overrides])
+
+
+def deepseek_of(language):
+    """transformers' model of a language model's sizes, with weights of its own."""
+    scaling = None
+    if language.yarn:
+        yarn = language.yarn
+        scaling = dict(
+            rope_type="yarn", factor=yarn.factor, beta_fast=yarn.beta_fast,
+            beta_slow=yarn.beta_slow, mscale=yarn.mscale, mscale_all_dim=yarn.mscale_all_dim,
+            original_max_position_embeddings=yarn.original_max_position,
+        )  # fmt: skip
+    config = transformers.DeepseekV3Config(
+        vocab_size=language.vocab_size, hidden_size=language.hidden_size,
+        intermediate_size=language.dense_ffn_size, moe_intermediate_size=language.expert_ffn_size,
+        num_hidden_layers=language.num_layers, num_attention_heads=language.num_heads,
+        num_key_value_heads=language.num_heads, n_shared_experts=language.num_shared_experts,
+        n_routed_experts=language.num_experts, routed_scaling_factor=language.routed_scaling_factor,
+        kv_lora_rank=language.kv_lora_rank, q_lora_rank=language.q_lora_rank,
+        qk_rope_head_dim=language.qk_rope_dim, qk_nope_head_dim=language.qk_nope_dim,
+        v_head_dim=language.v_dim, n_group=1, topk_group=1, num_mtp_layers=0,
+        num_experts_per_tok=language.experts_per_token, norm_topk_prob=True,
+        first_k_dense_replace=language.num_dense_layers, rms_norm_eps=language.norm_eps,
+        rope_theta=language.rope_theta, rope_scaling=scaling, max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            noise = torch.randn(tensor.shape, generator=generator)
+            if name.endswith("bias"):
+                tensor.copy_(noise.abs())
+            else:
+                tensor.copy_(1 + 0.2 * noise if tensor.ndim == 1 else 0.06 * noise)
+    return model
+
+
+@pytest.fixture(scope="module")
+def work(data_root, tmp_path_factory):
+    """Folders to start from, and what the engine makes of them: name -> logits."""
+    folder = tmp_path_factory.mktemp("weights")
+    jobs = {}
+
+    def job(name, case, *overrides):
+        data = (f"data.root={data_root}", *layout(), *case.overrides)
+        jobs[name] = "weights_logits", (*data, *overrides)
+
+    theirs = {}
+    for case in CASES:
+        job(f"ours: {case.name}", case, f"checkpoint.place={folder / case.name}")
+        theirs[case.name] = deepseek_of(config_of(case).model.language)
+        theirs[case.name].save_pretrained(folder / f"theirs {case.name}")
+        job(f"theirs: {case.name}", case, f"train.start_from={folder / f'theirs {case.name}'}")
+    released = write_released(folder / "released")
+    for kind in released:
+        job(f"released: {kind}", LATENT, f"train.start_from={folder / 'released' / kind}")
+    found = run_jobs(jobs, folder / "job", 1, timeout=200)
+    return folder, found, theirs
+
+
+def write_released(folder: Path) -> tuple[str, ...]:
+    """K2.5's released names: INT4 experts, and the same numbers in float32."""
+    config = config_of(LATENT)
+    # A tenth of the size: numbers of a trained model, not of noise.
+    weights = {n: 0.1 * t + (t.ndim == 1) * 0.9 for n, t in random_weights(config).items()}
+    stored, meant = with_int4(weights)
+    meant = {name: tensor.float() for name, tensor in meant.items()}
+    for kind, tensors in (("int4", stored), ("float32", meant)):
+        (folder / kind).mkdir(parents=True)
+        save_file(tensors, folder / kind / "model.safetensors", {"format": "pt"})
+    return "int4", "float32"
+
+
+def distance(ours, theirs) -> float:
+    """Largest difference, over the largest logit."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def logits_of(model, documents, pad=None, latent_eps=1e-6):
+    """Logits of each document alone; the image goes where its pads are."""
+    tokens, patches, _ = inputs(768)
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = latent_eps
+    pixels, out = (patches.float() / 255 - 0.5) / 0.5, []
+    for number in documents:
+        part = tokens[:, BORDERS[number] : BORDERS[number + 1]]
+        media = {}
+        if pad is not None and bool((part == pad).any()):
+            media = {"pixel_values": pixels, "image_grid_thw": torch.tensor([GRID])}
+        with torch.no_grad():
+            out.append(model(part, **media).logits)
+    return torch.cat(out, 1)
+
+
+def exported(folder, case, kind, **options):
+    """Export what the job saved; returns the folder."""
+    out = folder / f"{case.name} as {kind}"
+    if not out.exists():
+        chosen = export.ExportOptions(kind, file_bytes=200_000, **options)
+        export.export(export.plan(folder / case.name, chosen), out, chosen)
+    return out
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_an_export_computes_the_same_in_deepseek_v3(work, case):
+    folder, found, _ = work
+    out = exported(folder, case, "deepseek_v3")
+    model, told = transformers.DeepseekV3ForCausalLM.from_pretrained(
+        out, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(told.values()), told
+    ours = found[f"ours: {case.name}"]["logits"][:, : BORDERS[2]]
+    assert distance(ours, logits_of(model, (0, 1), latent_eps=case.latent_eps)) <= TOLERANCE
+    # As it is shipped, with the other epsilon in its latent norms.
+    assert distance(ours, logits_of(model, (0, 1))) <= 1e-4
+
+
+def test_an_export_computes_the_same_in_kimi_k25_with_an_image(work):
+    folder, found, _ = work
+    out = exported(folder, LATENT, "kimi_k25")
+    model, told = transformers.Kimi_K25ForConditionalGeneration.from_pretrained(
+        out, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(told.values()), told
+    ours = found[f"ours: {LATENT.name}"]["logits"]
+    theirs = logits_of(model, (0, 1, 2), pad=768 - 256 + 21, latent_eps=1e-5)
+    assert distance(ours, theirs) <= TOLERANCE
+    assert distance(ours[:, BORDERS[2] :], theirs[:, BORDERS[2] :]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_their_saved_weights_compute_the_same_here(work, case):
+    _, found, theirs = work
+    model = theirs[case.name].eval()
+    ours = found[f"theirs: {case.name}"]["logits"][:, : BORDERS[2]]
+    assert distance(ours, logits_of(model, (0, 1), latent_eps=case.latent_eps)) <= TOLERANCE
+
+
+def test_released_names_and_int4_are_read(work):
+    """INT4 experts, and the numbers that they stand for, which transformers has loaded too."""
+    folder, found, _ = work
+    int4, plain = (found[f"released: {kind}"]["logits"] for kind in ("int4", "float32"))
+    assert torch.equal(int4, plain)
+    written = json.loads((exported(folder, LATENT, "kimi_k25") / "config.json").read_text())
+    (folder / "released" / "float32" / "config.json").write_text(json.dumps(written))
+    model = transformers.Kimi_K25ForConditionalGeneration.from_pretrained(
+        folder / "released" / "float32", dtype=torch.float32
+    )
+    theirs = logits_of(model, (0, 1, 2), pad=768 - 256 + 21, latent_eps=1e-5)
+    assert distance(plain, theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_names_shapes_and_types_are_those_of_the_engine(work, case):
+    from kimi_pretrain.weights.intake import dtype_of
+    from kimi_pretrain.weights.shapes import model_shapes
+
+    _, found, _ = work
+    config, held = config_of(case), found[f"ours: {case.name}"]
+    shapes = {name: list(shape) for name, shape in model_shapes(config.model).items()}
+    assert shapes == held["shapes"]
+    assert {name: str(dtype_of(name, config)) for name in shapes} == held["dtypes"]
+
+
+FOUR = layout(pp=2, vpp=2, dp=2, ep=2)
+TENSOR_PARALLEL = (*layout(pp=2, ep=2), "layout.tp=2")
+
+
+def test_ranks_of_any_layout_start_with_the_weights_and_nothing_else(data_root, tmp_path):
+    """Masters come along where there are some; moments, steps and the loader begin anew."""
+    place, plain = tmp_path / "trained", tmp_path / "plain"
+    plain.mkdir()
+    weights = random_weights(config_of(LATENT))
+    weights = {name: tensor for name, tensor in weights.items() if "language_model." in name}
+    save_file(weights, plain / "model.safetensors")
+    trained = f"train.start_from={place / 'step_00000002'}"
+
+    def job(action, dtype, *overrides):
+        return action, (f"data.root={data_root}", f"train.dtype={dtype}", *overrides)
+
+    jobs = {
+        "train": job("weights_trained", "bfloat16", *FOUR, f"checkpoint.place={place}"),
+        "tensor parallel": job("weights_started", "bfloat16", *TENSOR_PARALLEL, trained),
+        "wider": job("weights_started", "float32", *FOUR, trained),
+        "language alone": job("weights_started", "bfloat16", *FOUR, f"train.start_from={plain}"),
+    }
+    found = run_jobs(jobs, tmp_path / "job", 4, timeout=200)
+    for name in ("tensor parallel", "wider", "language alone"):
+        ranks = found[name]["ranks"]
+        wrong = sorted({tensor for rank in ranks for tensor in rank["wrong"]})
+        if name == "language alone":  # the encoder keeps what the seed gave it
+            wrong = [tensor for tensor in wrong if "language_model." in tensor]
+        assert not wrong, (name, wrong[:3])
+        assert sum(rank["moments"] for rank in ranks) == 0
+        assert found[name]["steps"] == (0, 0, 0)
+        assert bool(sum(rank["masters"] for rank in ranks)) == (name != "wider")
+    masters = open_stored(place / "step_00000002")
+    told = [masters.read(n) for n in masters.headers if n.startswith("optim.master.")]
+    assert any(not torch.equal(t, t.bfloat16().float()) for t in told), "masters say no more"

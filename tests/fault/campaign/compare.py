@@ -1,0 +1,63 @@
+"""Whether a run that was struck equals one that was not: every number that is no time.
+
+Times, memory, traffic and what is made of them differ from run to run; anything else must be equal
+to the last bit, and so must the SHA-256 of everything that the run remembers.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+# Names of a line that are measured, at any depth.
+MEASURED = frozenset(
+    (
+        *("seconds", "phase_seconds", "newton_schulz_seconds", "exposed_encoder_seconds"),
+        *("exposed_encoder_share", "exposed_encoder_parts", "imbalance", "peak_gib"),
+        *("peak_gib_step", "model_tflops_per_gpu", "mfu", "peak_tflops_per_gpu", "peak_source"),
+        *("store", "checkpoint"),  # requests depend on what was fetched ahead, saves on their time
+    )
+)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Lines of a JSON-lines file; none where there is no file. A torn last line is left out."""
+    if not file.is_file():
+        return []
+    whole = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in whole]
+
+
+def exact(line: Any) -> Any:
+    """What of a line must be equal in every run."""
+    if isinstance(line, dict):
+        return {name: exact(value) for name, value in line.items() if name not in MEASURED}
+    return line
+
+
+def difference_of_lines(run: Path, straight: Path) -> str | None:
+    """The first step whose line differs from the uninterrupted run's; None: all are equal.
+
+    The run may have done fewer steps, but none may be missing in between.
+    """
+    lines, expected = (read_lines(folder / "metrics.jsonl") for folder in (run, straight))
+    for number, (line, wanted) in enumerate(zip(lines, expected), 1):
+        found, known = exact(line), exact(wanted)
+        if found != known:
+            names = [name for name in known if found.get(name) != known[name]]
+            return f"step {number}: {', '.join(names)} differ"
+    return None if len(lines) <= len(expected) else f"{len(lines)} steps, not {len(expected)}"
+
+
+def difference(run: Path, straight: Path) -> str | None:
+    """What of a finished run differs from the uninterrupted one; None: nothing does."""
+    if found := difference_of_lines(run, straight):
+        return found
+    steps = [len(read_lines(folder / "metrics.jsonl")) for folder in (run, straight)]
+    if steps[0] != steps[1]:
+        return f"{steps[0]} lines of metrics, not {steps[1]}"
+    hashes = [folder / "state_hashes.json" for folder in (run, straight)]
+    if not hashes[0].is_file():
+        return "no state_hashes.json: it did not finish"
+    mine, wanted = (json.loads(file.read_text()) for file in hashes)
+    names = [name for name in wanted if mine.get(name) != wanted[name]]
+    return f"final state: {', '.join(names)} differ" if names else None

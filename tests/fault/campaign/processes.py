@@ -1,0 +1,185 @@
+"""A training as a person starts it, its processes, and what is left of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.fault.campaign.compare import read_lines
+from tests.fault.campaign.phases import phase_of
+
+ROOT = Path(__file__).parents[3]
+SITE = Path(__file__).parent / "site"
+STACKS = signal.SIGRTMIN + 3
+# Far from what a busy machine takes: a step of these runs takes half a second, a start ten.
+PATIENCE_S = float(os.environ.get("CAMPAIGN_PATIENCE", "240"))
+_MARK = "CAMPAIGN_RUN"
+
+
+def wait_until(ready: Callable[[], Any], what: str, seconds: float = PATIENCE_S) -> Any:
+    """Wait until `ready` returns something true, and return that."""
+    end = time.monotonic() + seconds
+    while not (found := ready()):
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {seconds:.0f} s for {what}")
+        time.sleep(0.01)
+    return found
+
+
+class Training:
+    """`kimi-pretrain train` as a process, whose descendants are known whatever they do.
+
+    Args:
+        run_dir: of the run; its output goes beside it.
+        overrides: of the configuration `tiny_cpu`.
+        options: more arguments, such as ("--resume", "latest").
+        environment: more variables.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        overrides: tuple[str, ...],
+        *options: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.run_dir, self.mark, self.begun = run_dir, uuid.uuid4().hex, time.time()
+        self.stacks = run_dir.parent / f"{run_dir.name}.stacks"
+        self.stacks.mkdir(parents=True, exist_ok=True)
+        self.output_file = run_dir.parent / f"{run_dir.name}.{self.mark[:6]}.out"
+        command = [
+            sys.executable, "-m", "launch.cli", "train", "--config", "tiny_cpu",
+            "--run-dir", str(run_dir), *options, *overrides,
+        ]  # fmt: skip
+        variables = {
+            **os.environ, **(environment or {}), _MARK: self.mark, "PYTHONWARNINGS": "ignore",
+            "PYTHONPATH": f"{SITE}:{ROOT}", "CAMPAIGN_STACKS": str(self.stacks),
+        }  # fmt: skip
+        with self.output_file.open("w") as output:
+            self.process = subprocess.Popen(
+                command, env=variables, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sweep()
+
+    @property
+    def output(self) -> str:
+        """What it printed."""
+        return self.output_file.read_text()
+
+    @property
+    def error(self) -> str:
+        """The line that tells the user why it ended; "" without one."""
+        lines = [line for line in self.output.splitlines() if line.startswith("error: ")]
+        return lines[-1] if lines else ""
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run, those before this start included; 0 until it has begun to train.
+
+        Before that metrics.jsonl still holds the steps that will be done again.
+        """
+        status = self.run_dir / "status.json"
+        if not status.is_file() or status.stat().st_mtime < self.begun:
+            return 0
+        lines = read_lines(self.run_dir / "metrics.jsonl")
+        return lines[-1]["step"] if lines else 0
+
+    def family(self) -> list[psutil.Process]:
+        """Every living process that descends from this training, adopted ones too."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                mine = process.environ().get(_MARK) == self.mark
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """Rank -> process, of those that have begun."""
+        found = {}
+        for process in self.family():
+            # torchrun has the same words among its arguments, but is no rank.
+            with suppress(psutil.Error, KeyError):
+                if "launch.worker" in process.cmdline():
+                    found[int(process.environ()["RANK"])] = process
+        return found
+
+    def writers(self) -> list[psutil.Process]:
+        """The processes that write checkpoints in the background."""
+        found = []
+        for process in self.family():
+            with suppress(psutil.Error):
+                if "kimi_pretrain.checkpoint.writer" in process.cmdline():
+                    found.append(process)
+        return found
+
+    def torchrun(self) -> psutil.Process:
+        """The agent that started the ranks."""
+        found = [p for p in self.family() if "torch.distributed.run" in p.cmdline()]
+        assert len(found) == 1, found
+        return found[0]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Stop all ranks meanwhile, so that the run does not end before something else begins."""
+        ranks = list(self.ranks().values())
+        for process in ranks:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in ranks:
+                process.resume()
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until metrics.jsonl holds a step, or the training has ended."""
+        wait_until(lambda: self.steps >= step or self.process.poll() is not None, f"step {step}")
+        assert self.steps >= step, f"ended before step {step}:\n{self.output[-4000:]}"
+
+    def wait(self, seconds: float = PATIENCE_S) -> int:
+        """Wait for the command's end; its exit code."""
+        return self.process.wait(seconds)
+
+    def phase_of(self, process: psutil.Process) -> str:
+        """Where a process stands at this moment. It must have loaded `sitecustomize`."""
+        file = self.stacks / f"{process.pid}.txt"
+        if not file.is_file():
+            return "starting"
+        file.write_text("")
+        process.send_signal(STACKS)
+        with suppress(AssertionError):
+            wait_until(lambda: "most recent call first" in file.read_text(), "a stack", 5)
+        time.sleep(0.005)  # the main thread comes last
+        return phase_of(file.read_text())
+
+    def left_over(self, seconds: float = 15.0) -> list[str]:
+        """Processes that are still there some seconds after the end, as text."""
+        end = time.monotonic() + seconds
+        while (family := self.family()) and time.monotonic() < end:
+            time.sleep(0.05)
+        told = []
+        for process in family:
+            with suppress(psutil.Error):
+                told.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+        return told
+
+    def sweep(self) -> None:
+        """End whatever is left, by force."""
+        for process in self.family():
+            with suppress(psutil.Error):
+                process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)

@@ -1,0 +1,182 @@
+"""Checkpoints on a real S3 server, with the network between failing while they are written."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.store import multipart
+from data_pipeline.store.multipart import md5_of
+from data_pipeline.store.open import StoreUnavailable, open_store
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.find import find
+from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.checkpoint.saver import Checkpoints
+
+sys.path.append(str(Path(__file__).parent.parent / "unit" / "checkpoint"))
+import ranks  # noqa: E402
+
+from tests.fault.fault_proxy import Fault  # noqa: E402
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
+
+LARGE = 100_000  # 23 MB: goes up in parts
+
+
+@pytest.fixture
+def place(s3_environment, proxy, monkeypatch, request):
+    """A place of its own, through the proxy, for this process and for the writers."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    name = request.node.name.split("[")[0]
+    found = open_place(f"s3://{s3_environment.bucket}/{name}")
+    yield found
+    found.close()
+
+
+def save(place, step: int, size: int = 64, *overrides: str) -> Checkpoints:
+    saver = Checkpoints(place, ranks.config(*overrides), ranks.alone())
+    saver.begin(ranks.tensors(step, size), ranks.state(step, step))
+    return saver
+
+
+def uploads(place) -> list[str]:
+    """Keys of uploads in parts that were never completed."""
+    reply = place.store._request("list_multipart_uploads", "", {"Prefix": ""})
+    prefix = place.uri.split("/", 3)[-1]
+    return [u["Key"] for u in reply.get("Uploads", ()) if u["Key"].startswith(f"{prefix}/")]
+
+
+def test_saved_found_and_loaded(place):
+    """By two ranks; what is kept and what goes; the manifest alone makes a checkpoint."""
+    config = ranks.config("checkpoint.keep_last=2")
+
+    def work(mesh):
+        saver = Checkpoints(place, config, mesh)
+        for step in (1, 2, 3):
+            saver.begin(ranks.tensors(step), ranks.state(step, step))
+            uri = saver.finish()
+        saver.close()
+        return uri
+
+    uris = ranks.on_ranks(2, work)
+    assert uris == [f"{place.uri}/step_00000003"] * 2
+    assert place.steps() == [2, 3]
+    assert not place.store.list("step_00000001")
+    found = find("latest", place, config, None)
+    assert found.manifest().state == ranks.state(3, 3)
+    for name, tensor in ranks.tensors(3).items():
+        assert torch.equal(found.tensor(name), tensor), name
+    place.store.delete("step_00000003/manifest.json")
+    assert open_place(place.uri).steps() == [2]
+
+
+def test_a_damaged_object_is_named(place):
+    saver = save(place, 1, LARGE)
+    saver.finish()
+    saver.close()
+    file = "step_00000001/rank_00000_000.safetensors"
+    other = open_store(place.uri)
+    data = bytearray(other.get(file))
+    data[len(data) // 2] ^= 1
+    other.put(file, bytes(data))
+    with pytest.raises(CheckpointError, match=f"{file}: sha256 .*, expected"):
+        find("latest", open_place(place.uri), ranks.config(), None)
+    other.put(file, bytes(data[:-1]))
+    with pytest.raises(CheckpointError, match=f"{file}: .* bytes, expected .* bytes"):
+        find("latest", open_place(place.uri), ranks.config(), None)
+    other.delete(file)
+    with pytest.raises(CheckpointError, match=f"{file}: missing"):
+        find("latest", open_place(place.uri), ranks.config(), None)
+    other.close()
+
+
+def test_what_a_killed_writer_has_uploaded_is_taken_back(place, proxy):
+    saver = save(place, 1)
+    saver.finish()
+    proxy.faults.append(Fault("late", method="PUT", path="partNumber=2", delay=30.0))
+    saver.begin(ranks.tensors(2, LARGE), ranks.state(2, 2))
+    while not any("partNumber=2" in request.path for request in proxy.requests):
+        assert saver.progress(0.05).phase == "writing"
+    os.kill(saver._hand.pid, signal.SIGKILL)
+    with pytest.raises(CheckpointError, match="killed by signal 9"):
+        saver.finish()
+    assert uploads(place)  # listed nowhere else, and paid for
+    saver.begin(ranks.tensors(3), ranks.state(3, 3))
+    saver.finish()
+    saver.close()
+    assert not uploads(place)
+    assert place.steps() == [1, 3]
+    assert not place.store.list("step_00000002")
+
+
+def test_a_short_outage_shows_only_in_the_time(place, proxy):
+    proxy.faults += [
+        Fault("refuse", method="", times=None, seconds=1.0, path="rank_"),
+        Fault("refuse", method="PUT", path="manifest.json"),
+        # A part that arrives otherwise than it was sent: the server says so, it goes once more.
+        Fault("error", method="PUT", path="partNumber=1", status=400, code="BadDigest"),
+    ]
+    saver = save(place, 1, LARGE)
+    assert saver.finish() == f"{place.uri}/step_00000001"
+    saver.close()
+    assert proxy.count("error") == 1
+    assert proxy.count("refuse") > 1
+    assert find("latest", place, ranks.config(), None).step == 1
+
+
+def test_the_server_refuses_a_part_that_arrives_otherwise(place, monkeypatch, tmp_path):
+    """Every part carries its MD5, and the server looks at it."""
+    monkeypatch.setattr(multipart, "md5_of", lambda body: md5_of(body + b"."))
+    store = open_store(place.uri, attempts=2)
+    (tmp_path / "file").write_bytes(bytes(20 << 20))
+    with pytest.raises(StoreUnavailable, match="BadDigest"):
+        store.put_file("file", tmp_path / "file")
+    store.close()
+    assert not uploads(place)
+
+
+def test_a_store_that_is_gone_before_a_run_is_told_to_all_ranks(place, proxy):
+    proxy.faults.append(Fault("refuse", method="", times=None))
+    impatient, config = open_place(place.uri, patience=0.5), ranks.config()
+    with pytest.raises(CheckpointError, match="gave up after"):
+        ranks.on_ranks(2, lambda mesh: find("latest", impatient, config, mesh))
+
+
+def test_a_store_that_is_gone_fails_the_save_and_training_goes_on(place, proxy, caplog):
+    """On all ranks alike; the next save, when it is back, is complete."""
+
+    def work(mesh):
+        saver = Checkpoints(open_place(place.uri, patience=1.0), ranks.config(), mesh)
+        saver.begin(ranks.tensors(1), ranks.state(1, 1))
+        saver.finish()
+        mesh.gather(proxy.faults.append(gone) if mesh.rank == 0 else None)
+        saver.begin(ranks.tensors(2), ranks.state(2, 2))
+        with pytest.raises(CheckpointError, match="step 2 could not be written: .*gave up") as told:
+            saver.finish()
+        mesh.gather(proxy.faults.remove(gone) if mesh.rank == 0 else None)
+        saver.begin(ranks.tensors(3), ranks.state(3, 3))
+        saver.finish()
+        saver.close()
+        return str(told.value)
+
+    gone = Fault("refuse", method="", times=None)
+    first, second = ranks.on_ranks(2, work)
+    assert first == second
+    assert "training goes on" in caplog.text
+    assert place.steps() == [1, 3]
+
+
+def test_secrets_are_nowhere(place, s3_environment, capfd):
+    saver = save(place, 1)
+    saver.finish()
+    secret = s3_environment.environment()["AWS_SECRET_ACCESS_KEY"].encode()
+    assert secret not in Path(f"/proc/{saver._hand.pid}/cmdline").read_bytes()
+    saver.close()
+    for key in place.store.list():
+        assert secret not in place.store.get(key)
+    assert secret.decode() not in "".join(capfd.readouterr())
+    assert json.loads(place.read_text("step_00000001/manifest.json"))["schema"] == 2

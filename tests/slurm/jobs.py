@@ -1,0 +1,131 @@
+"""Submits the small configuration to a lab, as a person would, and looks at what becomes of it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from launch import slurm_queue
+from launch.slurm_queue import JobState
+from tests.dist.jobs import ROOT, SMALL, layout
+from tests.slurm.lab import Lab
+
+# Two ranks, one on each of two nodes.
+TWO_NODES = ("--gpus-per-node=0", "--tasks-per-node=1", "--cpus-per-task=1", *layout(pp=2))
+RUN_SECONDS = 240.0  # far from the half minute that a job takes on a busy machine
+
+
+def submit(lab: Lab, run_dir: Path, *arguments: str) -> int:
+    """Run `kimi-pretrain submit` on the small configuration; returns the job's number."""
+    done = subprocess.run(
+        command(run_dir, "--parsable", *arguments),
+        env=environment(lab), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return int(done.stdout)
+
+
+def command(run_dir: Path, *arguments: str) -> list[str]:
+    """Return the command line."""
+    return [
+        sys.executable, "-m", "launch.cli", "submit", "--config", "tiny_cpu", "--run-dir",
+        str(run_dir), *SMALL, *TWO_NODES, *arguments,
+    ]  # fmt: skip
+
+
+def environment(lab: Lab) -> dict[str, str]:
+    """Return what a person on this cluster has in the environment."""
+    own = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
+    return os.environ | {"SLURM_CONF": lab.env["SLURM_CONF"], "PATH": lab.env["PATH"]} | own
+
+
+def state(lab: Lab, job: int) -> JobState:
+    """Return how a job stands."""
+    (one,) = states(lab, job)
+    return one
+
+
+def states(lab: Lab, job: int) -> list[JobState]:
+    """Return how every element of an array stands."""
+    text = lab.run("scontrol", "--oneliner", "show", "job", str(job))
+    return [slurm_queue.parse_job(line) for line in text.splitlines() if line.strip()]
+
+
+def wait_steps(lab: Lab, job: int, run_dir: Path, steps: int = 1) -> None:
+    """Wait until a job has done some steps."""
+    file = run_dir / "metrics.jsonl"
+
+    def done() -> bool:
+        return file.is_file() and file.read_text().count("\n") >= steps
+
+    wait(done, f"{steps} steps of job {job}", lambda: log_of(lab, job), pause=0.02)
+
+
+def preempt(lab: Lab, job: int, run_dir: Path) -> None:
+    """Tell a job to make room, as SLURM does before a time limit, after its first step.
+
+    Its ranks stand still meanwhile: however fast the machine, there are steps left to do.
+    """
+    wait_steps(lab, job, run_dir)
+    signal_ranks(run_dir, signal.SIGSTOP)
+    lab.run("scancel", "--signal=USR1", "--batch", str(job))
+    wait(lambda: "got USR1" in log_of(lab, job), "the signal", lambda: log_of(lab, job))
+    time.sleep(1.0)  # until it has come from the script to the ranks
+    signal_ranks(run_dir, signal.SIGCONT)
+
+
+def signal_ranks(run_dir: Path, number: signal.Signals) -> None:
+    """Send a signal to all ranks of a job."""
+    pids = rank_pids(run_dir)
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def rank_pids(run_dir: Path) -> list[int]:
+    """Return the processes of a job's ranks."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if "launch.worker" in line and str(run_dir) in line[-1] and "python" in line[0]:
+            found.append(process.pid)
+    return found
+
+
+def wait_end(lab: Lab, job: int) -> JobState:
+    """Wait until a job has ended for good; returns how."""
+    wait(lambda: state(lab, job).ended, f"end of job {job}", lambda: log_of(lab, job))
+    return state(lab, job)
+
+
+def wait(found, what: str, told=lambda: "", seconds: float = RUN_SECONDS, pause=0.25) -> None:
+    """Wait until something is so; shows `told()` where it is not in time."""
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end, f"not after {seconds:.0f} s: {what}\n{told()}"
+        time.sleep(pause)
+
+
+def log_of(lab: Lab, job: int) -> str:
+    """Return a job's output."""
+    log = state(lab, job).log
+    return log.read_text()[-6000:] if log.is_file() else f"{log} is not there"
+
+
+def result(run_dir: Path) -> tuple[list[tuple[int, float, float]], dict]:
+    """Return what two runs must have in common: step, loss and gradient norm of every step, and
+    the hashes of everything that is remembered at the end.
+    """
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    numbers = [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+    return numbers, json.loads((run_dir / "state_hashes.json").read_text())
+
+
+def status(run_dir: Path) -> dict:
+    """Return status.json of a run."""
+    return json.loads((run_dir / "status.json").read_text())

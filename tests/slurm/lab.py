@@ -1,0 +1,304 @@
+"""A real SLURM of several nodes on one machine, on the loopback address, without systemd.
+
+    python -m tests.slurm.lab up --folder /tmp/lab --nodes 2    # prints export SLURM_CONF=...
+    python -m tests.slurm.lab down --folder /tmp/lab
+
+Real munged, slurmctld and one slurmd a node (Debian: slurm-wlm, munge), with their own key, socket,
+ports and state in the folder; nothing outside of it is written. The nodes' names n1, n2, ... need
+not resolve, because every node has its address in the configuration. What is started is ended by
+its process id, and only after a look at when it began, so that a reused id is never signalled.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+# What a user must be to start the daemons: they take their keys and credentials from root.
+ROOT = 0
+NODE = "LAB_NODE"  # in the environment of a slurmd, and so of what it starts
+STARTED_SECONDS = 60.0
+STOPPED_SECONDS = 20.0
+
+
+def obstacle() -> str | None:
+    """Return why there can be no lab on this machine, or None."""
+    if missing := [name for name in PROGRAMS if program(name) is None]:
+        return f"{', '.join(missing)} not installed (Debian: apt-get install slurm-wlm munge)"
+    if os.geteuid() != ROOT:
+        return "SLURM's daemons have to be started by root"
+    return None
+
+
+def program(name: str) -> str | None:
+    """Return the path of a program; daemons stand where a user's PATH may not look."""
+    return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nothing on this machine listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def configuration(folder: Path, ports: list[int], cpus: int, kill_wait: int) -> str:
+    """Return slurm.conf: ports[0] is the controller's, the others are the nodes'.
+
+    Short times where SLURM's defaults would make a test wait: a requeued job starts after about
+    `cred_expire` seconds (two minutes by default), a dead node is seen after SlurmdTimeout.
+    Partition `low` makes room for `high`: its jobs get the signal they asked for (--signal), then
+    GraceTime, then go back into the queue.
+    """
+    nodes = "\n".join(
+        f"NodeName=n{i} NodeHostname=n{i} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} "
+        f"RealMemory=4096 State=UNKNOWN"
+        for i, port in enumerate(ports[1:], start=1)
+    )
+    everywhere = f"Nodes=n[1-{len(ports) - 1}] MaxTime=INFINITE State=UP"
+    return f"""\
+ClusterName=lab
+SlurmctldHost={socket.gethostname().split(".")[0]}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+CredType=cred/munge
+SlurmctldPort={ports[0]}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+ReturnToService=2
+TreeWidth=65533
+KillWait={kill_wait}
+MinJobAge=3600
+JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+SlurmctldTimeout=30
+SlurmdTimeout=10
+{nodes}
+PartitionName=low {everywhere} Default=YES PriorityTier=1 GraceTime=120
+PartitionName=high {everywhere} PriorityTier=2 PreemptMode=off
+"""
+
+
+class Lab:
+    """The daemons of one lab, whoever started them; `folder` holds all their state."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder.resolve()
+        self.conf = self.folder / "slurm.conf"
+        self.env = {**os.environ, "SLURM_CONF": str(self.conf)}
+        self.env["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+
+    def up(self, nodes: int = 2, cpus: int = 8, kill_wait: int = 30) -> None:
+        """Start everything and wait until all nodes are idle.
+
+        Raises:
+            RuntimeError: it cannot be started here, runs already, or did not come up in time.
+
+        """
+        if reason := obstacle():
+            raise RuntimeError(f"no SLURM lab: {reason}")
+        if self._pids():
+            raise RuntimeError(f"{self.folder}: a lab runs here already; take it down first")
+        for name in ("state", "log", "munge", *(f"spool/n{i}" for i in range(1, nodes + 1))):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        key = self.folder / "munge" / "key"
+        if not key.exists():
+            key.touch(mode=0o400)
+            key.write_bytes(os.urandom(128))
+        # Node after node, so that a restarted lab finds its jobs' nodes where they were.
+        self.conf.write_text(configuration(self.folder, free_ports(nodes + 1), cpus, kill_wait))
+        self._start_munge(key)
+        self._start("slurmctld", "slurmctld", "-D", "-i", "-f", str(self.conf))
+        for number in range(1, nodes + 1):
+            self.start_node(f"n{number}")
+        self.wait(lambda: self.node_states() == ["idle"] * nodes, "all nodes are idle")
+
+    def start_node(self, name: str) -> None:
+        """Start a node's slurmd."""
+        self._start(name, "slurmd", "-D", "-N", name, "-f", str(self.conf))
+
+    def kill_node(self, name: str, everything: bool = True) -> None:
+        """Kill a node's slurmd, and everything that it started, as when the power fails."""
+        victim = self._process(name)
+        if victim is None:
+            raise RuntimeError(f"{name} does not run")
+        family = _with_children(self._steps(name)) if everything else []
+        for process in (victim, *family):
+            if process.is_running():
+                process.kill()
+        psutil.wait_procs([victim], timeout=STOPPED_SECONDS)
+
+    def down(self) -> None:
+        """End all jobs and daemons of this lab, and nothing else."""
+        if self._process("slurmctld") is not None:
+            self.run("scancel", "--user=root", check=False)
+            self._until(lambda: not self.run("squeue", "-h", check=False).strip(), 15.0)
+        processes = [self._process(name) for name in reversed(self._pids())]
+        _end([process for process in processes if process is not None])
+        _end(_with_children(self._steps()))
+        (self.folder / "pids.json").unlink(missing_ok=True)
+
+    def run(self, *command: str, check: bool = True, timeout: float = 30.0) -> str:
+        """Run one of SLURM's commands on this lab; returns its standard output."""
+        done = subprocess.run(
+            command, env=self.env, capture_output=True, text=True, timeout=timeout, check=False
+        )
+        if check and done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def node_states(self) -> list[str]:
+        """Return the state of every node, in the order of their names."""
+        return self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%T", check=False).split()
+
+    def wait(self, found: Callable[[], bool], what: str, seconds: float = STARTED_SECONDS) -> None:
+        """Wait until something is so.
+
+        Raises:
+            RuntimeError: it is not in time; shows the ends of the daemons' logs.
+
+        """
+        if not self._until(found, seconds):
+            logs = sorted((self.folder / "log").iterdir())
+            ends = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in logs)
+            raise RuntimeError(f"not after {seconds:.0f} s: {what}\n{self.node_states()}\n{ends}")
+
+    def _start_munge(self, key: Path) -> None:
+        munge = self.folder / "munge"
+        self._start(
+            "munged", "munged", "-F", "--force", f"--key-file={key}", f"--socket={munge}/socket",
+            f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed",
+            "--num-threads=2",
+        )  # fmt: skip
+        ask = ("munge", "-S", f"{munge}/socket", "-n")
+        self.wait(lambda: bool(self.run(*ask, check=False).strip()), "munged answers")
+
+    def _start(self, name: str, daemon: str, *arguments: str) -> None:
+        path = program(daemon)
+        assert path is not None
+        with (self.folder / "log" / f"{name}.out").open("a") as out:
+            process = subprocess.Popen(
+                [path, *arguments], env=self.env | {NODE: name}, cwd=self.folder,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+            )  # fmt: skip
+        pids = self._pids() | {name: (process.pid, psutil.Process(process.pid).create_time())}
+        (self.folder / "pids.json").write_text(json.dumps(pids))
+
+    def _pids(self) -> dict[str, tuple[int, float]]:
+        file = self.folder / "pids.json"
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+    def _process(self, name: str) -> psutil.Process | None:
+        """Return a daemon that runs, or None."""
+        pid, began = self._pids().get(name, (0, 0.0))
+        try:
+            process = psutil.Process(pid) if pid else None
+        except psutil.NoSuchProcess:
+            return None
+        if process is None or process.create_time() != began:
+            return None
+        return None if process.status() == psutil.STATUS_ZOMBIE else process
+
+    def _steps(self, node: str | None = None) -> list[psutil.Process]:
+        """Return the slurmstepds of a node, or of all: they outlive the slurmd they came from."""
+        found = []
+        for process in psutil.process_iter(["name"]):
+            try:
+                if process.info["name"] != "slurmstepd":
+                    continue
+                # Its title is written over a part of it, so it is no list from the beginning on.
+                env = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+                ours = [f"SLURM_CONF={self.conf}", *([f"{NODE}={node}"] if node else [])]
+                if all(word.encode() in env for word in ours):
+                    found.append(process)
+            except (psutil.NoSuchProcess, OSError):
+                continue
+        return found
+
+    @staticmethod
+    def _until(found: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not found():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+        return True
+
+
+def _with_children(processes: list[psutil.Process]) -> list[psutil.Process]:
+    found = list(processes)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += process.children(recursive=True)
+    return found
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """End processes by request, and by force after a while."""
+    for process in processes:
+        if process.is_running():
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=STOPPED_SECONDS)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=STOPPED_SECONDS)
+
+
+def main() -> int:
+    """Bring a lab up or down."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("up", "down"))
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--nodes", type=int, default=2)
+    arguments = parser.parse_args()
+    lab = Lab(arguments.folder)
+    if arguments.what == "down":
+        lab.down()
+        return 0
+    start = time.monotonic()
+    try:
+        lab.up(arguments.nodes)
+    except RuntimeError as error:
+        lab.down()
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"# {arguments.nodes} nodes idle after {time.monotonic() - start:.1f} s", file=sys.stderr)
+    print(f"export SLURM_CONF={lab.conf}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""What else happens to jobs on a cluster: lost nodes, ends by request, failures, chains, arrays."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.slurm import jobs
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def overrides(data_root):
+    return (f"data.root={data_root}", "train.steps=12", "checkpoint.every=3")
+
+
+@pytest.fixture(scope="module")
+def straight(lab, overrides, tmp_path_factory):
+    """What an uninterrupted run leaves."""
+    folder = tmp_path_factory.mktemp("straight")
+    job = jobs.submit(lab, folder / "run", *overrides)
+    assert jobs.wait_end(lab, job).state == "COMPLETED", jobs.log_of(lab, job)
+    return jobs.result(folder / "run")
+
+
+def finishes_equal(lab, job, run_dir, straight, restarts=1):
+    end = jobs.wait_end(lab, job)
+    assert (end.state, end.exit_code) == ("COMPLETED", 0), jobs.log_of(lab, job)
+    assert end.restarts == restarts
+    assert jobs.result(run_dir) == straight
+
+
+def test_scancel_ends_in_order_with_a_checkpoint(lab, overrides, tmp_path, straight):
+    """Told by a person who has followed it, and stopped to follow it before."""
+    run_dir = tmp_path / "run"
+    more = ("--follow", "train.steps=1000", "checkpoint.every=null")
+    watching = subprocess.Popen(
+        jobs.command(run_dir, *overrides, *more),
+        env=jobs.environment(lab), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert watching.stdout is not None
+    job = int(watching.stdout.readline().split(";")[0].removeprefix("job "))
+    jobs.wait_steps(lab, job, run_dir, 2)
+    watching.send_signal(signal.SIGINT)
+    _, said = watching.communicate(timeout=60)
+    assert (watching.returncode, "goes on without this terminal" in said) == (130, True), said
+    assert jobs.state(lab, job).state == "RUNNING"
+    lab.run("scancel", str(job))
+    assert jobs.wait_end(lab, job).state == "CANCELLED"
+    stands = jobs.status(run_dir)
+    assert (stands["state"], stands["checkpoint"]) == (
+        "stopped", str(run_dir / "checkpoints" / f"step_{stands['step']:08d}")
+    )  # fmt: skip
+    assert "SIGTERM" in stands["reason"]
+    jobs.wait(lambda: not jobs.rank_pids(run_dir), "end of the ranks", seconds=30)
+    # A person goes on with it.
+    more = f"train.steps={stands['step'] + 1}"
+    job = jobs.submit(lab, run_dir, *overrides, "--resume=latest", more)
+    assert jobs.wait_end(lab, job).state == "COMPLETED", jobs.log_of(lab, job)
+
+
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_lost_node(node, lab, overrides, tmp_path, straight):
+    """SLURM sees it after SlurmdTimeout and requeues; the job starts when the node is back.
+
+    n1 holds the batch script and rank 0, n2 only a rank.
+    """
+    run_dir = tmp_path / "run"
+    job = jobs.submit(lab, run_dir, *overrides)
+    jobs.wait_steps(lab, job, run_dir)
+    lab.kill_node(node)
+    requeued(lab, job)
+    lab.start_node(node)
+    finishes_equal(lab, job, run_dir, straight)
+
+
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_killed_slurmd(node, lab, overrides, tmp_path, straight):
+    """The daemon alone: what it started lives on, and must not be in the next start's way."""
+    run_dir = tmp_path / "run"
+    job = jobs.submit(lab, run_dir, *overrides)
+    jobs.wait_steps(lab, job, run_dir, 4)
+    # Or it would be done before anybody sees that slurmd is gone.
+    jobs.signal_ranks(run_dir, signal.SIGSTOP)
+    lab.kill_node(node, everything=False)
+    requeued(lab, job)
+    lab.start_node(node)
+    finishes_equal(lab, job, run_dir, straight)
+
+
+def requeued(lab, job):
+    jobs.wait(
+        lambda: jobs.state(lab, job).restarts == 1,
+        f"requeue of {job}",
+        lambda: jobs.log_of(lab, job),
+    )
+
+
+def test_a_killed_rank_is_a_failure_that_is_tried_again(lab, overrides, tmp_path, straight):
+    run_dir = tmp_path / "run"
+    job = jobs.submit(lab, run_dir, *overrides)
+    jobs.wait_steps(lab, job, run_dir, 4)
+    os.kill(max(jobs.rank_pids(run_dir)), signal.SIGKILL)
+    finishes_equal(lab, job, run_dir, straight)
+    assert "restart 1 of 3" in jobs.log_of(lab, job)
+
+
+def test_room_for_a_partition_that_goes_first(lab, overrides, tmp_path, straight):
+    """SLURM's own pre-emption: the signal, time to save, the others' job, and on."""
+    run_dir = tmp_path / "run"
+    job = jobs.submit(lab, run_dir, *overrides, "--partition=low", "--sbatch=exclusive")
+    jobs.wait_steps(lab, job, run_dir)
+    lab.run("sbatch", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3")
+    finishes_equal(lab, job, run_dir, straight)
+    assert "told to make room" in jobs.log_of(lab, job)
+
+
+def test_what_the_user_must_mend_ends_the_job_at_once(lab, overrides, tmp_path):
+    done = subprocess.run(
+        jobs.command(tmp_path / "run", *overrides, "--follow", "data.root=/nothing"),
+        env=jobs.environment(lab), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "a restart does not mend" in done.stdout
+    assert "/nothing: no such folder" in done.stdout
+    assert done.stderr.splitlines()[-1].endswith("FAILED, exit code 2")
+
+
+def test_a_chain_of_two_stages(lab, overrides, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    first = jobs.submit(lab, one, *overrides, "train.steps=4")
+    stage = (*overrides, "train.steps=3", "train.seed=9", f"train.start_from={one}")
+    second = jobs.submit(lab, two, *stage, f"--after={first}")
+    assert jobs.state(lab, second).reason == "Dependency"
+    for job in (first, second):
+        assert jobs.wait_end(lab, job).state == "COMPLETED", jobs.log_of(lab, job)
+    trained, fresh = jobs.result(two)[0][0][1], jobs.result(one)[0][0][1]
+    assert trained < fresh - 0.3  # the loss of its first step: not from scratch
+
+
+def test_a_failed_stage_cancels_the_next(lab, overrides, tmp_path):
+    first = jobs.submit(lab, tmp_path / "one", *overrides, "data.root=/nothing")
+    second = jobs.submit(lab, tmp_path / "two", *overrides, f"--after={first}")
+    assert jobs.wait_end(lab, first).state == "FAILED"
+    assert jobs.wait_end(lab, second).state == "CANCELLED"
+    assert not (tmp_path / "two" / "metrics.jsonl").exists()
+
+
+def test_an_array_of_seeds(lab, overrides, tmp_path, straight):
+    job = jobs.submit(lab, tmp_path / "sweep", *overrides, "--seeds=0,5")
+
+    def ended() -> bool:
+        return all(one.ended for one in jobs.states(lab, job))
+
+    jobs.wait(ended, "the end of the array")
+    assert [one.state for one in jobs.states(lab, job)] == ["COMPLETED"] * 2
+    assert jobs.result(tmp_path / "sweep" / "seed_0") == straight
+    assert jobs.result(tmp_path / "sweep" / "seed_5")[0] != straight[0]
+    logs = sorted(path.parent.name for path in (tmp_path / "sweep").glob("seed_*/slurm-*.out"))
+    assert logs == ["seed_0", "seed_5"]
+
+
+def test_the_time_limit(lab, overrides, tmp_path):
+    """Two to three minutes, most of it waiting: SLURM's shortest limit with room for the signal."""
+    run_dir = tmp_path / "run"
+    limits = ("--time=3", "--save-seconds=30")
+    job = jobs.submit(lab, run_dir, *overrides, "train.steps=100000", *limits)
+    began = time.monotonic()
+    jobs.wait(
+        lambda: jobs.state(lab, job).restarts == 1, "its requeue", lambda: jobs.log_of(lab, job)
+    )
+    assert time.monotonic() - began < 180
+    assert "told to make room" in jobs.log_of(lab, job)
+    stands = jobs.status(run_dir)
+    assert (stands["state"], "SIGUSR1" in stands["reason"]) == ("stopped", True)
+    lab.run("scancel", str(job))
+    assert jobs.wait_end(lab, job).state == "CANCELLED"

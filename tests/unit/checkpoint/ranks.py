@@ -1,0 +1,93 @@
+"""Ranks as threads of one process: enough of a mesh to save and find checkpoints with."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from kimi_pretrain.checkpoint.manifest import RunState
+from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.config import load_config
+
+TIMEOUT = 60.0
+
+
+class Threads:
+    """What the ranks of a test share."""
+
+    def __init__(self, world_size: int):
+        self.values: list[Any] = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=TIMEOUT)
+
+
+class Mesh:
+    """One rank."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, threads: Threads):
+        self.rank, self.world_size, self._threads = rank, len(threads.values), threads
+
+    def gather(self, value: object) -> list[object]:
+        self._threads.values[self.rank] = value
+        self._threads.barrier.wait()
+        values = list(self._threads.values)
+        self._threads.barrier.wait()
+        return values
+
+
+def alone() -> Mesh:
+    return Mesh(0, Threads(1))
+
+
+def on_ranks(world_size: int, work: Callable[[Mesh], Any]) -> list[Any]:
+    """Run `work` on so many ranks; what each returned. An error of one ends all."""
+    threads = Threads(world_size)
+
+    def one(rank: int) -> Any:
+        try:
+            return work(Mesh(rank, threads))
+        except BaseException:
+            threads.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(one, rank) for rank in range(world_size)]
+        errors = [error for f in futures if (error := f.exception(timeout=TIMEOUT))]
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+        return [future.result() for future in futures]
+
+
+def config(*overrides: str):
+    return load_config("tiny_cpu", overrides)
+
+
+def tensors(seed: int = 0, size: int = 64) -> dict[str, torch.Tensor]:
+    """A small model's state, as one rank has it."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "language_model.model.norm.weight": torch.randn(size, generator=draw),
+        "language_model.lm_head.weight": torch.randn(size, 33, generator=draw).bfloat16(),
+        "vision_tower.wo.weight": torch.randn(7, size, generator=draw),
+        "optim.momentum.language_model.lm_head.weight": torch.randn(size, 33, generator=draw),
+        "optim.step": torch.tensor(seed),
+    }
+
+
+def state(step: int, updates: int = 0) -> RunState:
+    return RunState(step, updates, {"position": step * 8}, (1.5, 0.1))
+
+
+def save(folder, *steps: int, overrides: tuple[str, ...] = (), size: int = 64) -> None:
+    """Write checkpoints of these steps from one rank; the values of step n are those of seed n."""
+    checkpoints = Checkpoints(open_place(folder), config(*overrides), alone())  # type: ignore
+    try:
+        for step in steps:
+            checkpoints.begin(tensors(step, size), state(step, step))
+            checkpoints.finish()
+    finally:
+        checkpoints.close()

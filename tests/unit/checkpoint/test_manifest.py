@@ -1,0 +1,114 @@
+"""What a checkpoint says of itself is not believed before it is checked."""
+
+import json
+
+import pytest
+import ranks
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.manifest import (
+    Fingerprint,
+    RunState,
+    check_fits,
+    manifest_of,
+    parse_index,
+    parse_json,
+    parse_manifest,
+    step_name,
+    step_of,
+)
+
+FILES = {
+    "index.json": Fingerprint(2, "0" * 64),
+    "rank_00000_000.safetensors": Fingerprint(9, "a1" * 32),
+}
+STATE = RunState(110, 108, {"drawn": 880, "quarantine": []}, (2.5, 0.1), 1)
+
+
+def manifest():
+    return manifest_of(ranks.config(), STATE, FILES, {"torch": "2", "numpy": None})
+
+
+def test_a_manifest_comes_back_as_it_was_written():
+    assert parse_manifest(manifest().text(), "here") == manifest()
+
+
+def with_change(change) -> str:
+    values = json.loads(manifest().text())
+    change(values)
+    return json.dumps(values)
+
+
+def named(name):
+    def change(values):
+        values["files"][name] = {"bytes": 1, "sha256": "0" * 64}
+
+    return change
+
+
+BAD = {
+    "schema": (lambda v: v.update(schema=1), "schema 1"),
+    "climbs out": (named("../../etc/passwd"), "no file name"),
+    "absolute": (named("/etc/passwd"), "no file name"),
+    "hidden": (named(".bashrc"), "no file name"),
+    "folder": (named("a/b"), "no file name"),
+    "new line": (named("a\nb"), "no file name"),
+    "itself": (named("manifest.json"), "not manifest.json"),
+    "no index": (lambda v: v["files"].pop("index.json"), "index.json among"),
+    "negative": (lambda v: v["files"]["index.json"].update(bytes=-1), "bytes and sha256"),
+    "true": (lambda v: v["files"]["index.json"].update(bytes=True), "bytes and sha256"),
+    "short hash": (lambda v: v["files"]["index.json"].update(sha256="ab"), "64 digits"),
+    "no state": (lambda v: v.pop("state"), "state is NoneType"),
+    "step": (lambda v: v["state"].update(step="7"), "state.step"),
+    "losses": (lambda v: v["state"].update(losses=["x"]), "state.losses"),
+    "contents": (lambda v: v.update(contents="code"), "'all' or 'weights'"),
+    "files": (lambda v: v.update(files=[]), "files is list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_manifest_is_refused(name):
+    change, told = BAD[name]
+    with pytest.raises(CheckpointError, match="^place/manifest.json: .*") as error:
+        parse_manifest(with_change(change), "place/manifest.json")
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a": ' * 200_000, "[]", "null", "\x00"])
+def test_what_is_no_manifest_is_refused(text):
+    with pytest.raises(CheckpointError, match="there"):
+        parse_manifest(text, "there")
+
+
+def test_a_text_of_absurd_size_is_not_parsed():
+    with pytest.raises(CheckpointError, match="11 bytes, expected at most 10"):
+        parse_json("[" * 11, "there", 10)
+
+
+def test_an_index_names_only_files_of_the_manifest():
+    text = json.dumps({"weight_map": {"a": "rank_00000_000.safetensors"}})
+    assert parse_index(text, "there", FILES) == {"a": "rank_00000_000.safetensors"}
+    for file in ("../x", "rank_00001_000.safetensors", 3):
+        with pytest.raises(CheckpointError, match="there"):
+            parse_index(json.dumps({"weight_map": {"a": file}}), "there", FILES)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.language.num_experts=4", "model.language.num_experts"),
+        ("train.dtype=bfloat16", "train.dtype=float32"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(override, told):
+    with pytest.raises(CheckpointError, match=told):
+        check_fits(manifest(), ranks.config(override), "there")
+    check_fits(manifest(), ranks.config("layout.dp=1", "layout.ep=1"), "there")
+
+
+def test_names_of_steps():
+    assert step_name(110) == "step_00000110"
+    assert step_of("step_00000110") == 110
+    assert step_of(step_name(123456789)) == 123456789
+    for name in ("step_110", "step_00000110.partial", "step_000000110", "step_0000011x", "x"):
+        assert step_of(name) is None, name

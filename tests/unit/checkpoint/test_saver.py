@@ -1,0 +1,371 @@
+"""Saves by several ranks, in the background; ranks are threads, writers are real processes."""
+
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
+
+from kimi_pretrain.checkpoint.aside import Aside
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.hashes import hash_tensor
+from kimi_pretrain.checkpoint.load import load
+from kimi_pretrain.checkpoint.memory import DTYPES
+from kimi_pretrain.checkpoint.place import open_checkpoint, open_place
+from kimi_pretrain.checkpoint.saver import Checkpoints
+
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+def checkpoints(folder, mesh, *overrides: str) -> Checkpoints:
+    return Checkpoints(open_place(folder), ranks.config(*overrides), mesh)
+
+
+def every_type(rank: int) -> dict[str, torch.Tensor]:
+    """What one of three ranks holds: tensors of all, of two, and its own; every type and oddity."""
+    draw = torch.Generator().manual_seed(7)
+    shared = {
+        f"both.{name}": torch.randint(0, 2, (3, size), generator=draw).to(dtype)
+        for size, (name, dtype) in enumerate(DTYPES.items())
+    }
+    shared |= {"scalar": torch.tensor(4), "turned": torch.randn(5, 4, generator=draw).t()}
+    pair = {f"pair.{n}": torch.randn(9, n, generator=draw) for n in range(4)}
+    own = {f"optim.{rank}.{n}": torch.full((n + 1, 300), rank + n / 8) for n in range(3)}
+    return shared | own | (pair if rank else {})
+
+
+def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path):
+    def work(mesh):
+        saver = checkpoints(tmp_path, mesh, "checkpoint.file_mib=1")
+        held = every_type(mesh.rank)
+        saver.begin(held, ranks.state(3))
+        uri = saver.finish()
+        saver.close()
+        return uri
+
+    (uri, *others) = ranks.on_ranks(3, work)
+    assert others == [uri, uri]
+    found = open_checkpoint(uri)
+    assert found.verify() == []
+    assert found.manifest().state == ranks.state(3)
+    everything = {name for rank in range(3) for name in every_type(rank)}
+    assert found.names() == sorted(everything)
+    written = [name for file in found.files if file != "index.json" for name in found.header(file)]
+    assert sorted(written) == sorted(everything)  # each of them once
+    for rank in range(3):
+        wanted = every_type(rank)
+        loaded = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
+        assert load(found, loaded) == ranks.state(3)
+        for name, tensor in wanted.items():
+            assert hash_tensor(loaded[name]) == hash_tensor(tensor), name
+
+
+def test_torch_s_own_reader_reads_it(tmp_path):
+    ranks.save(tmp_path, 5)
+    found = {name: torch.zeros_like(tensor) for name, tensor in ranks.tensors(5).items()}
+    reader = HuggingFaceStorageReader(str(tmp_path / "step_00000005"))
+    load_by_torch(found, storage_reader=reader)
+    for name, tensor in ranks.tensors(5).items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_tensors_may_change_while_they_are_written(tmp_path):
+    saver = checkpoints(tmp_path, ranks.alone())
+    held = ranks.tensors(1, 20_000)
+    saver.begin(held, ranks.state(1, 1))
+    for tensor in held.values():
+        tensor.zero_()
+    assert saver.under_way == 1
+    saver.finish()
+    saver.close()
+    found = open_place(tmp_path).checkpoint(1)
+    for name, tensor in ranks.tensors(1, 20_000).items():
+        assert torch.equal(found.tensor(name), tensor), name
+    assert set(saver.seconds) == {"stall", "background"}
+
+
+def test_what_is_still_is_copied_while_training_goes_on(tmp_path, monkeypatch):
+    """The copy is held up until training asks for its end: nothing waits for it before."""
+    may_go_on, copy = threading.Event(), Aside.copy
+
+    def slow(aside, tensors, which):
+        if threading.current_thread() is not threading.main_thread():
+            assert may_go_on.wait(30)
+        copy(aside, tensors, which)
+
+    monkeypatch.setattr(Aside, "copy", slow)
+    saver = checkpoints(tmp_path, ranks.alone())
+    held = {"early": torch.zeros(1000), "late": torch.zeros(1000)}
+    saver.begin(held, ranks.state(1), lambda name: name == "late")
+    held["early"].fill_(1)  # may change at once
+    held["late"].fill_(2)  # forbidden, and so tells when it was copied
+    may_go_on.set()
+    saver.copied()
+    assert not saver.copying
+    held["late"].fill_(3)
+    uri = saver.finish()
+    saver.close()
+    found = open_checkpoint(uri)
+    assert found.tensor("early").unique().tolist() == [0]
+    assert found.tensor("late").unique().tolist() == [2]
+    assert found.verify() == []
+
+
+def test_a_copy_that_fails_is_told(tmp_path, monkeypatch):
+    def fail(aside, tensors, which):
+        if which("late"):
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(Aside, "copy", fail)
+    saver = checkpoints(tmp_path, ranks.alone())
+    saver.begin({"late": torch.zeros(3)}, ranks.state(1), lambda name: True)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        saver.copied()
+
+
+def test_the_loop_brings_a_save_to_its_end(tmp_path):
+    """As the loop does it: one gather a step, nothing else collective."""
+
+    def work(mesh):
+        saver = checkpoints(tmp_path, mesh)
+        saver.begin(ranks.tensors(2), ranks.state(2))
+        done, steps = None, 0
+        while done is None:
+            done = saver.advance(mesh.gather(saver.progress()))
+            assert saver.under_way == (None if done else 2)
+            steps += 1
+            time.sleep(0.01)
+        assert saver.advance(mesh.gather(saver.progress())) is None
+        saver.close()
+        return done, steps
+
+    answers = ranks.on_ranks(2, work)
+    assert answers[0] == answers[1]
+    assert answers[0][0] == str(tmp_path / "step_00000002")
+    assert open_place(tmp_path).steps() == [2]
+
+
+def test_old_ones_are_removed_and_a_later_course_is_set_aside(tmp_path, caplog):
+    keep = ("checkpoint.keep_last=2", "checkpoint.keep_every=4")
+    ranks.save(tmp_path, 1, 2, 3, 4, 5, 6, 7, overrides=keep)
+    place = open_place(tmp_path)
+    assert place.steps() == [4, 6, 7]
+    ranks.save(tmp_path, 5, overrides=keep)  # by a run that went on from step 4
+    assert place.steps() == [4, 5]
+    assert (tmp_path / "step_00000007" / "manifest.abandoned.json").is_file()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step_{n:08d}" for n in (4, 5, 6, 7)]
+    assert "step 7 is of an abandoned course" in caplog.text
+    ranks.save(tmp_path, 6, 7, overrides=keep)  # takes the places of what was set aside
+    assert place.steps() == [4, 6, 7]
+    assert place.checkpoint(7).verify() == []
+
+
+def test_what_is_saved_already_is_not_saved_again(tmp_path):
+    saver = checkpoints(tmp_path, ranks.alone())
+    saver.begin(ranks.tensors(1), ranks.state(1, 1))
+    saver.begin(ranks.tensors(1), ranks.state(1, 1))  # a stop right after a periodic save
+    assert saver.under_way is None
+    before = (tmp_path / "step_00000001").stat().st_ino
+    assert saver.finish() == str(tmp_path / "step_00000001")
+    assert (tmp_path / "step_00000001").stat().st_ino == before
+    saver.begin(ranks.tensors(2), ranks.state(1, 2))  # the same step, in another state: replaced
+    saver.finish()
+    saver.close()
+    found = open_place(tmp_path).checkpoint(1)
+    assert found.manifest().state == ranks.state(1, 2)
+    assert found.verify() == []
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def kill_writer(saver: Checkpoints, number: int) -> None:
+    assert saver._hand is not None
+    os.kill(saver._hand.pid, number)
+
+
+def test_a_killed_writer_fails_the_save_on_all_ranks_and_training_goes_on(tmp_path, caplog):
+    told: list[str] = []
+
+    def work(mesh):
+        saver = checkpoints(tmp_path, mesh, "checkpoint.failures=2")
+        saver.begin(ranks.tensors(1), ranks.state(1))
+        saver.finish()
+        if mesh.rank == 1:
+            kill_writer(saver, signal.SIGSTOP)
+        saver.begin(ranks.tensors(2), ranks.state(2))
+        if mesh.rank == 1:
+            kill_writer(saver, signal.SIGKILL)
+        with pytest.raises(CheckpointError, match="rank 1: .* was killed by signal 9") as error:
+            saver.finish()
+        told.append(str(error.value))
+        assert not (tmp_path / "step_00000002.partial").exists() or mesh.rank
+        saver.begin(ranks.tensors(3), ranks.state(3))  # by a new writer
+        saver.finish()
+        saver.close()
+
+    ranks.on_ranks(2, work)
+    assert told[0] == told[1]
+    assert open_place(tmp_path).steps() == [1, 3]
+    assert open_place(tmp_path).checkpoint(3).verify() == []
+    assert not list(tmp_path.glob("*.partial"))
+    assert "training goes on" in caplog.text
+
+
+def test_nothing_is_complete_before_all_have_written(tmp_path):
+    def work(mesh):
+        saver = checkpoints(tmp_path, mesh)
+        saver.prepare(ranks.tensors(1))
+        if mesh.rank == 1:
+            kill_writer(saver, signal.SIGSTOP)
+        saver.begin(ranks.tensors(1), ranks.state(1))
+        since = None
+        while since is None or time.monotonic() < since + 0.2:
+            everyone = mesh.gather(saver.progress(0.01))
+            assert saver.advance(everyone) is None
+            assert everyone[1].phase == "writing"
+            if since is None and everyone[0].phase == "written":
+                since = time.monotonic()
+            since = mesh.gather(since)[0]
+        assert open_place(tmp_path).steps() == []
+        if mesh.rank == 1:
+            kill_writer(saver, signal.SIGCONT)
+        saver.finish()
+        saver.close()
+
+    ranks.on_ranks(2, work)
+    assert open_place(tmp_path).checkpoint(1).verify() == []
+
+
+def test_too_many_failures_in_a_row_stop_the_run(tmp_path, caplog):
+    def work(mesh):
+        saver = checkpoints(tmp_path, mesh, "checkpoint.failures=2")
+        for step in (1, 2):
+            saver.begin(ranks.tensors(step), ranks.state(step))
+            kill_writer(saver, signal.SIGKILL)
+            try:
+                while saver.under_way:
+                    saver.advance(mesh.gather(saver.progress(0.1)))
+            except CheckpointError as error:
+                return step, str(error)
+        return None
+
+    with caplog.at_level(logging.WARNING):
+        first, second = ranks.on_ranks(2, work)
+    if first is None:  # the writers were faster than the kills, which is no fault
+        pytest.skip("both saves were complete before their writers could be killed")
+    assert first == second
+    assert "checkpoint.failures=2" in first[1]
+
+
+def test_a_full_disk_fails_the_save_and_leaves_no_rubbish(tmp_path, caplog):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk can be mounted by root alone")
+    try:
+        saver = checkpoints(disk, ranks.alone())
+        saver.begin(ranks.tensors(1), ranks.state(1))
+        assert saver.finish() == str(disk / "step_00000001")
+        saver.begin(ranks.tensors(2, 40_000), ranks.state(2))
+        with pytest.raises(CheckpointError, match="No space left on device; free some space"):
+            saver.finish()
+        saver.close()
+        assert [p.name for p in disk.iterdir()] == ["step_00000001"]
+        assert open_place(disk).checkpoint(1).verify() == []
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_file_that_may_not_grow_fails_the_save(tmp_path):
+    """The same without root: the writer may write 100 kB to a file."""
+    saver = checkpoints(tmp_path, ranks.alone())
+    saver.prepare(ranks.tensors(1, 2000))
+    assert saver._hand is not None
+    resource.prlimit(saver._hand.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    saver.begin(ranks.tensors(1, 2000), ranks.state(1))
+    with pytest.raises(CheckpointError, match=r"rank_00000_000.safetensors: File too large"):
+        saver.finish()
+    saver.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(240)
+def test_a_writer_is_shielded_from_the_job_s_signals_and_dies_with_its_rank(tmp_path):
+    script = f"""
+import os, signal, sys, time
+sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
+import ranks
+from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.checkpoint.saver import Checkpoints
+saver = Checkpoints(open_place({str(tmp_path)!r}), ranks.config(), ranks.alone())
+saver.prepare(ranks.tensors(1))
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    os.kill(saver._hand.pid, number)
+saver.begin(ranks.tensors(1), ranks.state(1))
+saver.finish()
+os.kill(saver._hand.pid, signal.SIGSTOP)  # so it does not hear that stdin is closed
+print(saver._hand.pid, flush=True)
+time.sleep(60)
+"""
+    rank = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    pid = int(rank.stdout.readline())
+    assert open_place(tmp_path).steps() == [1]
+    assert Path(f"/proc/{pid}").exists()
+    rank.kill()
+    rank.wait()
+    until = time.monotonic() + 30
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < until, "the writer outlives its rank"
+        time.sleep(0.05)
+
+
+def test_the_writer_does_not_load_torch():
+    check = (
+        "import sys, kimi_pretrain.checkpoint.writer; "
+        "sys.exit(str([m for m in ('torch', 'numpy', 'boto3') if m in sys.modules] or ''))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == ""
+
+
+def test_other_tensors_are_planned_anew(tmp_path):
+    saver = checkpoints(tmp_path, ranks.alone())
+    saver.begin(ranks.tensors(1), ranks.state(1))
+    larger = ranks.tensors(2, 80)
+    saver.begin(larger, ranks.state(2))
+    saver.finish()
+    saver.close()
+    for name, tensor in larger.items():
+        assert torch.equal(open_place(tmp_path).checkpoint(2).tensor(name), tensor)
+
+
+def test_a_manifest_holds_what_it_should(tmp_path):
+    ranks.save(tmp_path, 1)
+    values = json.loads((tmp_path / "step_00000001" / "manifest.json").read_text())
+    assert values["schema"] == 2
+    assert values["contents"] == "all"
+    assert values["dtype"] == "float32"
+    assert values["layout"]["pp"] == 2
+    assert values["versions"]["torch"] == torch.__version__.split("+")[0] or values["versions"]
+    assert set(values["files"]) == {"index.json", "rank_00000_000.safetensors"}
+    for name, found in values["files"].items():
+        assert (tmp_path / "step_00000001" / name).stat().st_size == found["bytes"]
+
+
+def test_memory_is_no_place_for_a_run():
+    with pytest.raises(ValueError, match="checkpoint.place=memory://x"):
+        checkpoints("memory://x", ranks.alone())

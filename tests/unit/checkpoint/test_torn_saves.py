@@ -1,0 +1,140 @@
+"""Saves that are killed at random moments: what is complete is sound, the rest is never taken."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import ranks
+import saving_run
+import torch
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.find import find
+from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.checkpoint.saver import Checkpoints
+
+SCRIPT = Path(__file__).parent / "saving_run.py"
+
+
+def start(folder: Path, steps: int) -> tuple[subprocess.Popen, int]:
+    command = [sys.executable, str(SCRIPT), str(folder), str(steps)]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[3])}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def check(folder: Path, said: list[str]) -> int:
+    """The newest step; every complete checkpoint is sound, and what was said to be is there."""
+    place = open_place(folder)
+    steps = place.steps()
+    told = [int(line) for line in said if line.strip().isdigit()]
+    assert max(steps, default=0) >= max(told, default=0)
+    for step in steps:
+        found = place.checkpoint(step)
+        assert found.verify() == [], step
+        assert found.step == step
+    newest = find("latest", place, ranks.config(), None)
+    if newest is None:
+        return 0
+    for name, tensor in ranks.tensors(newest.step, saving_run.SIZE).items():
+        assert torch.equal(newest.tensor(name), tensor), name
+    return newest.step
+
+
+def kill_runs(folder: Path, kills: int, seed: int) -> None:
+    draw, newest = random.Random(seed), 0
+    for _ in range(kills):
+        process, _ = start(folder, 1000)
+        assert process.stdout is not None
+        said = [process.stdout.readline()]  # one save at least, however busy the machine is
+        time.sleep(draw.uniform(0.0, 0.15))
+        process.kill()
+        said += process.stdout.readlines()
+        process.wait()
+        found = check(folder, said)
+        assert found > newest
+        newest = found
+    process, _ = start(folder, 1)  # the next run removes what the others have left behind
+    assert process.wait(timeout=60) == 0
+    left = sorted(entry.name for entry in folder.iterdir())
+    assert left == [f"step_{step:08d}" for step in (newest, newest + 1)]
+
+
+def kill_writers(folder: Path, kills: int, seed: int) -> int:
+    """Kill the writer alone, while the run goes on; returns how many saves were complete before."""
+    draw, complete, newest = random.Random(seed), 0, 0
+    saver = Checkpoints(open_place(folder), ranks.config("checkpoint.keep_last=2"), ranks.alone())  # type: ignore
+    for step in range(1, kills + 1):
+        saver.begin(ranks.tensors(step, saving_run.SIZE), ranks.state(step, step))
+        assert saver._hand is not None
+        while saver.progress(0.001).phase == "writing":  # type: ignore[union-attr]
+            if (folder / f"step_{step:08d}.partial").exists():
+                break
+        time.sleep(draw.uniform(0.0, 0.04))
+        os.kill(saver._hand.pid, signal.SIGKILL)
+        with suppress(CheckpointError):
+            saver.finish()
+            complete += 1
+            assert check(folder, []) == step
+        saver._failures = 0
+        found = check(folder, [])
+        assert found >= newest
+        newest = found
+    saver.begin(ranks.tensors(kills + 1, saving_run.SIZE), ranks.state(kills + 1, kills + 1))
+    saver.finish()
+    saver.close()
+    assert check(folder, []) == kills + 1
+    assert not list(folder.glob("step_*.*"))
+    return complete
+
+
+@pytest.mark.timeout(240)  # starts processes with torch
+def test_a_run_that_is_killed_in_a_save_leaves_nothing_that_is_taken(tmp_path):
+    kill_runs(tmp_path, 2, seed=0)
+
+
+def test_a_writer_that_is_killed_leaves_nothing_that_is_taken(tmp_path):
+    assert kill_writers(tmp_path, 8, seed=0) < 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(4))
+def test_many_saves_that_are_killed(seed, tmp_path):
+    kill_runs(tmp_path / "runs", 15, seed)
+    kill_writers(tmp_path / "writers", 40, seed)
+
+
+def test_a_run_killed_between_two_renames_loses_nothing(tmp_path):
+    """A step that is saved again replaces the earlier one: for a moment it has another name."""
+    ranks.save(tmp_path, 1, 2)
+    os.replace(tmp_path / "step_00000002", tmp_path / "step_00000002.replaced")
+    (tmp_path / "step_00000007.partial").mkdir()
+    (tmp_path / "step_00000001.leaving").mkdir()
+    found = find("latest", open_place(tmp_path), ranks.config(), None)
+    assert found is not None
+    assert found.step == 2
+    assert found.verify() == []
+
+
+def test_what_killed_runs_have_left_is_removed_by_the_next_save(tmp_path):
+    ranks.save(tmp_path, 1, 2)
+    for name in ("step_00000007.partial", "step_00000001.leaving", "step_00000002.replaced"):
+        shutil.copytree(tmp_path / "step_00000001", tmp_path / name)
+    shutil.copytree(tmp_path / "step_00000002", tmp_path / "step_00000003.partial")
+    (tmp_path / "step_00000003.partial" / "rank_00009_000.safetensors").write_text("of others")
+    (tmp_path / "step_by_step.partial").mkdir()  # nobody's business
+    ranks.save(tmp_path, 3)
+    left = sorted(entry.name for entry in tmp_path.iterdir())
+    assert left == [*(f"step_0000000{n}" for n in (1, 2, 3)), "step_by_step.partial"]
+    files = {entry.name for entry in (tmp_path / "step_00000003").iterdir()}
+    assert files == {"index.json", "manifest.json", "rank_00000_000.safetensors"}
+    assert open_place(tmp_path).checkpoint(3).verify() == []

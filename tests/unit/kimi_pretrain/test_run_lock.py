@@ -1,0 +1,140 @@
+"""Two runs in one folder, or in one checkpoint place: the second is refused, and told by whom."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kimi_pretrain import run_lock
+from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.run_lock import (
+    RunLocked,
+    check_free,
+    check_fresh,
+    claim,
+    on_first_rank,
+    run_id,
+    take,
+)
+from kimi_pretrain.status import Status, mark_failed, read_status, write_status
+
+ROOT = Path(__file__).parent.parent.parent.parent
+HOLD = """
+import pathlib, sys
+from kimi_pretrain.run_lock import take
+lock = take(pathlib.Path(sys.argv[1]), {"SLURM_JOB_ID": "77"})
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_run_is_refused_until_the_first_has_ended(holder, tmp_path):
+    for refused in (check_free, lambda folder: take(folder, {})):
+        with pytest.raises(RunLocked, match=rf"process {holder.pid} on .*SLURM job 77, since 20"):
+            refused(tmp_path)
+    holder.kill()  # it cannot clean up
+    holder.wait()
+    check_free(tmp_path)
+    lock = take(tmp_path, {})
+    with pytest.raises(RunLocked):
+        check_free(tmp_path)
+    lock.release()
+    take(tmp_path, {}).release()
+
+
+def test_a_requeued_job_waits_for_its_own_former_start(holder, tmp_path, monkeypatch):
+    waited = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        holder.kill()
+        holder.wait()
+
+    monkeypatch.setattr(run_lock.time, "sleep", sleep)
+    take(tmp_path, {"SLURM_JOB_ID": "77"}).release()
+    assert waited
+
+
+def test_a_folder_that_no_run_has_used_is_free(tmp_path):
+    check_free(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_keeps_its_id(tmp_path):
+    first, other = run_id(tmp_path), tmp_path / "other"
+    assert run_id(tmp_path) == first
+    other.mkdir()
+    assert run_id(other) != first
+
+
+def test_a_place_belongs_to_the_run_that_first_saved_there(tmp_path):
+    place, mine, other = open_place(tmp_path / "place"), tmp_path / "a", tmp_path / "b"
+    for folder in (mine, other):
+        folder.mkdir()
+    claim(place, mine)
+    claim(place, mine)  # again, when it goes on
+    assert json.loads((tmp_path / "place" / "owner.json").read_text())["run"] == run_id(mine)
+    with pytest.raises(RunLocked, match=rf"of another run .*run folder {mine} .*checkpoint\.place"):
+        claim(place, other)
+    (tmp_path / "place" / "owner.json").write_text("{}")
+    with pytest.raises(RunLocked, match="remove the file"):
+        claim(place, mine)
+    (tmp_path / "file").touch()
+    with pytest.raises(RunLocked, match="cannot be written"):
+        claim(open_place(tmp_path / "file" / "place"), mine)
+
+
+def test_all_ranks_are_refused_together(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    gathered: list[Any] = []
+    ranks: list[Any] = [
+        SimpleNamespace(rank=rank, gather=lambda value: gathered.append(value) or gathered)
+        for rank in range(2)
+    ]
+    for mesh in ranks:
+        with pytest.raises(ValueError, match="holds an earlier run; go on with --resume latest"):
+            on_first_rank(mesh, lambda: check_fresh(tmp_path))
+    assert pickle.loads(pickle.dumps(gathered[0])).args == gathered[0].args
+    assert gathered[1] is None  # rank 1 did not look
+
+
+def test_a_folder_is_fresh_until_a_run_has_written_into_it(tmp_path):
+    check_fresh(tmp_path / "none")
+    (tmp_path / "run.json").touch()
+    check_fresh(tmp_path)
+    saved = tmp_path / "checkpoints" / "step_00000003"
+    saved.mkdir(parents=True)
+    check_fresh(tmp_path)  # torn: no manifest
+    (saved / "manifest.json").touch()
+    with pytest.raises(ValueError, match="holds an earlier run"):
+        check_fresh(tmp_path)
+
+
+def test_status_is_replaced_whole_and_a_failure_keeps_how_far_it_came(tmp_path):
+    assert read_status(tmp_path) is None
+    write_status(tmp_path, Status("running", 4, 9, checkpoint="x/step_00000004"))
+    mark_failed(tmp_path, "no bucket")
+    assert read_status(tmp_path) == Status("failed", 4, 9, "no bucket", "x/step_00000004")
+    assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
+    newer = json.loads((tmp_path / "status.json").read_text()) | {"more": 1}
+    (tmp_path / "status.json").write_text(json.dumps(newer))
+    assert read_status(tmp_path) == Status("failed", 4, 9, "no bucket", "x/step_00000004")

@@ -1,0 +1,183 @@
+"""When a run counts as standing still, who is to blame, and what is left behind."""
+
+import threading
+import time
+
+import pytest
+
+from kimi_pretrain.last_words import NO_PROGRESS, LastWord, error_file, first_word, leave_word
+from kimi_pretrain.watchdog import (
+    Halt,
+    Watchdog,
+    describe,
+    halt_file,
+    read_halts,
+    stack_of,
+    suspects,
+    waits,
+    where,
+)
+
+
+def halt(rank: int, phase: str = "4 backbone", step: int = 3, seconds: float = 20, **more):
+    at = more.get("where", "a.py:1 (f)")
+    return Halt(rank, step, phase, seconds, at, more.get("waits", True))
+
+
+def told(mine: Halt, *others: Halt, world: int = 4) -> str:
+    return describe(mine, {one.rank: one for one in others}, world)
+
+
+def test_a_rank_that_says_nothing_is_named():
+    line = told(halt(1), halt(0), halt(3))
+    assert "rank 1 is in step 3, phase '4 backbone', at a.py:1 (f)" in line
+    assert "no progress for 20 s (train.timeout_seconds)" in line
+    assert "no word from rank 2: stopped, dead, cut off" in line
+    assert "\n" not in line
+
+
+def test_many_silent_ranks_are_counted():
+    line = told(halt(0), world=100)
+    assert "no word from ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 others" in line
+
+
+def test_a_rank_that_waits_for_nobody_holds_the_others_up():
+    line = told(halt(0), halt(1), halt(2, where="b.py:7 (sleep)", waits=False), halt(3))
+    assert "held up by rank 2, in step 3, phase '4 backbone', at b.py:7 (sleep)" in line
+
+
+def test_a_rank_in_an_earlier_phase_holds_the_others_up():
+    slow = halt(2, "2 vision forward", seconds=21)
+    line = told(halt(0, "3 hand-over"), halt(1, "3 hand-over"), slow, halt(3, "3 hand-over"))
+    assert "held up by rank 2, in step 3, phase '2 vision forward'" in line
+    late = halt(3, "8 tell all ranks", step=2)
+    assert suspects([halt(0), halt(1), halt(2, seconds=30), late]) == [late]
+
+
+def test_ranks_that_are_all_alike_are_not_blamed():
+    everyone = [halt(rank) for rank in range(4)]
+    assert suspects(everyone) == []
+    assert "all 4 ranks wait in this phase" in told(*everyone)
+
+
+def test_a_single_process_is_to_blame_itself():
+    line = told(halt(0, "1 wait for data", step=1, waits=False), world=1)
+    assert line.endswith("it waits for no other rank")
+    before = told(halt(0, "build", step=0, waits=False), world=1)
+    assert "rank 0 is in phase 'build'" in before
+
+
+def watched(tmp_path, seconds: float, work, rank: int = 0) -> list[int]:
+    """Run `work(watchdog)` under a watchdog; the codes that it ended the process with, or would."""
+    codes: list[int] = []
+    dog = Watchdog(tmp_path, rank, 2, seconds, codes.append).start()
+    work(dog)
+    dog.stop()
+    return codes
+
+
+def until(true, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_halt_ends_the_process_with_its_stacks_and_its_reason(tmp_path):
+    def work(dog: Watchdog) -> None:
+        dog.begin_step(6)
+        dog.enter("2 vision forward")
+        until(lambda: not dog._thread.is_alive())
+
+    assert watched(tmp_path, 0.4, work) == [NO_PROGRESS]
+    word = first_word(tmp_path)
+    assert word is not None
+    assert word.code == NO_PROGRESS == 75
+    assert "rank 0 is in step 6, phase '2 vision forward'" in word.message
+    assert "no word from rank 1" in word.message
+    assert "test_watchdog.py" in word.message  # the line that it is at
+    stacks = (tmp_path / "logs" / "stacks_rank_0.txt").read_text()
+    assert "phase '2 vision forward'" in stacks
+    assert "in until" in stacks
+    assert read_halts(tmp_path, 2)[0].phase == "2 vision forward"
+
+
+def test_progress_is_any_new_phase_even_of_the_same_name(tmp_path):
+    def work(dog: Watchdog) -> None:
+        for _ in range(40):
+            dog.enter("8 save")
+            time.sleep(0.05)
+
+    assert watched(tmp_path, 1.0, work) == []
+    assert not error_file(tmp_path, 0).exists()
+
+
+def test_a_rank_that_goes_on_takes_its_word_back(tmp_path):
+    def work(dog: Watchdog) -> None:
+        until(halt_file(tmp_path, 0).exists)  # after four fifths of the time
+        dog.enter("4 backbone")
+        until(lambda: not halt_file(tmp_path, 0).exists())
+
+    assert watched(tmp_path, 3.0, work) == []
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path, monkeypatch):
+    """As after `scontrol suspend`: the clock jumps, the ticks do not."""
+    jumps = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr("kimi_pretrain.watchdog.time.monotonic", lambda: float(next(jumps)))
+    ticks = []
+
+    def work(dog: Watchdog) -> None:
+        wait = dog._end.wait
+        dog._end.wait = lambda seconds: ticks.append(seconds) or wait(0.001)
+        while len(ticks) < 8:
+            threading.Event().wait(0.001)
+
+    assert watched(tmp_path, 3e3, work) == []  # ticks of a second, jumps of a thousand
+    assert not halt_file(tmp_path, 0).exists()
+
+
+def test_a_new_start_forgets_where_the_last_one_halted(tmp_path):
+    halt_file(tmp_path, 1).parent.mkdir()
+    halt_file(tmp_path, 1).write_text("{}")
+    watched(tmp_path, 60, lambda dog: None, rank=1)
+    assert read_halts(tmp_path, 2) == {}
+
+
+def frames(*lines: tuple[str, int, str]) -> list[tuple[str, int, str]]:
+    return list(lines)
+
+
+def test_who_waits_for_others():
+    torch = "/x/site-packages/torch/distributed/distributed_c10d.py"
+    p2p = "/x/megatron/core/pipeline_parallel/p2p_communication.py"
+    assert waits(frames((torch, 1, "all_reduce"), ("/y/train.py", 2, "f")))
+    assert waits(frames((p2p, 1, "recv_forward")))
+    assert not waits(frames(("/usr/lib/python3/threading.py", 1, "wait"), ("/y/a.py", 1, "f")))
+    assert not waits([])
+    mine = stack_of(__import__("sys")._getframe())
+    assert mine[0][2] == "test_who_waits_for_others"
+    assert not waits(mine)
+    assert "test_watchdog.py" in where(mine)
+    inside = where(frames((torch, 7, "all_reduce"), mine[0]))
+    assert inside.startswith("torch/distributed/distributed_c10d.py:7 (all_reduce) called from ")
+
+
+def test_the_first_last_word_counts(tmp_path):
+    assert first_word(tmp_path) is None
+    leave_word(tmp_path, 2, LastWord("no  bucket\nhere", 75))
+    time.sleep(0.02)
+    leave_word(tmp_path, 0, LastWord("lost rank 2"))
+    assert first_word(tmp_path) == LastWord("no bucket here", 75)
+    error_file(tmp_path, 2).unlink()
+    assert first_word(tmp_path) == LastWord("lost rank 2", 2)
+    error_file(tmp_path, 0).write_text("by hand\n")
+    assert first_word(tmp_path) == LastWord("by hand", 2)
+
+
+@pytest.mark.parametrize("name", ["kimi_pretrain", "tests"])
+def test_frames_of_the_project_are_known(name):
+    from kimi_pretrain.watchdog import ROOT, _ours
+
+    assert _ours(str(ROOT / name / "x.py"))
+    assert not _ours("/usr/lib/python3.11/threading.py")
