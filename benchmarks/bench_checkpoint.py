@@ -7,7 +7,8 @@ Two gloo processes of one thread each hold state of their own and weights that b
     torch.save    the same bytes, and fsync
     save          a checkpoint, until it is complete: hashed, written, durable, committed
     dd reads, verify, load, torch.load    all from the disk, not from the page cache
-    stall         what a save in the background holds training up
+    stall         what a save in the background holds training up: its beginning, and before the
+                  next update the wait until all is copied aside
     step          of matrix products with one gather, alone and while a save is written
 
 Then a small model is trained 5 and 500 steps and resumed, from the command to the first step.

@@ -122,7 +122,7 @@ class Guard:
         limit = self.config.skips_in_row
         if not verdict.applies and self.skips_in_row >= limit:
             raise AnomalyError(
-                f"{what}, the {self.skips_in_row}th step in a row without an update "
+                f"{what}, and so are {self.skips_in_row} steps in a row "
                 f"(guard.skips_in_row={limit}); {where}; resume from an earlier checkpoint, with a "
                 "lower learning rate or other data"
             )

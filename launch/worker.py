@@ -106,7 +106,8 @@ def main(
         run(job)
     except Exception as error:
         message = user_message(error)
-        logging.getLogger("launch").exception("stopped")
+        # For the log alone: who looks at the terminal is told in one line, or by the traceback below.
+        logging.getLogger("launch").info("stopped", exc_info=True)
         if message is None:
             traceback.print_exc()
             return 1

@@ -28,8 +28,10 @@ from kimi_pretrain.config import load_config
 MIB = 1 << 20
 TENSOR_MIB = 16
 OWN_SHARE = 0.75  # of what a rank writes
-STEP_SIDE = 768  # of the matrices of a step
-STEPS = 40  # without a save
+# A step is products of such matrices, on one core most of a second: little for a rank that has a
+# GiB to write, whose step is far longer in a real training.
+STEP_SIDE, STEP_PRODUCTS = 1536, 6
+STEPS = 4  # without a save
 
 
 class Mesh:
@@ -131,8 +133,12 @@ class Measured:
         """The stall of a save, and what steps take longer while it is written."""
         alone = self._steps(lambda: True)
         start = time.perf_counter()
-        self.saver.begin(self.tensors, self.state())
-        stall = self.together(time.perf_counter() - start)
+        self.saver.begin(self.tensors, self.state(), lambda name: True)
+        begun = time.perf_counter() - start
+        self._compute()
+        start = time.perf_counter()
+        self.saver.copied()  # the update would come now
+        stall = self.together(begun + time.perf_counter() - start)
         during = self._steps(lambda: self.saver.under_way is None)
         alone = (alone + self._steps(lambda: True)) / 2
         return {"stall": stall, "step": alone, "step while saving": during}
@@ -141,12 +147,15 @@ class Measured:
         """Mean seconds of a step; at least `STEPS` of them when nothing is being saved."""
         least, count, start = (STEPS if self.saver.under_way is None else 1), 0, time.perf_counter()
         while True:
-            for _ in range(4):
-                self.matrix @ self.matrix
+            self._compute()
             self.saver.advance(self.mesh.gather(self.saver.progress()))
             count += 1
             if count >= least and over():
                 return self.together((time.perf_counter() - start) / count)
+
+    def _compute(self) -> None:
+        for _ in range(STEP_PRODUCTS):
+            self.matrix @ self.matrix
 
     def close(self) -> None:
         self.saver.close()

@@ -112,7 +112,7 @@ def test_a_step_trains_with_the_positions_of_the_config(plan, lonely_group, rest
     )  # fmt: skip
     ids = np.arange(plan.num_rows)
     batch = StepBatch(plan, RowBatch.empty(plan.num_rows, plan.seq_len, 0), ids, {}, ())
-    backbone, update = Backbone(), SimpleNamespace(run=lambda loss_tokens: None)
+    backbone, update = Backbone(), SimpleNamespace(run=lambda loss_tokens, loss: None)
     encoder = SimpleNamespace(sums=SimpleNamespace(zero=lambda: None), dtype=torch.float32)
     exchange = SimpleNamespace(bytes_sent=lambda *args: {})
     model = SimpleNamespace(encoder=encoder, backbone=backbone, exchange=exchange)

@@ -12,6 +12,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from tests.fault.campaign.processes import Training, wait_until
 from tests.fault.campaign.runs import (
     EVERY,
@@ -27,7 +29,7 @@ from tests.fault.campaign.runs import (
 from tests.fault.fault_proxy import Fault, FaultProxy
 
 # What each kill of the two chains aims at.
-LOCAL = ("step", "step", "save", "step", "start", "step", "step", "save") * 2
+LOCAL = ("step", "optimizer", "save", "step", "start", "step", "optimizer", "save") * 2
 UPLOADS = ("upload",) * 4
 # Steps after a resume that pass before a kill, at most; a step takes about so many seconds.
 _STEPS, _STEP_S, _START_S = 3, 0.6, 8.0
@@ -107,12 +109,12 @@ def _chain(
                 campaign.skipped[f"{run_dir.name}, kill {number + 1}"] = "the run had ended"
                 break
             rank = draw.choice(sorted(ranks))
-            done, save, phase = training.steps, saving(), training.phase_of(ranks[rank])
+            phase = _phase_at(aim, training, ranks[rank])
             ranks[rank].kill()
+            done, save = training.steps, saving()
+            where = f"step {done + 1}, {phase}" if done else phase
             under_way = f"; {save} under way" if save else ""
-            result = Result(
-                f"kill -9 of rank {rank}", f"step {done + 1}, {phase}{under_way}", "", None
-            )
+            result = Result(f"kill -9 of rank {rank}", f"{where}{under_way}", "", None)
             after_strike(training, result, straight, place, done)
             results.append(campaign.add(result, begun))
     begun = time.monotonic()
@@ -123,6 +125,16 @@ def _chain(
     campaign.add(last, begun)
 
 
+def _phase_at(aim: str, training: Training, rank: psutil.Process) -> str:
+    """Where a rank stands; of the optimizer, as soon as it stands there."""
+
+    def found() -> str:
+        phase = training.phase_of(rank)
+        return phase if aim != "optimizer" or phase.startswith("optimizer") else ""
+
+    return wait_until(found, "the optimizer")
+
+
 def _wait_for(
     aim: str, training: Training, draw: random.Random, base: int, saving: Callable[[], str]
 ) -> None:
@@ -130,7 +142,7 @@ def _wait_for(
     if aim == "start":
         wait_until(lambda: len(training.ranks()) > 1, "the ranks")
         time.sleep(draw.uniform(0, _START_S))
-    elif aim == "step":
+    elif aim in ("step", "optimizer"):
         training.wait_for_step(base + draw.randint(1, _STEPS))
         time.sleep(draw.uniform(0, _STEP_S))
     else:  # in the first save at once, or in the second

@@ -47,13 +47,11 @@ _FRAME = re.compile(r'  File "([^"]+)", line \d+ in (\S+)')
 
 
 def phase_of(dump: str) -> str:
-    """Where the main thread stands, of a dump by faulthandler of all threads.
+    """Where a thread stands, of its dump by faulthandler.
 
-    Frames are looked at from the innermost one on; the first that is known decides. The main thread
-    is the last one of a dump.
+    Frames are looked at from the innermost one on; the first that is known decides.
     """
-    threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", dump)
-    frames = _FRAME.findall(threads[-1])
+    frames = _FRAME.findall(dump)
     for file, function in frames:
         for ending, name, phase in PHASES:
             known = ending in file if ending.endswith("/") else file.endswith(ending)

@@ -162,7 +162,7 @@ class Training:
         process.send_signal(STACKS)
         with suppress(AssertionError):
             wait_until(lambda: "most recent call first" in file.read_text(), "a stack", 5)
-        time.sleep(0.005)  # the main thread comes last
+        time.sleep(0.005)  # the outermost frame comes last
         return phase_of(file.read_text())
 
     def left_over(self, seconds: float = 15.0) -> list[str]:

@@ -117,7 +117,7 @@ def test_too_many_pixels_are_refused_before_decoding():
 
 
 def test_another_grid_than_planned_is_refused():
-    with pytest.raises(MediaError, match=r"\(1, 2, 2\).*promises \(1, 2, 4\)"):
+    with pytest.raises(MediaError, match=r"\(2, 2\) patches.*promises \(2, 4\)"):
         decode_item(encoded(noise(28, 28)), KIND_IMAGE, 0, LIMITS, (1, 2, 4))
 
 

@@ -63,7 +63,7 @@ def test_skips_in_a_row_end_the_run_and_a_good_step_forgives():
         verdict = guard.judge(1.0 if good else math.nan, 1.0)
         guard.check(7, verdict, 1.0, 1.0)
     verdict = guard.judge(math.nan, 1.0)
-    with pytest.raises(AnomalyError, match=r"step 9 .*3th step in a row.*guard\.skips_in_row=3"):
+    with pytest.raises(AnomalyError, match=r"step 9 .*3 steps in a row.*guard\.skips_in_row=3"):
         guard.check(9, verdict, math.nan, 1.0)
 
 
