@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.place import Place, open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints, Progress
+from kimi_pretrain.checkpoint.sink import open_sink, set_aside_later
 from kimi_pretrain.config import Config
 from kimi_pretrain.run_lock import claim, on_first_rank
 
@@ -134,10 +135,19 @@ class Saves:
         return self._checkpoints is not None and self._checkpoints.under_way is not None
 
     def _open(self) -> Checkpoints:
-        on_first_rank(self.run.mesh, lambda: claim(self.place, self.run_dir))
+        on_first_rank(self.run.mesh, self._take_over)
         self._checkpoints = Checkpoints(self.place, self.config, self.run.mesh, self._saving)
         self._checkpoints.prepare(self.run.tensors())
         return self._checkpoints
+
+    def _take_over(self) -> None:
+        """Claim the place for this run, and set aside what lies ahead of where it goes on from.
+
+        Not only at the first save: a run that is killed before it must not come back to these.
+        """
+        claim(self.place, self.run_dir)
+        for told in set_aside_later(self.place, open_sink(self.place), self.run.step):
+            log.warning("%s", told)
 
     def _begin(self) -> None:
         self._saving()

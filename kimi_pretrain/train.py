@@ -62,7 +62,7 @@ class Run:
         config: Config,
         mesh: Mesh,
         resume: Checkpoint | str | os.PathLike[str] | None = None,
-        watch: Callable[[str], object] = lambda phase: None,
+        watch: Callable[[str], None] = lambda phase: None,
     ):
         if resume is not None and not isinstance(resume, Checkpoint):
             resume = find(resume, open_place(resume), config, mesh)
@@ -86,7 +86,7 @@ class Run:
         self.step = 0
         if start is not None:
             watch("read the first weights")
-            start.fill(mesh, self.tensors())
+            start.fill(mesh, self.tensors(), partial(watch, "read the first weights"))
         if resume is not None:
             self._resume(resume)
         watch("compare the replicas")
@@ -207,8 +207,8 @@ def train(
     saves.close()
     run.close()
     mesh.barrier()
-    watchdog.stop()
     engine_mesh.stop()
+    watchdog.stop()
 
 
 def _watchdog(config: Config, run_dir: Path) -> Watchdog:

@@ -1,8 +1,8 @@
 """Which errors are the user's to mend, and how they are shown: one line, no traceback.
 
 Exit codes of a training: 0 finished, or stopped in order (`status.json` says which); 2 the user's
-to mend, and a restart would come to it again; 75 no progress in time; any other a fault. After the
-last two a restart helps.
+to mend, and a restart would come to it again; 75 no progress in time, or a store that does not
+answer; any other a fault. After the last two a restart helps.
 """
 
 import errno
@@ -42,6 +42,22 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, StoreError | IndexMismatch | WorkerDied):
         return " ".join(str(error).split())
     return None
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code that goes with an error of which `user_message` tells in one line.
+
+    A store that does not answer may do so after a restart, whatever became of its error on the way.
+    """
+    from data_pipeline.store.open import StoreUnavailable
+    from kimi_pretrain.checkpoint.errors import CheckpointUnavailable
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, StoreUnavailable | CheckpointUnavailable):
+            return NO_PROGRESS
+        cause = cause.__cause__ or cause.__context__
+    return EXIT_CODE
 
 
 @contextmanager

@@ -133,10 +133,12 @@ def tell_end(job: Job, code: int, message: str | None) -> None:
     if code == 0 and status is not None and status.state == "stopped":
         saved = f"checkpoint {status.checkpoint}" if status.checkpoint else "nothing saved"
         typer.echo(f"stopped after step {status.step} ({status.reason}), {saved}; go on with:")
-        typer.echo(f"  {command_to_go_on(job)}")
+        # Before its first step a run has nothing but what it was to go on from.
+        of_another = status.checkpoint is None or status.checkpoint == job.resume
+        typer.echo(f"  {command_to_go_on(job, job.resume if of_another else LATEST)}")
 
 
-def command_to_go_on(job: Job) -> str:
+def command_to_go_on(job: Job, resume: str | None) -> str:
     """Return the command that takes a stopped training up again."""
     words = ["kimi-pretrain", "train", "--config", job.config, "--run-dir", job.run_dir]
-    return shlex.join([*words, "--resume", "latest", *job.overrides])
+    return shlex.join([*words, "--resume", resume or LATEST, *job.overrides])

@@ -6,6 +6,7 @@ much later. Nothing happens outside the guard at the end, for who imports this t
 
 import logging
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,7 +20,7 @@ if __name__ == "__main__":  # before anything that takes time: until then a sign
     STOP.install()
 
 from kimi_pretrain.last_words import LastWord, forget_word, leave_word  # noqa: E402
-from launch.errors import EXIT_CODE, user_message  # noqa: E402
+from launch.errors import exit_code, user_message  # noqa: E402
 from launch.job import Job  # noqa: E402
 from launch.quiet import quiet_libraries  # noqa: E402
 
@@ -38,6 +39,7 @@ def run_job(
         prepare: see `kimi_pretrain.train.train`.
 
     """
+    allow_many_files()
     quiet_libraries()
     # Imported here so that a wrong argument is told before torch has loaded.
     from kimi_pretrain import run_lock
@@ -74,6 +76,15 @@ def _train(config: "Config", job: Job, stop: StopSignal, prepare: Callable | Non
     )
 
 
+def allow_many_files() -> None:
+    """Raise the limit of open files as far as this process may.
+
+    Rank 0 has one for every rank of the job, and 1,024 is a common limit.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def rank_of_this() -> int:
     """Return the rank of this process, which who started it has set."""
     return int(os.environ.get("RANK", "0"))
@@ -106,15 +117,16 @@ def main(
         run(job)
     except Exception as error:
         message = user_message(error)
-        # For the log alone: who looks at the terminal is told in one line, or by the traceback below.
+        # For the log alone: on the terminal there is one line, or the traceback below.
         logging.getLogger("launch").info("stopped", exc_info=True)
         if message is None:
             traceback.print_exc()
             return 1
         # First the file, then the line: who watches this process shows one of them.
-        leave_word(run_dir, rank, LastWord(message, EXIT_CODE))
+        code = exit_code(error)
+        leave_word(run_dir, rank, LastWord(message, code))
         print(f"error: {message}", file=sys.stderr, flush=True)
-        return EXIT_CODE
+        return code
     return 0
 
 

@@ -216,11 +216,14 @@ class S3Store:
         self._versions.wrote(key, info.etag)
         return info
 
-    def remove_uploads(self, prefix: str) -> int:
+    def remove_uploads(self, prefix: str, but: str) -> int:
         """Take back uploads in parts that were never completed; returns how many there were.
 
-        A writer that was killed leaves them: they are listed nowhere and cost what they hold. Only
-        for a prefix to which no one else is writing.
+        A writer that was killed leaves them: they are listed nowhere and cost what they hold.
+
+        Args:
+            prefix: of the keys.
+            but: prefix of keys to leave alone, because they are being written.
         """
         base = f"{self._prefix}/" if self._prefix else ""
         page: dict[str, str] = {}
@@ -229,6 +232,8 @@ class S3Store:
             wanted = {"Prefix": base + prefix, **page}
             reply = self._request("list_multipart_uploads", prefix, wanted)
             for upload in reply.get("Uploads", ()):
+                if upload["Key"].startswith(base + but):
+                    continue
                 which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
                 with suppress(MissingKey):  # it has just ended by itself
                     self._request("abort_multipart_upload", upload["Key"][len(base) :], which)

@@ -157,7 +157,9 @@ class Copying:
 
         def work() -> None:
             try:
-                if threads is not None:  # a new thread would begin with one for each core
+                if threads is None:  # a new thread would take a context of the node's first GPU
+                    torch.cuda.set_device(device)
+                else:  # a new thread would begin with one for each core
                     torch.set_num_threads(threads)
                 with context:
                     aside.copy(tensors, which)

@@ -6,3 +6,7 @@ class CheckpointError(ValueError):
 
     The message names the file, what was found and what was expected, and what to do.
     """
+
+
+class CheckpointUnavailable(CheckpointError):
+    """A place of checkpoints that does not answer now, and may later."""

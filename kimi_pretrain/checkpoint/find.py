@@ -8,7 +8,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.files import Progress
 from kimi_pretrain.checkpoint.manifest import Manifest, check_fits
 from kimi_pretrain.checkpoint.place import Checkpoint, Place, open_checkpoint
@@ -85,6 +85,7 @@ def _problems(
     rank, world_size = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
     mine: list[str] = []
     misfit: str | None = None
+    error_of: type[CheckpointError] = CheckpointError
     try:
         manifest = found.manifest()
         misfit = _misfit(manifest, config, found.uri)
@@ -95,11 +96,13 @@ def _problems(
     except CheckpointError as error:
         mine = [str(error)]
     except Exception as error:  # of the store; raised on all ranks below, or the others would wait
-        misfit = f"{found.uri}: {error}"
-    everyone: list[Any] = [(mine, misfit)] if mesh is None else mesh.gather((mine, misfit))
-    if misfits := [told for _, told in everyone if told is not None]:
-        raise CheckpointError(misfits[0])
-    problems = [problem for part, _ in everyone for problem in part]
+        misfit, error_of = f"{found.uri}: {error}", CheckpointUnavailable
+    said = mine, misfit, error_of
+    everyone: list[Any] = [said] if mesh is None else mesh.gather(said)
+    if misfits := [(kind, told) for _, told, kind in everyone if told is not None]:
+        kind, told = misfits[0]
+        raise kind(told)
+    problems = [problem for part, _, _ in everyone for problem in part]
     return list(dict.fromkeys(problems))  # a bad manifest is seen by all
 
 

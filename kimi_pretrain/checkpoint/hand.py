@@ -91,7 +91,11 @@ class Hand:
         """Take in what the process has answered; wait up to `seconds` for a job's end."""
         assert self._process.stdout is not None
         fd, until = self._process.stdout.fileno(), time.monotonic() + seconds
-        while self.busy and select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
+        answers = (
+            select.poll()
+        )  # select.select takes no descriptor above 1023; rank 0 has thousands
+        answers.register(fd, select.POLLIN)
+        while self.busy and answers.poll(1000 * max(0.0, until - time.monotonic())):
             data = os.read(fd, 1 << 20)
             if not data:
                 self._gone()

@@ -38,7 +38,8 @@ log = logging.getLogger("kimi_pretrain.checkpoint")
 PACKAGES = ("kimi-pretrain", "torch", "megatron-core", "numpy")
 _MIB = 1 << 20
 _POLL_S = 0.2
-_REMOVAL_S = 5.0  # longer only where the place does not answer; then it goes on by itself
+_SOON_S = 5.0
+_REMOVAL_S = 300.0  # longer only where the place does not answer
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class Checkpoints:
         """
         start = time.monotonic()
         self._settle()
+        self._await_removals()
         ready = self._aside is not None and self._aside.holds(tensors)
         everyone: list[Any] = self.mesh.gather((ready, state == self._saved))
         if all(same for _, same in everyone):
@@ -289,6 +291,19 @@ class Checkpoints:
                 self._alive()
             self.advance(everyone)
 
+    def _await_removals(self) -> None:
+        """Let the writer end what it is removing, before any rank begins to write.
+
+        The same step may be saved again: its new files must not go with the old ones.
+        """
+        until = time.monotonic() + _REMOVAL_S
+        while self._hand is not None and self._hand.busy:
+            if time.monotonic() > until:
+                self._hand.close()  # the place does not answer; another writer is started
+                return
+            self._hand.poll(_POLL_S)
+            self._alive()
+
     def _start(self) -> Hand:
         assert self._aside is not None
         self._tidied = False  # a writer that was killed may have left something
@@ -343,7 +358,7 @@ class Checkpoints:
         if self.mesh.rank == 0:
             if self._hand is not None and self._hand.alive:
                 self._hand.send("remove_torn", step=step)
-                self._hand.poll(_REMOVAL_S)
+                self._hand.poll(_SOON_S)  # as a rule; else the next save waits for it
             log.warning(
                 "%s; training goes on, failed saves in a row: %d, allowed: %d",
                 self._failure, self._failures, limit - 1,

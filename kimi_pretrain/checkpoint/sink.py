@@ -34,6 +34,7 @@ ABANDONED = "manifest.abandoned.json"
 _PARTIAL, _LEAVING = ".partial", ".leaving"
 _BLOCK = 16 << 20
 _ALIGNED = 4096
+_DELETES = 16  # at a time, in an object store
 _SEEN_S = 30.0  # so long may a shared file system take to show another node's file
 
 Written = Callable[[int], None]  # called with the bytes that were just written
@@ -263,8 +264,10 @@ class StoreSink:
 
     def remove_torn(self, step: int) -> None:
         """See `Sink.remove_torn`."""
-        for name in self._names(step):
-            self._store.delete(f"{step_name(step)}/{name}")
+        keys = [f"{step_name(step)}/{name}" for name in self._names(step)]
+        with ThreadPoolExecutor(_DELETES) as pool:  # one after the other, thousands take minutes
+            for _ in pool.map(self._store.delete, keys):
+                pass
 
     def abandon(self, step: int) -> None:
         """See `Sink.abandon`."""
@@ -277,7 +280,8 @@ class StoreSink:
         from data_pipeline.store.open import S3Store
 
         if isinstance(self._store, S3Store):
-            self._store.remove_uploads("step_")
+            # The other ranks may be uploading files of this step already.
+            self._store.remove_uploads("step_", but=f"{step_name(current)}/")
         found: dict[int, list[str]] = {}
         for key in self._store.list("step_"):
             folder, _, name = key.partition("/")
@@ -298,6 +302,22 @@ class StoreSink:
             return action()
         except StoreError as error:
             raise CheckpointError(str(error)) from None
+
+
+def set_aside_later(place: Place, sink: Sink, step: int) -> list[str]:
+    """Take checkpoints of later steps out of the run's line; returns what is to be told of them.
+
+    They are of a course that the run has left by going on from an earlier one: "latest" must not
+    go back to them.
+    """
+    told = []
+    for later in (found for found in place.steps() if found > step):
+        sink.abandon(later)
+        told.append(
+            f"checkpoint of step {later} is of an abandoned course of this run and will not be "
+            f"resumed from (its {MANIFEST} is {ABANDONED} now)"
+        )
+    return told
 
 
 def write_durably(path: Path, data: memoryview, written: Written) -> None:

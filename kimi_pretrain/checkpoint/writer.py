@@ -31,7 +31,7 @@ from typing import Any
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.place import Place, open_place
 from kimi_pretrain.checkpoint.retention import kept
-from kimi_pretrain.checkpoint.sink import Sink, Source, open_sink
+from kimi_pretrain.checkpoint.sink import Sink, Source, open_sink, set_aside_later
 
 _FILES = 2  # written at a time: while one waits for the disk, the other is hashed
 _NICE = 10  # training goes first
@@ -83,19 +83,11 @@ class Writer:
         return self._sources[fd]
 
     def _retire(self, job: dict[str, Any]) -> None:
-        """Remove what need not be kept; set aside what lies ahead of the run.
-
-        A later step is of a run that has since gone on from an earlier checkpoint: "latest" must
-        not go back to it.
-        """
-        step, steps = job["step"], self._place.steps()
-        for later in (found for found in steps if found > step):
-            self._sink.abandon(later)
-            self._answer.send(
-                told=f"checkpoint of step {later} is of an abandoned course of this run and will "
-                "not be resumed from (its manifest.json is manifest.abandoned.json now)"
-            )
-        now = [found for found in steps if found <= step]
+        """Remove what need not be kept; set aside what lies ahead of the run."""
+        step = job["step"]
+        for told in set_aside_later(self._place, self._sink, step):
+            self._answer.send(told=told)
+        now = [found for found in self._place.steps() if found <= step]
         stay = kept(now, job["keep_last"], job["keep_every"], good=step)
         for old in (found for found in now if found not in stay):
             self._sink.remove(old)

@@ -6,7 +6,7 @@ stored: another run's masters, or the weights in a wider type.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,19 +56,30 @@ class Start:
             lines.append(f"no {' or '.join(self.weights.absent)} there: the encoder from the seed")
         return lines + [f"set otherwise than there: {told}" for told in self.settings]
 
-    def fill(self, mesh: "Mesh", tensors: Mapping[str, Tensor]) -> None:
+    def fill(
+        self,
+        mesh: "Mesh",
+        tensors: Mapping[str, Tensor],
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
         """Fill a run's tensors in place; all ranks call it.
 
         Args:
             mesh: of the run.
             tensors: what this rank holds by checkpoint name, of the model and of the optimizer: of
                 this the master copies are filled.
+            alive: called whenever something was read.
 
         Raises:
-            CheckpointError: a file of the checkpoint is damaged (on all ranks), or a number is not
-                finite.
+            CheckpointError: a file of the checkpoint is damaged (on all ranks), a number is not
+                finite, or the ranks do not read the same checkpoint.
         """
-        _check_hashes(self.weights, mesh)
+        found = sorted({str(where) for where in mesh.gather(self.weights.stored.where)})
+        if len(found) > 1:  # "the newest" of a run that was still saving
+            raise CheckpointError(
+                f"train.start_from={self.uri}: ranks found {' and '.join(found)}; name one of them"
+            )
+        _check_hashes(self.weights, mesh, alive)
         if mesh.rank == 0:
             for line in self.lines():
                 log.info("%s", line)
@@ -80,7 +91,7 @@ class Start:
         mine.sort(key=lambda name: (headers[sources[name][0]].file, sources[name]))
         with ThreadPoolExecutor(_THREADS) as pool:
             for _ in pool.map(lambda name: _fill(self.weights, name, tensors), mine):
-                pass
+                alive()
 
 
 def open_start(config: Config) -> Start | None:
@@ -105,14 +116,14 @@ def _fill(weights: Weights, name: str, tensors: Mapping[str, Tensor]) -> None:
         target.copy_(weights.read(name, target.dtype))
 
 
-def _check_hashes(weights: Weights, mesh: "Mesh") -> None:
+def _check_hashes(weights: Weights, mesh: "Mesh", alive: Callable[[], None]) -> None:
     """Compare a checkpoint's files with its manifest, each on one rank."""
     manifest = weights.stored.manifest
     if manifest is None:
         return
     checkpoint = open_checkpoint(weights.stored.where)
     order = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
-    mine = checkpoint.verify(order[mesh.rank :: mesh.world_size])
+    mine = checkpoint.verify(order[mesh.rank :: mesh.world_size], lambda _: alive())
     everyone: list[Any] = mesh.gather(mine)
     if problems := [told for part in everyone for told in part]:
         raise CheckpointError(f"train.start_from: {'; '.join(problems)}")

@@ -20,6 +20,7 @@ OWNER, COUNT = "DEP, by owner", "DEP, by count"
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_short_form_runs_every_variant_and_says_that_it_is_short(tmp_path):
     out, drawing = tmp_path / "found.json", tmp_path / "memory.png"

@@ -14,6 +14,7 @@ from benchmarks.loaders import report, targets  # noqa: E402
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_short_form_measures_ours_and_says_that_it_is_short(tmp_path):
     out = tmp_path / "found.json"

@@ -41,6 +41,7 @@ SMALL = replace(
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_short_form_trains_every_optimizer_and_says_that_it_is_short(tmp_path):
     out = tmp_path / "found.json"

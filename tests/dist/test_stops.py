@@ -193,3 +193,18 @@ def test_a_step_changes_nothing_that_is_still_being_copied_aside(data_root, tmp_
     lines = read_metrics(tmp_path / "slow")[1:]
     stalls = [line["checkpoint"]["stall_seconds"] for line in lines]
     assert min(stalls) > 1, "nothing was waited for"
+
+
+@pytest.mark.slow
+def test_a_course_that_is_left_is_set_aside_before_anything_is_trained(data_root, tmp_path):
+    """Who goes back to step 1 and is killed at once must not come back to step 3."""
+    settings = (f"data.root={data_root}", *ONE, "checkpoint.every=1")
+    done = train(tmp_path, *settings, "train.steps=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    place = open_place(tmp_path / "checkpoints")
+    again = train(
+        tmp_path, *settings, "train.steps=1", resume=tmp_path / "checkpoints" / "step_00000001"
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert place.steps() == [1]
+    assert (tmp_path / "checkpoints" / "step_00000003" / "manifest.abandoned.json").is_file()

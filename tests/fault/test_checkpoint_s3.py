@@ -16,6 +16,7 @@ from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.place import open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.sink import open_sink
 
 sys.path.append(str(Path(__file__).parent.parent / "unit" / "checkpoint"))
 import ranks  # noqa: E402
@@ -111,6 +112,18 @@ def test_what_a_killed_writer_has_uploaded_is_taken_back(place, proxy):
     assert not uploads(place)
     assert place.steps() == [1, 3]
     assert not place.store.list("step_00000002")
+
+
+def test_tidying_up_leaves_alone_what_is_being_uploaded(place):
+    """Rank 0 tidies while the others may be writing: theirs is not left over."""
+    store, prefix = place.store, place.uri.split("/", 3)[-1]
+    for name in ("step_00000001/old", "step_00000002/of_another_rank"):
+        store._request("create_multipart_upload", name, {"Key": f"{prefix}/{name}"})
+    assert len(uploads(place)) == 2
+    open_sink(place).tidy(2)
+    assert uploads(place) == [f"{prefix}/step_00000002/of_another_rank"]
+    store.remove_uploads("step_", but="nothing")
+    assert uploads(place) == []
 
 
 def test_a_short_outage_shows_only_in_the_time(place, proxy):

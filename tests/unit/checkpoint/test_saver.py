@@ -331,6 +331,25 @@ time.sleep(60)
         time.sleep(0.05)
 
 
+def test_a_rank_may_have_thousands_of_open_files(tmp_path):
+    """Rank 0 holds a connection of every rank: its writer's answers come on high descriptors."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 1500:
+        pytest.skip(f"this process may open {limits[1]} files at most")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        saver = checkpoints(tmp_path, ranks.alone())
+        saver.begin(ranks.tensors(1), ranks.state(1))
+        uri = saver.finish()
+        saver.close()
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert open_checkpoint(uri).verify() == []
+
+
 def test_the_writer_does_not_load_torch():
     check = (
         "import sys, kimi_pretrain.checkpoint.writer; "
