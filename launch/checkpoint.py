@@ -121,9 +121,10 @@ def diff(
         from kimi_pretrain.weights.fit import latest_in
         from kimi_pretrain.weights.stored import open_stored
         from launch import checkpoint_view as view
+        from launch.ingest_view import counted
 
         left, right = (open_stored(latest_in(uri)) for uri in (a, b))
-        with view.count_bar("diff") as progress:
+        with counted("diff") as progress:
             found = list(compare(left, right, weights_only=weights_only, progress=progress))
         state = None if weights_only else state_difference(left, right)
         same = not found and state is None

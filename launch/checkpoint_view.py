@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeRemainingColumn,
@@ -34,17 +33,6 @@ def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     with bar:
         task = bar.add_task("", total=total)
         yield lambda count: bar.advance(task, count)
-
-
-@contextmanager
-def count_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """The same for things; yields what to call with (done, in all)."""
-    console = Console(stderr=True)
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def plain_bytes(count: int) -> str:

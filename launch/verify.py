@@ -78,6 +78,7 @@ def dep(
 
     end_in_order()
     with told_plainly():
+        from kimi_pretrain.verify.faults import FAULTS
         from launch.verify_view import Terminal
 
         terminal = Terminal()
@@ -87,7 +88,7 @@ def dep(
             shrink=shrink,
             processes=processes,
             steps=steps,
-            faults=chosen_faults(plant, self_test),
+            faults=verify_jobs.chosen_faults(plant, self_test, FAULTS),
             keep=keep,
             tell=terminal.line,
         )
@@ -97,21 +98,6 @@ def dep(
         if as_json:
             typer.echo(json.dumps(result))
         raise typer.Exit(0 if result["passed"] else 1)
-
-
-def chosen_faults(plant: str | None, self_test: bool) -> tuple[str, ...]:
-    """Return the faults to plant.
-
-    Raises:
-        ValueError: an unknown one, or both options at once.
-    """
-    from kimi_pretrain.verify.faults import FAULTS
-
-    if plant is not None and plant not in FAULTS:
-        raise ValueError(f"--plant {plant}: no such fault; there are {', '.join(FAULTS)}")
-    if plant is not None and self_test:
-        raise ValueError("--self-test plants every fault; leave out --plant")
-    return tuple(FAULTS) if self_test else (plant,) if plant else ()
 
 
 def with_fault(result: dict[str, Any], fault: str) -> dict[str, Any]:

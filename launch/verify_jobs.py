@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,6 +33,19 @@ def refuse_ranks() -> None:
         raise ValueError(
             "verify starts its own processes: run it once, not under torchrun (RANK is set)"
         )
+
+
+def chosen_faults(plant: str | None, self_test: bool, known: Collection[str]) -> tuple[str, ...]:
+    """Return the faults to plant, of those that are known.
+
+    Raises:
+        ValueError: an unknown one, or both options at once.
+    """
+    if plant is not None and plant not in known:
+        raise ValueError(f"--plant {plant}: no such fault; there are {', '.join(known)}")
+    if plant is not None and self_test:
+        raise ValueError("--self-test plants every fault; leave out --plant")
+    return tuple(known) if self_test else (plant,) if plant else ()
 
 
 def check_machine(config: "Config") -> None:

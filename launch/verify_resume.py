@@ -15,7 +15,7 @@ import typer
 from launch import verify_jobs
 from launch.errors import told_plainly
 from launch.options import ConfigOption, JsonOption, Overrides
-from launch.verify_jobs import Tell
+from launch.verify_jobs import Tell, chosen_faults
 from launch.verify_resume_jobs import ResumeJobs, temporary_place, told
 
 
@@ -71,6 +71,7 @@ def resume(
 
     end_in_order()
     with told_plainly():
+        from kimi_pretrain.verify.resume_faults import RESUME_FAULTS
         from launch.verify_resume_view import ResumeTerminal
 
         terminal = ResumeTerminal()
@@ -82,7 +83,7 @@ def resume(
             shrink=shrink,
             processes=processes,
             elsewhere=chosen_layout(other_layout, layouts),
-            faults=chosen_faults(plant, self_test),
+            faults=chosen_faults(plant, self_test, RESUME_FAULTS),
             keep=keep,
             tell=terminal.line,
         )
@@ -92,21 +93,6 @@ def resume(
         if as_json:
             typer.echo(json.dumps(result))
         raise typer.Exit(0 if result["passed"] else 1)
-
-
-def chosen_faults(plant: str | None, self_test: bool) -> tuple[str, ...]:
-    """Return the faults to plant.
-
-    Raises:
-        ValueError: an unknown one, or both options at once.
-    """
-    from kimi_pretrain.verify.resume_faults import RESUME_FAULTS
-
-    if plant is not None and plant not in RESUME_FAULTS:
-        raise ValueError(f"--plant {plant}: no such fault; there are {', '.join(RESUME_FAULTS)}")
-    if plant is not None and self_test:
-        raise ValueError("--self-test plants every fault; leave out --plant")
-    return tuple(RESUME_FAULTS) if self_test else (plant,) if plant else ()
 
 
 def chosen_layout(other_layout: str | None, layouts: bool) -> tuple[str, ...] | None:

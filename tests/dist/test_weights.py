@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from kimi_pretrain.weights import export
 from kimi_pretrain.weights.stored import open_stored
+from tests.dist.deepseek import deepseek_v3
 from tests.dist.jobs import SMALL, layout, run_jobs
 from tests.dist.weights_case import BORDERS, GRID, inputs
 from tests.unit.weights.weight_folders import random_weights, with_int4
@@ -58,28 +59,7 @@ def config_of(case):
 
 def deepseek_of(language):
     """transformers' model of a language model's sizes, with weights of its own."""
-    scaling = None
-    if language.yarn:
-        yarn = language.yarn
-        scaling = dict(
-            rope_type="yarn", factor=yarn.factor, beta_fast=yarn.beta_fast,
-            beta_slow=yarn.beta_slow, mscale=yarn.mscale, mscale_all_dim=yarn.mscale_all_dim,
-            original_max_position_embeddings=yarn.original_max_position,
-        )  # fmt: skip
-    config = transformers.DeepseekV3Config(
-        vocab_size=language.vocab_size, hidden_size=language.hidden_size,
-        intermediate_size=language.dense_ffn_size, moe_intermediate_size=language.expert_ffn_size,
-        num_hidden_layers=language.num_layers, num_attention_heads=language.num_heads,
-        num_key_value_heads=language.num_heads, n_shared_experts=language.num_shared_experts,
-        n_routed_experts=language.num_experts, routed_scaling_factor=language.routed_scaling_factor,
-        kv_lora_rank=language.kv_lora_rank, q_lora_rank=language.q_lora_rank,
-        qk_rope_head_dim=language.qk_rope_dim, qk_nope_head_dim=language.qk_nope_dim,
-        v_head_dim=language.v_dim, n_group=1, topk_group=1, num_mtp_layers=0,
-        num_experts_per_tok=language.experts_per_token, norm_topk_prob=True,
-        first_k_dense_replace=language.num_dense_layers, rms_norm_eps=language.norm_eps,
-        rope_theta=language.rope_theta, rope_scaling=scaling, max_position_embeddings=128,
-        tie_word_embeddings=False,
-    )  # fmt: skip
+    config = transformers.DeepseekV3Config(**deepseek_v3(language, 128))
     model = transformers.DeepseekV3ForCausalLM(config)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
