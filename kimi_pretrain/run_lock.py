@@ -13,13 +13,12 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kimi_pretrain.checkpoint.place import Place
-    from kimi_pretrain.engine.mesh import Mesh
 
 log = logging.getLogger("kimi_pretrain.run_lock")
 
@@ -123,19 +122,6 @@ def claim(place: "Place", run_dir: Path) -> None:
             raise RunLocked(told)
     except (OSError, StoreError) as error:
         raise RunLocked(f"{place.uri} cannot be written: {error}") from None
-
-
-def on_first_rank(mesh: "Mesh", check: Callable[[], None]) -> None:
-    """Make a check on rank 0; what it refuses is refused on all ranks."""
-    refused = None
-    if mesh.rank == 0:
-        try:
-            check()
-        except ValueError as error:
-            refused = error
-    everyone: list[Any] = mesh.gather(refused)
-    if everyone[0] is not None:
-        raise everyone[0]
 
 
 def _try_lock(file: IO[str], kind: int = fcntl.LOCK_EX) -> bool:

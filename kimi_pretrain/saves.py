@@ -16,7 +16,7 @@ from kimi_pretrain.checkpoint.place import Place, open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints, Progress
 from kimi_pretrain.checkpoint.sink import open_sink, set_aside_later
 from kimi_pretrain.config import Config
-from kimi_pretrain.run_lock import claim, on_first_rank
+from kimi_pretrain.run_lock import claim
 
 if TYPE_CHECKING:
     from kimi_pretrain.train import Run
@@ -135,7 +135,7 @@ class Saves:
         return self._checkpoints is not None and self._checkpoints.under_way is not None
 
     def _open(self) -> Checkpoints:
-        on_first_rank(self.run.mesh, self._take_over)
+        self.run.mesh.from_first(self._take_over)
         self._checkpoints = Checkpoints(self.place, self.config, self.run.mesh, self._saving)
         self._checkpoints.prepare(self.run.tensors())
         return self._checkpoints

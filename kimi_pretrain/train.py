@@ -31,7 +31,7 @@ from kimi_pretrain.guard import AnomalyError
 from kimi_pretrain.model import Model
 from kimi_pretrain.notes import Notes, Told, check_alike, stop_asked
 from kimi_pretrain.run_folder import describe_environment, log_to
-from kimi_pretrain.run_lock import RunLocked, check_fresh, on_first_rank
+from kimi_pretrain.run_lock import RunLocked, check_fresh
 from kimi_pretrain.saves import Saves, place_of
 from kimi_pretrain.step import StepReport, TrainStep, needs
 from kimi_pretrain.telemetry.line import record_of
@@ -66,7 +66,7 @@ class Run:
     ):
         if resume is not None and not isinstance(resume, Checkpoint):
             resume = find(resume, open_place(resume), config, mesh)
-        start = open_start(config) if resume is None else None
+        start = open_start(config, mesh) if resume is None else None
         self.config, self.mesh, self._watch = config, mesh, watch
         watch("open the data")
         self.planner = VisionPlanner(config)
@@ -226,7 +226,7 @@ def _wanted(
     if any(mesh.gather(restarted)):  # of several machines not all need to know
         return "latest", *asked
     if not any(asked):
-        on_first_rank(mesh, lambda: check_fresh(run_dir))
+        mesh.from_first(lambda: check_fresh(run_dir))
     return asked
 
 

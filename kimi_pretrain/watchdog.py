@@ -8,7 +8,11 @@ bound. In order of time:
 
     4/5 of it   the rank writes where it stands to logs/stalled_rank_N.json, for the others, and the
                 stacks of all its threads to logs/stacks_rank_N.txt
-    all of it   it reads what the others wrote, leaves one line that names the guilty, exits with 75
+    all of it   it leaves one line that names the guilty, by what the others wrote, exits with 75
+
+Of a large job only some ranks, spread over it, read what the others wrote: thousands that open
+thousands of files would take longer than anybody waits. Their end ends the job; should they all be
+gone, the others follow a little later (`GRACE_S`) and say where they stood themselves.
 
 A rank that wrote nothing is stopped or dead, or works on while others wait for it. Of those that
 wrote, one that does not wait for other ranks holds them up; else those that came to a halt in an
@@ -25,6 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +39,9 @@ from kimi_pretrain.last_words import NO_PROGRESS, LastWord, leave_word
 
 EARLY = 0.8  # of the time, after which a rank says where it stands
 WRITING_S = 10.0  # that writing may take before the process ends anyway: the disk may hang, too
+SPEAKERS = 16  # ranks that read what all wrote; the others leave GRACE_S later
+GRACE_S = 10.0
+_READERS = 32  # files at a time: on a shared file system each takes about a millisecond
 NAMED = 8  # ranks that a message lists
 ROOT = Path(__file__).parent.parent
 ROOMS = ("kimi_pretrain", "data_pipeline", "moonvit3d", "launch", "tests")
@@ -44,7 +52,12 @@ WAITING_CALLS = (".wait(", "synchronize(", ".barrier(", ".gather(", "all_reduce(
 
 def backstop(seconds: float) -> float:
     """Return the timeout of collectives for a watchdog's of `seconds`."""
-    return seconds * 1.25 + 15
+    return seconds * 1.25 + GRACE_S + 15
+
+
+def speaks(rank: int, world_size: int) -> bool:
+    """Whether a rank looks for the guilty when the job stands still: of few all, of many some."""
+    return rank % -(-world_size // SPEAKERS) == 0
 
 
 @dataclass(frozen=True)
@@ -87,7 +100,7 @@ class Watchdog:
         leave: Callable[[int], object] = os._exit,
     ):
         self.run_dir, self.rank, self.world_size, self.seconds = run_dir, rank, world_size, seconds
-        self._leave = leave
+        self._leave, self._speaks = leave, speaks(rank, world_size)
         self._step, self._place = 0, (0, 0, "start")  # moves so far, step, phase
         self._main = threading.main_thread().ident
         self._tick = min(1.0, seconds / 20)
@@ -130,7 +143,7 @@ class Watchdog:
                 if told:
                     told = False
                     halt_file(self.run_dir, self.rank).unlink(missing_ok=True)
-            elif still >= self.seconds:
+            elif still >= self.seconds + (0 if self._speaks else GRACE_S):
                 _in_time(partial(self._say_why, seen, still))
                 self._leave(NO_PROGRESS)
                 return
@@ -151,8 +164,12 @@ class Watchdog:
 
     def _say_why(self, place: tuple[int, int, str], seconds: float) -> None:
         mine = self._halt(place, seconds)
-        message = describe(mine, read_halts(self.run_dir, self.world_size), self.world_size)
+        message = stands_still(mine)
         leave_word(self.run_dir, self.rank, LastWord(message, NO_PROGRESS))
+        if self._speaks:  # which the file system may not let it do in time
+            halts = read_halts(self.run_dir, self.world_size)
+            message = describe(mine, halts, self.world_size)
+            leave_word(self.run_dir, self.rank, LastWord(message, NO_PROGRESS))
         print(f"error: {message}", file=sys.stderr, flush=True)
 
     def _halt(self, place: tuple[int, int, str], seconds: float) -> Halt:
@@ -168,13 +185,25 @@ def halt_file(run_dir: Path, rank: int) -> Path:
 
 def read_halts(run_dir: Path, world_size: int) -> dict[int, Halt]:
     """Return what the ranks wrote that stand still."""
-    found = {}
-    for rank in range(world_size):
+
+    def read(rank: int) -> Halt | None:
         try:
-            found[rank] = Halt(**json.loads(halt_file(run_dir, rank).read_text()))
+            return Halt(**json.loads(halt_file(run_dir, rank).read_text()))
         except FileNotFoundError:
-            continue
-    return found
+            return None
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        halts = pool.map(read, range(world_size))
+        return {halt.rank: halt for halt in halts if halt is not None}
+
+
+def stands_still(mine: Halt) -> str:
+    """Return where this rank came to a halt, in one line."""
+    at = f"step {mine.step}, phase {mine.phase!r}" if mine.step else f"phase {mine.phase!r}"
+    return (
+        f"no progress for {mine.seconds:.0f} s (train.timeout_seconds): rank {mine.rank} is in "
+        f"{at}, at {mine.where}"
+    )
 
 
 def describe(mine: Halt, halts: Mapping[int, Halt], world_size: int) -> str:
@@ -185,11 +214,7 @@ def describe(mine: Halt, halts: Mapping[int, Halt], world_size: int) -> str:
         halts: of the ranks that said where they stand, this one perhaps among them.
         world_size: of the job.
     """
-    at = f"step {mine.step}, phase {mine.phase!r}" if mine.step else f"phase {mine.phase!r}"
-    told = (
-        f"no progress for {mine.seconds:.0f} s (train.timeout_seconds): rank {mine.rank} is in "
-        f"{at}, at {mine.where}"
-    )
+    told = stands_still(mine)
     everyone = {**halts, mine.rank: mine}
     if silent := [rank for rank in range(world_size) if rank not in everyone]:
         return (

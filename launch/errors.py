@@ -1,8 +1,8 @@
 """Which errors are the user's to mend, and how they are shown: one line, no traceback.
 
-Exit codes of a training: 0 finished, or stopped in order (`status.json` says which); 2 the user's
-to mend, and a restart would come to it again; 75 no progress in time, or a store that does not
-answer; any other a fault. After the last two a restart helps.
+Exit codes: 0 finished, or stopped in order (`status.json` says which); 2 the user's to mend, and a
+restart would come to it again; 75 no progress in time, or a store that does not answer; any other a
+fault. After the last two a restart helps.
 """
 
 import errno
@@ -62,7 +62,7 @@ def exit_code(error: BaseException) -> int:
 
 @contextmanager
 def told_plainly() -> Iterator[None]:
-    """Turn an error that the user can mend into one line and exit code 2."""
+    """Turn an error that the user can mend into one line and its exit code."""
     try:
         yield
     except (typer.Exit, typer.Abort):
@@ -72,4 +72,4 @@ def told_plainly() -> Iterator[None]:
         if message is None:
             raise
         typer.echo(f"error: {message}", err=True)
-        raise typer.Exit(EXIT_CODE) from None
+        raise typer.Exit(exit_code(error)) from None

@@ -1,12 +1,15 @@
 """Which checkpoint a run goes on from: found by manifests alone, and verified before anything else.
 
-All ranks come to the same answer: rank 0 looks which checkpoints there are, because a shared file
-system may show the others an older listing, and every file is hashed by one rank.
+All ranks come to the same answer: rank 0 looks which checkpoints there are and reads what they say
+of themselves, because a shared file system may show the others something older, and thousands of
+ranks that read one file keep it busy. Every file is hashed by one rank.
 """
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.files import Progress
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
 
 log = logging.getLogger("kimi_pretrain.checkpoint")
+T = TypeVar("T")
 
 
 def find(
@@ -87,6 +91,10 @@ def _problems(
     misfit: str | None = None
     error_of: type[CheckpointError] = CheckpointError
     try:
+        texts, told = _from_first(mesh, partial(_texts, found))
+        if told is not None:
+            raise CheckpointError(told)
+        found.know(texts)
         manifest = found.manifest()
         misfit = _misfit(manifest, config, found.uri)
         if misfit is None:
@@ -106,6 +114,14 @@ def _problems(
     return list(dict.fromkeys(problems))  # a bad manifest is seen by all
 
 
+def _texts(found: Checkpoint) -> tuple[dict[str, bytes], str | None]:
+    """Return manifest and index, or why they cannot be had; not an error where others may do."""
+    try:
+        return found.texts(), None
+    except CheckpointError as error:
+        return {}, str(error)
+
+
 def _misfit(manifest: Manifest, config: "Config", where: str) -> str | None:
     try:
         check_fits(manifest, config, where)
@@ -118,18 +134,18 @@ def _is_first(mesh: "Mesh | None") -> bool:
     return mesh is None or mesh.rank == 0
 
 
+def _from_first(mesh: "Mesh | None", make: Callable[[], T]) -> T:
+    return make() if mesh is None else mesh.from_first(make)
+
+
 def _steps_of(place: Place, mesh: "Mesh | None") -> list[int]:
     """Return the complete checkpoints as rank 0 sees them; an error is raised on all ranks."""
-    steps: list[int] = []
-    told: str | None = None
-    if _is_first(mesh):
+
+    def look() -> list[int]:
         try:
             place.recover()
-            steps = place.steps()
-        except Exception as error:
-            told = f"{place.uri}: {error}"
-    answers: list[Any] = [(steps, told)] if mesh is None else mesh.gather((steps, told))
-    steps, told = answers[0]
-    if told is not None:
-        raise CheckpointError(told)
-    return steps
+            return place.steps()
+        except Exception as error:  # of the store, or of a disk
+            raise CheckpointUnavailable(f"{place.uri}: {error}") from error
+
+    return _from_first(mesh, look)

@@ -30,6 +30,7 @@ class Hand:
         bytes_done: of the present job.
         done: {"value": what the job answered}; None while it is under way.
         failed: why it failed, in one line; None otherwise.
+        unavailable: whether because the place does not answer.
         told: warnings that have come in since they were last taken.
     """
 
@@ -38,6 +39,7 @@ class Hand:
         self.bytes_done = 0
         self.done: dict[str, Any] | None = None
         self.failed: str | None = None
+        self.unavailable = False
         self.told: list[str] = []
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         given = [str(os.getpid()), place.uri, str(place.patience)]
@@ -91,9 +93,8 @@ class Hand:
         """Take in what the process has answered; wait up to `seconds` for a job's end."""
         assert self._process.stdout is not None
         fd, until = self._process.stdout.fileno(), time.monotonic() + seconds
-        answers = (
-            select.poll()
-        )  # select.select takes no descriptor above 1023; rank 0 has thousands
+        # select.select takes no descriptor above 1023; rank 0 has thousands.
+        answers = select.poll()
         answers.register(fd, select.POLLIN)
         while self.busy and answers.poll(1000 * max(0.0, until - time.monotonic())):
             data = os.read(fd, 1 << 20)
@@ -105,7 +106,9 @@ class Hand:
                 self._take(json.loads(line))
 
     def close(self) -> None:
-        """End the process; files that are being written are lost."""
+        """End the process; files that are being written are lost. Once closed, it stays so."""
+        if self._process.stdout is None or self._process.stdout.closed:
+            return
         if self.busy and self._does in ("retire", "remove_torn"):
             self.poll(_PATIENCE_S)
         if self.busy:
@@ -127,7 +130,7 @@ class Hand:
         elif "bytes" in answer:
             self.bytes_done += answer["bytes"]
         elif "failed" in answer:
-            self.failed = answer["failed"]
+            self.failed, self.unavailable = answer["failed"], answer.get("unavailable", False)
         else:
             self.done = {"value": answer["done"]}
 

@@ -6,7 +6,7 @@ everything else under a step's name is a torn save, and nobody takes it.
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +50,7 @@ class Checkpoint:
 
     def __init__(self, files: Files) -> None:
         self._files, self.uri = files, files.uri
+        self._texts: dict[str, bytes] = {}
         self._headers: dict[str, dict[str, Entry]] = {}
         self._lock = threading.Lock()
 
@@ -58,16 +59,8 @@ class Checkpoint:
 
     @cached_property
     def _manifest(self) -> Manifest:
-        size = self._files.size(MANIFEST)
-        if size is None:
-            raise CheckpointError(
-                f"{self.uri}: no {MANIFEST}, so there is no checkpoint here, or one that was never "
-                "completed; give a folder such as runs/demo/checkpoints/step_00000110"
-            )
-        where = self._files.where(MANIFEST)
-        if size > MOST_MANIFEST_BYTES:
-            raise CheckpointError(f"{where}: {size} bytes, expected at most {MOST_MANIFEST_BYTES}")
-        return parse_manifest(self._files.read(MANIFEST, 0, size), where)
+        text = self._text(MANIFEST, MOST_MANIFEST_BYTES)
+        return parse_manifest(text, self._files.where(MANIFEST))
 
     def manifest(self) -> Manifest:
         """Return what the checkpoint says of itself.
@@ -89,11 +82,39 @@ class Checkpoint:
 
     @cached_property
     def _weight_map(self) -> dict[str, str]:
-        files, where = self.manifest().files, self._files.where(INDEX)
-        size = files[INDEX].bytes
-        if size > MOST_INDEX_BYTES:
-            raise CheckpointError(f"{where}: {size} bytes, expected at most {MOST_INDEX_BYTES}")
-        return parse_index(self._files.read(INDEX, 0, size), where, files)
+        files = self.manifest().files
+        text = self._text(INDEX, MOST_INDEX_BYTES)
+        return parse_index(text, self._files.where(INDEX), files)
+
+    def _text(self, name: str, most: int) -> bytes:
+        if name in self._texts:
+            return self._texts[name]
+        size, where = self._files.size(name), self._files.where(name)
+        if size is None and name == MANIFEST:
+            raise CheckpointError(
+                f"{self.uri}: no {MANIFEST}, so there is no checkpoint here, or one that was never "
+                "completed; give a folder such as runs/demo/checkpoints/step_00000110"
+            )
+        if size is None:
+            raise CheckpointError(f"{where}: missing; take another checkpoint")
+        if size > most:
+            raise CheckpointError(f"{where}: {size} bytes, expected at most {most}")
+        return self._files.read(name, 0, size)
+
+    def texts(self) -> dict[str, bytes]:
+        """Return manifest and index as they are stored, for a job's other ranks to `know`.
+
+        Raises:
+            CheckpointError: there is no manifest, or one of them is of absurd size or missing.
+        """
+        return {
+            MANIFEST: self._text(MANIFEST, MOST_MANIFEST_BYTES),
+            INDEX: self._text(INDEX, MOST_INDEX_BYTES),
+        }
+
+    def know(self, texts: Mapping[str, bytes]) -> None:
+        """Take these for manifest and index, and read neither: another rank has done it."""
+        self._texts = dict(texts)
 
     def weight_map(self) -> dict[str, str]:
         """Return tensor -> file. Raises as `manifest`."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kimi_pretrain.checkpoint import writers
 from kimi_pretrain.checkpoint.aside import Aside, Copying
-from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.hand import Hand
 from kimi_pretrain.checkpoint.manifest import INDEX, Fingerprint, RunState, manifest_of
 from kimi_pretrain.checkpoint.place import Place
@@ -51,6 +51,7 @@ class Progress:
         bytes_done: written so far.
         files: what was written, once it is.
         error: why it failed, in one line.
+        unavailable: whether because the place does not answer, so that a later run may do better.
         told: warnings of the writer.
     """
 
@@ -58,6 +59,7 @@ class Progress:
     bytes_done: int = 0
     files: Mapping[str, Fingerprint] = field(default_factory=dict)
     error: str | None = None
+    unavailable: bool = False
     told: tuple[str, ...] = ()
 
 
@@ -117,7 +119,7 @@ class Checkpoints:
         self._began = 0.0
         self._seen_bytes = 0
         self._failures = 0
-        self._failure: str | None = None
+        self._failure: CheckpointError | None = None
         self._tidied = False
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
@@ -221,7 +223,7 @@ class Checkpoints:
         hand.poll(wait)
         told, hand.told = tuple(hand.told), []
         if hand.failed is not None:
-            return Progress("failed", hand.bytes_done, error=hand.failed, told=told)
+            return Progress("failed", hand.bytes_done, {}, hand.failed, hand.unavailable, told)
         if hand.done is None:
             return Progress("writing", hand.bytes_done, told=told)
         if self._phase == "committing" and self.mesh.rank == 0:
@@ -241,7 +243,8 @@ class Checkpoints:
             the URI of the checkpoint that has just become complete.
 
         Raises:
-            CheckpointError: `config.checkpoint.failures` saves in a row have failed.
+            CheckpointError: `config.checkpoint.failures` saves in a row have failed
+                (CheckpointUnavailable: the last for a place that does not answer).
         """
         if self.under_way is None:
             return None
@@ -252,11 +255,11 @@ class Checkpoints:
             if said[0].phase == "committed":
                 return self._complete()
             if said[0].phase == "failed":
-                self._fail(_of_ranks([said[0].error]))
+                self._fail(said[:1])
         elif all(progress.phase in ("written", "failed") for progress in said):
             # One that fails early must not have its files removed under those that still write.
-            if failed := _of_ranks([progress.error for progress in said]):
-                self._fail(failed)
+            if any(progress.error for progress in said):
+                self._fail(said)
             else:
                 self._commit(said)
         return None
@@ -268,12 +271,13 @@ class Checkpoints:
             the URI of the last complete checkpoint; None: there is none.
 
         Raises:
-            CheckpointError: the save that was under way has failed; the same on all ranks.
+            CheckpointError: the save that was under way has failed (CheckpointUnavailable: for a
+                place that does not answer); the same on all ranks.
         """
         waiting = self.under_way
         self._settle()
         if waiting is not None and self._failure is not None:
-            raise CheckpointError(self._failure)
+            raise self._failure
         return self.uri
 
     def close(self) -> None:
@@ -350,11 +354,14 @@ class Checkpoints:
             self._hand.send("retire", step=step, **keeping)
         return self.uri
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, said: Sequence[Progress]) -> None:
         step, limit = self.under_way, self.config.checkpoint.failures
+        unavailable = any(progress.unavailable for progress in said)
+        kind = CheckpointUnavailable if unavailable else CheckpointError
+        reason = _of_ranks([progress.error for progress in said])
         self.under_way = None
         self._failures += 1
-        self._failure = f"the checkpoint of step {step} could not be written: {reason}"
+        self._failure = kind(f"the checkpoint of step {step} could not be written: {reason}")
         if self.mesh.rank == 0:
             if self._hand is not None and self._hand.alive:
                 self._hand.send("remove_torn", step=step)
@@ -364,7 +371,7 @@ class Checkpoints:
                 self._failure, self._failures, limit - 1,
             )  # fmt: skip
         if self._failures >= limit:
-            raise CheckpointError(
+            raise kind(
                 f"{self._failure}. That was save {self._failures} in a row to fail "
                 f"(checkpoint.failures={limit}), so the run stops"
             )

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, step_name, step_of
 from kimi_pretrain.checkpoint.place import REPLACED, Place
 
@@ -296,10 +296,12 @@ class StoreSink:
         return [key.removeprefix(prefix) for key in self._store.list(prefix)]
 
     def _guarded(self, action: Callable):
-        from data_pipeline.store.open import StoreError
+        from data_pipeline.store.open import StoreError, StoreUnavailable
 
         try:
             return action()
+        except StoreUnavailable as error:
+            raise CheckpointUnavailable(str(error)) from None
         except StoreError as error:
             raise CheckpointError(str(error)) from None
 

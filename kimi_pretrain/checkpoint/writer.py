@@ -12,7 +12,7 @@ little memory.
     {"do": "remove_torn", "id", "step"}
 
     {"id", "bytes": so many more}    {"id", "told": warning}
-    {"id", "done": value}            {"id", "failed": one line}
+    {"id", "done": value}            {"id", "failed": one line, "unavailable": see `Progress`}
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.place import Place, open_place
 from kimi_pretrain.checkpoint.retention import kept
 from kimi_pretrain.checkpoint.sink import Sink, Source, open_sink, set_aside_later
@@ -129,7 +129,8 @@ def serve(lines: Iterable[str], place: Place, answer: Answers) -> None:
             writer = writer or Writer(place, answer)
             answer.send(done=writer.do(job))
         except CheckpointError as error:
-            answer.send(failed=_one_line(error))
+            unavailable = isinstance(error, CheckpointUnavailable)
+            answer.send(failed=_one_line(error), unavailable=unavailable)
         except Exception as error:
             traceback.print_exc()
             answer.send(failed=f"{type(error).__name__}: {_one_line(error)}")

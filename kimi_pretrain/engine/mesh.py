@@ -11,15 +11,20 @@ expert slice), "encoder" (everyone: the vision encoder is on every rank).
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from kimi_pretrain.engine import host
+from kimi_pretrain.outcome import Outcome
 from kimi_pretrain.sections import LayoutConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,13 @@ class Mesh:
         values: list[object] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return what rank 0 makes, on every rank; an error that it meets is raised on all."""
+        outcome = Outcome.of(make) if self.rank == 0 else Outcome()
+        sent = [outcome.sendable()]
+        dist.broadcast_object_list(sent, src=0)
+        return (outcome if self.rank == 0 else sent[0]).result()
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -9,12 +9,14 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.manifest import MANIFEST
 from kimi_pretrain.checkpoint.place import open_checkpoint
 from kimi_pretrain.config import Config
 from kimi_pretrain.weights.fit import fitting
@@ -33,12 +35,10 @@ class Start:
     """Where a fresh run's weights come from, matched with its model.
 
     Attributes:
-        uri: `train.start_from`.
         settings: what was set otherwise there, in words.
         keep_encoder: `train.vision_weights`, which the encoder has then.
     """
 
-    uri: str
     weights: Weights
     settings: tuple[str, ...]
     keep_encoder: str | None
@@ -71,14 +71,9 @@ class Start:
             alive: called whenever something was read.
 
         Raises:
-            CheckpointError: a file of the checkpoint is damaged (on all ranks), a number is not
-                finite, or the ranks do not read the same checkpoint.
+            CheckpointError: a file of the checkpoint is damaged (on all ranks), or a number is not
+                finite.
         """
-        found = sorted({str(where) for where in mesh.gather(self.weights.stored.where)})
-        if len(found) > 1:  # "the newest" of a run that was still saving
-            raise CheckpointError(
-                f"train.start_from={self.uri}: ranks found {' and '.join(found)}; name one of them"
-            )
         _check_hashes(self.weights, mesh, alive)
         if mesh.rank == 0:
             for line in self.lines():
@@ -94,8 +89,13 @@ class Start:
                 alive()
 
 
-def open_start(config: Config) -> Start | None:
-    """Match `train.start_from` with the model, by headers alone; None: it is not set.
+def open_start(config: Config, mesh: "Mesh | None" = None) -> Start | None:
+    """Match `train.start_from` with the model, by headers alone; None: it is not set. Collective.
+
+    Rank 0 reads the headers, and decides which checkpoint is the newest of a run, for all.
+
+    Args:
+        mesh: None: this process alone.
 
     Raises:
         FileNotFoundError, CheckpointError: it is not there, or does not fit.
@@ -103,8 +103,10 @@ def open_start(config: Config) -> Start | None:
     uri, encoder = config.train.start_from, config.train.vision_weights
     if uri is None:
         return None
+    look = partial(fitting, uri, config.model)
     try:
-        return Start(uri, *fitting(uri, config.model), encoder)
+        weights, settings = look() if mesh is None else mesh.from_first(look)
+        return Start(weights, settings, encoder)
     except (CheckpointError, FileNotFoundError) as error:
         raise type(error)(f"train.start_from: {error}") from None
 
@@ -122,6 +124,7 @@ def _check_hashes(weights: Weights, mesh: "Mesh", alive: Callable[[], None]) -> 
     if manifest is None:
         return
     checkpoint = open_checkpoint(weights.stored.where)
+    checkpoint.know({MANIFEST: manifest.text().encode()})  # as rank 0 has read it
     order = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
     mine = checkpoint.verify(order[mesh.rank :: mesh.world_size], lambda _: alive())
     everyone: list[Any] = mesh.gather(mine)

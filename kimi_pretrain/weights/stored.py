@@ -6,8 +6,10 @@ store. Nothing is executed: a folder of pickles is refused.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,13 +25,14 @@ from kimi_pretrain.checkpoint.manifest import (
     parse_json,
 )
 from kimi_pretrain.checkpoint.memory import DTYPES, bytes_of
-from kimi_pretrain.checkpoint.place import Checkpoint, open_checkpoint, open_place
+from kimi_pretrain.checkpoint.place import Checkpoint, Place, open_checkpoint, open_place
 from kimi_pretrain.checkpoint.tensor_file import Entry, header_bytes, parse_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG = "config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp", ".npz", ".npy")
 _MOST_CONFIG_BYTES = 16 << 20
+_THREADS = 16  # files whose headers are read at a time
 
 
 @dataclass(frozen=True)
@@ -39,30 +42,52 @@ class Header:
     Attributes:
         dtype: torch's.
         file: name in its folder.
+        offset: of its first byte there.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: str
+    offset: int
 
 
 @dataclass(frozen=True)
 class StoredTensors:
     """The tensors of a folder. Headers are read at once, tensors when asked for.
 
+    May be sent to other processes, which then read no headers.
+
     Attributes:
-        where: the folder, for messages.
+        where: the folder or URI.
         headers: of every tensor, by name, in the order of names.
-        read: from a name to the tensor, on the CPU and in its own type.
         config: config.json of a Hugging Face folder that has one.
         manifest: of a checkpoint of ours.
     """
 
     where: str
     headers: Mapping[str, Header]
-    read: Callable[[str], Tensor]
     config: Mapping[str, Any] | None = None
     manifest: Manifest | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is open: it is opened anew elsewhere."""
+        return {name: value for name, value in vars(self).items() if name != "_files"}
+
+    @cached_property
+    def _files(self) -> Files:
+        return _files_in(open_place(self.where))
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor on the CPU, in its own type. May be called from any thread.
+
+        Raises:
+            CheckpointError: its file is gone, or ends before it.
+        """
+        header = self.headers[name]
+        tensor = torch.empty(header.shape, dtype=header.dtype)
+        if tensor.numel():
+            self._files.read_into(header.file, header.offset, bytes_of(tensor))
+        return tensor
 
     def place(self, name: str) -> str:
         """Return file and name of a tensor, for messages."""
@@ -96,9 +121,10 @@ def stored_checkpoint(checkpoint: Checkpoint) -> StoredTensors:
         CheckpointError: it is not complete, or damaged.
     """
     files = checkpoint.weight_map()
+    with ThreadPoolExecutor(_THREADS) as pool:  # each file's header is read once, several at a time
+        list(pool.map(checkpoint.header, sorted(set(files.values()))))
     headers = {name: _header(checkpoint.entry(name), files[name]) for name in checkpoint.names()}
-    manifest = checkpoint.manifest()
-    return StoredTensors(checkpoint.uri, headers, checkpoint.tensor, manifest=manifest)
+    return StoredTensors(checkpoint.uri, headers, manifest=checkpoint.manifest())
 
 
 def more(count: int) -> str:
@@ -113,10 +139,14 @@ def _folder(uri: str | os.PathLike[str]) -> tuple[Files, list[str]]:
         names = [key for key in place.store.list() if "/" not in key]
         if not names:
             raise FileNotFoundError(f"{place.uri}: nothing there")
-        return StoreFiles(place.store, ""), names
+        return _files_in(place), names
     if not place.folder.is_dir():
         raise FileNotFoundError(f"{place.folder}: no such folder")
-    return FolderFiles(place.folder), sorted(path.name for path in place.folder.iterdir())
+    return _files_in(place), sorted(path.name for path in place.folder.iterdir())
+
+
+def _files_in(place: Place) -> Files:
+    return StoreFiles(place.store, "") if place.folder is None else FolderFiles(place.folder)
 
 
 def _no_weights(where: str, names: list[str]) -> Exception:
@@ -140,26 +170,19 @@ def _hugging_face(
     files: Files, wanted: Mapping[str, set[str] | None], names: list[str]
 ) -> StoredTensors:
     """Read headers; `wanted` says which tensors of which file, None for all of them."""
-    entries: dict[str, tuple[str, Entry]] = {}
+    headers: dict[str, Header] = {}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        read = dict(zip(wanted, pool.map(partial(_entries, files), wanted), strict=True))
     for file, some in wanted.items():
-        held = _entries(files, file)
+        held = read[file]
         if lost := sorted((some or set()) - held.keys()):
             raise CheckpointError(
                 f"{files.where(file)}: no tensor {lost[0]!r}, where {INDEX} says it is"
                 f"{more(len(lost) - 1)}"
             )
-        entries |= {name: (file, held[name]) for name in (held if some is None else some)}
-
-    def read(name: str) -> Tensor:
-        file, entry = entries[name]
-        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        if entry.nbytes:
-            files.read_into(file, entry.offset, bytes_of(tensor))
-        return tensor
-
-    headers = {name: _header(entry, file) for name, (file, entry) in sorted(entries.items())}
+        headers |= {name: _header(held[name], file) for name in (held if some is None else some)}
     config = _json(files, CONFIG, _MOST_CONFIG_BYTES) if CONFIG in names else None
-    return StoredTensors(files.uri, headers, read, config=config)
+    return StoredTensors(files.uri, dict(sorted(headers.items())), config)
 
 
 def _indexed(files: Files, names: list[str]) -> dict[str, set[str] | None]:
@@ -202,4 +225,4 @@ def _json(files: Files, name: str, most: int) -> dict[str, Any]:
 
 
 def _header(entry: Entry, file: str) -> Header:
-    return Header(entry.shape, DTYPES[entry.dtype], file)
+    return Header(entry.shape, DTYPES[entry.dtype], file, entry.offset)

@@ -40,6 +40,9 @@ class Alone:
     def gather(self, value: object) -> list[object]:
         return [value]
 
+    def from_first(self, make):
+        return make()
+
 
 @pytest.fixture(scope="module")
 def straight(data_root, tmp_path_factory):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kimi_pretrain.last_words import NO_PROGRESS
 from tests.fault.campaign.processes import Training, wait_until
 from tests.fault.campaign.runs import (
     EVERY,
@@ -161,8 +162,8 @@ def _away(
     result.again = done - newest(place)
     if seconds is not None:
         result.noticed_s = None  # it ran to its end
-    elif training.process.returncode == 0:
-        result.wrong.append("expected an error")
+    elif training.process.returncode != NO_PROGRESS:
+        result.wrong.append(f"expected exit {NO_PROGRESS}, not {training.process.returncode}")
     campaign.go_on(run_dir, settings, straight, result)
     campaign.add(result, begun)
 

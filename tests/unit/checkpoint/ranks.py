@@ -1,5 +1,6 @@
 """Ranks as threads of one process: enough of a mesh to save and find checkpoints with."""
 
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from kimi_pretrain.checkpoint.manifest import RunState
 from kimi_pretrain.checkpoint.place import open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
 from kimi_pretrain.config import load_config
+from kimi_pretrain.outcome import Outcome
 
 TIMEOUT = 60.0
 
@@ -37,6 +39,11 @@ class Mesh:
         values = list(self._threads.values)
         self._threads.barrier.wait()
         return values
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        outcome = Outcome.of(make) if self.rank == 0 else Outcome()
+        sent: list[Any] = self.gather(pickle.dumps(outcome.sendable()))
+        return (outcome if self.rank == 0 else pickle.loads(sent[0])).result()
 
 
 def alone() -> Mesh:

@@ -8,6 +8,7 @@ import ranks
 import torch
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.files import FolderFiles
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.manifest import MOST_MANIFEST_BYTES
@@ -43,6 +44,28 @@ def test_the_newest_complete_one_is_found(root):
     shutil.copy(root / "step_00000002" / "manifest.json", root / "step_7")
     assert open_place(root).steps() == [1, 2]
     assert latest(root, world_size=3).step == 2
+
+
+def test_one_rank_reads_what_all_need_to_know(root, monkeypatch):
+    """Thousands of ranks would keep a file busy; and all go by the same text."""
+    read: list[str] = []
+    plain = FolderFiles.read
+    monkeypatch.setattr(
+        FolderFiles, "read", lambda self, name, *at: read.append(name) or plain(self, name, *at)
+    )
+    place, config = open_place(root), ranks.config()
+
+    def work(mesh):
+        found = find("latest", place, config, mesh)
+        assert found is not None
+        tensors = ranks.tensors(9)
+        load(found, tensors)
+        return tensors
+
+    for tensors in ranks.on_ranks(4, work):
+        assert all(torch.equal(tensors[name], value) for name, value in ranks.tensors(3).items())
+    assert read.count("manifest.json") == 1
+    assert read.count("index.json") == 2  # to be known, and to be hashed
 
 
 def test_nothing_there_is_nothing(tmp_path):

@@ -221,6 +221,55 @@ def test_a_killed_writer_fails_the_save_on_all_ranks_and_training_goes_on(tmp_pa
     assert "training goes on" in caplog.text
 
 
+def fail_and_try_again(tmp_path, monkeypatch, meanwhile) -> Checkpoints:
+    """Let a save of step 1 fail, stop the process that removes what is left of it, save again."""
+    monkeypatch.setattr("kimi_pretrain.checkpoint.saver._SOON_S", 0.0)
+    monkeypatch.setattr("kimi_pretrain.checkpoint.hand._PATIENCE_S", 0.2)
+    saver = checkpoints(tmp_path, ranks.alone(), "checkpoint.failures=2")
+    saver.prepare(ranks.tensors(1))
+    hand = saver._hand
+    assert hand is not None
+    (tmp_path / "step_00000001.partial").write_text("in the way")
+    saver.begin(ranks.tensors(1), ranks.state(1))
+    plain = hand.send
+
+    def send(do: str, **values) -> None:
+        if do == "remove_torn":
+            hand._process.send_signal(signal.SIGSTOP)
+        plain(do, **values)
+
+    monkeypatch.setattr(hand, "send", send)
+    with pytest.raises(CheckpointError, match="step 1 could not be written"):
+        saver.finish()
+    assert hand.busy
+    (tmp_path / "step_00000001.partial").unlink()
+    meanwhile(hand)
+    saver.begin(ranks.tensors(1), ranks.state(1))
+    assert saver.finish() == str(tmp_path / "step_00000001")
+    assert open_place(tmp_path).checkpoint(1).verify() == []
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_00000001"]
+    return saver
+
+
+def test_a_step_is_saved_again_when_its_leftovers_are_removed(tmp_path, monkeypatch):
+    """Otherwise the removal takes the new files with it."""
+
+    def go_on(hand) -> None:
+        threading.Timer(0.5, hand._process.send_signal, [signal.SIGCONT]).start()
+
+    fail_and_try_again(tmp_path, monkeypatch, go_on).close()
+
+
+def test_a_removal_that_never_ends_is_given_up_with_its_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("kimi_pretrain.checkpoint.saver._REMOVAL_S", 0.3)
+    stopped = []
+    saver = fail_and_try_again(tmp_path, monkeypatch, stopped.append)
+    assert saver._hand is not None
+    assert saver._hand.pid != stopped[0].pid
+    assert not stopped[0].alive
+    saver.close()
+
+
 def test_nothing_is_complete_before_all_have_written(tmp_path):
     def work(mesh):
         saver = checkpoints(tmp_path, mesh)

@@ -1,12 +1,9 @@
 """Two runs in one folder, or in one checkpoint place: the second is refused, and told by whom."""
 
 import json
-import pickle
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,6 @@ from kimi_pretrain.run_lock import (
     check_free,
     check_fresh,
     claim,
-    on_first_rank,
     run_id,
     take,
 )
@@ -101,20 +97,6 @@ def test_a_place_belongs_to_the_run_that_first_saved_there(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RunLocked, match="cannot be written"):
         claim(open_place(tmp_path / "file" / "place"), mine)
-
-
-def test_all_ranks_are_refused_together(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
-    gathered: list[Any] = []
-    ranks: list[Any] = [
-        SimpleNamespace(rank=rank, gather=lambda value: gathered.append(value) or gathered)
-        for rank in range(2)
-    ]
-    for mesh in ranks:
-        with pytest.raises(ValueError, match="holds an earlier run; go on with --resume latest"):
-            on_first_rank(mesh, lambda: check_fresh(tmp_path))
-    assert pickle.loads(pickle.dumps(gathered[0])).args == gathered[0].args
-    assert gathered[1] is None  # rank 1 did not look
 
 
 def test_a_folder_is_fresh_until_a_run_has_written_into_it(tmp_path):

@@ -3,15 +3,18 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from kimi_pretrain.last_words import NO_PROGRESS, LastWord, error_file, first_word, leave_word
 from kimi_pretrain.watchdog import (
+    SPEAKERS,
     Halt,
     Watchdog,
     describe,
     halt_file,
     read_halts,
+    speaks,
     stack_of,
     suspects,
     waits,
@@ -67,10 +70,17 @@ def test_a_single_process_is_to_blame_itself():
     assert "rank 0 is in phase 'build'" in before
 
 
-def watched(tmp_path, seconds: float, work, rank: int = 0) -> list[int]:
+@pytest.mark.parametrize(("world_size", "count"), [(1, 1), (2, 2), (16, 16), (17, 9), (4096, 16)])
+def test_of_many_ranks_some_look_for_the_guilty(world_size, count):
+    chosen = [rank for rank in range(world_size) if speaks(rank, world_size)]
+    assert (len(chosen), chosen[0]) == (count, 0)
+    assert max(np.diff([*chosen, world_size])) <= -(-world_size // SPEAKERS)  # all over the job
+
+
+def watched(tmp_path, seconds: float, work, rank: int = 0, world_size: int = 2) -> list[int]:
     """Run `work(watchdog)` under a watchdog; the codes that it ended the process with, or would."""
     codes: list[int] = []
-    dog = Watchdog(tmp_path, rank, 2, seconds, codes.append).start()
+    dog = Watchdog(tmp_path, rank, world_size, seconds, codes.append).start()
     work(dog)
     dog.stop()
     return codes
@@ -100,6 +110,38 @@ def test_a_halt_ends_the_process_with_its_stacks_and_its_reason(tmp_path):
     assert "phase '2 vision forward'" in stacks
     assert "in until" in stacks
     assert read_halts(tmp_path, 2)[0].phase == "2 vision forward"
+
+
+def test_of_a_large_job_the_others_leave_later_and_say_where_they_stood(tmp_path, monkeypatch):
+    monkeypatch.setattr("kimi_pretrain.watchdog.GRACE_S", 0.6)
+    read: list[int] = []
+    monkeypatch.setattr("kimi_pretrain.watchdog.read_halts", lambda *at: read.append(1) or {})
+    began = time.monotonic()
+
+    def work(dog: Watchdog) -> None:
+        dog.begin_step(6)
+        dog.enter("4 backbone")
+        until(lambda: not dog._thread.is_alive())
+
+    assert watched(tmp_path, 0.4, work, rank=5, world_size=64) == [NO_PROGRESS]
+    assert time.monotonic() - began >= 1.0
+    word = first_word(tmp_path)
+    assert word is not None
+    assert "rank 5 is in step 6, phase '4 backbone'" in word.message
+    assert "no word" not in word.message
+    assert not read
+
+
+def test_where_files_hang_a_rank_has_said_at_least_where_it_stood(tmp_path, monkeypatch):
+    monkeypatch.setattr("kimi_pretrain.watchdog.WRITING_S", 0.3)
+    hang = threading.Event()
+    monkeypatch.setattr("kimi_pretrain.watchdog.read_halts", lambda *at: hang.wait(30) and {})
+    done = watched(tmp_path, 0.4, lambda dog: until(lambda: not dog._thread.is_alive()))
+    hang.set()
+    assert done == [NO_PROGRESS]
+    word = first_word(tmp_path)
+    assert word is not None
+    assert "rank 0 is in phase 'start'" in word.message
 
 
 def test_progress_is_any_new_phase_even_of_the_same_name(tmp_path):

@@ -1,11 +1,12 @@
 """Which errors a restart may mend."""
 
 import pytest
+import typer
 
 from data_pipeline.loader import LoaderError
 from data_pipeline.store.open import AccessDenied, StoreUnavailable
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
-from launch.errors import exit_code, user_message
+from launch.errors import exit_code, told_plainly, user_message
 
 
 def wrapped(inner: Exception, outer: type[Exception], *, hidden: bool) -> Exception:
@@ -37,6 +38,13 @@ AWAY, REFUSED = StoreUnavailable("gave up"), AccessDenied("refused")
 def test_a_store_that_does_not_answer_is_worth_a_restart(error, code):
     assert user_message(error) is not None
     assert exit_code(error) == code
+
+
+@pytest.mark.parametrize(("error", "code"), [(AWAY, 75), (REFUSED, 2)])
+def test_commands_end_with_it(error, code, capsys):
+    with pytest.raises(typer.Exit) as end, told_plainly():
+        raise error
+    assert (end.value.exit_code, capsys.readouterr().err) == (code, f"error: {error}\n")
 
 
 def test_the_loader_s_error_has_the_code_of_its_cause():

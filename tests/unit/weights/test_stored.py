@@ -1,6 +1,7 @@
 """Folders of safetensors as they come from anywhere: damaged, pickled, with names that lead out."""
 
 import json
+import pickle
 import re
 
 import pytest
@@ -42,6 +43,25 @@ def test_a_store_of_objects_is_read_too(tmp_path):
     weights, _ = fitting("memory://weights/hf", CONFIG.model)
     name = "language_model.lm_head.weight"
     assert torch.equal(weights.read(name, torch.float32), WEIGHTS[name])
+
+
+@pytest.mark.parametrize("where", ["folder", "memory://weights/sent"])
+def test_what_one_rank_has_found_the_others_read(tmp_path, where):
+    """Headers are read once for a job; tensors by who needs them."""
+    from data_pipeline.store.open import open_store
+
+    folder = write_folder(tmp_path / "hf", WEIGHTS, 3)
+    if where != "folder":
+        for file in folder.iterdir():
+            open_store(where).put(file.name, file.read_bytes())
+    found = fitting(folder if where == "folder" else where, CONFIG.model)
+    name = "language_model.lm_head.weight"
+    found[0].read(name, torch.float32)  # its files are open now
+    weights, settings = pickle.loads(pickle.dumps(found))
+    assert settings == found[1]
+    assert weights.stored == found[0].stored
+    for name, tensor in WEIGHTS.items():
+        assert torch.equal(weights.read(name, torch.float32), tensor.float())
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])

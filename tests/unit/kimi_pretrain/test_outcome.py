@@ -1,0 +1,59 @@
+"""What rank 0 did for all arrives as it was: the value, or an error of the same kind."""
+
+import pickle
+
+import pytest
+
+from kimi_pretrain.checkpoint.errors import CheckpointUnavailable
+from kimi_pretrain.outcome import Outcome
+from kimi_pretrain.run_lock import RunLocked
+
+
+class Demanding(ValueError):
+    """Cannot be made anew from its message, which is all that an exception is sent as."""
+
+    def __init__(self, key: str, found: int):
+        super().__init__(f"{key} is {found}")
+
+
+def sent(work):
+    return pickle.loads(pickle.dumps(Outcome.of(work).sendable()))
+
+
+def fail(error: Exception):
+    def work():
+        raise error
+
+    return work
+
+
+def test_a_value_arrives():
+    assert sent(lambda: [3]).result() == [3]
+    assert sent(lambda: None).result() is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointUnavailable("s3://b: gave up"),
+        RunLocked("in use"),
+        FileNotFoundError(2, "No such file", "a.json"),
+        KeyError("name"),
+    ],
+)
+def test_an_error_keeps_its_kind_and_message(error):
+    with pytest.raises(type(error)) as found:
+        sent(fail(error)).result()
+    assert str(found.value) == str(error)
+
+
+def test_an_error_that_cannot_be_sent_is_told_all_the_same():
+    with pytest.raises(RuntimeError, match="Demanding: steps is 3"):
+        sent(fail(Demanding("steps", 3))).result()
+    with pytest.raises(Demanding):  # where it was raised it stays what it is
+        Outcome.of(fail(Demanding("steps", 3))).result()
+
+
+def test_what_ends_a_process_is_no_outcome():
+    with pytest.raises(KeyboardInterrupt):
+        Outcome.of(fail(KeyboardInterrupt()))  # type: ignore[arg-type]
