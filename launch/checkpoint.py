@@ -228,7 +228,7 @@ def import_(
     """Make a checkpoint (OUT/step_00000000) of a Hugging Face folder, of weights alone.
 
     Everything is checked before anything is written: names, shapes, types, and config.json against
-    the configuration. INT4 weights are dequantised, all take the precision of train.dtype.
+    the configuration. INT4 and FP8 weights are dequantised, all take the precision of train.dtype.
     train.start_from reads such a folder without this, too; a checkpoint loads faster, and `eval`
     takes it.
 
@@ -249,7 +249,7 @@ def import_(
             "from": folder,
             "tensors": len(found.sizes),
             "bytes": found.nbytes,
-            "int4": found.weights.has_int4,
+            "quantized": found.weights.quantized,
             "absent": list(found.absent),
         }
         if as_json:

@@ -171,10 +171,10 @@ def print_export(summary: dict[str, Any], widened: bool, tokenizer: bool) -> Non
 
 def print_import(summary: dict[str, Any]) -> None:
     """Print what was made."""
+    kind = f" ({summary['quantized']}, dequantised)" if summary["quantized"] else ""
     typer.echo(
         f"{summary['checkpoint']}: {summary['tensors']:,} tensors, "
-        f"{plain_bytes(summary['bytes'])}, from {summary['from']}"
-        f"{' (INT4, dequantised)' if summary['int4'] else ''}"
+        f"{plain_bytes(summary['bytes'])}, from {summary['from']}{kind}"
     )
     if summary["absent"]:
         typer.echo(

@@ -14,7 +14,7 @@ from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import MANIFEST, step_name
 from kimi_pretrain.checkpoint.place import open_place
 from kimi_pretrain.sections import ModelConfig
-from kimi_pretrain.weights import int4
+from kimi_pretrain.weights import fp8, int4
 from kimi_pretrain.weights.hf_config import Differences, differences
 from kimi_pretrain.weights.matching import Weights, match
 from kimi_pretrain.weights.shapes import model_shapes
@@ -88,7 +88,8 @@ def _differences(stored: StoredTensors, model: ModelConfig) -> Differences:
     text = stored.config.get("text_config") or stored.config
     quantized = text.get("quantization_config") or stored.config.get("quantization_config")
     if quantized:
-        int4.check_scheme(quantized, where)
+        of_fp8 = isinstance(quantized, dict) and quantized.get("quant_method") == "fp8"
+        (fp8 if of_fp8 else int4).check_scheme(quantized, where)
     found = differences(stored.config, model)
     return Differences(
         *(tuple(f"{where}: {told}" for told in x) for x in (found.sizes, found.settings))

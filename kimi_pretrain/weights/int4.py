@@ -133,6 +133,6 @@ def check_scheme(found: Any, where: str) -> None:
         if (weights | stated).get(key) != value:
             raise ValueError(
                 f"{where}: quantised with {key} {(weights | stated).get(key)!r}, expected "
-                f"{value!r}; what is read is bfloat16, float32, float16 and compressed-tensors "
-                f'"pack-quantized" of 4 bits, int, symmetric, group_size {GROUP}'
+                f"{value!r}; what is read is bfloat16, float32, float16, FP8 in blocks and "
+                f'compressed-tensors "pack-quantized" of 4 bits, int, symmetric, group_size {GROUP}'
             )

@@ -2,17 +2,18 @@
 
 Known are checkpoints of ours, Kimi K2.5's names, and DeepSeek-V3's, which K2 and Moonlight have and
 `save_pretrained` of transformers' `DeepseekV3ForCausalLM` writes: the same names without
-`language_model.`, and no vision encoder. A matrix may be INT4 (`weights.int4`).
+`language_model.`, and no vision encoder. A matrix may be INT4 (`weights.int4`) or FP8
+(`weights.fp8`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.weights import int4
+from kimi_pretrain.weights import fp8, int4
 from kimi_pretrain.weights.shapes import LANGUAGE, VISION, Shapes
 from kimi_pretrain.weights.stored import Header, StoredTensors, more
 
@@ -30,7 +31,8 @@ class Weights:
 
     Attributes:
         stored: where they lie.
-        sources: name in the model -> the stored tensor, or the three of an INT4 matrix.
+        sources: name in the model -> the stored tensor, or those that make up a quantised matrix:
+            two of FP8, three of INT4.
         absent: parts of the model of which nothing is stored: the vision encoder's, or none.
     """
 
@@ -66,8 +68,10 @@ class Weights:
         first = self.stored.read(sources[0])
         if len(sources) == 1:
             return check_finite(first, self.stored.place(sources[0]))
-        scale, shape = map(self.stored.read, sources[1:])
-        tensor = int4.dequantize(first, scale)
+        scale = self.stored.read(sources[1])
+        if len(sources) == 2:
+            return check_finite(fp8.dequantize(first, scale), self.stored.place(sources[0]))
+        tensor, shape = int4.dequantize(first, scale), self.stored.read(sources[2])
         if shape.tolist() != list(tensor.shape):
             raise CheckpointError(
                 f"{self.stored.place(sources[2])} is {shape.tolist()}, {sources[0]} holds "
@@ -76,9 +80,10 @@ class Weights:
         return check_finite(tensor, self.stored.place(sources[1]))
 
     @property
-    def has_int4(self) -> bool:
-        """Whether any matrix is INT4."""
-        return any(len(sources) > 1 for sources in self.sources.values())
+    def quantized(self) -> str | None:
+        """How matrices are quantised: "FP8" or "INT4"; None: none is."""
+        parts = max(map(len, self.sources.values()))
+        return {1: None, 2: "FP8", 3: "INT4"}[parts]
 
 
 def check_finite(tensor: Tensor, where: str) -> Tensor:
@@ -138,6 +143,9 @@ def _sources(name: str, headers: Mapping[str, Header]) -> tuple[str, ...]:
     packed = tuple(f"{base}.{part}" for part in int4.PARTS)
     if name not in headers and last == "weight" and packed[0] in headers:
         return packed
+    scale = f"{base}.{fp8.SCALE}"
+    if name in headers and (headers[name].dtype == fp8.DTYPE or scale in headers):
+        return name, scale
     return (name,)
 
 
@@ -160,16 +168,12 @@ def _wrong(
     sources: tuple[str, ...], shape: tuple[int, ...], headers: Mapping[str, Header]
 ) -> Iterable[str]:
     """Say what is wrong with the stored tensors of one of the model's."""
-    if len(sources) == 1:
-        expected = {sources[0]: (shape, FLOATS)}
-    else:
-        try:
-            packed = int4.packed_shapes(shape)
-        except ValueError as error:
-            yield f"{sources[0]!r}: {error}"
-            return
-        types = ((torch.int32,), FLOATS, (torch.int32, torch.int64))
-        expected = dict(zip(sources, zip(packed.values(), types, strict=True), strict=True))
+    try:
+        shapes, types = _forms(len(sources), shape)
+    except ValueError as error:
+        yield f"{sources[0]!r}: {error}"
+        return
+    expected = dict(zip(sources, zip(shapes, types, strict=True), strict=True))
     for name, (wanted, types) in expected.items():
         header = headers.get(name)
         if header is None:
@@ -179,6 +183,18 @@ def _wrong(
             yield f"{name!r} has shape {list(header.shape)}, expected {list(wanted)}"
         elif header.dtype not in types:
             yield f"{name!r} is {_type(header.dtype)}, expected {' or '.join(map(_type, types))}"
+
+
+def _forms(
+    parts: int, shape: tuple[int, ...]
+) -> tuple[Sequence[tuple[int, ...]], Sequence[tuple[torch.dtype, ...]]]:
+    """Return shapes and allowed types of the stored tensors of which a tensor is made."""
+    if parts == 1:
+        return (shape,), (FLOATS,)
+    if parts == 2:
+        return (shape, fp8.scale_shape(shape)), ((fp8.DTYPE,), (torch.float32,))
+    types = ((torch.int32,), FLOATS, (torch.int32, torch.int64))
+    return tuple(int4.packed_shapes(shape).values()), types
 
 
 def _type(dtype: torch.dtype) -> str:
@@ -191,6 +207,4 @@ def _hint(headers: Mapping[str, Header]) -> str:
             "; these are the names that save_pretrained of transformers' Kimi K2.5 class gets "
             "wrong: export it under the released names"
         )
-    if any(name.endswith(".weight_scale_inv") for name in headers):
-        return "; FP8 weights are not read: convert them to bfloat16 first"
     return ""

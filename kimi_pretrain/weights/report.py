@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kimi_pretrain.weights import fp8
 from kimi_pretrain.weights.int4 import PARTS
 from kimi_pretrain.weights.matching import OPTIMIZER
 from kimi_pretrain.weights.shapes import part_of
@@ -21,7 +22,7 @@ class Count:
     """Tensors of one part.
 
     Attributes:
-        numbers: weights; an INT4 matrix counts eight in a word, and its scales none.
+        numbers: weights; an INT4 matrix counts eight in a word; scales count none.
         dtypes: types as they are stored.
     """
 
@@ -36,7 +37,7 @@ class Count:
         dtype = "int4" if name.endswith(packed) else str(header.dtype).removeprefix("torch.")
         numel = math.prod(header.shape)
         self.bytes += numel * header.dtype.itemsize
-        if name.endswith(tuple(others)):
+        if name.endswith((*others, fp8.SCALE)):
             return
         self.tensors += 1
         self.numbers += numel * (8 if dtype == "int4" else 1)

@@ -90,8 +90,3 @@ def test_other_quantizations_are_refused_by_name(key, value):
     other = int4.QUANTIZATION | {"config_groups": {"group_0": {"weights": weights}}}
     with pytest.raises(ValueError, match=f"here: quantised with {key} {value!r}"):
         int4.check_scheme(other, "here")
-
-
-def test_fp8_is_refused_by_name():
-    with pytest.raises(ValueError, match="quant_method 'fp8'"):
-        int4.check_scheme({"quant_method": "fp8", "weight_block_size": [128, 128]}, "here")

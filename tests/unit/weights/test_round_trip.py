@@ -110,7 +110,7 @@ def test_int4_comes_in_under_kimis_names_and_moonlights(tmp_path):
     stored, meant = with_int4(random_weights(config))
     for prefix, tensors in (("k25", stored), ("alone", language_alone(stored))):
         found = intake.plan(write_folder(tmp_path / prefix, tensors, 2), config)
-        assert found.weights.has_int4
+        assert found.weights.quantized == "INT4"
         for name, tensor in meant.items():
             if name in found.sizes:
                 assert torch.equal(found.read(name), tensor.float()), name
