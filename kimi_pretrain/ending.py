@@ -12,9 +12,14 @@ if TYPE_CHECKING:
 
 
 def write_state_hashes(run: "Run", file: Path) -> None:
-    """Write SHA-256 of everything the run remembers, so that two runs can be compared."""
+    """Write SHA-256 of everything the run remembers, so that two runs can be compared.
+
+    Collective; rank 0 writes.
+    """
     model = hash_tensors(run.model.tensors(), run.mesh)
     optimizer = hash_tensors(run.update.optimizer.state_dict(), run.mesh)
+    if run.mesh.rank != 0:
+        return
     state = vars(run.run_state())
     hashes = {
         "step": run.step,
@@ -24,8 +29,7 @@ def write_state_hashes(run: "Run", file: Path) -> None:
         "tensors": len(model) + len(optimizer),
         "per_tensor": model | optimizer,
     }
-    if run.mesh.rank == 0:
-        file.write_text(json.dumps(hashes, indent=1) + "\n")
+    file.write_text(json.dumps(hashes, indent=1) + "\n")
 
 
 def measure_efficiency(run: "Run", file: Path) -> None:

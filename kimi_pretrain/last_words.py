@@ -4,15 +4,17 @@
 
 Who watches the processes (`launch.supervise`, a batch script) shows the first one's line and ends
 with its code, because torchrun tells neither. Exit codes: 2 is the user's to mend and will come
-again after a restart; 75 (EX_TEMPFAIL of sysexits.h) is a run that made no progress; any other a
-fault worth a restart.
+again after a restart; 75 (EX_TEMPFAIL of sysexits.h) is a run that made no progress; any other (1)
+a fault worth a restart.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
+FAULT = 1
 USERS_TO_MEND = 2
 NO_PROGRESS = 75
+WORDS = "logs/error_rank_*.txt"
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,19 @@ def forget_word(run_dir: Path, rank: int) -> None:
     error_file(run_dir, rank).unlink(missing_ok=True)
 
 
+def forget_words(run_dir: Path) -> None:
+    """Remove what all ranks said in an earlier run, before this one has any.
+
+    Several machines may do this at the same time.
+    """
+    for file in run_dir.glob(WORDS):
+        file.unlink(missing_ok=True)
+
+
 def first_word(run_dir: Path) -> LastWord | None:
     """Return the last word of the rank that ended first; None if none left any."""
     found: list[tuple[int, str]] = []
-    for file in run_dir.glob("logs/error_rank_*.txt"):
+    for file in run_dir.glob(WORDS):
         try:
             found.append((file.stat().st_mtime_ns, file.read_text()))
         except FileNotFoundError:  # a rank that starts again has just removed it

@@ -1,7 +1,7 @@
 """What one rank does for all: its result or its error, in a form that can be sent to the others."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,12 @@ class Outcome:
     Attributes:
         value: what it returned.
         error: what it raised; None: nothing.
+        causes: of the error, the nearest first: what it was raised from, or while handling.
     """
 
     value: Any = None
     error: Exception | None = None
+    causes: tuple[BaseException, ...] = ()
 
     @classmethod
     def of(cls, work: Callable[[], Any]) -> "Outcome":
@@ -24,13 +26,16 @@ class Outcome:
         try:
             return cls(work())
         except Exception as error:
-            return cls(error=error)
+            return cls(None, error, tuple(_causes(error)))
 
     def result(self) -> Any:
         """Return the value, or raise the error."""
-        if self.error is not None:
-            raise self.error
-        return self.value
+        if self.error is None:
+            return self.value
+        error: BaseException = self.error
+        for cause in self.causes:  # which being sent has cut off
+            error.__cause__ = error = cause
+        raise self.error
 
     def sendable(self) -> "Outcome":
         """Return the same for other processes.
@@ -40,9 +45,21 @@ class Outcome:
         """
         if self.error is None:
             return self
-        try:
-            if str(pickle.loads(pickle.dumps(self.error))) == str(self.error):
-                return self
-        except Exception:
-            pass
-        return Outcome(error=RuntimeError(f"{type(self.error).__name__}: {self.error}"))
+        error = self.error
+        if not _survives(error):
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return Outcome(None, error, tuple(filter(_survives, self.causes)))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen = {id(error)}
+    while (cause := error.__cause__ or error.__context__) is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield (error := cause)
+
+
+def _survives(error: BaseException) -> bool:
+    try:
+        return str(pickle.loads(pickle.dumps(error))) == str(error)
+    except Exception:
+        return False

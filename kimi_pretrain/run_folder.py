@@ -22,6 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 from kimi_pretrain.config import Config, dump_config
 from kimi_pretrain.dep.memory import GIB
 from kimi_pretrain.guard import finite
+from kimi_pretrain.step_lines import forget_after
 from kimi_pretrain.telemetry.exposed import exposed
 from kimi_pretrain.telemetry.line import RankRecord
 from kimi_pretrain.telemetry.phases import Span, phase_of
@@ -128,20 +129,6 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
         elif isinstance(value, int | float) and name not in NOT_DRAWN:
             found[name] = value
     return found
-
-
-def forget_after(file: Path, step: int) -> None:
-    """Drop the lines of a JSON-lines file that belong to later steps, and a torn last line."""
-    if not file.is_file():
-        return
-    kept = []
-    for line in file.read_text().splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] <= step:
-            kept.append(line)
-    # At once: a run that is killed just now must not lose the lines of a month.
-    shorter = file.with_suffix(".partial")
-    shorter.write_text("".join(kept))
-    shorter.replace(file)
 
 
 def write_trace(

@@ -1,9 +1,13 @@
 """One run at a time in a run folder, and one run in a checkpoint place.
 
 Rank 0 holds a lock (flock) on `lock` in the run folder as long as it lives: the system takes it
-back when the process ends, however it ends. Inside stands who holds it. A run has an id of its own
-in `run.json`; a checkpoint place that it writes to carries the id in `owner.json`, so that two runs
-never write into one place, on whatever machines they are.
+back when the process ends, however it ends. Inside stands who holds it, and its time of change is
+renewed every BEAT_S. A run has an id of its own in `run.json`; a checkpoint place that it writes to
+carries the id in `owner.json`, which is looked at again before every commit, so that two runs never
+complete checkpoints in one place, on whatever machines they are.
+
+Where the node of a job's former start is lost, a file server may hold its lock for long, NFS for
+good. So a start of the same SLURM job takes a lock over whose holder shows no life.
 """
 
 import fcntl
@@ -12,8 +16,10 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,8 +28,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kimi_pretrain.run_lock")
 
-# A requeued job may come before a file server has noticed that its old node is gone.
-PATIENCE_S = 120.0
+BEAT_S = 15.0
+# Without a sign of life after which a former start counts as dead: file systems show a change a
+# minute late. And how long its end is waited for as long as it shows some.
+SILENT_S = 180.0
+ALIVE_S = 300.0
+# In an object store, where nothing can be created exclusively, two runs that claim a place at once
+# see what the last one wrote after so long.
+_SETTLE_S = 1.0
 OWNER = "owner.json"
 METRICS = "metrics.jsonl"
 
@@ -36,28 +48,57 @@ class RunLock:
     """Holds a run folder for as long as this process lives, or until `release`."""
 
     def __init__(self, file: IO[str]):
-        self._file = file
+        self._file, self._end = file, threading.Event()
+        self._beat = threading.Thread(target=self._show_life, name="run lock", daemon=True)
+        self._beat.start()
 
     def release(self) -> None:
         """Give the folder free."""
+        self._end.set()
+        self._beat.join()
         self._file.close()
+
+    def _show_life(self) -> None:
+        while not self._end.wait(BEAT_S):
+            with suppress(OSError):  # a file server that is away
+                os.utime(self._file.fileno())
+
+
+class _Silence:
+    """How long the holder of a lock has shown no life, by this machine's own clock."""
+
+    def __init__(self, path: Path):
+        self._path, self._beat, self._since = path, None, time.monotonic()
+
+    def seconds(self) -> float:
+        """Look, and return the seconds since the last change."""
+        beat = self._path.stat().st_mtime_ns
+        if beat != self._beat:
+            self._beat, self._since = beat, time.monotonic()
+        return time.monotonic() - self._since
 
 
 def take(run_dir: Path, environment: Mapping[str, str] = os.environ) -> RunLock:
     """Lock a run folder.
 
-    Where the holder is an earlier start of the same SLURM job, its end is waited for.
+    Where the holder is an earlier start of the same SLURM job, its end is waited for; if it shows
+    no life for SILENT_S, its lock is taken over.
 
     Raises:
         RunLocked: another run holds it; names host, process and since when.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    file = (run_dir / "lock").open("a+")
-    job, begun = environment.get("SLURM_JOB_ID"), time.monotonic()
+    path, job = run_dir / "lock", environment.get("SLURM_JOB_ID")
+    file, begun, silence = path.open("a+"), time.monotonic(), _Silence(path)
     while not _try_lock(file):
         holder = _read(file)
         own = job is not None and holder.get("job") == job
-        if not own or time.monotonic() - begun > PATIENCE_S:
+        if own and silence.seconds() > SILENT_S:
+            log.warning("%s; no sign of life: taken over", _told(run_dir, holder))
+            file.close()
+            file = _another(path)
+            break
+        if not own or time.monotonic() - begun > ALIVE_S:
             file.close()
             raise RunLocked(_told(run_dir, holder))
         time.sleep(0.5)
@@ -67,6 +108,15 @@ def take(run_dir: Path, environment: Mapping[str, str] = os.environ) -> RunLock:
     file.write(json.dumps(holder) + "\n")
     file.flush()
     return RunLock(file)
+
+
+def _another(path: Path) -> IO[str]:
+    """Put a new file in the place of one whose lock never ends, and lock that."""
+    fresh = path.with_suffix(".new")
+    file = fresh.open("a+")
+    _try_lock(file)
+    fresh.replace(path)
+    return file
 
 
 def check_free(run_dir: Path) -> None:
@@ -114,14 +164,17 @@ def claim(place: "Place", run_dir: Path) -> None:
 
     Raises:
         RunLocked: it belongs to another run, or cannot be written.
+        CheckpointUnavailable: it does not answer.
     """
     from data_pipeline.store.open import StoreError  # brings boto3, which few need
+    from kimi_pretrain.checkpoint.errors import CheckpointUnavailable, passing
 
     try:
         if told := _claim(place, run_dir):
             raise RunLocked(told)
     except (OSError, StoreError) as error:
-        raise RunLocked(f"{place.uri} cannot be written: {error}") from None
+        kind = CheckpointUnavailable if passing(error) else RunLocked
+        raise kind(f"{place.uri} cannot be written: {error}") from None
 
 
 def _try_lock(file: IO[str], kind: int = fcntl.LOCK_EX) -> bool:
@@ -158,16 +211,40 @@ def _claim(place: "Place", run_dir: Path) -> str | None:
     text = place.read_text(OWNER)
     if text is None:
         owner = {"run": mine, "run_dir": str(run_dir.resolve()), "host": socket.gethostname()}
-        place.write_text(OWNER, json.dumps(owner) + "\n")
+        _own(place, mine, json.dumps(owner) + "\n")
         text = place.read_text(OWNER) or ""  # another run may have come at the same time
+    return told_owner(place.uri, text, mine)
+
+
+def _own(place: "Place", mine: str, text: str) -> None:
+    """Write who owns a place that nobody owns, unless another run is faster."""
+    if place.folder is None:
+        place.write_text(OWNER, text)
+        time.sleep(_SETTLE_S)
+        return
+    place.folder.mkdir(parents=True, exist_ok=True)
+    partial = place.folder / f".{OWNER}.{mine}"
+    partial.write_text(text)
+    try:
+        os.link(partial, place.folder / OWNER)  # whole, and only if there is none
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        place.write_text(OWNER, text)
+    finally:
+        partial.unlink()
+
+
+def told_owner(uri: str, text: str, mine: str) -> str | None:
+    """Return why a place is not this run's, by the text of its owner.json; None: it is."""
     try:
         owner: Mapping[str, Any] = json.loads(text)
         if owner["run"] == mine:
             return None
     except (ValueError, KeyError, TypeError):
-        return f"{place.uri}/{OWNER} is {text[:100]!r}, expected the id of a run; remove the file"
+        return f"{uri}/{OWNER} is {text[:100]!r}, expected the id of a run; remove the file"
     return (
-        f"{place.uri} holds the checkpoints of another run ({owner['run']}, run folder "
+        f"{uri} holds the checkpoints of another run ({owner['run']}, run folder "
         f"{owner.get('run_dir', 'unknown')} on {owner.get('host', 'an unknown host')}); choose "
         f"another checkpoint.place, or remove {OWNER} there if that run will never go on"
     )

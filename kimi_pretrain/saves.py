@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.errors import CheckpointError, kind_of
 from kimi_pretrain.checkpoint.place import Place, open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints, Progress
 from kimi_pretrain.checkpoint.sink import open_sink, set_aside_later
 from kimi_pretrain.config import Config
-from kimi_pretrain.run_lock import claim
+from kimi_pretrain.run_lock import run_id
 
 if TYPE_CHECKING:
     from kimi_pretrain.train import Run
@@ -33,9 +33,9 @@ class Saves:
     """Saves a run when it is due. Everything here but `progress` and `seconds` is collective.
 
     Args:
-        place: of the checkpoints.
+        place: of the checkpoints, which belongs to this run.
         run: whose tensors and state are saved.
-        run_dir: folder of the run, which the place will belong to.
+        run_dir: folder of the run.
         watch: told of every progress of a save that is waited for.
         uri: of the checkpoint that the run goes on from.
 
@@ -51,9 +51,10 @@ class Saves:
         watch: Callable[[str], object],
         uri: str | None = None,
     ):
-        self.place, self.run, self.run_dir, self.uri = place, run, run_dir, uri
+        self.place, self.run, self.uri = place, run, uri
         self.config, self._watch = run.config, watch
         self._checkpoints: Checkpoints | None = None
+        self._id = run_id(run_dir) if run.mesh.rank == 0 else None
         self._seconds: dict[str, float] = {}
         # Steps of the last save that began, and of the last that is complete: as the run begins,
         # nothing is to be saved.
@@ -126,28 +127,34 @@ class Saves:
         if self._under_way():
             self._wait()
 
-    def close(self) -> None:
-        """End the writer."""
+    def close(self, *, hurry: bool = False) -> None:
+        """End the writer; what it still removes is waited for, unless there is no time."""
         if self._checkpoints is not None:
-            self._checkpoints.close()
+            self._checkpoints.close(hurry=hurry)
 
     def _under_way(self) -> bool:
         return self._checkpoints is not None and self._checkpoints.under_way is not None
 
     def _open(self) -> Checkpoints:
-        self.run.mesh.from_first(self._take_over)
-        self._checkpoints = Checkpoints(self.place, self.config, self.run.mesh, self._saving)
+        self.run.mesh.from_first(self._set_aside)
+        self._checkpoints = Checkpoints(
+            self.place, self.config, self.run.mesh, self._saving, run=self._id
+        )
         self._checkpoints.prepare(self.run.tensors())
         return self._checkpoints
 
-    def _take_over(self) -> None:
-        """Claim the place for this run, and set aside what lies ahead of where it goes on from.
+    def _set_aside(self) -> None:
+        """Set aside what lies ahead of where the run goes on from.
 
         Not only at the first save: a run that is killed before it must not come back to these.
         """
-        claim(self.place, self.run_dir)
-        for told in set_aside_later(self.place, open_sink(self.place), self.run.step):
-            log.warning("%s", told)
+        from data_pipeline.store.open import StoreError  # brings boto3
+
+        try:
+            for told in set_aside_later(self.place, open_sink(self.place), self.run.step):
+                log.warning("%s", told)
+        except (OSError, StoreError) as error:
+            raise kind_of(error)(f"{self.place.uri}: {error}") from error
 
     def _begin(self) -> None:
         self._saving()

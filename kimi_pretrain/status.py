@@ -3,7 +3,8 @@
     {"state": "stopped", "step": 120, "steps": 500, "reason": "signal SIGUSR1", "checkpoint": ...}
 
 "running", "stopped" (in order: it saved, and there is more to do), "finished" (all steps are done),
-or "failed". A rank that is killed writes nothing: then it says "running", and there is more to do.
+or "failed", as a run also is that was stopped and could not save. A rank that is killed writes
+nothing: then it says "running", and there is more to do.
 """
 
 import json

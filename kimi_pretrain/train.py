@@ -16,7 +16,7 @@ from data_pipeline.loader import Loader, LoaderError, StepBatch
 from data_pipeline.plan.planner import DataUsedUp
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
-from kimi_pretrain.checkpoint.load import load
+from kimi_pretrain.checkpoint.load import STEPS, load
 from kimi_pretrain.checkpoint.manifest import RunState
 from kimi_pretrain.checkpoint.place import Checkpoint, open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
@@ -30,8 +30,9 @@ from kimi_pretrain.engine.randomness import seed_step
 from kimi_pretrain.guard import AnomalyError
 from kimi_pretrain.model import Model
 from kimi_pretrain.notes import Notes, Told, check_alike, stop_asked
+from kimi_pretrain.optim.groups import replicas_of
 from kimi_pretrain.run_folder import describe_environment, log_to
-from kimi_pretrain.run_lock import RunLocked, check_fresh
+from kimi_pretrain.run_lock import check_fresh, claim
 from kimi_pretrain.saves import Saves, place_of
 from kimi_pretrain.step import StepReport, TrainStep, needs
 from kimi_pretrain.telemetry.line import record_of
@@ -86,7 +87,8 @@ class Run:
         self.step = 0
         if start is not None:
             watch("read the first weights")
-            start.fill(mesh, self.tensors(), partial(watch, "read the first weights"))
+            progress = partial(watch, "read the first weights")
+            start.fill(mesh, self.tensors(), self.copies(), progress)
         if resume is not None:
             self._resume(resume)
         watch("compare the replicas")
@@ -104,6 +106,10 @@ class Run:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return everything a checkpoint holds: the model's and the optimizer's tensors."""
         return self.model.tensors() | self.update.optimizer.state_dict()
+
+    def copies(self) -> dict[str, str]:
+        """Return the tensors that other ranks hold, too, each with the kind of group of these."""
+        return {name: replicas_of(name) for name in self.model.tensors()} | {STEPS: "encoder"}
 
     def changes_late(self, name: str) -> bool:
         """Whether a tensor changes in phase 7 alone; routing biases move inside the backbone."""
@@ -130,14 +136,14 @@ class Run:
         return uri
 
     def _resume(self, checkpoint: Checkpoint) -> None:
-        state = load(checkpoint, self.tensors(), partial(self._watch, "load the checkpoint"))
+        progress = partial(self._watch, "load the checkpoint")
+        tensors, copies = self.tensors(), self.copies()
+        state = load(checkpoint, tensors, progress, mesh=self.mesh, copies=copies)
         self.update.resume(state.step, state.optimizer_steps)
         self.update.guard.resume(state.losses, state.skips_in_row)
         self.loader.load_state_dict(state.loader)
         self.step = state.step
         log.info("resumed from %s: %d steps are done", checkpoint.uri, self.step)
-        if len(set(self.mesh.gather(self.step))) > 1:  # a file system that lags
-            raise CheckpointError(f"{checkpoint.uri}: ranks found checkpoints of other steps")
 
     def close(self) -> None:
         """End the loader's threads."""
@@ -177,10 +183,14 @@ def train(
     # Nothing is torn down on an error: other ranks may be inside a collective, and leaving it in
     # order would wait for them. The process ends, and with it the job.
     place = place_of(config, run_dir)
+    watchdog.enter("claim the place of checkpoints")
+    mesh.from_first(partial(claim, place, run_dir))
     found = None
     for wanted in _wanted(mesh, run_dir, (resume, otherwise), restarted):
         if found is None and wanted is not None:
-            found = find(wanted, place, config, mesh, watchdog.progress("find the checkpoint"))
+            found = find(
+                wanted, place, config, mesh, watchdog.progress("find the checkpoint"), own=True
+            )
     run = Run(config, mesh, found, watchdog.enter)
     run.train_step.clock.on_phase = watchdog.enter
     if prepare is not None:
@@ -204,7 +214,7 @@ def train(
     state = "finished" if reason is None else "stopped"
     notes.status(state, run.step, saves.uri, reason)
     notes.close()
-    saves.close()
+    saves.close(hurry=reason is not None)
     run.close()
     mesh.barrier()
     engine_mesh.stop()
@@ -311,11 +321,14 @@ def _heed_guard(run: Run, report: StepReport, saves: Saves, notes: Notes) -> Non
 def _stop(saves: Saves, reason: str | None) -> str | None:
     """Save what was trained, also in a run that saves nothing else; returns why it stopped.
 
-    Where that fails, the checkpoint before it has to do: who stops the run will not wait.
+    Raises:
+        CheckpointError: that failed. Such an end is not in order: a job that is started again, and
+            stopped again without having saved, would do the same steps for ever.
     """
     try:
         saves.now()
-    except (CheckpointError, RunLocked) as error:
-        log.warning("stopped without a checkpoint of the last step: %s", error)
-        return f"{reason}; its last step could not be saved: {error}"
+    except CheckpointError as error:
+        kept = f"go on from {saves.uri}" if saves.uri else "there is no checkpoint yet"
+        told = f"stopped ({reason}), but the last step could not be saved: {error}; {kept}"
+        raise type(error)(told) from error
     return reason

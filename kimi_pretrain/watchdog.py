@@ -15,15 +15,14 @@ thousands of files would take longer than anybody waits. Their end ends the job;
 gone, the others follow a little later (`GRACE_S`) and say where they stood themselves.
 
 A rank that wrote nothing is stopped or dead, or works on while others wait for it. Of those that
-wrote, one that does not wait for other ranks holds them up; else those that came to a halt in an
-earlier phase. Only time in which this process runs counts: a job that a scheduler suspends goes on
-afterwards. Collectives have a timeout of their own, a little longer (`backstop`), for the case that
-nothing of this can run.
+wrote, one that does not wait for other ranks (`kimi_pretrain.frames`) holds them up; else those
+that came to a halt in an earlier phase. Only time in which this process runs counts: a job that a
+scheduler suspends goes on afterwards. Collectives have a timeout of their own, a little longer
+(`backstop`), for the case that nothing of this can run.
 """
 
 import faulthandler
 import json
-import linecache
 import os
 import sys
 import threading
@@ -33,8 +32,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
+from kimi_pretrain.frames import stack_of, waits, where
 from kimi_pretrain.last_words import NO_PROGRESS, LastWord, leave_word
 
 EARLY = 0.8  # of the time, after which a rank says where it stands
@@ -43,11 +42,6 @@ SPEAKERS = 16  # ranks that read what all wrote; the others leave GRACE_S later
 GRACE_S = 10.0
 _READERS = 32  # files at a time: on a shared file system each takes about a millisecond
 NAMED = 8  # ranks that a message lists
-ROOT = Path(__file__).parent.parent
-ROOMS = ("kimi_pretrain", "data_pipeline", "moonvit3d", "launch", "tests")
-# Python files that wait for other ranks, and calls that wait for what was begun elsewhere.
-COLLECTIVES = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_communication")
-WAITING_CALLS = (".wait(", "synchronize(", ".barrier(", ".gather(", "all_reduce(", "all_gather")
 
 
 def backstop(seconds: float) -> float:
@@ -175,7 +169,8 @@ class Watchdog:
     def _halt(self, place: tuple[int, int, str], seconds: float) -> Halt:
         # The frame of a running thread may go on while it is read; this is for people.
         lines = stack_of(sys._current_frames().get(self._main or 0))
-        return Halt(self.rank, place[1], place[2], seconds, where(lines), waits(lines))
+        waiting = waits(lines, on_device=_on_device())
+        return Halt(self.rank, place[1], place[2], seconds, where(lines), waiting)
 
 
 def halt_file(run_dir: Path, rank: int) -> Path:
@@ -246,42 +241,11 @@ def suspects(halts: Sequence[Halt]) -> list[Halt]:
     return [] if len(behind) == len(halts) else behind
 
 
-def stack_of(frame: FrameType | None) -> list[tuple[str, int, str]]:
-    """Return (file, line, function) of a thread's frames, innermost first."""
-    lines = []
-    while frame is not None:
-        lines.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return lines
-
-
-def waits(lines: Sequence[tuple[str, int, str]]) -> bool:
-    """Return whether a thread is waiting for other ranks, or for its device."""
-    if not lines:
-        return False
-    file, number, _ = lines[0]
-    call = linecache.getline(file, number)
-    inside = any(part in line[0] for line in lines[:4] for part in COLLECTIVES)
-    return inside or (_ours(file) and any(name in call for name in WAITING_CALLS))
-
-
-def where(lines: Sequence[tuple[str, int, str]]) -> str:
-    """Return the innermost line, and the innermost one of this project if that is another."""
-    if not lines:
-        return "an unknown line"
-    ours = next((line for line in lines if _ours(line[0])), lines[0])
-    told = _line(*lines[0])
-    return told if ours == lines[0] else f"{told} called from {_line(*ours)}"
-
-
-def _line(file: str, number: int, function: str) -> str:
-    path = Path(file)
-    short = path.relative_to(ROOT) if _ours(file) else Path(*path.parts[-3:])
-    return f"{short}:{number} ({function})"
-
-
-def _ours(file: str) -> bool:
-    return any(file.startswith(f"{ROOT / room}{os.sep}") for room in ROOMS)
+def _on_device() -> bool:
+    """Whether this process computes on a CUDA device; torch is not loaded for the question."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # it may be loading just now
+    begun = getattr(cuda, "is_initialized", None)
+    return begun is not None and begun()
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
 """Which errors are the user's to mend, and how they are shown: one line, no traceback.
 
 Exit codes: 0 finished, or stopped in order (`status.json` says which); 2 the user's to mend, and a
-restart would come to it again; 75 no progress in time, or a store that does not answer; any other a
-fault. After the last two a restart helps.
+restart would come to it again; 75 no progress in time, or a store or shared folder that does not
+answer; any other a fault, such as a dead process. After the last two a restart helps.
 """
 
 import errno
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import typer
 
-from kimi_pretrain.last_words import NO_PROGRESS, USERS_TO_MEND
+from kimi_pretrain.last_words import FAULT, NO_PROGRESS, USERS_TO_MEND
 
 __all__ = ["EXIT_CODE", "NO_PROGRESS", "told_plainly", "user_message"]
 
@@ -47,17 +47,34 @@ def user_message(error: BaseException) -> str | None:
 def exit_code(error: BaseException) -> int:
     """Return the exit code that goes with an error of which `user_message` tells in one line.
 
-    A store that does not answer may do so after a restart, whatever became of its error on the way.
+    A store or shared folder that does not answer may do so after a restart, whatever became of its
+    error on the way. A loader's worker that died, of want of memory as a rule, is a dead process as
+    any other; where it comes again, who restarts gives up after some times without progress.
     """
-    from data_pipeline.store.open import StoreUnavailable
-    from kimi_pretrain.checkpoint.errors import CheckpointUnavailable
+    from data_pipeline.workers.workers import WorkerDied
 
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, StoreUnavailable | CheckpointUnavailable):
+        if isinstance(cause, WorkerDied):
+            return FAULT
+        if _passes(cause):
             return NO_PROGRESS
         cause = cause.__cause__ or cause.__context__
     return EXIT_CODE
+
+
+def _passes(error: BaseException) -> bool:
+    """Whether a restart may not meet this error.
+
+    Without a number an OSError says nothing of a file system (a picture that is none is one), and
+    a lock or a process that was asked for is no fault.
+    """
+    from kimi_pretrain.checkpoint.errors import passing
+
+    if isinstance(error, OSError):
+        answers = BlockingIOError | ProcessLookupError | ChildProcessError | InterruptedError
+        return error.errno is not None and not isinstance(error, answers) and passing(error)
+    return passing(error)
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 r"""Writes the sbatch script of a training job: one rank per srun task; docs/SLURM.md shows one.
 
 Pure text. Rank by task, not torchrun per node: a signal sent to a torchrun step ends torchrun
-itself, while a task is the training process (`launch.slurm_rank`). What the script relies on:
+itself, while a task is the training process (`launch.worker`). What the script relies on:
 
 - Rank 0 may stand on any node, so a first, short step asks where it is and which port nobody
   listens on there; a requeued job asks again, so it never meets the ranks of its past.
 - A while before the time limit, and when SLURM wants the nodes for others, USR1 comes to the script
   alone ("B:"). It passes the signal to srun, which passes it to every rank; they finish the step,
-  save and exit 0; then the script puts the job back into the queue.
+  save and exit 0; then the script puts the job back into the queue, and where they do not in time.
 - TERM (`scancel`, pre-emption without the signal) reaches the ranks from SLURM itself. Whoever sent
   it decides what becomes of the job, so the script only waits.
 - srun returns the largest exit code, and that of a rank which it killed is larger than what the
@@ -20,11 +20,13 @@ import shlex
 from dataclasses import dataclass, replace
 
 from launch.job import WORKER, Job
+from launch.slurm_ending import ending, ways_out
 
 # The signal may come this much early: SLURM looks at its timers once a minute.
 EARLY_SECONDS = 60
 RESEND_SECONDS = 3
-REQUEUE_TRIES = 6
+# What is left of --save-seconds when a stop is given up: the requeue takes time, too.
+SPARE_SECONDS = 30
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
 # Stands for an array element's seed until the job runs.
 SEED = "@SEED@"
@@ -43,10 +45,11 @@ class SlurmOptions:
         time: limit, "days-hours:minutes:seconds".
         partition, account: as the cluster calls them.
         save_seconds: what a step and a save take at most; the signal comes so much before the
-            limit, and a minute more, which it may come early.
+            limit, and a minute more, which it may come early. Shortly before they are over, ranks
+            that have not stopped are given up.
         requeue: put the job back after the limit, pre-emption and failures.
-        max_restarts: failures in a row, none a step further than the one before, that are tried
-            again; pre-emption and lost nodes do not count.
+        max_restarts: failures in a row, none a checkpoint further than the one before, that are
+            tried again; pre-emption and lost nodes do not count.
         after: jobs that must have finished well before; where one has not, this one is cancelled.
         seeds: one element of an array for each, with a run folder of its own; none for no array.
         modules: `module load` names.
@@ -66,7 +69,7 @@ class SlurmOptions:
     time: str = "1-00:00:00"
     partition: str | None = None
     account: str | None = None
-    save_seconds: int = 240
+    save_seconds: int = 700
     requeue: bool = True
     max_restarts: int = 3
     after: tuple[int, ...] = ()
@@ -104,6 +107,12 @@ class SlurmOptions:
     def signal_seconds(self) -> int:
         """How long before the limit SLURM is asked for the signal."""
         return self.save_seconds + EARLY_SECONDS
+
+    @property
+    def stop_seconds(self) -> int:
+        """How long after the signal the ranks are given up, before SLURM ends the job for good."""
+        spare = max(SPARE_SECONDS, self.save_seconds // 10)
+        return self.save_seconds - min(spare, self.save_seconds // 2)
 
     def _check_time(self) -> None:
         limit = limit_seconds(self.time)
@@ -165,11 +174,9 @@ def script(job: Job, options: SlurmOptions, place: str | None = None) -> str:
         job = element(job, place)
     parts = ["#!/bin/bash", *directives(job, options)]
     # Not -u yet: what others wrote for modules and environments often reads unset variables.
-    parts += ["set -eo pipefail", *SIGNALS]
-    parts += [f"module load {shlex.quote(name)}" for name in options.modules]
-    parts += [*options.setup, "set -u", ""]
-    parts += what(job, options) + rendezvous() + steps(job, options)
-    parts += ending(options)
+    parts += ["set -eo pipefail", *folder(job, options), *SIGNALS, *ways_out(options)]
+    parts += [*setup(options), "set -u", *_value("job", job.argument(), options), ""]
+    parts += rendezvous() + steps(job, options) + ending(options)
     return "\n".join(parts) + "\n"
 
 
@@ -206,25 +213,34 @@ def directives(job: Job, options: SlurmOptions) -> list[str]:
     return [f"#SBATCH {line}" for line in (*text, *(f"--{line}" for line in options.directives))]
 
 
-def what(job: Job, options: SlurmOptions) -> list[str]:
-    """Return the lines that say what is trained, and how the script speaks."""
-    lines = [f"run_dir={shlex.quote(job.run_dir)}", f"job={shlex.quote(job.argument())}"]
+def folder(job: Job, options: SlurmOptions) -> list[str]:
+    """Return the lines that say where the run is, by a name that no setup command uses as well."""
+    told = ["# An element of the array: its number is its seed."] if options.seeds else []
+    return ["", *told, *_value("kimi_run_dir", job.run_dir, options), ""]
+
+
+def _value(name: str, value: str, options: SlurmOptions) -> list[str]:
+    lines = [f"{name}={shlex.quote(value)}"]
     if options.seeds:
-        lines += [
-            "# An element of the array: its number is its seed.",
-            f"run_dir=${{run_dir//{SEED}/$SLURM_ARRAY_TASK_ID}}",
-            f"job=${{job//{SEED}/$SLURM_ARRAY_TASK_ID}}",
-        ]
-    return [
-        *lines,
-        'mkdir -p "$run_dir/logs"',
-        'rm -f "$run_dir"/logs/error_rank_*.txt',
+        lines += [f"{name}=${{{name}//{SEED}/$SLURM_ARRAY_TASK_ID}}"]
+    return lines
+
+
+def setup(options: SlurmOptions) -> list[str]:
+    """Return the lines that run before the ranks; `doing` says which of them has failed."""
+    lines = [
+        'doing="mkdir or rm in $kimi_run_dir/logs"',
+        'mkdir -p "$kimi_run_dir/logs"',
+        'rm -f "$kimi_run_dir"/logs/error_rank_*.txt',
         'say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST"',
         f"export OMP_NUM_THREADS={options.cpus_per_task}",
         # Since SLURM 22.05 srun does not take this over from sbatch.
         f"export SRUN_CPUS_PER_TASK={options.cpus_per_task}",
-        "",
     ]
+    modules = [f"module load {shlex.quote(name)}" for name in options.modules]
+    for command in (*modules, *options.setup):
+        lines += [f"doing={shlex.quote(command)}", command]
+    return [*lines, "doing='the script itself'"]
 
 
 SIGNALS = [
@@ -272,11 +288,14 @@ def steps(job: Job, options: SlurmOptions) -> list[str]:
         container += ["--container-mounts=" + ",".join(mounts)]
     srun = shlex.join(["srun", "--kill-on-bad-exit=1", *container])
     rank = (
+        # USR1 would end a process that does not know it yet; ignored, it comes again.
+        'trap "" USR1; '
         "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
         f'LOCAL_WORLD_SIZE={options.tasks_per_node}; exec "$@"'
     )
+    give_up = f'    if [ "$SECONDS" -ge {options.stop_seconds} ]; then late=1; break; fi'
     return [
-        "code=1",
+        "code=1 late=",
         'if [ -n "$MASTER_ADDR" ] && [ -z "$told" ]; then',
         "  # In the background: bash runs a trap only between commands, and `wait` lets it in.",
         f"  {srun} bash -c {shlex.quote(rank)} rank \\",
@@ -285,65 +304,14 @@ def steps(job: Job, options: SlurmOptions) -> list[str]:
         "  # A trap ends `wait` early, while the ranks still run.",
         '  while [ "$told" != USR1 ] && kill -0 "$step" 2>/dev/null; do wait "$step" || true; done',
         "  # Again and again: srun may not have been ready, and to the ranks it means the same.",
-        f'  while kill -USR1 "$step" 2>/dev/null; do sleep {RESEND_SECONDS}; done',
-        "  # Bash remembers the exit code.",
-        '  wait "$step" && code=0 || code=$?',
-        "fi",
-        "",
-    ]
-
-
-def ending(options: SlurmOptions) -> list[str]:
-    """Return the lines that decide what becomes of the job: done, again, or given up."""
-    again = [
-        '  say "$1: back into the queue"',
-        "  # The controller may be away for a moment. And where a node's daemon died, this script",
-        "  # may have outlived its job's next start.",
-        f"  for try in {{1..{REQUEUE_TRIES}}}; do",
-        '    case "$(scontrol -o show job "$SLURM_JOB_ID")" in',
-        '      *" Restarts=${SLURM_RESTART_COUNT:-0} "*)',
-        '        if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi ;;',
-        '      *" Restarts="*) say "a later start goes on already"; exit 1 ;;',
-        "    esac",
-        "    sleep 20",
+        "  SECONDS=0",
+        '  while kill -USR1 "$step" 2>/dev/null; do',
+        # Without a requeue there is nothing better than to wait for the save.
+        *([give_up] if options.requeue else []),
+        f"    sleep {RESEND_SECONDS}",
         "  done",
-        '  say "the requeue was refused"',
-        "  exit 1",
-    ]
-    if not options.requeue:
-        again = ['  say "$1: not requeued (--no-requeue)"', "  exit 1"]
-    return [
-        "again() {",
-        *again,
-        "}",
-        'stands() { grep -qs "$1" "$run_dir/status.json"; }',
-        'if [ "$code" -eq 0 ] && stands \'"state": "finished"\'; then say "finished"; exit 0; fi',
-        'no_use() { grep -qsx "exit code 2" "$run_dir"/logs/error_rank_*.txt; }',
-        'if [ "$code" -eq 2 ] || no_use; then',
-        '  say "stopped by something that a restart does not mend: see above"',
-        "  exit 2",
+        "  # Bash remembers the exit code. Ranks that are late end with the requeue.",
+        '  if [ -z "$late" ]; then wait "$step" && code=0 || code=$?; fi',
         "fi",
-        "# The ranks may have been told without this script.",
-        'if [ "$code" -eq 0 ] && stands SIGUSR1; then told=${told:-USR1}; fi',
-        'if [ "$code" -eq 0 ] && stands SIGTERM; then told=${told:-TERM}; fi',
-        "# Not 0: what waits for this job must not start on half a training.",
-        'if [ "$told" = TERM ]; then say "ended by request, before the last step"; exit 143; fi',
-        'if [ "$told" = USR1 ]; then again "told to make room"; fi',
-        'why="failed (exit code $code)"',
-        'if [ "$code" -eq 0 ]; then why="the ranks stopped in order" code=1; fi',
         "",
-        "# Tried again while it gets further than the time before, else so many times.",
-        'notes="$run_dir/logs/failures-$SLURM_JOB_ID"',
-        "failures=0 furthest=-1",
-        'if [ -f "$notes" ]; then read -r failures furthest <"$notes"; fi',
-        'step=$(tail -n 1 "$run_dir/metrics.jsonl" 2>/dev/null |',
-        "  grep -o '\"step\": *[0-9]*' | head -n 1 | grep -o '[0-9]*$' || echo 0)",
-        'if [ "$step" -gt "$furthest" ]; then failures=0 furthest=$step; fi',
-        "failures=$((failures + 1))",
-        'echo "$failures $furthest" >"$notes"',
-        f'if [ "$failures" -gt {options.max_restarts} ]; then',
-        f'  say "$why after step $step, and {options.max_restarts} restarts got no further"',
-        '  exit "$code"',
-        "fi",
-        f'again "$why after step $step, restart $failures of {options.max_restarts}"',
     ]

@@ -76,7 +76,8 @@ def _start_several(
     cores = len(os.sched_getaffinity(0))
     env = torchrun.environment(os.environ, nodes.processes, cores)
     command = torchrun.command(job, nodes, worker=worker, max_restarts=machines.max_restarts)
-    return supervise.run(command, env, Path(job.run_dir), in_order=True)
+    log = torchrun.log_name(nodes)
+    return supervise.run(command, env, Path(job.run_dir), in_order=True, log_name=log)
 
 
 def check_once(job: Job, config: "Config", *, alone: bool) -> None:

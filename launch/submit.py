@@ -38,8 +38,8 @@ def submit(
     cpus_per_task: Annotated[int, typer.Option(min=1)] = 8,
     time: Annotated[str, typer.Option(help="Limit, days-hours:minutes:seconds.")] = "1-00:00:00",
     save_seconds: Annotated[
-        int, typer.Option(min=1, help="What a step and a save take; the limit's signal is earlier.")
-    ] = 240,
+        int, typer.Option(min=1, help="What a step and a save take; then a stop is given up.")
+    ] = 700,
     name: Annotated[str, typer.Option(help="Of the job.")] = "kimi-pretrain",
     partition: Annotated[str | None, typer.Option()] = None,
     account: Annotated[str | None, typer.Option()] = None,
@@ -64,7 +64,7 @@ def submit(
         bool, typer.Option(help="Go on after time limit, pre-emption, failures and lost nodes.")
     ] = True,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="Failures in a row that get no further; then it ends.")
+        int, typer.Option(min=0, help="Failures in a row that save nothing new; then it ends.")
     ] = 3,
     follow: Annotated[
         bool | None, typer.Option(help="Show the log until the end; on a terminal by default.")
@@ -117,6 +117,8 @@ def submit(
         other = None if resume in (None, LATEST) else resume
         job = Job(str(folder / "job.yaml"), str(folder), (), LATEST, otherwise=other)
         text = slurm.script(job, options, loaded.checkpoint.place)
+        if warning := late_watchdog(options, loaded.train.timeout_seconds):
+            typer.echo(f"warning: {warning}", err=True)
         if dry_run:
             typer.echo(text, nl=False)
             return
@@ -148,6 +150,24 @@ def spread(world_size: int, gpus_per_node: int, tasks_per_node: int | None) -> d
         )
     gpus = tasks if gpus_per_node else 0
     return {"nodes": world_size // tasks, "tasks_per_node": tasks, "gpus_per_node": gpus}
+
+
+def late_watchdog(options: slurm.SlurmOptions, timeout_seconds: float) -> str | None:
+    """Return what a rank that hangs while the job stops would come to; None: it is named in time.
+
+    Args:
+        options: of the job.
+        timeout_seconds: `train.timeout_seconds`, after which the watchdog names such a rank.
+
+    """
+    if not options.requeue or timeout_seconds < options.stop_seconds:
+        return None
+    return (
+        f"a rank that hangs while the job stops will not be named: the ranks are given up after "
+        f"{options.stop_seconds} s (--save-seconds {options.save_seconds}), the watchdog comes "
+        f"after {timeout_seconds:g} s (train.timeout_seconds); give more of the one or less of "
+        "the other"
+    )
 
 
 def parse_seeds(text: str | None) -> tuple[int, ...]:

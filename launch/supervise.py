@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,30 +23,39 @@ from typing import IO
 
 import psutil
 
-from kimi_pretrain.last_words import USERS_TO_MEND, LastWord, first_word
+from kimi_pretrain.last_words import USERS_TO_MEND, LastWord, first_word, forget_words
 from launch.preempt import PR_SET_PDEATHSIG
 
 GRACE_SECONDS = 40.0
 # Ranks that go on after one has told why it ends: what they wait for will never come.
 LINGER_SECONDS = 10.0
 POLL_SECONDS = 0.2
+# Looking for words, if torchrun is silent: every machine lists the folder of thousands of ranks.
+WORD_SECONDS = 1.0
 LOOK_SECONDS = 2.0  # looking for processes costs milliseconds
+LOG = "torchrun.log"
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def run(
-    command: Sequence[str], env: Mapping[str, str], run_dir: Path, *, in_order: bool = False
+    command: Sequence[str],
+    env: Mapping[str, str],
+    run_dir: Path,
+    *,
+    in_order: bool = False,
+    log_name: str = LOG,
 ) -> tuple[int, str | None]:
     """Run torchrun until it ends, passing its output on.
 
     Once a rank has left an error in the run folder, what else reaches stderr (torchrun's report,
-    the other ranks losing their peer) goes to `logs/torchrun.log` only: the cause stays visible.
+    the other ranks losing their peer) goes to torchrun's log only: the cause stays visible.
 
     Args:
         command: from `launch.torchrun.command`.
         env: the whole environment of the processes.
         run_dir: the run folder.
         in_order: the ranks take USR1 as a wish to save and end.
+        log_name: of torchrun's log in `logs`; of several machines each has its own.
 
     Returns:
         Exit code, and the line of the rank that failed first, if it left one; then the code is that
@@ -54,29 +64,27 @@ def run(
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    for old in logs.glob("error_rank_*.txt"):
-        old.unlink()
-    with (logs / "torchrun.log").open("w") as log, _passed_on(in_order) as asked:
+    # No rank of this run has a word yet: the ranks start when all machines have come together.
+    forget_words(run_dir)
+    (logs / log_name).unlink(missing_ok=True)
+    with (logs / log_name).open("a") as log, _passed_on(in_order) as asked:
         process = _start(command, env)
         assert process.stderr is not None
-        hush = threading.Event()
-        relay = threading.Thread(
-            target=_relay, args=(process.stderr, log, run_dir, hush), daemon=True
-        )
-        relay.start()
+        relay = _Relay(process.stderr, log)
         try:
-            code = _watch(process, run_dir, asked)
+            code = _watch(process, run_dir, asked, relay)
         except BaseException:
             # Whoever interrupts us knows why: torchrun's traceback of it would only be noise.
-            hush.set()
+            relay.hush()
             if in_order:  # the second time: nothing is waited for
                 _kill(_family(process.pid))
             raise
         finally:
             stop(process)
-            relay.join(timeout=5)
-    word = first_word(run_dir) if code else None
-    return (code, None) if word is None else (word.code, word.message)
+            relay.join()
+    word = _word(run_dir)
+    relay.show(word)
+    return (code, None) if word is None or not code else (word.code, word.message)
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -144,12 +152,12 @@ def _passed_on(in_order: bool) -> Iterator[_Asked]:
             signal.signal(number, handler)
 
 
-def _watch(process: subprocess.Popen, run_dir: Path, asked: _Asked) -> int:
-    """Wait until torchrun ends; returns its exit code."""
+def _watch(process: subprocess.Popen, run_dir: Path, asked: _Asked, relay: "_Relay") -> int:
+    """Wait until torchrun ends, and show what it says; returns its exit code."""
     told: set[int] = set()
     word: LastWord | None = None
     since, doomed = 0.0, list[psutil.Process]()
-    known, looked = list[psutil.Process](), 0.0
+    known, looked, read = list[psutil.Process](), 0.0, 0.0
     while True:
         try:
             code = process.wait(POLL_SECONDS)
@@ -161,11 +169,15 @@ def _watch(process: subprocess.Popen, run_dir: Path, asked: _Asked) -> int:
             known, looked = _ranks(process), time.monotonic()
         if asked.name is not None:
             _ask_to_save(process, told, asked.name)
-        before, word = word, first_word(run_dir)
+        if relay.holds or time.monotonic() - read > WORD_SECONDS:
+            relay.mark()
+            before, word = word, _word(run_dir)
+            read = time.monotonic()
+            relay.show(word, marked=True)
+            if word != before:
+                since, doomed = time.monotonic(), _ranks(process)
         if word is None:
             continue
-        if word != before:
-            since, doomed = time.monotonic(), _ranks(process)
         waited = time.monotonic() - since
         if word.code == USERS_TO_MEND and waited > LINGER_SECONDS / 5:
             process.terminate()  # not worth the restarts that torchrun may have left
@@ -220,9 +232,64 @@ def _kill(members: Sequence[psutil.Process]) -> None:
     psutil.wait_procs(members, timeout=5)
 
 
-def _relay(lines: IO[str], log: IO[str], run_dir: Path, hush: threading.Event) -> None:
-    for line in lines:
-        log.write(line)
-        log.flush()
-        if not hush.is_set() and first_word(run_dir) is None:
-            sys.stderr.write(line)
+def _word(run_dir: Path) -> LastWord | None:
+    """Return the first last word, as `first_word`."""
+    try:
+        return first_word(run_dir)
+    except OSError:  # a shared folder that does not answer just now is no reason to end a training
+        return None
+
+
+class _Relay:
+    """Takes torchrun's stderr: all of it into the log, and to ours what came before a last word.
+
+    Lines are held back until somebody has looked for a word and found none, so that what follows
+    the end of a rank does not overtake its word.
+
+    Args:
+        lines: to read, in a thread of this object's own.
+        log: to write.
+    """
+
+    def __init__(self, lines: IO[str], log: IO[str]):
+        self._held = deque[str]()
+        self._marked, self._hushed = 0, False
+        self._thread = threading.Thread(target=self._read, args=(lines, log), daemon=True)
+        self._thread.start()
+
+    @property
+    def holds(self) -> bool:
+        """Whether something waits to be shown."""
+        return bool(self._held)
+
+    def mark(self) -> None:
+        """Note which lines are there before somebody looks."""
+        self._marked = len(self._held)
+
+    def show(self, word: LastWord | None, *, marked: bool = False) -> None:
+        """Let the lines held back go to stderr if there is no word; otherwise drop them.
+
+        Args:
+            word: what was found.
+            marked: only those that were there at the mark.
+        """
+        for _ in range(self._marked if marked else len(self._held)):
+            line = self._held.popleft()
+            if word is None and not self._hushed:
+                sys.stderr.write(line)
+        self._marked = 0
+
+    def hush(self) -> None:
+        """Show nothing from now on that was not there before."""
+        self.show(None)
+        self._hushed = True
+
+    def join(self) -> None:
+        """Wait, but not for long, until all is read."""
+        self._thread.join(timeout=5)
+
+    def _read(self, lines: IO[str], log: IO[str]) -> None:
+        for line in lines:
+            log.write(line)
+            log.flush()
+            self._held.append(line)

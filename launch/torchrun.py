@@ -4,6 +4,7 @@ Pure functions: nothing is started here. The rendezvous of a single node is boun
 address, so it needs no name service and is not reachable from outside.
 """
 
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ def spread(world_size: int, num_nodes: int, rendezvous: str | None) -> Nodes:
             "HOST is one of them"
         )
     return Nodes(world_size // num_nodes, num_nodes, rendezvous)
+
+
+def log_name(nodes: Nodes) -> str:
+    """Return the name of torchrun's log on this machine; several machines share the folder."""
+    return "torchrun.log" if nodes.count == 1 else f"torchrun_{socket.gethostname()}.log"
 
 
 # That torchrun leaves its processes to end when it is asked to end itself: time for a save. (When

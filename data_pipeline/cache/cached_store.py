@@ -319,6 +319,10 @@ class CachedStore:
         self._objects.pop(key, None)
         self._inner.delete(key)
 
+    def list_folders(self, prefix: str = "") -> "list[str]":
+        """See `Store.list_folders`; asks the inner store."""
+        return self._inner.list_folders(prefix)
+
     def list(self, prefix: str = "") -> "list[str]":
         """See `Store.list`; asks the inner store."""
         return self._inner.list(prefix)

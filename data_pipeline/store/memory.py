@@ -125,6 +125,14 @@ class MemoryStore:
         with self._objects.lock:
             self._objects.held.pop(f"{self._prefix}{check_key(key)}", None)
 
+    def list_folders(self, prefix: str = "") -> list[str]:
+        """See `Store.list_folders`."""
+        self._counter.add(requests=1)
+        start, base = self._prefix + prefix, len(self._prefix)
+        with self._objects.lock:
+            keys = [key for key in self._objects.held if key.startswith(start)]
+        return sorted({key[base:end] for key in keys if (end := key.find("/", len(start))) >= 0})
+
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
         self._counter.add(requests=1)

@@ -112,6 +112,14 @@ class Store(Protocol):
         """Remove an object, if it is there."""
         ...
 
+    def list_folders(self, prefix: str = "") -> list[str]:
+        """What stands before the next "/" of keys that start with `prefix`: sorted, each once.
+
+        Of "a/b1/x", "a/b2/y/z" and "a/b3" with the prefix "a/b" these are "a/b1" and "a/b2". Their
+        number is what it costs: the keys in them are not listed.
+        """
+        ...
+
     def list(self, prefix: str = "") -> list[str]:
         """All keys that start with `prefix`, sorted."""
         ...
@@ -326,18 +334,39 @@ class FolderStore:
         with suppress(OSError):
             path.parent.rmdir()
 
+    def list_folders(self, prefix: str = "") -> list[str]:
+        """See `Store.list_folders`."""
+        self._counter.add(requests=1)
+        if not self.root.is_dir():
+            raise self._missing(prefix)
+        above, slash, begin = prefix.rpartition("/")
+        folder = self._path(above) if above else self.root
+        try:
+            with os.scandir(folder) as entries:
+                found = [
+                    e
+                    for e in entries
+                    if e.name.startswith(begin) and e.is_dir(follow_symlinks=False)
+                ]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        # As in S3, a folder is there only while it holds something.
+        return sorted(f"{above}{slash}{e.name}" for e in found if any(self._files(Path(e.path))))
+
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
         self._counter.add(requests=1)
         if not self.root.is_dir():
             raise self._missing(prefix)
-        files = (
-            Path(folder, name).relative_to(self.root).as_posix()
-            for folder, _, names in os.walk(self.root)
-            for name in names
-            if not name.startswith(self._TEMPORARY)
-        )
+        files = (path.relative_to(self.root).as_posix() for path in self._files(self.root))
         return sorted(key for key in files if key.startswith(prefix))
+
+    def _files(self, folder: Path) -> Iterator[Path]:
+        """All objects at any depth of a folder."""
+        for inside, _, names in os.walk(folder):
+            for name in names:
+                if not name.startswith(self._TEMPORARY):
+                    yield Path(inside, name)
 
 
 def get_many(

@@ -20,7 +20,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -216,14 +216,15 @@ class S3Store:
         self._versions.wrote(key, info.etag)
         return info
 
-    def remove_uploads(self, prefix: str, but: str) -> int:
+    def remove_uploads(self, prefix: str, but: Callable[[str], bool]) -> int:
         """Take back uploads in parts that were never completed; returns how many there were.
 
         A writer that was killed leaves them: they are listed nowhere and cost what they hold.
 
         Args:
             prefix: of the keys.
-            but: prefix of keys to leave alone, because they are being written.
+            but: tells of a key whether to leave it alone, because it is being written; asked
+                after the listing.
         """
         base = f"{self._prefix}/" if self._prefix else ""
         page: dict[str, str] = {}
@@ -232,11 +233,12 @@ class S3Store:
             wanted = {"Prefix": base + prefix, **page}
             reply = self._request("list_multipart_uploads", prefix, wanted)
             for upload in reply.get("Uploads", ()):
-                if upload["Key"].startswith(base + but):
+                key = upload["Key"][len(base) :]
+                if but(key):
                     continue
                 which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
                 with suppress(MissingKey):  # it has just ended by itself
-                    self._request("abort_multipart_upload", upload["Key"][len(base) :], which)
+                    self._request("abort_multipart_upload", key, which)
                     removed += 1
             if not reply.get("IsTruncated"):
                 return removed
@@ -249,17 +251,30 @@ class S3Store:
         """See `Store.delete`."""
         self._call("delete_object", key)
 
+    def list_folders(self, prefix: str = "") -> list[str]:
+        """See `Store.list_folders`; up to 1,000 in a request."""
+        pages = self._pages(prefix, Delimiter="/")
+        found = (folder["Prefix"] for page in pages for folder in page.get("CommonPrefixes", ()))
+        return sorted({name.removesuffix("/")[len(self._base) :] for name in found})
+
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
-        base = f"{self._prefix}/" if self._prefix else ""
-        names: list[str] = []
-        page: dict[str, str] = {}
+        found = (item["Key"] for page in self._pages(prefix) for item in page.get("Contents", ()))
+        return sorted(key[len(self._base) :] for key in found)
+
+    def _pages(self, prefix: str, **more: str) -> Iterator[Any]:
+        """Ask for all pages of a listing."""
+        wanted = {"Prefix": self._base + prefix, **more}
         while True:
-            reply = self._request("list_objects_v2", prefix, {"Prefix": base + prefix, **page})
-            names += (item["Key"][len(base) :] for item in reply.get("Contents", ()))
+            reply = self._request("list_objects_v2", prefix, wanted)
+            yield reply
             if not reply.get("IsTruncated"):
-                return sorted(names)
-            page = {"ContinuationToken": reply["NextContinuationToken"]}
+                return
+            wanted["ContinuationToken"] = reply["NextContinuationToken"]
+
+    @property
+    def _base(self) -> str:
+        return f"{self._prefix}/" if self._prefix else ""
 
     def _call(self, operation: str, key: str, *, patience: float | None = None, **more: Any) -> Any:
         return self._request(operation, key, {"Key": self._key(key), **more}, patience)

@@ -1,4 +1,12 @@
-"""The one error of this room."""
+"""The errors of this room, and which faults pass."""
+
+import errno
+
+# Errors of files that come again until somebody does something about them.
+_LASTING = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+}
 
 
 class CheckpointError(ValueError):
@@ -9,4 +17,22 @@ class CheckpointError(ValueError):
 
 
 class CheckpointUnavailable(CheckpointError):
-    """A place of checkpoints that does not answer now, and may later."""
+    """A place of checkpoints that does not answer now, and may later. Says nothing of damage."""
+
+
+def passing(error: BaseException) -> bool:
+    """Whether a later attempt may not meet this error: a store or a shared folder that is away.
+
+    A server that is being replaced answers ESTALE, EIO, ETIMEDOUT and others for a while.
+    """
+    if isinstance(error, OSError):
+        return error.errno not in _LASTING
+    # Imported late: it brings boto3.
+    from data_pipeline.store.open import StoreUnavailable
+
+    return isinstance(error, StoreUnavailable | CheckpointUnavailable)
+
+
+def kind_of(error: BaseException) -> type[CheckpointError]:
+    """Return the class that tells of an error met at a place of checkpoints."""
+    return CheckpointUnavailable if passing(error) else CheckpointError

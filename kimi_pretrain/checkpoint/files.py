@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
-from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, passing
 from kimi_pretrain.checkpoint.manifest import Fingerprint
 
 if TYPE_CHECKING:
@@ -23,8 +24,17 @@ _AHEAD = 4  # pieces on their way at a time
 Progress = Callable[[int], None]
 
 
+class CheckpointUnreadable(CheckpointError):
+    """A file that may not be read here: the user's to mend, and says nothing of damage."""
+
+
 class Files(Protocol):
-    """Reads files by their plain name. May be called from any thread."""
+    """Reads files by their plain name. May be called from any thread.
+
+    All methods raise `CheckpointUnavailable` for what a later attempt may not meet,
+    `CheckpointUnreadable` for what is in the way of a file of a folder, and what `Store.get` raises
+    for a store that refuses. Any other `CheckpointError` tells of damage.
+    """
 
     uri: str
 
@@ -65,8 +75,10 @@ class FolderFiles:
 
     def size(self, name: str) -> int | None:
         """See `Files.size`."""
-        file = self.folder / name
-        return file.stat().st_size if file.is_file() else None
+        try:
+            return size_of(self.folder / name)
+        except OSError as error:
+            raise _failed(self.where(name), error) from error
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """See `Files.read`."""
@@ -102,10 +114,10 @@ class FolderFiles:
         try:
             with (self.folder / name).open("rb") as file:
                 yield file
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise _missing(self.where(name)) from None
         except OSError as error:  # a disk that fails, too
-            raise CheckpointError(f"{self.where(name)}: {error.strerror}") from None
+            raise _failed(self.where(name), error) from error
 
 
 class StoreFiles:
@@ -127,7 +139,8 @@ class StoreFiles:
         from data_pipeline.store.open import MissingKey
 
         try:
-            return self._store.head(self._key(name)).size
+            with _answering():
+                return self._store.head(self._key(name)).size
         except MissingKey:
             return None
 
@@ -136,7 +149,8 @@ class StoreFiles:
         from data_pipeline.store.open import MissingKey
 
         try:
-            return self._store.get(self._key(name), offset, length)
+            with _answering():
+                return self._store.get(self._key(name), offset, length)
         except MissingKey:
             raise _missing(self.where(name)) from None
 
@@ -191,6 +205,37 @@ def fingerprint_of(pieces: Iterator[bytes], progress: Progress | None = None) ->
         if progress is not None:
             progress(len(piece))
     return Fingerprint(size, digest.hexdigest())
+
+
+def size_of(path: Path) -> int | None:
+    """Return the bytes of a file; None: there is none, or it is no file.
+
+    Not `Path.is_file`, which takes some errors of a shared folder for "not there".
+
+    Raises:
+        OSError: it cannot be told.
+    """
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Tell of a store that does not answer; what it refuses stays the store's own error."""
+    from data_pipeline.store.open import StoreUnavailable
+
+    try:
+        yield
+    except StoreUnavailable as error:  # names the object
+        raise CheckpointUnavailable(str(error)) from error
+
+
+def _failed(where: str, error: OSError) -> CheckpointError:
+    kind = CheckpointUnavailable if passing(error) else CheckpointUnreadable
+    return kind(f"{where}: {error.strerror or error}")
 
 
 def _missing(where: str) -> CheckpointError:

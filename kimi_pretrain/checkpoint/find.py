@@ -7,14 +7,16 @@ ranks that read one file keep it busy. Every file is hashed by one rank.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
-from kimi_pretrain.checkpoint.files import Progress
-from kimi_pretrain.checkpoint.manifest import Manifest, check_fits
+from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, kind_of
+from kimi_pretrain.checkpoint.files import CheckpointUnreadable, Progress
+from kimi_pretrain.checkpoint.manifest import MANIFEST, check_fits
 from kimi_pretrain.checkpoint.place import Checkpoint, Place, open_checkpoint
+from kimi_pretrain.outcome import Outcome
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
@@ -30,6 +32,7 @@ def find(
     config: "Config",
     mesh: "Mesh | None",
     progress: Progress | None = None,
+    own: bool = False,
 ) -> Checkpoint | None:
     """Return the verified checkpoint to go on from; None: there is none yet. Collective.
 
@@ -39,18 +42,22 @@ def find(
         config: of the run: the checkpoint must be of this model and precision.
         mesh: None: this process alone.
         progress: called with the bytes that this rank has just hashed.
+        own: whether `place` belongs to this run, claimed: what a killed run has left in the middle
+            of a rename is put right then. A place that is only read is left as it is.
 
     Raises:
         CheckpointError: the checkpoint is damaged (names file, what was found and expected), is not
-            complete or is of another model. Of "latest" a damaged one is passed over with a warning
-            where `config.resume.fallback` allows it. The same on all ranks.
+            complete, is of another model or may not be read. Of "latest" a damaged one is passed
+            over with a warning where `config.resume.fallback` allows it. The same on all ranks.
+        CheckpointUnavailable: a store or shared folder does not answer. That is no damage: no other
+            checkpoint is taken.
     """
     if os.fspath(resume) != "latest":
         return verified(open_checkpoint(resume), config, mesh, progress)
-    steps = _steps_of(place, mesh)
+    steps = _from_first(mesh, partial(_steps_of, place, own))
     for step in reversed(steps):
         found = place.checkpoint(step)
-        problems = _problems(found, config, mesh, progress)
+        problems = _problems(found, config, mesh, progress, listed=True)
         if not problems:
             return found
         told = "; ".join(problems)
@@ -83,51 +90,75 @@ def verified(
 
 
 def _problems(
-    found: Checkpoint, config: "Config", mesh: "Mesh | None", progress: Progress | None
+    found: Checkpoint,
+    config: "Config",
+    mesh: "Mesh | None",
+    progress: Progress | None,
+    listed: bool = False,
 ) -> list[str]:
-    """What is damaged, the same on all ranks; raises where the checkpoint is not for this run."""
-    rank, world_size = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
-    mine: list[str] = []
-    misfit: str | None = None
-    error_of: type[CheckpointError] = CheckpointError
-    try:
-        texts, told = _from_first(mesh, partial(_texts, found))
-        if told is not None:
-            raise CheckpointError(told)
-        found.know(texts)
-        manifest = found.manifest()
-        misfit = _misfit(manifest, config, found.uri)
-        if misfit is None:
-            # Sorted by size, so that the ranks' shares are about equal.
-            order = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
-            mine = found.verify(order[rank::world_size], progress)
-    except CheckpointError as error:
-        mine = [str(error)]
-    except Exception as error:  # of the store; raised on all ranks below, or the others would wait
-        misfit, error_of = f"{found.uri}: {error}", CheckpointUnavailable
-    said = mine, misfit, error_of
-    everyone: list[Any] = [said] if mesh is None else mesh.gather(said)
-    if misfits := [(kind, told) for _, told, kind in everyone if told is not None]:
-        kind, told = misfits[0]
-        raise kind(told)
-    problems = [problem for part, _, _ in everyone for problem in part]
+    """What is damaged, the same on all ranks; raises what says nothing of damage.
+
+    Args:
+        listed: whether it was complete a moment ago.
+    """
+    texts, told = _from_first(mesh, partial(_texts, found, listed))
+    if told is not None:
+        return [told]
+    found.know(texts)
+    mine = Outcome.of(partial(_damaged, found, config, mesh, progress))
+    if mesh is None:
+        return mine.result()
+    everyone: list[Any] = mesh.gather(mine.sendable())  # errors too, or the others would wait
+    everyone[mesh.rank] = mine
+    problems = [problem for outcome in everyone for problem in outcome.result()]
     return list(dict.fromkeys(problems))  # a bad manifest is seen by all
 
 
-def _texts(found: Checkpoint) -> tuple[dict[str, bytes], str | None]:
-    """Return manifest and index, or why they cannot be had; not an error where others may do."""
+def _damaged(
+    found: Checkpoint, config: "Config", mesh: "Mesh | None", progress: Progress | None
+) -> list[str]:
+    """What is damaged of the manifest, or of this rank's share of the files."""
+    rank, world_size = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
     try:
-        return found.texts(), None
+        manifest = found.manifest()
     except CheckpointError as error:
-        return {}, str(error)
+        return [str(error)]
+    check_fits(manifest, config, found.uri)
+    # Sorted by size, so that the ranks' shares are about equal.
+    order = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
+    with _told_of(found.uri):
+        return found.verify(order[rank::world_size], progress)
 
 
-def _misfit(manifest: Manifest, config: "Config", where: str) -> str | None:
+def _texts(found: Checkpoint, listed: bool) -> tuple[dict[str, bytes], str | None]:
+    """Return manifest and index, or what is damaged of them."""
+    with _told_of(found.uri):
+        try:
+            return found.texts(), None
+        except (CheckpointUnavailable, CheckpointUnreadable):
+            raise
+        except CheckpointError as error:
+            if listed and not found.is_complete():
+                raise CheckpointUnavailable(
+                    f"{found.uri}: its {MANIFEST} was there a moment ago and is gone: something "
+                    "else removes checkpoints of this place, or its file system lags behind"
+                ) from None
+            return {}, str(error)
+
+
+@contextmanager
+def _told_of(where: str) -> Iterator[None]:
+    """Turn errors of a store or a disk into ours, of the kind that says whether they pass."""
+    from data_pipeline.store.open import StoreError
+
     try:
-        check_fits(manifest, config, where)
-    except CheckpointError as error:
-        return str(error)
-    return None
+        yield
+    except OSError as error:
+        told = f"{error.filename or where}: {error.strerror or error}"
+        raise kind_of(error)(told) from error
+    except StoreError as error:
+        told = str(error) if where in str(error) else f"{where}: {error}"
+        raise kind_of(error)(told) from error
 
 
 def _is_first(mesh: "Mesh | None") -> bool:
@@ -138,14 +169,8 @@ def _from_first(mesh: "Mesh | None", make: Callable[[], T]) -> T:
     return make() if mesh is None else mesh.from_first(make)
 
 
-def _steps_of(place: Place, mesh: "Mesh | None") -> list[int]:
-    """Return the complete checkpoints as rank 0 sees them; an error is raised on all ranks."""
-
-    def look() -> list[int]:
-        try:
+def _steps_of(place: Place, own: bool) -> list[int]:
+    with _told_of(place.uri):
+        if own:
             place.recover()
-            return place.steps()
-        except Exception as error:  # of the store, or of a disk
-            raise CheckpointUnavailable(f"{place.uri}: {error}") from error
-
-    return _from_first(mesh, look)
+        return place.steps()

@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kimi_pretrain.checkpoint.place import Place
 
-_PATIENCE_S = 10.0  # for what is left over; a later run would do it as well
+_PATIENCE_S = 10.0
+_TICK_S = 0.5
+# Jobs that nobody waits for, but that are better done; a later run would do them as well.
+_REMOVALS = ("tidy", "retire", "remove_torn")
 _ROOT = Path(__file__).parent.parent.parent
 # Sent to all processes of a job when it has to end: the rank saves, and its writer must be there.
 _SHIELDED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
@@ -30,7 +33,10 @@ class Hand:
         bytes_done: of the present job.
         done: {"value": what the job answered}; None while it is under way.
         failed: why it failed, in one line; None otherwise.
-        unavailable: whether because the place does not answer.
+        passing: whether a later run may do better: the place does not answer, or the process is
+            gone.
+        tidying: whether it removes what killed runs have left, beside its jobs; as far as `poll`
+            has heard.
         told: warnings that have come in since they were last taken.
     """
 
@@ -39,7 +45,7 @@ class Hand:
         self.bytes_done = 0
         self.done: dict[str, Any] | None = None
         self.failed: str | None = None
-        self.unavailable = False
+        self.passing = self.tidying = False
         self.told: list[str] = []
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         given = [str(os.getpid()), place.uri, str(place.patience)]
@@ -79,8 +85,8 @@ class Hand:
         If the process is gone, the job has failed.
         """
         self._job += 1
-        self._does = do
-        self.bytes_done, self.done, self.failed = 0, None, None
+        self._does, self.tidying = do, self.tidying or do == "tidy"
+        self.bytes_done, self.done, self.failed, self.passing = 0, None, None, False
         line = json.dumps({"do": do, "id": self._job, **values}).encode() + b"\n"
         try:
             assert self._process.stdin is not None
@@ -91,12 +97,18 @@ class Hand:
 
     def poll(self, seconds: float = 0.0) -> None:
         """Take in what the process has answered; wait up to `seconds` for a job's end."""
+        self._listen(seconds, lambda: self.busy)
+
+    def _listen(self, seconds: float, wanted: Callable[[], bool]) -> None:
+        """Take in what there is, and for up to `seconds` what comes while more is `wanted`."""
         assert self._process.stdout is not None
+        if self._process.stdout.closed:
+            return
         fd, until = self._process.stdout.fileno(), time.monotonic() + seconds
         # select.select takes no descriptor above 1023; rank 0 has thousands.
         answers = select.poll()
         answers.register(fd, select.POLLIN)
-        while self.busy and answers.poll(1000 * max(0.0, until - time.monotonic())):
+        while answers.poll(1000 * max(0.0, until - time.monotonic()) if wanted() else 0):
             data = os.read(fd, 1 << 20)
             if not data:
                 self._gone()
@@ -105,14 +117,25 @@ class Hand:
             for line in lines:
                 self._take(json.loads(line))
 
-    def close(self) -> None:
-        """End the process; files that are being written are lost. Once closed, it stays so."""
+    def close(
+        self, patience: float | None = None, alive: Callable[[], None] = lambda: None
+    ) -> None:
+        """End the process; files that are being written are lost. Once closed, it stays so.
+
+        Args:
+            patience: seconds that it may take to end what it is removing; None: a few.
+            alive: called while that is waited for.
+        """
         if self._process.stdout is None or self._process.stdout.closed:
             return
-        if self.busy and self._does in ("retire", "remove_torn"):
-            self.poll(_PATIENCE_S)
+        until = time.monotonic() + (_PATIENCE_S if patience is None else patience)
+        while self._removing and (left := until - time.monotonic()) > 0:
+            self._listen(min(_TICK_S, left), lambda: self._removing)
+            alive()
         if self.busy:
             self._process.kill()
+            self.failed = "the process that writes checkpoints was ended"
+        self.tidying = False
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -122,19 +145,29 @@ class Hand:
             self._process.kill()
             self._process.wait()
 
+    @property
+    def _removing(self) -> bool:
+        return self._does in _REMOVALS if self.busy else self.tidying
+
     def _take(self, answer: dict[str, Any]) -> None:
         if "told" in answer:
             self.told.append(answer["told"])
+        elif "tidied" in answer:
+            self.tidying = False
         elif answer["id"] != self._job:
             return
         elif "bytes" in answer:
             self.bytes_done += answer["bytes"]
         elif "failed" in answer:
-            self.failed, self.unavailable = answer["failed"], answer.get("unavailable", False)
+            self.failed, self.passing = answer["failed"], answer["passing"]
+            self.tidying = self.tidying and self._does != "tidy"
         else:
             self.done = {"value": answer["done"]}
 
     def _gone(self) -> None:
+        self.tidying = False
+        if not self.busy:  # what it had to do is done
+            return
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self.failed = f"the process that writes checkpoints {how}"
+        self.failed, self.passing = f"the process that writes checkpoints {how}", True

@@ -1,7 +1,15 @@
-"""SHA-256 of what a run remembers, so that two runs can be compared."""
+"""SHA-256 of what a run remembers, so that two runs can be compared.
+
+Every rank hashes what it holds. Of thousands of ranks most hold copies of what others hold, and all
+their hashes together would fill a device: so they first tell each other one digest of all they
+have. Of ranks with equal ones the first sends its hashes on, in pieces of bounded size, and rank 0
+reads them.
+"""
 
 import hashlib
 import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,16 +19,62 @@ if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
 
 
-def hash_tensors(tensors: dict[str, Tensor], mesh: "Mesh") -> dict[str, str]:
-    """Return name -> SHA-256 of every tensor of the whole job, on every rank.
+# Bytes that all ranks together send at a time, at most (and at least PIECE of each).
+TOGETHER = 32 << 20
+PIECE = 1 << 10
+
+
+def hash_tensors(tensors: Mapping[str, Tensor], mesh: "Mesh") -> dict[str, str]:
+    """Return name -> SHA-256 of every tensor of the whole job, sorted, on rank 0. Collective.
+
+    Returns:
+        on the other ranks an empty dict.
 
     Raises:
-        RuntimeError: replicas of one tensor differ, which must never happen.
+        RuntimeError: replicas of one tensor differ, which must never happen; the same on all ranks.
     """
     mine = {name: hash_tensor(tensor) for name, tensor in tensors.items()}
+    everyone: list[Any] = mesh.gather(digest(mine))
+    speakers = _speakers(everyone)
+    sent = zlib.compress(json.dumps(mine).encode()) if mesh.rank in speakers else b""
+    parts = _to_first(sent, mesh)
+    found: dict[str, str] = {}
+
+    def merge() -> None:
+        found.update(_merged((rank, json.loads(zlib.decompress(parts[rank]))) for rank in speakers))
+
+    mesh.from_first(merge)
+    return found
+
+
+def _speakers(everyone: Sequence[str]) -> list[int]:
+    """Return the ranks whose hashes are all there is to know: the first with each digest.
+
+    A copy that differs has another digest, so that both are heard.
+    """
+    first: dict[str, int] = {}
+    for rank, said in enumerate(everyone):
+        first.setdefault(said, rank)
+    return sorted(first.values())
+
+
+def _to_first(mine: bytes, mesh: "Mesh") -> list[bytes]:
+    """Return the bytes of all ranks on rank 0, in pieces that fit beside a full device."""
+    piece = max(PIECE, TOGETHER // mesh.world_size)
+    lengths: list[Any] = mesh.gather(len(mine))
+    parts: list[list[bytes]] = [[] for _ in lengths]
+    for at in range(0, max(lengths), piece):
+        pieces: list[Any] = mesh.gather(mine[at : at + piece])
+        if mesh.rank == 0:
+            for part, got in zip(parts, pieces, strict=True):
+                part.append(got)
+    return [b"".join(part) for part in parts]
+
+
+def _merged(parts: Iterable[tuple[int, Mapping[str, str]]]) -> dict[str, str]:
     hashes: dict[str, str] = {}
-    for rank, part in enumerate(mesh.gather(mine)):
-        for name, found in part.items():  # type: ignore[union-attr]
+    for rank, part in parts:
+        for name, found in part.items():
             if hashes.setdefault(name, found) != found:
                 raise RuntimeError(f"rank {rank} holds another {name} than the ranks before it")
     return dict(sorted(hashes.items()))

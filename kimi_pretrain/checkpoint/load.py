@@ -1,11 +1,11 @@
 """Fills a run's tensors from a checkpoint of any layout.
 
 Because a name means the same whole matrix in every layout, each rank reads what it needs, straight
-into the tensors' own memory.
+into the tensors' own memory; of what several hold alike, each a part (`together`).
 """
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,49 +13,79 @@ from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import RunState
 from kimi_pretrain.checkpoint.memory import DTYPES
 from kimi_pretrain.checkpoint.place import Checkpoint
+from kimi_pretrain.checkpoint.together import my_turn, on_all, read_together
 
-_THREADS = 4
-_STEPS = "optim.step"
+if TYPE_CHECKING:
+    from kimi_pretrain.engine.mesh import Mesh
+
+STEPS = "optim.step"
 
 
 def load(
     checkpoint: Checkpoint,
     tensors: Mapping[str, Tensor],
-    progress: Callable[[], object] | None = None,
+    progress: Callable[[], object] = lambda: None,
+    *,
+    mesh: "Mesh | None" = None,
+    copies: Mapping[str, str] | None = None,
 ) -> RunState:
     """Fill tensors in place, on whatever device they are; returns what the run remembers besides.
+
+    Collective where there is a mesh.
 
     Files are not hashed here: `find` has done it.
 
     Args:
         checkpoint: verified; see `find`.
         tensors: what this rank holds, by checkpoint name.
-        progress: called after each tensor.
+        progress: called after each tensor that this rank has read.
+        mesh: of the job; None: this process alone.
+        copies: name -> group of ranks that hold identical copies; see `together.my_turn`.
 
     Raises:
         CheckpointError: a tensor is not there, or of another shape or type, or the optimizer's
             steps are not those of the manifest: nothing has been changed then. Or a file ends
-            before a tensor does.
+            before a tensor does. The same on all ranks.
     """
-    check_tensors(checkpoint, tensors)
-    state = checkpoint.manifest().state
-    if _STEPS in tensors and (steps := int(checkpoint.tensor(_STEPS))) != state.optimizer_steps:
+    copies = copies or {}
+    mine = {name: tensors[name] for name in my_turn(tensors, copies, mesh)}
+    on_all(lambda: _check(checkpoint, tensors, mine), mesh)
+    weight_map = checkpoint.weight_map()
+
+    def read(name: str) -> None:
+        checkpoint.read_into(name, tensors[name])
+        progress()
+
+    def place(name: str) -> tuple[str, int]:
+        return weight_map[name], checkpoint.entry(name).offset
+
+    read_together(tensors, copies, mesh, read, place)
+    return checkpoint.manifest().state
+
+
+def _check(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], mine: Mapping[str, Tensor]
+) -> None:
+    """Refuse what cannot be loaded before anything is changed; headers of `mine` alone are read."""
+    _check_names(checkpoint, tensors)
+    for name, tensor in sorted(mine.items()):
+        entry = checkpoint.entry(name)
+        found = DTYPES[entry.dtype], entry.shape
+        if found != (tensor.dtype, tuple(tensor.shape)):
+            raise CheckpointError(
+                f"{checkpoint.uri}: {name!r} is {found[0]} {found[1]}, this run has "
+                f"{tensor.dtype} {tuple(tensor.shape)}: a checkpoint of another model or of other "
+                "settings"
+            )
+    expected = checkpoint.manifest().state.optimizer_steps
+    if STEPS in mine and (steps := int(checkpoint.tensor(STEPS))) != expected:
         raise CheckpointError(
-            f"{checkpoint.uri}: {_STEPS} is {steps}, the manifest says optimizer_steps="
-            f"{state.optimizer_steps}: tensors and manifest are not of the same step"
+            f"{checkpoint.uri}: {STEPS} is {steps}, the manifest says optimizer_steps="
+            f"{expected}: tensors and manifest are not of the same step"
         )
-    # Neighbours in a file one after the other; the long reads begin first where there are several.
-    with ThreadPoolExecutor(_THREADS) as pool:
-        weight_map = checkpoint.weight_map()
-        order = sorted(tensors, key=lambda name: (weight_map[name], checkpoint.entry(name).offset))
-        for _ in pool.map(lambda name: checkpoint.read_into(name, tensors[name]), order):
-            if progress is not None:
-                progress()
-    return state
 
 
-def check_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that are not there, or of another shape or type, before any is changed."""
+def _check_names(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
     held = checkpoint.weight_map()
     if missing := sorted(set(tensors) - set(held)):
         first, hint = missing[0], ""
@@ -68,12 +98,3 @@ def check_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None
         raise CheckpointError(
             f"{checkpoint.uri}: {len(missing)} tensors are missing, first {first!r}{hint}"
         )
-    for name, tensor in sorted(tensors.items()):
-        entry = checkpoint.entry(name)
-        found = DTYPES[entry.dtype], entry.shape
-        if found != (tensor.dtype, tuple(tensor.shape)):
-            raise CheckpointError(
-                f"{checkpoint.uri}: {name!r} is {found[0]} {found[1]}, this run has "
-                f"{tensor.dtype} {tuple(tensor.shape)}: a checkpoint of another model or of other "
-                "settings"
-            )

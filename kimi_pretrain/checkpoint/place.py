@@ -7,18 +7,27 @@ everything else under a step's name is a torn save, and nobody takes it.
 import os
 import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.files import Files, FolderFiles, Progress, StoreFiles
+from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
+from kimi_pretrain.checkpoint.files import (
+    CheckpointUnreadable,
+    Files,
+    FolderFiles,
+    Progress,
+    StoreFiles,
+    size_of,
+)
 from kimi_pretrain.checkpoint.manifest import (
     INDEX,
     MANIFEST,
     MOST_INDEX_BYTES,
     MOST_MANIFEST_BYTES,
+    Fingerprint,
     Manifest,
     parse_index,
     parse_manifest,
@@ -37,6 +46,8 @@ PATIENCE_S = 120.0
 
 # What a folder is called while one of the same step takes its place.
 REPLACED = ".replaced"
+_STEP = "step_"  # as all names of checkpoints begin
+_LOOKS = 16  # for manifests, at a time
 
 
 class Checkpoint:
@@ -100,6 +111,10 @@ class Checkpoint:
         if size > most:
             raise CheckpointError(f"{where}: {size} bytes, expected at most {most}")
         return self._files.read(name, 0, size)
+
+    def is_complete(self) -> bool:
+        """Whether there is a manifest, as seen from here at this moment. Raises as `Files`."""
+        return self._files.size(MANIFEST) is not None
 
     def texts(self) -> dict[str, bytes]:
         """Return manifest and index as they are stored, for a job's other ranks to `know`.
@@ -204,26 +219,36 @@ class Checkpoint:
 
         Raises:
             CheckpointError: the manifest itself is missing or damaged.
+            CheckpointUnavailable, CheckpointUnreadable: a file cannot be read, which tells nothing
+                of it; or the whole checkpoint, known from another rank, is not seen from here.
         """
         expected = self.manifest().files
         problems = []
         for name in sorted(expected if files is None else files):
-            where, wanted = self._files.where(name), expected[name]
             try:
-                size = self._files.size(name)
-                if size != wanted.bytes:
-                    told = "missing" if size is None else f"{size} bytes"
-                    problems.append(f"{where}: {told}, expected {wanted.bytes} bytes")
-                    continue
-                found = self._files.fingerprint(name, progress)
+                problem = self._problem(name, expected[name], progress)
+            except (CheckpointUnavailable, CheckpointUnreadable):
+                raise
             except CheckpointError as error:
-                problems.append(str(error))
-                continue
-            if found != wanted:
-                problems.append(
-                    f"{where}: sha256 {found.sha256[:16]}..., expected {wanted.sha256[:16]}..."
-                )
+                problem = str(error)
+            if problem is not None:
+                problems.append(problem)
         return problems
+
+    def _problem(self, name: str, wanted: Fingerprint, progress: Progress | None) -> str | None:
+        where, size = self._files.where(name), self._files.size(name)
+        if size is None and not self.is_complete():
+            raise CheckpointUnavailable(
+                f"{self.uri}: neither {name} nor {MANIFEST} is there, though the manifest was read "
+                "just now: this machine does not see the place, or something removes checkpoints"
+            )
+        if size != wanted.bytes:
+            told = "missing" if size is None else f"{size} bytes"
+            return f"{where}: {told}, expected {wanted.bytes} bytes"
+        found = self._files.fingerprint(name, progress)
+        if found == wanted:
+            return None
+        return f"{where}: sha256 {found.sha256[:16]}..., expected {wanted.sha256[:16]}..."
 
 
 class Place:
@@ -249,22 +274,54 @@ class Place:
         assert self._store is not None, self.uri
         return self._store
 
+    def folders(self) -> list[str]:
+        """Return the names of all folders here that begin with "step_", complete or not, sorted.
+
+        Raises:
+            OSError, StoreError: the place cannot be read; where nothing is, it is empty.
+        """
+        if self.folder is None:
+            return self.store.list_folders(_STEP)
+        try:
+            with os.scandir(self.folder) as entries:
+                return sorted(e.name for e in entries if e.name.startswith(_STEP) and e.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, in order; none where nothing is."""
+        """Return the steps of the complete checkpoints, in order. Raises as `folders`.
+
+        An object store is asked for the folders and, of each, for the manifest: to list all files
+        of hundreds of checkpoints takes minutes.
+        """
+        found = [(step, name) for name in self.folders() if (step := step_of(name)) is not None]
+        with ThreadPoolExecutor(_LOOKS) as pool:
+            complete = list(pool.map(self._has_manifest, (name for _, name in found)))
+        return sorted(step for (step, _), whole in zip(found, complete, strict=True) if whole)
+
+    def _has_manifest(self, name: str) -> bool:
         if self.folder is not None:
-            found = (file.parent.name for file in self.folder.glob(f"step_*/{MANIFEST}"))
-        else:
-            keys = (key.split("/") for key in self.store.list("step_"))
-            found = (key[0] for key in keys if len(key) == 2 and key[1] == MANIFEST)
-        return sorted(step for name in found if (step := step_of(name)) is not None)
+            return size_of(self.folder / name / MANIFEST) is not None
+        from data_pipeline.store.open import MissingKey
+
+        try:
+            self.store.head(f"{name}/{MANIFEST}")
+        except MissingKey:
+            return False
+        return True
 
     def recover(self) -> None:
-        """Give a folder its name back that a killed run was about to replace by a newer one."""
-        if self.folder is not None:
-            for folder in sorted(self.folder.glob(f"step_*{REPLACED}")):
-                final = folder.with_suffix("")
-                if step_of(final.name) is not None and not final.exists():
-                    os.replace(folder, final)
+        """Give a folder its name back that a killed run was about to replace by a newer one.
+
+        Only where the place belongs to the caller: what it looks like in the middle of another
+        run's save is the same.
+        """
+        if self.folder is None:
+            return
+        for name in self.folders():
+            final = self.folder / name.removesuffix(REPLACED)
+            if name.endswith(REPLACED) and step_of(final.name) is not None and not final.exists():
+                os.replace(self.folder / name, final)
 
     def checkpoint(self, step: int) -> Checkpoint:
         """Return the checkpoint of a step; nothing is read yet."""
@@ -273,10 +330,16 @@ class Place:
         return Checkpoint(StoreFiles(self.store, step_name(step)))
 
     def read_text(self, name: str) -> str | None:
-        """Return the text of a small file beside the checkpoints; None: it is not there."""
+        """Return the text of a small file beside the checkpoints; None: it is not there.
+
+        Raises:
+            OSError, StoreError: it cannot be told. An owner who is not seen is not "no owner".
+        """
         if self.folder is not None:
-            file = self.folder / name
-            return file.read_text() if file.is_file() else None
+            try:
+                return (self.folder / name).read_text()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
         from data_pipeline.store.open import MissingKey
 
         try:

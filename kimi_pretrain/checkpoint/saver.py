@@ -1,6 +1,7 @@
 """Saves checkpoints while training goes on; see `Checkpoints`.
 
-A save in numbered steps:
+What killed runs have left is removed by rank 0's writer from its start on, beside all else. A save
+in numbered steps:
 
 1. begin      every rank copies what it is to write aside (`aside`); of what changes in the update
               alone a thread does, while the next step runs, and `copied` waits before the update
@@ -13,21 +14,20 @@ What fails on one rank fails the save as a whole, on all ranks alike, and traini
 """
 
 import logging
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from kimi_pretrain.checkpoint import writers
 from kimi_pretrain.checkpoint.aside import Aside, Copying
-from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
+from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, kind_of
 from kimi_pretrain.checkpoint.hand import Hand
 from kimi_pretrain.checkpoint.manifest import INDEX, Fingerprint, RunState, manifest_of
 from kimi_pretrain.checkpoint.place import Place
+from kimi_pretrain.checkpoint.progress import Progress
+from kimi_pretrain.checkpoint.versions import versions
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
@@ -35,32 +35,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kimi_pretrain.checkpoint")
 
-PACKAGES = ("kimi-pretrain", "torch", "megatron-core", "numpy")
 _MIB = 1 << 20
 _POLL_S = 0.2
 _SOON_S = 5.0
-_REMOVAL_S = 300.0  # longer only where the place does not answer
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far one rank's writer is with the save that is under way; small, and picklable.
-
-    Attributes:
-        phase: "writing"; "written"; "committed", of rank 0 alone; or "failed".
-        bytes_done: written so far.
-        files: what was written, once it is.
-        error: why it failed, in one line.
-        unavailable: whether because the place does not answer, so that a later run may do better.
-        told: warnings of the writer.
-    """
-
-    phase: Literal["writing", "written", "committed", "failed"]
-    bytes_done: int = 0
-    files: Mapping[str, Fingerprint] = field(default_factory=dict)
-    error: str | None = None
-    unavailable: bool = False
-    told: tuple[str, ...] = ()
+# So long a save waits for what is still being removed: a new writer's tidying takes it up again.
+_REMOVAL_S = 30.0
+_LAST_REMOVAL_S = 300.0  # at the end there is none
 
 
 class Checkpoints:
@@ -85,6 +65,8 @@ class Checkpoints:
         mesh: of the job; only its rank, world size, device and `gather` are used.
         alive: called whenever a rank that waits has seen bytes being written; so a slow save can
             be told from one that hangs.
+        run: id of the run, which must own the place when a checkpoint is committed; of rank 0
+            alone. None: whoever owns it.
 
     Attributes:
         seconds: {"stall", "background"} of the last save, on this rank.
@@ -102,10 +84,12 @@ class Checkpoints:
         config: "Config",
         mesh: "Mesh",
         alive: Callable[[], None] = lambda: None,
+        run: str | None = None,
     ):
         if place.uri.startswith("memory://"):
             raise ValueError(f"checkpoint.place={place.uri}: use a folder or s3://bucket/prefix")
         self.place, self.config, self.mesh, self._alive = place, config, mesh, alive
+        self._run = run
         self.seconds: dict[str, float] = {}
         self.uri: str | None = None
         self.under_way: int | None = None
@@ -115,18 +99,22 @@ class Checkpoints:
         self._state: RunState | None = None
         self._saved: RunState | None = None  # of `uri`
         self._phase: Literal["writing", "committing"] = "writing"
-        self._files: dict[str, Fingerprint] = {}
+        self._files: dict[str, Fingerprint] = {}  # of all ranks, so far; rank 0 alone needs them
+        self._said = False  # whether all ranks know of this one's files
         self._began = 0.0
         self._seen_bytes = 0
         self._failures = 0
         self._failure: CheckpointError | None = None
-        self._tidied = False
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, tensors: Mapping[str, Tensor], step: int | None = None) -> None:
         """Agree on who writes what, and take the memory for it. Collective; `begin` does it too.
 
         Called before the first step, it tells early when memory does not suffice, and the first
         save stalls no longer than others.
+
+        Args:
+            tensors: as for `begin`.
+            step: that is saved next, if that is known.
 
         Raises:
             CheckpointError: not enough memory; the same on all ranks.
@@ -138,17 +126,19 @@ class Checkpoints:
         if self.mesh.rank == 0:
             total = sum({name: size for held in sizes for name, size in held.items()}.values())
             texts[INDEX] = writers.index_text(weights, total).encode()
-        self._let_go()
+        self._let_go(0.0)
         problem: str | None = None
+        kind: type[CheckpointError] = CheckpointError
         try:
             files = writers.files_of(weights, self.mesh.rank)
             self._aside = Aside(files, tensors, texts, self.mesh.device)
-            self._hand = self._start()
+            self._hand = self._start(step)
         except (CheckpointError, OSError) as error:
-            problem = str(error)
-        if problems := _of_ranks(self.mesh.gather(problem)):
-            self._let_go()
-            raise CheckpointError(problems)
+            problem, kind = str(error), kind_of(error)
+        told: list[Any] = self.mesh.gather((problem, kind))
+        if problems := _of_ranks([problem for problem, _ in told]):
+            self._let_go(0.0)
+            raise next(kind for problem, kind in told if problem)(problems)
 
     def begin(
         self,
@@ -173,15 +163,15 @@ class Checkpoints:
         """
         start = time.monotonic()
         self._settle()
-        self._await_removals()
+        self._make_way(state.step)
         ready = self._aside is not None and self._aside.holds(tensors)
         everyone: list[Any] = self.mesh.gather((ready, state == self._saved))
         if all(same for _, same in everyone):
             return
         if not all(ready for ready, _ in everyone):
-            self.prepare(tensors)
+            self.prepare(tensors, state.step)
         assert self._aside is not None  # `prepare` has raised otherwise
-        self._state, self._phase, self._files = state, "writing", {}
+        self._state, self._phase, self._files, self._said = state, "writing", {}, False
         self.under_way, self._failure, self._seen_bytes = state.step, None, 0
         if still is None:
             self._aside.copy(tensors)
@@ -223,15 +213,15 @@ class Checkpoints:
         hand.poll(wait)
         told, hand.told = tuple(hand.told), []
         if hand.failed is not None:
-            return Progress("failed", hand.bytes_done, {}, hand.failed, hand.unavailable, told)
+            return Progress("failed", hand.bytes_done, {}, hand.failed, hand.passing, told)
         if hand.done is None:
             return Progress("writing", hand.bytes_done, told=told)
         if self._phase == "committing" and self.mesh.rank == 0:
             return Progress("committed", hand.bytes_done, told=told)
-        if not self._files:
-            written = hand.done["value"]
-            self._files = {name: Fingerprint(**found) for name, found in written.items()}
-        return Progress("written", hand.bytes_done, self._files, told=told)
+        # Thousands of ranks: what one of them has written goes through the gather once.
+        written = {} if self._said else hand.done["value"]
+        files = {name: Fingerprint(**found) for name, found in written.items()}
+        return Progress("written", hand.bytes_done, files, told=told)
 
     def advance(self, everyone: Sequence[Progress | None]) -> str | None:
         """Take in what all ranks said; commit when all have written. The same on all ranks.
@@ -244,13 +234,14 @@ class Checkpoints:
 
         Raises:
             CheckpointError: `config.checkpoint.failures` saves in a row have failed
-                (CheckpointUnavailable: the last for a place that does not answer).
+                (CheckpointUnavailable: the last for what a later run may not meet).
         """
         if self.under_way is None:
             return None
         said = [progress for progress in everyone if progress is not None]
         assert len(said) == self.mesh.world_size, "ranks do not agree on what is under way"
         self._tell(said)
+        self._remember(said)
         if self._phase == "committing":
             if said[0].phase == "committed":
                 return self._complete()
@@ -261,7 +252,7 @@ class Checkpoints:
             if any(progress.error for progress in said):
                 self._fail(said)
             else:
-                self._commit(said)
+                self._commit()
         return None
 
     def finish(self) -> str | None:
@@ -271,8 +262,8 @@ class Checkpoints:
             the URI of the last complete checkpoint; None: there is none.
 
         Raises:
-            CheckpointError: the save that was under way has failed (CheckpointUnavailable: for a
-                place that does not answer); the same on all ranks.
+            CheckpointError: the save that was under way has failed (CheckpointUnavailable: for
+                what a later run may not meet); the same on all ranks.
         """
         waiting = self.under_way
         self._settle()
@@ -280,10 +271,14 @@ class Checkpoints:
             raise self._failure
         return self.uri
 
-    def close(self) -> None:
-        """End the writer; a save that is not complete is abandoned."""
+    def close(self, hurry: bool = False) -> None:
+        """End the writer; a save that is not complete is abandoned.
+
+        Args:
+            hurry: end in seconds, and leave what is still being removed to the next run.
+        """
         self.under_way = None
-        self._let_go()
+        self._let_go(None if hurry else self._at_most(_LAST_REMOVAL_S))
 
     def _settle(self) -> None:
         """Wait for the save that is under way, as the loop would, but without steps between."""
@@ -295,50 +290,66 @@ class Checkpoints:
                 self._alive()
             self.advance(everyone)
 
-    def _await_removals(self) -> None:
+    def _make_way(self, step: int) -> None:
         """Let the writer end what it is removing, before any rank begins to write.
 
         The same step may be saved again: its new files must not go with the old ones.
         """
-        until = time.monotonic() + _REMOVAL_S
-        while self._hand is not None and self._hand.busy:
+        if self._hand is None:
+            return
+        until = time.monotonic() + self._at_most(_REMOVAL_S)
+        self._await_job(until)
+        if self._hand.tidying:
+            self._hand.send("spare", step=step)
+            self._await_job(until)
+
+    def _await_job(self, until: float) -> None:
+        assert self._hand is not None
+        self._hand.poll()
+        while self._hand.busy:
             if time.monotonic() > until:
-                self._hand.close()  # the place does not answer; another writer is started
+                self._hand.close(0.0)  # another writer is started
                 return
             self._hand.poll(_POLL_S)
             self._alive()
 
-    def _start(self) -> Hand:
+    def _at_most(self, seconds: float) -> float:
+        """Bound what rank 0 does alone: for the watchdogs of the others it stands still."""
+        return min(seconds, self.config.train.timeout_seconds / 2)
+
+    def _start(self, step: int | None) -> Hand:
+        """Start a writer; rank 0's tidies up, also what a killed one of this run has left."""
         assert self._aside is not None
-        self._tidied = False  # a writer that was killed may have left something
-        return Hand(self.place, tuple(self._aside.fds.values()))
+        hand = Hand(self.place, tuple(self._aside.fds.values()))
+        if self.mesh.rank == 0:
+            if step is not None:  # other ranks may begin with it at any moment
+                hand.send("spare", step=step)
+            hand.send("tidy", run=self._run)
+        return hand
 
     def _give_write(self) -> None:
         """Let the writer begin; it is started anew if it has ended."""
         assert self._aside is not None
         if self._hand is None or not self._hand.alive:
             if self._hand is not None:
-                self._hand.close()
-            self._hand = self._start()
+                self._hand.close(0.0)
+            self._hand = self._start(self.under_way)
         files = [
             {"name": name, "fd": self._aside.fds[name], "bytes": size}
             for name, size in self._aside.sizes.items()
         ]
-        tidy = self.mesh.rank == 0 and not self._tidied
-        self._hand.send("write", step=self.under_way, files=files, tidy=tidy)
-        self._tidied = True
+        self._hand.send("write", step=self.under_way, files=files)
 
-    def _commit(self, said: Sequence[Progress]) -> None:
+    def _commit(self) -> None:
         """Phase 4: rank 0 completes the checkpoint."""
         self._phase = "committing"
         if self.mesh.rank != 0:
             return
         assert self._state is not None
         assert self._hand is not None
-        files = {name: found for progress in said for name, found in progress.files.items()}
-        manifest = manifest_of(self.config, self._state, files, versions())
-        step = self.under_way
-        self._hand.send("commit", step=step, manifest=manifest.text(), files=sorted(files))
+        manifest = manifest_of(self.config, self._state, self._files, versions()).text()
+        step, files = self.under_way, sorted(self._files)
+        self._hand.send("commit", step=step, manifest=manifest, files=files, run=self._run)
 
     def _complete(self) -> str:
         assert self.under_way is not None
@@ -356,8 +367,8 @@ class Checkpoints:
 
     def _fail(self, said: Sequence[Progress]) -> None:
         step, limit = self.under_way, self.config.checkpoint.failures
-        unavailable = any(progress.unavailable for progress in said)
-        kind = CheckpointUnavailable if unavailable else CheckpointError
+        passing = any(progress.passing for progress in said)
+        kind = CheckpointUnavailable if passing else CheckpointError
         reason = _of_ranks([progress.error for progress in said])
         self.under_way = None
         self._failures += 1
@@ -376,34 +387,31 @@ class Checkpoints:
                 f"(checkpoint.failures={limit}), so the run stops"
             )
 
+    def _remember(self, said: Sequence[Progress]) -> None:
+        """Note the files that ranks tell of; a report that is not taken in here is repeated."""
+        if said[self.mesh.rank].phase == "written":
+            self._said = True
+        if self.mesh.rank == 0:
+            for progress in said:
+                self._files.update(progress.files)
+
     def _tell(self, said: Sequence[Progress]) -> None:
         if self.mesh.rank == 0:
             for rank, progress in enumerate(said):
                 for warning in progress.told:
                     log.warning("rank %d: %s", rank, warning)
 
-    def _let_go(self) -> None:
+    def _let_go(self, patience: float | None) -> None:
         if self._copying is not None:
             self._copying.wait()
             self._copying = None
         if self._hand is not None:
-            self._hand.close()
+            self._hand.close(patience, self._alive)
             for warning in self._hand.told:
                 log.warning("%s", warning)
         if self._aside is not None:
             self._aside.close()
         self._hand = self._aside = None
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions that a manifest names."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:

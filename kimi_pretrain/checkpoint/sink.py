@@ -22,15 +22,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
+from kimi_pretrain.checkpoint.errors import CheckpointError, kind_of
 from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, step_name, step_of
 from kimi_pretrain.checkpoint.place import REPLACED, Place
+from kimi_pretrain.checkpoint.steps import Steps
 
 if TYPE_CHECKING:
     from data_pipeline.store.open import Store
 
 # What marks a checkpoint that a run has left behind by going on from an earlier one.
 ABANDONED = "manifest.abandoned.json"
+_MARKS = "manifest."  # as MANIFEST and ABANDONED begin
 _PARTIAL, _LEAVING = ".partial", ".leaving"
 _BLOCK = 16 << 20
 _ALIGNED = 4096
@@ -51,7 +53,8 @@ class Sink(Protocol):
         """Write a file and make it durable.
 
         Raises:
-            CheckpointError: names the file and the reason.
+            CheckpointError: names the file and the reason (CheckpointUnavailable: a later attempt
+                may not meet it).
         """
         ...
 
@@ -71,8 +74,8 @@ class Sink(Protocol):
         """Take a complete checkpoint out of the run's line without removing it."""
         ...
 
-    def tidy(self, current: int) -> None:
-        """Remove what killed runs have left behind, but of the `current` step."""
+    def tidy(self, steps: Steps) -> None:
+        """Remove what killed runs have left behind, but of the steps that are spared."""
         ...
 
 
@@ -157,8 +160,8 @@ class FolderSink:
         partial, final = self._partial(step), self._final(step)
         replaced = self.root / f"{step_name(step)}{REPLACED}"
         expected = set(files)
-        self._wait_until_seen(partial, expected)
         try:
+            self._wait_until_seen(partial, expected)
             for entry in sorted(partial.iterdir()):
                 if entry.name not in expected:  # of an earlier try with other ranks
                     entry.unlink()
@@ -201,16 +204,18 @@ class FolderSink:
         final = self._final(step)
         os.replace(final / MANIFEST, final / ABANDONED)
 
-    def tidy(self, current: int) -> None:
+    def tidy(self, steps: Steps) -> None:
         """See `Sink.tidy`."""
-        self._place.recover()
-        for folder in sorted(self.root.glob("step_*.*")):
+        for name in self._place.folders():
+            folder = self.root / name
             step = step_of(folder.stem)
-            if step is not None and (
-                folder.suffix in (REPLACED, _LEAVING)
-                or (folder.suffix == _PARTIAL and step != current)
-            ):
-                shutil.rmtree(folder, ignore_errors=True)
+            if step is None or folder.suffix not in (REPLACED, _LEAVING, _PARTIAL):
+                continue
+            with steps.removing(step) as free:
+                if free and folder.suffix == REPLACED and not self._final(step).exists():
+                    os.replace(folder, self._final(step))  # as `Place.recover` does it
+                elif free:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 class StoreSink:
@@ -275,35 +280,39 @@ class StoreSink:
         self._store.put(f"{prefix}/{ABANDONED}", self._store.get(f"{prefix}/{MANIFEST}"))
         self._store.delete(f"{prefix}/{MANIFEST}")
 
-    def tidy(self, current: int) -> None:
+    def tidy(self, steps: Steps) -> None:
         """See `Sink.tidy`; uploads that were never completed cost money and are nowhere listed."""
         from data_pipeline.store.open import S3Store
 
+        def is_ours(key: str) -> bool:
+            step = step_of(key.partition("/")[0])
+            return step is None or steps.spared(step)
+
         if isinstance(self._store, S3Store):
-            # The other ranks may be uploading files of this step already.
-            self._store.remove_uploads("step_", but=f"{step_name(current)}/")
-        found: dict[int, list[str]] = {}
-        for key in self._store.list("step_"):
-            folder, _, name = key.partition("/")
-            if (step := step_of(folder)) is not None and step != current:
-                found.setdefault(step, []).append(name)
-        for step, names in sorted(found.items()):
-            if _is_torn(names):
-                self.remove_torn(step)
+            # Other ranks may be uploading files: of steps that were spared before they began.
+            self._store.remove_uploads("step_", but=is_ours)
+        for folder in self._place.folders():
+            if (step := step_of(folder)) is None or steps.spared(step):
+                continue
+            # Short where it is a checkpoint, as most are; all its files may be thousands.
+            marks = self._store.list(f"{folder}/{_MARKS}")
+            if {f"{folder}/{MANIFEST}", f"{folder}/{ABANDONED}"} & set(marks):
+                continue
+            with steps.removing(step) as free:
+                if free and _is_torn(self._names(step)):
+                    self.remove_torn(step)
 
     def _names(self, step: int) -> list[str]:
         prefix = f"{step_name(step)}/"
         return [key.removeprefix(prefix) for key in self._store.list(prefix)]
 
     def _guarded(self, action: Callable):
-        from data_pipeline.store.open import StoreError, StoreUnavailable
+        from data_pipeline.store.open import StoreError
 
         try:
             return action()
-        except StoreUnavailable as error:
-            raise CheckpointUnavailable(str(error)) from None
         except StoreError as error:
-            raise CheckpointError(str(error)) from None
+            raise kind_of(error)(str(error)) from None
 
 
 def set_aside_later(place: Place, sink: Sink, step: int) -> list[str]:
@@ -386,4 +395,4 @@ def _failed(path: Path, error: OSError) -> CheckpointError:
     hint = ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "; free some space, or lower checkpoint.keep_last"
-    return CheckpointError(f"{path}: {error.strerror or error}{hint}")
+    return kind_of(error)(f"{path}: {error.strerror or error}{hint}")

@@ -6,13 +6,16 @@ JSON on stdin, answers go to stdout in the same way. So training goes on while f
 written, and no bytes are copied between the two. Knows no torch: it starts in an instant and takes
 little memory.
 
-    {"do": "write", "id", "step", "tidy", "files": [{"name", "fd", "bytes"}]}
-    {"do": "commit", "id", "step", "manifest", "files"}
+    {"do": "tidy", "id", "run"}      begins it, and it goes on beside other jobs
+    {"do": "spare", "id", "step"}    have it leave a step alone; all jobs with a step do so
+    {"do": "write", "id", "step", "files": [{"name", "fd", "bytes"}]}
+    {"do": "commit", "id", "step", "manifest", "files", "run"}
     {"do": "retire", "id", "step", "keep_last", "keep_every"}
     {"do": "remove_torn", "id", "step"}
 
     {"id", "bytes": so many more}    {"id", "told": warning}
-    {"id", "done": value}            {"id", "failed": one line, "unavailable": see `Progress`}
+    {"id", "done": value}            {"id", "failed": one line, "passing": see `Progress`}
+    {"id", "tidied": true}
 """
 
 import ctypes
@@ -25,13 +28,16 @@ import threading
 import traceback
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
+from kimi_pretrain.checkpoint.errors import CheckpointError, kind_of, passing
 from kimi_pretrain.checkpoint.place import Place, open_place
 from kimi_pretrain.checkpoint.retention import kept
 from kimi_pretrain.checkpoint.sink import Sink, Source, open_sink, set_aside_later
+from kimi_pretrain.checkpoint.steps import Steps
+from kimi_pretrain.run_lock import OWNER, told_owner
 
 _FILES = 2  # written at a time: while one waits for the disk, the other is hashed
 _NICE = 10  # training goes first
@@ -39,7 +45,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Writer:
-    """Does one job after the other.
+    """Does one job after the other, and tidies up beside them.
 
     Args:
         place: where checkpoints go.
@@ -50,22 +56,27 @@ class Writer:
         self._place, self._answer = place, answer
         self._sink: Sink = open_sink(place)
         self._sources: dict[int, Source] = {}
+        self._steps = Steps()
 
     def do(self, job: dict[str, Any]) -> Any:
         """Carry out one job; returns what it answers."""
+        if job["do"] == "tidy":
+            return threading.Thread(target=self._tidy, args=(job["run"],), daemon=True).start()
+        self._steps.spare(job["step"])
         if job["do"] == "write":
             return self._write(job)
         if job["do"] == "commit":
+            check_owner(self._place, job["run"])
             return self._sink.commit(job["step"], job["manifest"], job["files"])
         if job["do"] == "retire":
             return self._try("removing old ones", lambda: self._retire(job))
-        assert job["do"] == "remove_torn", job["do"]
-        return self._sink.remove_torn(job["step"])
+        if job["do"] == "remove_torn":
+            return self._sink.remove_torn(job["step"])
+        assert job["do"] == "spare", job["do"]
+        return None
 
     def _write(self, job: dict[str, Any]) -> dict[str, Any]:
         step = job["step"]
-        if job["tidy"]:
-            self._try("tidying up", lambda: self._sink.tidy(step))
         self._sink.open_step(step)
 
         def write(file: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +101,17 @@ class Writer:
         now = [found for found in self._place.steps() if found <= step]
         stay = kept(now, job["keep_last"], job["keep_every"], good=step)
         for old in (found for found in now if found not in stay):
+            self._steps.spare(old)
             self._sink.remove(old)
+
+    def _tidy(self, run: str | None) -> None:
+        def tidy() -> None:
+            check_owner(self._place, run)  # what is torn may be another run's save under way
+            self._sink.tidy(self._steps)
+
+        with suppress(BrokenPipeError):  # the rank is gone, or needs this process no longer
+            self._try("tidying up", tidy)
+            self._answer.send(tidied=True)
 
     def _try(self, what: str, action: Any) -> None:
         """Do what a save does not depend on; tell when it fails."""
@@ -98,6 +119,28 @@ class Writer:
             action()
         except Exception as error:
             self._answer.send(told=f"{self._place.uri}: {what} failed: {_one_line(error)}")
+
+
+def check_owner(place: Place, run: str | None) -> None:
+    """Refuse to go on at a place that belongs to another run; two may have claimed it at once.
+
+    Nobody's place is everybody's: its owner.json may have been removed on purpose.
+
+    Args:
+        place: of the checkpoints.
+        run: id of the run that saves there; None: no run of those that claim places.
+
+    Raises:
+        CheckpointError: names the other run (CheckpointUnavailable: the place does not answer).
+    """
+    if run is None:
+        return
+    try:
+        text = place.read_text(OWNER)
+    except Exception as error:  # of the store, or of a disk
+        raise kind_of(error)(f"{place.uri}/{OWNER}: {_one_line(error)}") from None
+    if text is not None and (told := told_owner(place.uri, text, run)):
+        raise CheckpointError(told)
 
 
 class Answers:
@@ -129,11 +172,11 @@ def serve(lines: Iterable[str], place: Place, answer: Answers) -> None:
             writer = writer or Writer(place, answer)
             answer.send(done=writer.do(job))
         except CheckpointError as error:
-            unavailable = isinstance(error, CheckpointUnavailable)
-            answer.send(failed=_one_line(error), unavailable=unavailable)
+            answer.send(failed=_one_line(error), passing=passing(error))
         except Exception as error:
             traceback.print_exc()
-            answer.send(failed=f"{type(error).__name__}: {_one_line(error)}")
+            told = f"{type(error).__name__}: {_one_line(error)}"
+            answer.send(failed=told, passing=passing(error))
 
 
 def die_with(parent: int) -> None:

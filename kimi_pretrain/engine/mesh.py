@@ -11,7 +11,8 @@ expert slice), "encoder" (everyone: the vision encoder is on every rank).
 """
 
 import os
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -103,10 +104,22 @@ class Mesh:
         return torch.nonzero(both[0] != -both[1]).flatten().tolist()
 
     def gather(self, value: object) -> list[object]:
-        """Return every rank's (small) object, in rank order, on every rank."""
-        values: list[object] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        """Return every rank's (small) object, in rank order, on every rank.
+
+        torch's own `all_gather_object` copies from a CUDA device once for every rank, and waits
+        each time. Here there are two copies, whatever the number of ranks: of the lengths, and of
+        the pickles, all padded to the longest.
+        """
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = self._gather(torch.tensor([len(mine)], dtype=torch.int64)).tolist()
+        longest = max(lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        sent = self._gather(padded).cpu().numpy().data
+        starts = range(0, longest * self.world_size, longest)
+        return [
+            pickle.loads(sent[at : at + length]) for at, length in zip(starts, lengths, strict=True)
+        ]
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Return what rank 0 makes, on every rank; an error that it meets is raised on all."""
@@ -115,9 +128,31 @@ class Mesh:
         dist.broadcast_object_list(sent, src=0)
         return (outcome if self.rank == 0 else sent[0]).result()
 
+    def place_in(self, group: str) -> tuple[int, int]:
+        """Return this rank's place in a group of `groups`, and how many it has."""
+        return dist.get_rank(self.groups[group]), dist.get_world_size(self.groups[group])
+
+    def hand_on(self, group: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Fill copies: the group's member i % n sends the i-th tensor to the others, in place."""
+        ranks = dist.get_process_group_ranks(self.groups[group])
+        for index, tensor in enumerate(tensors if len(ranks) > 1 else ()):
+            sent = tensor.detach().to(self.device).contiguous()
+            # As bytes, because not every network library knows every type.
+            flat = sent.view(-1).view(torch.uint8)
+            dist.broadcast(flat, ranks[index % len(ranks)], group=self.groups[group])
+            if sent.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(sent)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier()
+
+    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Return the equally long vectors of all ranks, one behind the other, on the device."""
+        mine = mine.to(self.device)
+        everyone = mine.new_empty(self.world_size * len(mine))
+        dist.all_gather_into_tensor(everyone, mine)
+        return everyone
 
     def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)

@@ -7,10 +7,9 @@ stored: another run's masters, or the weights in a wider type.
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import MANIFEST
 from kimi_pretrain.checkpoint.place import open_checkpoint
+from kimi_pretrain.checkpoint.together import on_all, read_together
 from kimi_pretrain.config import Config
 from kimi_pretrain.weights.fit import fitting
 from kimi_pretrain.weights.matching import MASTER, Weights
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
 
 log = logging.getLogger("kimi_pretrain.weights")
-_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class Start:
         self,
         mesh: "Mesh",
         tensors: Mapping[str, Tensor],
+        copies: Mapping[str, str],
         alive: Callable[[], None] = lambda: None,
     ) -> None:
         """Fill a run's tensors in place; all ranks call it.
@@ -68,6 +68,7 @@ class Start:
             mesh: of the run.
             tensors: what this rank holds by checkpoint name, of the model and of the optimizer: of
                 this the master copies are filled.
+            copies: name -> group of ranks that hold identical copies; see `together.my_turn`.
             alive: called whenever something was read.
 
         Raises:
@@ -78,15 +79,27 @@ class Start:
         if mesh.rank == 0:
             for line in self.lines():
                 log.info("%s", line)
+        wanted = {name: tensor for name, tensor in tensors.items() if self._takes(name)}
         sources, headers = self.weights.sources, self.weights.stored.headers
-        mine = [name for name in tensors if name in sources]
-        if self.keep_encoder is not None:
-            mine = [name for name in mine if not name.startswith(VISION)]
-        # Neighbours in a file one after the other.
-        mine.sort(key=lambda name: (headers[sources[name][0]].file, sources[name]))
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(lambda name: _fill(self.weights, name, tensors), mine):
-                alive()
+
+        def place(name: str) -> tuple[str, tuple[str, ...]]:
+            source = sources[name.removeprefix(MASTER)]
+            return headers[source[0]].file, source
+
+        @torch.no_grad()
+        def read(name: str) -> None:
+            tensor = wanted[name]
+            tensor.copy_(self.weights.read(name.removeprefix(MASTER), tensor.dtype))
+            alive()
+
+        read_together(wanted, copies, mesh, read, place)
+
+    def _takes(self, name: str) -> bool:
+        """Whether a tensor of the run, a weight or its master copy, is filled."""
+        weight = name.removeprefix(MASTER)
+        if self.keep_encoder is not None and weight.startswith(VISION):
+            return False
+        return weight in self.weights.sources
 
 
 def open_start(config: Config, mesh: "Mesh | None" = None) -> Start | None:
@@ -111,13 +124,6 @@ def open_start(config: Config, mesh: "Mesh | None" = None) -> Start | None:
         raise type(error)(f"train.start_from: {error}") from None
 
 
-@torch.no_grad()
-def _fill(weights: Weights, name: str, tensors: Mapping[str, Tensor]) -> None:
-    master, tensor = tensors.get(MASTER + name), tensors[name]
-    for target in (tensor,) if master is None else (tensor, master):
-        target.copy_(weights.read(name, target.dtype))
-
-
 def _check_hashes(weights: Weights, mesh: "Mesh", alive: Callable[[], None]) -> None:
     """Compare a checkpoint's files with its manifest, each on one rank."""
     manifest = weights.stored.manifest
@@ -126,7 +132,9 @@ def _check_hashes(weights: Weights, mesh: "Mesh", alive: Callable[[], None]) -> 
     checkpoint = open_checkpoint(weights.stored.where)
     checkpoint.know({MANIFEST: manifest.text().encode()})  # as rank 0 has read it
     order = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
-    mine = checkpoint.verify(order[mesh.rank :: mesh.world_size], lambda _: alive())
-    everyone: list[Any] = mesh.gather(mine)
-    if problems := [told for part in everyone for told in part]:
-        raise CheckpointError(f"train.start_from: {'; '.join(problems)}")
+
+    def check() -> None:
+        if problems := checkpoint.verify(order[mesh.rank :: mesh.world_size], lambda _: alive()):
+            raise CheckpointError(f"train.start_from: {'; '.join(problems)}")
+
+    on_all(check, mesh)

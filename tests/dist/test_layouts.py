@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.dist.gather_case import objects
 from tests.dist.jobs import layout, run_jobs
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
@@ -48,6 +49,8 @@ def found(data_root, tmp_path_factory):
     quadruple = {name: losses(axes) for name, axes in LAYOUTS.items() if processes_of(axes) == 4}
     quadruple["bfloat16"] = losses(FOUR | dict(vpp=2), "train.dtype=bfloat16")
     quadruple["infinity"] = "planted_infinity", ("train.steps=1", *layout(**FOUR))
+    single["gathered"] = "gathered", layout()
+    quadruple["gathered"] = "gathered", layout(**FOUR)
     quadruple |= {name: losses(FOUR | dict(vpp=2), *more) for name, more in SPARSE.items()}
     for dtype in DTYPES:
         step = f"train.dtype={dtype}", "train.steps=1"
@@ -130,6 +133,12 @@ def test_a_skipped_sample_loses_its_whole_loss_and_no_other(found):
 
 def test_copies_that_differ_at_the_start_are_named(found):
     assert found[2]["planted replica"].startswith("vision_tower.patch_embed.")
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_objects_of_all_sizes_arrive_in_the_order_of_ranks(processes, found):
+    sent = zip(*(objects(rank, processes) for rank in range(processes)), strict=True)
+    assert repr(found[processes]["gathered"]) == repr([list(values) for values in sent])
 
 
 def test_a_step_that_is_not_finite_changes_nothing(found):

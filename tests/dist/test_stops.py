@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -59,6 +60,28 @@ def test_a_rank_that_hangs_ends_a_run_that_may_not_restart(data_root, tmp_path):
     status = read_status(tmp_path)
     assert status is not None
     assert (status.state, status.reason) == ("failed", line.removeprefix("error: "))
+
+
+@pytest.mark.slow
+def test_a_stop_that_cannot_save_is_not_in_order(data_root, tmp_path):
+    """Or a scheduler would start it again and again, to do the same steps."""
+    run_dir, place = tmp_path / "run", tmp_path / "place"
+    settings = (f"data.root={data_root}", "train.steps=1000", *ONE, f"checkpoint.place={place}")
+    with started(run_dir, *settings) as process:
+        wait_for_steps(run_dir, 2, process)
+        assert [file.name for file in place.iterdir()] == ["owner.json"]
+        shutil.rmtree(place)
+        place.touch()
+        process.send_signal(signal.SIGUSR1)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 2, out + err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "stopped (signal SIGUSR1 at rank 0), but the last step could not be saved: " in line
+    assert str(place) in line
+    assert line.endswith("there is no checkpoint yet")
+    status = read_status(run_dir)
+    assert status is not None
+    assert (status.state, status.checkpoint) == ("failed", None)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kimi_pretrain.last_words import LastWord, first_word, leave_word
 from tests.dist.jobs import ROOT, SMALL, layout, read_metrics, train
 from tests.slurm.lab import free_ports
 
@@ -77,6 +79,19 @@ def test_two_machines_train_as_one_does(overrides, straight, tmp_path):
     with machines(tmp_path / "run", *overrides) as (started, logs):
         ends_well(started, logs)
     assert result(tmp_path / "run") == straight
+
+
+def test_words_of_an_earlier_failure_keep_no_machine_from_starting(overrides, straight, tmp_path):
+    """Both remove them at the same time; so many that they hardly can do so one after the other."""
+    run_dir = tmp_path / "run"
+    for rank in range(4000):
+        leave_word(run_dir, rank, LastWord("of an earlier run"))
+    with machines(run_dir, *overrides) as (started, logs):
+        ends_well(started, logs)
+    assert result(run_dir) == straight
+    assert first_word(run_dir) is None
+    names = {file.name for file in (run_dir / "logs").glob("torchrun*.log")}
+    assert names == {f"torchrun_{socket.gethostname()}.log"}  # of each, but here they are one
 
 
 def test_both_machines_go_on_after_one_lost_a_process(overrides, straight, tmp_path):

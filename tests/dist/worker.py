@@ -10,6 +10,7 @@ import torch
 from kimi_pretrain.sections import CostConfig
 from tests.dist.clip_case import ACTIONS as CLIP
 from tests.dist.deepseek import deepseek_v3
+from tests.dist.gather_case import ACTIONS as GATHER
 from tests.dist.muonclip_case import ACTIONS as MUONCLIP
 from tests.dist.owners_case import ACTIONS as OWNERS
 from tests.dist.sequence_case import ACTIONS as SEQUENCE
@@ -324,6 +325,7 @@ ACTIONS = {
     **OWNERS,
     **SEQUENCE,
     **CLIP,
+    **GATHER,
     **WEIGHTS,
 }
 

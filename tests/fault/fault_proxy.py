@@ -24,6 +24,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from urllib.parse import urlsplit
@@ -200,6 +201,7 @@ class FaultProxy:
             writer.write(_error(fault))
             await writer.drain()
             await _done(fault)
+            await _linger(reader, writer)
         elif fault and fault.kind == "refuse":
             await _done(fault)
             _reset(writer)
@@ -247,6 +249,13 @@ def _error(fault: Fault) -> bytes:
 async def _done(fault: Fault) -> None:
     if fault.then:
         await asyncio.get_running_loop().run_in_executor(None, fault.then)
+
+
+async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Let the client read the answer: closing before its body has come in would be a reset."""
+    writer.write_eof()
+    with suppress(TimeoutError):
+        await asyncio.wait_for(reader.read(-1), 5.0)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

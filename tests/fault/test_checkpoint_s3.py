@@ -17,6 +17,7 @@ from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.place import open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
 from kimi_pretrain.checkpoint.sink import open_sink
+from kimi_pretrain.checkpoint.steps import Steps
 
 sys.path.append(str(Path(__file__).parent.parent / "unit" / "checkpoint"))
 import ranks  # noqa: E402
@@ -120,9 +121,11 @@ def test_tidying_up_leaves_alone_what_is_being_uploaded(place):
     for name in ("step_00000001/old", "step_00000002/of_another_rank"):
         store._request("create_multipart_upload", name, {"Key": f"{prefix}/{name}"})
     assert len(uploads(place)) == 2
-    open_sink(place).tidy(2)
+    steps = Steps()
+    steps.spare(2)
+    open_sink(place).tidy(steps)
     assert uploads(place) == [f"{prefix}/step_00000002/of_another_rank"]
-    store.remove_uploads("step_", but="nothing")
+    store.remove_uploads("step_", but=lambda key: False)
     assert uploads(place) == []
 
 
@@ -194,3 +197,78 @@ def test_secrets_are_nowhere(place, s3_environment, capfd):
         assert secret not in place.store.get(key)
     assert secret.decode() not in "".join(capfd.readouterr())
     assert json.loads(place.read_text("step_00000001/manifest.json"))["schema"] == 2
+
+
+def pages_of(store, size: int) -> None:
+    """Let the server list so many entries in an answer, for there are no thousands here."""
+    event = "before-parameter-build.s3.ListObjectsV2"
+    store._client.meta.events.register(event, lambda params, **_: params.update(MaxKeys=size))
+
+
+def test_folders_are_listed_in_pages_and_without_their_files(place, proxy):
+    store = place.store
+    steps = list(range(1, 8))
+    for step in steps:
+        for name in ("manifest.json", "a.safetensors", "b.safetensors", "index.json")[step % 2 :]:
+            store.put(f"step_{step:08d}/{name}", b"")
+    store.put("step_00000009", b"")
+    store.put("other/deeper/x", b"")
+    pages_of(store, 3)
+    seen = len(proxy.requests)
+    assert place.folders() == [f"step_{step:08d}" for step in steps]
+    # Of 25 keys: to list them takes 9 pages.
+    assert 1 < len(proxy.requests[seen:]) <= 4
+    assert all("delimiter=%2F" in request.path for request in proxy.requests[seen:])
+    assert store.list_folders() == ["other", *(f"step_{step:08d}" for step in steps)]
+    assert store.list_folders("other/") == ["other/deeper"]
+    assert store.list_folders("nothing") == []
+    seen = len(proxy.requests)
+    assert place.steps() == [2, 4, 6]
+    asked = proxy.requests[seen:]
+    assert all("delimiter=%2F" in request.path for request in asked if "list-type" in request.path)
+    assert sum("manifest.json" in request.path for request in asked) == len(steps)
+
+
+def test_what_the_server_refuses_ends_a_run_for_good(place, s3_environment, monkeypatch):
+    """On all ranks alike, not of the kind that a restart mends, and nothing else is taken."""
+    saver = save(place, 1)
+    saver.finish()
+    saver.begin(ranks.tensors(2), ranks.state(2, 2))
+    saver.finish()
+    saver.close()
+    config = ranks.config("resume.fallback=true")
+
+    def told(where) -> str:
+        def work(mesh):
+            with pytest.raises(CheckpointError) as error:
+                find("latest", where, config, mesh)
+            assert type(error.value) is CheckpointError
+            return str(error.value)
+
+        first, second = ranks.on_ranks(2, work)
+        assert first == second
+        return first
+
+    assert "no bucket 'nowhere-at-all'" in told(open_place("s3://nowhere-at-all/x"))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "this-is-the-WRONG-secret-0123456789")
+    refused = told(open_place(place.uri))
+    assert place.uri in refused
+    assert "access denied" in refused
+    assert "WRONG" not in refused
+
+
+def test_a_store_that_goes_while_files_are_compared_is_no_damage(place, proxy):
+    saver = save(place, 1)
+    saver.finish()
+    saver.begin(ranks.tensors(2), ranks.state(2, 2))
+    saver.finish()
+    saver.close()
+    config = ranks.config("resume.fallback=true")
+    proxy.faults.append(Fault("refuse", method="", path="step_00000002/rank_", times=None))
+
+    def work(mesh):
+        with pytest.raises(CheckpointUnavailable, match="step_00000002/rank_.*gave up after"):
+            find("latest", open_place(place.uri, patience=0.5), config, mesh)
+
+    ranks.on_ranks(2, work)
+    assert place.steps() == [1, 2]

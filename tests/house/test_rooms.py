@@ -28,13 +28,15 @@ ROOMS: dict[str, set[str]] = {
     "kimi_pretrain.optim": set(),
     "kimi_pretrain.plots": set(),
     "kimi_pretrain.sequence": set(),
+    "kimi_pretrain.outcome": set(),
     "kimi_pretrain.engine": {
         "kimi_pretrain.config", "kimi_pretrain.sections", "kimi_pretrain.sequence",
+        "kimi_pretrain.outcome",
     },
     "kimi_pretrain.dep": {"moonvit3d", "moonvit3d.geometry"},
     "kimi_pretrain": {
         "kimi_pretrain.config", "kimi_pretrain.optim", "kimi_pretrain.engine", "kimi_pretrain.dep",
-        "kimi_pretrain.sections",
+        "kimi_pretrain.sections", "kimi_pretrain.outcome",
         "kimi_pretrain.sequence", "data_pipeline", "moonvit3d", "moonvit3d.geometry",
     },
     "launch": {

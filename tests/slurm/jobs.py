@@ -66,13 +66,17 @@ def wait_steps(lab: Lab, job: int, run_dir: Path, steps: int = 1) -> None:
     wait(done, f"{steps} steps of job {job}", lambda: log_of(lab, job), pause=0.02)
 
 
-def preempt(lab: Lab, job: int, run_dir: Path) -> None:
-    """Tell a job to make room, as SLURM does before a time limit, after its first step.
+def preempt(lab: Lab, job: int, run_dir: Path, steps: int = 1, *, save: bool = True) -> None:
+    """Tell a job to make room, as SLURM does before a time limit, after its first steps.
 
-    Its ranks stand still meanwhile: however fast the machine, there are steps left to do.
+    Its ranks stand still meanwhile: however fast the machine, there are steps left to do. Where
+    they are not to `save`, what writes their checkpoints stands still from then on.
     """
-    wait_steps(lab, job, run_dir)
+    wait_steps(lab, job, run_dir, steps)
     signal_ranks(run_dir, signal.SIGSTOP)
+    if not save:  # none that has begun comes to its end, nor any later one
+        for pid in writer_pids(run_dir):
+            os.kill(pid, signal.SIGSTOP)
     lab.run("scancel", "--signal=USR1", "--batch", str(job))
     wait(lambda: "got USR1" in log_of(lab, job), "the signal", lambda: log_of(lab, job))
     time.sleep(1.0)  # until it has come from the script to the ranks
@@ -85,6 +89,12 @@ def signal_ranks(run_dir: Path, number: signal.Signals) -> None:
     assert len(pids) == 2
     for pid in pids:
         os.kill(pid, number)
+
+
+def writer_pids(run_dir: Path) -> list[int]:
+    """Return the processes that write the checkpoints of a job's ranks."""
+    children = [one for pid in rank_pids(run_dir) for one in psutil.Process(pid).children()]
+    return [one.pid for one in children if "kimi_pretrain.checkpoint.writer" in one.cmdline()]
 
 
 def rank_pids(run_dir: Path) -> list[int]:

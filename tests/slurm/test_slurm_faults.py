@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 
+import psutil
 import pytest
 
 from tests.slurm import jobs
@@ -108,6 +109,50 @@ def test_a_killed_rank_is_a_failure_that_is_tried_again(lab, overrides, tmp_path
     assert "restart 1 of 3" in jobs.log_of(lab, job)
 
 
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        (("--save-seconds=10", "train.timeout_seconds=300"), "the ranks did not stop within 5 s"),
+        (("--save-seconds=240", "train.timeout_seconds=40"), "failed (exit code"),
+    ],
+    ids=["given up by the script", "ended by the watchdog"],
+)
+def test_a_stop_without_a_save_is_a_failure(lab, overrides, tmp_path, straight, limits, why):
+    """That is tried again, not TIMEOUT and no stop in order: the writers stand still."""
+    run_dir = tmp_path / "run"
+    job = jobs.submit(lab, run_dir, *overrides, *limits)
+    jobs.preempt(lab, job, run_dir, 4, save=False)
+    writers = jobs.writer_pids(run_dir)
+    assert len(writers) == 2
+    finishes_equal(lab, job, run_dir, straight)
+    said = jobs.log_of(lab, job)
+    assert "got USR1: the ranks finish their step, save and stop\n" in said
+    assert why in said
+    assert "restart 1 of 3: back into the queue" in said
+    assert "told to make room" not in said
+    # SLURM has ended what stood still.
+    assert not any(psutil.pid_exists(pid) for pid in writers)
+
+
+def test_a_setup_that_fails_on_a_bad_node_is_tried_again(lab, overrides, tmp_path):
+    """And again as often as other failures, with a line that names it."""
+    need = f"test -e {tmp_path}/good"
+    more = ("train.steps=2", "--max-restarts=1", f"--setup={need}")
+    once, never = tmp_path / "once", tmp_path / "never"
+    job = jobs.submit(lab, once, *overrides, *more)
+    jobs.wait(
+        lambda: f"{need}; newest checkpoint: none; restart 1 of 1" in jobs.log_of(lab, job),
+        "a requeue",
+    )
+    other = jobs.submit(lab, never, *overrides, *more[:2], "--setup=test -e /nothing")
+    (tmp_path / "good").touch()
+    assert jobs.wait_end(lab, job).state == "COMPLETED", jobs.log_of(lab, job)
+    assert jobs.state(lab, job).restarts == 1
+    end = jobs.wait_end(lab, other)
+    assert (end.state, end.exit_code, end.restarts) == ("FAILED", 1, 1), jobs.log_of(lab, other)
+    assert "test -e /nothing; newest checkpoint: none; 1 restarts" in jobs.log_of(lab, other)
+
+
 def test_room_for_a_partition_that_goes_first(lab, overrides, tmp_path, straight):
     """SLURM's own pre-emption: the signal, time to save, the others' job, and on."""
     run_dir = tmp_path / "run"
@@ -166,7 +211,7 @@ def test_an_array_of_seeds(lab, overrides, tmp_path, straight):
 def test_the_time_limit(lab, overrides, tmp_path):
     """Two to three minutes, most of it waiting: SLURM's shortest limit with room for the signal."""
     run_dir = tmp_path / "run"
-    limits = ("--time=3", "--save-seconds=30")
+    limits = ("--time=3", "--save-seconds=40")
     job = jobs.submit(lab, run_dir, *overrides, "train.steps=100000", *limits)
     began = time.monotonic()
     jobs.wait(

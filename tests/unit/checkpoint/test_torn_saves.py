@@ -119,7 +119,7 @@ def test_a_run_killed_between_two_renames_loses_nothing(tmp_path):
     os.replace(tmp_path / "step_00000002", tmp_path / "step_00000002.replaced")
     (tmp_path / "step_00000007.partial").mkdir()
     (tmp_path / "step_00000001.leaving").mkdir()
-    found = find("latest", open_place(tmp_path), ranks.config(), None)
+    found = find("latest", open_place(tmp_path), ranks.config(), None, own=True)
     assert found is not None
     assert found.step == 2
     assert found.verify() == []

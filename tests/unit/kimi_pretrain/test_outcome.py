@@ -4,9 +4,11 @@ import pickle
 
 import pytest
 
+from data_pipeline.store.open import StoreUnavailable
 from kimi_pretrain.checkpoint.errors import CheckpointUnavailable
 from kimi_pretrain.outcome import Outcome
 from kimi_pretrain.run_lock import RunLocked
+from launch.errors import exit_code
 
 
 class Demanding(ValueError):
@@ -45,6 +47,24 @@ def test_an_error_keeps_its_kind_and_message(error):
     with pytest.raises(type(error)) as found:
         sent(fail(error)).result()
     assert str(found.value) == str(error)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_its_causes_arrive_too(hidden):
+    """By them it is known whether a restart helps."""
+
+    def work():
+        try:
+            raise StoreUnavailable("gave up")
+        except StoreUnavailable as error:
+            raise RunLocked("cannot be written") from (None if hidden else error)
+
+    with pytest.raises(RunLocked) as found:
+        sent(work).result()
+    assert exit_code(found.value) == 75
+    with pytest.raises(RunLocked) as found:
+        Outcome.of(work).result()
+    assert exit_code(found.value) == 75
 
 
 def test_an_error_that_cannot_be_sent_is_told_all_the_same():

@@ -1,8 +1,11 @@
 """Two runs in one folder, or in one checkpoint place: the second is refused, and told by whom."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,35 @@ def test_a_requeued_job_waits_for_its_own_former_start(holder, tmp_path, monkeyp
     assert waited
 
 
+def test_a_lock_without_a_sign_of_life_is_taken_over_by_the_same_job(
+    holder, tmp_path, monkeypatch, caplog
+):
+    """As where the lost node's lock never ends: here its holder does not, but it shows no life."""
+    monkeypatch.setattr(run_lock, "SILENT_S", 0.3)
+    with pytest.raises(RunLocked):
+        take(tmp_path, {"SLURM_JOB_ID": "78"})
+    lock = take(tmp_path, {"SLURM_JOB_ID": "77"})
+    assert f"process {holder.pid} on" in caplog.text
+    assert "no sign of life: taken over" in caplog.text
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    with pytest.raises(RunLocked, match=f"process {os.getpid()} on"):
+        check_free(tmp_path)
+    lock.release()
+    check_free(tmp_path)
+
+
+def test_a_former_start_that_lives_is_not_pushed_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(run_lock, "SILENT_S", 20.0)
+    monkeypatch.setattr(run_lock, "ALIVE_S", 0.5)
+    lock = take(tmp_path, {"SLURM_JOB_ID": "77"})
+    before = (tmp_path / "lock").stat().st_mtime_ns
+    with pytest.raises(RunLocked, match=f"process {os.getpid()} on"):
+        take(tmp_path, {"SLURM_JOB_ID": "77"})
+    assert (tmp_path / "lock").stat().st_mtime_ns > before  # its sign of life
+    lock.release()
+
+
 def test_a_folder_that_no_run_has_used_is_free(tmp_path):
     check_free(tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -94,9 +126,44 @@ def test_a_place_belongs_to_the_run_that_first_saved_there(tmp_path):
     (tmp_path / "place" / "owner.json").write_text("{}")
     with pytest.raises(RunLocked, match="remove the file"):
         claim(place, mine)
+    (tmp_path / "place" / "owner.json").unlink()
+    assert list((tmp_path / "place").iterdir()) == []
+    claim(place, other)
     (tmp_path / "file").touch()
     with pytest.raises(RunLocked, match="cannot be written"):
         claim(open_place(tmp_path / "file" / "place"), mine)
+
+
+@pytest.mark.parametrize("where", ["folder", "store"])
+def test_of_runs_that_claim_a_place_at_once_one_gets_it(tmp_path, where):
+    """All have seen that nobody owns it before any writes."""
+    runs = [tmp_path / f"run{number}" for number in range(8)]
+    place = open_place(tmp_path / "place" if where == "folder" else "memory://claims/place")
+    together = threading.Barrier(len(runs))
+    plain, looked = place.read_text, threading.local()
+
+    def read_text(name: str) -> str | None:
+        text = plain(name)
+        if not hasattr(looked, "once"):
+            looked.once = True
+            together.wait(30)
+        return text
+
+    place.read_text = read_text
+
+    def one(run_dir: Path) -> str | None:
+        run_dir.mkdir()
+        try:
+            claim(place, run_dir)
+        except RunLocked as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        told = list(pool.map(one, runs))
+    assert told.count(None) == 1
+    winner = runs[told.index(None)]
+    assert all(f"run folder {winner} on" in line for line in told if line is not None)
 
 
 def test_a_folder_is_fresh_until_a_run_has_written_into_it(tmp_path):

@@ -1,11 +1,16 @@
 """When a run counts as standing still, who is to blame, and what is left behind."""
 
+import subprocess
+import sys
+import sysconfig
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from kimi_pretrain.frames import ROOT, _ours, stack_of, waits, where
 from kimi_pretrain.last_words import NO_PROGRESS, LastWord, error_file, first_word, leave_word
 from kimi_pretrain.watchdog import (
     SPEAKERS,
@@ -15,10 +20,7 @@ from kimi_pretrain.watchdog import (
     halt_file,
     read_halts,
     speaks,
-    stack_of,
     suspects,
-    waits,
-    where,
 )
 
 
@@ -205,6 +207,100 @@ def test_who_waits_for_others():
     assert inside.startswith("torch/distributed/distributed_c10d.py:7 (all_reduce) called from ")
 
 
+SITE = "/x/.venv/lib/python3.11/site-packages"
+STDLIB = sysconfig.get_path("stdlib")
+OURS = (f"{ROOT}/kimi_pretrain/step.py", 1, "run")
+# Where the host waits for a CUDA device, innermost first.
+FEEDING = {
+    "a copy of ours": [(f"{ROOT}/kimi_pretrain/update.py", 1, "step"), OURS],
+    "the encoder": [(f"{ROOT}/moonvit3d/tower.py", 1, "forward"), OURS],
+    "Megatron's dispatcher": [
+        (f"{SITE}/megatron/core/transformer/moe/token_dispatcher.py", 1, "preprocess"),
+        (f"{SITE}/torch/nn/modules/module.py", 1, "_call_impl"), OURS,
+    ],
+    "a checkout of Megatron": [("/opt/megatron-lm/megatron/core/tensors.py", 1, "f"), OURS],
+    "Transformer Engine": [(f"{SITE}/transformer_engine/pytorch/attention.py", 1, "f"), OURS],
+    "backward": [(f"{SITE}/torch/autograd/graph.py", 1, "_engine_run_backward"), OURS],
+    "a full queue": [
+        ("/tmp/torchinductor_me/ab/cab.py", 1, "call"), ("<eval_with_key>.3", 1, "forward"),
+        (f"{SITE}/torch/_inductor/runtime/triton_heuristics.py", 1, "run"), OURS,
+    ],
+    "a collective": [(f"{SITE}/torch/distributed/distributed_c10d.py", 1, "barrier"), OURS],
+}  # fmt: skip
+READ = (f"{ROOT}/data_pipeline/store/s3_read.py", 1, "get")
+BUSY = {
+    "a read": [(f"{STDLIB}/ssl.py", 1, "read"), READ, OURS],
+    "a read in C": [READ, OURS],
+    "a lock": [(f"{STDLIB}/threading.py", 1, "wait"), OURS],
+    "another package": [(f"{SITE}/numpy/lib/npyio.py", 1, "load"), OURS],
+    "an import": [("<frozen importlib._bootstrap>", 1, "f"), OURS],
+    "a sleep in a test": [(f"{ROOT}/tests/dist/planted.py", 1, "late"), OURS],
+    "writing metrics": [(f"{ROOT}/kimi_pretrain/run_folder.py", 1, "write"), OURS],
+    "a checkpoint's file": [(f"{ROOT}/kimi_pretrain/checkpoint/files.py", 1, "read"), OURS],
+    "compiling": [(f"{SITE}/torch/_inductor/scheduler.py", 1, "fuse"), OURS],
+}
+
+
+@pytest.mark.parametrize("name", FEEDING)
+def test_on_a_device_who_feeds_it_waits(name):
+    assert waits(FEEDING[name], on_device=True)
+
+
+@pytest.mark.parametrize("name", BUSY)
+def test_on_a_device_who_does_something_else_does_not_wait(name):
+    assert not waits(BUSY[name], on_device=True)
+
+
+def test_where_files_are_written_only_a_copy_from_the_device_waits():
+    file = ROOT / "kimi_pretrain" / "checkpoint" / "hashes.py"
+    copies = [n for n, line in enumerate(file.read_text().splitlines(), 1) if ".cpu()" in line]
+    assert waits([(str(file), copies[0], "hash_tensor"), OURS], on_device=True)
+    assert not waits([(str(file), copies[0] + 1, "hash_tensor"), OURS], on_device=True)
+
+
+@pytest.mark.parametrize("guilty", BUSY)
+def test_of_eight_ranks_on_devices_the_one_that_reads_is_named_alone(guilty):
+    stacks = [*list(FEEDING.values())[:7], BUSY[guilty]]
+    everyone = [
+        Halt(rank, 3, "4 backbone", 20.0 + rank, where(lines), waits(lines, on_device=True))
+        for rank, lines in enumerate(stacks)
+    ]
+    for mine in everyone[:7]:
+        line = told(mine, *everyone, world=8)
+        assert f"held up by rank 7, in step 3, phase '4 backbone', at {where(stacks[7])}" in line
+
+
+def test_of_ranks_that_all_wait_for_their_devices_the_earliest_is_named():
+    stacks = list(FEEDING.values())
+    everyone = [
+        Halt(rank, 3, "4 backbone", 20.0, where(lines), waits(lines, on_device=True))
+        for rank, lines in enumerate(stacks)
+    ]
+    assert suspects(everyone) == []
+    everyone[5] = replace(everyone[5], phase="2 vision forward", seconds=21.0)
+    assert [halt.rank for halt in suspects(everyone)] == [5]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_rank_knows_whether_it_computes_on_a_device(on_device, tmp_path, monkeypatch):
+    monkeypatch.setattr("kimi_pretrain.watchdog._on_device", lambda: on_device)
+    monkeypatch.setattr("kimi_pretrain.watchdog.stack_of", lambda frame: [OURS])
+    dog = Watchdog(tmp_path, 0, 1, 60)
+    assert dog._halt((0, 1, "4 backbone"), 1.0).waits is on_device
+
+
+def test_the_watchdog_loads_no_torch():
+    code = (
+        "import sys, types, kimi_pretrain.watchdog as w\n"
+        "assert 'torch' not in sys.modules and not w._on_device()\n"
+        "torch = sys.modules['torch'] = types.ModuleType('torch')\n"
+        "assert not w._on_device()\n"  # half loaded
+        "torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)\n"
+        "assert w._on_device()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
 def test_the_first_last_word_counts(tmp_path):
     assert first_word(tmp_path) is None
     leave_word(tmp_path, 2, LastWord("no  bucket\nhere", 75))
@@ -219,7 +315,5 @@ def test_the_first_last_word_counts(tmp_path):
 
 @pytest.mark.parametrize("name", ["kimi_pretrain", "tests"])
 def test_frames_of_the_project_are_known(name):
-    from kimi_pretrain.watchdog import ROOT, _ours
-
     assert _ours(str(ROOT / name / "x.py"))
     assert not _ours("/usr/lib/python3.11/threading.py")

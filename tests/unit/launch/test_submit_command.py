@@ -74,6 +74,23 @@ def test_scripts_can_read_the_number(sbatch):
     assert told == {"job": 41, "script": script, "log": log}
 
 
+def test_a_stop_that_is_given_up_before_the_watchdog_comes_is_told(sbatch):
+    new = ("--run-dir", str(sbatch / "run"), "--dry-run")
+    told = submit(*new, "train.timeout_seconds=600", "--save-seconds=240")
+    assert told.stdout.startswith("#!/bin/bash\n")  # a script and nothing else
+    (line,) = told.stderr.splitlines()
+    assert line.startswith("warning: a rank that hangs while the job stops will not be named")
+    assert "after 210 s (--save-seconds 240)" in line
+    assert "after 600 s (train.timeout_seconds)" in line
+    assert submit(*new, "train.timeout_seconds=600").stderr == ""  # the defaults
+    new += ("--save-seconds=240",)
+    for enough in (("--no-requeue",), ("train.timeout_seconds=209",)):
+        assert submit(*new, "train.timeout_seconds=600", *enough).stderr == ""
+    new = (*new[:2], "--parsable", "--save-seconds=240")
+    told = submit(*new, "train.timeout_seconds=210")
+    assert (told.stdout, told.stderr.count("warning:")) == ("41\n", 1)
+
+
 def test_a_container_has_an_interpreter_of_its_own(sbatch):
     text = submit("--run-dir", str(sbatch / "run"), "--dry-run", "--container", "a.sqsh").output
     assert "    python3 -m launch.worker" in text

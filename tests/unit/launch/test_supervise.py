@@ -1,7 +1,10 @@
 """The supervisor with small stand-ins for torchrun: output, errors, and nothing left running."""
 
+import errno
+import io
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -10,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kimi_pretrain.last_words import LastWord, leave_word
-from launch import supervise
+from kimi_pretrain.last_words import LastWord, forget_words, leave_word
+from launch import supervise, torchrun
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
@@ -46,6 +49,77 @@ sys.exit(1)
     assert result == (2, "no bucket")  # the code of who ended first, which torchrun does not tell
     assert capsys.readouterr().err == "a warning\n"
     assert "Traceback of torchrun" in (tmp_path / "logs" / "torchrun.log").read_text()
+
+
+def test_words_of_an_earlier_run_may_vanish_while_they_are_removed(tmp_path, monkeypatch):
+    """Of several machines with one folder each removes them, at the same time."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    left = [logs / f"error_rank_{rank}.txt" for rank in range(3)]
+    real = Path.glob
+
+    def glob(folder: Path, pattern: str):
+        found = list(real(folder, pattern))
+        for file in found[:2]:  # another machine is faster
+            file.unlink()
+        return iter(found)
+
+    for file in left:
+        file.write_text("of an earlier run\nexit code 2\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "glob", glob)
+        forget_words(tmp_path)
+    assert not list(logs.iterdir())
+
+
+def test_each_of_several_machines_has_its_own_log(tmp_path):
+    code = "import sys; print('noted', file=sys.stderr)"
+    name = torchrun.log_name(torchrun.Nodes(8, 2, "host:1"))
+    assert name == f"torchrun_{socket.gethostname()}.log"
+    assert torchrun.log_name(torchrun.Nodes(8)) == "torchrun.log"
+    assert supervise.run(python(code), os.environ, tmp_path, log_name=name) == (0, None)
+    assert [file.name for file in (tmp_path / "logs").iterdir()] == [name]
+    assert (tmp_path / "logs" / name).read_text() == "noted\n"
+
+
+def test_a_folder_that_does_not_answer_ends_no_training(tmp_path, monkeypatch):
+    def first_word(run_dir):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(supervise, "first_word", first_word)
+    code = "import sys, time; print('noted', file=sys.stderr); time.sleep(1); sys.exit(3)"
+    assert supervise.run(python(code), os.environ, tmp_path) == (3, None)
+
+
+def test_many_lines_are_shown_at_once_in_their_order(tmp_path, capsys, monkeypatch):
+    looked = []
+    monkeypatch.setattr(supervise, "first_word", lambda run_dir: looked.append(run_dir))
+    code = "import sys\nfor line in range(5000): print(line, file=sys.stderr)"
+    assert supervise.run(python(code), os.environ, tmp_path) == (0, None)
+    assert capsys.readouterr().err.split() == [str(line) for line in range(5000)]
+    assert len(looked) < 1000  # not once a line
+
+
+def test_lines_wait_until_somebody_has_looked_for_a_word(capsys):
+    log = io.StringIO()
+    relay = supervise._Relay(io.StringIO("first\nsecond\n"), log)
+    relay.join()
+    assert (log.getvalue(), relay.holds) == ("first\nsecond\n", True)
+    assert capsys.readouterr().err == ""
+    relay.mark()
+    relay._held.append("while looking\n")
+    relay.show(None, marked=True)
+    assert capsys.readouterr().err == "first\nsecond\n"
+    relay.mark()
+    relay._held.append("after the word\n")
+    relay.show(LastWord("no bucket"), marked=True)
+    relay.show(LastWord("no bucket"))
+    assert (capsys.readouterr().err, relay.holds) == ("", False)
+    relay._held.append("before the interruption\n")
+    relay.hush()
+    relay._held.append("after it\n")
+    relay.show(None)
+    assert capsys.readouterr().err == "before the interruption\n"
 
 
 def test_a_worker_in_a_session_of_its_own_does_not_survive(tmp_path, monkeypatch):
@@ -147,7 +221,7 @@ def test_a_rank_that_lingers_after_the_error_of_another_is_killed(tmp_path, monk
     assert time.monotonic() - start < 50
 
 
-def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path, monkeypatch):
+def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path, monkeypatch, capsys):
     """A launcher with restarts left would go on for ever."""
     monkeypatch.setattr(supervise, "LINGER_SECONDS", 0.5)
     code = """
@@ -155,7 +229,9 @@ import pathlib, sys, time
 logs = pathlib.Path(sys.argv[1]) / "logs"
 while True:
     (logs / "error_rank_0.txt").write_text("no such source\\nexit code 2\\n")
+    print("what follows from it", file=sys.stderr, flush=True)
     time.sleep(0.05)
 """
     result = supervise.run([*python(code), str(tmp_path)], os.environ, tmp_path, in_order=True)
     assert result == (2, "no such source")
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,29 @@
+"""Objects of very different sizes, gathered by all ranks; run by `tests/dist/worker.py`."""
+
+from typing import Any
+
+import numpy as np
+
+
+def objects(rank: int, world_size: int) -> list[Any]:
+    """What a rank sends, one after the other."""
+    return [
+        rank,
+        None if rank else "x" * 300_000,  # far longer than the others
+        b"" if rank < world_size - 1 else b"\0" * 100_000,
+        [],
+        {"array": np.arange(rank * 100), "name": f"rank {rank}"},
+        bytes(range(256)) * rank,
+    ]
+
+
+def gathered(run) -> list[list[Any]]:
+    """Gather each of `objects`; what arrived, which must be the same on all ranks."""
+    mesh = run.mesh
+    found = [mesh.gather(value) for value in objects(mesh.rank, mesh.world_size)]
+    everywhere = mesh.gather(found)
+    assert all(repr(there) == repr(found) for there in everywhere)
+    return found
+
+
+ACTIONS = {"gathered": gathered}

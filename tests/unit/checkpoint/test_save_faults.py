@@ -1,0 +1,218 @@
+"""Faults of saves: what passes, what the user has to mend, and what comes after it."""
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import ranks
+
+from kimi_pretrain.checkpoint import sink as sinks
+from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
+from kimi_pretrain.checkpoint.hand import Hand
+from kimi_pretrain.checkpoint.place import Place, open_place
+from kimi_pretrain.checkpoint.progress import Progress
+from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.sink import source_of
+from kimi_pretrain.checkpoint.writer import Answers, serve
+from kimi_pretrain.run_lock import OWNER
+
+
+def served(place: Place, **job) -> dict:
+    """The last answer of a writer in this process to one job."""
+    come, go = os.pipe()
+    with os.fdopen(come) as answers:
+        serve([json.dumps({"id": 1, **job})], place, Answers(go))
+        os.close(go)
+        return json.loads(answers.read().splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "passing", "told"),
+    [
+        (OSError(errno.ESTALE, "Stale file handle"), True, "Stale file handle"),
+        (OSError(errno.EIO, "Input/output error"), True, "Input/output error"),
+        (OSError(errno.ENOSPC, "No space left"), False, "No space left; free some space, or"),
+        (OSError(errno.EDQUOT, "Quota exceeded"), False, "Quota exceeded; free some space, or"),
+        (OSError(errno.EACCES, "Permission denied"), False, "Permission denied"),
+        (KeyError("a bug"), False, "KeyError: 'a bug'"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Exception) else "",
+)
+def test_a_shared_folder_that_fails_over_passes(tmp_path, monkeypatch, capfd, fault, passing, told):
+    def fail(*_) -> None:
+        raise fault
+
+    monkeypatch.setattr(sinks, "write_durably", fail)
+    source = source_of(b"tensors")
+    files = [{"name": "rank_00000_000.safetensors", "fd": source.fd, "bytes": source.size}]
+    answer = served(open_place(tmp_path), do="write", step=1, files=files)
+    assert answer["passing"] is passing
+    assert told in answer["failed"]
+    if isinstance(fault, OSError):
+        assert "step_00000001.partial/rank_00000_000.safetensors: " in answer["failed"]
+
+
+def test_an_error_that_nobody_foresaw_passes_if_its_kind_does(tmp_path, monkeypatch, capfd):
+    for fault in (TimeoutError(errno.ETIMEDOUT, "timed out"), RuntimeError("a bug")):
+
+        def fail(*_, fault=fault) -> None:
+            raise fault
+
+        monkeypatch.setattr(sinks.FolderSink, "remove_torn", fail)
+        answer = served(open_place(tmp_path), do="remove_torn", step=1)
+        assert type(fault).__name__ in answer["failed"]
+        assert answer["passing"] is isinstance(fault, OSError)
+
+
+def save(place: Place, run: str | None = None, *overrides: str) -> Checkpoints:
+    """Begin to save step 1 from one rank."""
+    saver = Checkpoints(place, ranks.config(*overrides), ranks.alone(), run=run)  # type: ignore
+    saver.begin(ranks.tensors(1), ranks.state(1))
+    return saver
+
+
+def stop_before(saver: Checkpoints, job: str, monkeypatch) -> Hand:
+    """Have the writer stopped (SIGSTOP) right before it gets a job of this kind."""
+    hand = saver._hand
+    assert hand is not None
+    plain = hand.send
+
+    def send(do: str, **values) -> None:
+        if do == job:
+            os.kill(hand.pid, signal.SIGSTOP)
+        plain(do, **values)
+
+    monkeypatch.setattr(hand, "send", send)
+    return hand
+
+
+def test_a_removal_that_is_given_up_leaves_a_hand_that_is_not_busy(tmp_path, monkeypatch):
+    """Half of `train.timeout_seconds` is what the watchdogs of the other ranks allow for it."""
+    monkeypatch.setattr("kimi_pretrain.checkpoint.saver._REMOVAL_S", 1e6)
+    saver = save(open_place(tmp_path), None, "train.timeout_seconds=1")
+    hand = stop_before(saver, "retire", monkeypatch)
+    saver.finish()
+    assert hand.busy
+    for _ in range(2):  # saved already, so no new writer is started
+        saver.begin(ranks.tensors(1), ranks.state(1))
+        assert saver._hand is hand
+        assert not hand.busy
+        assert not hand.alive
+        hand.poll()
+        hand.close()
+    assert hand.failed is not None
+    saver.begin(ranks.tensors(2), ranks.state(2))
+    assert saver._hand is not hand
+    assert saver.finish() == str(tmp_path / "step_00000002")
+    saver.close()
+
+
+@pytest.mark.parametrize("hurry", [False, True])
+def test_the_end_waits_for_the_last_removal_unless_in_a_hurry(tmp_path, monkeypatch, hurry):
+    monkeypatch.setattr("kimi_pretrain.checkpoint.hand._PATIENCE_S", 0.2)
+    place = open_place(tmp_path)
+    saver = save(place, None, "checkpoint.keep_last=1")
+    saver.begin(ranks.tensors(2), ranks.state(2))
+    hand = stop_before(saver, "retire", monkeypatch)
+    saver.finish()
+    assert place.steps() == [1, 2]
+    go_on = threading.Timer(1.0, lambda: os.kill(hand.pid, signal.SIGCONT))
+    if not hurry:  # far longer than _PATIENCE_S
+        go_on.start()
+    saver.close(hurry=hurry)
+    assert not hand.alive
+    assert place.folders() == [f"step_{n:08d}" for n in ((1, 2) if hurry else (2,))]
+
+
+def test_what_was_written_is_told_once_and_again_if_it_was_not_heard(tmp_path):
+    """A gather whose answers are not taken in, as where the loop ends in between, loses nothing."""
+
+    def work(mesh) -> list[list[int]]:
+        saver = Checkpoints(open_place(tmp_path), ranks.config(), mesh)
+        saver.begin(ranks.tensors(1), ranks.state(1))
+        counts: list[list[int]] = []
+        until, unheard = time.monotonic() + 60, 0
+        while saver.under_way is not None:
+            assert time.monotonic() < until
+            if mesh.rank == 1 and not unheard:  # so that rank 0 has written long before
+                time.sleep(0.5)
+            everyone: list[Progress] = mesh.gather(saver.progress(0.05))
+            counts.append([len(progress.files) for progress in everyone])
+            if unheard == 0 and sum(counts[-1]):
+                unheard = 1
+                continue
+            saver.advance(everyone)
+        assert unheard
+        saver.close()
+        return counts
+
+    counts, same = ranks.on_ranks(2, work)
+    assert counts == same
+    for rank in range(2):
+        told = [count[rank] for count in counts if count[rank]]
+        heard = told[1:] if told and [c for c in counts if sum(c)][0][rank] else told
+        assert len(heard) == 1, counts
+    found = open_place(tmp_path).checkpoint(1)
+    assert found.verify() == []
+    assert len(found.files) == 3
+
+
+def test_a_checkpoint_is_completed_only_at_one_s_own_place(tmp_path):
+    place = open_place(tmp_path)
+    other = {"run": "1234", "run_dir": "/shared/runs/other", "host": "n7"}
+    place.write_text(OWNER, json.dumps(other))
+    saver = save(place, "mine")
+    told = r"another run \(1234, run folder /shared/runs/other on n7\); choose another checkpoint"
+    with pytest.raises(CheckpointError, match=told) as error:
+        saver.finish()
+    assert not isinstance(error.value, CheckpointUnavailable)  # for the user to mend
+    saver.close()
+    assert place.steps() == []
+    place.write_text(OWNER, "half a fi")
+    assert "expected the id of a run" in commit(place, "mine")["failed"]
+
+
+def commit(place: Place, run: str | None) -> dict:
+    """What a writer answers to the commit of an empty save."""
+    return served(place, do="commit", step=1, manifest="{}", files=[], run=run)
+
+
+@pytest.mark.parametrize(("owner", "run"), [("mine", "mine"), (None, "mine"), ("other", None)])
+def test_the_owner_s_commits_pass_and_those_where_none_is_named(tmp_path, owner, run):
+    place = open_place(tmp_path)
+    (tmp_path / "step_00000001.partial").mkdir()
+    if owner is not None:
+        place.write_text(OWNER, json.dumps({"run": owner}))
+    assert commit(place, run)["done"] == str(tmp_path / "step_00000001")
+
+
+def test_an_owner_who_cannot_be_read_is_no_owner_who_left(tmp_path, monkeypatch):
+    def fail(*_) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    place = open_place(tmp_path)
+    monkeypatch.setattr(Place, "read_text", fail)
+    answer = commit(place, "mine")
+    assert answer["passing"]
+    assert "owner.json: [Errno 116] Stale file handle" in answer["failed"]
+
+
+def test_writers_that_are_killed_are_worth_a_restart(tmp_path):
+    """As the node's memory killer does it, in every save."""
+    saver = save(open_place(tmp_path), None, "checkpoint.failures=2")
+    for step in (1, 2):
+        if step > 1:
+            saver.begin(ranks.tensors(step), ranks.state(step))
+        hand = saver._hand
+        assert hand is not None
+        os.kill(hand.pid, signal.SIGKILL)
+        hand._process.wait()
+        hand.done = None  # had it been faster than the kill
+        with pytest.raises(CheckpointUnavailable, match="was killed by signal 9") as error:
+            saver.finish()
+    assert "checkpoint.failures=2" in str(error.value)
+    saver.close()

@@ -1,0 +1,270 @@
+"""What killed runs have left is removed beside the saves of the next, and nothing of these."""
+
+import json
+import os
+import shutil
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ranks
+
+from kimi_pretrain.checkpoint import sink as sinks
+from kimi_pretrain.checkpoint.hand import Hand
+from kimi_pretrain.checkpoint.place import Place, open_place
+from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.sink import open_sink, source_of
+from kimi_pretrain.checkpoint.steps import Steps
+from kimi_pretrain.checkpoint.writer import Answers, Writer
+from kimi_pretrain.run_lock import OWNER
+
+FILES = ("index.json", "rank_00000_000.safetensors", "rank_00001_000.safetensors")
+
+
+@contextmanager
+def writer_of(place: Place):
+    """A writer in this process, and a function that gives what it has answered so far."""
+    come, go = os.pipe()
+    os.set_blocking(come, False)
+
+    def answers() -> list[dict]:
+        try:
+            return [json.loads(line) for line in os.read(come, 1 << 20).splitlines()]
+        except BlockingIOError:
+            return []
+
+    try:
+        yield Writer(place, Answers(go)), answers
+    finally:
+        os.close(come)
+        os.close(go)
+
+
+def write_job(step: int) -> dict:
+    source = source_of(b"tensors")
+    file = {"name": FILES[1], "fd": source.fd, "bytes": source.size}
+    return {"do": "write", "step": step, "files": [file]}
+
+
+def fill(place: Place, folder: str, *names: str) -> None:
+    for name in names:
+        if place.folder is None:
+            place.store.put(f"{folder}/{name}", b"{}")
+        else:
+            (place.folder / folder).mkdir(exist_ok=True)
+            (place.folder / folder / name).write_bytes(b"{}")
+
+
+@pytest.fixture(params=["folder", "store"])
+def place(request, tmp_path):
+    uri = str(tmp_path) if request.param == "folder" else f"memory://{request.node.originalname}"
+    found = open_place(uri)
+    yield found
+    if found.folder is None:
+        found.store.clear()  # type: ignore[attr-defined]
+
+
+def torn(place: Place, step: int) -> str:
+    """The folder in which the files of a save that is under way lie."""
+    return f"step_{step:08d}" + (".partial" if place.folder is not None else "")
+
+
+def test_what_is_torn_goes_and_what_is_spared_stays(place):
+    for step in (1, 2, 3):
+        fill(place, torn(place, step), *FILES)
+    fill(place, "step_00000004", *FILES, "manifest.json")
+    fill(place, "step_00000005", *FILES, "manifest.abandoned.json")
+    fill(place, "step_by_step.partial", "mine")
+    steps = Steps()
+    steps.spare(2)
+    open_sink(place).tidy(steps)
+    assert place.folders() == sorted(
+        [torn(place, 2), "step_00000004", "step_00000005", "step_by_step.partial"]
+    )
+    if place.folder is None:
+        kept = [f"step_00000004/{name}" for name in sorted((*FILES, "manifest.json"))]
+        assert place.store.list("step_00000004/") == kept
+
+
+def test_a_removal_that_was_cut_off_is_ended_by_the_next_run(place, monkeypatch):
+    """Killed after half of the files of an old checkpoint: there is no manifest any more."""
+    fill(place, "step_00000001", *FILES, "manifest.json")
+    fill(place, "step_00000002", *FILES, "manifest.json")
+
+    class Killed(Exception):
+        pass
+
+    def half(*_, **__) -> None:
+        if place.folder is None:
+            plain_delete(f"step_00000001/{FILES[1]}")
+        else:
+            (place.folder / "step_00000001.leaving" / FILES[1]).unlink()
+        raise Killed
+
+    sink = open_sink(place)
+    if place.folder is None:
+        plain_delete = place.store.delete
+        monkeypatch.setattr(sink, "remove_torn", half)
+    else:
+        plain = shutil.rmtree
+        # The first one removes what an earlier removal has left.
+        monkeypatch.setattr(sinks.shutil, "rmtree", lambda *a, **k: plain(*a, **k) if k else half())
+    with pytest.raises(Killed):
+        sink.remove(1)
+    monkeypatch.undo()
+    assert place.steps() == [2]
+    assert len(place.folders()) == 2
+    open_sink(place).tidy(Steps())
+    assert place.folders() == ["step_00000002"]
+
+
+def test_an_interrupted_replacement_is_undone(tmp_path):
+    place = open_place(tmp_path)
+    fill(place, "step_00000001.replaced", *FILES, "manifest.json")
+    fill(place, "step_00000002.replaced", *FILES, "manifest.json")
+    fill(place, "step_00000002", *FILES, "manifest.json")
+    open_sink(place).tidy(Steps())
+    assert place.folders() == ["step_00000001", "step_00000002"]
+
+
+def test_a_step_is_spared_only_when_nothing_of_it_is_being_removed():
+    steps, spared = Steps(), threading.Event()
+
+    def spare() -> None:
+        steps.spare(1)
+        spared.set()
+
+    other = threading.Thread(target=spare)
+    with steps.removing(1) as free:
+        assert free
+        steps.spare(2)  # of another step: at once
+        other.start()
+        assert not spared.wait(0.2)
+    assert spared.wait(60)
+    other.join()
+    for step in (1, 2):
+        assert steps.spared(step)
+        with steps.removing(step) as free:
+            assert not free
+
+
+def test_tidying_holds_up_no_save(tmp_path, monkeypatch):
+    """It stands still before a removal while a step is written and complete."""
+    place, may_go_on, reached = open_place(tmp_path), threading.Event(), threading.Event()
+    fill(place, "step_00000007.partial", *FILES)
+    fill(place, "step_00000008.partial", *FILES)
+    plain = shutil.rmtree
+
+    def slow(path: Path, **more) -> None:
+        if Path(path).name.startswith("step_00000007"):
+            reached.set()
+            assert may_go_on.wait(60)
+        plain(path, **more)
+
+    monkeypatch.setattr(sinks.shutil, "rmtree", slow)
+    with writer_of(place) as (writer, answers):
+        writer.do({"do": "tidy", "run": None})
+        assert reached.wait(60)
+        told = writer.do(write_job(8))
+        assert list(told) == [FILES[1]]
+        commit = {"do": "commit", "step": 8, "manifest": "{}", "files": [*told], "run": None}
+        assert writer.do(commit) == str(tmp_path / "step_00000008")
+        assert place.folders() == ["step_00000007.partial", "step_00000008"]
+        assert not any("tidied" in answer for answer in answers())
+        may_go_on.set()
+        until = threading.Event()
+        for _ in range(600):
+            if any("tidied" in answer for answer in answers()):
+                break
+            until.wait(0.1)
+        else:
+            pytest.fail("tidying does not end")
+    assert place.folders() == ["step_00000008"]
+    files = sorted(entry.name for entry in (tmp_path / "step_00000008").iterdir())
+    assert files == ["manifest.json", FILES[1]]  # nothing of the one that was torn
+
+
+def test_nothing_is_tidied_at_another_run_s_place(tmp_path):
+    place = open_place(tmp_path)
+    place.write_text(OWNER, '{"run": "other"}')
+    fill(place, "step_00000007.partial", *FILES)  # its save under way
+    with writer_of(place) as (writer, answers):
+        writer._tidy("mine")
+        told, end = answers()
+    assert "tidying up failed" in told["told"]
+    assert "checkpoints of another run (other" in told["told"]
+    assert end["tidied"]
+    assert place.folders() == ["step_00000007.partial"]
+
+
+def test_a_run_tidies_up_before_its_first_save(tmp_path):
+    """From the start on; the end of the run waits for it."""
+    place = open_place(tmp_path)
+    fill(place, "step_00000007.partial", *FILES)
+    saver = Checkpoints(place, ranks.config(), ranks.alone())  # type: ignore[arg-type]
+    saver.prepare(ranks.tensors(1))
+    assert saver._hand is not None
+    assert saver._hand.tidying
+    saver.close()
+    assert place.folders() == []
+
+
+def test_a_step_that_is_saved_while_its_place_is_tidied_is_whole(tmp_path):
+    """Two ranks, tidying under way: neither loses a file to it, whoever is first."""
+    place = open_place(tmp_path)
+    for step in range(1, 40):
+        fill(place, f"step_{step:08d}.partial", *FILES)
+
+    def work(mesh) -> None:
+        saver = Checkpoints(open_place(tmp_path), ranks.config(), mesh)
+        saver.begin(ranks.tensors(39), ranks.state(39))  # the last that is tidied
+        saver.finish()
+        saver.begin(ranks.tensors(40), ranks.state(40))
+        saver.finish()
+        saver.close()
+
+    ranks.on_ranks(2, work)
+    assert place.folders() == ["step_00000039", "step_00000040"]
+    for step in (39, 40):
+        assert place.checkpoint(step).verify() == []
+
+
+def test_a_step_is_spared_before_any_rank_begins_with_it(tmp_path, monkeypatch):
+    """A new writer hears of it before it tidies; one that tidies has agreed before the gather."""
+    sent: list[tuple[str, int | None]] = []
+    plain = Hand.send
+
+    def send(hand: Hand, do: str, **values) -> None:
+        sent.append((do, values.get("step")))
+        plain(hand, do, **values)
+
+    class Mesh(ranks.Mesh):
+        def gather(self, value: object) -> list[object]:
+            # By then other ranks may begin to write, with a new writer after `prepare`.
+            sent.append(("gather", None))
+            hand = saver._hand
+            assert hand is None or not (hand.busy and hand._does == "spare")
+            return super().gather(value)
+
+    monkeypatch.setattr(Hand, "send", send)
+    mesh = Mesh(0, ranks.Threads(1))
+    saver = Checkpoints(open_place(tmp_path), ranks.config(), mesh)  # type: ignore[arg-type]
+    saver.begin(ranks.tensors(5), ranks.state(5))  # starts a writer
+    jobs = [job for job in sent if job[0] != "gather"]
+    assert jobs == [("spare", 5), ("tidy", None), ("write", 5)]
+    saver.finish()
+    hand = saver._hand
+    assert hand is not None
+    until = time.monotonic() + 60
+    while hand.tidying or hand.busy:
+        assert time.monotonic() < until
+        hand.poll(0.1)
+    hand.tidying = True  # as if it took long
+    sent.clear()
+    saver.begin(ranks.tensors(6), ranks.state(6))
+    assert sent == [("spare", 6), ("gather", None), ("write", 6)]
+    hand.tidying = False
+    saver.finish()
+    saver.close()

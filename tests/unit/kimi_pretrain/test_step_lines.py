@@ -1,0 +1,81 @@
+"""Files of lines by step are shortened at a start, whatever their length, and never torn."""
+
+import json
+import os
+import random
+
+import pytest
+
+from kimi_pretrain import step_lines
+from kimi_pretrain.step_lines import forget_after
+
+
+def plain(text: str, step: int) -> str:
+    """The twin that reads all."""
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return "".join(line for line in lines if json.loads(line)["step"] <= step)
+
+
+def line(step: int, length: int = 0) -> str:
+    return json.dumps({"step": step, "text": "x" * length}) + "\n"
+
+
+def test_shortened_as_by_reading_everything(tmp_path, monkeypatch):
+    """Lines longer and shorter than a block, several of one step, steps left out, torn ends."""
+    monkeypatch.setattr(step_lines, "_BLOCK", 64)
+    draw = random.Random(0)
+    for case in range(300):
+        steps = sorted(draw.choices(range(1, 9), k=draw.randrange(8)))
+        text = "".join(line(step, draw.choice((0, 20, 41, 42, 43, 64, 200))) for step in steps)
+        text += draw.choice(("", "", '{"step": 9, "te', "\0" * 70))
+        (tmp_path / "lines.jsonl").write_text(text)
+        step = draw.randrange(10)
+        forget_after(tmp_path / "lines.jsonl", step)
+        assert (tmp_path / "lines.jsonl").read_text() == plain(text, step), (case, text, step)
+
+
+def test_what_is_read_does_not_grow_with_the_steps_done(tmp_path, monkeypatch):
+    file = tmp_path / "metrics.jsonl"
+    with file.open("w") as out:
+        out.writelines(line(step, 50_000) for step in range(1, 1001))
+    size, counted = file.stat().st_size, []
+    assert size > 50_000_000
+
+    def pread(fd: int, length: int, at: int) -> bytes:
+        counted.append(length)
+        return real(fd, length, at)
+
+    real = os.pread
+    monkeypatch.setattr(step_lines.os, "pread", pread)
+    before = read_by_this_process()
+    forget_after(file, 998)
+    assert sum(counted) < 1_000_000  # three lines of 50 kB, each looked for by blocks of 64 kB
+    assert read_by_this_process() - before < 5_000_000  # by whatever way
+    assert file.stat().st_size == pytest.approx(size * 0.998, rel=1e-4)
+    with file.open("rb") as cut:
+        cut.seek(-60_000, os.SEEK_END)
+        assert json.loads(cut.read().splitlines()[-1])["step"] == 998
+
+
+def read_by_this_process() -> int:
+    with open("/proc/self/io") as numbers:
+        return int(numbers.readline().removeprefix("rchar:"))
+
+
+def test_a_file_that_is_right_is_left_alone(tmp_path):
+    file = tmp_path / "anomalies.jsonl"
+    file.write_text(line(1) + line(2))
+    os.utime(file, (1, 1))
+    forget_after(file, 2)
+    assert (file.read_text(), file.stat().st_mtime) == (line(1) + line(2), 1)
+    forget_after(tmp_path / "none.jsonl", 2)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+@pytest.mark.parametrize("wrong", ["no JSON\n", "[1]\n", '{"stop": 1}\n', "\n", '{"step": null}\n'])
+def test_a_line_that_is_none_is_named(wrong, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(line(1) + wrong)
+    with pytest.raises(ValueError, match=r"metrics.jsonl: the line that begins at byte 24 is not"):
+        forget_after(file, 1)
+    assert file.read_text() == line(1) + wrong

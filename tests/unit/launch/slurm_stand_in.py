@@ -1,0 +1,119 @@
+"""Stand-ins for SLURM's programs and for the ranks, to run the sbatch script under."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from launch.job import Job
+from launch.slurm import SlurmOptions, script
+
+# What a rank does until it is told to stop, the first one at least half a minute.
+UNTIL_TOLD = "for try in {1..300}; do [ $RANK$told = 0 ] && sleep .1; done\n"
+
+
+class Cluster:
+    """Programs named srun, scontrol and python in a folder: two nodes of two tasks, one after the
+    other, rank 0 on the second node. The ranks do what the file `act` says.
+    """
+
+    def __init__(self, folder: Path, **options):
+        self.folder, self.run_dir, self.said = folder, folder / "run", folder / "said"
+        (self.run_dir / "logs").mkdir(parents=True)
+        programs = {
+            # Bash's `wait` forgets an exit code now and then when signals come one after the other.
+            "srun": """
+trap 'touch $FOLDER/told; kill -USR1 $(cat $FOLDER/heeds_$task 2>/dev/null) 2>/dev/null' USR1
+while [[ $1 == --* ]]; do shift; done
+code=0
+for task in 0 1 2 3; do
+  export SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NTASKS=4
+  export FAKE_HOST=$([ $task -lt 2 ] && echo n2 || echo n1)
+  { "$@" || echo $? > $FOLDER/code_$$_$task; } &
+  while kill -0 $! 2>/dev/null; do wait $! || true; done
+  if [ -e $FOLDER/code_$$_$task ]; then code=$(cat $FOLDER/code_$$_$task); fi
+done
+exit $code
+""",
+            "hostname": 'echo "$FAKE_HOST"\n',
+            "sleep": "exec /bin/sleep ${1/#3/.1}\n",  # between two signals
+            "scontrol": """
+if [ "$1" = requeue ]; then echo "$@" >> $FOLDER/scontrol.log
+else echo "JobId=12345 Requeue=1 Restarts=$(cat $FOLDER/starts) BatchFlag=1"; fi
+""",
+            "python-of-the-job": """
+told=; trap 'told=1' USR1; echo $$ > $FOLDER/heeds_$RANK
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT $OMP_NUM_THREADS" \\
+  >> $FOLDER/ranks
+printf '%s\\n' "$@" > $FOLDER/argv
+source $FOLDER/act
+""",
+        }
+        (folder / "bin").mkdir(parents=True)
+        for name, body in programs.items():
+            # Python takes a signal over that it was started to ignore; bash cannot.
+            shell = (
+                "/usr/bin/env -S --default-signal=USR1 bash" if "python" in name else "/bin/bash"
+            )
+            self.program(name, f"#!{shell}\n{body}")
+        self.env = {
+            "PATH": f"{folder}/bin:{os.environ['PATH']}", "FOLDER": str(folder),
+            "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "n[1-2]",
+        }  # fmt: skip
+        given = {"cpus_per_task": 3, "python": "python-of-the-job", **options}
+        job = Job(f"{self.run_dir}/job.yaml", str(self.run_dir), (), "latest")
+        self.file = folder / "job.sbatch"
+        self.file.write_text(script(job, SlurmOptions(2, 2, **given)))
+
+    def program(self, name: str, text: str) -> None:
+        """Put a program in front of all others of its name."""
+        file = self.folder / "bin" / name
+        file.write_text(text)
+        file.chmod(0o755)
+
+    def start(self, act: str, restart: int = 0) -> subprocess.Popen:
+        (self.folder / "act").write_text(act)
+        (self.folder / "starts").write_text(str(restart))
+        for file in (self.folder / "ranks", *self.folder.glob("[hc]*_[0-3]")):
+            file.unlink(missing_ok=True)
+        env = self.env | {"SLURM_RESTART_COUNT": str(restart)}
+        with self.said.open("w") as said:
+            return subprocess.Popen(["bash", self.file], env=env, stderr=said, process_group=0)
+
+    def run(self, act: str, restart: int = 0, told: bool = False) -> tuple[int, str]:
+        """Return the exit code, and what the script said; `told` by USR1 once a rank has begun."""
+        job = self.start(act, restart)
+        try:
+            if told:
+                self.tell(job, signal.SIGUSR1, self.folder / "ranks")
+            return job.wait(50), self.said.read_text()
+        finally:  # as SLURM does with the steps of a job that has ended
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+
+    def tell(self, job: subprocess.Popen, number: signal.Signals, when: Path) -> None:
+        """Send the script a signal as soon as there is a file."""
+        while not when.is_file():
+            assert job.poll() is None, self.said.read_text()
+            time.sleep(0.02)
+        job.send_signal(number)
+
+    def stands(self, state: str, reason: str = "", saved: int | None = None) -> str:
+        """Return the line of `act` that writes status.json."""
+        uri = None if saved is None else f"s3://bucket/step_9/step_{saved:08d}"
+        status = json.dumps({"state": state, "step": 3, "reason": reason, "checkpoint": uri})
+        return f"echo '{status}' > {self.run_dir}/status.json\n"
+
+    @property
+    def failures(self) -> Path:
+        """Where the script counts."""
+        return self.run_dir / "logs" / "failures-12345"
+
+    def requeued(self) -> int:
+        file = self.folder / "scontrol.log"
+        lines = file.read_text().splitlines() if file.is_file() else []
+        assert set(lines) <= {"requeue 12345"}
+        return len(lines)
