@@ -45,6 +45,15 @@ def save(place, step: int, size: int = 64, *overrides: str) -> Checkpoints:
     return saver
 
 
+def save_two(place) -> None:
+    """Checkpoints of steps 1 and 2."""
+    saver = save(place, 1)
+    saver.finish()
+    saver.begin(ranks.tensors(2), ranks.state(2, 2))
+    saver.finish()
+    saver.close()
+
+
 def uploads(place) -> list[str]:
     """Keys of uploads in parts that were never completed."""
     reply = place.store._request("list_multipart_uploads", "", {"Prefix": ""})
@@ -231,11 +240,7 @@ def test_folders_are_listed_in_pages_and_without_their_files(place, proxy):
 
 def test_what_the_server_refuses_ends_a_run_for_good(place, s3_environment, monkeypatch):
     """On all ranks alike, not of the kind that a restart mends, and nothing else is taken."""
-    saver = save(place, 1)
-    saver.finish()
-    saver.begin(ranks.tensors(2), ranks.state(2, 2))
-    saver.finish()
-    saver.close()
+    save_two(place)
     config = ranks.config("resume.fallback=true")
 
     def told(where) -> str:
@@ -258,11 +263,7 @@ def test_what_the_server_refuses_ends_a_run_for_good(place, s3_environment, monk
 
 
 def test_a_store_that_goes_while_files_are_compared_is_no_damage(place, proxy):
-    saver = save(place, 1)
-    saver.finish()
-    saver.begin(ranks.tensors(2), ranks.state(2, 2))
-    saver.finish()
-    saver.close()
+    save_two(place)
     config = ranks.config("resume.fallback=true")
     proxy.faults.append(Fault("refuse", method="", path="step_00000002/rank_", times=None))
 

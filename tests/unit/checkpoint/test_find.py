@@ -17,19 +17,6 @@ from kimi_pretrain.checkpoint.place import open_checkpoint, open_place
 FILE = "rank_00000_000.safetensors"
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    ranks.save(folder, 1, 2, 3)
-    return folder
-
-
-@pytest.fixture
-def root(saved, tmp_path):
-    """A copy that a test may damage."""
-    return shutil.copytree(saved, tmp_path / "root")
-
-
 def latest(root, *overrides: str, world_size: int = 1):
     place, config = open_place(root), ranks.config(*overrides)
     found = ranks.on_ranks(world_size, lambda mesh: find("latest", place, config, mesh))

@@ -23,18 +23,6 @@ FILE, MANIFEST, INDEX = "rank_00000_000.safetensors", "manifest.json", "index.js
 NEWEST = "step_00000003"
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    ranks.save(folder, 1, 2, 3)
-    return folder
-
-
-@pytest.fixture
-def root(saved, tmp_path):
-    return shutil.copytree(saved, tmp_path / "root")
-
-
 @pytest.fixture
 def fail(monkeypatch):
     """Lets a call of the system fail for files whose path ends so; counts the failures."""
@@ -151,10 +139,10 @@ class Refusing(MemoryStore):
 
 
 @pytest.fixture
-def store(saved, request):
+def store(three_saved, request):
     found = Refusing(request.node.name)
-    for file in sorted(saved.glob("step_*/*")):
-        found.put(file.relative_to(saved).as_posix(), file.read_bytes())
+    for file in sorted(three_saved.glob("step_*/*")):
+        found.put(file.relative_to(three_saved).as_posix(), file.read_bytes())
     return found
 
 

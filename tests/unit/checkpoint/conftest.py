@@ -1,0 +1,20 @@
+"""What tests of finding checkpoints begin with."""
+
+import shutil
+
+import pytest
+import ranks
+
+
+@pytest.fixture(scope="session")
+def three_saved(tmp_path_factory):
+    """Checkpoints of steps 1, 2 and 3; not to be changed."""
+    folder = tmp_path_factory.mktemp("saved")
+    ranks.save(folder, 1, 2, 3)
+    return folder
+
+
+@pytest.fixture
+def root(three_saved, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(three_saved, tmp_path / "root")
