@@ -7,7 +7,8 @@ carries the id in `owner.json`, which is looked at again before every commit, so
 complete checkpoints in one place, on whatever machines they are.
 
 Where the node of a job's former start is lost, a file server may hold its lock for long, NFS for
-good. So a start of the same SLURM job takes a lock over whose holder shows no life.
+good. So a later start of the same SLURM job takes a lock over whose holder shows no life; should it
+come to life again, it finds another file in the place of its own, and ends within BEAT_S.
 """
 
 import fcntl
@@ -16,12 +17,15 @@ import logging
 import os
 import secrets
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+
+from kimi_pretrain.last_words import NO_PROGRESS, LastWord, leave_word
 
 if TYPE_CHECKING:
     from kimi_pretrain.checkpoint.place import Place
@@ -29,10 +33,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("kimi_pretrain.run_lock")
 
 BEAT_S = 15.0
-# Without a sign of life after which a former start counts as dead: file systems show a change a
-# minute late. And how long its end is waited for as long as it shows some.
+# Without a sign of life after which a former start counts as dead; and how long its end is waited
+# for: not as long as other ranks wait for this one.
 SILENT_S = 180.0
-ALIVE_S = 300.0
+PATIENCE_S = 90.0
 # In an object store, where nothing can be created exclusively, two runs that claim a place at once
 # see what the last one wrote after so long.
 _SETTLE_S = 1.0
@@ -44,75 +48,98 @@ class RunLocked(ValueError):
     """Another run is using this folder or place; the message says which."""
 
 
-class RunLock:
-    """Holds a run folder for as long as this process lives, or until `release`."""
+class FormerStart(RunLocked):
+    """An earlier start of the same job is still there; a later attempt may find it gone."""
 
-    def __init__(self, file: IO[str]):
-        self._file, self._end = file, threading.Event()
+
+class RunLock:
+    """Holds a run folder for as long as this process lives, or until `release`.
+
+    Args:
+        file: locked.
+        path: of it, where it may come to be another's.
+        leave: ends this process with an exit code, if it is.
+    """
+
+    def __init__(self, file: IO[str], path: Path, leave: Callable[[int], object] = os._exit):
+        self._file, self._path, self._leave = file, path, leave
+        self._end = threading.Event()
         self._beat = threading.Thread(target=self._show_life, name="run lock", daemon=True)
         self._beat.start()
 
     def release(self) -> None:
         """Give the folder free."""
         self._end.set()
-        self._beat.join()
-        self._file.close()
+        self._beat.join(1.0)  # a file server that is away may hold it for ever, and the close too
+        if not self._beat.is_alive():
+            self._file.close()
 
     def _show_life(self) -> None:
         while not self._end.wait(BEAT_S):
             with suppress(OSError):  # a file server that is away
                 os.utime(self._file.fileno())
-
-
-class _Silence:
-    """How long the holder of a lock has shown no life, by this machine's own clock."""
-
-    def __init__(self, path: Path):
-        self._path, self._beat, self._since = path, None, time.monotonic()
-
-    def seconds(self) -> float:
-        """Look, and return the seconds since the last change."""
-        beat = self._path.stat().st_mtime_ns
-        if beat != self._beat:
-            self._beat, self._since = beat, time.monotonic()
-        return time.monotonic() - self._since
+                if not _is_at(self._file, self._path):
+                    told = f"{self._path} was taken over by a later start of this job"
+                    leave_word(self._path.parent, 0, LastWord(told, NO_PROGRESS))
+                    self._leave(NO_PROGRESS)
+                    return
 
 
 def take(run_dir: Path, environment: Mapping[str, str] = os.environ) -> RunLock:
     """Lock a run folder.
 
-    Where the holder is an earlier start of the same SLURM job, its end is waited for; if it shows
-    no life for SILENT_S, its lock is taken over.
+    Where the holder is an earlier start of the same SLURM job, its end is waited for; if it has
+    shown no life for SILENT_S, its lock is taken over.
 
     Raises:
-        RunLocked: another run holds it; names host, process and since when.
+        RunLocked: another run holds it; names host, process and since when. FormerStart: an earlier
+            start of this job, which lives.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    path, job = run_dir / "lock", environment.get("SLURM_JOB_ID")
-    file, begun, silence = path.open("a+"), time.monotonic(), _Silence(path)
-    while not _try_lock(file):
+    path, begun = run_dir / "lock", time.monotonic()
+    job, start = environment.get("SLURM_JOB_ID"), environment.get("SLURM_RESTART_COUNT", "0")
+    file = path.open("a+")
+    while not (_try_lock(file) and _is_at(file, path)):
         holder = _read(file)
-        own = job is not None and holder.get("job") == job
-        if own and silence.seconds() > SILENT_S:
+        former = job is not None and holder.get("job") == job
+        former = former and int(str(holder.get("start", 0))) < int(start)
+        file.close()
+        if former and _silence(path) > SILENT_S:
             log.warning("%s; no sign of life: taken over", _told(run_dir, holder))
-            file.close()
             file = _another(path)
             break
-        if not own or time.monotonic() - begun > ALIVE_S:
-            file.close()
+        if not former:
             raise RunLocked(_told(run_dir, holder))
+        if time.monotonic() - begun > PATIENCE_S:
+            raise FormerStart(_told(run_dir, holder))
         time.sleep(0.5)
+        file = path.open("a+")
     now = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": now}
+    who = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "start": int(start)}
     file.truncate(0)
-    file.write(json.dumps(holder) + "\n")
+    file.write(json.dumps({**who, "since": now}) + "\n")
     file.flush()
-    return RunLock(file)
+    return RunLock(file, path)
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Whether a file is still the one that has this name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _silence(path: Path) -> float:
+    """Return for how many seconds the holder of a lock has shown no life, by the server's clock."""
+    with tempfile.TemporaryFile(dir=path.parent) as now, path.open() as lock:
+        os.utime(now.fileno())
+        return os.fstat(now.fileno()).st_mtime - os.fstat(lock.fileno()).st_mtime
 
 
 def _another(path: Path) -> IO[str]:
     """Put a new file in the place of one whose lock never ends, and lock that."""
-    fresh = path.with_suffix(".new")
+    fresh = path.with_name(f"lock.{socket.gethostname()}.{os.getpid()}")
     file = fresh.open("a+")
     _try_lock(file)
     fresh.replace(path)

@@ -70,11 +70,12 @@ def _passes(error: BaseException) -> bool:
     a lock or a process that was asked for is no fault.
     """
     from kimi_pretrain.checkpoint.errors import passing
+    from kimi_pretrain.run_lock import FormerStart
 
     if isinstance(error, OSError):
         answers = BlockingIOError | ProcessLookupError | ChildProcessError | InterruptedError
         return error.errno is not None and not isinstance(error, answers) and passing(error)
-    return passing(error)
+    return isinstance(error, FormerStart) or passing(error)
 
 
 @contextmanager

@@ -203,7 +203,7 @@ def check_folder(folder: Path, seeds: tuple[int, ...], resume: str | None) -> No
         )
     for one in run_folders(folder, seeds):
         if resume != LATEST and (
-            (one / "metrics.jsonl").is_file() or any(one.glob("checkpoints/*"))
+            (one / "metrics.jsonl").is_file() or any(one.glob("checkpoints/step_*"))
         ):
             raise ValueError(
                 f"{one} holds an earlier run; go on with --resume latest, or choose another "

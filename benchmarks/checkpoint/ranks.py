@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,9 @@ class Mesh:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        return self.gather(make() if self.rank == 0 else None)[0]
 
 
 def held(rank: int, world_size: int, mib: int) -> dict[str, Tensor]:

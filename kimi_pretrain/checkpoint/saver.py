@@ -333,6 +333,7 @@ class Checkpoints:
         if self._hand is None or not self._hand.alive:
             if self._hand is not None:
                 self._hand.close(0.0)
+                self._log(self._hand.told)
             self._hand = self._start(self.under_way)
         files = [
             {"name": name, "fd": self._aside.fds[name], "bytes": size}
@@ -401,14 +402,17 @@ class Checkpoints:
                 for warning in progress.told:
                     log.warning("rank %d: %s", rank, warning)
 
+    def _log(self, told: Sequence[str]) -> None:
+        for warning in told:
+            log.warning("rank %d: %s", self.mesh.rank, warning)
+
     def _let_go(self, patience: float | None) -> None:
         if self._copying is not None:
             self._copying.wait()
             self._copying = None
         if self._hand is not None:
             self._hand.close(patience, self._alive)
-            for warning in self._hand.told:
-                log.warning("%s", warning)
+            self._log(self._hand.told)
         if self._aside is not None:
             self._aside.close()
         self._hand = self._aside = None

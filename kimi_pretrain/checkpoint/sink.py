@@ -268,7 +268,8 @@ class StoreSink:
         self.remove_torn(step)
 
     def remove_torn(self, step: int) -> None:
-        """See `Sink.remove_torn`."""
+        """See `Sink.remove_torn`; a commit whose answer was lost has put the manifest, too."""
+        self._store.delete(f"{step_name(step)}/{MANIFEST}")
         keys = [f"{step_name(step)}/{name}" for name in self._names(step)]
         with ThreadPoolExecutor(_DELETES) as pool:  # one after the other, thousands take minutes
             for _ in pool.map(self._store.delete, keys):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kimi_pretrain.checkpoint.errors import CheckpointError, kind_of
+from kimi_pretrain.outcome import Outcome
 
 if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
@@ -55,7 +55,7 @@ def read_together(
         order: of names, in which they are read: neighbours in a file one after the other.
 
     Raises:
-        CheckpointError: a tensor could not be read, on any rank; the same on all.
+        CheckpointError, StoreError: a tensor could not be read, on any rank; the same on all.
     """
     mine = sorted(my_turn(tensors, copies, mesh), key=order)
 
@@ -74,20 +74,15 @@ def on_all(work: Callable[[], None], mesh: "Mesh | None") -> None:
     """Do this rank's part of something; what fails on any rank is raised on all. Collective.
 
     Raises:
-        CheckpointError: the first rank's that failed.
+        Exception: of the first rank that failed.
     """
-    failed: tuple[type[CheckpointError], str] | None = None
-    try:
-        work()
-    except (ValueError, OSError) as error:
-        if mesh is None:
-            raise
-        failed = kind_of(error), str(error)
-    everyone: list[Any] = [] if mesh is None else mesh.gather(failed)
-    for found in everyone:
-        if found is not None:
-            kind, told = found
-            raise kind(told)
+    mine = Outcome.of(work)
+    if mesh is not None:
+        everyone: list[Any] = mesh.gather(mine.sendable())
+        everyone[mesh.rank] = mine
+        for outcome in everyone:
+            outcome.result()
+    mine.result()
 
 
 def _by_group(names: Iterable[str], copies: Mapping[str, str]) -> dict[str, list[str]]:

@@ -1,8 +1,9 @@
 """A run's first weights from a checkpoint or a Hugging Face folder: `train.start_from`.
 
-Weights alone: optimizer, schedule and data begin anew. Each rank reads what it holds, under any
-layout. Master copies of the optimizer, where the run has some, take the most exact numbers that are
-stored: another run's masters, or the weights in a wider type.
+Weights alone: optimizer, schedule and data begin anew. Under any layout each rank reads a part of
+what it holds, and gets the rest from others. Master copies of the optimizer, where the run has
+some, take the most exact numbers that are stored: another run's masters, or the weights in a wider
+type.
 """
 
 import logging

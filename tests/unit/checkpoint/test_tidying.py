@@ -268,3 +268,15 @@ def test_a_step_is_spared_before_any_rank_begins_with_it(tmp_path, monkeypatch):
     hand.tidying = False
     saver.finish()
     saver.close()
+
+
+def test_of_what_a_lost_commit_may_have_completed_the_manifest_goes_first(monkeypatch):
+    """Else a process that is killed in between leaves a checkpoint without its files."""
+    place = open_place("memory://lost_commit/place")
+    for name in (*FILES, "manifest.json"):
+        place.store.put(f"step_00000004/{name}", b"x")
+    gone, plain = [], place.store.delete
+    monkeypatch.setattr(place.store, "delete", lambda key: gone.append(key) or plain(key))
+    open_sink(place).remove_torn(4)
+    assert gone[0] == "step_00000004/manifest.json"
+    assert place.store.list() == []

@@ -6,6 +6,7 @@ import pytest
 import ranks
 import torch
 
+from data_pipeline.store.open import AccessDenied
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.place import Checkpoint, open_place
@@ -91,13 +92,21 @@ def _stale(*_: object) -> None:
     raise CheckpointUnavailable("a.safetensors: Stale file handle")
 
 
-def test_an_error_that_passes_stays_one():
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(116, "Stale file handle"),
+        AccessDenied("s3://b: access denied"),
+        RuntimeError("full"),
+    ],
+)
+def test_whatever_the_error_no_rank_waits_for_the_one_that_met_it(error):
     def work(mesh):
         def fail() -> None:
             if mesh.rank == 2:
-                raise OSError(116, "Stale file handle")
+                raise error
 
-        with pytest.raises(CheckpointUnavailable, match="Stale file handle"):
+        with pytest.raises(type(error), match=str(error.args[-1])):
             on_all(fail, mesh)
 
     ranks.on_ranks(3, work)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 
 from kimi_pretrain import run_lock
 from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.last_words import first_word
 from kimi_pretrain.run_lock import (
+    FormerStart,
     RunLocked,
     check_free,
     check_fresh,
@@ -23,6 +26,7 @@ from kimi_pretrain.run_lock import (
 from kimi_pretrain.status import Status, mark_failed, read_status, write_status
 
 ROOT = Path(__file__).parent.parent.parent.parent
+LATER = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
 HOLD = """
 import pathlib, sys
 from kimi_pretrain.run_lock import take
@@ -69,7 +73,7 @@ def test_a_requeued_job_waits_for_its_own_former_start(holder, tmp_path, monkeyp
         holder.wait()
 
     monkeypatch.setattr(run_lock.time, "sleep", sleep)
-    take(tmp_path, {"SLURM_JOB_ID": "77"}).release()
+    take(tmp_path, LATER).release()
     assert waited
 
 
@@ -77,10 +81,13 @@ def test_a_lock_without_a_sign_of_life_is_taken_over_by_the_same_job(
     holder, tmp_path, monkeypatch, caplog
 ):
     """As where the lost node's lock never ends: here its holder does not, but it shows no life."""
-    monkeypatch.setattr(run_lock, "SILENT_S", 0.3)
-    with pytest.raises(RunLocked):
-        take(tmp_path, {"SLURM_JOB_ID": "78"})
-    lock = take(tmp_path, {"SLURM_JOB_ID": "77"})
+    os.utime(tmp_path / "lock", (1000, time.time() - run_lock.SILENT_S - 5))
+    monkeypatch.setattr(run_lock.time, "sleep", None)  # nobody has to wait for that
+    for other in ({**LATER, "SLURM_JOB_ID": "78"}, {"SLURM_JOB_ID": "77"}):
+        with pytest.raises(RunLocked) as refused:  # nor two commands of one job
+            take(tmp_path, other)
+        assert not isinstance(refused.value, FormerStart)
+    lock = take(tmp_path, LATER)
     assert f"process {holder.pid} on" in caplog.text
     assert "no sign of life: taken over" in caplog.text
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
@@ -92,14 +99,34 @@ def test_a_lock_without_a_sign_of_life_is_taken_over_by_the_same_job(
 
 def test_a_former_start_that_lives_is_not_pushed_out(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
-    monkeypatch.setattr(run_lock, "SILENT_S", 20.0)
-    monkeypatch.setattr(run_lock, "ALIVE_S", 0.5)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.5)
     lock = take(tmp_path, {"SLURM_JOB_ID": "77"})
     before = (tmp_path / "lock").stat().st_mtime_ns
-    with pytest.raises(RunLocked, match=f"process {os.getpid()} on"):
-        take(tmp_path, {"SLURM_JOB_ID": "77"})
+    with pytest.raises(FormerStart, match=f"process {os.getpid()} on"):
+        take(tmp_path, LATER)
     assert (tmp_path / "lock").stat().st_mtime_ns > before  # its sign of life
     lock.release()
+
+
+def test_one_whose_lock_was_taken_over_ends_when_it_wakes(tmp_path, monkeypatch):
+    """Its node was only cut off: two runs must not go on in one folder."""
+    first = tmp_path / "lock"
+    file = first.open("a+")
+    assert run_lock._try_lock(file)
+    file.write('{"job": "77", "start": 0}')
+    file.flush()
+    os.utime(first, (1000, 1000))
+    later = take(tmp_path, LATER)
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.01)
+    left, codes = threading.Event(), []
+    woken = run_lock.RunLock(file, first, lambda code: codes.append(code) or left.set())
+    assert left.wait(30)
+    assert codes == [75]
+    word = first_word(tmp_path)
+    assert word is not None
+    assert "was taken over by a later start of this job" in word.message
+    woken.release()
+    later.release()
 
 
 def test_a_folder_that_no_run_has_used_is_free(tmp_path):

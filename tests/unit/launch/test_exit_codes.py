@@ -10,6 +10,7 @@ from data_pipeline.loader import LoaderError
 from data_pipeline.store.open import AccessDenied, StoreUnavailable
 from data_pipeline.workers.workers import WorkerDied
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
+from kimi_pretrain.run_lock import FormerStart, RunLocked
 from launch.errors import exit_code, told_plainly, user_message
 
 
@@ -37,6 +38,8 @@ AWAY, REFUSED = StoreUnavailable("gave up"), AccessDenied("refused")
         (wrapped(AWAY, CheckpointError, hidden=True), 75),
         (wrapped(AWAY, ValueError, hidden=False), 75),
         (CheckpointUnavailable("another rank's store does not answer"), 75),
+        (FormerStart("an earlier start of this job lives"), 75),
+        (RunLocked("in use"), 2),
         (REFUSED, 2),
         (wrapped(REFUSED, CheckpointError, hidden=True), 2),
         (CheckpointError("damaged"), 2),

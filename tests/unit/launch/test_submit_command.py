@@ -130,6 +130,10 @@ def test_an_earlier_run_is_gone_on_with_only_by_request(sbatch, seeds):
     old = folder / "seed_2" if seeds else folder
     (old / "checkpoints" / "step_00000005").mkdir(parents=True)
     new = ("--run-dir", str(folder), *seeds, "--parsable")
+    other = sbatch / "other" / "checkpoints"
+    other.mkdir(parents=True)
+    (other / "owner.json").touch()  # as a start leaves that has come upon a wrong path
+    assert submit("--run-dir", str(other.parent), "--parsable").output == "41\n"
     assert "holds an earlier run; go on with --resume latest" in refused(*new)
     # Its own checkpoints would be newer than the one that is asked for.
     assert "holds an earlier run" in refused(*new, "--resume", "/other/step_00000001")
