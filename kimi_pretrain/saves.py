@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kimi_pretrain.checkpoint.errors import CheckpointError, kind_of
+from kimi_pretrain.checkpoint.errors import CheckpointError, told_of
 from kimi_pretrain.checkpoint.place import Place, open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints, Progress
 from kimi_pretrain.checkpoint.sink import open_sink, set_aside_later
@@ -148,13 +148,9 @@ class Saves:
 
         Not only at the first save: a run that is killed before it must not come back to these.
         """
-        from data_pipeline.store.open import StoreError  # brings boto3
-
-        try:
+        with told_of(self.place.uri):
             for told in set_aside_later(self.place, open_sink(self.place), self.run.step):
                 log.warning("%s", told)
-        except (OSError, StoreError) as error:
-            raise kind_of(error)(f"{self.place.uri}: {error}") from error
 
     def _begin(self) -> None:
         self._saving()

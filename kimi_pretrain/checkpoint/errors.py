@@ -1,6 +1,8 @@
 """The errors of this room, and which faults pass."""
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Errors of files that come again until somebody does something about them.
 _LASTING = {
@@ -36,3 +38,18 @@ def passing(error: BaseException) -> bool:
 def kind_of(error: BaseException) -> type[CheckpointError]:
     """Return the class that tells of an error met at a place of checkpoints."""
     return CheckpointUnavailable if passing(error) else CheckpointError
+
+
+@contextmanager
+def told_of(where: str) -> Iterator[None]:
+    """Turn errors of a store or a disk into ours, of the kind that says whether they pass."""
+    from data_pipeline.store.open import StoreError
+
+    try:
+        yield
+    except OSError as error:
+        told = f"{error.filename or where}: {error.strerror or error}"
+        raise kind_of(error)(told) from error
+    except StoreError as error:
+        told = str(error) if where in str(error) else f"{where}: {error}"
+        raise kind_of(error)(told) from error

@@ -7,23 +7,20 @@ ranks that read one file keep it busy. Every file is hashed by one rank.
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, kind_of
+from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, told_of
 from kimi_pretrain.checkpoint.files import CheckpointUnreadable, Progress
-from kimi_pretrain.checkpoint.manifest import MANIFEST, check_fits
+from kimi_pretrain.checkpoint.manifest import MANIFEST, check_fits, share_of_files
 from kimi_pretrain.checkpoint.place import Checkpoint, Place, open_checkpoint
-from kimi_pretrain.outcome import Outcome
+from kimi_pretrain.checkpoint.together import from_first, on_all
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
     from kimi_pretrain.engine.mesh import Mesh
 
 log = logging.getLogger("kimi_pretrain.checkpoint")
-T = TypeVar("T")
 
 
 def find(
@@ -54,7 +51,7 @@ def find(
     """
     if os.fspath(resume) != "latest":
         return verified(open_checkpoint(resume), config, mesh, progress)
-    steps = _from_first(mesh, partial(_steps_of, place, own))
+    steps = from_first(partial(_steps_of, place, own), mesh)
     for step in reversed(steps):
         found = place.checkpoint(step)
         problems = _problems(found, config, mesh, progress, listed=True)
@@ -101,16 +98,12 @@ def _problems(
     Args:
         listed: whether it was complete a moment ago.
     """
-    texts, told = _from_first(mesh, partial(_texts, found, listed))
+    texts, told = from_first(partial(_texts, found, listed), mesh)
     if told is not None:
         return [told]
     found.know(texts)
-    mine = Outcome.of(partial(_damaged, found, config, mesh, progress))
-    if mesh is None:
-        return mine.result()
-    everyone: list[Any] = mesh.gather(mine.sendable())  # errors too, or the others would wait
-    everyone[mesh.rank] = mine
-    problems = [problem for outcome in everyone for problem in outcome.result()]
+    everyone = on_all(partial(_damaged, found, config, mesh, progress), mesh)
+    problems = [problem for part in everyone for problem in part]
     return list(dict.fromkeys(problems))  # a bad manifest is seen by all
 
 
@@ -124,15 +117,13 @@ def _damaged(
     except CheckpointError as error:
         return [str(error)]
     check_fits(manifest, config, found.uri)
-    # Sorted by size, so that the ranks' shares are about equal.
-    order = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
-    with _told_of(found.uri):
-        return found.verify(order[rank::world_size], progress)
+    with told_of(found.uri):
+        return found.verify(share_of_files(manifest, rank, world_size), progress)
 
 
 def _texts(found: Checkpoint, listed: bool) -> tuple[dict[str, bytes], str | None]:
     """Return manifest and index, or what is damaged of them."""
-    with _told_of(found.uri):
+    with told_of(found.uri):
         try:
             return found.texts(), None
         except (CheckpointUnavailable, CheckpointUnreadable):
@@ -146,31 +137,12 @@ def _texts(found: Checkpoint, listed: bool) -> tuple[dict[str, bytes], str | Non
             return {}, str(error)
 
 
-@contextmanager
-def _told_of(where: str) -> Iterator[None]:
-    """Turn errors of a store or a disk into ours, of the kind that says whether they pass."""
-    from data_pipeline.store.open import StoreError
-
-    try:
-        yield
-    except OSError as error:
-        told = f"{error.filename or where}: {error.strerror or error}"
-        raise kind_of(error)(told) from error
-    except StoreError as error:
-        told = str(error) if where in str(error) else f"{where}: {error}"
-        raise kind_of(error)(told) from error
-
-
 def _is_first(mesh: "Mesh | None") -> bool:
     return mesh is None or mesh.rank == 0
 
 
-def _from_first(mesh: "Mesh | None", make: Callable[[], T]) -> T:
-    return make() if mesh is None else mesh.from_first(make)
-
-
 def _steps_of(place: Place, own: bool) -> list[int]:
-    with _told_of(place.uri):
+    with told_of(place.uri):
         if own:
             place.recover()
         return place.steps()

@@ -104,6 +104,12 @@ def manifest_of(
     )
 
 
+def share_of_files(manifest: Manifest, rank: int, world_size: int) -> list[str]:
+    """Return the files that one rank hashes of a checkpoint; the ranks' bytes are about equal."""
+    order = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
+    return order[rank::world_size]
+
+
 def step_name(step: int) -> str:
     """Return the folder's name of a step's checkpoint."""
     return f"step_{step:08d}"

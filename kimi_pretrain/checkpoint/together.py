@@ -8,7 +8,7 @@ over the network that the gradients take, too.
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
 
 _THREADS = 4
+T = TypeVar("T")
 
 
 def my_turn(names: Iterable[str], copies: Mapping[str, str], mesh: "Mesh | None") -> list[str]:
@@ -70,19 +71,25 @@ def read_together(
             mesh.hand_on(group, [tensors[name] for name in names])
 
 
-def on_all(work: Callable[[], None], mesh: "Mesh | None") -> None:
-    """Do this rank's part of something; what fails on any rank is raised on all. Collective.
+def on_all(work: Callable[[], T], mesh: "Mesh | None") -> list[T]:
+    """Do this rank's part of something; returns what all ranks' (small) parts came to. Collective.
+
+    What fails on any rank is raised on all: the others would wait for it.
 
     Raises:
         Exception: of the first rank that failed.
     """
+    if mesh is None:
+        return [work()]
     mine = Outcome.of(work)
-    if mesh is not None:
-        everyone: list[Any] = mesh.gather(mine.sendable())
-        everyone[mesh.rank] = mine
-        for outcome in everyone:
-            outcome.result()
-    mine.result()
+    everyone: list[Any] = mesh.gather(mine.sendable())
+    everyone[mesh.rank] = mine
+    return [outcome.result() for outcome in everyone]
+
+
+def from_first(make: Callable[[], T], mesh: "Mesh | None") -> T:
+    """Return what rank 0 makes, on every rank; an error that it meets is raised on all."""
+    return make() if mesh is None else mesh.from_first(make)
 
 
 def _by_group(names: Iterable[str], copies: Mapping[str, str]) -> dict[str, list[str]]:

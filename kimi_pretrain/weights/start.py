@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.manifest import MANIFEST
+from kimi_pretrain.checkpoint.manifest import MANIFEST, share_of_files
 from kimi_pretrain.checkpoint.place import open_checkpoint
-from kimi_pretrain.checkpoint.together import on_all, read_together
+from kimi_pretrain.checkpoint.together import from_first, on_all, read_together
 from kimi_pretrain.config import Config
 from kimi_pretrain.weights.fit import fitting
 from kimi_pretrain.weights.matching import MASTER, Weights
@@ -117,9 +117,8 @@ def open_start(config: Config, mesh: "Mesh | None" = None) -> Start | None:
     uri, encoder = config.train.start_from, config.train.vision_weights
     if uri is None:
         return None
-    look = partial(fitting, uri, config.model)
     try:
-        weights, settings = look() if mesh is None else mesh.from_first(look)
+        weights, settings = from_first(partial(fitting, uri, config.model), mesh)
         return Start(weights, settings, encoder)
     except (CheckpointError, FileNotFoundError) as error:
         raise type(error)(f"train.start_from: {error}") from None
@@ -132,10 +131,7 @@ def _check_hashes(weights: Weights, mesh: "Mesh", alive: Callable[[], None]) -> 
         return
     checkpoint = open_checkpoint(weights.stored.where)
     checkpoint.know({MANIFEST: manifest.text().encode()})  # as rank 0 has read it
-    order = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
-
-    def check() -> None:
-        if problems := checkpoint.verify(order[mesh.rank :: mesh.world_size], lambda _: alive()):
-            raise CheckpointError(f"train.start_from: {'; '.join(problems)}")
-
-    on_all(check, mesh)
+    mine = share_of_files(manifest, mesh.rank, mesh.world_size)
+    everyone = on_all(lambda: checkpoint.verify(mine, lambda _: alive()), mesh)
+    if problems := [told for part in everyone for told in part]:
+        raise CheckpointError(f"train.start_from: {'; '.join(problems)}")
