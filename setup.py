@@ -1,5 +1,17 @@
-"""All packaging facts are in pyproject.toml; this file serves tools that still call setup.py."""
+"""What pyproject.toml cannot say: packages are found, and configs/ becomes one of them.
 
-from setuptools import setup
+All other facts are there. configs/ stays at the top level of the checkout and travels in the wheel.
+"""
 
-setup()
+from setuptools import find_packages, setup
+
+ROOMS = ("data_pipeline", "kimi_pretrain", "launch", "moonvit3d")
+
+setup(
+    packages=[
+        *find_packages(include=[pattern for room in ROOMS for pattern in (room, f"{room}.*")]),
+        "kimi_pretrain.configs",
+    ],
+    package_dir={"kimi_pretrain.configs": "configs"},
+    package_data={"kimi_pretrain.configs": ["*.yaml"]},
+)

@@ -35,6 +35,7 @@ from benchmarks.dep import data, picture, report, summary, targets
 from benchmarks.dep.settings import GIVING_BACK
 from kimi_pretrain import __version__
 from kimi_pretrain.config import Config, ConfigError, load_config
+from launch import torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "benchmarks" / "dep" / "config.yaml"
@@ -177,15 +178,18 @@ def run_job(parts: Sequence[str], setup: Mapping[str, Any], work: Path) -> dict[
     name = ",".join(parts)
     given, found = work / f"{name}_setup.json", work / f"{name}.json"
     given.write_text(json.dumps(setup))
-    command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}",
-        "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
-        "--module", "benchmarks.dep.job", name, str(given), str(found),
-    ]  # fmt: skip
+    nodes = torchrun.Nodes(PROCESSES)
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     memory = GIVING_BACK if "memory" in parts else {}
     environment = {"PYTHONWARNINGS": "ignore", **os.environ, **threads, **memory}
-    done = subprocess.run(command, env=environment, check=False, timeout=PATIENCE_S)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}",
+            *torchrun.meeting(nodes, Path(folder)),
+            "--module", "benchmarks.dep.job", name, str(given), str(found),
+        ]  # fmt: skip
+        environment = torchrun.environment(environment, nodes, 1, Path(folder))
+        done = subprocess.run(command, env=environment, check=False, timeout=PATIENCE_S)
     if done.returncode:
         sys.exit(f"error: {name} failed with {done.returncode}; see above")
     return json.loads(found.read_text())

@@ -4,7 +4,6 @@ Every process of a node opens its own; budget and cache are shared through files
 """
 
 import hashlib
-import os
 import tempfile
 import weakref
 from collections.abc import Sequence
@@ -14,8 +13,11 @@ from data_pipeline.cache.cached_store import CachedStore
 from data_pipeline.config import DataConfig
 from data_pipeline.fetch import Fetcher
 from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.manifest import IndexMismatch
 from data_pipeline.store.budget import Budget
+from data_pipeline.store.objects import StoreError
 from data_pipeline.store.open import Store, open_store
+from data_pipeline.store.private import private_folder
 from data_pipeline.text import Tokenizer
 
 # (key, size, SHA-256) of every shard.
@@ -59,10 +61,17 @@ def budget_folder(config: DataConfig) -> Path:
     """Return the folder of the node's request budget.
 
     Processes that name the same root, endpoint and rate share one; another run's is another.
+
+    Raises:
+        StoreError: what it lies in can be written by others.
     """
-    base = Path(tempfile.gettempdir()) / f"kimi-pretrain-{os.getuid()}"
+    base = Path(tempfile.gettempdir())
     if config.cache is not None and config.cache.folder is not None:
-        base = Path(config.cache.folder)
+        base = Path(config.cache.folder).expanduser().absolute()
+    try:
+        base = private_folder(base)
+    except OSError as error:
+        raise StoreError(f"the node's request budget (data.requests_per_second): {error}") from None
     named = f"{config.endpoint}\n{config.root}\n{config.requests_per_second}"
     return base / f"budget-{hashlib.sha256(named.encode()).hexdigest()[:12]}"
 
@@ -81,17 +90,31 @@ def open_tokenizer(config: DataConfig, store: Store) -> Tokenizer:
     return Tokenizer.from_store(store, name)
 
 
+def check_tokenizer(index: SourceIndex, tokenizer: Tokenizer) -> None:
+    """Refuse a source that was counted under another tokenizer.
+
+    Raises:
+        IndexMismatch: names the source and both tokenizers.
+    """
+    if index.tokenizer_hash != tokenizer.hash:
+        raise IndexMismatch(
+            f"source {index.name!r} was made with tokenizer {index.tokenizer_name!r} "
+            f"({index.tokenizer_hash[:12]}), this run has {tokenizer.name!r} "
+            f"({tokenizer.hash[:12]}); give that tokenizer or reindex the source"
+        )
+
+
 def open_fetcher(config: DataConfig, versions: ShardVersions, tokenizer_hash: str) -> Fetcher:
     """Open what a worker process needs to carry out requests.
 
     Raises:
-        ValueError: there is another tokenizer by now than the one of `tokenizer_hash`.
+        IndexMismatch: there is another tokenizer by now than the one of `tokenizer_hash`.
     """
     store = open_data(config)
     register(store, versions)
     tokenizer = open_tokenizer(config, store)
     if tokenizer.hash != tokenizer_hash:
-        raise ValueError(
+        raise IndexMismatch(
             f"tokenizer {config.tokenizer} has SHA-256 {tokenizer.hash[:12]}, this run began with "
             f"{tokenizer_hash[:12]}; restore that rank file"
         )

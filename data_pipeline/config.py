@@ -10,7 +10,8 @@ from typing import ClassVar
 
 from data_pipeline.augment.config import AugmentConfig
 from data_pipeline.cache.cached_store import CacheConfig
-from data_pipeline.store.addresses import check_address
+from data_pipeline.names import did_you_mean, listed
+from data_pipeline.store.addresses import check_endpoint, split_place
 from moonvit3d.geometry import PatchLimits
 
 # Row starts and lengths are int32 columns of the plan.
@@ -111,8 +112,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.root:
             raise ValueError("root is empty; give 's3://bucket/prefix' or a folder")
-        for name in ("root", "endpoint", "tokenizer"):
-            check_address(name, getattr(self, name))
+        check_endpoint("endpoint", self.endpoint)
+        for name in ("root", "tokenizer"):
+            split_place(name, getattr(self, name))
         _check_shares("sources", self.sources)
         _check_ratio("vision_token_ratio", self.vision_token_ratio)
         self._check_names()
@@ -142,10 +144,13 @@ class DataConfig:
         """Limits and augmentation must be of sources that are drawn at some time."""
         for where, names in (("max_epochs", self.max_epochs), ("augment", self.augment)):
             if unknown := sorted(set(names) - set(self.source_names)):
-                raise ValueError(f"{where} names {unknown}; sources are {list(self.source_names)}")
+                raise ValueError(
+                    f"{where} names {listed(unknown)}, which no source is called; "
+                    f"{did_you_mean(unknown[0], self.source_names)}"
+                )
         starts = [stage.after_tokens for stage in self.schedule]
         if starts != sorted(set(starts)):
-            raise ValueError(f"schedule: after_tokens are {starts}; they must increase")
+            raise ValueError(f"schedule: after_tokens are {listed(starts)}; they must increase")
 
 
 def _check_shares(where: str, shares: Mapping[str, float]) -> None:

@@ -4,7 +4,7 @@ The pixels are `moonvit3d.media`'s and the patches `moonvit3d.preprocess`'s; her
 against what the source says of them. Users read the rules in docs/data_format.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,13 +21,16 @@ from moonvit3d.preprocess import image_patches, video_patches
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "MP4")
 
 
-def verify(data: bytes, kind: int) -> Probe:
+def verify(data: bytes, kind: int, check: Callable[[Probe], object] | None = None) -> Probe:
     """Decode a whole file that is to go into a shard, so that it will decode in a run too.
+
+    Args:
+        check: see `moonvit3d.media.verify`.
 
     Raises:
         MediaError: saying what is wrong with the file.
     """
-    found = media.verify(data, kind)
+    found = media.verify(data, kind, check)
     if found.format not in FORMATS:
         raise MediaError(f"{found.format} file; a source holds {', '.join(FORMATS)}")
     return found

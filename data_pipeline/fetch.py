@@ -12,9 +12,8 @@ wrong, or a medium does not decode, the sample is reported as unusable and every
 
 import json
 import threading
-import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -24,16 +23,16 @@ from numpy.typing import NDArray
 from data_pipeline.augment.draws import Draw
 from data_pipeline.collate import LaidOut, RowBatch, SampleLayout, laid_out, sample_tokens
 from data_pipeline.decode import decode_items
+from data_pipeline.index.manifest import IndexMismatch
+from data_pipeline.index.reads import Reading, document_of, medium_of, read_parts
 from data_pipeline.plan.layout import limits_at
 from data_pipeline.plan.planner import GlobalPlan, Planner
 from data_pipeline.plan.variation import Detail
-from data_pipeline.store.open import Span, Store, get_many
+from data_pipeline.store.open import Span, Store
 from data_pipeline.text import Tokenizer
 from moonvit3d.geometry import PatchLimits
 from moonvit3d.media import MediaError
 
-# Reads of bytes with a wrong checksum, the first included.
-READS = 3
 # Tokens of split texts that are remembered: a whole book is encoded once and not for each row.
 _KEPT_TOKENS = 8 << 20
 _PATCH_BYTES = 3 * 14 * 14
@@ -213,10 +212,7 @@ def _texts(
             variants=detail.variants if detail else (),
             regions=detail.regions if detail else (),
         )
-        shard = index.shards[index.shard[at]].key
-        span = Span(shard, int(index.json_offset[at]), int(index.json_length[at]))
-        name = f"source {index.name!r}, sample {index.key_of(at)!r} in {shard!r}"
-        reads.append(TextRead(span, int(index.json_crc[at]), name, number, place, start, layout))
+        reads.append(TextRead(*document_of(index, at), number, place, start, layout))
     return reads
 
 
@@ -234,16 +230,12 @@ def _files(
     reads: list[FileRead] = []
     for (sample, media), group in groups.items():
         index = planner.indices[plan.samples.source[sample]]
-        at, line = int(plan.samples.index[sample]), int(table.item[group[0]])
+        line = int(table.item[group[0]])
         detail = details[sample]
-        shard = index.shards[index.shard[at]].key
         shapes = zip(table.frames[group], table.grid_h[group], table.grid_w[group])
         reads.append(
             FileRead(
-                span=Span(shard, int(index.item_offset[line]), int(index.item_length[line])),
-                crc=int(index.item_crc[line]),
-                name=f"source {index.name!r}, sample {index.key_of(at)!r}, file {media} in "
-                f"{shard!r}",
+                *medium_of(index, line),
                 sample=sample,
                 kind=int(table.kind[group[0]]),
                 items=tuple(group),
@@ -276,19 +268,16 @@ class Fetcher:
 
         Raises:
             StoreError: naming the key; the store's own retries are used up.
-            ValueError: text with other tokens than the index says; names source and sample key.
+            IndexMismatch: text with other tokens than the index says; names source and sample key.
         """
         reads, before = [*request.texts, *request.files], self._num_requests()
-        spans = list(dict.fromkeys(read.span for read in reads))
-        data = dict(zip(spans, self._read(spans)))
-        read_bytes = sum(len(body) for body in data.values())
-        reread = self._mend(reads, data)
+        reading = read_parts(self._store, reads, self._threads)
+        read_bytes = sum(len(body) for body in reading.data.values())
         decoding = [
-            self._pool.submit(_decode, file, data[file.span], request.limits)
-            for file in request.files
+            self._pool.submit(_decode, file, reading, request.limits) for file in request.files
         ]
         bad: list[BadSample] = []
-        rows = self._rows(request, data, bad) if request.row_ids.size else None
+        rows = self._rows(request, reading, bad) if request.row_ids.size else None
         media: dict[int, NDArray[np.uint8]] = {}
         for future in decoding:
             for item, found in future.result():
@@ -298,7 +287,9 @@ class Fetcher:
                     media[item] = found
         bad.sort(key=lambda entry: (entry.sample, -1 if entry.item is None else entry.item))
         sent = self._num_requests() - before
-        return Fetched(rows, dict(sorted(media.items())), tuple(bad), read_bytes, sent, reread)
+        return Fetched(
+            rows, dict(sorted(media.items())), tuple(bad), read_bytes, sent, reading.reread
+        )
 
     def close(self) -> None:
         """End the threads."""
@@ -307,42 +298,18 @@ class Fetcher:
     def _num_requests(self) -> int:
         return self._store.stats.requests
 
-    def _read(self, spans: Sequence[Span]) -> Sequence[bytes]:
-        # A cache answers many reads at once better than one by one.
-        together = getattr(self._store, "get_many", None)
-        if together is not None:
-            return together(spans, threads=self._threads)
-        return get_many(self._store, spans, threads=self._threads)
-
-    def _mend(self, reads: Sequence[TextRead | FileRead], data: dict[Span, bytes]) -> int:
-        """Read again what has a wrong checksum; returns how often."""
-        again = 0
-        for read in reads:
-            for _ in range(READS - 1):
-                if zlib.crc32(data[read.span]) == read.crc:
-                    break
-                forget = getattr(self._store, "forget", None)
-                if forget is not None:  # or a cache would answer with the same bytes
-                    forget(*read.span)
-                data[read.span] = self._store.get(*read.span)
-                again += 1
-        return again
-
-    def _rows(
-        self, request: StepRequest, data: Mapping[Span, bytes], bad: list[BadSample]
-    ) -> RowBatch:
+    def _rows(self, request: StepRequest, reading: Reading, bad: list[BadSample]) -> RowBatch:
         rows = RowBatch.empty(request.row_ids.size, request.seq_len, self._tokenizer.pad)
         for read in request.texts:
-            body = data[read.span]
-            if reason := _damage(read, body):
+            if reason := reading.damage(read):
                 bad.append(BadSample(read.sample, reason))
                 continue
             try:
-                whole = self._laid_out(read, body)
+                whole = self._laid_out(read, reading.data[read.span])
                 tokens, loss = sample_tokens(whole, read.layout, request.seq_len)
             except (IndexError, KeyError, TypeError, ValueError) as error:
                 what = error if isinstance(error, ValueError) else repr(error)
-                raise ValueError(
+                raise IndexMismatch(
                     f"{read.name}: {what}; the index was made with another tokenizer or from "
                     "other data: ingest or reindex the source again"
                 ) from error
@@ -369,20 +336,13 @@ class Fetcher:
         return sum(tokens.size for tokens, _, _ in self._split.values())
 
 
-def _damage(read: TextRead | FileRead, data: bytes) -> str | None:
-    found = zlib.crc32(data)
-    if found == read.crc:
-        return None
-    return f"{read.name}: CRC-32 is {found:08x}, expected {read.crc:08x} (read {READS} times)"
-
-
 def _decode(
-    read: FileRead, data: bytes, limits: PatchLimits
+    read: FileRead, reading: Reading, limits: PatchLimits
 ) -> list[tuple[int, NDArray[np.uint8] | BadSample]]:
     """Decode the items of one file: (item, patches, or why there are none)."""
-    if reason := _damage(read, data):
+    if reason := reading.damage(read):
         return [(item, BadSample(read.sample, reason, item)) for item in read.items]
-    lowered = limits_at(limits, read.level)
+    data, lowered = reading.data[read.span], limits_at(limits, read.level)
     every = list(zip(read.items, read.chunks, read.grids))
     try:
         found = decode_items(data, read.kind, read.chunks, lowered, read.grids, read.draw)

@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.access import open_fetcher, register, shard_versions
+from data_pipeline.access import check_tokenizer, open_fetcher, register, shard_versions
 from data_pipeline.collate import RowBatch
 from data_pipeline.config import DataConfig
 from data_pipeline.fetch import BadSample, Fetched, Fetcher, Needs, StepRequest, everything, resolve
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.index.manifest import IndexMismatch
 from data_pipeline.plan.planner import GlobalPlan, Planner, State
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
@@ -122,12 +121,7 @@ class Loader:
         self.planner = Planner(indices, config)
         self.indices = self.planner.indices
         for index in self.indices:
-            if index.tokenizer_hash != tokenizer.hash:
-                raise IndexMismatch(
-                    f"source {index.name!r} was made with tokenizer {index.tokenizer_name!r} "
-                    f"({index.tokenizer_hash[:12]}), this run has {tokenizer.name!r} "
-                    f"({tokenizer.hash[:12]}); give that tokenizer or reindex the source"
-                )
+            check_tokenizer(index, tokenizer)
         self.stats = LoaderStats()
         self._stats_lock = threading.Lock()
         self._config, self._needs = config, needs

@@ -218,7 +218,10 @@ def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
         ValueError: `vocab_size` is too small, or the texts do not support that many merges.
     """
     if vocab_size <= 256:
-        raise ValueError(f"vocab_size {vocab_size}: the 256 bytes alone take 256; ask for more")
+        raise ValueError(
+            f"{vocab_size} ranks ({vocab_size + NUM_SPECIAL} ids with the special ones): the 256 "
+            "bytes alone take 256; ask for more"
+        )
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
@@ -236,8 +239,9 @@ def train_ranks(texts: Iterable[str], vocab_size: int) -> bytes:
     tokens = sorted(model.get_vocab().items(), key=lambda item: item[1])
     if len(tokens) < vocab_size:
         raise ValueError(
-            f"vocab_size {vocab_size}: these texts support only {len(tokens)} ranks; "
-            "give more text or ask for fewer"
+            f"{vocab_size} ranks ({vocab_size + NUM_SPECIAL} ids with the special ones): these "
+            f"texts support only {len(tokens)} ranks ({len(tokens) + NUM_SPECIAL} ids); give more "
+            "text or ask for fewer"
         )
     return b"".join(
         base64.b64encode(bytes(byte_of[letter] for letter in token)) + b" %d\n" % rank

@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
 from data_pipeline.config import DataConfig
-from data_pipeline.store.addresses import check_address
+from data_pipeline.store.addresses import split_place
 from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.schedule import describe_schedule, stretches
 from kimi_pretrain.sections import (
@@ -45,7 +45,27 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-6 is a number: to PyYAML, which follows YAML 1.1, it is a text."""
+    """YAML in which 1e-6 is a number, and a key stands once.
+
+    To PyYAML, which follows YAML 1.1, the first is a text; and the later one of two equal keys
+    silently replaces what the first one holds, a whole section perhaps.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping; before merge keys (`<<`), which may be overridden, are put in."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise yaml.YAMLError(
+                    f"key {key.value!r} stands twice, in lines {lines[name]} and {line}; the "
+                    "second would replace the first; keep one"
+                )
+            lines[name] = line
+        return node
 
 
 _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
@@ -81,7 +101,8 @@ class Config(Section):
         check_layout(self)
         check_dep(self)
         check_attention(self)
-        check_address("checkpoint.place", self.checkpoint.place)
+        if self.checkpoint.place is not None:
+            split_place("checkpoint.place", self.checkpoint.place)
         stretches(self.optim, self.tokens_per_step())  # refuses segments that overlap
         return self
 
@@ -246,7 +267,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         ConfigError: one message that names every key that is wrong.
     """
     file = find_config(path)
-    found = _parse_yaml(file.read_text(), str(file))
+    found = _parse_yaml(_text(file), str(file))
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: expected sections such as `model:`, found {_SHORT.repr(found)}")
     values = typing.cast(dict[str, Any], found)
@@ -301,10 +322,21 @@ def describe(config: Config) -> str:
     )
 
 
+def _text(file: Path) -> str:
+    data = file.read_bytes()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file}: not YAML: byte {error.start} is {data[error.start]:#04x}, which is no UTF-8; "
+            "expected a text with sections such as `model:`"
+        ) from None
+
+
 def _parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: 2026-13-13 is no date
         raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
 
 
@@ -353,7 +385,7 @@ def _unknown_keys(section: Any, values: Any, where: str) -> typing.Iterator[str]
         return
     for key, value in typing.cast(dict[str, Any], values).items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {where}{near[0]}?" if near else f"known are {', '.join(known)}"
             yield f"unknown key {where}{key}; {hint}"
         else:

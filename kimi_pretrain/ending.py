@@ -1,11 +1,16 @@
-"""What a run that did all its steps leaves behind besides its last checkpoint."""
+"""What a run that did all its steps leaves behind besides its last checkpoint.
+
+All is trained and saved by then: what cannot be written is told, and ends nothing.
+"""
 
 import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kimi_pretrain.checkpoint.hashes import digest, hash_tensors
+from kimi_pretrain.checkpoint.hashes import hash_tensors
+from kimi_pretrain.checkpoint.manifest import digest
+from kimi_pretrain.run_files import best_effort, write_whole
 
 if TYPE_CHECKING:
     from kimi_pretrain.train import Run
@@ -29,7 +34,8 @@ def write_state_hashes(run: "Run", file: Path) -> None:
         "tensors": len(model) + len(optimizer),
         "per_tensor": model | optimizer,
     }
-    file.write_text(json.dumps(hashes, indent=1) + "\n")
+    with best_effort():
+        write_whole(file, json.dumps(hashes, indent=1) + "\n")
 
 
 def measure_efficiency(run: "Run", file: Path) -> None:
@@ -47,4 +53,5 @@ def measure_efficiency(run: "Run", file: Path) -> None:
             run.mesh.barrier()
             times.append(time.time() - start)
     if run.mesh.rank == 0:
-        file.write_text(json.dumps(seconds) + "\n")
+        with best_effort():
+            write_whole(file, json.dumps(seconds) + "\n")

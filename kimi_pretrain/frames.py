@@ -36,8 +36,8 @@ LAUNCHING = ("torch/_inductor/runtime/",)
 FILING = (
     "kimi_pretrain/checkpoint/", "kimi_pretrain/weights/", "kimi_pretrain/saves.py",
     "kimi_pretrain/notes.py", "kimi_pretrain/guard.py", "kimi_pretrain/run_folder.py",
-    "kimi_pretrain/run_lock.py", "kimi_pretrain/status.py", "kimi_pretrain/vision_weights.py",
-    "moonvit3d/files.py",
+    "kimi_pretrain/run_files.py", "kimi_pretrain/run_lock.py", "kimi_pretrain/status.py",
+    "kimi_pretrain/vision_weights.py", "moonvit3d/files.py",
 )  # fmt: skip
 DEVICE_CALLS = (*WAITING_CALLS, ".cpu(", ".item(", ".tolist(", ".copy_(", ".to(")
 _STDLIB = sysconfig.get_path("stdlib") + os.sep

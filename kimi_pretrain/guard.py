@@ -2,7 +2,9 @@
 
     loss, grad_norm  ->  verdict  ->  an update or none  ->  a line in anomalies.jsonl, or the end
 
-A step is "nonfinite" when its loss or its gradient's norm is not a finite number, and a "spike"
+A step is "nonfinite" when its loss or its gradient's norm is not a finite number, or when the
+gradient, as it goes into the optimizer, is above LARGEST_NORM: squares and sums of it would not be
+finite in the optimizer's float32, which never recovers from that. It is a "spike"
 when its loss is above `guard.spike_ratio` times the median of the last `guard.spike_window` losses;
 until so many have been seen nothing is a spike. Both numbers are sums over all ranks, equal on
 each, so that the ranks decide alike without talking. The losses are those of steps that were
@@ -13,19 +15,21 @@ A skipped step changes nothing: neither weights nor momentum nor routing biases,
 stays where it is. Its data is not trained on again.
 """
 
-import json
 import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from data_pipeline.index.columns import SourceIndex
     from data_pipeline.plan.step_plan import GlobalPlan
     from kimi_pretrain.sections import GuardConfig
+
+# AdamW's average of squares overflows from 1.8e19 on and then stands still for good; Muon squares
+# sums of up to 1 / (1 - momentum) gradients. Nothing that trains comes near.
+LARGEST_NORM = 1e16
 
 Kind = Literal["nonfinite", "spike"]
 Action = Literal["update", "record", "skip", "stop"]
@@ -60,9 +64,9 @@ def judge(config: "GuardConfig", losses: Sequence[float], loss: float, norm: flo
         config: the section `guard`.
         losses: of the last `spike_window` steps before that were applied, oldest first.
         loss: of this step.
-        norm: of its gradient.
+        norm: of its gradient, clipped.
     """
-    if not (math.isfinite(loss) and math.isfinite(norm)):
+    if not (math.isfinite(loss) and norm <= LARGEST_NORM):  # nor is it where the norm is no number
         return Verdict("nonfinite", config.nonfinite)
     seen = len(losses) >= config.spike_window
     if config.spike_ratio is not None and seen:
@@ -166,12 +170,6 @@ def sample_names(plan: "GlobalPlan", indices: "Sequence[SourceIndex]") -> list[l
         [indices[source].name, indices[source].key_of(index)]
         for source, index in zip(samples.source.tolist(), samples.index.tolist(), strict=True)
     ]
-
-
-def write_down(file: Path, line: dict[str, Any]) -> None:
-    """Append a line to anomalies.jsonl."""
-    with file.open("a") as lines:
-        lines.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 def finite(value: Any) -> Any:

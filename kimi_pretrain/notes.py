@@ -1,12 +1,14 @@
 """Phase 8: what a run writes down of each step, from the one gather in which all ranks tell of it.
 
 Rank 0 writes; the others only send. metrics.jsonl has a line for every step, anomalies.jsonl one
-for each step that the guard objected to, quarantine.jsonl the samples that could not be used.
+for each step that the guard objected to, quarantine.jsonl the samples that could not be used. What
+cannot be written between two saves is told, and ends nothing.
 """
 
 import json
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,9 +17,12 @@ from data_pipeline.index.columns import SourceIndex
 from data_pipeline.loader import StepBatch
 from kimi_pretrain.checkpoint.saver import Progress
 from kimi_pretrain.config import Config
-from kimi_pretrain.guard import Verdict, anomaly, write_down
+from kimi_pretrain.guard import Verdict, anomaly
+from kimi_pretrain.replicas import CopyHash, check_copies
+from kimi_pretrain.run_files import Appended, best_effort
 from kimi_pretrain.run_folder import MetricsWriter, write_trace
 from kimi_pretrain.status import Status, write_status
+from kimi_pretrain.telemetry.console import StepDisplay
 from kimi_pretrain.telemetry.line import RankRecord, Telemetry
 
 if TYPE_CHECKING:  # these bring the engine along
@@ -37,6 +42,7 @@ class Told:
         stop: why it was asked to stop; None if it was not.
         save: how far its part of a save is.
         unusable: samples of the plan that it could not use: (sample, item, reason).
+        copies: hashes of its copies of some tensors, before the update.
     """
 
     record: RankRecord
@@ -44,13 +50,14 @@ class Told:
     stop: str | None = None
     save: Progress | None = None
     unusable: tuple[tuple[int, int | None, str], ...] = ()
+    copies: tuple[CopyHash, ...] = ()
 
 
 def check_alike(step: int, everyone: Sequence[Told]) -> None:
-    """Make sure that all ranks came to the same verdict: some would have updated, others not.
+    """Make sure that all ranks came to the same verdict, and that their copies are equal.
 
     Raises:
-        RuntimeError: they did not; names the ranks.
+        RuntimeError: some would have updated, others not, or a tensor differs; names the ranks.
     """
     odd = [rank for rank, told in enumerate(everyone) if told.verdict != everyone[0].verdict]
     if odd:
@@ -58,6 +65,7 @@ def check_alike(step: int, everyone: Sequence[Told]) -> None:
             f"step {step}: rank 0 came to {everyone[0].verdict}, rank {odd[0]} to "
             f"{everyone[odd[0]].verdict}: the sums of loss or gradient are not the same on all"
         )
+    check_copies(step, [told.copies for told in everyone])
 
 
 def stop_asked(everyone: Iterable[Any]) -> str | None:
@@ -89,7 +97,10 @@ class Notes:
         self.writes = mesh.rank == 0
         if self.writes:
             self.telemetry = Telemetry.on(config, mesh.device)
-            self.metrics = MetricsWriter(run_dir, first_step, config.train.steps)
+            display = StepDisplay(first_step, config.train.steps, config.train.print_every)
+            self.metrics = MetricsWriter(run_dir, first_step, display)
+            self._anomalies = Appended(run_dir / "anomalies.jsonl")
+            self._quarantined = Appended(run_dir / "quarantine.jsonl")
 
     def step(
         self,
@@ -113,7 +124,8 @@ class Notes:
         records = [told.record for told in everyone]
         self.metrics.write(self.telemetry.line(step, batch.plan, report, records))
         if step == self.config.train.trace_step:
-            write_trace(self.run_dir / "trace.json", records, self.telemetry.scopes)
+            with best_effort():
+                write_trace(self.run_dir / "trace.json", records, self.telemetry.scopes)
         verdict, loss, norm = report.update.verdict, report.loss, report.update.grad_norm
         if verdict.kind is not None:
             log.warning(
@@ -121,20 +133,17 @@ class Notes:
                 step, verdict.kind, loss, norm, verdict.action,
             )  # fmt: skip
             line = anomaly(step, verdict, loss, norm, batch.plan, self.indices, state)
-            write_down(self.run_dir / "anomalies.jsonl", line)
+            self._anomalies.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._quarantine(step, batch, everyone)
 
     def _quarantine(self, step: int, batch: StepBatch, everyone: Sequence[Told]) -> None:
         # Two stages that read the same row find the same fault.
         found = {entry for told in everyone for entry in told.unusable}
-        if not found:
-            return
-        with (self.run_dir / "quarantine.jsonl").open("a") as lines:
-            for sample, item, reason in sorted(found, key=str):
-                index = self.indices[batch.plan.samples.source[sample]]
-                key = index.key_of(int(batch.plan.samples.index[sample]))
-                line = {"step": step, "source": index.name, "key": key, "item": item}
-                lines.write(json.dumps(line | {"reason": reason}) + "\n")
+        for sample, item, reason in sorted(found, key=str):
+            index = self.indices[batch.plan.samples.source[sample]]
+            key = index.key_of(int(batch.plan.samples.index[sample]))
+            line = {"step": step, "source": index.name, "key": key, "item": item, "reason": reason}
+            self._quarantined.write(json.dumps(line).encode() + b"\n")
 
     def status(
         self,
@@ -143,12 +152,19 @@ class Notes:
         checkpoint: str | None,
         reason: str | None = None,
     ) -> None:
-        """Write status.json."""
+        """Write status.json.
+
+        Raises:
+            OSError: it cannot be written, and is not that of a run under way.
+        """
         if self.writes:
-            steps = self.config.train.steps
-            write_status(self.run_dir, Status(state, step, steps, reason, checkpoint))
+            status = Status(state, step, self.config.train.steps, reason, checkpoint)
+            with best_effort() if state == "running" and step else nullcontext():
+                write_status(self.run_dir, status)
 
     def close(self) -> None:
-        """Flush and close everything."""
+        """Close everything."""
         if self.writes:
             self.metrics.close()
+            self._anomalies.close()
+            self._quarantined.close()

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from data_pipeline.access import open_data
-from data_pipeline.index.manifest import read_index
 from data_pipeline.plan.planner import GlobalPlan, Planner
+from kimi_pretrain.checks import read_sources
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.memory import GIB, MIB
 from kimi_pretrain.dep.places import Moved, seconds_of_part
@@ -89,10 +89,12 @@ class Predictions:
     Attributes:
         config: what they were planned from.
         steps: in order, at least one.
+        notices: samples that do not fit a row, a line a source.
     """
 
     config: Config
     steps: tuple[Prediction, ...]
+    notices: tuple[str, ...] = ()
 
 
 def predict(
@@ -109,7 +111,8 @@ def predict(
     """
     store = open_data(config.data)
     progress(0.0, "reading the index")
-    planner = Planner([read_index(store, name) for name in config.data.source_names], config.data)
+    _, indices = read_sources(config, store)
+    planner = Planner(indices, config.data)
     own = _with_dep(config, memory_limit_gib=None)  # what goes over it is to be seen, not refused
     plain = {"placement": "decoupled", "memory_limit_gib": None}
     ways = {assign: VisionPlanner(_with_dep(config, assign=assign, **plain)) for assign in ASSIGNS}
@@ -118,7 +121,7 @@ def predict(
         progress(number / num_steps, f"step {number}")
         plan, state = planner.plan(state)
         steps.append(predict_step(plan, vision, ways))
-    return Predictions(config, tuple(steps))
+    return Predictions(config, tuple(steps), tuple(planner.notices()))
 
 
 def predict_step(
@@ -242,6 +245,7 @@ def lines(found: Predictions) -> Iterator[str]:
         "(or receives, one way) and memory (activations and embeddings): as configured; all: "
         "seconds added up"
     )
+    yield from found.notices
     yield from advice(found)
 
 
@@ -272,6 +276,7 @@ def as_json(found: Predictions) -> dict[str, Any]:
         "world_size": found.config.layout.world_size(),
         "steps": [_plain(step) for step in found.steps],
         "total": _plain(total(found.steps)),
+        "notices": list(found.notices),
         "advice": list(advice(found)),
     }
 

@@ -85,11 +85,14 @@ def loss_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def dep_balance_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw how vision patches lie on the ranks, in one typical step and over all steps.
+    """Draw how the encoder's work lies on the ranks, in one typical step and over all steps.
+
+    As patches, and beside it as predicted seconds, which are what is balanced.
 
     Args:
-        metrics: lines with "step", "patches_per_rank" and "balance"; lines without media are left
-            out. The typical step is the one with the median naive imbalance.
+        metrics: lines with "step", "patches_per_rank" and "predicted_seconds_per_rank"; lines
+            without media are left out. Of a run that wrote no seconds yet the patches are drawn.
+            The typical step is the one with the median naive imbalance.
         path: PNG to write.
 
     Raises:
@@ -99,11 +102,18 @@ def dep_balance_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     lines = [m for m in metrics if sum(m["patches_per_rank"]["dep"]) > 0]
     if not lines:
         raise ValueError("no step of this run has vision patches: there is no balance to draw")
-    figure, (left, right) = _figure((11, 4.6), 1, 2)
-    _patches_of_step(left, sorted(lines, key=lambda m: m["balance"]["naive"])[len(lines) // 2])
+    units = {"patches_per_rank": "vision patches"}
+    work = "patches_per_rank"
+    if all("predicted_seconds_per_rank" in m for m in lines):
+        work = "predicted_seconds_per_rank"
+        units[work] = "predicted seconds"
+    figure, (*steps_of, right) = _figure((4 + 4.5 * len(units), 4.6), 1, 1 + len(units))
+    typical = sorted(lines, key=lambda m: _imbalance(m, work)["naive"])[len(lines) // 2]
+    for axes, (key, unit) in zip(steps_of, units.items(), strict=True):
+        _loads_of_step(axes, typical, key, unit)
     steps = [m["step"] for m in lines]
     for name, (label, colour) in LABELS.items():
-        values = np.array([m["balance"][name] for m in lines])
+        values = np.array([_imbalance(m, work)[name] for m in lines])
         right.plot(steps, values, color=colour, linewidth=1, alpha=0.3)
         right.plot(
             steps,
@@ -113,11 +123,11 @@ def dep_balance_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
             label=f"{label}: mean {values.mean():.2f}",
         )
     right.axhline(1, color=MUTED, linewidth=1, linestyle=":")
-    worst = max(max(m["balance"].values()) for m in lines)
+    worst = max(max(_imbalance(m, work).values()) for m in lines)
     right.set_ylim(0.9, 1 + (worst - 1) * 1.4 + 0.1)
     right.set_xlabel("step")
     right.set_ylabel("most loaded rank / mean of ranks")
-    right.set_title("Imbalance over the run (1 is perfect)")
+    right.set_title(f"Imbalance in {units[work]} (1 is perfect)")
     right.legend(frameon=False, fontsize=9)
     _save(figure, path)
 
@@ -229,8 +239,14 @@ def _logits_of_layers(
     axes.legend(frameon=False, fontsize=9)
 
 
-def _patches_of_step(axes: Axes, line: dict[str, Any]) -> None:
-    loads = line["patches_per_rank"]
+def _imbalance(line: dict[str, Any], work: str) -> dict[str, float]:
+    """Return the most loaded rank over the mean of ranks, under each assignment."""
+    loads = line[work]
+    return {name: max(loads[name]) / float(np.mean(loads[name])) for name in LABELS}
+
+
+def _loads_of_step(axes: Axes, line: dict[str, Any], work: str, unit: str) -> None:
+    loads = line[work]
     ranks = np.arange(len(loads["dep"]))
     width = 0.8 / len(LABELS)
     for place, (name, (label, colour)) in enumerate(LABELS.items()):
@@ -240,8 +256,8 @@ def _patches_of_step(axes: Axes, line: dict[str, Any]) -> None:
     axes.axhline(mean, color=MUTED, linewidth=1, linestyle=":")
     axes.set_xticks(ranks, [str(rank) for rank in ranks])
     axes.set_xlabel("rank")
-    axes.set_ylabel("vision patches")
-    axes.set_title(f"Step {line['step']}: {sum(loads['dep']):,.0f} patches on {len(ranks)} ranks")
+    axes.set_ylabel(unit)
+    axes.set_title(f"Step {line['step']}: {unit} on {len(ranks)} ranks")
     # Headroom, so that the legend does not lie on the bars.
     axes.set_ylim(0, max(max(loads[name]) for name in LABELS) * 1.3)
     axes.legend(frameon=False, fontsize=9, loc="upper right")

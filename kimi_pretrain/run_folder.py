@@ -4,10 +4,15 @@ Rank 0 writes everything but the logs, of which each rank has its own. No creden
 written: the config holds none, and the environment is not recorded.
 """
 
+import io
 import json
 import logging
+import os
 import platform
+import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,13 +21,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import (
+    Event,  # pyright: ignore[reportAttributeAccessIssue]
+    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboard.compat.proto.summary_pb2 import (
+    Summary,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from kimi_pretrain.config import Config, dump_config
 from kimi_pretrain.dep.memory import GIB
 from kimi_pretrain.guard import finite
-from kimi_pretrain.step_lines import forget_after
+from kimi_pretrain.run_files import Appended, write_whole
+from kimi_pretrain.step_lines import abandoned, cut_after
+from kimi_pretrain.telemetry.console import StepDisplay
 from kimi_pretrain.telemetry.exposed import exposed
 from kimi_pretrain.telemetry.line import RankRecord
 from kimi_pretrain.telemetry.phases import Span, phase_of
@@ -31,6 +44,8 @@ PACKAGES = (
     "kimi-pretrain", "torch", "megatron-core", "numpy", "pillow", "av", "boto3", "tiktoken",
     "transformer-engine",
 )  # fmt: skip
+
+log = logging.getLogger("kimi_pretrain.run_folder")
 
 NOT_DRAWN = ("step", "rank", "mean")
 # Lists with a number for each layer; other lists (of ranks) are not drawn.
@@ -41,7 +56,7 @@ def log_to(folder: Path, rank: int) -> logging.Logger:
     """Send this process's log to `logs/rank_<rank>.log`; warnings also to the terminal."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(logs / f"rank_{rank}.log")
+    handler = _LogFile(logs / f"rank_{rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers = [handler]
@@ -57,58 +72,132 @@ def log_to(folder: Path, rank: int) -> logging.Logger:
 def describe_environment(folder: Path, config: Config) -> None:
     """Write config.yaml, versions.json, and git.json with diff.patch where there is a checkout."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_config(config))
+    write_whole(folder / "config.yaml", dump_config(config))
     versions = {name: _version(name) for name in PACKAGES}
     versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
-    (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
+    write_whole(folder / "versions.json", json.dumps(versions, indent=1) + "\n")
     checkout = Path(__file__).parent.parent
     if (checkout / ".git").exists():
-        commit = _git(checkout, "rev-parse", "HEAD").strip()
-        difference = _git(checkout, "diff", "HEAD")
-        state = {"commit": commit, "clean": not difference}
-        (folder / "git.json").write_text(json.dumps(state, indent=1) + "\n")
-        (folder / "diff.patch").write_text(difference)
+        state, difference = git_state(checkout)
+        write_whole(folder / "git.json", json.dumps(state, indent=1) + "\n")
+        write_whole(folder / "diff.patch", difference)
+
+
+def git_state(checkout: Path) -> tuple[dict[str, Any], bytes]:
+    """Return what ran: its state, and how tracked files differ from the commit, as bytes.
+
+    The state is "clean" with neither such a difference nor untracked modules, which git leaves out
+    of it; where git does not say, as of another owner's checkout, "unknown" says why and commit
+    and "clean" are null.
+    """
+    try:
+        commit = _git(checkout, "rev-parse", "HEAD").decode().strip()
+        difference = _git(checkout, "diff", "--no-ext-diff", "--no-textconv", "HEAD")
+        untracked = _git(
+            checkout, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.py", "*.so"
+        )
+    except (OSError, subprocess.CalledProcessError) as error:  # the run does not need it
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+        why = " ".join(os.fsdecode(said).split())
+        log.warning("git does not say which code runs: %s", why)
+        return {"commit": None, "clean": None, "unknown": why}, b""
+    modules = sorted(name.decode(errors="replace") for name in untracked.split(b"\0") if name)
+    clean = not difference and not modules
+    return {"commit": commit, "clean": clean, "untracked": modules}, difference
 
 
 class MetricsWriter:
-    """Appends one line a step to metrics.jsonl, the same numbers to TensorBoard, and a bar.
+    """Appends one line a step to metrics.jsonl, the same numbers to TensorBoard.
 
-    Every line is flushed when it is written: a killed run keeps all steps it finished. Steps that
-    an earlier run of the same folder did after the checkpoint are done again: their lines go.
+    Every line is written at once: a killed run keeps all steps it finished. A disk that is full is
+    told and ends nothing (`Appended`). Steps that an earlier start did after the checkpoint are
+    done again: their lines go to metrics.abandoned.jsonl, those of the other files likewise.
+
+    Args:
+        folder: of the run.
+        first_step: steps that were done before.
+        display: shows each step to who watches; None shows nothing.
     """
 
-    def __init__(self, folder: Path, first_step: int, steps: int, *, show_bar: bool = True):
+    def __init__(self, folder: Path, first_step: int, display: StepDisplay | None = None):
         for name in ("metrics.jsonl", "quarantine.jsonl", "anomalies.jsonl"):
-            forget_after(folder / name, first_step)
-        self._lines = (folder / "metrics.jsonl").open("a", buffering=1)
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.3f}"),
-            TimeRemainingColumn(),
-            disable=not show_bar,
-        )
-        self._task = self._bar.add_task("training", total=steps, completed=first_step, loss=0.0)
-        self._bar.start()
+            last = cut_after(folder / name, first_step)
+            if last is not None:
+                kept = abandoned(folder / name).name
+                log.warning(
+                    "%s goes on after step %d; lines of later steps, up to %d, are in %s now",
+                    name, first_step, last, kept,
+                )  # fmt: skip
+        self._lines = Appended(folder / "metrics.jsonl")
+        self._board = _Board(folder / "tensorboard", first_step + 1)
+        self._display = display
 
     def write(self, line: dict[str, Any]) -> None:
-        """Record one step; `line` holds at least "step" and "loss".
+        """Record one step; `line` holds at least "step", "loss" and "tokens".
 
         A number that is not finite becomes null, which every reader of JSON understands.
         """
-        self._bar.update(self._task, completed=line["step"], loss=line["loss"])
+        if self._display is not None:
+            self._display.step(line)
         line = finite(line)
-        self._lines.write(json.dumps(line, allow_nan=False) + "\n")
-        for tag, value in scalars(line).items():
-            self._board.add_scalar(tag, value, line["step"])
+        self._lines.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._board.write(line["step"], scalars(line))
 
     def close(self) -> None:
         """Flush and close everything."""
-        self._bar.stop()
+        if self._display is not None:
+            self._display.close()
         self._lines.close()
         self._board.close()
+
+
+class _Board:
+    """The curves of TensorBoard. Its own writer ends at the first error, in a thread of its own.
+
+    Args:
+        folder: where TensorBoard looks.
+        first: step from which on an earlier run's curves are forgotten.
+    """
+
+    def __init__(self, folder: Path, first: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        # As TensorBoard names them: it reads the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._events = Appended(folder / name)
+        self._add(Event(step=first, file_version="brain.Event:2"))
+        self._add(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add a point to each curve."""
+        values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
+        self._add(Event(step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._events.close()
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._events.write(record.getvalue())
+
+
+class _LogFile(logging.FileHandler):
+    """A log whose disk may be full for a while: said once, without a traceback for every line."""
+
+    def __init__(self, file: Path):
+        super().__init__(file)
+        self._told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Take an error met while `record` was written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            print(f"{self.baseFilename}: {error.strerror}; some lines are lost", file=sys.stderr)
 
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
@@ -160,7 +249,7 @@ def write_trace(
         {"name": "process_name", "ph": "M", "pid": number, "args": {"name": name}}
         for number, name in enumerate(names)
     ]
-    file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+    write_whole(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
 def _phase_events(rank: int, record: RankRecord) -> list[dict[str, Any]]:
@@ -187,10 +276,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git(checkout: Path, *arguments: str) -> str:
+def _git(checkout: Path, *arguments: str) -> bytes:
     command = ["git", "-C", str(checkout), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:  # no git here: the run does not need it
-        return f"unknown: {error}"
-    return done.stdout
+    return subprocess.run(command, capture_output=True, check=True).stdout

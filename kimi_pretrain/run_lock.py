@@ -4,13 +4,18 @@ Rank 0 holds a lock (flock) on `lock` in the run folder as long as it lives: the
 back when the process ends, however it ends. Inside stands who holds it, and its time of change is
 renewed every BEAT_S. A run has an id of its own in `run.json`; a checkpoint place that it writes to
 carries the id in `owner.json`, which is looked at again before every commit, so that two runs never
-complete checkpoints in one place, on whatever machines they are.
+complete checkpoints in one place, on whatever machines they are. It names the run folder, too: a
+copy of a folder has its id, and must not save where the first one does. Where the first folder
+cannot be seen, as from another cluster, the copy gets the place; but `owner.json` also names the
+start that claimed it last, and the other one ends at its next save.
 
 Where the node of a job's former start is lost, a file server may hold its lock for long, NFS for
 good. So a later start of the same SLURM job takes a lock over whose holder shows no life; should it
-come to life again, it finds another file in the place of its own, and ends within BEAT_S.
+come to life again, it finds another file in the place of its own, or on NFS that its own is gone
+(ESTALE), and ends within BEAT_S.
 """
 
+import errno
 import fcntl
 import json
 import logging
@@ -23,9 +28,10 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from kimi_pretrain.last_words import NO_PROGRESS, LastWord, leave_word
+from kimi_pretrain.run_files import naming, write_whole
 
 if TYPE_CHECKING:
     from kimi_pretrain.checkpoint.place import Place
@@ -40,8 +46,7 @@ PATIENCE_S = 90.0
 # In an object store, where nothing can be created exclusively, two runs that claim a place at once
 # see what the last one wrote after so long.
 _SETTLE_S = 1.0
-OWNER = "owner.json"
-METRICS = "metrics.jsonl"
+OWNER, RUN = "owner.json", "run.json"
 
 
 class RunLocked(ValueError):
@@ -50,6 +55,13 @@ class RunLocked(ValueError):
 
 class FormerStart(RunLocked):
     """An earlier start of the same job is still there; a later attempt may find it gone."""
+
+
+class Owner(NamedTuple):
+    """Whose a place is, as its owner.json says: the run's id, and what tells this start of it."""
+
+    run: str
+    start: str
 
 
 class RunLock:
@@ -76,13 +88,28 @@ class RunLock:
 
     def _show_life(self) -> None:
         while not self._end.wait(BEAT_S):
-            with suppress(OSError):  # a file server that is away
-                os.utime(self._file.fileno())
-                if not _is_at(self._file, self._path):
-                    told = f"{self._path} was taken over by a later start of this job"
+            if self._is_lost():
+                told = f"{self._path} was taken over by a later start of this job"
+                with suppress(OSError):
                     leave_word(self._path.parent, 0, LastWord(told, NO_PROGRESS))
-                    self._leave(NO_PROGRESS)
-                    return
+                self._leave(NO_PROGRESS)
+                return
+
+    def _is_lost(self) -> bool:
+        """Renew the file's time; returns whether it is no longer ours, False if nobody can tell.
+
+        A lock that is taken over is replaced. An NFS server forgets the old file then: who still
+        has it open gets ESTALE, and has lost its lock with it.
+        """
+        try:
+            os.utime(self._file.fileno())
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                return True
+        try:
+            return not _is_at(self._file, self._path)
+        except OSError:  # a file server that is away
+            return False
 
 
 def take(run_dir: Path, environment: Mapping[str, str] = os.environ) -> RunLock:
@@ -116,9 +143,9 @@ def take(run_dir: Path, environment: Mapping[str, str] = os.environ) -> RunLock:
         file = path.open("a+")
     now = time.strftime("%Y-%m-%d %H:%M:%S %z")
     who = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "start": int(start)}
-    file.truncate(0)
-    file.write(json.dumps({**who, "since": now}) + "\n")
-    file.flush()
+    with naming(path):
+        os.truncate(file.fileno(), 0)
+        os.write(file.fileno(), json.dumps({**who, "since": now}).encode() + b"\n")
     return RunLock(file, path)
 
 
@@ -161,33 +188,68 @@ def check_free(run_dir: Path) -> None:
             raise RunLocked(_told(run_dir, _read(file)))
 
 
-def check_fresh(run_dir: Path) -> None:
-    """Refuse to begin from scratch in the folder of an earlier run: it would mix the two.
+def check_folder(run_dir: Path) -> None:
+    """Refuse what can be no run folder.
 
     Raises:
-        ValueError: says what can be done.
+        ValueError: a file stands there, or on the way there.
     """
-    if any(run_dir.glob("checkpoints/step_*/manifest.json")) or (run_dir / METRICS).is_file():
+    there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not there.is_dir():
         raise ValueError(
-            f"{run_dir} holds an earlier run; go on with --resume latest, or choose another "
-            "--run-dir"
+            f"--run-dir {run_dir}: {there} is a file; expected a folder, or a name that is free"
         )
 
 
 def run_id(run_dir: Path) -> str:
-    """Return the id of the run in this folder; a new one gets it now. Call it under the lock."""
-    file = run_dir / "run.json"
-    if file.is_file():
-        return json.loads(file.read_text())["id"]
-    name = secrets.token_hex(8)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps({"id": name}) + "\n")
-    partial.replace(file)
-    return name
+    """Return the id of the run in this folder; a new one gets it now. Call it under the lock.
+
+    Raises:
+        ValueError: as `read_run`.
+        OSError: run.json cannot be written; names it.
+    """
+    if (values := read_run(run_dir)) is None:
+        values = {"id": secrets.token_hex(8)}
+        write_run(run_dir, values)
+    return values["id"]
 
 
-def claim(place: "Place", run_dir: Path) -> None:
-    """Make a place belong to this run.
+def read_run(run_dir: Path) -> dict[str, Any] | None:
+    """Return what run.json says; None where there is none yet.
+
+    Raises:
+        ValueError: it holds no id; says what to do.
+    """
+    file = run_dir / RUN
+    if not file.is_file():
+        return None
+    data = file.read_bytes()
+    try:
+        values = json.loads(data)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict) or not isinstance(values.get("id"), str):
+        raise ValueError(
+            f'{file} is {data[:100]!r}, expected {{"id": ...}}, the id of this run; write it '
+            f'there as it stands under "run" in {OWNER} of its checkpoints, or remove {file.name} '
+            "if it has none"
+        )
+    return values
+
+
+def write_run(run_dir: Path, values: Mapping[str, Any]) -> None:
+    """Write run.json. Call it under the lock."""
+    write_whole(run_dir / RUN, json.dumps(values) + "\n")
+
+
+def claim(place: "Place", run_dir: Path, check: Callable[[], object] = lambda: None) -> Owner:
+    """Make a place belong to this start of the run, which it returns.
+
+    Args:
+        place: of the checkpoints.
+        run_dir: of the run.
+        check: called where the place is not another's, before anything is written there; it may
+            raise.
 
     Raises:
         RunLocked: it belongs to another run, or cannot be written.
@@ -196,9 +258,11 @@ def claim(place: "Place", run_dir: Path) -> None:
     from data_pipeline.store.open import StoreError  # brings boto3, which few need
     from kimi_pretrain.checkpoint.errors import CheckpointUnavailable, passing
 
+    mine = Owner(run_id(run_dir), secrets.token_hex(8))
     try:
-        if told := _claim(place, run_dir):
+        if told := _claim(place, run_dir, mine, check):
             raise RunLocked(told)
+        return mine
     except (OSError, StoreError) as error:
         kind = CheckpointUnavailable if passing(error) else RunLocked
         raise kind(f"{place.uri} cannot be written: {error}") from None
@@ -232,15 +296,51 @@ def _told(run_dir: Path, holder: Mapping[str, object]) -> str:
     )
 
 
-def _claim(place: "Place", run_dir: Path) -> str | None:
-    """Return why the place cannot be had; None: it is this run's now."""
-    mine = run_id(run_dir)
-    text = place.read_text(OWNER)
+def _claim(place: "Place", run_dir: Path, mine: Owner, check: Callable[[], object]) -> str | None:
+    """Return why the place cannot be had; None: it is this start's now."""
+    text, wanted = place.read_text(OWNER), _owner_text(mine, run_dir)
     if text is None:
-        owner = {"run": mine, "run_dir": str(run_dir.resolve()), "host": socket.gethostname()}
-        _own(place, mine, json.dumps(owner) + "\n")
+        check()
+        _own(place, mine.run, wanted)
         text = place.read_text(OWNER) or ""  # another run may have come at the same time
-    return told_owner(place.uri, text, mine)
+    told = told_owner(place.uri, text, mine.run) or _told_copy(place, json.loads(text), run_dir)
+    if told is None and text != wanted:
+        check()
+        place.write_text(OWNER, wanted)
+    return told
+
+
+def _told_copy(place: "Place", owner: Mapping[str, Any], run_dir: Path) -> str | None:
+    """Return why a place of this run is not this folder's; None: it is, or the folder was moved.
+
+    A copy of a run folder has the run's id. What was copied along inside of it is its own. A first
+    folder that is not seen from here counts as moved.
+    """
+    here, noted = run_dir.resolve(), owner.get("run_dir")
+    if noted in (None, str(here)):
+        return None
+    inside = place.folder is not None and place.folder.resolve().is_relative_to(here)
+    if not inside and _is_run(Path(noted), owner["run"]) and not os.path.samefile(noted, here):
+        return (
+            f"{place.uri} holds the checkpoints of {noted}, of which {run_dir} is a copy; give the "
+            "copy a checkpoint.place of its own, and say what it goes on from (--resume and one of "
+            f"these checkpoints); or, where {noted} will never go on, remove run.json there"
+        )
+    return None
+
+
+def _is_run(folder: Path, name: str) -> bool:
+    """Whether a folder is that of a run, as far as can be seen from here."""
+    try:
+        values = read_run(folder)
+    except (OSError, ValueError):
+        return False
+    return values is not None and values["id"] == name
+
+
+def _owner_text(owner: Owner, run_dir: Path) -> str:
+    where = {"run_dir": str(run_dir.resolve()), "host": socket.gethostname()}
+    return json.dumps({**owner._asdict(), **where}) + "\n"
 
 
 def _own(place: "Place", mine: str, text: str) -> None:
@@ -262,16 +362,28 @@ def _own(place: "Place", mine: str, text: str) -> None:
         partial.unlink()
 
 
-def told_owner(uri: str, text: str, mine: str) -> str | None:
-    """Return why a place is not this run's, by the text of its owner.json; None: it is."""
+def told_owner(uri: str, text: str, run: str, start: str | None = None) -> str | None:
+    """Return why a place is not this run's, by the text of its owner.json; None: it is.
+
+    Args:
+        uri: of the place.
+        text: of its owner.json.
+        run: id of this run.
+        start: of it, which must have been the last to claim the place; None: any.
+    """
     try:
         owner: Mapping[str, Any] = json.loads(text)
-        if owner["run"] == mine:
+        if owner["run"] == run and start in (None, owner.get("start")):
             return None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"{uri}/{OWNER} is {text[:100]!r}, expected the id of a run; remove the file"
+    folder = f"run folder {owner.get('run_dir', 'unknown')} on {owner.get('host', 'unknown host')}"
+    if owner["run"] == run:
+        return (
+            f"{uri} was taken by another start of this run ({folder}), which saves there now; end "
+            "one of the two; where that folder is a copy, give it a checkpoint.place of its own"
+        )
     return (
-        f"{uri} holds the checkpoints of another run ({owner['run']}, run folder "
-        f"{owner.get('run_dir', 'unknown')} on {owner.get('host', 'an unknown host')}); choose "
+        f"{uri} holds the checkpoints of another run ({owner['run']}, {folder}); choose "
         f"another checkpoint.place, or remove {OWNER} there if that run will never go on"
     )

@@ -8,34 +8,27 @@ waited for.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kimi_pretrain.checkpoint.errors import CheckpointError, told_of
-from kimi_pretrain.checkpoint.place import Place, open_place
+from kimi_pretrain.checkpoint.place import Place
 from kimi_pretrain.checkpoint.saver import Checkpoints, Progress
 from kimi_pretrain.checkpoint.sink import open_sink, set_aside_later
-from kimi_pretrain.config import Config
-from kimi_pretrain.run_lock import run_id
 
 if TYPE_CHECKING:
+    from kimi_pretrain.run_lock import Owner
     from kimi_pretrain.train import Run
 
 log = logging.getLogger("kimi_pretrain.saves")
-
-
-def place_of(config: Config, run_dir: Path) -> Place:
-    """Return where the checkpoints of a run lie."""
-    return open_place(config.checkpoint.place or run_dir / "checkpoints")
 
 
 class Saves:
     """Saves a run when it is due. Everything here but `progress` and `seconds` is collective.
 
     Args:
-        place: of the checkpoints, which belongs to this run.
+        place: of the checkpoints.
+        owner: of the place: this start of the run.
         run: whose tensors and state are saved.
-        run_dir: folder of the run.
         watch: told of every progress of a save that is waited for.
         uri: of the checkpoint that the run goes on from.
 
@@ -46,15 +39,15 @@ class Saves:
     def __init__(
         self,
         place: Place,
+        owner: "Owner",
         run: "Run",
-        run_dir: Path,
         watch: Callable[[str], object],
         uri: str | None = None,
     ):
         self.place, self.run, self.uri = place, run, uri
         self.config, self._watch = run.config, watch
         self._checkpoints: Checkpoints | None = None
-        self._id = run_id(run_dir) if run.mesh.rank == 0 else None
+        self._owner = owner
         self._seconds: dict[str, float] = {}
         # Steps of the last save that began, and of the last that is complete: as the run begins,
         # nothing is to be saved.
@@ -138,7 +131,7 @@ class Saves:
     def _open(self) -> Checkpoints:
         self.run.mesh.from_first(self._set_aside)
         self._checkpoints = Checkpoints(
-            self.place, self.config, self.run.mesh, self._saving, run=self._id
+            self.place, self.config, self.run.mesh, self._saving, owner=self._owner
         )
         self._checkpoints.prepare(self.run.tensors())
         return self._checkpoints

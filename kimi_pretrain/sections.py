@@ -177,7 +177,8 @@ class GuardConfig(Section):
     A step with a loss or gradient that is not finite is skipped (no update), or the run stops. A
     spike is a loss above `spike_ratio` times the median of the last `spike_window` losses; null
     looks for none. `record` updates all the same. The samples of every such step are written down.
-    After `skips_in_row` skipped steps in a row the run stops.
+    After `skips_in_row` skipped steps in a row the run stops. Every `replicas_every` steps ranks
+    compare their copies of some tensors, in turn; null: at the start alone.
     """
 
     nonfinite: Literal["skip", "stop"] = "skip"
@@ -185,13 +186,16 @@ class GuardConfig(Section):
     spike_ratio: float | None = Field(default=None, gt=1)
     spike_window: int = Field(default=64, gt=0)
     skips_in_row: int = Field(default=10, gt=0)
+    replicas_every: int | None = Field(default=1, gt=0)
 
 
 class TrainConfig(Section):
     """The loop: length, precision, what is measured.
 
     `rows_per_microbatch` is not only a matter of speed: the routers' balance loss is taken over
-    each microbatch, all its rows together. `trace_step` and `efficiency_pairs` measure and change
+    each microbatch, all its rows together. Where output goes into a file or a pipe, every
+    `print_every`-th step is told in a line. `pictures` draws the run once it is finished, as
+    `kimi-pretrain plot` does. `trace_step` and `efficiency_pairs` measure and change
     nothing. `attention: transformer_engine` takes that library's fused kernels for the language
     model. A collective or a read that takes longer than `timeout_seconds` ends the run.
     `vision_weights` is a safetensors checkpoint (a file, or a folder that every node sees) that the
@@ -208,6 +212,8 @@ class TrainConfig(Section):
     start_from: str | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     attention: Literal["portable", "transformer_engine"] = "portable"
+    print_every: int = Field(default=10, gt=0)
+    pictures: bool = True
     trace_step: int | None = Field(default=None, gt=0)
     efficiency_pairs: int = Field(default=0, ge=0)
     timeout_seconds: float = Field(default=600.0, gt=0)

@@ -8,10 +8,14 @@ nothing: then it says "running", and there is more to do.
 """
 
 import json
-import os
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from kimi_pretrain.run_files import write_whole
+
+log = logging.getLogger("kimi_pretrain.status")
 
 STATES = ("running", "stopped", "finished", "failed")
 
@@ -36,28 +40,45 @@ class Status:
 
 
 def write_status(run_dir: Path, status: Status) -> None:
-    """Write it so that a reader sees the old one or the new one, never a part."""
-    partial = run_dir / "status.json.partial"
+    """Write it so that a reader sees the old one or the new one, also where the disk is full.
+
+    Raises:
+        OSError: it cannot be written; names the file.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with partial.open("w") as file:
-        json.dump(asdict(status), file)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(run_dir / "status.json")
+    write_whole(run_dir / "status.json", json.dumps(asdict(status)) + "\n", in_place=True)
 
 
 def read_status(run_dir: Path) -> Status | None:
-    """Return what a run folder says; None where no run has said anything."""
+    """Return what a run folder says; None where no run has said anything.
+
+    Raises:
+        ValueError: status.json is none, or torn; names it.
+    """
     file = run_dir / "status.json"
     if not file.is_file():
         return None
-    known = Status.__dataclass_fields__
-    values = json.loads(file.read_text())
-    return Status(**{name: value for name, value in values.items() if name in known})
+    known, data = Status.__dataclass_fields__, file.read_bytes()
+    try:
+        values = json.loads(data)
+        return Status(**{name: value for name, value in values.items() if name in known})
+    except (ValueError, AttributeError, TypeError):
+        raise ValueError(
+            f"{file} is {data[:100]!r}, expected how a run stands; remove it, the next start "
+            "writes it anew"
+        ) from None
 
 
 def mark_failed(run_dir: Path, reason: str) -> None:
-    """Note that a run ended by an error, keeping how far it had come."""
-    last = read_status(run_dir) or Status("failed")
-    write_status(run_dir, Status("failed", last.step, last.steps, reason, last.checkpoint))
+    """Note that a run ended by an error, keeping how far it had come.
+
+    Where that cannot be written it is logged: the error itself is worth more.
+    """
+    try:
+        last = read_status(run_dir) or Status("failed")
+    except ValueError:
+        last = Status("failed")
+    try:
+        write_status(run_dir, Status("failed", last.step, last.steps, reason, last.checkpoint))
+    except OSError as error:
+        log.warning("%s: %s", error.filename, error.strerror)

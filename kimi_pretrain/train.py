@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from data_pipeline.access import open_data
-from data_pipeline.index.manifest import check_shards, read_index
+from data_pipeline.index.reads import check_shards
 from data_pipeline.loader import Loader, LoaderError, StepBatch
 from data_pipeline.plan.planner import DataUsedUp
 from kimi_pretrain.checkpoint.errors import CheckpointError
@@ -20,7 +20,7 @@ from kimi_pretrain.checkpoint.load import STEPS, load
 from kimi_pretrain.checkpoint.manifest import RunState
 from kimi_pretrain.checkpoint.place import Checkpoint, open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
-from kimi_pretrain.checks import check_item_sizes, check_node, load_tokenizer
+from kimi_pretrain.checks import check_item_sizes, check_node, read_sources
 from kimi_pretrain.config import Config, describe
 from kimi_pretrain.dep.memory import TooMuchMemory
 from kimi_pretrain.ending import measure_efficiency, write_state_hashes
@@ -28,18 +28,26 @@ from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.randomness import seed_step
 from kimi_pretrain.guard import AnomalyError
+from kimi_pretrain.history import (
+    check_may_begin,
+    check_way_back,
+    claim_place,
+    latest_in,
+    place_of,
+)
+from kimi_pretrain.last_words import nobodys_mistake
 from kimi_pretrain.model import Model
 from kimi_pretrain.notes import Notes, Told, check_alike, stop_asked
 from kimi_pretrain.optim.groups import replicas_of
+from kimi_pretrain.replicas import Replicas
 from kimi_pretrain.run_folder import describe_environment, log_to
-from kimi_pretrain.run_lock import check_fresh, claim
-from kimi_pretrain.saves import Saves, place_of
+from kimi_pretrain.saves import Saves
 from kimi_pretrain.step import StepReport, TrainStep, needs
 from kimi_pretrain.telemetry.line import record_of
 from kimi_pretrain.update import Update
 from kimi_pretrain.vision_plan import VisionPlanner
 from kimi_pretrain.vision_weights import load_vision_weights
-from kimi_pretrain.watchdog import Watchdog, backstop
+from kimi_pretrain.watchdog import WAIT_FOR_DATA, Watchdog, backstop
 from kimi_pretrain.weights.start import open_start
 
 log = logging.getLogger("kimi_pretrain.train")
@@ -72,7 +80,6 @@ class Run:
         watch("open the data")
         self.planner = VisionPlanner(config)
         self.store = open_data(config.data)
-        self.tokenizer = load_tokenizer(config, self.store)
         self.loader = self._open_loader()
         watch("build the model")
         self.model = Model.build(config, mesh)
@@ -93,10 +100,12 @@ class Run:
             self._resume(resume)
         watch("compare the replicas")
         self.update.check_replicas()
+        self.replicas = Replicas(self.model.tensors(), mesh, config.guard.replicas_every)
+        self.update.hash_copies = lambda: self.replicas.tell(self.step + 1)
 
     def _open_loader(self) -> Loader:
         data = self.config.data
-        indices = [read_index(self.store, name) for name in data.source_names]
+        self.tokenizer, indices = read_sources(self.config, self.store)
         check_item_sizes(self.config, indices)
         for index in indices:  # ranks share the work of checking shards
             self._watch("check the shards")
@@ -156,6 +165,7 @@ def train(
     resume: str | os.PathLike[str] | None = None,
     *,
     otherwise: str | None = None,
+    or_start: bool = False,
     restarted: bool = False,
     stop: Callable[[], str | None] = lambda: None,
     prepare: Callable[[Run], None] | None = None,
@@ -165,32 +175,39 @@ def train(
     Args:
         config: of the run; written resolved into `run_dir`.
         run_dir: folder shared by all ranks; see docs/ARCHITECTURE.md for what it holds.
-        resume: a checkpoint's folder or URI, or "latest": the newest of this run, from scratch if
-            there is none.
+        resume: a checkpoint's folder or URI, or that of a run for its newest one, or "latest": the
+            newest of this run.
         otherwise: what to resume from where "latest" finds nothing.
+        or_start: begin from scratch where "latest" finds nothing, unless something was saved.
         restarted: whether this rank was started again after a fault of the same job. If any was,
             all go on from the run's latest checkpoint; from `resume` if there is none yet.
-        stop: returns why this rank was asked to stop; None as long as it was not. The run ends
-            after the step, saved.
+        stop: returns why this rank was asked to stop, with the name of the signal; None as long as
+            it was not. The run ends after the step, saved.
         prepare: called with the run before its first step, to watch it or to change it.
     """
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    watchdog = _watchdog(config, run_dir)
+    watchdog = _watchdog(config, run_dir, stop)
     watchdog.enter("join the job")
     mesh = engine_mesh.start(config.layout, backstop(config.train.timeout_seconds))
     log_to(run_dir, mesh.rank)
     # Nothing is torn down on an error: other ranks may be inside a collective, and leaving it in
     # order would wait for them. The process ends, and with it the job.
     place = place_of(config, run_dir)
+    restarted = any(mesh.gather(restarted))  # of several machines not all need to know
     watchdog.enter("claim the place of checkpoints")
-    mesh.from_first(partial(claim, place, run_dir))
+    owner = mesh.from_first(partial(claim_place, place, run_dir, resume, restarted))
+    progress = watchdog.progress("find the checkpoint")
     found = None
-    for wanted in _wanted(mesh, run_dir, (resume, otherwise), restarted):
+    for wanted in ("latest" if restarted else None, resume, otherwise):
         if found is None and wanted is not None:
-            found = find(
-                wanted, place, config, mesh, watchdog.progress("find the checkpoint"), own=True
-            )
+            if wanted != "latest":
+                wanted = mesh.from_first(partial(latest_in, wanted))
+            found = find(wanted, place, config, mesh, progress, own=True)
+            if found is not None and wanted != "latest":
+                mesh.from_first(partial(check_way_back, place, found.step))
+    if found is None and (restarted or resume is not None):
+        mesh.from_first(partial(check_may_begin, run_dir, place, or_start or restarted))
     run = Run(config, mesh, found, watchdog.enter)
     run.train_step.clock.on_phase = watchdog.enter
     if prepare is not None:
@@ -198,13 +215,18 @@ def train(
     if mesh.rank == 0:
         describe_environment(run_dir, config)
         log.info("%s", describe(config))
+        if run.step >= config.train.steps:
+            log.warning("all %d steps (train.steps) are done: nothing is trained", run.step)
         log.info("data: %s", run.loader.planner.report())
+        for notice in run.loader.planner.notices():
+            log.warning("%s", notice)
         check_node(config)
-    saves = Saves(place, run, run_dir, watchdog.enter, found and found.uri)
+    saves = Saves(place, owner, run, watchdog.enter, found and found.uri)
     run.update.before_change = saves.before_update
     notes = Notes(config, run_dir, mesh, run.step, run.loader.indices)
     notes.status("running", run.step, saves.uri)
-    reason = _loop(run, notes, saves, watchdog, stop)
+    with nobodys_mistake():
+        reason = _loop(run, notes, saves, watchdog, stop)
     if reason is None:
         watchdog.enter("end")
         write_state_hashes(run, run_dir / "state_hashes.json")
@@ -221,23 +243,14 @@ def train(
     watchdog.stop()
 
 
-def _watchdog(config: Config, run_dir: Path) -> Watchdog:
+def _watchdog(config: Config, run_dir: Path, stop: Callable[[], str | None]) -> Watchdog:
     """Start watching before there is a mesh: to meet the other ranks is a wait, too."""
     rank, world_size = (
         int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1))
     )
-    return Watchdog(run_dir, rank, world_size, config.train.timeout_seconds).start()
-
-
-def _wanted(
-    mesh: Mesh, run_dir: Path, asked: tuple[str | os.PathLike[str] | None, ...], restarted: bool
-) -> tuple[str | os.PathLike[str] | None, ...]:
-    """Return what to go on from, the first that there is; the same on all ranks."""
-    if any(mesh.gather(restarted)):  # of several machines not all need to know
-        return "latest", *asked
-    if not any(asked):
-        mesh.from_first(lambda: check_fresh(run_dir))
-    return asked
+    seconds = config.train.timeout_seconds
+    workers = config.data.workers > 0
+    return Watchdog(run_dir, rank, world_size, seconds, stop=stop, workers=workers).start()
 
 
 def _loop(
@@ -248,14 +261,14 @@ def _loop(
     reason = stop_asked(mesh.gather(stop()))
     while run.step < config.train.steps and reason is None:
         watchdog.begin_step(run.step + 1)
-        watchdog.enter("1 wait for data")
+        watchdog.enter(WAIT_FOR_DATA)
         state, start = run.loader.state_dict(), time.time()
         batch = _next_batch(run, saves)
         fetched = time.time()
         seed_step(config.train.seed, run.step, mesh)
         report = run.train_step.run(batch)
         run.step += 1
-        report.spans["1 wait for data"] = (start, fetched)
+        report.spans[WAIT_FOR_DATA] = (start, fetched)
         watchdog.enter("8 tell all ranks")
         mine = _tell(run, report, time.time() - start, saves, stop())
         everyone: list[Any] = mesh.gather(mine)  # the one collective besides the step's own
@@ -301,6 +314,7 @@ def _tell(run: Run, report: StepReport, seconds: float, saves: Saves, stop: str 
         stop,
         saves.progress(),
         tuple((bad.sample, bad.item, bad.reason) for bad in report.bad),
+        report.update.copies,
     )
 
 

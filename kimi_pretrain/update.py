@@ -29,6 +29,7 @@ from kimi_pretrain.optim.groups import NamedTensor, replicas_of
 from kimi_pretrain.optim.qk_clip import factors, table_of_maxima
 from kimi_pretrain.optim.report import UpdateFigures
 from kimi_pretrain.optim.schedule import learning_rate
+from kimi_pretrain.replicas import CopyHash
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class UpdateReport:
         own: of the tensors whose update this rank makes; `report.together` of all ranks' makes the
             model's, which the line of metrics holds.
         verdict: what the guard found.
+        copies: hashes of some of this rank's tensors, as they were in the step.
     """
 
     lr: float
@@ -56,6 +58,7 @@ class UpdateReport:
     skipped_steps: int = 0
     own: UpdateFigures = field(default_factory=UpdateFigures)
     verdict: Verdict = Verdict()
+    copies: tuple[CopyHash, ...] = ()
 
     @property
     def max_logit(self) -> float:
@@ -92,6 +95,8 @@ class Update:
         skipped_steps: of the run so far: steps done minus updates done.
         guard: decides before each update.
         before_change: called before the first tensor changes.
+        hash_copies: called in each step, before anything changes: an update with `shard_state`
+            makes all copies equal again.
     """
 
     def __init__(self, config: Config, mesh: Mesh, encoder: DecoupledEncoder, backbone: Backbone):
@@ -99,6 +104,7 @@ class Update:
         self.skipped_steps = 0
         self.guard = Guard(config.guard)
         self.before_change: Callable[[], None] = lambda: None
+        self.hash_copies: Callable[[], tuple[CopyHash, ...]] = lambda: ()
         self.named = named_tensors(encoder, backbone)
         self.optimizer = DistributedMuonClip(
             self.named, mesh.groups, config.optim, model_shape(config)
@@ -150,12 +156,12 @@ class Update:
         grad_norm = math.sqrt(squares) / divisor
         tokens = self.config.tokens_per_step()
         lr = learning_rate(self.optimizer.steps, self.config.optim, tokens)
-        verdict = self.guard.judge(loss, grad_norm)
-        clipped, own = 0, UpdateFigures()
+        limit = self.config.optim.max_grad_norm
+        clip = 1.0 if limit is None else min(1.0, limit / max(grad_norm, 1e-30))
+        verdict = self.guard.judge(loss, grad_norm * clip)
+        copies, clipped, own = self.hash_copies(), 0, UpdateFigures()
         if verdict.applies:
             self.before_change()
-            limit = self.config.optim.max_grad_norm
-            clip = 1.0 if limit is None else min(1.0, limit / max(grad_norm, 1e-30))
             report = self.optimizer.step(lr, clip / divisor)
             clipped = self._qk_clip(max_logits)
             own = report.figures()
@@ -171,6 +177,7 @@ class Update:
             self.skipped_steps,
             own,
             verdict,
+            copies,
         )
 
     def _norm_and_maxima(self) -> tuple[float, Tensor]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from data_pipeline.store.addresses import check_local
 from launch.errors import told_plainly
 from launch.options import ConfigOption, JsonOption, Overrides
 
@@ -36,8 +37,9 @@ def inspect(
 ) -> None:
     """Show what a checkpoint, or a Hugging Face folder, holds.
 
-    Only the manifest and the headers of files are read, so that it takes no longer for a large
-    model. With --tensors the tensors that match are read, one at a time.
+    Only the manifest and the headers of files are read, so that it takes no
+    longer for a large model. With --tensors the tensors that match are read, one
+    at a time.
 
     \b
     kimi-pretrain checkpoint inspect runs/demo
@@ -45,7 +47,7 @@ def inspect(
     kimi-pretrain checkpoint inspect runs/demo --tensors '*.layers.0.self_attn.*'
     """
     with told_plainly():
-        from kimi_pretrain.weights.fit import latest_in
+        from kimi_pretrain.history import latest_in
         from kimi_pretrain.weights.report import figures, report
         from kimi_pretrain.weights.stored import open_stored
         from launch import checkpoint_view as view
@@ -64,7 +66,10 @@ def inspect(
 def verify(uri: CheckpointArgument, as_json: JsonOption = False) -> None:
     """Read every file of a checkpoint and compare it with the manifest's SHA-256.
 
-    Exit code 0: every file is as it was written, 1: some are not, 2: there is no checkpoint.
+    The manifest itself is compared with the SHA-256 at its end.
+
+    Exit code 0: every file is as it was written, 1: some are not, 2: there is no
+    checkpoint.
 
     \b
     kimi-pretrain checkpoint verify runs/demo/checkpoints/step_00000220
@@ -72,24 +77,27 @@ def verify(uri: CheckpointArgument, as_json: JsonOption = False) -> None:
     """
     with told_plainly():
         from kimi_pretrain.checkpoint.place import open_checkpoint
-        from kimi_pretrain.weights.fit import latest_in
+        from kimi_pretrain.history import latest_in
         from kimi_pretrain.weights.stored import stored_checkpoint
-        from launch.checkpoint_view import bytes_bar, plain_bytes
+        from launch.checkpoint_view import plain_bytes
+        from launch.progress import byte_bar
 
         found = open_checkpoint(latest_in(uri))
-        total = sum(found.files.values())
-        with bytes_bar("verify", total) as advance:
-            problems = found.verify(progress=advance)
-        tensors = 0
+        problems, files, tensors = found.manifest_problems(), {}, 0
+        if not problems:
+            files = found.files
+            with byte_bar("verify", sum(files.values())) as advance:
+                problems = found.verify(progress=advance)
         if not problems:
             tensors = len(stored_checkpoint(found).headers)
+        total = sum(files.values())
         if as_json:
             told = {"uri": found.uri, "passed": not problems, "problems": problems}
-            typer.echo(json.dumps(told | {"files": len(found.files), "bytes": total}))
+            typer.echo(json.dumps(told | {"files": len(files), "bytes": total}))
         else:
             for problem in problems:
                 typer.echo(f"damaged: {problem}")
-            size = f"{len(found.files)} files, {plain_bytes(total)}"
+            size = f"{len(files)} files, {plain_bytes(total)}"
             told = f"{len(problems)} of " if problems else f"{tensors} tensors in "
             typer.echo(f"{'FAIL' if problems else 'PASS'}: {found.uri}: {told}{size}")
         raise typer.Exit(1 if problems else 0)
@@ -107,24 +115,25 @@ def diff(
 ) -> None:
     """Compare two checkpoints (or Hugging Face folders) tensor by tensor, and the run's state.
 
-    Of each tensor that differs: how many numbers, the largest difference, that over the largest
-    number in A, and the first number that differs. Exit code 0: the same bit for bit, 1: not, 2:
-    could not be compared.
+    Of each tensor that differs: how many numbers, the largest difference, that
+    over the largest number in A, and the first number that differs. Exit code 0:
+    the same bit for bit, 1: not, 2: could not be compared.
 
     \b
     kimi-pretrain checkpoint diff runs/a runs/b
-    kimi-pretrain checkpoint diff runs/a/checkpoints/step_00000110 runs/a --weights --most 5
+    kimi-pretrain checkpoint diff runs/a/checkpoints/step_00000110 runs/a \\
+        --weights --most 5
     kimi-pretrain checkpoint diff exported/ moonlight/ --weights
     """
     with told_plainly():
+        from kimi_pretrain.history import latest_in
         from kimi_pretrain.weights.compare import compare, state_difference
-        from kimi_pretrain.weights.fit import latest_in
         from kimi_pretrain.weights.stored import open_stored
         from launch import checkpoint_view as view
-        from launch.ingest_view import counted
+        from launch.progress import item_bar
 
         left, right = (open_stored(latest_in(uri)) for uri in (a, b))
-        with counted("diff") as progress:
+        with item_bar("diff") as progress:
             found = list(compare(left, right, weights_only=weights_only, progress=progress))
         state = None if weights_only else state_difference(left, right)
         same = not found and state is None
@@ -163,9 +172,9 @@ def export(
 ) -> None:
     """Write the weights as a Hugging Face folder: safetensors, index and config.json.
 
-    Names are those of DeepSeek-V3 and Kimi K2, with --as kimi_k25 those of Kimi K2.5. Where float32
-    is asked of a run in bfloat16, the optimizer's master copies are written. One tensor at a time
-    is in memory.
+    Names are those of DeepSeek-V3 and Kimi K2, with --as kimi_k25 those of Kimi
+    K2.5. Where float32 is asked of a run in bfloat16, the optimizer's master
+    copies are written. One tensor at a time is in memory.
 
     \b
     kimi-pretrain checkpoint export runs/demo exported/ --as deepseek_v3
@@ -177,7 +186,9 @@ def export(
         from kimi_pretrain.weights.export import export as write
         from kimi_pretrain.weights.shards import GIB
         from launch import checkpoint_view as view
+        from launch.progress import byte_bar
 
+        check_local("OUT", out)
         _one_of("--as", kind, ("kimi_k25", "deepseek_v3"))
         _one_of("--dtype", dtype, (None, "bfloat16", "float32"))
         content, ids = _tokenizer(tokenizer)
@@ -191,7 +202,7 @@ def export(
         )
         found = plan(uri, options)
         total = sum(entry.nbytes for entry in found.entries)
-        with view.bytes_bar("export", total) as advance:
+        with byte_bar("export", total) as advance:
             extra = {} if content is None else {"tiktoken.model": content}
             write(found, out, options, advance, extra)
         summary = {
@@ -227,22 +238,25 @@ def import_(
 ) -> None:
     """Make a checkpoint (OUT/step_00000000) of a Hugging Face folder, of weights alone.
 
-    Everything is checked before anything is written: names, shapes, types, and config.json against
-    the configuration. INT4 and FP8 weights are dequantised, all take the precision of train.dtype.
-    train.start_from reads such a folder without this, too; a checkpoint loads faster, and `eval`
-    takes it.
+    Everything is checked before anything is written: names, shapes, types, and
+    config.json against the configuration. INT4 and FP8 weights are dequantised,
+    all take the precision of train.dtype. train.start_from reads such a folder
+    without this, too; a checkpoint loads faster, and `eval` takes it.
 
     \b
-    kimi-pretrain checkpoint import moonlight/ imported/ --config moonlight_16b_a3b
-    kimi-pretrain checkpoint import kimi-k2.5/ s3://bucket/k25 --config kimi_k25_1t
+    kimi-pretrain checkpoint import moonlight/ imported/ \\
+        --config moonlight_16b_a3b
+    kimi-pretrain checkpoint import kimi-k2.5/ s3://bucket/k25 \\
+        --config kimi_k25_1t
     """
     with told_plainly():
         from kimi_pretrain.config import load_config
         from kimi_pretrain.weights.intake import plan, write
         from launch import checkpoint_view as view
+        from launch.progress import byte_bar
 
         found = plan(folder, load_config(config, overrides or ()), vision)
-        with view.bytes_bar("import", found.nbytes) as advance:
+        with byte_bar("import", found.nbytes) as advance:
             made = write(found, out, advance)
         summary = {
             "checkpoint": made,

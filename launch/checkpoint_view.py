@@ -1,38 +1,16 @@
-"""What `kimi-pretrain checkpoint` shows: bars while it works, tables at the end."""
+"""What `kimi-pretrain checkpoint` shows: tables."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 if TYPE_CHECKING:
     from kimi_pretrain.weights.compare import TensorDifference
     from kimi_pretrain.weights.report import TensorFigures
     from kimi_pretrain.weights.stored import StoredTensors
-
-
-@contextmanager
-def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on the terminal, if there is one; yields what to call with bytes just done."""
-    console = Console(stderr=True)
-    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    hidden = not console.is_terminal
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden)
-    with bar:
-        task = bar.add_task("", total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 def plain_bytes(count: int) -> str:

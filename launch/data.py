@@ -18,6 +18,10 @@ WorkersOption = Annotated[
     int | None, typer.Option(min=0, help="Processes that do the work; one per core unless given.")
 ]
 
+FollowLinksOption = Annotated[
+    bool, typer.Option("--follow-links", help="Links may lead out of an input's folder.")
+]
+
 
 @data.command()
 def ingest(
@@ -38,25 +42,32 @@ def ingest(
     ],
     tokenizer: Annotated[str, typer.Option(help="Rank file: a key under --to, a path or a URI.")],
     shard_mb: Annotated[int, typer.Option(min=1, help="Largest shard, in MiB.")] = 256,
+    max_rejected: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of samples that may be rejected before the ingest ends."
+        ),
+    ] = 0.5,
     workers: WorkersOption = None,
     prefix_keys: Annotated[
         bool, typer.Option("--prefix-keys", help="Put the input's name before each sample's key.")
     ] = False,
-    follow_links: Annotated[
-        bool, typer.Option("--follow-links", help="Links may lead out of an input's folder.")
-    ] = False,
+    follow_links: FollowLinksOption = False,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a source of crude data: shards, index and manifest.
 
-    What cannot be used is left out, counted by reason, and listed in NAME/rejected.jsonl. If it is
-    interrupted or killed, the same command goes on where it was. A finished source never changes:
-    more data of the same kind is another source beside it. docs/data_format.md shows what the
-    inputs may look like.
+    What cannot be used is left out, counted by reason, and listed in
+    NAME/rejected.jsonl; if it is more than --max-rejected, the ingest ends, and the
+    same command with a higher share goes on. If it is interrupted or killed, the
+    same command goes on where it was. A finished source never changes: more data
+    of the same kind is another source beside it. docs/data_format.md shows what
+    the inputs may look like.
 
     \b
-    kimi-pretrain data ingest photos/ --to s3://corpus --name pairs --category caption \\
+    kimi-pretrain data ingest photos/ --to s3://corpus --name pairs \\
+        --category caption \\
         --tokenizer tokenizer/kimi.tiktoken
     kimi-pretrain data ingest s3://crude/laion/ --to s3://corpus --name laion \\
         --category caption --tokenizer tokenizer/kimi.tiktoken --workers 16
@@ -85,6 +96,7 @@ def ingest(
                     ranks,
                     shard_mb << 20,
                     category=category,
+                    max_rejected=max_rejected,
                     workers=_num_workers(workers),
                     progress=show,
                 )
@@ -131,8 +143,9 @@ def reindex(
 ) -> None:
     """Count a source's tokens anew with another tokenizer, without reading its media.
 
-    The source stays as it is, because runs may be reading it. The new one has an index and a
-    manifest of its own, and the shards of the old one: keep those as long as either is used.
+    The source stays as it is, because runs may be reading it. The new one has an
+    index and a manifest of its own, and the shards of the old one: keep those as
+    long as either is used.
 
     \b
     kimi-pretrain data reindex s3://corpus/pairs --name pairs_k2 \\
@@ -142,7 +155,7 @@ def reindex(
         from data_pipeline.ingest.ordered import WorkerDied
         from data_pipeline.ingest.reindex import reindex as count_anew
         from data_pipeline.store.open import open_store
-        from launch.ingest_view import counted
+        from launch.progress import item_bar
         from launch.sources import named_tokenizer
 
         _use_endpoint(endpoint)
@@ -150,7 +163,7 @@ def reindex(
         store = open_store(root or ".")
         ranks = named_tokenizer(tokenizer, store, endpoint)
         try:
-            with counted(name) as show:
+            with item_bar(name) as show:
                 index = count_anew(
                     store,
                     old,
@@ -173,6 +186,79 @@ def reindex(
         _print_summary(summary, as_json)
 
 
+@data.command()
+def tokenizer(
+    to: Annotated[str, typer.Option(help="Root of the sources: s3://bucket/prefix or a folder.")],
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="INPUT",
+            help="As for ingest: folders, .tar files, .jsonl manifests. Or finished sources: "
+            "s3://bucket/prefix/NAME or their folders.",
+        ),
+    ] = None,
+    name: Annotated[
+        str, typer.Option(help="It is stored under --to, as tokenizer/NAME.tiktoken.")
+    ] = "tokenizer",
+    given: Annotated[
+        str | None,
+        typer.Option(help="Store this tiktoken rank file (path or URI) instead of training one."),
+    ] = None,
+    vocab_size: Annotated[
+        int, typer.Option(help="Number of ids, with the 256 special ones.")
+    ] = 32_768,
+    category: Annotated[str, typer.Option(help="Of raw inputs, as for ingest.")] = "text",
+    max_mb: Annotated[
+        int, typer.Option(min=1, help="Most MiB of text, shared evenly by the inputs.")
+    ] = 1024,
+    follow_links: FollowLinksOption = False,
+    endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a tokenizer (byte pairs, Kimi's layout), or take a given one, for one's own sources.
+
+    Of samples with media the texts are used. Each input gives an equal part of
+    --max-mb, from its beginning. The same inputs in the same order give the same
+    file.
+
+    \b
+    kimi-pretrain data tokenizer books/ notes.jsonl --to s3://corpus
+    kimi-pretrain data tokenizer s3://corpus/prose s3://corpus/code \\
+        --to s3://corpus --name mixed --vocab-size 65536
+    kimi-pretrain data tokenizer --given kimi.tiktoken --to /data --name kimi
+    """
+    with told_plainly():
+        from data_pipeline.store.open import open_store
+        from data_pipeline.text import NUM_SPECIAL, train_ranks
+        from launch.sources import rank_file, store_tokenizer, training_texts
+
+        if bool(inputs) == bool(given):
+            raise ValueError("give either INPUTs to train on, or --given with a rank file")
+        _use_endpoint(endpoint)
+        store = open_store(to)
+        if given:
+            _, ranks = rank_file(given, store, endpoint)
+        else:
+            with training_texts(
+                inputs or (), category, max_mb << 20, endpoint, follow_links=follow_links
+            ) as texts:
+                ranks = train_ranks(texts, vocab_size - NUM_SPECIAL)
+        found = store_tokenizer(store, name, ranks)
+        key = f"tokenizer/{found.name}"
+        summary = {
+            "uri": f"{store.uri}/{key}",
+            "vocab_size": found.vocab_size,
+            "sha256": found.hash,
+        }
+        _print_summary(summary, as_json)
+        if not as_json:
+            typer.echo(
+                f"next: kimi-pretrain data ingest ... --to {to} --tokenizer {key}; in the "
+                f"configuration data.tokenizer={key} and a model.language.vocab_size of "
+                f"{found.vocab_size} or more"
+            )
+
+
 def _use_endpoint(endpoint: str | None) -> None:
     """For all stores that will be opened, by workers too, which inherit the environment."""
     if endpoint:
@@ -190,6 +276,8 @@ def _print_summary(summary: dict[str, object], as_json: bool) -> None:
         typer.echo(json.dumps(summary))
         return
     for key, value in summary.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{count:,} x {reason}" for reason, count in value.items()) or "none"
         typer.echo(f"{key:20s} {value}")
 
 

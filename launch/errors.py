@@ -6,30 +6,48 @@ answer; any other a fault, such as a dead process. After the last two a restart 
 """
 
 import errno
+import os
+import socket
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
 
-from kimi_pretrain.last_words import FAULT, NO_PROGRESS, USERS_TO_MEND
+from kimi_pretrain.frames import where
+from kimi_pretrain.last_words import FAULT, NO_PROGRESS, USERS_TO_MEND, is_nobodys
 
 __all__ = ["EXIT_CODE", "NO_PROGRESS", "told_plainly", "user_message"]
 
 EXIT_CODE = USERS_TO_MEND
-# A full disk and a folder that may not be written are not faults of this program.
-STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+# A full disk, a folder that may not be written, and a path with a file where a folder is expected
+# are not faults of this program.
+STORAGE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
+)
 
 
 def user_message(error: BaseException) -> str | None:
     """Return the line to show for an error in the user's input, or None for any other error.
 
     Bad values, missing files and everything the object store refuses are the user's; anything else
-    is a fault of this program and keeps its traceback.
+    is a fault of this program and keeps its traceback, a ValueError without a class of this
+    project's that comes up in a step or in its loader as well
+    (`kimi_pretrain.last_words.is_nobodys`).
     """
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return f"{error.filename}: no such file or folder"  # without its number
     if isinstance(error, ValueError | FileNotFoundError):
         return " ".join(str(error).split())
-    if isinstance(error, OSError) and error.errno in STORAGE and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in STORAGE:
+        return f"{error.filename or _place(error)}: {error.strerror}"
+    if _port_in_use(error):
+        port = os.environ.get("MASTER_PORT")
+        return (
+            f"MASTER_PORT={port}: another program listens there on {socket.gethostname()}, where "
+            "the ranks are to meet; choose another port"
+        )
     # Imported late: the store brings boto3, and the commonest errors need neither.
     from data_pipeline.index.manifest import IndexMismatch
     from data_pipeline.loader import LoaderError
@@ -37,11 +55,22 @@ def user_message(error: BaseException) -> str | None:
     from data_pipeline.workers.workers import WorkerDied
 
     if isinstance(error, LoaderError) and error.__cause__ is not None:
-        cause = user_message(error.__cause__)
+        cause = None if is_nobodys(error.__cause__) else user_message(error.__cause__)
         return cause and f"step {error.step}: {cause}"
     if isinstance(error, StoreError | IndexMismatch | WorkerDied):
         return " ".join(str(error).split())
     return None
+
+
+def _port_in_use(error: BaseException) -> bool:
+    """Whether rank 0 could not open the store where ranks meet; torch is not loaded to know."""
+    return type(error).__name__ == "DistNetworkError" and "EADDRINUSE" in str(error)
+
+
+def _place(error: BaseException) -> str:
+    """Return the line of this project that met an error of the disk which names no file."""
+    lines = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    return f"a file written at {where(lines[::-1])}"
 
 
 def exit_code(error: BaseException) -> int:
@@ -57,7 +86,7 @@ def exit_code(error: BaseException) -> int:
     while cause is not None:
         if isinstance(cause, WorkerDied):
             return FAULT
-        if _passes(cause):
+        if _passes(cause) or _port_in_use(cause):  # the batch script looks for a port again
             return NO_PROGRESS
         cause = cause.__cause__ or cause.__context__
     return EXIT_CODE

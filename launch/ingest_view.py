@@ -11,10 +11,7 @@ from rich.table import Table
 
 from data_pipeline.ingest.shard_writer import IngestProgress
 from data_pipeline.store.open import Store
-
-# Seconds between two lines where there is no terminal, such as in the log of a job.
-_LINE_SECONDS = 30.0
-
+from launch.progress import Lines
 
 Show = Callable[[IngestProgress], None]
 
@@ -69,28 +66,13 @@ def shown(title: str, total: int | None, pace: Pace) -> Iterator[Show]:
 
             yield draw
         return
-    told = time.monotonic()
+    lines, known = Lines(console), f"{total:,}" if total else "?"
 
     def line(counts: IngestProgress) -> None:
-        nonlocal told
-        text = pace.update(counts)
-        if time.monotonic() >= told + _LINE_SECONDS:
-            told = time.monotonic()
-            done = counts.samples + counts.rejected
-            console.print(f"{title}: {done:,} of {total or '?'} samples  {text}", highlight=False)
+        done = counts.samples + counts.rejected
+        lines(f"{title}: {done:,} of {known} samples  {pace.update(counts)}")
 
     yield line
-
-
-@contextmanager
-def counted(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on the terminal, if there is one; yields what to call with (done, in all)."""
-    console = Console(stderr=True)
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def rejections(store: Store, name: str) -> dict[str, tuple[int, str]]:
@@ -117,6 +99,7 @@ def print_rejections(found: dict[str, tuple[int, str]], where: str) -> None:
     table.add_column("samples", justify="right")
     table.add_column("the first", overflow="fold")
     for reason, (count, first) in found.items():
-        table.add_row(reason, f"{count:,}", first)
+        # A name may hold half a surrogate pair, which no terminal takes.
+        table.add_row(reason, f"{count:,}", first.encode(errors="backslashreplace").decode())
     # Without markup: a detail may hold brackets.
     Console(stderr=True, markup=False).print(table)

@@ -49,13 +49,15 @@ def verify(
 ) -> None:
     """Check every entry of a source's index against its shards.
 
-    Sizes, SHA-256 and tar structure of the shards; CRCs of documents and media; the documents,
-    their token counts and the media against the index; keys and regions. All problems are found,
-    not only the first. Exit code 0: sound, 1: problems, 2: could not be checked.
+    Sizes, SHA-256 and tar structure of the shards; CRCs of documents and media;
+    the documents, their token counts and the media against the index; keys and
+    regions. All problems are found, not only the first. Exit code 0: sound, 1:
+    problems, 2: could not be checked.
 
     \b
     kimi-pretrain data verify s3://corpus
-    kimi-pretrain data verify /data/corpus --source digits --decode --report problems.jsonl
+    kimi-pretrain data verify /data/corpus --source digits --decode \\
+        --report problems.jsonl
     kimi-pretrain data verify s3://corpus --sample-share 0.01 --json
     """
     with told_plainly():
@@ -86,7 +88,8 @@ def _verify_source(
 ) -> None:
     """Check one source under a bar of its bytes."""
     from data_pipeline.inspect.verify import Checks, Problem, open_source, verify_source
-    from launch.sources import byte_bar, num_shard_bytes, own_tokenizer
+    from launch.progress import byte_bar
+    from launch.sources import num_shard_bytes, own_tokenizer
 
     index = open_source(store, name)
     if isinstance(index, Problem):
@@ -135,7 +138,8 @@ def stats(
 
     \b
     kimi-pretrain data stats s3://corpus --out stats.html --config tiny_cpu
-    kimi-pretrain data stats /data/corpus --source photos --seq-len 4096 --no-duplicates --json
+    kimi-pretrain data stats /data/corpus --source photos --seq-len 4096 \\
+        --no-duplicates --json
     """
     with told_plainly():
         from data_pipeline.index.manifest import read_index
@@ -183,7 +187,7 @@ def _limits(
 
 def _duplicates(store: "Store", indices: "Sequence[SourceIndex]") -> dict[str, Any]:
     from data_pipeline.inspect.duplicates import find_duplicates
-    from launch.sources import total_bar
+    from launch.progress import total_bar
 
     with total_bar("duplicates") as progress:
         return find_duplicates(store, indices, progress=progress).as_dict()
@@ -245,15 +249,18 @@ def show(
 ) -> None:
     """Show rows as the model gets them, or samples as they are stored, in one HTML page.
 
-    With --config: the tokens of a step's rows, borders of documents, what is learnt, the pictures
-    after augmentation and the regions drawn where the tokens say. Without: the documents and media
-    of a source. With --anomaly: the rows of a step that a run skipped or stopped at, exactly as it
-    had them.
+    With --config: the tokens of a step's rows, borders of documents, what is
+    learnt, the pictures after augmentation and the regions drawn where the tokens
+    say. Without: the documents and media of a source. With --anomaly: the rows of
+    a step that a run skipped or stopped at, exactly as it had them.
 
     \b
-    kimi-pretrain data show --config tiny_cpu data.root=/data/corpus --step 100 --rows 2
-    kimi-pretrain data show --config runs/a/config.yaml --anomaly runs/a/anomalies.jsonl --rows 8
-    kimi-pretrain data show s3://corpus --source photos --sample photos-0003 --out photo.html
+    kimi-pretrain data show --config tiny_cpu data.root=/data/corpus --step 100 \\
+        --rows 2
+    kimi-pretrain data show --config runs/a/config.yaml \\
+        --anomaly runs/a/anomalies.jsonl --rows 8
+    kimi-pretrain data show s3://corpus --source photos --sample photos-0003 \\
+        --out photo.html
     kimi-pretrain data show /data/corpus --source pages --first 20
     """
     with told_plainly():

@@ -1,7 +1,6 @@
 """`kimi-pretrain plan`: what a run's media will cost, before it starts; and how to price them."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +13,6 @@ from launch.options import ConfigOption, JsonOption, Overrides
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
-
-# Seconds between two lines of progress where there is no terminal.
-_LINE_SECONDS = 15.0
 
 
 def plan(
@@ -34,19 +30,20 @@ def plan(
 ) -> None:
     """Predict what each rank's encoder will do, without model or GPUs.
 
-    Plans the first steps exactly as the training does, from the indices
-    under data.root, for any number of ranks in this one process: seconds of
-    the encoder under three ways of assigning media to ranks, what travels
-    between ranks, memory, and what to change where something binds.
+    Plans the first steps exactly as the training does, from the indices under
+    data.root, for any number of ranks in this one process: seconds of the encoder
+    under three ways of assigning media to ranks, what travels between ranks,
+    memory, and what to change where something binds.
 
     With --calibrate it reads no data but times the config's encoder on this
-    machine, fits dep.cost to it, and prints the lines to paste into the
-    config. The cost model is part of the config because every rank must
-    compute the same plan from it: calibrate once, on one device of the kind
-    that the run will have.
+    machine, fits dep.cost to it, and prints the lines to paste into the config.
+    The cost model is part of the config because every rank must compute the same
+    plan from it: calibrate once, on one device of the kind that the run will
+    have.
 
     \b
-    kimi-pretrain plan --config configs/kimi_k25_1t.yaml data.root=s3://bucket/corpus --steps 20
+    kimi-pretrain plan --config configs/kimi_k25_1t.yaml \\
+        data.root=s3://bucket/corpus --steps 20
     kimi-pretrain plan --config tiny_cpu --calibrate --max-seconds 30
     kimi-pretrain plan --config my.yaml --calibrate --json --out cost.json
     """
@@ -90,23 +87,14 @@ def _progress(title: str) -> Iterator[Callable[[float, str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from launch.progress import Lines
+
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines(title, console.print)
+        lines = Lines(console)
+        yield lambda share, what: lines(f"{title}: {share:.0%}, {what}")
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=1.0)
         yield lambda share, what: bar.update(task, completed=share, description=what)
-
-
-class _Lines:
-    """Progress in the log of a job."""
-
-    def __init__(self, title: str, show: Callable[[str], None]):
-        self._title, self._show, self._told = title, show, time.monotonic()
-
-    def __call__(self, share: float, what: str) -> None:
-        if time.monotonic() >= self._told + _LINE_SECONDS:
-            self._told = time.monotonic()
-            self._show(f"{self._title}: {share:.0%}, {what}")

@@ -4,7 +4,8 @@ USR1 and TERM come from schedulers (and from torchrun, which passes TERM on), IN
 The handler only notes that one came; the loop tells all ranks with what it sends each step, so one
 signal to one rank stops them all after the same step. `launch.worker` installs it before torch is
 imported: importing takes seconds, and until there is a handler a signal kills the process.
-`launch.supervise` starts processes with USR1 held back, so that even earlier ones are not lost.
+`launch.supervise` tells a rank as soon as it has the handler. Where data is waited for and the
+store is silent, USR1 is given more time than what a person sends (`kimi_pretrain.watchdog`).
 
 A second signal changes nothing, because the save must come to its end; but a second INT (Ctrl-C
 twice) ends the process at once.
@@ -13,10 +14,46 @@ twice) ends the process at once.
 import ctypes
 import os
 import signal
+import sys
+import threading
 import time
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-STOPPING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+# USR1 comes last: who sees that it has a handler knows that all have.
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+# A command that was interrupted may take so long to end by itself: threads that wait for a store
+# which does not answer would hold it up for as long as the store's patience lasts.
+LEAVE_S = 4.0
+_patient = threading.Event()
+
+
+def interrupt(number: int, frame: object) -> None:
+    """Handle Ctrl-C, and TERM where it is to unwind the stack: do so, and end after LEAVE_S anyway.
+
+    What is left then is what a killed process leaves, and every command can bear that.
+    """
+    code = 128 + number
+    threading.Thread(target=_leave, args=(code,), name="interrupted", daemon=True).start()
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(code)
+
+
+def take_time() -> None:
+    """Let an interrupted command end what it has started, in a time that is bounded by itself."""
+    _patient.set()
+
+
+def _leave(code: int) -> None:
+    time.sleep(LEAVE_S)
+    if not _patient.is_set():
+        print(
+            f"interrupted; ended after {LEAVE_S:g} s without what still waited for an answer, of a "
+            "store as a rule: the same command can be given again",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(code)
 
 
 class StopSignal:
@@ -52,14 +89,14 @@ class StopSignal:
         if self.name is None:
             self.name, self.since = signal.Signals(number).name, time.time()
         elif number == signal.SIGINT:
-            raise KeyboardInterrupt
+            interrupt(number, frame)
 
 
 def follow_torchrun() -> None:
-    """Have a rank told to stop, by USR1, when the torchrun that started it is killed.
+    """Have a rank told to stop, by TERM, when the torchrun that started it is killed.
 
     Only there: the kernel sends the signal when the thread ends that started this process, and of
     other launchers nobody knows how long that lives.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGUSR1))
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))

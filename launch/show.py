@@ -12,10 +12,11 @@ import numpy as np
 from data_pipeline.access import open_data, open_tokenizer
 from data_pipeline.fetch import Needs, StepRequest, resolve
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.index.manifest import check_crc, item_span, read_index, read_samples
+from data_pipeline.index.manifest import read_index
+from data_pipeline.index.reads import medium_of, read_checked, read_samples
 from data_pipeline.loader import Loader
 from data_pipeline.plan.planner import GlobalPlan
-from data_pipeline.store.open import Store, get_many
+from data_pipeline.store.open import Store
 from kimi_pretrain.config import load_config
 from kimi_pretrain.guard import sample_names
 from launch.pages.rows import Step, rows_page
@@ -116,7 +117,7 @@ def _documents(store: Store, bad: Sequence, request: StepRequest) -> dict[int, d
     """Read the documents of the samples that can be used."""
     damaged = {entry.sample for entry in bad if entry.item is None}
     reads = [read for read in request.texts if read.sample not in damaged]
-    bodies = get_many(store, [read.span for read in reads])
+    bodies = read_checked(store, reads)
     return {read.sample: json.loads(body) for read, body in zip(reads, bodies, strict=True)}
 
 
@@ -150,14 +151,11 @@ def show_samples(
 
 
 def _files(store: Store, index: SourceIndex, number: int) -> dict[int, bytes]:
-    """Read a sample's media files, each checked against its CRC: number of the file -> bytes."""
+    """Read a sample's media files: number of the file -> bytes."""
     lines = [
         line
         for line in range(int(index.item_ptr[number]), int(index.item_ptr[number + 1]))
         if index.item_chunk[line] == 0
     ]
-    bodies = get_many(store, [item_span(index, line) for line in lines])
-    for line, body in zip(lines, bodies, strict=True):
-        where = f"{store.uri}, sample {index.key_of(number)!r}, file {index.item_media[line]}"
-        check_crc(body, int(index.item_crc[line]), where)
+    bodies = read_checked(store, [medium_of(index, line) for line in lines])
     return {int(index.item_media[line]): body for line, body in zip(lines, bodies, strict=True)}

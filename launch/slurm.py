@@ -4,7 +4,8 @@ Pure text. Rank by task, not torchrun per node: a signal sent to a torchrun step
 itself, while a task is the training process (`launch.worker`). What the script relies on:
 
 - Rank 0 may stand on any node, so a first, short step asks where it is and which port nobody
-  listens on there; a requeued job asks again, so it never meets the ranks of its past.
+  listens on there; a requeued job asks again, so it never meets the ranks of its past. On a single
+  node they meet in a private folder instead (`launch.torchrun` says why).
 - A while before the time limit, and when SLURM wants the nodes for others, USR1 comes to the script
   alone ("B:"). It passes the signal to srun, which passes it to every rank; they finish the step,
   save and exit 0; then the script puts the job back into the queue, and where they do not in time.
@@ -19,7 +20,7 @@ import re
 import shlex
 from dataclasses import dataclass, replace
 
-from launch.job import WORKER, Job
+from launch.job import MEETING, WORKER, Job
 from launch.slurm_ending import ending, ways_out
 
 # The signal may come this much early: SLURM looks at its timers once a minute.
@@ -156,9 +157,14 @@ def element(job: Job, place: str | None) -> Job:
     """Return what an element of an array of seeds runs: its own seed, run folder and place."""
     overrides = [*job.overrides, f"train.seed={SEED}"]
     if place is not None:
-        overrides.append(f"checkpoint.place={place.rstrip('/')}/seed_{SEED}")
+        overrides.append(f"checkpoint.place={place_of_element(place, SEED)}")
     folder = f"{job.run_dir}/seed_{SEED}"
     return replace(job, run_dir=folder, overrides=tuple(overrides))
+
+
+def place_of_element(place: str, seed: int | str) -> str:
+    """Return where an element of an array of seeds saves, below the configured place."""
+    return f"{place.rstrip('/')}/seed_{seed}"
 
 
 def script(job: Job, options: SlurmOptions, place: str | None = None) -> str:
@@ -176,7 +182,7 @@ def script(job: Job, options: SlurmOptions, place: str | None = None) -> str:
     # Not -u yet: what others wrote for modules and environments often reads unset variables.
     parts += ["set -eo pipefail", *folder(job, options), *SIGNALS, *ways_out(options)]
     parts += [*setup(options), "set -u", *_value("job", job.argument(), options), ""]
-    parts += rendezvous() + steps(job, options) + ending(options)
+    parts += rendezvous(options) + steps(job, options) + ending(options)
     return "\n".join(parts) + "\n"
 
 
@@ -234,6 +240,11 @@ def setup(options: SlurmOptions) -> list[str]:
         'rm -f "$kimi_run_dir"/logs/error_rank_*.txt',
         'say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST"',
         f"export OMP_NUM_THREADS={options.cpus_per_task}",
+        # What torchrun tells its ranks, where this was submitted by one of them: to these, they
+        # would have been restarted.
+        "unset ${!TORCHELASTIC_*}",
+        # A random.py in the working folder is not the library's.
+        "export PYTHONSAFEPATH=1",
         # Since SLURM 22.05 srun does not take this over from sbatch.
         f"export SRUN_CPUS_PER_TASK={options.cpus_per_task}",
     ]
@@ -259,9 +270,17 @@ SIGNALS = [
 ]
 
 
-def rendezvous() -> list[str]:
+def rendezvous(options: SlurmOptions) -> list[str]:
     """Return the lines that find out where the ranks meet."""
+    if meets_in_folder(options):
+        return [
+            "# All on this node: in a folder that nobody else can open, and no port.",
+            f"{MEETING}=$(mktemp -d) MASTER_ADDR=localhost",
+            f"export {MEETING}",
+            "",
+        ]
     return [
+        f"unset {MEETING}",
         "# Where rank 0 stands, and a port that nobody listens on there; asked with the same",
         "# distribution of tasks as training has.",
         f"export FIRST_PORT=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))",
@@ -273,6 +292,11 @@ def rendezvous() -> list[str]:
         "export MASTER_ADDR MASTER_PORT",
         "",
     ]
+
+
+def meets_in_folder(options: SlurmOptions) -> bool:
+    """Whether the ranks meet in a folder of the node; a container would not see it."""
+    return options.nodes == 1 and options.container is None
 
 
 def steps(job: Job, options: SlurmOptions) -> list[str]:
@@ -312,6 +336,7 @@ def steps(job: Job, options: SlurmOptions) -> list[str]:
         "  done",
         "  # Bash remembers the exit code. Ranks that are late end with the requeue.",
         '  if [ -z "$late" ]; then wait "$step" && code=0 || code=$?; fi',
+        *([f'  rm -rf "${MEETING}"'] if meets_in_folder(options) else []),
         "fi",
         "",
     ]

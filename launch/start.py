@@ -2,8 +2,10 @@
 
 import os
 import shlex
+import socket
+import struct
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,9 @@ from launch.job import LATEST, WORKER, Job
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
+
+PING_SECONDS = 10.0
+STORE_MAGIC = 0x3C85F7CE  # of torch's TCPStore (torch/csrc/distributed/c10d/TCPStoreBackend.hpp)
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,15 @@ def start(job: Job, config: "Config", machines: Machines, worker: str = WORKER) 
     Raises:
         ValueError: the folder is in use or holds another run, or the processes do not fit.
     """
+    world_size = config.layout.world_size()
+    check_machines(world_size, machines)
     if "RANK" not in os.environ:  # otherwise this is one of many
+        if job.resume not in (None, LATEST):
+            from kimi_pretrain.history import latest_in
+
+            job = replace(job, resume=latest_in(job.resume))
         check_once(job, config, alone=machines.count == 1)
-    if "RANK" in os.environ or config.layout.world_size() == 1:
+    if "RANK" in os.environ or (world_size == 1 and not machines.max_restarts):
         from launch.preempt import StopSignal
         from launch.worker import rank_of_this, run_job
 
@@ -57,27 +68,97 @@ def start(job: Job, config: "Config", machines: Machines, worker: str = WORKER) 
     else:
         code, message = _start_several(job, config, machines, worker)
     tell_end(job, code, message)
+    if code == 0 and machines.count == 1 and config.train.pictures:  # of several each would draw
+        _draw(Path(job.run_dir))
     return code
+
+
+def _draw(run_dir: Path) -> None:
+    """Draw a run that has finished."""
+    from kimi_pretrain.status import read_status
+
+    status = read_status(run_dir)
+    if status is not None and status.state == "finished":
+        from launch.plot import draw_at_the_end
+
+        draw_at_the_end(run_dir)
 
 
 def _start_several(
     job: Job, config: "Config", machines: Machines, worker: str
 ) -> tuple[int, str | None]:
+    from kimi_pretrain.checks import check_start
     from kimi_pretrain.config import describe
     from launch import supervise, torchrun
 
     nodes = torchrun.spread(config.layout.world_size(), machines.count, machines.rendezvous)
+    if nodes.rendezvous is not None and nodes.count > 1:
+        check_rendezvous(nodes.rendezvous)
+    check_start(config, steps=1 if job.resume is None else 0)  # one process looks itself, first
+    typer.echo(describe(config))
+    log = torchrun.log_name(nodes)
+    with torchrun.prepared(job, nodes, worker, machines.max_restarts) as (command, env):
+        return supervise.run(command, env, Path(job.run_dir), in_order=True, log_name=log)
+
+
+def check_machines(world_size: int, machines: Machines) -> None:
+    """Refuse what does not fit the layout, and what nobody would heed.
+
+    Raises:
+        ValueError: says which option.
+    """
+    from launch import torchrun
+
+    if "RANK" in os.environ:
+        if machines != Machines():
+            raise ValueError(
+                "--nnodes, --rendezvous, --nproc and --max-restarts are for who starts the "
+                "processes; here torchrun or srun did (RANK is set): leave them out"
+            )
+        return
+    nodes = torchrun.spread(world_size, machines.count, machines.rendezvous)
     if machines.processes not in (None, nodes.processes):
         raise ValueError(
             f"--nproc {machines.processes} x --nnodes {machines.count} is not the layout's "
-            f"{config.layout.world_size()} processes (layout.pp x dp x cp x tp)"
+            f"{world_size} processes (layout.pp x dp x cp x tp)"
         )
-    typer.echo(describe(config))
-    cores = len(os.sched_getaffinity(0))
-    env = torchrun.environment(os.environ, nodes.processes, cores)
-    command = torchrun.command(job, nodes, worker=worker, max_restarts=machines.max_restarts)
-    log = torchrun.log_name(nodes)
-    return supervise.run(command, env, Path(job.run_dir), in_order=True, log_name=log)
+    if machines.count == 1 and machines.rendezvous is not None:
+        raise ValueError(
+            f"--rendezvous {machines.rendezvous} is for several machines; add --nnodes, or leave "
+            "it out"
+        )
+
+
+def check_rendezvous(place: str) -> None:
+    """Refuse a port where another program listens: torchrun would wait for it for ever.
+
+    Nobody, or the store of a machine that came first, is as it should be. torch's store answers a
+    ping with its number; torch's own client has no time limit on this.
+
+    Args:
+        place: "host:port".
+
+    Raises:
+        ValueError: something else answers there, or nothing.
+    """
+    host, _, port = place.rpartition(":")
+    if not (host and port.isdigit()):
+        raise ValueError(f"--rendezvous {place}: expected HOST:PORT")
+    number = struct.pack("<I", os.getpid())
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), PING_SECONDS) as store:
+            store.sendall(struct.pack("<BI", 0, STORE_MAGIC) + b"\x0d" + number)  # validate, ping
+            try:
+                answer = store.recv(len(number))
+            except OSError:  # no answer in time, or closed
+                answer = b""
+    except OSError:  # nobody there yet
+        return
+    if answer != number:
+        raise ValueError(
+            f"--rendezvous {place}: another program listens there, which is no torchrun; choose "
+            "another port, the same on every machine"
+        )
 
 
 def check_once(job: Job, config: "Config", *, alone: bool) -> None:
@@ -89,17 +170,23 @@ def check_once(job: Job, config: "Config", *, alone: bool) -> None:
         alone: on no other machine; otherwise rank 0 may hold the folder already.
 
     Raises:
-        ValueError: the folder is in use or holds another run, or a checkpoint is not there, not
-            complete, or of another model; its files are verified later.
+        ValueError: the folder is none, is in use or holds another run, or a checkpoint is not
+            there, not complete, or of another model; its files are verified later.
     """
-    from kimi_pretrain import run_lock
+    from kimi_pretrain import history, run_lock
 
+    run_dir = Path(job.run_dir)
+    run_lock.check_folder(run_dir)
     if alone:
-        run_lock.check_free(Path(job.run_dir))
+        run_lock.check_free(run_dir)
     if job.resume is None:
-        run_lock.check_fresh(Path(job.run_dir))
+        if job.or_start:
+            raise ValueError("--or-start says what --resume latest does where there is nothing")
+        history.check_fresh(run_dir)
         _check_weights(config)
-    elif job.resume != LATEST:
+    elif job.resume == LATEST:
+        history.check_latest(run_dir, history.place_of(config, run_dir), job.or_start)
+    else:
         from kimi_pretrain.checkpoint.manifest import check_fits
         from kimi_pretrain.checkpoint.place import open_checkpoint
 
@@ -119,7 +206,7 @@ def _check_weights(config: "Config") -> None:
 
 
 def tell_end(job: Job, code: int, message: str | None) -> None:
-    """Print how a training ended, if there is more to say than that it is finished."""
+    """Print how a training ended, and where what it left can be looked at."""
     from kimi_pretrain.run_lock import RunLocked, check_free
     from kimi_pretrain.status import mark_failed, read_status
 
@@ -131,6 +218,11 @@ def tell_end(job: Job, code: int, message: str | None) -> None:
             mark_failed(run_dir, message)
         return
     status = read_status(run_dir)
+    if code == 0 and status is not None and status.state == "finished":
+        typer.echo(f"finished after step {status.step}: {run_dir}")
+        if status.checkpoint is not None:
+            typer.echo(f"  checkpoint {status.checkpoint}")
+        typer.echo(f"  {shlex.join(['tensorboard', '--logdir', f'{run_dir}/tensorboard'])}")
     if code == 0 and status is not None and status.state == "stopped":
         saved = f"checkpoint {status.checkpoint}" if status.checkpoint else "nothing saved"
         typer.echo(f"stopped after step {status.step} ({status.reason}), {saved}; go on with:")
@@ -142,4 +234,7 @@ def tell_end(job: Job, code: int, message: str | None) -> None:
 def command_to_go_on(job: Job, resume: str | None) -> str:
     """Return the command that takes a stopped training up again."""
     words = ["kimi-pretrain", "train", "--config", job.config, "--run-dir", job.run_dir]
-    return shlex.join([*words, "--resume", resume or LATEST, *job.overrides])
+    again = ["--resume", resume or LATEST]
+    if resume is None or job.or_start:  # nothing was saved: there is nothing else to go on from
+        again.append("--or-start")
+    return shlex.join([*words, *again, *job.overrides])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from data_pipeline.store.addresses import check_local
 from launch import slurm, slurm_queue
 from launch.errors import told_plainly
 from launch.job import LATEST, Job
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Of a command that Ctrl-C ended, as shells count.
 INTERRUPTED = 130
+PATIENCE_S = 20.0  # for a store that a login node may not reach
 
 
 def submit(
@@ -29,8 +31,12 @@ def submit(
     ),
     resume: Annotated[
         str | None,
-        typer.Option(help='"latest" goes on with the run of the folder; or a checkpoint.'),
+        typer.Option(help='"latest" goes on with the run of the folder; or a checkpoint or run.'),
     ] = None,
+    or_start: Annotated[
+        bool,
+        typer.Option("--or-start", help="With --resume latest: begin if nothing was ever saved."),
+    ] = False,
     gpus_per_node: Annotated[int, typer.Option(min=0, help="0 runs on CPU.")] = 8,
     tasks_per_node: Annotated[
         int | None, typer.Option(min=1, help="Ranks per node; the number of GPUs unless given.")
@@ -66,6 +72,9 @@ def submit(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Failures in a row that save nothing new; then it ends.")
     ] = 3,
+    unchecked: Annotated[
+        bool, typer.Option("--unchecked", help="Data and place are out of this machine's reach.")
+    ] = False,
     follow: Annotated[
         bool | None, typer.Option(help="Show the log until the end; on a terminal by default.")
     ] = None,
@@ -77,21 +86,25 @@ def submit(
 ) -> None:
     """Submit a training job to SLURM: one rank per srun task, requeued until it has finished.
 
-    When its time is over, or SLURM wants the nodes for others, the ranks save a checkpoint and the
-    job goes back into the queue; it goes on from the newest checkpoint. What is trained is the
-    configuration of now: it is kept in the run folder, and later edits do not reach the job.
+    When its time is over, or SLURM wants the nodes for others, the ranks save a
+    checkpoint and the job goes back into the queue; it goes on from the newest
+    checkpoint. What is trained is the configuration of now: it is kept in the run
+    folder, and later edits do not reach the job.
 
     \b
     kimi-pretrain submit --config configs/kimi_k25_1t.yaml --dry-run
-    kimi-pretrain submit --config my.yaml --partition gpu --run-dir /shared/runs/a train.steps=1000
+    kimi-pretrain submit --config my.yaml --partition gpu \\
+        --run-dir /shared/runs/a train.steps=1000
     kimi-pretrain submit --config my.yaml --run-dir /shared/runs/sweep --seeds 0-4
-    job=$(kimi-pretrain submit --config one.yaml --run-dir /shared/runs/one --parsable)
+    job=$(kimi-pretrain submit --config one.yaml --run-dir /shared/runs/one \\
+        --parsable)
     kimi-pretrain submit --config two.yaml --run-dir /shared/runs/two --after $job
     """
     with told_plainly():
         from kimi_pretrain.config import load_config
 
         loaded = load_config(config, overrides or ())
+        check_local("--run-dir", run_dir)
         folder = run_dir.resolve()
         options = slurm.SlurmOptions(
             **spread(loaded.layout.world_size(), gpus_per_node, tasks_per_node),
@@ -113,9 +126,14 @@ def submit(
             directives=tuple(sbatch or ()),
         )
         check_folder(folder, options.seeds, resume)
-        # "latest" starts from scratch if there is nothing, and is what a requeued job needs.
+        # The run folder itself is there; a place elsewhere may be out of reach.
+        if resume == LATEST and not (loaded.checkpoint.place and (unchecked or dry_run)):
+            check_runs(loaded, folder, options.seeds, or_start)
+        # A requeued job needs "latest", and a start that was killed before its first save another:
+        # to begin, unless there must be something to go on from. Then that is still there.
         other = None if resume in (None, LATEST) else resume
-        job = Job(str(folder / "job.yaml"), str(folder), (), LATEST, otherwise=other)
+        begin = resume is None or (resume == LATEST and or_start)
+        job = Job(str(folder / "job.yaml"), str(folder), (), LATEST, other, begin)
         text = slurm.script(job, options, loaded.checkpoint.place)
         if warning := late_watchdog(options, loaded.train.timeout_seconds):
             typer.echo(f"warning: {warning}", err=True)
@@ -123,6 +141,8 @@ def submit(
             typer.echo(text, nl=False)
             return
         slurm_queue.check_slurm()
+        if not unchecked:
+            check_reachable(loaded, resume)
         number = slurm_queue.submit(write(folder, loaded, text, options.seeds))
         log = slurm.log_file(str(folder / "seed_%a" if options.seeds else folder), options)
         log = log.replace("%j", str(number)).replace("%A", str(number))
@@ -216,6 +236,48 @@ def check_folder(folder: Path, seeds: tuple[int, ...], resume: str | None) -> No
     except OSError as error:
         raise ValueError(
             f"--run-dir {folder}: cannot write into {there} ({error.strerror})"
+        ) from None
+
+
+def check_runs(config: "Config", folder: Path, seeds: tuple[int, ...], or_start: bool) -> None:
+    """Refuse to go on with runs that are not there, before anything is submitted.
+
+    Raises:
+        ValueError: nothing was saved, or it was elsewhere.
+
+    """
+    from kimi_pretrain.checkpoint.errors import CheckpointError
+    from kimi_pretrain.checkpoint.place import open_place
+    from kimi_pretrain.history import check_latest
+
+    named = config.checkpoint.place
+    places = [slurm.place_of_element(named, seed) for seed in seeds] if named else []
+    for number, one in enumerate(run_folders(folder, seeds)):
+        place = places[number] if places else named or one / "checkpoints"
+        try:
+            check_latest(one, open_place(place, PATIENCE_S), or_start)
+        except CheckpointError as error:  # the nodes may have the rights that this machine lacks
+            told = f"not looked for a checkpoint from here, the job will: {error}"
+            typer.echo(f"warning: {told}", err=True)
+            return  # nor are the others waited for
+
+
+def check_reachable(config: "Config", resume: str | None) -> None:
+    """Look at data and checkpoint place before a job waits for hours to do so.
+
+    Raises:
+        ValueError: what `check_start` finds; where that may be this machine, with what to do.
+
+    """
+    from data_pipeline.store.open import StoreError
+    from kimi_pretrain.checkpoint.errors import CheckpointError
+    from kimi_pretrain.checks import check_start
+
+    try:
+        check_start(config, steps=1 if resume is None else 0, patience=PATIENCE_S)
+    except (StoreError, CheckpointError) as error:
+        raise ValueError(
+            f"{error}; if the nodes reach it and this machine does not, add --unchecked"
         ) from None
 
 

@@ -3,10 +3,11 @@
 torchrun puts every worker into a session of its own, so a signal to a process group does not reach
 them: what is still there at the end is found as descendants and killed.
 
-Of a training (`in_order`) Ctrl-C, TERM and USR1 are passed on to the ranks as USR1, past torchrun,
-which would kill those that are still saving after a while: they save, end with 0, and torchrun with
-them. USR1 is held back in what is started here until a rank has its handler, so that a signal that
-comes too early waits for it. A second Ctrl-C ends everything at once.
+Of a training (`in_order`) USR1 is passed on to the ranks, and Ctrl-C, TERM and HUP as TERM, past
+torchrun, which would kill those that are still saving after a while: they save, end with 0, and
+torchrun with them. A rank is told when it has its handler: earlier it would die of it. Where one
+cannot save and leaves its last word, torchrun is ended, before it starts all again. A second Ctrl-C
+ends everything at once.
 """
 
 import ctypes
@@ -17,14 +18,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 import psutil
 
 from kimi_pretrain.last_words import USERS_TO_MEND, LastWord, first_word, forget_words
-from launch.preempt import PR_SET_PDEATHSIG
+from kimi_pretrain.run_files import Appended
+from launch.preempt import PR_SET_PDEATHSIG, take_time
 
 GRACE_SECONDS = 40.0
 # Ranks that go on after one has told why it ends: what they wait for will never come.
@@ -66,14 +68,15 @@ def run(
     logs.mkdir(parents=True, exist_ok=True)
     # No rank of this run has a word yet: the ranks start when all machines have come together.
     forget_words(run_dir)
-    (logs / log_name).unlink(missing_ok=True)
-    with (logs / log_name).open("a") as log, _passed_on(in_order) as asked:
+    (logs / log_name).write_bytes(b"")
+    with _passed_on(in_order) as asked:
         process = _start(command, env)
         assert process.stderr is not None
-        relay = _Relay(process.stderr, log)
+        relay = _Relay(process.stderr, logs / log_name)
         try:
-            code = _watch(process, run_dir, asked, relay)
+            code, word = _watch(process, run_dir, asked, relay)
         except BaseException:
+            take_time()
             # Whoever interrupts us knows why: torchrun's traceback of it would only be noise.
             relay.hush()
             if in_order:  # the second time: nothing is waited for
@@ -82,7 +85,7 @@ def run(
         finally:
             stop(process)
             relay.join()
-    word = _word(run_dir)
+    word = word or _word(run_dir)
     relay.show(word)
     return (code, None) if word is None or not code else (word.code, word.message)
 
@@ -106,19 +109,15 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen:
     If this process is killed, the kernel kills torchrun, and its ranks save and end
     (`launch.preempt.follow_torchrun`).
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     prctl = ctypes.CDLL(None).prctl
-    try:
-        return subprocess.Popen(
-            command,
-            env=dict(env),
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL)),
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return subprocess.Popen(
+        command,
+        env=dict(env),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL)),
+    )
 
 
 class _Asked:
@@ -152,9 +151,18 @@ def _passed_on(in_order: bool) -> Iterator[_Asked]:
             signal.signal(number, handler)
 
 
-def _watch(process: subprocess.Popen, run_dir: Path, asked: _Asked, relay: "_Relay") -> int:
-    """Wait until torchrun ends, and show what it says; returns its exit code."""
+def _watch(
+    process: subprocess.Popen, run_dir: Path, asked: _Asked, relay: "_Relay"
+) -> tuple[int, LastWord | None]:
+    """Wait until torchrun ends, and show what it says.
+
+    Returns:
+        Its exit code, and the word by which a rank that was told to end could not save; a rank that
+        torchrun had just started again may have removed it since.
+
+    """
     told: set[int] = set()
+    unsaved: LastWord | None = None
     word: LastWord | None = None
     since, doomed = 0.0, list[psutil.Process]()
     known, looked, read = list[psutil.Process](), 0.0, 0.0
@@ -162,24 +170,29 @@ def _watch(process: subprocess.Popen, run_dir: Path, asked: _Asked, relay: "_Rel
         try:
             code = process.wait(POLL_SECONDS)
             _end_orphans(known, code)
-            return code
+            return code, unsaved
         except subprocess.TimeoutExpired:
             pass
         if time.monotonic() - looked > LOOK_SECONDS:
             known, looked = _ranks(process), time.monotonic()
-        if asked.name is not None:
-            _ask_to_save(process, told, asked.name)
-        if relay.holds or time.monotonic() - read > WORD_SECONDS:
+        ended = asked.name is not None and _ask_to_save(process, told, asked.name)
+        if relay.holds or ended or time.monotonic() - read > WORD_SECONDS:
             relay.mark()
             before, word = word, _word(run_dir)
             read = time.monotonic()
             relay.show(word, marked=True)
             if word != before:
                 since, doomed = time.monotonic(), _ranks(process)
-        if word is None:
-            continue
+        if asked.name is not None and word is not None and unsaved is None:
+            unsaved = word
+            process.terminate()  # so it starts nothing any more
         waited = time.monotonic() - since
-        if word.code == USERS_TO_MEND and waited > LINGER_SECONDS / 5:
+        if unsaved is not None:
+            if waited > LINGER_SECONDS / 5:  # that other ranks have for their words
+                _kill(_ranks(process))
+        elif word is None:
+            continue
+        elif word.code == USERS_TO_MEND and waited > LINGER_SECONDS / 5:
             process.terminate()  # not worth the restarts that torchrun may have left
             _kill(_ranks(process))
         elif waited > LINGER_SECONDS:
@@ -194,17 +207,34 @@ def _end_orphans(ranks: Sequence[psutil.Process], code: int) -> None:
     _kill(ranks)
 
 
-def _ask_to_save(process: subprocess.Popen, told: set[int], name: str) -> None:
-    """Send USR1 to the ranks of this machine that have not got it yet."""
-    for rank in _ranks(process):
-        if rank.pid not in told:
+def _ask_to_save(process: subprocess.Popen, told: set[int], name: str) -> bool:
+    """Tell the ranks of this machine that have not been told; whether one of those has ended.
+
+    They get USR1 or TERM: how long they wait for a silent store depends on whether a scheduler or
+    a person asked.
+    """
+    number = signal.SIGUSR1 if name == signal.SIGUSR1.name else signal.SIGTERM
+    ranks = _ranks(process)
+    for rank in ranks:
+        if rank.pid not in told and _heeds_signals(rank.pid):
             if not told:
                 print(f"{name}: saving, then ending", file=sys.stderr, flush=True)
             told.add(rank.pid)
-            try:
-                rank.send_signal(signal.SIGUSR1)
-            except psutil.NoSuchProcess:
-                continue
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
+    return not told <= {rank.pid for rank in ranks}
+
+
+def _heeds_signals(pid: int) -> bool:
+    """Whether a process has the handlers of `StopSignal`, of which USR1's is the last."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it has ended
+        return False
+    _, _, caught = status.partition("SigCgt:")
+    if not caught:  # not every sandbox's kernel tells
+        return True
+    return bool(int(caught.split(maxsplit=1)[0], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def _ranks(process: subprocess.Popen) -> list[psutil.Process]:
@@ -248,13 +278,14 @@ class _Relay:
 
     Args:
         lines: to read, in a thread of this object's own.
-        log: to write.
+        log: file to append to.
     """
 
-    def __init__(self, lines: IO[str], log: IO[str]):
+    def __init__(self, lines: IO[str], log: Path):
+        self._log = Appended(log)
         self._held = deque[str]()
         self._marked, self._hushed = 0, False
-        self._thread = threading.Thread(target=self._read, args=(lines, log), daemon=True)
+        self._thread = threading.Thread(target=self._read, args=(lines,), daemon=True)
         self._thread.start()
 
     @property
@@ -287,9 +318,10 @@ class _Relay:
     def join(self) -> None:
         """Wait, but not for long, until all is read."""
         self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self._log.close()
 
-    def _read(self, lines: IO[str], log: IO[str]) -> None:
-        for line in lines:
-            log.write(line)
-            log.flush()
+    def _read(self, lines: IO[str]) -> None:
+        for line in lines:  # whatever becomes of the log: torchrun waits for who reads it
+            self._log.write(line.encode())
             self._held.append(line)

@@ -1,15 +1,21 @@
 """Builds torchrun's command line and environment, for one node and for several.
 
-Pure functions: nothing is started here. The rendezvous of a single node is bound to the loopback
-address, so it needs no name service and is not reachable from outside.
+Nothing is started here. On a single node torchrun and its ranks meet in files of a private folder
+(why: `kimi_pretrain.meeting`), so nothing listens beyond the loopback address. On several
+nodes torchrun's own store listens on all addresses of the node that holds it, and torch lets nobody
+change that: the network between nodes has to be trusted.
 """
 
+import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from launch.job import WORKER, Job
+from launch.job import MEETING, WORKER, Job
 
 
 @dataclass(frozen=True)
@@ -57,11 +63,48 @@ def log_name(nodes: Nodes) -> str:
 # That torchrun leaves its processes to end when it is asked to end itself: time for a save. (When
 # one of them has failed it waits for the others for 30 seconds, whatever is said here.)
 SHUTDOWN_SECONDS = 600
+# torchrun adds a line to its file that often, to tell other nodes that it lives: here are none.
+KEEP_ALIVE_SECONDS = 3600
+
+
+@contextmanager
+def prepared(
+    job: Job,
+    nodes: Nodes,
+    worker: str = WORKER,
+    max_restarts: int = 0,
+    base: Mapping[str, str] = os.environ,
+) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Give command and environment of this node's processes; what they meet in ends with it.
+
+    Args:
+        job, nodes, worker, max_restarts: see `command`.
+        base: see `environment`.
+    """
+    cores = len(os.sched_getaffinity(0))
+    with TemporaryDirectory(prefix="kimi-pretrain-meeting-") as folder:  # of mode 0700
+        yield (
+            command(job, nodes, Path(folder), worker=worker, max_restarts=max_restarts),
+            environment(base, nodes, cores, Path(folder)),
+        )
+
+
+def meeting(nodes: Nodes, folder: Path) -> list[str]:
+    """Return torchrun's arguments that say where it meets; `folder` is for a single node."""
+    if nodes.count > 1:
+        return ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.rendezvous}"]
+    return [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={folder / 'torchrun'}",
+        f"--rdzv-conf=store_type=file,keep_alive_interval={KEEP_ALIVE_SECONDS}",
+        "--local-addr=127.0.0.1",
+    ]
 
 
 def command(
     job: Job,
     nodes: Nodes,
+    folder: Path,
     python: str = sys.executable,
     worker: str = WORKER,
     max_restarts: int = 0,
@@ -71,24 +114,20 @@ def command(
     Args:
         job: what each process is told.
         nodes: how they are spread.
+        folder: that nobody else can open, where the processes of a single node meet.
         python: interpreter.
         worker: module that each process runs.
         max_restarts: how often all processes are started again after one has failed.
 
     """
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-id={nodes.name}"]
-    if nodes.count == 1:
-        # Port 0: the system picks a free one, so that several runs fit on one machine.
-        meeting += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    else:
-        meeting += [f"--rdzv-endpoint={nodes.rendezvous}"]
     return [
         python,
         "-m",
         "torch.distributed.run",
         f"--nnodes={nodes.count}",
         f"--nproc-per-node={nodes.processes}",
-        *meeting,
+        f"--rdzv-id={nodes.name}",
+        *meeting(nodes, folder),
         f"--max-restarts={max_restarts}",
         f"--shutdown-timeout={SHUTDOWN_SECONDS}",
         "--module",
@@ -97,7 +136,7 @@ def command(
     ]
 
 
-def environment(base: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
+def environment(base: Mapping[str, str], nodes: Nodes, cores: int, folder: Path) -> dict[str, str]:
     """Return the environment for the processes of one node.
 
     Store: every start of the processes meets in a new one. torchrun would give them its own, in
@@ -108,9 +147,14 @@ def environment(base: Mapping[str, str], processes: int, cores: int) -> dict[str
 
     Args:
         base: environment to start from.
-        processes: on this node.
+        nodes: how the processes are spread.
         cores: that this node offers.
+        folder: see `command`.
 
     """
     own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return {"OMP_NUM_THREADS": str(max(1, cores // processes)), **base, **own}
+    if nodes.count == 1:
+        own[MEETING] = str(folder)
+    # Inherited from inside of another job, its folder would be one on every node.
+    others = {name: value for name, value in base.items() if name != MEETING}
+    return {"OMP_NUM_THREADS": str(max(1, cores // nodes.processes)), **others, **own}

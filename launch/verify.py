@@ -45,7 +45,7 @@ def dep(
         str | None,
         typer.Option(
             help="See it fail: doubled-gradient, lost-item, lost-gradient, swapped-items, "
-            "wrong-divisor or unequal-sums."
+            "wrong-divisor, unequal-sums or wrong-expert."
         ),
     ] = None,
     self_test: Annotated[
@@ -58,19 +58,23 @@ def dep(
 ) -> None:
     """Compare a step with DEP with the same step without DEP and without parallelism.
 
-    Both start from the same weights and take the same first step of the configuration's own data:
-    one in the processes of its layout, one in a single process with the encoder inside the graph.
-    Every parameter's gradient, the loss and the counts must agree but for rounding: relative errors
-    of 1e-10 in float64 and 1e-5 in float32. In bfloat16 2e-2 are allowed, 2e-1 in biases and norms:
-    that can hide a small fault, so take train.dtype=float32 if it can be had. With --steps above 1
-    ten times as much is allowed, because updates carry rounding on. All processes run on this
+    Both start from the same weights and take the same first step of the
+    configuration's own data: one in the processes of its layout, one in a single
+    process with the encoder inside the graph. Every parameter's gradient, the
+    loss and the counts must agree but for rounding: relative errors of 1e-10 in
+    float64 and 1e-5 in float32. In bfloat16 2e-2 are allowed, 2e-1 in biases and
+    norms: that can hide a small fault, so take train.dtype=float32 if it can be
+    had. With --steps above 1 ten times as much is allowed, because updates carry
+    rounding on. A token at a tie between two experts may choose either: the
+    reference follows it there, and the command says so. All processes run on this
     machine.
 
     Exit code 0: the same, 1: not the same, 2: could not be compared.
 
     \b
     kimi-pretrain verify dep --config my.yaml train.dtype=float32
-    kimi-pretrain verify dep --config configs/kimi_k25_1t.yaml --shrink data.root=s3://corpus
+    kimi-pretrain verify dep --config configs/kimi_k25_1t.yaml --shrink \\
+        data.root=s3://corpus
     kimi-pretrain verify dep --config my.yaml --shrink --self-test --json
     kimi-pretrain verify dep --config my.yaml --shrink --plant swapped-items
     """
@@ -153,6 +157,8 @@ def verify_dep(
     from kimi_pretrain.config import describe
     from kimi_pretrain.verify import jobs
     from kimi_pretrain.verify.compare import tolerance_for
+    from kimi_pretrain.verify.faults import FAULTS
+    from launch.verify_worker import WORKER, VerifyJob
 
     verify_jobs.refuse_ranks()
     config, changes = verify_jobs.load(config_path, overrides, shrink=shrink, processes=processes)
@@ -160,11 +166,15 @@ def verify_dep(
     verify_jobs.check_machine(config)
     tolerance = tolerance_for(config.train.dtype, config.dep.exchange_dtype, steps)
     with verify_jobs.working_folder(keep) as folder:
+        check_step(config, steps)
         for line in describe(config).splitlines():
             tell(line)
+        dep = VerifyJob.inside(folder / "dep", steps, faults)
+        routed = [name for name in faults if FAULTS[name].routes]
+        alone = VerifyJob.inside(folder / "reference", steps, routed, dep.run_dir, tolerance.ties)
         seconds = {
-            "dep": _run(config, folder / "dep", steps, tuple(faults), tell),
-            "reference": _run(jobs.reference(config), folder / "reference", steps, (), tell),
+            "dep": verify_jobs.run(dep, WORKER, config, "dep", tell),
+            "reference": verify_jobs.run(alone, WORKER, jobs.reference(config), "reference", tell),
         }
         result = compare_jobs(folder, tolerance, faults) | {
             "processes": config.layout.world_size(),
@@ -179,31 +189,41 @@ def verify_dep(
     return result
 
 
-def compare_jobs(folder: Path, tolerance: "Tolerance", faults: Sequence[str]) -> dict[str, Any]:
-    """Compare what both jobs left under `folder`; see `verify_dep` for the result."""
-    from kimi_pretrain.verify import compare, gradients, jobs
+def check_step(config: "Config", steps: int) -> None:
+    """Refuse what the jobs could not run, or a last step that says nothing, before they start."""
+    from kimi_pretrain.checks import check_start
 
-    wanted = jobs.read_facts(folder / "reference" / jobs.CLEAN)
-    assert not isinstance(wanted, str)  # only faults have obstacles
-    if not wanted[0].items:
+    *_, last = check_start(config, steps)
+    if not len(last.items.row):
         raise ValueError(
             "the step to compare holds no media, so there is nothing to verify; raise "
             "data.rows_per_step or the share of the sources with media, or change data.seed"
         )
-    reference = gradients.GradientFiles(folder / "reference" / jobs.CLEAN)
+
+
+def compare_jobs(folder: Path, tolerance: "Tolerance", faults: Sequence[str]) -> dict[str, Any]:
+    """Compare what both jobs left under `folder`; see `verify_dep` for the result."""
+    from kimi_pretrain.verify import compare, gradients, jobs
+
     plan: dict[str, Any] = {}
 
-    def against(name: str) -> "Comparison | str":
+    def judged(name: str) -> "Comparison | str":
         found = jobs.read_facts(folder / "dep" / name)
         if isinstance(found, str):
             return found
         plan.update(found[1])
+        # A fault in the choice of experts has a reference of its own, that was to follow it.
+        own = folder / "reference" / name
+        beside = own if own.is_dir() else folder / "reference" / jobs.CLEAN
+        wanted = jobs.read_facts(beside)
+        assert not isinstance(wanted, str)  # only faults have obstacles
         files = gradients.GradientFiles(folder / "dep" / name)
+        reference = gradients.GradientFiles(beside)
         return compare.compare(files, reference, found[0], wanted[0], tolerance)
 
-    clean = against(jobs.CLEAN)
+    clean = judged(jobs.CLEAN)
     assert not isinstance(clean, str)
-    found = {name: _verdict(against(name)) for name in faults}
+    found = {name: _verdict(judged(name)) for name in faults}
     if not clean.passed:  # then a fault would be "found" whether it is there or not
         for fault in found.values():
             fault["found"] = False
@@ -213,16 +233,6 @@ def compare_jobs(folder: Path, tolerance: "Tolerance", faults: Sequence[str]) ->
         "faults": found,
         "plan": plan,
     }
-
-
-def _run(
-    config: "Config", folder: Path, steps: int, faults: tuple[str, ...], tell: Callable[[str], None]
-) -> float:
-    """Run one of the two jobs to its end; returns its seconds."""
-    from launch.verify_worker import WORKER, VerifyJob
-
-    job = VerifyJob(str(folder / "config.yaml"), str(folder), steps=steps, faults=faults)
-    return verify_jobs.run(job, WORKER, config, folder.name, tell)
 
 
 def _verdict(comparison: "Comparison | str") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from data_pipeline.store.addresses import check_local
 from launch.job import Job
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def working_folder(keep: Path | None) -> Iterator[Path]:
         with TemporaryDirectory(prefix="kimi-pretrain-verify-") as folder:
             yield Path(folder)
         return
+    check_local("--keep", keep)
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise ValueError(f"--keep {keep} is not empty; give a new folder")
     keep.mkdir(parents=True, exist_ok=True)
@@ -129,12 +131,11 @@ def run(job: Job, worker: str, config: "Config", name: str, tell: Tell) -> float
     Path(job.config).write_text(dump_config(config))
     processes = config.layout.world_size()
     tell(f"running {name}: {processes} process{'es' if processes > 1 else ''} ...")
-    command = torchrun.command(job, torchrun.Nodes(processes), worker=worker)
-    if processes == 1:
-        command = [sys.executable, "-m", worker, job.argument()]
-    env = torchrun.environment(os.environ, processes, len(os.sched_getaffinity(0)))
     start = time.perf_counter()
-    code, message = supervise.run(command, env, folder)
+    with torchrun.prepared(job, torchrun.Nodes(processes), worker) as (command, env):
+        if processes == 1:
+            command = [sys.executable, "-m", worker, job.argument()]
+        code, message = supervise.run(command, env, folder)
     if message:
         raise JobStopped(f"{name} job: {message}")
     if code:

@@ -52,20 +52,24 @@ def resume(
 ) -> None:
     """Stop a run in the middle, resume it, and compare it with one that was never stopped.
 
-    The stop is a scheduler's: a rank gets USR1, the run saves and ends, and new processes go on
-    from the checkpoint. They are written as the configuration says (asynchronously, to s3:// where
-    checkpoint.place is), but beside the user's own, and removed at the end. Every number of every
-    step, every tensor of model and optimizer and the loader's state must be the same bit for bit.
-    In another layout the steps must read the same samples, and losses may differ by rounding.
-    All processes run on this machine.
+    The stop is a scheduler's: a rank gets USR1, the run saves and ends, and new
+    processes go on from the checkpoint. They are written as the configuration
+    says (asynchronously, to s3:// where checkpoint.place is), but beside the
+    user's own, and removed at the end. Every number of every step, every tensor
+    of model and optimizer and the loader's state must be the same bit for bit. In
+    another layout the steps must read the same samples, and losses may differ by
+    rounding. All processes run on this machine.
 
     Exit code 0: the same, 1: not the same, 2: could not be compared.
 
     \b
     kimi-pretrain verify resume --config my.yaml
-    kimi-pretrain verify resume --config configs/kimi_k25_1t.yaml --shrink data.root=s3://corpus
-    kimi-pretrain verify resume --config my.yaml --shrink --layouts --self-test --json
-    kimi-pretrain verify resume --config my.yaml --other-layout "layout.pp=1 layout.dp=4"
+    kimi-pretrain verify resume --config configs/kimi_k25_1t.yaml --shrink \\
+        data.root=s3://corpus
+    kimi-pretrain verify resume --config my.yaml --shrink --layouts --self-test \\
+        --json
+    kimi-pretrain verify resume --config my.yaml --other-layout \\
+        "layout.pp=1 layout.dp=4"
     """
     from launch.cli import end_in_order
 
@@ -165,6 +169,7 @@ def verify_resume(
         ValueError: the configuration cannot run here.
         JobStopped: a job failed.
     """
+    from kimi_pretrain.checks import check_start
     from kimi_pretrain.config import describe
     from kimi_pretrain.verify import resume_jobs
 
@@ -179,6 +184,7 @@ def verify_resume(
     ):
         jobs = ResumeJobs(config, folder, place, stop_after, tell, opened)
         other = None if elsewhere is None else jobs.in_layout(elsewhere)
+        check_start(config, steps)
         for line in describe(config).splitlines():
             tell(line)
         comparison = jobs.stop_and_resume(tuple(faults))

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 160  # columns
+OTHER = "other experts"
 COUNTS = {
     "steps": "steps",
     "loss_tokens": "loss tokens",
@@ -73,7 +74,7 @@ def groups_table(comparison: dict[str, Any]) -> Table:
             "[green]ok[/green]" if group["passed"] else "[red]FAIL[/red]",
             f"{group['parameters']}{zero}",
             number(group["norm_ratio"], "{:.8f}"),
-            number(group["error"], "{:.1e}"),
+            number(group["error"], "{:.1e}") + over(group, allowed),
             group["worst"],
         )
     return table
@@ -81,9 +82,11 @@ def groups_table(comparison: dict[str, Any]) -> Table:
 
 def other_lines(comparison: dict[str, Any]) -> list[str]:
     """Return loss, norm and counts, and whatever else is wrong."""
-    losses = ", ".join(number(error, "{:.1e}") for error in comparison["loss_errors"])
+    bound = comparison["tolerance"]["matrices"]
+    losses = ", ".join(judged(error, bound) for error in comparison["loss_errors"])
     found = [f"loss: error {losses}"]
-    found.append(f"gradient norm: error {number(comparison['grad_norm_error'], '{:.1e}')}")
+    found.append(f"gradient norm: error {judged(comparison['grad_norm_error'], bound)}")
+    found += routes_lines(comparison["routes"])
     counts = []
     for name, (mine, wanted) in comparison["counts"].items():
         text = f"{COUNTS[name]} {mine:,}"
@@ -98,6 +101,36 @@ def other_lines(comparison: dict[str, Any]) -> list[str]:
         if names := comparison[key]:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             found.append(f"{text}: {', '.join(names[:3])}{more}")
+    return found
+
+
+def judged(error: float | None, bound: float) -> str:
+    """Return an error, and if it is over its bound that and the bound."""
+    text = number(error, "{:.1e}")
+    return text if error is not None and error <= bound else f"{text} (FAIL: over {bound:.0e})"
+
+
+def over(group: dict[str, Any], allowed: dict[str, float]) -> str:
+    """Return the bound that a group's worst error is over, or nothing."""
+    if group["passed"]:
+        return ""
+    return f" > {allowed['vectors' if group['vector'] else 'matrices']:.0e}"
+
+
+def routes_lines(routes: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each step in which tokens chose other experts than in the reference."""
+    found = []
+    for step in routes:
+        where = f"of {step['tokens']:,} chose {{}} in step {step['step']}"
+        if ties := step["at_ties"]:
+            who, what = (
+                ("one token", "another expert") if ties == 1 else (f"{ties:,} tokens", OTHER)
+            )
+            found.append(f"{who} {where.format(what)}: rounding, and the reference followed")
+        if wrong := step["wrong"]:
+            who = "one token" if wrong == 1 else f"{wrong:,} tokens"
+            first = step["first_wrong"]
+            found.append(f"FAIL: {who} {where.format(OTHER)}, and at no tie: first {first}")
     return found
 
 

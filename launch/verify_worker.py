@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +21,27 @@ class VerifyJob(Job):
     Attributes:
         steps: to run; the gradients are of the last.
         faults: that the last step is run again with, one at a time.
+        follow: folder of the job whose routes are followed at ties; None: this one writes its own.
+        ties: the largest margin of a tie; see `kimi_pretrain.verify.routes`.
     """
 
     steps: int = 1
     faults: tuple[str, ...] = ()
+    follow: str | None = None
+    ties: float = 0.0
+
+    @classmethod
+    def inside(
+        cls,
+        folder: Path,
+        steps: int,
+        faults: Sequence[str],
+        follow: str | None = None,
+        ties: float = 0.0,
+    ) -> "VerifyJob":
+        """Return a job whose configuration lies in its folder, too."""
+        place = str(folder / "config.yaml"), str(folder)
+        return cls(*place, steps=steps, faults=tuple(faults), follow=follow, ties=ties)
 
     @staticmethod
     def parse(argument: str) -> "VerifyJob":
@@ -37,10 +55,11 @@ def run_job(job: VerifyJob) -> None:
     """Take the steps and write the gradients; rank and world come from the environment."""
     quiet_libraries()
     from kimi_pretrain.config import load_config
-    from kimi_pretrain.verify.dep import measure
+    from kimi_pretrain.verify.dep import Routing, measure
 
     config = load_config(job.config, job.overrides)
-    measure(config, Path(job.run_dir), job.steps, job.faults)
+    routing = Routing(None if job.follow is None else Path(job.follow), job.ties)
+    measure(config, Path(job.run_dir), job.steps, job.faults, routing)
 
 
 if __name__ == "__main__":

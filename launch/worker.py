@@ -70,6 +70,7 @@ def _train(config: "Config", job: Job, stop: StopSignal, prepare: Callable | Non
         Path(job.run_dir),
         job.resume,
         otherwise=job.otherwise,
+        or_start=job.or_start,
         restarted=restarted,
         stop=stop.reason,
         prepare=prepare,

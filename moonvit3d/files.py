@@ -207,7 +207,7 @@ def _read_index(path: Path) -> dict[str, Path]:
         return {name: path.parent / file for name, file in places.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path}: want JSON whose weight_map names each tensor's file ({error!r})"
+            f"{path}: want JSON whose weight_map names each tensor's file ({error})"
         ) from None
 
 

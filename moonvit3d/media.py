@@ -13,11 +13,15 @@ Needs numpy and Pillow, and PyAV for videos only. Rules (docs/moonvit3d.md has t
 * More than `MAX_PIXELS` in a picture or frame are refused from the header, before any is decoded,
   and so are tables of a video that claim more than `MAX_SAMPLES` pictures and packets of sound.
 
-Whatever is wrong with a file is one `MediaError` of one line.
+Whatever is wrong with a file is one `MediaError` of one line. Want of memory is not wrong with a
+file: it is a `MemoryError`, also where a decoder calls it damage (`_check_room`).
 """
 
+import errno
 import io
+import mmap
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +44,11 @@ MAX_PIXELS = 80_000_000
 # What Pillow turns into RGB without a choice of scale.
 _PLAIN_MODES = frozenset(("1", "L", "P", "RGB", "CMYK"))
 _ALPHA_MODES = frozenset(("LA", "RGBA"))
+# Room that decoding takes at most, besides the file: of a pixel, and at all. A progressive JPEG
+# keeps its coefficients (12 bytes of a CMYK pixel) beside the picture and its copies; ffmpeg, some
+# frames.
+_ROOM_PER_PIXEL, _ROOM = 32, 64 << 20
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _EXIF_MARKS = (b"Exif", b"eXIf", b"EXIF")  # in JPEG, PNG, WEBP
 _EXIF_ORIENTATION = 0x0112
 
@@ -75,18 +84,28 @@ def probe(data: bytes, kind: int) -> Probe:
     return _probe_video(data)
 
 
-def verify(data: bytes, kind: int) -> Probe:
+def verify(data: bytes, kind: int, check: Callable[[Probe], object] | None = None) -> Probe:
     """As `probe`, but decode every picture, so that a file which passes will decode later too.
+
+    Args:
+        check: called with what the headers say before a picture is decoded, and again after each
+            frame of a video; it may raise.
 
     Raises:
         MediaError: saying what is wrong with the file.
     """
     found = probe(data, kind)
+    if check is not None:
+        check(found)
     if kind == KIND_IMAGE:
         read_image(data)
         return found
-    with _open_video(data) as (container, stream):
-        decoded = sum(1 for _ in _of_one_size(container.decode(stream), found))
+    decoded = 0
+    with _open_video(data, found) as (container, stream):
+        for _ in _of_one_size(container.decode(stream), found):
+            decoded += 1
+            if check is not None:
+                check(found)
     if decoded != found.frames:
         raise MediaError(f"the file lists {found.frames} frames, {decoded} decode")
     return found
@@ -94,11 +113,13 @@ def verify(data: bytes, kind: int) -> Probe:
 
 def is_turned(data: bytes) -> bool:
     """Whether an image carries an EXIF orientation other than upright (which is not applied)."""
-    if not any(mark in data for mark in _EXIF_MARKS):
+    if not any(mark in _bytes(data) for mark in _EXIF_MARKS):
         return False
     with _open_image(data) as image:
         try:
             return "exif" in image.info and image.getexif().get(_EXIF_ORIENTATION, 1) != 1
+        except MemoryError:
+            raise
         except Exception:  # Pillow raises many kinds; notes that no one can read turn nothing
             return False
 
@@ -182,7 +203,7 @@ def _reader(data: bytes) -> type[ImageFile.ImageFile]:
 
     (The one of WEBP asks it as well, and refuses where it is below ours.)
     """
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+    if _bytes(data).startswith(b"\x89PNG\r\n\x1a\n"):
         return PngImagePlugin.PngImageFile
     if data.startswith(b"\xff\xd8\xff"):
         return JpegImagePlugin.JpegImageFile
@@ -225,14 +246,16 @@ _STRICT = _Strict()
 @contextmanager
 def _open_image(data: bytes) -> Iterator[Image.Image]:
     """The opened image; Pillow's errors inside the block become MediaError."""
-    reader = _reader(data)
+    reader, pixels = _reader(data), 0
     try:
         with _STRICT, reader(io.BytesIO(data)) as image:
             _check_size(image.width, image.height)
+            pixels = image.width * image.height
             yield image
-    except MediaError:
+    except (MediaError, MemoryError):
         raise
     except Exception as error:  # Pillow's parsers raise many kinds on damaged files
+        _check_room(pixels, error)
         raise MediaError(f"{reader.format} does not decode: {_reason(error)}") from error
 
 
@@ -243,12 +266,47 @@ def _check_size(width: int, height: int) -> None:
         )
 
 
+def _bytes(data: bytes) -> bytes:
+    """Refuse what is no content of a file, such as its path."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise MediaError(
+            f"{data!r:.80} is no bytes: give the content of the file, such as "
+            "Path(name).read_bytes()"
+        )
+    return data if isinstance(data, bytes) else bytes(data)
+
+
+def _check_room(pixels: int, error: Exception) -> None:
+    """Raise MemoryError where a decoder may have failed for want of memory.
+
+    libjpeg, libwebp and some of ffmpeg's decoders call that a damaged file. By now their memory is
+    free again; a host on which the whole of it cannot be had says nothing about the file.
+
+    So a limit of address space (`ulimit -v`) must leave what the largest picture takes, 2.6 GB:
+    below it every damaged file that claims such a size ends who reads it.
+    """
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        raise MemoryError(f"no memory to decode {pixels} pixels") from error
+    try:
+        # Not reserved, so that the kernel's guess at what is too much is not asked.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        mmap.mmap(-1, _ROOM + pixels * _ROOM_PER_PIXEL, flags).close()
+    except (OSError, MemoryError):
+        raise MemoryError(f"no memory to decode {pixels} pixels") from error
+
+
 # Videos -----------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _open_video(data: bytes) -> Iterator[tuple["av.container.InputContainer", "av.VideoStream"]]:
-    """The MP4 and its first video stream; ffmpeg's errors inside the block become MediaError."""
+def _open_video(
+    data: bytes, found: Probe | None = None
+) -> Iterator[tuple["av.container.InputContainer", "av.VideoStream"]]:
+    """The MP4 and its first video stream; ffmpeg's errors inside the block become MediaError.
+
+    Args:
+        found: what it holds, if that is known already.
+    """
     import av  # here, so that images need no PyAV
     from av.error import FFmpegError
 
@@ -269,12 +327,16 @@ def _open_video(data: bytes) -> Iterator[tuple["av.container.InputContainer", "a
             # Otherwise ffmpeg paints over damaged blocks and says nothing.
             stream.codec_context.options = bound | {"err_detect": "explode"}
             yield container, stream
-    except FFmpegError as error:
+    except (FFmpegError, MediaError) as error:
+        # ffmpeg says that it has no memory of damaged sizes, too. It keeps a dozen frames and more.
+        _check_room(6 * found.width * found.height if found else MAX_PIXELS, error)
+        if isinstance(error, MediaError):
+            raise
         raise MediaError(f"video does not decode: {_reason(error)}") from error
 
 
 def _probe_video(data: bytes) -> Probe:
-    _check_not_cut(data)
+    _check_not_cut(_bytes(data))
     _check_tables(data)
     with _open_video(data) as (container, stream):
         width, height, rate = stream.width, stream.height, stream.average_rate
@@ -322,7 +384,7 @@ def _check_tables(data: bytes) -> None:
 def _read_chunks(
     data: bytes, found: Probe, plan: Sequence[VideoChunk]
 ) -> Iterator[tuple[NDArray[np.uint8], str]]:
-    with _open_video(data) as (container, stream):
+    with _open_video(data, found) as (container, stream):
         numbered = enumerate(_of_one_size(container.decode(stream), found))
         for chunk in plan:
             yield _collect(numbered, chunk, found), chunk.timestamp

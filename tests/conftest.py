@@ -2,6 +2,10 @@
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -9,3 +13,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # that interrupt their own processes would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_ENGINE = "kimi_pretrain.engine"
+
+
+def pytest_collection_finish() -> None:
+    """On a host without CUDA the engine patches torch: other tests would see that torch."""
+    if _ENGINE in sys.modules:
+        raise pytest.UsageError(f"a test module imports {_ENGINE}: start a process for it")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _the_engine_stays_out() -> Iterator[None]:
+    """The same for what is imported while tests run."""
+    before = _ENGINE in sys.modules
+    yield
+    if not before and _ENGINE in sys.modules:
+        raise AssertionError(f"imported {_ENGINE} here: start a process for it")

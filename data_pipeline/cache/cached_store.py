@@ -39,6 +39,7 @@ from data_pipeline.cache.blocks import (
 from data_pipeline.cache.node import NodeFolder
 from data_pipeline.cache.tier import Tier
 from data_pipeline.store import objects
+from data_pipeline.store.addresses import check_local
 from data_pipeline.store.objects import ObjectInfo, Span, Store, StoreError, StoreStats
 
 log = logging.getLogger("data_pipeline.cache.cached_store")
@@ -80,6 +81,8 @@ class CacheConfig:
             )
         if self.folder is not None and not self.folder.strip():
             raise ValueError("cache: folder is empty; name a folder, or null for no disk tier")
+        if self.folder is not None:
+            check_local("cache: folder", self.folder)
         _check_int("block_bytes", self.block_bytes, 1 << 10, 1 << 30)
         # Several may write a block at the same time, and each needs room.
         least = 4 * (self.block_bytes + 4096)
@@ -303,6 +306,11 @@ class CachedStore:
         """See `Store.put`. The object is not registered any more."""
         self._objects.pop(key, None)
         return self._inner.put(key, data)
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        """See `Store.put_new`. The object is not registered any more."""
+        self._objects.pop(key, None)
+        return self._inner.put_new(key, data)
 
     def put_file(
         self,

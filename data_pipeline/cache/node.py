@@ -22,9 +22,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from data_pipeline.store.objects import StoreUnavailable
+from data_pipeline.store.private import check_status
 
 SHARED_MEMORY = Path("/dev/shm")
 
+_LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # struct flock of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("@hhqqi0q")
@@ -63,7 +65,7 @@ def locked_file(path: Path, wait_s: float) -> Iterator[int]:
 
     Opened anew each time, so that threads of one process exclude each other too.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    handle = os.open(path, _LOCK_FILE, 0o600)
     try:
         _flock_patiently(handle, path, wait_s)
         yield handle
@@ -142,20 +144,14 @@ def _guarded(base: Path, wait_s: float) -> Iterator[None]:
         except FileNotFoundError:
             continue  # the last user left in between and took it along
         try:
-            _check_owner(base, handle)
+            # Anybody may write to /dev/shm.
+            check_status(base, os.fstat(handle))
             _flock_patiently(handle, base, wait_s)
             if _same(base, handle):
                 yield
                 return
         finally:
             _unlock_and_close(handle)
-
-
-def _check_owner(base: Path, handle: int) -> None:
-    """Anybody may write to /dev/shm: never trust blocks in a folder that others can change."""
-    status = os.fstat(handle)
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{base} belongs to or may be written by another user; remove it")
 
 
 def _same(path: Path, handle: int) -> bool:
@@ -207,7 +203,7 @@ class RangeLocks:
             CacheTimeout: somebody held one of them for longer than the patience.
             OSError: the file is gone.
         """
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        handle = os.open(self._path, _LOCK_FILE, 0o600)
         try:
             yield self._take(handle, first, count, what)
         finally:

@@ -11,6 +11,9 @@ a tenth of the limit is free, so the folder is scanned once per tenth of the lim
 number that a crash left too high is put right by the next scan. Removing a file that others read
 harms nobody: they hold it open.
 
+The folder and its files belong to this user alone (`data_pipeline.store.private`): a checksum tells
+nothing about who wrote a block.
+
 A tier never fails its user. What goes wrong is counted, said once, and nothing is written for a
 while; what is there is still read.
 """
@@ -33,6 +36,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from data_pipeline.cache.node import CacheTimeout, locked_file, try_flock
+from data_pipeline.store.private import check_private, private_folder
 
 log = logging.getLogger("data_pipeline.cache.cached_store")
 
@@ -45,6 +49,7 @@ _BLOCK_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.block")
 _PART_PREFIX = ".part-"
 _PAUSE_S = 60.0
 _VERIFY_PIECE = 256 << 10
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 # These say nothing about the block that was to be opened.
 _SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -144,7 +149,7 @@ class Tier:
     Args:
         name: "memory" for a folder in shared memory, whose blocks are mapped, or "disk", whose
             blocks are read by call.
-        folder: made if missing.
+        folder: made if missing; where many share it (mode 1777), a folder of one's own inside.
         limit: bytes of all block files together, headers included.
         wait_s: patience with other processes that hold the ledger.
 
@@ -162,7 +167,7 @@ class Tier:
         self._said = False
         self.evicted = self.corrupt = self.failures = 0
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder = private_folder(folder)
         except OSError as error:
             self._pause(error)
 
@@ -175,7 +180,7 @@ class Tier:
         """The block, checked whole; None if it is not here, or was dropped as corrupt."""
         path = os.path.join(self.folder, block.name)
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            handle = os.open(path, _READ)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -235,6 +240,7 @@ class Tier:
 
     @contextmanager
     def _ledger(self) -> Iterator[int]:
+        check_private(self.folder)  # each time: it may not have been so, or be another by now
         with locked_file(self.folder / "ledger", self._wait_s) as handle:
             yield handle
 
@@ -326,8 +332,9 @@ class Tier:
 
 
 def _sound(handle: int, block: BlockId) -> bool:
-    """Whether the file holds exactly this block."""
-    if os.fstat(handle).st_size != _HEADER.size + block.length:
+    """Whether the file holds exactly this block, and this user wrote it."""
+    status = os.fstat(handle)
+    if status.st_uid != os.getuid() or status.st_size != _HEADER.size + block.length:
         return False
     head = os.pread(handle, _HEADER.size, 0)
     if len(head) != _HEADER.size:
@@ -363,7 +370,7 @@ def _remove_dead(part: str) -> bool:
     Under the ledger's lock, under which writers lock a new file and rename it.
     """
     try:
-        handle = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
+        handle = os.open(part, _READ)
     except FileNotFoundError:
         return True
     try:

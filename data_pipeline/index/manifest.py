@@ -1,17 +1,17 @@
-"""The files of a source's index, and reading by it.
+"""The files of a source's index.
 
 One Parquet file with a row per sample (what a sample has many of are list columns) and one small
 JSON manifest that names its hash, the shards' hashes and the tokenizer. The manifest is written
-last and is what makes a source exist. Reading checks the manifest's schema, the index against the
-manifest, and every byte range against its CRC-32 from the index.
+last and is what makes a source exist. Reading checks the manifest's schema and the index against
+the manifest; samples are read by it in `data_pipeline/index/reads.py`.
 """
 
 import hashlib
 import io
 import json
-import zlib
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,16 @@ from data_pipeline.index.columns import (
     ShardInfo,
     SourceIndex,
 )
-from data_pipeline.store.open import MissingKey, Span, Store, get_many
+from data_pipeline.names import did_you_mean
+from data_pipeline.store.open import MissingBucket, MissingKey, Store, StoreError
 
 
 class IndexMismatch(Exception):
     """Index, manifest and shards do not belong together, or bytes were damaged at rest."""
+
+
+# Folders asked for a manifest to name a misspelt source: each costs a request.
+_MOST_LOOKED_AT = 100
 
 
 def manifest_key(name: str) -> str:
@@ -45,7 +50,12 @@ def index_key(name: str) -> str:
 
 
 def write_index(store: Store, index: SourceIndex) -> None:
-    """Put index.parquet, then manifest.json; with the latter the source exists."""
+    """Put index.parquet, then manifest.json; with the latter the source exists.
+
+    Raises:
+        ValueError: a source of this name exists.
+    """
+    refuse_finished(store, index.name)
     data = _to_parquet(index)
     manifest = {
         "schema": SCHEMA,
@@ -60,7 +70,22 @@ def write_index(store: Store, index: SourceIndex) -> None:
     }
     store.put(index_key(index.name), data)
     text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
-    store.put(manifest_key(index.name), text.encode())
+    new = store.put_new(manifest_key(index.name), text.encode())
+    # A connection that broke after the object was written leads to a second request, refused.
+    if not new and store.get(manifest_key(index.name)) != text.encode():
+        refuse_finished(store, index.name)
+
+
+def refuse_finished(store: Store, name: str) -> None:
+    """Raise ValueError if there is a source of this name."""
+    try:
+        store.head(manifest_key(name))
+    except (MissingKey, MissingBucket):
+        return
+    raise ValueError(
+        f"{store.uri}/{name}: a finished source of this name exists, and runs may be reading it; "
+        "choose another name, or delete the folder first"
+    )
 
 
 def read_index(store: Store, name: str) -> SourceIndex:
@@ -75,8 +100,8 @@ def read_index(store: Store, name: str) -> SourceIndex:
         manifest = json.loads(store.get(manifest_key(name)))
     except MissingKey as error:
         raise MissingKey(
-            f"{where}: no manifest.json, so no finished source of this name; check the name or "
-            "run the ingest (again)"
+            f"{where}: no manifest.json, so no finished source of this name; "
+            f"{_others(store, name)}check the name or run the ingest (again)"
         ) from error
     except ValueError as error:
         raise IndexMismatch(f"{where}/manifest.json: not JSON; ingest the source again") from error
@@ -87,15 +112,27 @@ def read_index(store: Store, name: str) -> SourceIndex:
             "the source again or use the version that wrote it"
         )
     data = store.get(index_key(name))
-    _expect(where, "index_sha256", hashlib.sha256(data).hexdigest(), manifest["index_sha256"])
+    expect(where, "index_sha256", hashlib.sha256(data).hexdigest(), manifest["index_sha256"])
     index = _from_parquet(data, manifest)
-    _expect(where, "samples", index.num_samples, manifest["samples"])
-    _expect(where, "items", index.num_items, manifest["items"])
-    _expect(where, "content_hash", index.content_hash, manifest["content_hash"])
+    expect(where, "samples", index.num_samples, manifest["samples"])
+    expect(where, "items", index.num_items, manifest["items"])
+    expect(where, "content_hash", index.content_hash, manifest["content_hash"])
     return index
 
 
-def _expect(where: str, what: str, found: object, expected: object) -> None:
+def _others(store: Store, name: str) -> str:
+    """Say which sources there are beside one that is not; nothing where that cannot be told."""
+    found = []
+    with suppress(StoreError):
+        for folder in islice(store.list_folders(), _MOST_LOOKED_AT):
+            with suppress(MissingKey):
+                store.head(manifest_key(folder))
+                found.append(folder)
+    return f"{did_you_mean(name, found)}; " if found else ""
+
+
+def expect(where: str, what: str, found: object, expected: object) -> None:
+    """Raise IndexMismatch unless what was found is what was expected."""
     if found != expected:
         raise IndexMismatch(
             f"{where}: {what} is {found}, expected {expected}; index and data do not belong "
@@ -141,77 +178,3 @@ def _from_parquet(data: bytes, manifest: dict[str, Any]) -> SourceIndex:
         **{f"{group}_ptr": pointer(group) for group in GROUPS},
         **{name: flat(name, kind) for name, kind in COLUMNS.items()},
     )
-
-
-def sample_span(index: SourceIndex, sample: int) -> Span:
-    """Where a sample's JSON lies."""
-    shard = index.shards[index.shard[sample]].key
-    return Span(shard, int(index.json_offset[sample]), int(index.json_length[sample]))
-
-
-def item_span(index: SourceIndex, item: int) -> Span:
-    """Where the media file of an item lies (chunks of one video give equal spans)."""
-    sample = int(np.searchsorted(index.item_ptr, item, side="right")) - 1
-    shard = index.shards[index.shard[sample]].key
-    return Span(shard, int(index.item_offset[item]), int(index.item_length[item]))
-
-
-def read_samples(
-    store: Store, index: SourceIndex, samples: Sequence[int], threads: int = 8
-) -> list[dict[str, Any]]:
-    """The JSON documents of some samples, each checked against its CRC.
-
-    Raises:
-        IndexMismatch: naming the shard, the sample, the value and the expected one.
-    """
-    texts = get_many(store, [sample_span(index, i) for i in samples], threads=threads)
-    for i, text in zip(samples, texts, strict=True):
-        check_crc(text, int(index.json_crc[i]), _where(store, index, i))
-    return [json.loads(text) for text in texts]
-
-
-def check_crc(data: bytes, expected: int, where: str) -> None:
-    """Raise IndexMismatch unless `data` has the CRC-32 from the index."""
-    if (found := zlib.crc32(data)) != expected:
-        _expect(where, "CRC-32", f"{found:08x}", f"{expected:08x}")
-
-
-def _where(store: Store, index: SourceIndex, sample: int) -> str:
-    shard = index.shards[index.shard[sample]].key
-    return f"{store.uri}/{shard}, sample {index.key_of(sample)!r}"
-
-
-def check_shards(
-    store: Store, index: SourceIndex, every: int = 1, first: int = 0, threads: int = 8
-) -> int:
-    """Compare shards with the index: their size, and one whole sample's CRCs.
-
-    Args:
-        every, first: check shards first, first + every, ...; ranks that share a source pass their
-            number and rank and divide the work.
-
-    Returns:
-        The number of shards checked.
-
-    Raises:
-        MissingKey: a shard is gone.
-        IndexMismatch: naming the shard, the value and the expected one.
-    """
-    chosen = list(range(first, len(index.shards), every))
-    spans: list[Span] = []
-    checks: list[tuple[int, int]] = []  # (expected CRC, sample), one per span
-    for number in chosen:
-        info = index.shards[number]
-        _expect(f"{store.uri}/{info.key}", "size", store.head(info.key).size, info.size)
-        first, end = np.searchsorted(index.shard, [number, number + 1])
-        if first == end:
-            continue
-        sample = int(first + end) // 2
-        spans.append(sample_span(index, sample))
-        checks.append((int(index.json_crc[sample]), sample))
-        for item in range(index.item_ptr[sample], index.item_ptr[sample + 1]):
-            spans.append(item_span(index, item))
-            checks.append((int(index.item_crc[item]), sample))
-    for data, (crc, sample) in zip(get_many(store, spans, threads=threads), checks, strict=True):
-        check_crc(data, crc, _where(store, index, sample))
-    return len(chosen)

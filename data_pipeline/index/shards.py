@@ -10,10 +10,11 @@ import hashlib
 import json
 import re
 import tarfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from isal.isal_zlib import crc32  # zlib's numbers in a fraction of its time
 
 _BLOCK = 512
 _END = bytes(2 * _BLOCK)
@@ -96,7 +97,7 @@ def frame(key: str, document: bytes, media: Sequence[tuple[str, bytes]]) -> Fram
         header = tarfile.TarInfo(f"{key}.{name}")
         header.size, header.mode = len(data), 0o444
         blocks += (header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % _BLOCK))
-        members.append(Member(size + _BLOCK, len(data), zlib.crc32(data)))
+        members.append(Member(size + _BLOCK, len(data), crc32(data)))
         size += _BLOCK + (len(data) + _BLOCK - 1) // _BLOCK * _BLOCK
     return Framed(b"".join(blocks), tuple(members))
 

@@ -1,8 +1,10 @@
 """Bytes of crude data where they lie: in a local file, in a store, or inside a tar of either."""
 
+import errno
 import gzip
 import io
 import os
+import stat
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,8 +13,21 @@ from functools import cache
 from typing import IO, Any, cast
 
 from data_pipeline.ingest.samples import Refused
-from data_pipeline.store.open import MissingKey, Store, open_store
+from data_pipeline.store.open import (
+    AccessDenied,
+    Store,
+    StoreError,
+    StoreUnavailable,
+    open_store,
+)
 
+# Errors of a path that whoever wrote the name is to blame for; others are the machine's.
+OF_THE_NAME = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP),
+    *(errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO, errno.ENODEV, errno.EOVERFLOW),
+}
+# What a server says of credentials that open nothing at all.
+_NO_GOOD = ("anew", "fetched", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken")
 # Objects are streamed in requests of this size, the next one under way while one is read.
 _BLOCK = 8 << 20
 # Of one sample, where its files cannot be read later one by one: a packed tar of a few megabytes
@@ -29,6 +44,18 @@ def leads_out(path: str, folder: str) -> bool:
     """Whether a local path, all links followed, is something outside of `folder`."""
     real, root = os.path.realpath(path), os.path.realpath(folder)
     return os.path.commonpath([real, root]) != root and os.path.exists(real)
+
+
+def open_regular(path: str) -> io.BufferedReader:
+    """Open a file for reading; a pipe or a device, which may never answer, is an OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
 
 
 @cache
@@ -75,24 +102,57 @@ class Blob:
             return self.held
         if self.length is not None and self.length > most:
             raise self._too_large(self.length, most)
-        if in_store(self.where):
-            try:
-                store, key = store_of(self.where)
-                return store.get(key, self.offset, self.length)
-            except (MissingKey, ValueError) as error:  # ValueError: no possible URI
-                raise Refused("missing file", str(error)) from None
         try:
-            with open(self.where, "rb") as file:
+            if in_store(self.where):
+                return self._from_store(most)
+            with open_regular(self.where) as file:
                 size = os.fstat(file.fileno()).st_size
                 if self.length is None and size > most:
                     raise self._too_large(size, most)
                 file.seek(self.offset)
                 return file.read() if self.length is None else file.read(self.length)
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        except OSError as error:
+            if error.errno not in OF_THE_NAME:
+                raise
             raise Refused("missing file", f"{self.where}: {error.strerror}") from None
+        except ValueError as error:  # no possible path or URI
+            raise Refused("missing file", f"{self.where!r}: {error}") from None
+
+    def _from_store(self, most: int) -> bytes:
+        """The bytes of an object, of whose size the server is asked first."""
+        store, key = store_of(self.where)
+        try:
+            if self.length is not None:
+                return store.get(key, self.offset, self.length)
+            info = store.head(key)
+            if info.size - self.offset > most:
+                raise self._too_large(info.size - self.offset, most)
+            return store.get(key, self.offset, info.size - self.offset, etag=info.etag)
+        except AccessDenied as error:
+            if lost_credentials(store, key):
+                raise
+            raise Refused("missing file", str(error)) from None
+        except StoreUnavailable:
+            raise
+        except StoreError as error:
+            raise Refused("missing file", str(error)) from None
 
     def _too_large(self, size: int, most: int) -> Refused:
         return Refused("too large", f"{self.where}: {size} bytes, at most {most}")
+
+
+def lost_credentials(store: Store, key: str) -> bool:
+    """Whether an object is denied because the credentials are no good, for this or anything.
+
+    A HEAD has no body to say it; so ask for a byte.
+    """
+    try:
+        store.get(key, 0, 1)
+    except AccessDenied as error:
+        return any(word in str(error) for word in _NO_GOOD)
+    except StoreError:
+        pass
+    return False
 
 
 class Withheld(Blob):
@@ -118,7 +178,7 @@ def opened(where: str) -> Iterator[Opened]:
     Raises:
         FileNotFoundError, MissingKey: as named.
     """
-    with io.BufferedReader(_Blocks(where)) if in_store(where) else open(where, "rb") as file:
+    with io.BufferedReader(_Blocks(where)) if in_store(where) else open_regular(where) as file:
         if isinstance(file.raw, _Blocks):
             version = {"size": file.raw.info.size, "etag": file.raw.info.etag}
         else:

@@ -9,16 +9,19 @@ again by calling it again: finished shards stay, and the result is the same byte
 """
 
 import json
+import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from itertools import chain
+from pathlib import PurePath
 from typing import Any
 
 from data_pipeline.index.columns import CATEGORIES, SCHEMA, SourceIndex
-from data_pipeline.index.manifest import manifest_key, read_index, write_index
+from data_pipeline.index.manifest import manifest_key, read_index, refuse_finished, write_index
 from data_pipeline.index.shards import check_source_name
+from data_pipeline.ingest.claim import Claim
 from data_pipeline.ingest.journal import Journal
 from data_pipeline.ingest.ordered import ordered_map
 from data_pipeline.ingest.parts import merged
@@ -38,7 +41,7 @@ from data_pipeline.ingest.samples import (
     VideoSegment,
 )
 from data_pipeline.ingest.shard_writer import IngestProgress, Outcome, ShardWriter
-from data_pipeline.store.open import MissingBucket, MissingKey, Store
+from data_pipeline.store.open import MissingBucket, MissingKey, Store, StoreError
 from data_pipeline.text import Tokenizer
 
 __all__ = [
@@ -60,6 +63,14 @@ DEFAULT_SHARD_BYTES = 256 << 20
 _BATCH, _BATCH_BYTES = 32, 4 << 20
 
 
+# Of an input whose length is not known, so many samples are looked at before their share counts.
+_FEW = 1000
+
+
+class TooManyRejected(ValueError):
+    """More samples were rejected than `max_rejected` allows."""
+
+
 def ingest(
     samples: Iterable[CrudeSample | Pending] | Reader,
     store: Store,
@@ -69,6 +80,7 @@ def ingest(
     *,
     category: str = "text",
     policy: IngestPolicy | None = None,
+    max_rejected: float = 1.0,
     workers: int = 0,
     progress: Callable[[IngestProgress], None] | None = None,
     rejected: Callable[[Rejection], None] | None = None,
@@ -88,6 +100,8 @@ def ingest(
         shard_bytes: largest size of a shard (one larger sample still makes a shard of its own).
         category: one of `data_pipeline.index.columns.CATEGORIES`; rules of augmentation go by it.
         policy: sizes above which a sample is rejected.
+        max_rejected: share of samples that may be rejected. With more the ingest ends, and the same
+            call with a higher share goes on where it was.
         workers: processes that read, decode and count; 0 does it here. A script that asks for them
             needs the usual `if __name__ == "__main__":`.
         progress: called after every shard, and a few times a second.
@@ -95,7 +109,8 @@ def ingest(
 
     Raises:
         ValueError: bad name, category or shard size, a finished source of this name, an unfinished
-            one with other arguments, or no sample left.
+            one with other arguments, or no sample left. NameTaken: another process is writing a
+            source of this name. TooManyRejected: says how many, and why.
     """
     policy = policy or IngestPolicy()
     reader = samples if isinstance(samples, Reader) else Listed(samples)
@@ -111,27 +126,55 @@ def ingest(
         }
     _check_request(name, shard_bytes, category)
     journal = Journal(store, name, request)
-    if finished := _finished(store, name, journal):
-        return finished
-    with ShardWriter(store, name, journal, shard_bytes, progress, rejected) as writer:
-        if not writer.complete:
-            units = reader.read(writer.cursor)
-            with closing(_prepared(units, category, tokenizer, policy, workers)) as batches:
-                for cursor, outcome in chain.from_iterable(batches):
-                    writer.add(cursor, outcome)
-        parts, rejections = writer.finish()
-    lines = (json.dumps(asdict(r), ensure_ascii=True) + "\n" for r in rejections)
-    store.put(f"{name}/rejected.jsonl", "".join(lines).encode())
-    if not parts:
-        counts = dict(sorted(Counter(r.reason for r in rejections).items()))
-        raise ValueError(
-            f"source {name!r}: no sample left to write; rejected: {counts or 'none'}"
-            + (f", first: {rejections[0]}" if rejections else "")
-        )
-    index = merged(name, category, tokenizer, parts)
-    write_index(store, index)
-    journal.remove()
-    return index
+    if not journal.begun():
+        refuse_finished(store, name)  # before anything is written beside it
+    with Claim(store, name) as claim:
+        if finished := _finished(store, name, journal):
+            return finished
+        with ShardWriter(store, name, journal, claim, shard_bytes, progress, rejected) as writer:
+            if not writer.complete:
+                units = reader.read(writer.cursor)
+                with closing(_prepared(units, category, tokenizer, policy, workers)) as batches:
+                    for cursor, outcome in chain.from_iterable(batches):
+                        writer.add(cursor, outcome)
+                        seen = reader.total or max(_FEW, writer.num_seen)
+                        _check_rejected(name, writer.rejections, seen, max_rejected)
+            parts, rejections = writer.finish()
+        num_seen = len(rejections) + sum(len(part.keys) for part in parts)
+        claim.check()
+        lines = (json.dumps(asdict(r), ensure_ascii=True) + "\n" for r in rejections)
+        store.put(f"{name}/rejected.jsonl", "".join(lines).encode())
+        if not parts:
+            raise _nothing_left(name, rejections)
+        _check_rejected(name, rejections, num_seen, max_rejected)
+        index = merged(name, category, tokenizer, parts)
+        write_index(store, index)
+        journal.remove()
+        return index
+
+
+def _nothing_left(name: str, rejections: Sequence[Rejection]) -> ValueError:
+    counts = sorted(Counter(r.reason for r in rejections).items())
+    told = ", ".join(f"{count:,} x {reason}" for reason, count in counts) or "none"
+    first = rejections[0] if rejections else None
+    return ValueError(
+        f"source {name!r}: no sample left to write; rejected: {told}"
+        + (f"; the first is {first.key!r}: {first.reason}: {first.detail}" if first else "")
+    )
+
+
+def _check_rejected(name: str, rejections: Sequence[Rejection], samples: int, share: float) -> None:
+    if len(rejections) <= share * samples:
+        return
+    reasons = Counter(r.reason for r in rejections).most_common()
+    raise TooManyRejected(
+        f"source {name!r}: {len(rejections):,} of {samples:,} samples rejected, the limit "
+        f"(max-rejected) is {share:g}: "
+        + ", ".join(f"{reason} {count:,}" for reason, count in reasons)
+        + f"; the first: {rejections[0].key}: {rejections[0].detail}. What is done is kept: the "
+        "same command with a higher limit goes on. For another input, delete "
+        f"{name}/.ingest or choose another name"
+    )
 
 
 def _check_request(name: str, shard_bytes: int, category: str) -> None:
@@ -148,14 +191,11 @@ def _finished(store: Store, name: str, journal: Journal) -> SourceIndex | None:
         store.head(manifest_key(name))
     except (MissingKey, MissingBucket):
         return None
-    if journal.kept and journal.found():
-        index = read_index(store, name)
-        journal.remove()
-        return index
-    raise ValueError(
-        f"{store.uri}/{name}: a finished source of this name exists, and runs may be reading it; "
-        "choose another name, or delete the folder first"
-    )
+    if not (journal.kept and journal.found()):
+        refuse_finished(store, name)
+    index = read_index(store, name)
+    journal.remove()
+    return index
 
 
 # Preparing, in other processes -------------------------------------------------------------------
@@ -193,9 +233,23 @@ def _preparer(
             key = sample.key
             return prepare(sample, category, tokenizer, policy)
         except Refused as refusal:
-            return Rejection(str(key), *refusal.args)
-        except Exception as error:
+            return _rejection(key, *refusal.args)
+        except (MemoryError, OSError, ImportError, StoreError) as error:
             error.add_note(f"while preparing sample {key!r}")
-            raise
+            raise  # the machine's, not the sample's
+        except Exception as error:
+            # Nobody foresaw it, but another sample would not have caused it.
+            return _rejection(key, "failed", _described(error))
 
     return lambda batch: [(cursor, one(unit)) for cursor, unit in batch]
+
+
+def _described(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    file = PurePath(place.filename).name
+    return f"{type(error).__name__}: {error} ({file}, line {place.lineno})"
+
+
+def _rejection(key: object, reason: str, detail: str) -> Rejection:
+    """A rejection that is short, whatever stands in the data."""
+    return Rejection(f"{key:.200}", reason, detail if len(detail) <= 1000 else f"{detail[:997]}...")

@@ -7,6 +7,7 @@ gives the same bytes. All of it goes when the source is finished.
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from data_pipeline.ingest.parts import Part
@@ -34,6 +35,14 @@ class Journal:
     def kept(self) -> bool:
         """Whether a journal is kept at all."""
         return self._request is not None
+
+    def begun(self) -> bool:
+        """Whether anything is there that an ingest left, of whatever request."""
+        for name in ("request.json", "lock"):
+            with suppress(MissingKey, MissingBucket):
+                self._store.head(f"{self._folder}/{name}")
+                return True
+        return False
 
     def found(self) -> bool:
         """Whether an ingest of the same request was begun.

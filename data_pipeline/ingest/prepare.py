@@ -4,8 +4,10 @@ Pure, so that samples may be prepared in any process and order. Every medium is 
 what does not decode is refused now, with a reason, and not in the middle of a run.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from data_pipeline.augment.directions import flip_allowed, turn_allowed
@@ -27,7 +29,7 @@ from data_pipeline.ingest.samples import (
 )
 from data_pipeline.text import Tokenizer
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, video_chunks
-from moonvit3d.media import MediaError, is_turned
+from moonvit3d.media import MediaError, Probe, is_turned
 
 # Per kind: suffix as given -> suffix in the shard, and the bytes that a file of it has at `at`.
 SUFFIXES = {
@@ -97,6 +99,7 @@ def prepare(
         raise Refused("not JSON", str(error)) from None
     files = [s.data for s in sample.segments if isinstance(s, ImageSegment | VideoSegment)]
     names = [f"{number}.{medium.suffix}" for number, medium in enumerate(media)]
+    _check_document(document, sample.meta, policy)
     framed = frame(sample.key, document, list(zip(names, files, strict=True)))
     told = {s.media for s in sample.segments if isinstance(s, RegionSegment) and s.shape == "turn"}
     images = {number for number, medium in enumerate(media) if medium.kind == KIND_IMAGE}
@@ -127,13 +130,15 @@ def _measure(segments: Sequence[Segment], policy: IngestPolicy) -> tuple[list[Me
     """Every media file decoded and measured, and how many images are marked as turned."""
     media: list[Medium] = []
     turned = items = 0
+    end = time.monotonic() + policy.max_video_seconds
     for number, segment in enumerate(segments):
         if not isinstance(segment, ImageSegment | VideoSegment):
             continue
         kind = KIND_IMAGE if isinstance(segment, ImageSegment) else KIND_VIDEO
         suffix = _check_file(segment, kind, number, policy)
         try:
-            found = verify(segment.data, kind)
+            check = partial(_check_video, number, policy, end) if kind == KIND_VIDEO else None
+            found = verify(segment.data, kind, check)
             turned += kind == KIND_IMAGE and is_turned(segment.data)
         except MediaError as error:
             raise Refused("undecodable", f"segment {number}: {error}") from None
@@ -144,6 +149,42 @@ def _measure(segments: Sequence[Segment], policy: IngestPolicy) -> tuple[list[Me
         media.append(Medium(kind, suffix, found.height, found.width, chunks, items))
         items += len(chunks)
     return media, turned
+
+
+def _check_video(number: int, policy: IngestPolicy, end: float, found: Probe) -> None:
+    """Refuse a video that is too large to be decoded, before and while it is.
+
+    A frame that repeats the one before costs a file some bytes, and a decoder all its pixels.
+    """
+    pixels = found.frames * found.height * found.width
+    if pixels > policy.max_video_pixels:
+        raise Refused(
+            "too large",
+            f"segment {number}: {found.frames} frames of {found.width} x {found.height}, at most "
+            f"{policy.max_video_pixels} pixels in all",
+        )
+    items = len(video_chunks(found.frames, found.fps)) if found.fps else 0
+    if items > policy.max_items:
+        raise Refused("too large", f"segment {number}: {items} chunks, at most {policy.max_items}")
+    if time.monotonic() > end:
+        raise Refused(
+            "too slow",
+            f"segment {number}: not decoded within {policy.max_video_seconds:g} s",
+        )
+
+
+def _check_document(document: bytes, meta: dict[str, Any], policy: IngestPolicy) -> None:
+    if len(document) > policy.max_document_bytes:
+        raise Refused(
+            "too large", f"a document of {len(document)} bytes, at most {policy.max_document_bytes}"
+        )
+    size = len(sample_json([], meta)) if meta else 0
+    if size > policy.max_meta_bytes:
+        raise Refused(
+            "too large",
+            f"meta of {size} bytes, at most {policy.max_meta_bytes}; fields that the short form "
+            "does not know are kept there",
+        )
 
 
 def _check_file(

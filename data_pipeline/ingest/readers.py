@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import os
 import re
+import stat
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from typing import IO, Any
 
 from data_pipeline.ingest.blobs import (
     MOST_HELD,
+    OF_THE_NAME,
     Blob,
     Withheld,
     in_store,
@@ -32,10 +34,12 @@ from data_pipeline.ingest.forms import FORMS
 from data_pipeline.ingest.records import Broken, Group, Line, safe_key
 from data_pipeline.ingest.samples import Pending
 from data_pipeline.ingest.tars import content, regular_files
+from data_pipeline.store.addresses import split_place
 from data_pipeline.store.open import MissingKey
 
 _TARS = (".tar", ".tar.gz", ".tgz")
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+RAW_FILES = _TARS + _LINES
 # What a source of ours has beside its shards.
 _OURS = ("manifest.json", "index.parquet", "rejected.jsonl")
 _LONGEST_LINE = 64 << 20
@@ -90,6 +94,7 @@ def open_inputs(
 
 
 def _open(where: str, choices: Choices) -> list["Folder | Tar | Lines"]:
+    split_place("input", where)  # refuses what is meant for a store and misspelt
     name = where.removeprefix("file://").rstrip("/") or "/"
     try:
         if name.endswith(_TARS):
@@ -98,10 +103,20 @@ def _open(where: str, choices: Choices) -> list["Folder | Tar | Lines"]:
             return [Lines(name, choices)]
     except (FileNotFoundError, MissingKey):
         raise ValueError(f"input {where}: there is no such file") from None
+    except OSError as error:
+        if error.strerror is None or error.errno not in OF_THE_NAME:
+            raise
+        raise ValueError(f"input {where}: {error.strerror}") from None
     if not in_store(name) and not os.path.isdir(name):
         what = "no such file or folder" if not os.path.exists(name) else "no input that is known"
         raise ValueError(f"input {where}: {what}; give a folder, a .tar or a .jsonl file")
     folder = Folder(name, choices)
+    manifests = [f for f in folder.files if f.endswith(_LINES) and "/" not in f and f not in _OURS]
+    if manifests and choices.category != "code":  # of code they may be files of a project
+        raise ValueError(
+            f"input {where}: holds the manifest {manifests[0]}, which says what the samples are; "
+            f"give the manifest itself: {name}/{manifests[0]}"
+        )
     tars = [file for file in folder.files if file.endswith(_TARS)]
     if not tars:
         return [folder]
@@ -227,13 +242,16 @@ def _walk(
                 f"{os.path.realpath(entry.path)}; remove it, or add --follow-links if all links in "
                 "this folder are yours"
             )
-        if entry.is_dir():
-            folders.append(name)
-        elif entry.is_file():
+        try:
             status = entry.stat()
+        except OSError:
+            status = None  # a link to nothing, or in a circle: reading it gives the reason
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            folders.append(name)
+        elif status is not None and stat.S_ISREG(status.st_mode):
             yield name, f"{status.st_size} {status.st_mtime_ns}"
         else:
-            yield name, "gone"  # a link to nothing: reading it gives the reason
+            yield name, "gone"
     for name in folders:
         yield from _walk(root, name, (*above, real), follow_links)
 
@@ -347,15 +365,19 @@ class Lines:
             with opened(self._where) as found:
                 found.file.seek(at)
                 while line := found.file.readline(_LONGEST_LINE):
-                    if line.strip():
-                        yield [at, number], self._line(f"{name}:{number}", number, line)
+                    place = f"{name}:{number}"
+                    if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+                        while (more := found.file.readline(1 << 20)) and more[-1:] != b"\n":
+                            pass
+                        told = f"{place}: longer than {_LONGEST_LINE} bytes; is it JSONL?"
+                        yield [at, number], Broken(place, "too large", told)
+                    elif line.strip():
+                        yield [at, number], self._line(place, number, line)
                     at, number = found.file.tell(), number + 1
         except _DAMAGED as error:
             yield [at, number], Broken(name, "damaged file", f"{self._where}: {error}")
 
     def _line(self, place: str, number: int, data: bytes) -> Pending:
-        if len(data) == _LONGEST_LINE:
-            raise ValueError(f"input {place}: longer than {_LONGEST_LINE} bytes; is it JSONL?")
         stem = _name(self._where).split(".")[0]
         prefix = stem if self._choices.prefix_keys else ""
         base = self._where.rpartition("/")[0] or "."

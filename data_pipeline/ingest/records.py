@@ -5,6 +5,8 @@ All are small and picklable; `load` reads the files, in whatever process it is c
 
 import hashlib
 import json
+import mimetypes
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -34,6 +36,8 @@ nix zig d dart vhd vhdl v sv
 """
 PLAIN = frozenset(_PLAIN.split())
 _MEDIA_FIELDS = ("image", "images", "video", "content", "steps", "turns")
+_KNOWN = ", ".join(suffix for kind in SUFFIXES.values() for suffix in kind)
+_TYPES = mimetypes.MimeTypes()  # Python's own table: the machine's may be another
 _NUMBERED = re.compile(r"(?:(\d+)\.)?(\w+)")  # "png", "0.png"; not "mask.png"
 
 
@@ -45,7 +49,11 @@ def safe_key(name: str) -> str:
     try:
         check_sample_key(name)
     except ValueError:
-        mark = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:10]
+        try:
+            data = name.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:  # half a pair, which JSON can write
+            data = name.encode("utf-8", "surrogatepass")
+        mark = hashlib.sha256(data).hexdigest()[:10]
         plain = re.sub("/+", "/", re.sub(r"[^A-Za-z0-9_\-/]", "_", name)).strip("/")
         return f"{plain[: MAX_KEY - 11]}-{mark}"
     return name
@@ -63,12 +71,17 @@ def is_medium(name: str) -> bool:
 
 def _segment(name: str, blob: Blob, policy: IngestPolicy) -> ImageSegment | VideoSegment:
     suffix = suffix_of(f".{name}")
-    if suffix in SUFFIXES[KIND_IMAGE]:
-        return ImageSegment(blob.read(policy.max_media_bytes), suffix)
-    if suffix in SUFFIXES[KIND_VIDEO]:
-        return VideoSegment(blob.read(policy.max_media_bytes), suffix)
-    known = ", ".join(suffix for kind in SUFFIXES.values() for suffix in kind)
-    raise Refused("unknown suffix", f"{name!r}; known are {known}")
+    for kind, segment in ((KIND_IMAGE, ImageSegment), (KIND_VIDEO, VideoSegment)):
+        if suffix in SUFFIXES[kind]:
+            data = b"" if policy.texts_only else blob.read(policy.max_media_bytes)
+            return segment(data, suffix)
+    raise Refused("unknown suffix", f"{name!r}; known are {_KNOWN}")
+
+
+def _shown(name: str) -> bool:
+    """Whether a file's suffix is of pictures or clips at all, such as "bmp"."""
+    kind, _ = _TYPES.guess_type(f"x.{name}")
+    return kind is not None and kind.startswith(("image/", "video/"))
 
 
 def _decoded(data: bytes, name: str) -> str:
@@ -134,14 +147,28 @@ class Group:
         if "segments" not in record:
             self._add_text(record, policy)
             self._add_media(record)
-        return sample_of(record, self.category, self.key, media, strict=False)
+        try:
+            return sample_of(record, self.category, self.key, media, strict=False)
+        except Refused as error:
+            if error.args[0] == "missing field" and self._foreign:
+                raise Refused(*error.args[:-1], f"{error.args[-1]}; {self._no_medium()}") from None
+            raise
+
+    @property
+    def _foreign(self) -> list[str]:
+        """Members that are neither a medium that can be read nor a text."""
+        known = (*CAPTIONS, *(PLAIN if self.category in ("text", "code") else ()), "json")
+        return [m for m in self.members if not is_medium(m) and suffix_of(f".{m}") not in known]
+
+    def _no_medium(self) -> str:
+        return f"{self.stem}.[{', '.join(self._foreign)}] is no medium; known are {_KNOWN}"
 
     def _record(self, policy: IngestPolicy) -> dict[str, Any]:
         """What the JSON member says; one of only captions is a short way for those."""
         if "json" not in self.members:
             return {}
         name = f"{self.stem}.json"
-        found = _parsed(self.members["json"].read(policy.max_media_bytes), name)
+        found = _parsed(self.members["json"].read(policy.max_document_bytes), name)
         if isinstance(found, str):
             return {"text": found}
         if isinstance(found, list):
@@ -162,10 +189,13 @@ class Group:
             return
         if len(texts) > 1:
             raise Refused("bad field", f"{self.stem} has several texts: {', '.join(texts)}")
-        text = _decoded(self.members[texts[0]].read(policy.max_media_bytes), texts[0])
+        text = _decoded(self.members[texts[0]].read(policy.max_document_bytes), texts[0])
         other = {name: record.pop(name) for name in ("text", "texts") if name in record}
         if other:
-            record["meta"] = {**other, **record.get("meta", {})}
+            meta = record.get("meta", {})
+            if not isinstance(meta, dict):
+                raise Refused("bad field", f"meta is {meta!r:.60}, expected an object")
+            record["meta"] = {**other, **meta}
         record["text"] = text if plain else text.strip()
 
     def _add_media(self, record: dict[str, Any]) -> None:
@@ -176,9 +206,8 @@ class Group:
         ordered = sorted((int(match[1] or -1), m) for match, m in found if match)
         names = [name for _, name in ordered]
         if not names:
-            foreign = [m for m in self.members if suffix_of(f".{m}") not in (*CAPTIONS, "json")]
-            if foreign and not record:
-                raise Refused("unknown suffix", f"{self.stem}.[{', '.join(foreign)}]")
+            if self._foreign and (not record or any(map(_shown, self._foreign))):
+                raise Refused("unknown suffix", self._no_medium())
             return
         fields = FORMS[self.category].fields
         if len(names) == 1:
@@ -233,6 +262,8 @@ class Line:
         def media(name: str) -> ImageSegment | VideoSegment:
             return _segment(name, Blob(self._inside(name)), policy)
 
+        if len(self.data) > policy.max_document_bytes:
+            raise Refused("too large", f"{self.place}: more than {policy.max_document_bytes} bytes")
         record = _parsed(self.data, self.place)
         if not isinstance(record, dict):
             raise Refused("bad field", f"{self.place}: {record!r:.60}, expected an object")
@@ -245,6 +276,10 @@ class Line:
         """Where a file that a line names lies."""
         if in_store(name):
             return name
+        try:
+            os.fsencode(name)
+        except UnicodeEncodeError as error:  # half a pair, which JSON can write
+            raise Refused("bad path", f"{name!r:.100}: {error.reason}") from None
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts or "\0" in name:
             raise Refused(

@@ -15,16 +15,16 @@ import numpy as np
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import (
     IndexMismatch,
-    check_crc,
-    manifest_key,
     read_index,
-    sample_span,
+    refuse_finished,
     write_index,
 )
+from data_pipeline.index.reads import document_of, read_checked
 from data_pipeline.index.shards import check_source_name
+from data_pipeline.ingest.claim import Claim
 from data_pipeline.ingest.ordered import ordered_map
 from data_pipeline.ingest.prepare import count_numbers, item_prefix
-from data_pipeline.store.open import MissingKey, Store, get_many
+from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 
 _BATCH = 1024  # documents read and counted at a time
@@ -57,51 +57,42 @@ def reindex(
         progress: called with (samples done, samples).
 
     Raises:
-        ValueError: a bad name, or a source of the new name exists.
+        ValueError: a bad name, or a source of the new name exists or is being written.
         MissingKey, IndexMismatch: the old source is not there, or damaged.
     """
     check_source_name(new_name)
-    try:
-        store.head(manifest_key(new_name))
-    except MissingKey:
-        pass
-    else:
-        raise ValueError(
-            f"{store.uri}/{new_name}: a source of this name exists, and runs may be reading it; "
-            "choose another name"
+    refuse_finished(store, new_name)
+    with Claim(store, new_name) as claim:
+        index = read_index(store, name)
+        pieces: list[list[int]] = []
+        variants: list[list[int]] = []
+        batches = documents(store, index, threads)
+        for counts in ordered_map(_counter, (tokenizer,), batches, workers):
+            pieces += [piece for piece, _ in counts]
+            variants += [variant for _, variant in counts]
+            if progress:
+                progress(len(pieces), index.num_samples)
+        _check_lengths(index, "piece", pieces)
+        _check_lengths(index, "variant", variants)
+        new = replace(
+            index,
+            name=new_name,
+            piece_tokens=np.array([n for row in pieces for n in row], np.int32),
+            variant_tokens=np.array([n for row in variants for n in row], np.int32),
+            tokenizer_name=tokenizer.name,
+            tokenizer_hash=tokenizer.hash,
         )
-    index = read_index(store, name)
-    pieces: list[list[int]] = []
-    variants: list[list[int]] = []
-    documents = _documents(store, index, threads)
-    for counts in ordered_map(_counter, (tokenizer,), documents, workers):
-        pieces += [piece for piece, _ in counts]
-        variants += [variant for _, variant in counts]
-        if progress:
-            progress(len(pieces), index.num_samples)
-    _check_lengths(index, "piece", pieces)
-    _check_lengths(index, "variant", variants)
-    new = replace(
-        index,
-        name=new_name,
-        piece_tokens=np.array([n for row in pieces for n in row], np.int32),
-        variant_tokens=np.array([n for row in variants for n in row], np.int32),
-        tokenizer_name=tokenizer.name,
-        tokenizer_hash=tokenizer.hash,
-    )
-    write_index(store, new)
-    return new
+        claim.check()
+        write_index(store, new)
+        return new
 
 
-def _documents(store: Store, index: SourceIndex, threads: int) -> Iterator[list[bytes]]:
+def documents(store: Store, index: SourceIndex, threads: int) -> Iterator[list[bytes]]:
+    """Yield the documents (JSON) of all samples in order, in batches, without their media."""
     for start in range(0, index.num_samples, _BATCH):
         samples = range(start, min(start + _BATCH, index.num_samples))
-        spans = [sample_span(index, sample) for sample in samples]
-        found = get_many(store, spans, max_gap=_MAX_GAP, threads=threads)
-        for sample, span, text in zip(samples, spans, found, strict=True):
-            where = f"{store.uri}/{span.key}, sample {index.key_of(sample)!r}"
-            check_crc(text, int(index.json_crc[sample]), where)
-        yield found
+        documents = [document_of(index, sample) for sample in samples]
+        yield read_checked(store, documents, threads, _MAX_GAP)
 
 
 def _counter(tokenizer: Tokenizer) -> Callable[[list[bytes]], list[Counts]]:

@@ -169,11 +169,22 @@ class IngestPolicy:
         max_text_tokens: tokens of a sample's texts and regions, below 2**31.
         max_items: images and video chunks of a sample, below 2**15.
         max_media_bytes: bytes of one media file.
+        max_document_bytes: bytes of a text or JSON file, of a line of a manifest, and of the
+            document that is written. JSON takes thirty times as much memory once it is parsed.
+        max_meta_bytes: bytes of `meta` as JSON; it is parsed again at each draw.
+        max_video_pixels: frames of a video, times the pixels of one.
+        max_video_seconds: to decode the videos of a sample.
+        texts_only: media files are not read, and segments of them hold no bytes.
     """
 
     max_text_tokens: int = 1 << 20
     max_items: int = 4096
     max_media_bytes: int = 1 << 30
+    max_document_bytes: int = 16 << 20
+    max_meta_bytes: int = 1 << 20
+    max_video_pixels: int = 1 << 38
+    max_video_seconds: float = 600.0
+    texts_only: bool = False
 
     def __post_init__(self) -> None:
         # The index columns are int32 and int16.
@@ -267,9 +278,13 @@ def _numbers(points: object) -> list[list[float]] | None:
             return None
         if any(isinstance(n, bool) or not isinstance(n, int | float) for n in point):
             return None
-        if not all(math.isfinite(n) for n in point):
+        try:
+            pair = [float(n) for n in point]
+        except OverflowError:  # a whole number of 400 digits
             return None
-        found.append([float(n) for n in point])
+        if not all(map(math.isfinite, pair)):
+            return None
+        found.append(pair)
     return found
 
 

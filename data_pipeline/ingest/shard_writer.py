@@ -12,6 +12,7 @@ from typing import Any
 
 from data_pipeline.index.columns import ShardInfo
 from data_pipeline.index.shards import ShardBuilder
+from data_pipeline.ingest.claim import Claim
 from data_pipeline.ingest.journal import Journal
 from data_pipeline.ingest.parts import Columns, Part
 from data_pipeline.ingest.prepare import Prepared
@@ -78,6 +79,7 @@ class ShardWriter:
     Args:
         store, name: where the source is written.
         journal: taken up if one is found, else begun.
+        claim: of the name, looked at before each shard.
         shard_bytes: largest size of a shard.
         progress, rejected: see `data_pipeline.ingest.ingest.ingest`.
     """
@@ -87,17 +89,20 @@ class ShardWriter:
         store: Store,
         name: str,
         journal: Journal,
+        claim: Claim,
         shard_bytes: int,
         progress: Callable[[IngestProgress], None] | None = None,
         rejected: Callable[[Rejection], None] | None = None,
     ) -> None:
         self._store, self._name, self._journal = store, name, journal
+        self._claim = claim
         self._shard_bytes, self._progress, self._rejected = shard_bytes, progress, rejected
         self._parts = journal.parts() if journal.found() else []
         if not self._parts:
             # Shows now, and not after a shard's worth of work, that one may write here.
             store.put(f"{name}/rejected.jsonl", b"")
             journal.begin()
+        self.rejections = [rejection for part in self._parts for rejection in part.rejections]
         self._keys = {key for part in self._parts for key in part.keys}
         self._done: Counter[str] = Counter()
         for part in self._parts:
@@ -119,6 +124,11 @@ class ShardWriter:
         return self._parts[-1].cursor if self._parts else None
 
     @property
+    def num_seen(self) -> int:
+        """Samples so far, written and rejected."""
+        return len(self._keys) + len(self.rejections)
+
+    @property
     def complete(self) -> bool:
         """Whether the last shard of the input is there already."""
         return bool(self._parts) and self._parts[-1].last
@@ -134,6 +144,7 @@ class ShardWriter:
             outcome = Rejection(outcome.key, "key twice", "an earlier sample has this key")
         if isinstance(outcome, Rejection):
             self._filling.rejections.append(outcome)
+            self.rejections.append(outcome)
             if self._rejected:
                 self._rejected(outcome)
         else:
@@ -157,6 +168,7 @@ class ShardWriter:
     def _put(self, number: int, filling: _Filling, cursor: Any, last: bool) -> Part:
         shard = filling.builder.finish()
         key = f"{self._name}/{number:06d}.tar"
+        self._claim.check()
         self._store.put(key, shard.data)
         part = Part(
             shard=ShardInfo(key, len(shard.data), shard.sha256, shard.samples),
@@ -188,5 +200,4 @@ class ShardWriter:
         if self._filling.builder.samples:
             self._close(None, last=True)
         self._settle()
-        rejections = [rejection for part in self._parts for rejection in part.rejections]
-        return self._parts, rejections + self._filling.rejections
+        return self._parts, self.rejections

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.index.manifest import item_span, sample_span
+from data_pipeline.index.reads import Part, document_of, medium_of, read_checked
 from data_pipeline.keyed import mix
 from data_pipeline.plan.ragged import sums
-from data_pipeline.store.open import Span, Store, get_many
+from data_pipeline.store.open import Store
 
 _BATCH_BYTES = 32 << 20
 _WORD = 32
@@ -103,6 +103,7 @@ def find_duplicates(
 
     Raises:
         StoreError: what the index names cannot be read.
+        IndexMismatch: or is not what the index says.
     """
     indices, left_out = _with_own_shards(indices)
     files = [np.flatnonzero(index.item_chunk == 0) for index in indices]
@@ -112,10 +113,10 @@ def find_duplicates(
     ])  # fmt: skip
     media = [_Candidate(source, int(files[source][line])) for source, line in media]
     samples = _candidates([_sample_key(index) for index in indices])
-    spans = [item_span(indices[source], line) for source, line in media]
-    documents = [sample_span(indices[source], line) for source, line in samples]
-    total = sum(span.length for span in (*spans, *documents))
-    hashes = _hashes(store, (*spans, *documents), threads, lambda done: progress(done, total))
+    parts = [medium_of(indices[source], line) for source, line in media]
+    parts += [document_of(indices[source], line) for source, line in samples]
+    total = sum(part.span.length for part in parts)
+    hashes = _hashes(store, parts, threads, lambda done: progress(done, total))
     of_media = dict(zip(media, hashes[: len(media)], strict=True))
     of_samples = {
         candidate: _sample_hash(indices[candidate.source], candidate, document, of_media)
@@ -165,18 +166,19 @@ def _candidates(keys: Sequence[NDArray[np.uint64]]) -> list[_Candidate]:
 
 
 def _hashes(
-    store: Store, spans: Sequence[Span], threads: int, progress: Callable[[int], None]
+    store: Store, parts: Sequence[Part], threads: int, progress: Callable[[int], None]
 ) -> list[str]:
-    """SHA-256 (hex) of some spans; neighbours are read together, a batch at a time."""
-    found = [""] * len(spans)
+    """SHA-256 (hex) of some parts; neighbours are read together, a batch at a time."""
+    found = [""] * len(parts)
     batch: list[int] = []
     done = size = 0
-    order = sorted(range(len(spans)), key=lambda i: spans[i])
+    order = sorted(range(len(parts)), key=lambda i: parts[i].span)
     for place, number in enumerate(order):
         batch.append(number)
-        size += spans[number].length
+        size += parts[number].span.length
         if size >= _BATCH_BYTES or place == len(order) - 1:
-            for i, data in zip(batch, get_many(store, [spans[i] for i in batch], threads=threads)):
+            bodies = read_checked(store, [parts[i] for i in batch], threads)
+            for i, data in zip(batch, bodies, strict=True):
                 found[i] = hashlib.sha256(data).hexdigest()
             done += size
             progress(done)

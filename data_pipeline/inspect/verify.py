@@ -57,8 +57,10 @@ def open_source(store: Store, name: str) -> SourceIndex | Problem:
         return read_index(store, name)
     except (IndexMismatch, MissingKey, ValueError) as error:
         return Problem(name, "index", str(error))
-    except (KeyError, TypeError) as error:  # a manifest that lacks a field
-        return Problem(name, "index", f"manifest.json does not have its form: {error!r}")
+    except KeyError as error:
+        return Problem(name, "index", f"manifest.json does not have its form: no field {error}")
+    except TypeError as error:
+        return Problem(name, "index", f"manifest.json does not have its form: {error}")
 
 
 def verify_source(

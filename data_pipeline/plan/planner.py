@@ -27,16 +27,18 @@ from numpy.typing import NDArray
 
 from data_pipeline.config import MAX_PREFETCH, DataConfig
 from data_pipeline.index.columns import SourceIndex
+from data_pipeline.names import listed
 from data_pipeline.plan.blend import Segment, append_segment, blend
 from data_pipeline.plan.mixture import Mixer, Mixture
 from data_pipeline.plan.pack import PackedWindow, pack_window
 from data_pipeline.plan.ragged import gather
-from data_pipeline.plan.source import Drawn, Source
+from data_pipeline.plan.source import DataUsedUp, Drawn, Source
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
 
 __all__ = ["DataUsedUp", "GlobalPlan", "ItemTable", "Planner", "SampleTable", "State"]
 
 SCHEMA = 2
+_HASH = 12  # hexadecimal digits of a source's content hash in a state
 KEPT_WINDOWS = 16  # packed windows held in memory, some 100 bytes per sample
 # More than may be planned ahead of the step in use, with some to spare.
 QUARANTINE_DELAY = MAX_PREFETCH + 8
@@ -44,10 +46,6 @@ MAX_QUARANTINED = 1000
 
 State = dict[str, Any]
 Table = TypeVar("Table", SampleTable, ItemTable)
-
-
-class DataUsedUp(ValueError):
-    """No source may be drawn from any more; the message says why and what to change."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +75,10 @@ class Planner:
         self.indices = tuple(sorted(indices, key=lambda index: index.name))
         names = tuple(index.name for index in self.indices)
         if names != config.source_names:
-            raise ValueError(f"config names sources {config.source_names}, indices are {names}")
+            raise ValueError(
+                f"config names sources {listed(config.source_names)}; indices are of "
+                f"{listed(names)}"
+            )
         self.sources = tuple(Source(index, config) for index in self.indices)
         self._totals = [source.totals for source in self.sources]
         units = [source.num_units for source in self.sources]
@@ -86,6 +87,7 @@ class Planner:
         self._mixer.check(self.mixture)
         contents = "\n".join(f"{index.name} {index.content_hash}" for index in self.indices)
         self.manifest = hashlib.sha256(contents.encode()).hexdigest()
+        self._contents = {index.name: index.content_hash[:_HASH] for index in self.indices}
         self._packing = _packing(config)
         self._window = lru_cache(maxsize=KEPT_WINDOWS)(self._pack)
         self._mixtures = lru_cache(maxsize=KEPT_WINDOWS)(self._mix)
@@ -158,12 +160,12 @@ class Planner:
         sample was in quarantine already.
 
         Raises:
-            ValueError: so many samples are unusable that the data itself must be broken.
+            DataUsedUp: so many samples are unusable that the data itself must be broken.
         """
         if any(entry[:2] == (source, sample) for entry in self._quarantine):
             return False
         if len(self._quarantine) >= MAX_QUARANTINED:
-            raise ValueError(
+            raise DataUsedUp(
                 f"more than {MAX_QUARANTINED} samples are unusable; check the data with "
                 "`kimi-pretrain data verify` before going on"
             )
@@ -191,6 +193,10 @@ class Planner:
             mixture, state["window"], state["row"], state["step"], state["opened"], len(kept) + 1
         )
         return {**changed, "quarantine": state["quarantine"]}
+
+    def notices(self) -> list[str]:
+        """Return what a person should know of samples that do not fit a row, a line a source."""
+        return [source.notice for source in self.sources if source.notice is not None]
 
     def report(self) -> dict[str, Any]:
         """Return what the blend comes to, ready for JSON.
@@ -341,6 +347,7 @@ class Planner:
         return {
             "schema": SCHEMA,
             "manifest": self.manifest,
+            "sources": dict(self._contents),
             "packing": dict(self._packing),
             "decoders": _decoders() if self.config.same_decoders else None,
             "seed": self.config.seed,
@@ -374,10 +381,15 @@ class Planner:
     def _check(self, state: Mapping[str, Any]) -> None:
         """Refuse, field by field, a state of another run, or one that is none."""
         expected = self._encode(self.mixture, 0, 0, 0, 0)
-        if set(state) != set(expected):
-            raise ValueError(f"state has fields {sorted(state)}, expected {sorted(expected)}")
-        for field in ("schema", "manifest", "seed"):
-            _same(field, state[field], expected[field])
+        # States of earlier versions do not name the sources.
+        if {*state, "sources"} != set(expected):
+            raise ValueError(
+                f"state has fields {listed(sorted(state))}; expected {listed(sorted(expected))}"
+            )
+        _same("schema", state["schema"], expected["schema"])
+        if state["manifest"] != self.manifest:
+            raise ValueError(_other_sources(state.get("sources"), self._contents))
+        _same("seed", state["seed"], expected["seed"])
         packing = state["packing"] if isinstance(state["packing"], dict) else {}
         for field, value in self._packing.items():
             _same(f"packing.{field}", packing.get(field), value)
@@ -419,6 +431,25 @@ class Planner:
                     f"state field 'quarantine' names sample {sample} of source {source}, which "
                     "this data does not have"
                 )
+
+
+def _other_sources(found: object, here: Mapping[str, str]) -> str:
+    """Say how the sources of a state (name -> content hash) differ from those of this run."""
+    told: list[str] = []
+    if isinstance(found, Mapping):
+        told += [f"source {name!r} is no longer among them" for name in sorted({*found} - {*here})]
+        told += [f"source {name!r} is new" for name in sorted({*here} - {*found})]
+        told += [
+            f"source {name!r} holds other data than it did"
+            for name in sorted({*here} & {*found})
+            if found[name] != here[name]
+        ]
+    what = "; ".join(told) or "which one differs it does not say"
+    return (
+        "state field 'manifest': the state belongs to other sources than this configuration's "
+        f"{listed(here)}: {what}. Its rows would not be continued: give the sources that the run "
+        "began with, or begin a new run (train.start_from takes the weights along)"
+    )
 
 
 def _packing(config: DataConfig) -> dict[str, Any]:

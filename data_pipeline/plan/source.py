@@ -30,6 +30,10 @@ from data_pipeline.plan.variation import Variation
 _PROBED = 1 << 16
 
 
+class DataUsedUp(ValueError):
+    """There is no sample to draw any more; the message says why and what to change."""
+
+
 @dataclass(frozen=True, eq=False)
 class Drawn:
     """n units as they were drawn.
@@ -120,6 +124,25 @@ class Source:
         }
 
     @property
+    def notice(self) -> str | None:
+        """What rows of this length do to the samples, in one line; None: they take them as is.
+
+        Splitting a text loses nothing and is not told.
+        """
+        refused, shrunk = np.flatnonzero(~self._usable), int((self.level > 0).sum())
+        told = []
+        if refused.size:
+            first = self.index.key_of(int(refused[0]))
+            told.append(
+                f"{refused.size:,} are left out as longer than a row of data.seq_len="
+                f"{self._seq_len} tokens (the first {first!r}, the longest {self.longest:,})"
+            )
+        if shrunk:
+            told.append(f"the media of {shrunk:,} are shrunk to fit a row")
+        whole = f"source {self.index.name!r}: of {self.index.num_samples:,} samples "
+        return whole + " and ".join(told) if told else None
+
+    @property
     def num_units(self) -> int:
         """Draws of one epoch."""
         return self._sample.size
@@ -167,7 +190,7 @@ class Source:
         usable = self._usable.copy()
         usable[list(quarantined)] = False
         if not usable.any():
-            raise ValueError(
+            raise DataUsedUp(
                 f"source {self.index.name!r}: every sample that fits a row is in quarantine; "
                 "repair the source"
             )

@@ -32,6 +32,7 @@ from pathlib import Path
 from types import TracebackType
 
 from data_pipeline.store.objects import StoreError, StoreUnavailable
+from data_pipeline.store.private import private_folder
 
 _CUT = 0.5  # of the rate, when the server asks for less
 _CUT_EVERY_S = 1.0
@@ -104,14 +105,14 @@ class Budget:
 
     Args:
         folder: where the two files are; local to the node and not swept by a cleaner. Made if it
-            is not there.
+            is not there; nobody else may be able to write to it (`data_pipeline.store.private`).
         rate: requests a second, all processes together.
         burst: requests that may go at once after a pause; None: those of one second.
 
     Raises:
         ValueError: a rate or burst that is no number above 0; other processes have the budget
             open with other numbers; or processes of another machine do.
-        StoreError: the folder cannot be written.
+        StoreError: the folder cannot be written, or others can.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class Budget:
         self._pid, self._lock = os.getpid(), threading.Lock()
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with self._explained():
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder = private_folder(self.folder)
             state = os.open(self.folder / "requests.budget", flags, 0o600)
             try:
                 users = os.open(self.folder / "requests.users", flags, 0o600)

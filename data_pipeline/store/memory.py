@@ -99,10 +99,21 @@ class MemoryStore:
 
     def put(self, key: str, data: bytes) -> ObjectInfo:
         """See `Store.put`."""
+        with self._objects.lock:
+            return self._put(key, data)
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        """See `Store.put_new`."""
+        with self._objects.lock:
+            if self._prefix + check_key(key) in self._objects.held:
+                return False
+            self._put(key, data)
+            return True
+
+    def _put(self, key: str, data: bytes) -> ObjectInfo:
         data = bytes(data)  # the object must not change with a caller's bytearray
         etag = f'"{hashlib.blake2b(data, digest_size=16).hexdigest()}"'
-        with self._objects.lock:
-            self._objects.held[self._prefix + check_key(key)] = (data, etag)
+        self._objects.held[self._prefix + check_key(key)] = (data, etag)
         self._versions.wrote(key, etag)
         self._counter.add(requests=1, written=len(data))
         return ObjectInfo(len(data), etag)

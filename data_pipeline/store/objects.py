@@ -5,7 +5,7 @@ A store is a flat map from keys to immutable byte strings with a version mark (E
 """
 
 import os
-import tempfile
+import secrets
 import threading
 import time
 from collections import OrderedDict
@@ -94,6 +94,15 @@ class Store(Protocol):
 
     def put(self, key: str, data: bytes) -> ObjectInfo:
         """Write a whole object; a reader sees the old one or the new one, never a part."""
+        ...
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        """Write a whole object unless there is one of this key; returns whether it was written.
+
+        Of several writers at once one succeeds. S3 does it by If-None-Match; where a server does
+        not know that, or a connection broke after the object was written, the answer may be wrong:
+        who must be sure reads the object again. False says nothing of who wrote it.
+        """
         ...
 
     def put_file(
@@ -292,6 +301,14 @@ class FolderStore:
         """See `Store.put`."""
         return self._write(key, lambda: iter((data,)))
 
+    def put_new(self, key: str, data: bytes) -> bool:
+        """See `Store.put_new`."""
+        try:
+            self._write(key, lambda: iter((data,)), _link)
+        except FileExistsError:
+            return False
+        return True
+
     def put_file(
         self,
         key: str,
@@ -309,19 +326,26 @@ class FolderStore:
 
         return self._write(key, pieces)
 
-    def _write(self, key: str, pieces: Callable[[], Iterator[bytes]]) -> ObjectInfo:
+    def _write(
+        self,
+        key: str,
+        pieces: Callable[[], Iterator[bytes]],
+        show: Callable[[Path, Path], object] | None = None,
+    ) -> ObjectInfo:
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=self._TEMPORARY, dir=path.parent)
+        temporary = path.parent / f"{self._TEMPORARY}{secrets.token_hex(8)}"
         try:
-            with os.fdopen(handle, "wb") as file:
+            # Not a private file of tempfile's: a corpus is shared as far as the umask lets it be.
+            with temporary.open("xb") as file:
                 written = sum(file.write(piece) for piece in pieces())
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)  # temporary files are private; a corpus is shared
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            (show or os.replace)(temporary, path)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno and error.filename is None:
+                error.filename = str(path)  # a full disk is told without it
             raise
         self._counter.add(requests=1, written=written)
         return self._info(path.stat())
@@ -367,6 +391,19 @@ class FolderStore:
             for name in names:
                 if not name.startswith(self._TEMPORARY):
                     yield Path(inside, name)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Give a whole file its name, unless that is taken (FileExistsError)."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links: a reader may find it empty for a moment
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.replace(temporary, path)
+        return
+    os.unlink(temporary)
 
 
 def get_many(

@@ -17,7 +17,7 @@ from botocore import exceptions as aws
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
 
-from data_pipeline.store.addresses import check_address
+from data_pipeline.store.addresses import check_endpoint, split_place
 from data_pipeline.store.budget import Budget
 from data_pipeline.store.memory import MemoryStore
 from data_pipeline.store.objects import (
@@ -108,7 +108,9 @@ def _meaning(error: Exception) -> tuple[Meaning, str] | None:
     if isinstance(error, aws.ClientError):
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return meaning_of(status, code), f"HTTP {status} {code}"
+        # An answer to HEAD has no body to name an error: the status comes as its code.
+        named = "" if code == str(status) else f" {code}"
+        return meaning_of(status, code), f"HTTP {status}{named}".rstrip()
     if isinstance(error, _NO_CREDENTIALS):
         return "denied", "no complete credentials found"
     if isinstance(error, _NO_NEW_CREDENTIALS):
@@ -152,23 +154,18 @@ def open_store(
             caller closes it.
 
     Raises:
-        ValueError: unknown scheme, no bucket, or credentials in the address or the endpoint.
+        ValueError: unknown scheme, no bucket, an endpoint without a scheme, or credentials in
+            either.
         AccessDenied: the profile or credential process named by the environment does not work.
     """
-    text = os.fspath(uri)
-    check_address("the root", text)
-    scheme, rest = text.split("://", 1) if "://" in text else ("", text)
+    scheme, rest = split_place("the root", os.fspath(uri))
     if scheme in ("", "file"):
         return FolderStore(rest)
     bucket, _, prefix = rest.partition("/")
-    if scheme not in ("s3", "memory") or not bucket:
-        raise ValueError(
-            f"root {text!r}: use s3://bucket/prefix, memory://name, file:///folder or a path"
-        )
     if scheme == "memory":
         return MemoryStore(bucket, prefix)
     endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL") or None
-    check_address("the S3 endpoint", endpoint)
+    check_endpoint("the S3 endpoint", endpoint)
     config = Config(
         connect_timeout=connect_timeout,
         read_timeout=read_timeout,
@@ -182,10 +179,11 @@ def open_store(
         response_checksum_validation="when_required",
     )
     return S3Store(
-        *(bucket, prefix, partial(_connect, endpoint, config, text), _meaning),
+        *(bucket, prefix, partial(_connect, endpoint, config, os.fspath(uri)), _meaning),
         attempts=attempts,
         pool=threads,
         patience=patience,
         hedge=hedge,
         budget=budget,
+        own_endpoint=endpoint is not None,
     )

@@ -7,6 +7,8 @@ draw changes when a request is sent, never what is read, so it needs no seed.
 
 import random
 import time
+from types import TracebackType
+from typing import Self
 
 BASE_S = 0.05
 CAP_S = 4.0
@@ -18,18 +20,34 @@ def backoff(failures: int, draw: random.Random) -> float:
 
 
 class Tries:
-    """The attempts of one operation.
+    """The attempts of one operation; a context manager for as long as it lasts.
 
     Args:
+        what: is asked for, and of whom.
         patience: seconds without progress after which to give up.
         attempts: failures in a row after which to give up although there is time; None: no limit.
         draw: where jitter comes from.
     """
 
-    def __init__(self, patience: float, attempts: int | None, draw: random.Random) -> None:
+    def __init__(
+        self, what: str, patience: float, attempts: int | None, draw: random.Random
+    ) -> None:
+        self.what = what
         self._patience, self._attempts, self._draw = patience, attempts, draw
         self.failures = 0
         self._since = time.monotonic()
+
+    def __enter__(self) -> Self:
+        _UNDER_WAY.add(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _UNDER_WAY.discard(self)
 
     @property
     def seconds(self) -> float:
@@ -54,3 +72,15 @@ class Tries:
         if left <= 0 or (self._attempts is not None and self.failures >= self._attempts):
             return None
         return min(backoff(self.failures, self._draw), left)
+
+
+_UNDER_WAY: set[Tries] = set()
+
+
+def longest_silence() -> tuple[str, float]:
+    """What this process has asked a store for in vain for longest, and for how many seconds.
+
+    ("", 0.0) if nothing is under way. Of all stores and threads; other processes are not seen.
+    """
+    slowest = max(list(_UNDER_WAY), key=lambda tries: tries.seconds, default=None)
+    return ("", 0.0) if slowest is None else (slowest.what, slowest.seconds)

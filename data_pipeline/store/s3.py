@@ -30,6 +30,7 @@ from data_pipeline.store.hedge import Hedger
 from data_pipeline.store.multipart import md5_of, put_parts
 from data_pipeline.store.objects import (
     MissingKey,
+    ObjectChanged,
     ObjectInfo,
     StoreError,
     StoreUnavailable,
@@ -39,7 +40,7 @@ from data_pipeline.store.objects import (
     short_object,
 )
 from data_pipeline.store.retry import Tries
-from data_pipeline.store.s3_answers import Meaning, failure
+from data_pipeline.store.s3_answers import NOT_IMPLEMENTED, Meaning, failure, status_of
 from data_pipeline.store.s3_read import PROGRESS, BodyRead, Sent
 from data_pipeline.store.stats import Counter, StoreStats
 
@@ -61,6 +62,7 @@ class S3Store:
         meaning: what an exception of the client or of a body means, and in few words why; None
             if it is not one of those.
         attempts, pool (threads), patience, hedge, budget: see `open_store`.
+        own_endpoint: whether an endpoint was given; else it is Amazon's own.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class S3Store:
         patience: float,
         hedge: bool,
         budget: Budget | None,
+        own_endpoint: bool,
     ) -> None:
         self.bucket, self._prefix = bucket, prefix.strip("/")
         self.uri = f"s3://{bucket}/{self._prefix}".rstrip("/")
@@ -87,8 +90,14 @@ class S3Store:
         self._renewing = threading.Lock()
         self._closing = threading.Event()
         self._calm_at = self._remark_at = 0.0
+        self._no_conditions = False  # whether the server refuses If-None-Match
         self._connect = partial(connect, self._before_send)
         self._client = self._connect()
+        # For messages: who forgot the endpoint has asked Amazon.
+        named = "as configured, or by AWS_ENDPOINT_URL"
+        amazon = "Amazon's own: no endpoint is configured and AWS_ENDPOINT_URL is not set"
+        named = named if own_endpoint else amazon
+        self._asked = f"asked {self._client.meta.endpoint_url}, {named}"
 
     def __repr__(self) -> str:
         return f"S3Store({self.uri!r})"
@@ -124,9 +133,14 @@ class S3Store:
         check_range(offset, length)
         if length == 0:
             return b""
+        with self._tries(key) as tries:
+            return self._get(key, offset, length, etag, tries)
+
+    def _get(
+        self, key: str, offset: int, length: int | None, etag: str | None, tries: "_Tries"
+    ) -> bytes:
         begin, name = time.monotonic(), self._key(key)
         check = _any_version if etag else partial(self._versions.check, self.uri, key)
-        tries = self._tries()
         pieces: list[bytes] = []
         done = fresh = 0  # bytes read, and those of them that are no progress yet
         while True:
@@ -190,6 +204,31 @@ class S3Store:
         self._counter.add(written=len(data))
         self._versions.wrote(key, reply["ETag"])
         return ObjectInfo(len(data), reply["ETag"])
+
+    def put_new(self, key: str, data: bytes) -> bool:
+        """See `Store.put_new`."""
+        unless: dict[str, Any] = {} if self._no_conditions else {"IfNoneMatch": "*"}
+        try:
+            if self._no_conditions and self._is_there(key):
+                return False
+            reply = self._call("put_object", key, Body=data, ContentMD5=md5_of(data), **unless)
+        except ObjectChanged:  # HTTP 412: the condition does not hold
+            return False
+        except StoreError as error:
+            if self._no_conditions or status_of(error.__cause__) != NOT_IMPLEMENTED:
+                raise
+            self._no_conditions = True
+            return self.put_new(key, data)
+        self._counter.add(written=len(data))
+        self._versions.wrote(key, reply["ETag"])
+        return True
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            self.head(key)
+        except MissingKey:
+            return False
+        return True
 
     def put_file(
         self,
@@ -287,13 +326,13 @@ class S3Store:
         patience: float | None = None,
     ) -> Any:
         """Send a request without a streamed answer until it succeeds or is given up."""
-        tries = self._tries(patience)
-        while True:
-            client, mark = self._client, Sent()
-            try:
-                return self._ask(client, operation, parameters, mark)
-            except Exception as error:
-                self._again(key, error, tries, client, mark.waited)
+        with self._tries(key, patience) as tries:
+            while True:
+                client, mark = self._client, Sent()
+                try:
+                    return self._ask(client, operation, parameters, mark)
+                except Exception as error:
+                    self._again(key, error, tries, client, mark.waited)
 
     def _ask(self, client: Any, operation: str, parameters: dict[str, Any], mark: Sent) -> Any:
         """Send one request, once."""
@@ -303,9 +342,10 @@ class S3Store:
     def _ask_for(self, client: Any, name: str, mark: Sent, more: dict[str, Any]) -> Any:
         return self._ask(client, "get_object", {"Key": name, **more}, mark)
 
-    def _tries(self, patience: float | None = None) -> "_Tries":
+    def _tries(self, key: str, patience: float | None = None) -> "_Tries":
         patience = self._patience if patience is None else patience
-        return _Tries(patience, self._attempts, self._draw)
+        what = f"{self.uri}/{key} ({self._asked})"
+        return _Tries(what, patience, self._attempts, self._draw)
 
     def _again(
         self,
@@ -329,14 +369,16 @@ class S3Store:
         if meaning not in ("again", "throttled"):
             if meaning == "missing" and not self._bucket_exists():
                 meaning = "no_bucket"
+            if meaning not in ("missing", "changed", "range"):  # by these it is the right server
+                reason = f"{reason}; {self._asked}"
             raise failure(meaning, f"{self.uri}/{key}", self.bucket, reason, etag) from error
         tries.excuse(waited)
         delay = tries.failed()
         if delay is None:
             raise StoreUnavailable(
                 f"{self.uri}/{key}: gave up after {tries.failures} attempts ({reason}; no progress "
-                f"for {tries.seconds:.0f} s); check that the endpoint answers and is not "
-                "throttling, then run again"
+                f"for {tries.seconds:.0f} s; {self._asked}); check that the endpoint answers "
+                "and is not throttling, then run again"
             ) from error
         self._remark(key, tries, reason)
         if self._closing.wait(delay):

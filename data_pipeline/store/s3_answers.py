@@ -5,7 +5,7 @@ Amazon's "List of error codes" (S3 API reference); other servers use a part of t
 decides where no code does.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from data_pipeline.store.objects import (
     MissingBucket,
@@ -26,6 +26,9 @@ Meaning = Literal[
     "range",
     "refused",  # anything else: sending it again changes nothing
 ]
+
+# The status with which a server refuses a header that it does not know.
+NOT_IMPLEMENTED = 501
 
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
 _THROTTLED = {
@@ -60,6 +63,14 @@ def meaning_of(status: int, code: str) -> Meaning:
     return by_status.get(status, "refused")
 
 
+def status_of(error: object) -> int | None:
+    """The HTTP status of a client's exception; None if it has none."""
+    response: Any = getattr(error, "response", None)
+    if not isinstance(response, dict):
+        return None
+    return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+
+
 def failure(meaning: Meaning, where: str, bucket: str, reason: str, etag: str | None) -> StoreError:
     """The error to raise for a request that is not to be sent again.
 
@@ -71,7 +82,7 @@ def failure(meaning: Meaning, where: str, bucket: str, reason: str, etag: str | 
     """
     if meaning == "no_bucket":
         return MissingBucket(
-            f"{where}: there is no bucket {bucket!r}; create it or correct the root"
+            f"{where}: there is no bucket {bucket!r}; create it or correct the root ({reason})"
         )
     if meaning == "missing":
         return MissingKey(f"{where}: no such object; check the name, or ingest it first")

@@ -26,6 +26,7 @@ import pyarrow as pa
 
 from data_pipeline.access import register, shard_versions
 from data_pipeline.index.columns import SourceIndex
+from data_pipeline.names import listed
 from data_pipeline.plan.blend import UNITS, Segment, append_segment, apportion
 from data_pipeline.plan.order import ShardOrder
 from data_pipeline.store.open import Store
@@ -129,7 +130,7 @@ class SampleStream:
         self.indices = tuple(sorted(indices, key=lambda index: index.name))
         self.names = tuple(index.name for index in self.indices)
         if not self.names or len(set(self.names)) != len(self.names):
-            raise ValueError(f"sources are {self.names}; give one or more, each name once")
+            raise ValueError(f"sources are {listed(self.names)}; give one or more, each name once")
         self.config, self._rank, self._world_size = config, rank, world_size
         self._transform = transform
         self._orders = [
@@ -233,14 +234,15 @@ class SampleStream:
     def _weights(self, shares: Mapping[str, float] | None) -> tuple[int, ...]:
         if shares is None:
             shares = {index.name: index.num_samples for index in self.indices}
+        told = ", ".join(f"{name} {share:g}" for name, share in shares.items())
         if tuple(sorted(shares)) != self.names or min(shares.values()) < 0:
             raise ValueError(
-                f"shares are {dict(shares)}; give one above 0 for each of {self.names}"
+                f"shares are {told}; give one above 0 for each of {listed(self.names)}"
             )
         weights = apportion([Fraction(shares[name]) for name in self.names], UNITS)
         if 0 in weights:
             raise ValueError(
-                f"shares are {dict(shares)}: source {self.names[weights.index(0)]!r} would be "
+                f"shares are {told}: source {self.names[weights.index(0)]!r} would be "
                 f"drawn less than once in {UNITS} draws; raise its share or leave it out"
             )
         return weights

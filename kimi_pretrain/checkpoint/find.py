@@ -116,6 +116,8 @@ def _damaged(
         manifest = found.manifest()
     except CheckpointError as error:
         return [str(error)]
+    if rank == 0:
+        found.warn_of_age()
     check_fits(manifest, config, found.uri)
     with told_of(found.uri):
         return found.verify(share_of_files(manifest, rank, world_size), progress)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kimi_pretrain.checkpoint.manifest import digest
+
 if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
 
@@ -87,8 +89,3 @@ def hash_tensor(tensor: Tensor) -> str:
     found = hashlib.sha256(head)
     found.update(raw.data)
     return found.hexdigest()
-
-
-def digest(value: Any) -> str:
-    """Return the SHA-256 of plain values (dicts, lists, numbers, strings), by their JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -2,9 +2,11 @@
 
 Pure: text in, values out. Whatever stands in a manifest is checked before it is believed, for it
 may come from anywhere: names of files must be plain names inside the folder, numbers must be
-numbers, and a text of absurd size is not parsed at all.
+numbers, and a text of absurd size is not parsed at all. It ends with a SHA-256 of its own values:
+no other file of a checkpoint says which step it is, or where the data goes on.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -16,9 +18,11 @@ from kimi_pretrain.checkpoint.errors import CheckpointError
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
 
-SCHEMA = 2
+SCHEMA = 3
+UNHASHED_SCHEMA = 2  # the same without a hash of its own
 MANIFEST = "manifest.json"
 INDEX = "index.json"
+_HASH = "sha256"
 # A manifest has a line for each file, an index one for each tensor: a million of them fit.
 MOST_MANIFEST_BYTES = 64 << 20
 MOST_INDEX_BYTES = 512 << 20
@@ -69,6 +73,7 @@ class Manifest:
         contents: "all" to go on from, or "weights" of the model alone.
         versions: package -> version that wrote it.
         files: name -> fingerprint of every other file of the folder, index.json among them.
+        hashed: whether it was read with a hash of its own.
     """
 
     state: RunState
@@ -78,11 +83,13 @@ class Manifest:
     contents: Contents
     versions: dict[str, str | None]
     files: dict[str, Fingerprint]
+    hashed: bool = field(default=True, compare=False)
 
     def text(self) -> str:
         """Return the JSON text of manifest.json."""
         values = {"schema": SCHEMA, **asdict(self), "files": _sorted_files(self.files)}
-        return json.dumps(values, indent=1) + "\n"
+        del values["hashed"]
+        return json.dumps(values | {_HASH: digest(values)}, indent=1) + "\n"
 
 
 def manifest_of(
@@ -102,6 +109,11 @@ def manifest_of(
         versions=dict(versions),
         files=dict(files),
     )
+
+
+def digest(value: Any) -> str:
+    """Return the SHA-256 of plain values (dicts, lists, numbers, strings), by their JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def share_of_files(manifest: Manifest, rank: int, world_size: int) -> list[str]:
@@ -160,12 +172,16 @@ def parse_manifest(text: str | bytes, where: str) -> Manifest:
         where: its name, for messages.
 
     Raises:
-        CheckpointError: another schema, or values that no writer of this schema writes.
+        CheckpointError: another schema, values that are not those that were written, or that no
+            writer of this schema writes.
     """
     values = parse_json(text, where, MOST_MANIFEST_BYTES)
     schema = values.get("schema") if isinstance(values, dict) else None
-    if schema != SCHEMA:
-        raise CheckpointError(f"{where}: checkpoint schema {schema}, this code reads {SCHEMA}")
+    if type(schema) is not int or schema not in (UNHASHED_SCHEMA, SCHEMA):
+        raise CheckpointError(
+            f"{where}: checkpoint schema {schema!r}, this code reads {UNHASHED_SCHEMA} and {SCHEMA}"
+        )
+    _check_hash(values, schema, where)
     state = _part(values, "state", dict, where)
     versions = _part(values, "versions", dict, where)
     contents = _part(values, "contents", str, where)
@@ -179,7 +195,26 @@ def parse_manifest(text: str | bytes, where: str) -> Manifest:
         contents=contents,
         versions={str(name): version for name, version in versions.items()},
         files=_parse_files(_part(values, "files", dict, where), where),
+        hashed=schema == SCHEMA,
     )
+
+
+def check_step(manifest: Manifest, folder: str, where: str) -> None:
+    """Refuse a manifest that is not of the step after which its folder is named.
+
+    Args:
+        folder: its name; one that names no step says nothing.
+        where: name of the manifest, for messages.
+
+    Raises:
+        CheckpointError: gives both steps.
+    """
+    step = manifest.state.step
+    if step_of(folder) not in (None, step):
+        raise CheckpointError(
+            f"{where}: state.step is {step}, expected that of its folder, {folder}; the file is "
+            "damaged or of another checkpoint, take another checkpoint"
+        )
 
 
 def parse_index(text: str | bytes, where: str, files: Mapping[str, object]) -> dict[str, str]:
@@ -240,6 +275,23 @@ def _part(values: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     return value
 
 
+def _check_hash(values: dict[str, Any], schema: int, where: str) -> None:
+    """Compare the values with their own hash.
+
+    Schema and hash must agree on whether there is one, so that no single bit turns a manifest with
+    a hash into one of the time before there was any.
+    """
+    found = values.pop(_HASH, None)
+    if schema == UNHASHED_SCHEMA and found is None:
+        return
+    wanted = digest(values)
+    if schema == UNHASHED_SCHEMA or found != wanted:
+        raise CheckpointError(
+            f"{where}: schema {schema} with {_HASH} {str(found)[:16]}, its values have "
+            f"{wanted[:16]}...; the file is damaged, take another checkpoint"
+        )
+
+
 def _parse_state(values: Mapping[str, Any], where: str) -> RunState:
     counts: dict[str, Any] = {key: values.get(key) for key in ("step", "optimizer_steps")}
     counts["skips_in_row"] = values.get("skips_in_row", 0)
@@ -250,6 +302,11 @@ def _parse_state(values: Mapping[str, Any], where: str) -> RunState:
     if not isinstance(losses, list) or not all(type(loss) in (int, float) for loss in losses):
         raise CheckpointError(f"{where}: state.losses is {losses!r}, expected a list of numbers")
     loader = _part(values, "loader", dict, where)
+    if loader.get("step", counts["step"]) != counts["step"]:
+        raise CheckpointError(
+            f"{where}: state.step is {counts['step']}, the loader's is {loader['step']!r}; the "
+            "file is damaged, take another checkpoint"
+        )
     return RunState(**counts, loader=loader, losses=tuple(float(loss) for loss in losses))
 
 

@@ -4,6 +4,7 @@ What is written and removed goes through `sink`. A checkpoint is there when its 
 everything else under a step's name is a torn save, and nobody takes it.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping
@@ -11,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+from data_pipeline.store.addresses import split_place
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.files import (
     CheckpointUnreadable,
@@ -29,6 +30,7 @@ from kimi_pretrain.checkpoint.manifest import (
     MOST_MANIFEST_BYTES,
     Fingerprint,
     Manifest,
+    check_step,
     parse_index,
     parse_manifest,
     step_name,
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from data_pipeline.store.open import Store
+
+log = logging.getLogger("kimi_pretrain.checkpoint")
 
 URI = str | os.PathLike[str]
 PATIENCE_S = 120.0
@@ -70,8 +74,10 @@ class Checkpoint:
 
     @cached_property
     def _manifest(self) -> Manifest:
-        text = self._text(MANIFEST, MOST_MANIFEST_BYTES)
-        return parse_manifest(text, self._files.where(MANIFEST))
+        where = self._files.where(MANIFEST)
+        manifest = parse_manifest(self._text(MANIFEST, MOST_MANIFEST_BYTES), where)
+        check_step(manifest, self.uri.rstrip("/").rpartition("/")[2], where)
+        return manifest
 
     def manifest(self) -> Manifest:
         """Return what the checkpoint says of itself.
@@ -80,6 +86,30 @@ class Checkpoint:
             CheckpointError: it is not complete, or its manifest is damaged.
         """
         return self._manifest
+
+    def manifest_problems(self) -> list[str]:
+        """Return what is damaged of a manifest that is there, in a line or none.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be read.
+        """
+        try:
+            self.manifest()
+        except (CheckpointUnavailable, CheckpointUnreadable):
+            raise
+        except CheckpointError as error:
+            if self.is_complete():
+                return [str(error)]
+            raise
+        return []
+
+    def warn_of_age(self) -> None:
+        """Log it where the manifest is of the time before it had a hash of its own."""
+        if not self.manifest().hashed:
+            log.warning(
+                "%s: its %s was written without a hash of its own: damage to the step or to the "
+                "loader's position would not be noticed", self.uri, MANIFEST,
+            )  # fmt: skip
 
     @property
     def step(self) -> int:
@@ -354,7 +384,10 @@ class Place:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         partial = self.folder / f".{name}.{os.getpid()}"
-        partial.write_text(text)
+        with partial.open("w") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())  # or after a loss of power it might be empty
         os.replace(partial, self.folder / name)
 
     def close(self) -> None:
@@ -365,7 +398,7 @@ class Place:
 
 def is_remote(uri: URI) -> bool:
     """Whether a URI names an object store and no folder."""
-    return urlsplit(os.fspath(uri)).scheme in ("s3", "memory")
+    return split_place("checkpoints at", os.fspath(uri))[0] in ("s3", "memory")
 
 
 def open_place(uri: URI, patience: float = PATIENCE_S) -> Place:
@@ -379,13 +412,12 @@ def open_place(uri: URI, patience: float = PATIENCE_S) -> Place:
         ValueError: no such kind of URI.
     """
     text = os.fspath(uri)
-    if is_remote(text):
+    scheme, rest = split_place("checkpoints at", text)
+    if scheme in ("s3", "memory"):
         from data_pipeline.store.open import open_store
 
         return Place(text, None, open_store(text, patience=patience), patience)
-    if "://" in text and not text.startswith("file://"):
-        raise ValueError(f"checkpoints at {text!r}: use a folder or s3://bucket/prefix")
-    return Place(text, Path(text.removeprefix("file://")).expanduser(), None)
+    return Place(text, Path(rest).expanduser(), None)
 
 
 def open_checkpoint(uri: URI) -> Checkpoint:

@@ -32,6 +32,7 @@ from kimi_pretrain.checkpoint.versions import versions
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
     from kimi_pretrain.engine.mesh import Mesh
+    from kimi_pretrain.run_lock import Owner
 
 log = logging.getLogger("kimi_pretrain.checkpoint")
 
@@ -65,8 +66,7 @@ class Checkpoints:
         mesh: of the job; only its rank, world size, device and `gather` are used.
         alive: called whenever a rank that waits has seen bytes being written; so a slow save can
             be told from one that hangs.
-        run: id of the run, which must own the place when a checkpoint is committed; of rank 0
-            alone. None: whoever owns it.
+        owner: who must own the place when a checkpoint is committed; None: whoever does.
 
     Attributes:
         seconds: {"stall", "background"} of the last save, on this rank.
@@ -84,12 +84,12 @@ class Checkpoints:
         config: "Config",
         mesh: "Mesh",
         alive: Callable[[], None] = lambda: None,
-        run: str | None = None,
+        owner: "Owner | None" = None,
     ):
         if place.uri.startswith("memory://"):
             raise ValueError(f"checkpoint.place={place.uri}: use a folder or s3://bucket/prefix")
         self.place, self.config, self.mesh, self._alive = place, config, mesh, alive
-        self._run = run
+        self._owner = owner
         self.seconds: dict[str, float] = {}
         self.uri: str | None = None
         self.under_way: int | None = None
@@ -324,7 +324,7 @@ class Checkpoints:
         if self.mesh.rank == 0:
             if step is not None:  # other ranks may begin with it at any moment
                 hand.send("spare", step=step)
-            hand.send("tidy", run=self._run)
+            hand.send("tidy", owner=self._owner)
         return hand
 
     def _give_write(self) -> None:
@@ -350,7 +350,7 @@ class Checkpoints:
         assert self._hand is not None
         manifest = manifest_of(self.config, self._state, self._files, versions()).text()
         step, files = self.under_way, sorted(self._files)
-        self._hand.send("commit", step=step, manifest=manifest, files=files, run=self._run)
+        self._hand.send("commit", step=step, manifest=manifest, files=files, owner=self._owner)
 
     def _complete(self) -> str:
         assert self.under_way is not None

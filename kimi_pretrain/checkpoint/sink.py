@@ -13,6 +13,7 @@ object store the manifest goes first.
 import errno
 import fcntl
 import hashlib
+import itertools
 import mmap
 import os
 import shutil
@@ -30,8 +31,10 @@ from kimi_pretrain.checkpoint.steps import Steps
 if TYPE_CHECKING:
     from data_pipeline.store.open import Store
 
-# What marks a checkpoint that a run has left behind by going on from an earlier one.
+# What marks a checkpoint that a run has left behind by going on from an earlier one: in an object
+# store, and in folders of earlier versions, the manifest's name; in a folder its own.
 ABANDONED = "manifest.abandoned.json"
+_ABANDONED = ".abandoned_"  # and a number
 _MARKS = "manifest."  # as MANIFEST and ABANDONED begin
 _PARTIAL, _LEAVING = ".partial", ".leaving"
 _BLOCK = 16 << 20
@@ -70,8 +73,8 @@ class Sink(Protocol):
         """Remove what a save that failed has left of a step."""
         ...
 
-    def abandon(self, step: int) -> None:
-        """Take a complete checkpoint out of the run's line without removing it."""
+    def abandon(self, step: int) -> str:
+        """Take a complete checkpoint out of the run's line; returns what has become of it."""
         ...
 
     def tidy(self, steps: Steps) -> None:
@@ -167,7 +170,9 @@ class FolderSink:
                     entry.unlink()
             write_durably(partial / MANIFEST, memoryview(manifest.encode()), lambda _: None)
             _sync_folder(partial)
-            if final.exists():
+            if (final / ABANDONED).is_file():  # by an earlier version, which left it its name
+                os.replace(final, self._free_name(step))
+            elif final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
                 os.replace(final, replaced)  # `Place.recover` puts it back if this is the end
             os.replace(partial, final)
@@ -199,10 +204,16 @@ class FolderSink:
         """See `Sink.remove_torn`."""
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
-    def abandon(self, step: int) -> None:
-        """See `Sink.abandon`."""
-        final = self._final(step)
-        os.replace(final / MANIFEST, final / ABANDONED)
+    def abandon(self, step: int) -> str:
+        """See `Sink.abandon`; whole, so that `--resume` can go back to it."""
+        kept = self._free_name(step)
+        os.replace(self._final(step), kept)
+        return f"kept as {kept}"
+
+    def _free_name(self, step: int) -> Path:
+        """Return the first name for an abandoned checkpoint of this step that is not taken."""
+        names = (self.root / f"{step_name(step)}{_ABANDONED}{n}" for n in itertools.count(1))
+        return next(name for name in names if not name.exists())
 
     def tidy(self, steps: Steps) -> None:
         """See `Sink.tidy`."""
@@ -275,11 +286,12 @@ class StoreSink:
             for _ in pool.map(self._store.delete, keys):
                 pass
 
-    def abandon(self, step: int) -> None:
-        """See `Sink.abandon`."""
+    def abandon(self, step: int) -> str:
+        """See `Sink.abandon`; its files stay until the new course comes to this step."""
         prefix = step_name(step)
         self._store.put(f"{prefix}/{ABANDONED}", self._store.get(f"{prefix}/{MANIFEST}"))
         self._store.delete(f"{prefix}/{MANIFEST}")
+        return f"its {MANIFEST} is {ABANDONED} now"
 
     def tidy(self, steps: Steps) -> None:
         """See `Sink.tidy`; uploads that were never completed cost money and are nowhere listed."""
@@ -324,10 +336,10 @@ def set_aside_later(place: Place, sink: Sink, step: int) -> list[str]:
     """
     told = []
     for later in (found for found in place.steps() if found > step):
-        sink.abandon(later)
+        kept = sink.abandon(later)
         told.append(
-            f"checkpoint of step {later} is of an abandoned course of this run and will not be "
-            f"resumed from (its {MANIFEST} is {ABANDONED} now)"
+            f"checkpoint of step {later} is of an abandoned course of this run: latest will not "
+            f"take it ({kept})"
         )
     return told
 

@@ -6,10 +6,10 @@ JSON on stdin, answers go to stdout in the same way. So training goes on while f
 written, and no bytes are copied between the two. Knows no torch: it starts in an instant and takes
 little memory.
 
-    {"do": "tidy", "id", "run"}      begins it, and it goes on beside other jobs
+    {"do": "tidy", "id", "owner"}    begins it, and it goes on beside other jobs
     {"do": "spare", "id", "step"}    have it leave a step alone; all jobs with a step do so
     {"do": "write", "id", "step", "files": [{"name", "fd", "bytes"}]}
-    {"do": "commit", "id", "step", "manifest", "files", "run"}
+    {"do": "commit", "id", "step", "manifest", "files", "owner"}
     {"do": "retire", "id", "step", "keep_last", "keep_every"}
     {"do": "remove_torn", "id", "step"}
 
@@ -26,7 +26,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -37,7 +37,7 @@ from kimi_pretrain.checkpoint.place import Place, open_place
 from kimi_pretrain.checkpoint.retention import kept
 from kimi_pretrain.checkpoint.sink import Sink, Source, open_sink, set_aside_later
 from kimi_pretrain.checkpoint.steps import Steps
-from kimi_pretrain.run_lock import OWNER, told_owner
+from kimi_pretrain.run_lock import OWNER, Owner, told_owner
 
 _FILES = 2  # written at a time: while one waits for the disk, the other is hashed
 _NICE = 10  # training goes first
@@ -61,12 +61,12 @@ class Writer:
     def do(self, job: dict[str, Any]) -> Any:
         """Carry out one job; returns what it answers."""
         if job["do"] == "tidy":
-            return threading.Thread(target=self._tidy, args=(job["run"],), daemon=True).start()
+            return threading.Thread(target=self._tidy, args=(job["owner"],), daemon=True).start()
         self._steps.spare(job["step"])
         if job["do"] == "write":
             return self._write(job)
         if job["do"] == "commit":
-            check_owner(self._place, job["run"])
+            check_owner(self._place, job["owner"])
             return self._sink.commit(job["step"], job["manifest"], job["files"])
         if job["do"] == "retire":
             return self._try("removing old ones", lambda: self._retire(job))
@@ -104,9 +104,9 @@ class Writer:
             self._steps.spare(old)
             self._sink.remove(old)
 
-    def _tidy(self, run: str | None) -> None:
+    def _tidy(self, owner: Sequence[str] | None) -> None:
         def tidy() -> None:
-            check_owner(self._place, run)  # what is torn may be another run's save under way
+            check_owner(self._place, owner)  # what is torn may be another run's save under way
             self._sink.tidy(self._steps)
 
         with suppress(BrokenPipeError):  # the rank is gone, or needs this process no longer
@@ -121,25 +121,27 @@ class Writer:
             self._answer.send(told=f"{self._place.uri}: {what} failed: {_one_line(error)}")
 
 
-def check_owner(place: Place, run: str | None) -> None:
+def check_owner(place: Place, owner: Sequence[str] | None) -> None:
     """Refuse to go on at a place that belongs to another run; two may have claimed it at once.
+
+    Or to another start of this run, as of a copy of its folder on another cluster.
 
     Nobody's place is everybody's: its owner.json may have been removed on purpose.
 
     Args:
         place: of the checkpoints.
-        run: id of the run that saves there; None: no run of those that claim places.
+        owner: the values of an `Owner`, who claimed it; None: no run of those that claim places.
 
     Raises:
-        CheckpointError: names the other run (CheckpointUnavailable: the place does not answer).
+        CheckpointError: names the other one (CheckpointUnavailable: the place does not answer).
     """
-    if run is None:
+    if owner is None:
         return
     try:
         text = place.read_text(OWNER)
     except Exception as error:  # of the store, or of a disk
         raise kind_of(error)(f"{place.uri}/{OWNER}: {_one_line(error)}") from None
-    if text is not None and (told := told_owner(place.uri, text, run)):
+    if text is not None and (told := told_owner(place.uri, text, *Owner(*owner))):
         raise CheckpointError(told)
 
 

@@ -187,6 +187,14 @@ class Backbone:
             if isinstance(module, PackedCoreAttention)
         }
 
+    def routers(self) -> Iterator[tuple[int, PaddingAwareRouter]]:
+        """Yield this rank's routers, each with its global layer (from 0)."""
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                if isinstance(module, PaddingAwareRouter):
+                    assert module.layer_number is not None
+                    yield module.layer_number - 1, module
+
     def grad_of(self, view: View) -> Tensor:
         """Return the gradient of one tensor, a view into the buffer; after a step the sum over the
         replicas, where `reduction` brought it. The backbone must be `trainable`.

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from kimi_pretrain.engine import host
+from kimi_pretrain.meeting import meeting_store
 from kimi_pretrain.outcome import Outcome
 from kimi_pretrain.sections import LayoutConfig
 
@@ -180,11 +181,14 @@ def start(layout: LayoutConfig, timeout_seconds: float = 600.0) -> Mesh:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
-    if world_size == 1 and "MASTER_ADDR" not in os.environ:
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    else:
+    store = meeting_store(world_size, timeout)
+    if store is None:
         dist.init_process_group(backend, timeout=timeout)
+    else:
+        rank = int(os.environ.get("RANK", "0"))
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
     return build(layout, device, timeout_seconds)
 
 

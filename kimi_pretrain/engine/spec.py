@@ -12,7 +12,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -22,6 +21,7 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.engine.attention import PackedCoreAttention
 from kimi_pretrain.engine.experts import GroupedExperts, PaddingAwareRouter
 from kimi_pretrain.engine.fused_attention import FusedCoreAttention, check_installed
+from kimi_pretrain.engine.language_model import LanguageModel
 from kimi_pretrain.engine.latent_attention import (
     PackedLatentAttention,
     PartNorm,
@@ -163,7 +163,7 @@ def layer_specs(config: MLATransformerConfig, vp_stage: int | None) -> Transform
     return block
 
 
-def build_chunks(config: Config, engine: MLATransformerConfig) -> list[GPTModel]:
+def build_chunks(config: Config, engine: MLATransformerConfig) -> list[LanguageModel]:
     """Build this rank's model chunks (one, or `layout.vpp`), uninitialised."""
     return [
         _build_chunk(config, engine, stage)
@@ -171,9 +171,11 @@ def build_chunks(config: Config, engine: MLATransformerConfig) -> list[GPTModel]
     ]
 
 
-def _build_chunk(config: Config, engine: MLATransformerConfig, vp_stage: int | None) -> GPTModel:
+def _build_chunk(
+    config: Config, engine: MLATransformerConfig, vp_stage: int | None
+) -> LanguageModel:
     virtual = {} if vp_stage is None else dict(ignore_virtual=False, vp_stage=vp_stage)
-    chunk = GPTModel(
+    chunk = LanguageModel(
         engine,
         layer_specs(engine, vp_stage),
         vocab_size=config.model.language.vocab_size,

@@ -194,17 +194,25 @@ def share_of_largest(sizes: NDArray[np.int64], part: float) -> float | None:
     return float(largest.sum() / sizes.sum())
 
 
-def patches_per_rank(vision: VisionPlan) -> dict[str, list[float]]:
-    """Return patches per rank under three assignments.
+def loads_per_rank(vision: VisionPlan) -> dict[str, dict[str, list[float]]]:
+    """Return what each rank encodes under three assignments, as patches and as predicted seconds.
 
     "naive" encodes each item on the first stage that owns its row, as systems without DEP do;
-    "round_robin" deals items out by count; "dep" is what was done.
+    "round_robin" deals items out by count; "dep" is what was done. Seconds are what DEP balances.
     """
     world, sizes = vision.num_ranks, vision.patches.astype(np.float64)
+    dealt = round_robin(sizes, world)
+
+    def loads(work: NDArray[np.float64], dep: NDArray[np.float64]) -> dict[str, list[float]]:
+        return {
+            "naive": load_per_rank(work, vision.home, world).tolist(),
+            "round_robin": load_per_rank(work, dealt, world).tolist(),
+            "dep": dep.tolist(),
+        }
+
     return {
-        "naive": load_per_rank(sizes, vision.home, world).tolist(),
-        "round_robin": load_per_rank(sizes, round_robin(sizes, world), world).tolist(),
-        "dep": vision.patches_per_rank().tolist(),
+        "patches_per_rank": loads(sizes, vision.patches_per_rank()),
+        "predicted_seconds_per_rank": loads(vision.costs, vision.predicted_seconds()),
     }
 
 
@@ -233,12 +241,13 @@ def _imbalance(vision: VisionPlan, everyone: Sequence[RankRecord]) -> dict[str, 
 
 
 def _balance(vision: VisionPlan, everyone: Sequence[RankRecord]) -> dict[str, Any]:
-    patches = patches_per_rank(vision)
+    loads = loads_per_rank(vision)
+    patches = loads["patches_per_rank"]
     owners = [patches["naive"][rank] for rank, one in enumerate(everyone) if one.first_stage]
-    balance = {name: max_over_mean(np.array(loads)) for name, loads in patches.items()}
+    balance = {name: max_over_mean(np.array(load)) for name, load in patches.items()}
     # Among the first stages alone: what is left of "naive" without the stages that would wait.
     balance["naive_among_owners"] = max_over_mean(np.array(owners))
-    return {"balance": balance, "patches_per_rank": patches}
+    return {"balance": balance, **loads}
 
 
 def _memory(everyone: Sequence[RankRecord]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +18,111 @@ from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.step import StepReport
 from kimi_pretrain.train import Run
 from kimi_pretrain.update import UpdateReport
-from kimi_pretrain.verify.compare import StepFacts
+from kimi_pretrain.verify.compare import StepFacts, StepRoutes
 from kimi_pretrain.verify.faults import FAULTS
 from kimi_pretrain.verify.gradients import write_gradients
-from kimi_pretrain.verify.jobs import CLEAN, FACTS
+from kimi_pretrain.verify.jobs import CLEAN, FACTS, read_facts
+from kimi_pretrain.verify.routes import RouteWatch, read_routes
 
 
-def measure(config: Config, folder: Path, steps: int, faults: Sequence[str] = ()) -> None:
-    """Run the steps in one process of a job, and write what the comparison reads.
+@dataclass(frozen=True)
+class Routing:
+    """What becomes of the experts that tokens choose.
 
-    Args:
-        config: from `decoupled` or `reference`.
-        folder: shared by the job's processes; `clean/` and a folder for each fault go into it.
-        steps: to run; the gradients are of the last.
-        faults: names in `FAULTS`; the last step is run once more with each.
+    Attributes:
+        followed: folder of the job whose choices are followed at ties; None: write one's own down.
+        bound: the largest margin of a tie.
     """
+
+    followed: Path | None
+    bound: float
+
+
+def measure(
+    config: Config, folder: Path, steps: int, faults: Sequence[str], routing: Routing
+) -> None:
+    """Join a job, run its steps and leave it; see `take_steps`, and `jobs` for `config`."""
     mesh = engine_mesh.start(config.layout, config.train.timeout_seconds)
     run = Run(config, mesh)
-    losses = [_step_with_update(run) for _ in range(steps - 1)]
-    batch = next(run.loader)
-    _write(run, _step_alone(run, batch), losses, folder / CLEAN)
-    vision = run.planner.plan(batch.plan)
-    for name in faults:
-        fault = FAULTS[name]
-        if obstacle := fault.obstacle(run, vision):
-            _write_facts(run, folder / name, {"obstacle": obstacle})
-            continue
-        with fault.planted(run, vision):
-            report = _step_alone(run, batch)
-        _write(run, report, losses, folder / name)
+    take_steps(run, folder, steps, faults, routing)
     run.close()
     mesh.barrier()
     engine_mesh.stop()
 
 
-def _step_with_update(run: Run) -> float:
+def take_steps(run: Run, folder: Path, steps: int, faults: Sequence[str], routing: Routing) -> None:
+    """Run the steps in one process of a job, and write what the comparison reads.
+
+    Args:
+        run: of a configuration from `decoupled` or `reference`.
+        folder: shared by the job's processes; `clean/` and a folder for each fault go into it.
+        steps: to run; the gradients are of the last.
+        faults: names in `FAULTS`; the last step is run once more with each. A job that follows
+            another has none itself: it runs the step once more along the routes of each.
+        routing: whose routes.
+    """
+    job = _Job(run, folder, routing)
+    losses = [job.step_with_update(number) for number in range(1, steps)]
     batch = next(run.loader)
-    report = run.train_step.run(batch)
-    if report.skipped.size:
-        run.loader.quarantine(batch.plan, report.skipped.tolist())
-    return report.loss
+    job.write(job.step_alone(batch, steps, CLEAN), losses, CLEAN)
+    vision = run.planner.plan(batch.plan)
+    for name in faults:
+        if routing.followed is not None:
+            if not isinstance(read_facts(routing.followed / name), str):
+                job.write(job.step_alone(batch, steps, name), losses, name)
+            continue
+        fault = FAULTS[name]
+        if obstacle := fault.obstacle(run, vision):
+            _write_facts(run, folder / name, {"obstacle": obstacle})
+            continue
+        with fault.planted(run, vision):
+            report = job.step_alone(batch, steps, name)
+        job.write(report, losses, name)
 
 
-def _step_alone(run: Run, batch: StepBatch) -> StepReport:
-    with _without_update(run):
-        return run.train_step.run(batch)
+class _Job:
+    """Steps of one process of a job.
+
+    Args:
+        run: built.
+        folder: of the job.
+        routing: whose routes.
+    """
+
+    def __init__(self, run: Run, folder: Path, routing: Routing):
+        self._run, self._folder, self._routing = run, folder, routing
+        self._routes: dict[int, StepRoutes] = {}  # of the last time that each step was run
+
+    def step_with_update(self, number: int) -> float:
+        """Train for a step; returns its loss."""
+        batch = next(self._run.loader)
+        report = self._step(batch, number, CLEAN)
+        if report.skipped.size:
+            self._run.loader.quarantine(batch.plan, report.skipped.tolist())
+        return report.loss
+
+    def step_alone(self, batch: StepBatch, number: int, name: str) -> StepReport:
+        """Run a step whose weights stay, and leave the routes under a name, or follow those."""
+        with _without_update(self._run):
+            return self._step(batch, number, name)
+
+    def write(self, report: StepReport, losses: Sequence[float], name: str) -> None:
+        """Write what the last step, and those before it, came to."""
+        routes = tuple(self._routes.values())
+        _write(self._run, report, losses, routes, self._folder / name)
+
+    def _step(self, batch: StepBatch, number: int, name: str) -> StepReport:
+        told, tokens = None, batch.plan.num_rows * batch.plan.seq_len
+        if self._routing.followed is not None:
+            told = read_routes(self._routing.followed / name, number, tokens)
+        watch = RouteWatch(self._run, told, self._routing.bound)
+        with watch.attached():
+            report = self._run.train_step.run(batch)
+        if told is None:
+            watch.write(self._folder / name, number)
+        else:
+            self._routes[number] = watch.report(number)
+        return report
 
 
 @contextmanager
@@ -83,7 +143,13 @@ def _without_update(run: Run) -> Iterator[None]:
         del run.update.run
 
 
-def _write(run: Run, report: StepReport, losses: Sequence[float], folder: Path) -> None:
+def _write(
+    run: Run,
+    report: StepReport,
+    losses: Sequence[float],
+    routes: tuple[StepRoutes, ...],
+    folder: Path,
+) -> None:
     """Write the gradients of the tensors that this rank owns, and on rank 0 the rest."""
     divisor = max(1, report.loss_tokens)
     mine = (
@@ -100,6 +166,7 @@ def _write(run: Run, report: StepReport, losses: Sequence[float], folder: Path) 
         items=report.items,
         skipped_samples=len(report.skipped),
         differing=tuple(_differing(run)),
+        routes=routes,
     )
     vision = report.vision
     plan = {

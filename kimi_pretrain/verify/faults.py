@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.dep.plan import Ints, Spans, VisionPlan
+from kimi_pretrain.verify.replaced import replaced
 
 if TYPE_CHECKING:  # who asks for the faults' names alone need not load the engine
     from kimi_pretrain.dep.encoder import EncoderPass
@@ -34,21 +35,13 @@ class Fault:
         obstacle: (run, plan of the step) -> why this step or layout cannot have it, or None. The
             same on every rank.
         planted: (run, plan) -> context in which steps have the fault; entered on every rank.
+        routes: it is in the choice of experts, so the reference is asked whether to follow it.
     """
 
     what: str
     obstacle: Obstacle
     planted: Plant
-
-
-@contextmanager
-def _replaced(owner: object, method: str, by: Callable[..., Any]) -> Iterator[None]:
-    """Hide a method of one object behind another function."""
-    setattr(owner, method, by)
-    try:
-        yield
-    finally:
-        delattr(owner, method)
+    routes: bool = False
 
 
 @contextmanager
@@ -68,7 +61,7 @@ def _doubled_gradient(run: "Run", vision: VisionPlan) -> Iterator[None]:
             work.backward = twice
         return work
 
-    with _replaced(run.encoder, "begin", begin_doubling):
+    with replaced(run.encoder, "begin", begin_doubling):
         yield
 
 
@@ -80,7 +73,7 @@ def _lost_item(run: "Run", vision: VisionPlan) -> Iterator[None]:
     def losing(embeddings: Tensor, plan: VisionPlan, rank: int) -> Tensor:
         return _without(hand_over(embeddings, plan, rank), plan.received_by(rank), item)
 
-    with _replaced(exchange, "hand_over", losing):
+    with replaced(exchange, "hand_over", losing):
         yield
 
 
@@ -92,7 +85,7 @@ def _lost_gradient(run: "Run", vision: VisionPlan) -> Iterator[None]:
     def losing(gradients: Tensor, plan: VisionPlan, rank: int) -> Tensor:
         return hand_back(_without(gradients, plan.received_by(rank), item), plan, rank)
 
-    with _replaced(exchange, "hand_back", losing):
+    with replaced(exchange, "hand_back", losing):
         yield
 
 
@@ -112,7 +105,7 @@ def _swapped_items(run: "Run", vision: VisionPlan) -> Iterator[None]:
         undone = gradients[torch.from_numpy(np.argsort(order))] if rank == where else gradients
         return hand_back(undone, plan, rank)
 
-    with _replaced(exchange, "hand_over", over), _replaced(exchange, "hand_back", back):
+    with replaced(exchange, "hand_over", over), replaced(exchange, "hand_back", back):
         yield
 
 
@@ -137,7 +130,7 @@ def _wrong_divisor(run: "Run", vision: VisionPlan) -> Iterator[None]:
         result = train_step(heavy, aux_scale)
         return replace(result, loss_sum=result.loss_sum / factor)
 
-    with _replaced(run.backbone, "train_step", weighing):
+    with replaced(run.backbone, "train_step", weighing):
         yield
 
 
@@ -151,8 +144,36 @@ def _unequal_sums(run: "Run", vision: VisionPlan) -> Iterator[None]:
         if run.mesh.rank == last:
             sums.buffer.mul_(1.5)
 
-    with _replaced(sums, "finish", finish_elsewhere):
+    with replaced(sums, "finish", finish_elsewhere):
         yield
+
+
+class _NextBest:
+    """Stands in Megatron-Core's router for its top-k: one token in 16 takes the expert after it."""
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        chosen = default_compute_topk(scores, topk, num_groups, group_topk)[1].clone()
+        chosen[::16] = scores[::16].topk(topk + 1, dim=1).indices[:, [*range(topk - 1), topk]]
+        return scores.gather(1, chosen), chosen
+
+
+@contextmanager
+def _wrong_expert(run: "Run", vision: VisionPlan) -> Iterator[None]:
+    routers = [router for _, router in run.backbone.routers()]
+    if run.mesh.rank != max(_with_routers(run)):
+        yield
+        return
+    with replaced(routers[-1], "router_replay", _NextBest()):
+        yield
+
+
+def _with_routers(run: "Run") -> list[int]:
+    """Return the ranks that hold routers; asked by all ranks together."""
+    held: list[Any] = run.mesh.gather(any(True for _ in run.backbone.routers()))
+    return [rank for rank, holds in enumerate(held) if holds]
 
 
 def _smallest(vision: VisionPlan) -> int:
@@ -206,6 +227,13 @@ def _one_replica(run: "Run", vision: VisionPlan) -> str | None:
     return None
 
 
+def _no_choice(run: "Run", vision: VisionPlan) -> str | None:
+    language = run.config.model.language
+    if language.experts_per_token == language.num_experts:
+        return f"every token goes to all {language.num_experts} experts"
+    return None if _with_routers(run) else "no layer has experts"
+
+
 FAULTS: dict[str, Fault] = {
     "doubled-gradient": Fault(
         "the encoder gradients of one chunk of one rank are counted twice",
@@ -232,5 +260,11 @@ FAULTS: dict[str, Fault] = {
         "the sums of the encoder's gradients are wrong on one rank",
         _alone,
         _unequal_sums,
+    ),
+    "wrong-expert": Fault(
+        "one token in 16 of one rank's last router goes to the expert after the best ones",
+        _no_choice,
+        _wrong_expert,
+        routes=True,
     ),
 }

@@ -2,7 +2,8 @@
 
 Job A runs the user's layout with the Decoupled Encoder Process. Job B is one process with the
 encoder inside the graph: no exchange, no second forward, no parallelism. Both start from the same
-weights, take the same step of the same data and leave their divided gradients in files.
+weights, take the same step of the same data and leave their divided gradients in files. Job A also
+writes down which experts its tokens chose; job B follows it where a token is at a tie.
 """
 
 import json
@@ -11,7 +12,7 @@ from typing import Any
 
 from kimi_pretrain.config import Config, parse_config
 from kimi_pretrain.sections import DepConfig, LayoutConfig
-from kimi_pretrain.verify.compare import StepFacts
+from kimi_pretrain.verify.compare import StepFacts, StepRoutes
 
 CLEAN = "clean"  # folder of the step without a fault
 FACTS = "facts.json"
@@ -51,4 +52,5 @@ def read_facts(folder: Path) -> tuple[StepFacts, dict[str, Any]] | str:
     facts = content["step"]
     for name in ("losses", "differing"):
         facts[name] = tuple(facts[name])
+    facts["routes"] = tuple(StepRoutes(**step) for step in facts.get("routes", ()))
     return StepFacts(**facts), content["plan"]

@@ -62,7 +62,10 @@ def _unsaved_rng(run: "Run") -> None:
 
 
 def _loader_off_by_one(run: "Run") -> None:
+    step = run.loader.state_dict()["step"]
     next(run.loader)
+    # A wrong count of steps would be seen by whoever reads the next checkpoint's manifest.
+    run.loader.load_state_dict(run.loader.state_dict() | {"step": step})
 
 
 def _lost_momentum(run: "Run") -> None:

@@ -7,8 +7,8 @@ is stopped ends because it is told to, not because it is shorter.
 
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from data_pipeline.store.addresses import split_place
 from kimi_pretrain.config import Config, ConfigError, parse_config
 from kimi_pretrain.sections import DepConfig, LayoutConfig
 
@@ -53,7 +53,7 @@ def place_beside(config: Config, folder: Path, tag: str) -> str:
     if place is None:
         return str(folder / "checkpoints")
     name = f"verify-resume-{tag}"
-    if urlsplit(place).scheme:
+    if split_place("checkpoint.place", place)[0]:
         return f"{place.rstrip('/')}/{name}"
     return str(Path(place).resolve() / name)
 

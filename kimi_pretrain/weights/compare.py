@@ -70,10 +70,16 @@ def compare(
     Args:
         weights_only: leave the optimizer out.
         progress: called with (tensors compared, tensors in all).
+
+    Raises:
+        CheckpointError: a file of a checkpoint is damaged: its headers say nothing, either.
     """
     in_a, in_b = (canonical(x, weights_only=weights_only) for x in (a, b))
     names = sorted(in_a.keys() | in_b.keys())
     for done, name in enumerate(names, 1):
+        for stored, held in ((a, in_a), (b, in_b)):
+            if name in held:
+                stored.verify(held[name])
         if name not in in_b:
             yield TensorDifference(name, "only in A")
         elif name not in in_a:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.history import latest_in
 from kimi_pretrain.sections import ModelConfig
 from kimi_pretrain.weights import int4
-from kimi_pretrain.weights.fit import latest_in
 from kimi_pretrain.weights.hf_config import Kind, SpecialIds, config_json
 from kimi_pretrain.weights.matching import Weights, match
 from kimi_pretrain.weights.report import seq_len

@@ -7,12 +7,10 @@ purpose.
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.manifest import MANIFEST, step_name
-from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.history import latest_in
 from kimi_pretrain.sections import ModelConfig
 from kimi_pretrain.weights import fp8, int4
 from kimi_pretrain.weights.hf_config import Differences, differences
@@ -52,31 +50,6 @@ def fitting(uri: str | os.PathLike[str], model: ModelConfig) -> tuple[Weights, t
             f"{stored.where} is of another model: {found.sizes[0]}{more(len(found.sizes) - 1)}"
         )
     return match(stored, model_shapes(model)), found.settings
-
-
-def latest_in(uri: str | os.PathLike[str]) -> str:
-    """Return the newest complete checkpoint of a run's folder or place; any other URI as it is."""
-    text = os.fspath(uri).rstrip("/") or "/"
-    place = open_place(text)
-    if place.folder is not None and (place.folder / MANIFEST).is_file():
-        return text
-    for root in (text, *_places_of_run(place.folder)):
-        if steps := open_place(root).steps():
-            return f"{root}/{step_name(steps[-1])}"
-    return text
-
-
-def _places_of_run(folder: Path | None) -> list[str]:
-    """Where the run of this folder keeps its checkpoints, if it is one."""
-    if folder is None or not folder.is_dir():
-        return []
-    places = [str(folder / "checkpoints")]
-    if (folder / "config.yaml").is_file():
-        from kimi_pretrain.config import load_config
-
-        if named := load_config(folder / "config.yaml").checkpoint.place:
-            places.append(named.rstrip("/"))
-    return places
 
 
 def _differences(stored: StoredTensors, model: ModelConfig) -> Differences:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kimi_pretrain.checkpoint.aside import Aside
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.manifest import INDEX, Fingerprint, RunState, manifest_of
+from kimi_pretrain.checkpoint.manifest import INDEX, Fingerprint, RunState, manifest_of, step_name
 from kimi_pretrain.checkpoint.memory import NAMES
 from kimi_pretrain.checkpoint.place import open_place
 from kimi_pretrain.checkpoint.saver import versions
@@ -112,6 +112,11 @@ def write(found: Intake, place: str, progress: Callable[[int], None] = lambda _:
     target = open_place(place)
     if target.steps():
         raise CheckpointError(f"{place} holds checkpoints already: choose another place")
+    if begun := [name for name in target.folders() if name.startswith(step_name(0))]:
+        raise CheckpointError(
+            f"{place}/{begun[0]} is there already, left by an import that was killed or still at "
+            "work: remove it, or choose another place"
+        )
     sink = open_sink(target)
     sink.open_step(0)
     try:

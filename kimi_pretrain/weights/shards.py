@@ -48,7 +48,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to fill; it gets its name at the end, or is removed after an error.
 
     Raises:
-        ValueError: there is something already.
+        ValueError: there is something already, also what another call is making or has left.
         FileNotFoundError: the folder around it does not exist.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -56,8 +56,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
     if not folder.absolute().parent.is_dir():
         raise FileNotFoundError(f"{folder.absolute().parent}: no such folder to write into")
     partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    try:
+        partial.mkdir()
+    except FileExistsError:
+        raise ValueError(
+            f"{partial} is there already, left by a command that was killed or still at work, or "
+            "your own: remove it, or choose another name"
+        ) from None
     try:
         yield partial
         if folder.is_dir():

@@ -77,6 +77,7 @@ class Start:
                 finite.
         """
         _check_hashes(self.weights, mesh, alive)
+        self.weights.stored.take_for_verified()
         if mesh.rank == 0:
             for line in self.lines():
                 log.info("%s", line)

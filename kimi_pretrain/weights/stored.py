@@ -3,9 +3,13 @@
 A Hugging Face folder has one `model.safetensors`, or several files and an index that says which
 tensor is where. A checkpoint of ours has a manifest besides. Either lies on a disk or in an object
 store. Nothing is executed: a folder of pickles is refused.
+
+A checkpoint's manifest holds the SHA-256 of its files: none of its tensors is handed out before its
+file was compared with that. Hugging Face folders have no hashes.
 """
 
 import os
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +21,7 @@ from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.files import Files, FolderFiles, StoreFiles
+from kimi_pretrain.checkpoint.manifest import INDEX as CHECKPOINT_INDEX
 from kimi_pretrain.checkpoint.manifest import (
     MANIFEST,
     MOST_INDEX_BYTES,
@@ -70,19 +75,41 @@ class StoredTensors:
     manifest: Manifest | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is open: it is opened anew elsewhere."""
-        return {name: value for name, value in vars(self).items() if name != "_files"}
+        """Leave out what is open, and what was verified: each process does so for itself."""
+        left_out = ("_files", "_verified")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     @cached_property
     def _files(self) -> Files:
         return _files_in(open_place(self.where))
 
+    @cached_property
+    def _verified(self) -> "_Verified":
+        return _Verified(self)
+
+    def verify(self, name: str) -> None:
+        """Compare a tensor's file, and the index that places it there, with the manifest once.
+
+        Does nothing for a Hugging Face folder. May be called from any thread.
+
+        Raises:
+            CheckpointError: one of them is damaged.
+        """
+        if self.manifest is not None:
+            self._verified.check((CHECKPOINT_INDEX, self.headers[name].file))
+
+    def take_for_verified(self) -> None:
+        """Say that all files were hashed already: the ranks of a job share that."""
+        if self.manifest is not None:
+            self._verified.whole |= self.manifest.files.keys()
+
     def read(self, name: str) -> Tensor:
         """Return a tensor on the CPU, in its own type. May be called from any thread.
 
         Raises:
-            CheckpointError: its file is gone, or ends before it.
+            CheckpointError: its file is damaged, gone, or ends before it.
         """
+        self.verify(name)
         header = self.headers[name]
         tensor = torch.empty(header.shape, dtype=header.dtype)
         if tensor.numel():
@@ -92,6 +119,25 @@ class StoredTensors:
     def place(self, name: str) -> str:
         """Return file and name of a tensor, for messages."""
         return f"{self.where}/{self.headers[name].file}: {name}"
+
+
+class _Verified:
+    """Which files of a checkpoint were found to be as they were written."""
+
+    def __init__(self, stored: StoredTensors):
+        assert stored.manifest is not None
+        self.whole: set[str] = set()
+        self._lock = threading.Lock()
+        self._checkpoint = open_checkpoint(stored.where)
+        self._checkpoint.know({MANIFEST: stored.manifest.text().encode()})
+
+    def check(self, files: tuple[str, ...]) -> None:
+        with self._lock:
+            for file in files:
+                if file not in self.whole:
+                    if problems := self._checkpoint.verify([file]):
+                        raise CheckpointError(f"{problems[0]}; take another checkpoint")
+                    self.whole.add(file)
 
 
 def open_stored(uri: str | os.PathLike[str]) -> StoredTensors:
@@ -120,6 +166,7 @@ def stored_checkpoint(checkpoint: Checkpoint) -> StoredTensors:
     Raises:
         CheckpointError: it is not complete, or damaged.
     """
+    checkpoint.warn_of_age()
     files = checkpoint.weight_map()
     with ThreadPoolExecutor(_THREADS) as pool:  # each file's header is read once, several at a time
         list(pool.map(checkpoint.header, sorted(set(files.values()))))

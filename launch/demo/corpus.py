@@ -16,7 +16,8 @@ import numpy as np
 
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.ingest.ingest import ingest
-from data_pipeline.ingest.samples import CrudeSample, RegionSegment, Rejection, TextSegment
+from data_pipeline.ingest.samples import CrudeSample, Rejection
+from data_pipeline.ingest.texts import sample_texts
 from data_pipeline.plan.layout import lay_out
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer, train_ranks
@@ -83,13 +84,8 @@ def media_sources(seed: int, size: CorpusSize) -> dict[str, Iterator[CrudeSample
 
 
 def segment_texts(samples: list[CrudeSample]) -> Iterator[str]:
-    """Yield the text of every text segment, of variants each, and of every region's label."""
-    for sample in samples:
-        for segment in sample.segments:
-            if isinstance(segment, TextSegment):
-                yield from segment.texts or (segment.text,)
-            elif isinstance(segment, RegionSegment):
-                yield segment.label
+    """Yield all texts of all samples."""
+    return chain.from_iterable(map(sample_texts, samples))
 
 
 def tail_share(

@@ -13,8 +13,12 @@ def measured(summary: dict[str, Any]) -> dict[str, str]:
     balance, times = summary["balance_max_over_mean"], summary["step_seconds_median"]
     encoder, memory, speed = (summary[name] for name in ("encoder", "peak_gib", "speed"))
     if balance:
-        lines["vision load, max / mean"] = (
+        lines["vision patches, max / mean"] = (
             f"{balance['naive']:.2f} on the rows' owners, {balance['dep']:.2f} balanced"
+        )
+    if seconds := summary["predicted_seconds_max_over_mean"]:
+        lines["their seconds, predicted"] = (
+            f"{seconds['naive']:.2f} on the rows' owners, {seconds['dep']:.2f} balanced"
         )
     if encoder:
         took = {name: encoder["imbalance"][name] for name in ("predicted", "measured")}

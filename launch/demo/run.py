@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.table import Table
 
 from data_pipeline.store.open import open_store
-from kimi_pretrain import plots
 from kimi_pretrain.checkpoint.place import open_place
 from kimi_pretrain.config import Config, describe, load_config
 from kimi_pretrain.verify.faults import FAULTS
@@ -41,6 +40,7 @@ from launch.demo.summary import (
     verified_gradients,
 )
 from launch.job import Job
+from launch.plot import draw
 from launch.verify import verify_dep
 from launch.verify_jobs import JobStopped
 
@@ -266,8 +266,8 @@ def train(job: Job, config: Config) -> None:
 
     """
     nodes = torchrun.Nodes(config.layout.world_size())
-    env = torchrun.environment(os.environ, nodes.processes, len(os.sched_getaffinity(0)))
-    code, message = supervise.run(torchrun.command(job, nodes), env, Path(job.run_dir))
+    with torchrun.prepared(job, nodes) as (line, env):
+        code, message = supervise.run(line, env, Path(job.run_dir))
     if code or message:
         reason = message or f"exit code {code}"
         raise DemoError(f"training stopped: {reason} (logs in {Path(job.run_dir) / 'logs'})")
@@ -340,10 +340,5 @@ def write_results(
     )
     summary["verify_dep"] = verified_gradients(verified)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    plots.loss_plot(metrics, run_dir / "loss.png")
-    plots.dep_balance_plot(metrics, run_dir / "dep_balance.png")
-    threshold = config.optim.qk_clip_threshold
-    plots.muonclip_plot(metrics, run_dir / "muonclip.png", threshold)
-    if (run_dir / "trace.json").is_file():
-        plots.timeline_plot(read_json(run_dir / "trace.json"), run_dir / "timeline.png")
+    draw(run_dir, run_dir)
     return summary

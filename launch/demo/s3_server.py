@@ -46,6 +46,7 @@ class S3Server:
         port: the S3 port; port+1 ... port+4 and each of the five +10000 must be free too. A free
             place is looked for when it is not given.
         start_timeout: seconds until it must answer.
+        lasts: it goes on when its owner ends, until it gets a TERM; `kimi-pretrain s3` keeps it.
 
     Raises (on entering):
         RuntimeError: no `weed` program, ports in use, no answer in time (the message names the log
@@ -60,6 +61,7 @@ class S3Server:
         secret_key: str | None = None,
         port: int | None = None,
         start_timeout: float = 30.0,
+        lasts: bool = False,
     ) -> None:
         if len(bucket) < 3:
             raise ValueError(f"bucket name {bucket!r}: S3 wants at least 3 characters")
@@ -69,11 +71,18 @@ class S3Server:
         self._access_key = access_key or secrets.token_hex(10)
         self._secret_key = secret_key or secrets.token_urlsafe(30)
         self._wanted_port, self._start_timeout = port, start_timeout
+        self._lasts = lasts
         self._process: subprocess.Popen[bytes] | None = None
         self.endpoint = ""
 
     def __repr__(self) -> str:
         return f"S3Server({self.endpoint or 'stopped'}, bucket={self.bucket!r})"
+
+    @property
+    def pid(self) -> int:
+        """Of the process that lasts as long as the server."""
+        assert self._process is not None
+        return self._process.pid
 
     def environment(self) -> dict[str, str]:
         """What a client needs in its environment."""
@@ -88,7 +97,7 @@ class S3Server:
         # Another program may take a port between the look and the start: look again, twice.
         for last in (False, False, True):
             port = self._wanted_port or _free_port()
-            if not _is_free(port):
+            if not is_free(port):
                 raise RuntimeError(f"port {port} or one of its companions is in use: take another")
             try:
                 self._start(port)
@@ -116,8 +125,10 @@ class S3Server:
         process, self._process, self.endpoint = self._process, None, ""
         if process is None:
             return
-        assert process.stdin is not None
-        process.stdin.close()
+        if process.stdin is not None:
+            process.stdin.close()
+        else:
+            process.terminate()
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -135,8 +146,8 @@ class S3Server:
         self.endpoint = f"http://{_HOST}:{port}"
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                ["/bin/sh", "-c", _SHELL, "sh", *command],
-                stdin=subprocess.PIPE,
+                command if self._lasts else ["/bin/sh", "-c", _SHELL, "sh", *command],
+                stdin=subprocess.DEVNULL if self._lasts else subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.data_dir,
@@ -198,7 +209,8 @@ def _companions(port: int) -> list[int]:
     return [port + step + grpc for grpc in (0, 10_000) for step in range(5)]
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether a server could take this port and those that go with it."""
     with ExitStack() as held:
         for number in _companions(port):
             probe = held.enter_context(socket.socket())
@@ -217,7 +229,7 @@ def _free_port() -> int:
     draw = random.SystemRandom()
     for _ in range(200):
         port = draw.randrange(12_000, 22_000)
-        if _is_free(port):
+        if is_free(port):
             return port
     raise RuntimeError("no ten free ports found on 127.0.0.1")
 

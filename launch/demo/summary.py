@@ -102,6 +102,7 @@ def summarise(
 
     """
     with_media = [m["balance"] for m in metrics if m["items"]]
+    timed = [m for m in metrics if m["items"] and "predicted_seconds_per_rank" in m]
     step_seconds = {name: median(times) for name, times in (efficiency or {}).items()}
     layout = config.layout
     return {
@@ -125,6 +126,13 @@ def summarise(
         }
         if with_media
         else None,
+        # The same of predicted seconds, which are what is balanced.
+        "predicted_seconds_max_over_mean": {
+            name: fmean(_over_mean(m["predicted_seconds_per_rank"][name]) for m in timed)
+            for name in ("naive", "round_robin", "dep")
+        }
+        if timed
+        else None,
         # Mean over the same steps, of the share of patches in the largest tenth of the items.
         "patches_in_largest_tenth_of_items": fmean(
             m["largest_tenth_of_items"] for m in metrics if m["items"]
@@ -144,6 +152,10 @@ def summarise(
         "s3": {name: metrics[-1]["store"][name] for name in ("requests", "bytes")},
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
     }
+
+
+def _over_mean(loads: Sequence[float]) -> float:
+    return max(loads) / fmean(loads)
 
 
 def _encoder(with_media: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ _SIZE = (4.6, 2.3)
 # Text stays text: it scales with the page, takes its colour, and can be searched.
 _STYLE: Any = {
     "svg.fonttype": "none",
+    "text.parse_math": False,  # names of sources may hold dollar signs
     "svg.hashsalt": "kimi-pretrain",
     "text.color": _INK,
     "axes.labelcolor": _INK,

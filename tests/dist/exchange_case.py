@@ -1,5 +1,6 @@
 """One of four processes: the exchange and the sum of gradients, without model and engine."""
 
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from kimi_pretrain.dep.exchange import Exchange  # noqa: E402
 from kimi_pretrain.dep.groups import scope_group  # noqa: E402
 from kimi_pretrain.dep.plan import VisionPlan, runs, shares_of  # noqa: E402
 from kimi_pretrain.dep.reduce import GradientSum  # noqa: E402
+from kimi_pretrain.meeting import meeting_store  # noqa: E402
 from moonvit3d.config import MoonViTConfig  # noqa: E402
 from tests.unit.kimi_pretrain.test_vision_plan import made_plan  # noqa: E402
 
@@ -188,7 +190,11 @@ def ranks_with_other_room_share_items(rank: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    soon = timedelta(seconds=60)
+    store = meeting_store(4, soon)
+    dist.init_process_group(
+        "gloo", store=store, rank=int(os.environ["RANK"]), world_size=4, timeout=soon
+    )
     for case in (
         exchange_brings_every_token_there_and_back,
         exchange_stays_inside_its_scope,

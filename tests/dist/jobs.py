@@ -7,10 +7,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from launch import torchrun
 
 WORKER = Path(__file__).parent / "worker.py"
 ROOT = Path(__file__).parent.parent.parent
@@ -28,7 +31,7 @@ SMALL = (
     "data.pack_window=64", "data.prefetch_steps=1",
     "data.schedule=[]", "data.max_epochs={}", "data.augment={}", "data.cache=null",
     "data.limits={image: 256, frame: 64}", "optim.warmup_steps=2", "train.rows_per_microbatch=1",
-    "train.efficiency_pairs=0", "train.trace_step=null", "checkpoint.every=null",
+    "train.efficiency_pairs=0", "train.trace_step=null", "train.pictures=false", "checkpoint.every=null",
 )  # fmt: skip
 
 
@@ -62,17 +65,29 @@ def run_jobs(
     out.mkdir(parents=True, exist_ok=True)
     plain = {name: (action, [*SMALL, *overrides]) for name, (action, overrides) in jobs.items()}
     (out / "jobs.json").write_text(json.dumps(plain))
-    launcher = [
-        "-m", "torch.distributed.run", f"--nproc-per-node={processes}",
-        "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
-    ]  # fmt: skip
-    command = [sys.executable, *(launcher if processes > 1 else []), str(WORKER), str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
-    )
+    done = run_torchrun(processes, [str(WORKER), str(out)], timeout)
     assert done.returncode == 0, f"{', '.join(jobs)} failed:\n{(done.stdout + done.stderr)[-6000:]}"
     return torch.load(out / "result.pt", weights_only=False)
+
+
+def run_torchrun(
+    processes: int, script: Sequence[str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a script with its arguments by torchrun, or as it is in one process."""
+    nodes = torchrun.Nodes(processes)
+    base = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    with TemporaryDirectory() as folder:
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+        launcher += torchrun.meeting(nodes, Path(folder))
+        return subprocess.run(
+            [sys.executable, *(launcher if processes > 1 else []), *script],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=torchrun.environment(base, nodes, 1, Path(folder)),
+            cwd=ROOT,
+            check=False,
+        )
 
 
 def run_ranks(script: str | Path, world: int, folder: Path, timeout: float = 100.0) -> list[Any]:
@@ -117,19 +132,31 @@ def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def train(run_dir: Path, *overrides: str, resume: Path | None = None, timeout: float = 150.0):
-    """Run `kimi-pretrain train` on the small configuration, as a person would.
+def train(
+    run_dir: Path,
+    *overrides: str,
+    resume: Path | None = None,
+    timeout: float = 150.0,
+    cwd: Path | None = None,
+):
+    """Run `kimi-pretrain train` on the small configuration, as a person would, from a folder.
 
     Returns:
         the finished process, whatever its exit code.
     """
-    command = [
-        sys.executable, "-m", "launch.cli", "train", "--config", "tiny_cpu",
+    command = [  # -P: as the installed command, which does not look into the working folder
+        sys.executable, "-P", "-m", "launch.cli", "train", "--config", "tiny_cpu",
         "--run-dir", str(run_dir), *SMALL, *overrides,
     ]  # fmt: skip
     if resume is not None:
         command += ["--resume", str(resume)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        cwd=cwd,
+        check=False,
     )

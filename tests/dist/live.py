@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -35,6 +35,20 @@ def ranks(process: subprocess.Popen) -> dict[int, psutil.Process]:
     """Return the ranks of a training that has begun."""
     (launcher,) = psutil.Process(process.pid).children()
     return {int(child.environ()["RANK"]): child for child in launcher.children()}
+
+
+def open_to_others(process: subprocess.Popen) -> list[str]:
+    """Return what the whole tree of processes listens at beyond the loopback address."""
+    found = []
+    own = psutil.Process(process.pid)
+    for member in (own, *own.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            found += [
+                f"{one.laddr} of {' '.join(member.cmdline())[:80]}"
+                for one in member.net_connections("inet")
+                if one.laddr and not one.raddr and one.laddr.ip not in ("127.0.0.1", "::1")
+            ]
+    return found
 
 
 def steps_of(run_dir: Path) -> int:

@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from launch import worker
 from launch.job import Job
 
@@ -58,14 +60,16 @@ def sleep_in_encoder(run: Any, step: int) -> None:
 
 def hang_in_a_read(run: Any, step: int) -> None:
     """The store answers no more: the loader waits."""
-    read, requests = run.loader._fetcher._read, iter(range(1, 10**6))
+    from data_pipeline import fetch
+
+    read, requests = fetch.read_parts, iter(range(1, 10**6))
 
     def late(*args: Any) -> Any:
         if next(requests) == step:
             time.sleep(1000)
         return read(*args)
 
-    run.loader._fetcher._read = late
+    fetch.read_parts = late
 
 
 def not_a_number(run: Any, step: int) -> None:
@@ -81,6 +85,18 @@ def not_a_number(run: Any, step: int) -> None:
     run.backbone.train_step = poisoned
 
 
+def bug(run: Any, step: int) -> None:
+    """An error of a library, in a step."""
+    train = run.backbone.train_step
+
+    def wrong(*args: Any) -> Any:
+        if run.step + 1 == step:
+            raise ValueError("operands could not be broadcast together")
+        return train(*args)
+
+    run.backbone.train_step = wrong
+
+
 def spike(run: Any, step: int) -> None:
     """A loss a hundred times too high; the gradient stays."""
     train = run.backbone.train_step
@@ -92,6 +108,20 @@ def spike(run: Any, step: int) -> None:
         return result
 
     run.backbone.train_step = higher
+
+
+def flip_a_bit(run: Any, step: int) -> None:
+    """One wrong bit before this step, in a copy that its update writes over; its turn has come."""
+    train = run.train_step.run
+
+    def flipped(batch: Any) -> Any:
+        if run.step + 1 == step:
+            names = [copy.name for copy in run.replicas.tell(step)]
+            name = next(name for name in names if not run.update.optimizer.owns(name))
+            run.model.tensors()[name].view(-1)[:1].view(dtype=torch.uint8)[0] ^= 1
+        return train(batch)
+
+    run.train_step.run = flipped
 
 
 def draws(run: Any, step: int) -> None:
@@ -132,8 +162,8 @@ def term_at_the_start(run: Any, step: int) -> None:
 PLANTS = {
     plant.__name__: plant
     for plant in (
-        *(sleep_in_encoder, hang_in_a_read, not_a_number, spike, draws, slow_copy),
-        term_at_the_start,
+        *(sleep_in_encoder, hang_in_a_read, not_a_number, bug, spike, draws, slow_copy),
+        *(term_at_the_start, flip_a_bit),
     )
 }
 

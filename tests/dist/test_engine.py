@@ -22,6 +22,7 @@ def found(data_root, tmp_path_factory):
     """Results of one process, by name."""
     data = f"data.root={data_root}", *layout()
     jobs: dict[str, Job] = {"twins": ("layers_against_twins", data)}
+    jobs["ties"] = "tied_routes", data
     for name, override in ORACLES.items():
         jobs[name] = "language_model", (*data, "model.language.norm_eps=1e-6", override)
     return run_jobs(jobs, tmp_path_factory.mktemp("engine"), 1)
@@ -49,6 +50,22 @@ def test_logits_equal_deepseek_v3(name, found):
             logits = model(out["tokens"][:, start:end]).logits
             scale = logits.abs().max()
             assert (out["logits"][:, start:end] - logits).abs().max() <= 2e-5 * scale
+
+
+def test_a_tie_is_followed_and_a_fault_is_not(found):
+    """Two experts with one weight: which of them a token takes is rounding, and so is told."""
+    followed, alone, fault = (found["ties"][case] for case in ("followed", "alone", "fault"))
+    assert followed["passed"], followed
+    first, second = followed["routes"]  # the update after the first sets the two apart
+    assert 50 < first["at_ties"] < first["tokens"]
+    assert first["wrong"] == second["wrong"] == 0
+    # The same runs, of which the reference takes its own routes: ten thousand times as far apart.
+    assert max(group["error"] for group in alone["groups"]) > 1e-2
+    assert all(step["wrong"] and not step["at_ties"] for step in alone["routes"])
+    assert not fault["passed"]
+    assert fault["routes"][0]["at_ties"] == first["at_ties"]
+    assert all(step["wrong"] for step in fault["routes"])
+    assert "layer 3: experts" in fault["routes"][0]["first_wrong"]
 
 
 def _weight(name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -46,6 +46,8 @@ def found(data_root, tmp_path_factory):
     single |= {name: losses({}, *overrides) for name, overrides in SPARSE.items()}
     double = {name: losses(axes) for name, axes in LAYOUTS.items() if processes_of(axes) == 2}
     double["planted replica"] = "planted_replica", layout(pp=2)
+    double["planted bit"] = "planted_bit", layout(dp=2, ep=1)
+    double["planted bit, slices"] = "planted_bit", (*layout(), "layout.tp=2")
     quadruple = {name: losses(axes) for name, axes in LAYOUTS.items() if processes_of(axes) == 4}
     quadruple["bfloat16"] = losses(FOUR | dict(vpp=2), "train.dtype=bfloat16")
     quadruple["infinity"] = "planted_infinity", ("train.steps=1", *layout(**FOUR))
@@ -133,6 +135,16 @@ def test_a_skipped_sample_loses_its_whole_loss_and_no_other(found):
 
 def test_copies_that_differ_at_the_start_are_named(found):
     assert found[2]["planted replica"].startswith("vision_tower.patch_embed.")
+
+
+@pytest.mark.parametrize("job", ["planted bit", "planted bit, slices"])
+def test_a_wrong_bit_in_one_copy_is_named_when_its_turn_comes(job, found):
+    planted = found[2][job]
+    assert planted["sound"] == ""
+    other, told, another = planted["told"]
+    assert told.startswith(f"step 2: {planted['name']} is one on rank 0, another on rank 1: ")
+    assert (other, another) == ("", "")
+    assert planted["equal again"]  # after the update nobody could know
 
 
 @pytest.mark.parametrize("processes", [1, 4])

@@ -1,5 +1,6 @@
 """A resumed run equals an uninterrupted one (I3); a bad checkpoint is refused before training."""
 
+import re
 import json
 import shutil
 import signal
@@ -18,7 +19,7 @@ from kimi_pretrain.status import read_status
 from moonvit3d.model import VisionEncoder, initialise
 from moonvit3d.weights import save
 from tests.dist.jobs import SMALL, layout, read_metrics, train
-from tests.dist.live import ranks, started, wait_for, wait_for_steps
+from tests.dist.live import open_to_others, ranks, started, wait_for, wait_for_steps
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -46,11 +47,23 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def straight(data_root, tmp_path_factory):
-    """Six steps in four processes with a checkpoint after the third."""
+    """Six steps in four processes with a checkpoint after the third.
+
+    Started from a folder whose modules have the names of Python's own.
+    """
     folder = tmp_path_factory.mktemp("straight")
     overrides = (f"data.root={data_root}", "train.steps=6", "checkpoint.every=3", *FOUR)
-    done = train(folder, *overrides, "train.trace_step=2")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for name in ("random", "pickle", "yaml"):
+        (elsewhere / f"{name}.py").write_text("raise SystemExit('not this one')\n")
+    more = ("train.trace_step=2", "train.pictures=true", "--json")
+    done = train(folder, *overrides, *more, cwd=elsewhere)
     assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "told.json").write_text(done.stdout.splitlines()[-1])
+    assert re.search(r"^step 1/6  loss [\d.]+  [\d,]+ tokens/s  ETA \d", done.stdout, re.MULTILINE)
+    assert re.search(r"^step 6/6 .* ETA 0:00:00$", done.stdout, re.MULTILINE)
+    for name in ("loss", "dep_balance", "muonclip", "timeline"):  # drawn at its end
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     return folder
 
 
@@ -70,6 +83,7 @@ class Interrupted:
     out: str
     holder: int
     second: subprocess.CompletedProcess
+    doors: tuple[list[str], list[str]]  # before the restart and after it
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +97,19 @@ def interrupted(data_root, tmp_path_factory):
     )  # fmt: skip
     with started(folder, *overrides, "--max-restarts", "2") as process:
         wait_for_steps(folder, 2, process)
-        holder = ranks(process)[0].pid
+        holder, before = ranks(process)[0].pid, open_to_others(process)
         ranks(process)[2].send_signal(signal.SIGSTOP)  # it neither works nor dies
         second = train(folder, *overrides, resume=Path("latest"))
         wait_for(lambda: "resumed" in (folder / "logs" / "rank_0.log").read_text(), process)
+        after = open_to_others(process)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=250)
     assert process.returncode == 0, out + err
-    return Interrupted(folder, out, holder, second)
+    return Interrupted(folder, out, holder, second, (before, after))
+
+
+def test_nothing_listens_beyond_the_loopback(interrupted):
+    assert interrupted.doors == ([], [])
 
 
 def test_a_second_run_in_the_same_folder_is_refused(interrupted):
@@ -113,11 +132,11 @@ def test_a_run_that_failed_goes_on_and_one_that_is_told_to_end_saves(interrupted
     folder, out = interrupted.folder, interrupted.out
     status = read_status(folder)
     assert status is not None
-    assert (status.state, status.reason) == ("stopped", "signal SIGUSR1 at rank 0")
+    assert (status.state, status.reason) == ("stopped", "signal SIGTERM at rank 0")
     saved = folder / "checkpoints" / f"step_{status.step:08d}"
     assert status.checkpoint == str(saved)
     assert (saved / "manifest.json").is_file()
-    assert f"stopped after step {status.step} (signal SIGUSR1 at rank 0), checkpoint {saved}" in out
+    assert f"stopped after step {status.step} (signal SIGTERM at rank 0), checkpoint {saved}" in out
     assert f"kimi-pretrain train --config tiny_cpu --run-dir {folder} --resume latest" in out
     assert not (folder / "state_hashes.json").exists()
     assert [line["step"] for line in read_metrics(folder)] == list(range(1, status.step + 1))
@@ -172,8 +191,15 @@ def test_four_processes_one_and_four_again(straight, data_root, tmp_path):
     alone.close()
     assert len(open_place(tmp_path / "alone").checkpoint(6).files) == 2
     # Nothing is left to train: what was loaded is hashed as it is.
-    done = train(tmp_path / "four", f"data.root={data_root}", "train.steps=6", *FOUR, resume=uri)
+    assert uri == str(tmp_path / "alone" / "step_00000006")
+    done = train(
+        tmp_path / "four", f"data.root={data_root}", "train.steps=6", *FOUR,
+        resume=tmp_path / "alone",
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "all 6 steps (train.steps) are done: nothing is trained" in done.stderr
+    assert f"finished after step 6: {tmp_path}/four\n  checkpoint {uri}\n" in done.stdout
+    assert f"  tensorboard --logdir {tmp_path}/four/tensorboard\n" in done.stdout
     again, first = (
         json.loads((run / "state_hashes.json").read_text()) for run in (tmp_path / "four", straight)
     )
@@ -193,6 +219,18 @@ def test_lines_hold_the_optimizer_s_numbers(straight):
         assert 0.05 < first[group] < 0.21, group
     for group in ("head", "norms"):  # AdamW, whose first step is one in size
         assert first[group] == pytest.approx(1.0, abs=0.01), group
+
+
+def test_a_training_tells_programs_how_it_ended(straight):
+    assert json.loads((straight / "told.json").read_text()) == {
+        "run_dir": str(straight),
+        "exit_code": 0,
+        "state": "finished",
+        "step": 6,
+        "steps": 6,
+        "reason": None,
+        "checkpoint": str(straight / "checkpoints" / "step_00000006"),
+    }
 
 
 def test_run_folder_is_complete(straight):

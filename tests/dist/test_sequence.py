@@ -34,8 +34,11 @@ def found(data_root, tmp_path_factory):
 
     many = {name: job("shared_rows", **axes) for name, axes in LAYOUTS.items()}
     many["frozen"] = job("leaf_gradients", "train.frozen=[language_model]", pp=2, cp=2)
+    float64 = "train.dtype=float64", "train.steps=2"
+    many["float64"] = job("losses", *float64, cp=2, tp=2)
     folder = tmp_path_factory.mktemp("sequence")
-    one = run_jobs({"one process": job("shared_rows")}, folder / "one", 1)
+    single = {"one process": job("shared_rows"), "float64, one process": job("losses", *float64)}
+    one = run_jobs(single, folder / "one", 1)
     return one | run_jobs(many, folder / "many", PROCESSES, timeout=200.0)
 
 
@@ -58,6 +61,13 @@ def test_shared_rows_train_as_in_one_process(name, found):
             assert step[number] == pytest.approx(wanted[number], rel=1e-5), number
     assert sum(step["clipped_heads"] for step in shared["steps"]) > 0
     assert all(step["vision_tokens"] > 0 for step in shared["steps"])
+
+
+def test_float64_is_float64_up_to_the_loss(found):
+    """Megatron-Core's cross entropy rounds to float32: shared rows were 1e-8 apart by it."""
+    for step, wanted in zip(found["float64"], found["float64, one process"], strict=True):
+        assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-12)
+        assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-10)
 
 
 def test_attention_of_every_part_equals_the_plain_loop(found):

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +16,14 @@ from kimi_pretrain.status import Status, read_status
 from launch import supervise, torchrun
 from launch.show import find_anomaly, show_rows
 from tests.dist.jobs import ROOT, SMALL, layout, read_metrics, train
-from tests.dist.live import ranks, started, steps_of, wait_for_steps
+from tests.dist.live import (
+    open_to_others,
+    ranks,
+    started,
+    steps_of,
+    wait_for,
+    wait_for_steps,
+)
 from tests.dist.planted import WORKER, PlantedJob
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
@@ -36,12 +45,12 @@ def planted(
     """Train with a fault; returns exit code and message."""
     settings = (*SMALL, *overrides)
     job = PlantedJob("tiny_cpu", str(run_dir), settings, resume, plant=plant, step=step, rank=rank)
-    command = [sys.executable, "-m", WORKER, job.argument()]
-    if processes > 1:
-        command = torchrun.command(job, torchrun.Nodes(processes), worker=WORKER)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    environment = torchrun.environment(environment, processes, 1)
-    return supervise.run(command, environment, run_dir)
+    base = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    nodes = torchrun.Nodes(processes)
+    with torchrun.prepared(job, nodes, WORKER, base=base) as (command, environment):
+        if processes == 1:
+            command = [sys.executable, "-m", WORKER, job.argument()]
+        return supervise.run(command, environment, run_dir)
 
 
 @pytest.mark.slow
@@ -69,6 +78,7 @@ def test_a_stop_that_cannot_save_is_not_in_order(data_root, tmp_path):
     settings = (f"data.root={data_root}", "train.steps=1000", *ONE, f"checkpoint.place={place}")
     with started(run_dir, *settings) as process:
         wait_for_steps(run_dir, 2, process)
+        assert not open_to_others(process)  # of one process: gloo's
         assert [file.name for file in place.iterdir()] == ["owner.json"]
         shutil.rmtree(place)
         place.touch()
@@ -85,13 +95,72 @@ def test_a_stop_that_cannot_save_is_not_in_order(data_root, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_started_again_and_changes_nothing(data_root, tmp_path):
-    settings = (f"data.root={data_root}", "train.steps=8", "checkpoint.every=2", *FOUR)
+def test_a_run_folder_without_room_ends_no_training(data_root, tmp_path):
+    """The place of checkpoints has room: saves go on, and a stop is in order."""
+    run_dir, place = tmp_path / "run", tmp_path / "place"
+    run_dir.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(run_dir)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root")
+    settings = (
+        f"data.root={data_root}", "train.steps=1000", *ONE, f"checkpoint.place={place}",
+        "checkpoint.every=2", "checkpoint.keep_last=2",
+    )  # fmt: skip
+    try:
+        with started(run_dir, *settings) as process:
+            wait_for_steps(run_dir, 2, process)
+            with pytest.raises(OSError, match="No space left"):
+                (run_dir / "theirs").write_bytes(bytes(1 << 20))
+            wait_for(lambda: newest(place) >= steps_of(run_dir) + 6, process)
+            full = steps_of(run_dir)
+            wait_for(lambda: read_status(run_dir).step >= full + 4, process)  # in place
+            process.send_signal(signal.SIGUSR1)
+            out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, out + err
+        assert "Traceback" not in err
+        assert f"{run_dir}/metrics.jsonl: No space left on device; training goes on" in err
+        status = read_status(run_dir)
+        assert status is not None
+        assert (status.state, status.checkpoint) == (
+            "stopped", str(place / f"step_{status.step:08d}")
+        )  # fmt: skip
+        (run_dir / "theirs").unlink()
+        done = train(run_dir, *settings, f"train.steps={status.step + 2}", resume=Path("latest"))
+        assert done.returncode == 0, done.stdout + done.stderr
+        steps = [line["step"] for line in read_metrics(run_dir)]
+        assert steps[-2:] == [status.step + 1, status.step + 2]
+    finally:
+        subprocess.run(["umount", "-l", str(run_dir)], check=True)
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_is_full_at_the_end_ends_no_training_in_failure(data_root, tmp_path):
+    names = ("state_hashes.json", "efficiency.json")
+    for name in names:  # it is written there first
+        (tmp_path / f"{name}.partial").symlink_to("/dev/full")
+    settings = (f"data.root={data_root}", "train.steps=1", *ONE, "train.efficiency_pairs=1")
+    done = train(tmp_path, *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_status(tmp_path) == Status("finished", 1, 1)
+    for name in names:
+        assert f"{tmp_path / name}: No space left on device; the run goes on" in done.stderr
+
+
+def newest(place: Path) -> int:
+    names = [file.parent.name[5:] for file in place.glob("step_*/manifest.json")]
+    return max((int(name) for name in names if name.isdigit()), default=0)  # others are partial
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [FOUR, ONE], ids=["of four", "the only one"])
+def test_a_killed_rank_is_started_again_and_changes_nothing(axes, data_root, tmp_path):
+    settings = (f"data.root={data_root}", "train.steps=8", "checkpoint.every=2", *axes)
     done = train(tmp_path / "straight", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     with started(tmp_path / "killed", *settings, "--max-restarts", "1") as process:
         wait_for_steps(tmp_path / "killed", 3, process)
-        ranks(process)[3].kill()
+        assert not open_to_others(process)  # writers of checkpoints neither
+        ranks(process)[max(ranks(process))].kill()
         out, err = process.communicate(timeout=250)
     assert process.returncode == 0, out + err
     hashes = [
@@ -125,6 +194,16 @@ def test_a_step_that_is_not_finite_is_skipped_written_down_and_can_be_looked_at(
 
 
 @pytest.mark.slow
+def test_a_copy_with_a_wrong_bit_ends_the_run_before_it_is_saved(data_root, tmp_path, capfd):
+    settings = (f"data.root={data_root}", "train.steps=9", *layout(dp=2), "checkpoint.every=1")
+    assert planted(tmp_path, "flip_a_bit", 3, *settings, rank=1, processes=2) == (1, None)
+    told = capfd.readouterr().err
+    assert re.search(r"Error: step 3: \S+ is one on rank 0, another on rank 1: ", told)
+    assert newest(tmp_path / "checkpoints") <= 2
+    assert len(read_metrics(tmp_path)) == 2
+
+
+@pytest.mark.slow
 def test_a_rank_that_sleeps_is_named_with_its_phase(data_root, tmp_path):
     settings = (f"data.root={data_root}", "train.steps=9", *layout(dp=2), "train.seed=1")
     patience = f"train.timeout_seconds={PATIENCE}"
@@ -151,6 +230,19 @@ def test_a_read_that_hangs_ends_in_time(data_root, tmp_path):
     assert message is not None
     assert "phase '1 wait for data'" in message
     assert "it waits for no other rank" in message
+
+
+@pytest.mark.slow
+def test_a_bug_in_a_step_is_not_the_user_s_to_mend(data_root, tmp_path, capfd):
+    settings = (f"data.root={data_root}", "train.steps=4", *ONE)
+    assert planted(tmp_path, "bug", 2, *settings) == (1, None)
+    status, shown = read_status(tmp_path), capfd.readouterr().err
+    assert status is not None
+    assert (status.state, status.reason) == (
+        "failed", "StepFault: ValueError: operands could not be broadcast together"
+    )  # fmt: skip
+    assert "planted.py" in shown  # a traceback
+    assert "in wrong" in shown
 
 
 @pytest.mark.slow
@@ -230,4 +322,54 @@ def test_a_course_that_is_left_is_set_aside_before_anything_is_trained(data_root
     )
     assert again.returncode == 0, again.stdout + again.stderr
     assert place.steps() == [1]
-    assert (tmp_path / "checkpoints" / "step_00000003" / "manifest.abandoned.json").is_file()
+    kept = tmp_path / "checkpoints" / "step_00000003.abandoned_1"
+    assert f"latest will not take it (kept as {kept})" in again.stderr
+    # Its lines are kept, too, and it can be gone back to.
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1]
+    left = (tmp_path / "metrics.abandoned.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in left] == [2, 3]
+    assert "up to 3, are in metrics.abandoned.jsonl now" in again.stderr
+    back = train(tmp_path / "back", *settings, "train.steps=4", resume=kept)
+    assert back.returncode == 0, back.stdout + back.stderr
+    assert [line["step"] for line in read_metrics(tmp_path / "back")] == [4]
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_its_first_save_begins_again_and_keeps_its_lines(
+    data_root, tmp_path, monkeypatch
+):
+    """By itself where torchrun or a batch script starts it again; a person has to say so."""
+    run_dir = tmp_path / "run"
+    settings = (f"data.root={data_root}", *ONE, "checkpoint.every=2")
+    with started(run_dir, *settings, "train.steps=1000", "checkpoint.every=1000") as process:
+        wait_for_steps(run_dir, 3, process)
+        process.kill()
+        process.communicate()
+    first = (run_dir / "metrics.jsonl").read_text()
+    done = train(run_dir, *settings, resume=Path("latest"))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"no checkpoint in {run_dir}/checkpoints, but {run_dir}/metrics.jsonl" in done.stderr
+    # The ranks themselves come to the same: nobody has looked before them here.
+    code, message = planted(run_dir, "draws", 1, *settings, resume="latest")
+    assert code == 2
+    assert message is not None
+    assert "holds steps" in message
+    assert (run_dir / "metrics.jsonl").read_text() == first
+    with monkeypatch.context() as torchrun_again:
+        torchrun_again.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert planted(run_dir, "draws", 1, *settings, "train.steps=2") == (0, None)
+    assert [line["step"] for line in read_metrics(run_dir)] == [1, 2]
+    kept = (run_dir / "metrics.abandoned.jsonl").read_text()
+    assert kept == first[: first.rfind("\n") + 1]
+    # Now there is something to lose: neither from another place nor from another folder.
+    other = f"checkpoint.place={tmp_path / 'other'}"
+    code, message = planted(run_dir, "draws", 1, *settings, other, resume="latest")
+    assert code == 2
+    assert message is not None
+    assert f"saves to {run_dir}/checkpoints (run.json), but checkpoint.place is {tmp_path}/other" in (
+        message
+    )
+    code, message = planted(tmp_path / "rnu", "draws", 1, *settings, resume="latest")
+    assert code == 2
+    assert message is not None
+    assert f"{tmp_path}/rnu holds no run; is --run-dir right?" in message

@@ -6,23 +6,32 @@ the configuration's: with norm_eps=1e-6 both are the same, with 1e-5 they part b
 """
 
 import json
+import math
+import os
+import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from data_pipeline.text import NUM_SPECIAL, train_ranks
 from kimi_pretrain.weights import export
 from kimi_pretrain.weights.stored import open_stored
 from tests.dist.deepseek import deepseek_v3
 from tests.dist.jobs import SMALL, layout, run_jobs
 from tests.dist.weights_case import BORDERS, GRID, inputs
+from tests.unit.data_pipeline.media import encoded
 from tests.unit.weights.weight_folders import random_weights, with_int4
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
+ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5  # of the largest logit
 YARN = "model.language.yarn={factor: 4.0, original_max_position: 32, beta_fast: 4.0}"
 
@@ -153,6 +162,22 @@ def test_an_export_computes_the_same_in_deepseek_v3(work, case):
     assert distance(ours, logits_of(model, (0, 1))) <= 1e-4
 
 
+def test_an_export_generates_text_as_the_documentation_shows(work, capsys):
+    folder, _, _ = work
+    out = exported(folder, LATENT, "deepseek_v3")
+    page = (ROOT / "docs" / "WEIGHTS.md").read_text()
+    (out / "tiktoken.model").write_bytes(train_ranks([page], 768 - NUM_SPECIAL))
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    found = {}
+    exec(example.replace('"wide', f'"{out}'), found)
+    assert capsys.readouterr().out.startswith("[BOS]The loader reads")
+    ids, length = found["ids"], found["prompt"].shape[1]
+    assert length < ids.shape[1] <= length + 20
+    with torch.no_grad():  # each is the best one after those before it
+        logits = found["model"](ids[:, :-1]).logits
+    assert torch.equal(logits.argmax(-1)[:, length - 1 :], ids[:, length:])
+
+
 def test_an_export_computes_the_same_in_kimi_k25_with_an_image(work):
     folder, found, _ = work
     out = exported(folder, LATENT, "kimi_k25")
@@ -235,3 +260,91 @@ def test_ranks_of_any_layout_start_with_the_weights_and_nothing_else(data_root, 
     masters = open_stored(place / "step_00000002")
     told = [masters.read(n) for n in masters.headers if n.startswith("optim.master.")]
     assert any(not torch.equal(t, t.bfloat16().float()) for t in told), "masters say no more"
+
+
+# Evaluation -------------------------------------------------------------------------------------
+
+BOOK = " ".join(f"page {i}: the cat sat on a mat and saw {i % 10} red kites." for i in range(60))
+
+
+def held_out(data_root: Path, root: Path):
+    """Sources of texts and of pictures, counted with the corpus's tokenizer; returns it."""
+    from data_pipeline.ingest.ingest import CrudeSample, ImageSegment, TextSegment, ingest
+    from data_pipeline.store.open import open_store
+    from data_pipeline.text import Tokenizer
+
+    store = open_store(str(root))
+    (root / "tokenizer.tiktoken").write_bytes((data_root / "tokenizer.tiktoken").read_bytes())
+    tokenizer = Tokenizer.from_store(store, "tokenizer.tiktoken")
+
+    def picture(side: int = 56) -> ImageSegment:
+        return ImageSegment(encoded(np.full((side, side, 3), side, np.uint8)), "png")
+
+    texts = [[TextSegment("a cat sat"), TextSegment(" on a mat", False)], [TextSegment(BOOK)]]
+    digits = [[picture(28 * i), TextSegment("see 4", False), TextSegment(f" read {i}7")] for i in (1, 2)]
+    others = [[picture(), TextSegment("no number")], [picture(), picture(), TextSegment("8")],
+              [picture(), TextSegment(BOOK)], *texts]  # fmt: skip
+    for name, samples in (("texts", texts), ("mixed", digits + others), ("bare", others[:1])):
+        crude = [CrudeSample(f"{name}-{i}", segments) for i, segments in enumerate(samples)]
+        ingest(crude, store, name, tokenizer, 1 << 16, category="text")
+    return tokenizer, [[tokenizer.encode(part.text) for part in text] for text in texts]
+
+
+EVALUATE = """
+import json, sys
+from typer.testing import CliRunner
+from launch.cli import app
+for arguments in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(app, ["eval", *arguments])
+    told = done.stdout.splitlines()[-1:] or [""]
+    print(json.dumps([done.exit_code, told[0], done.stderr]), flush=True)
+"""
+
+
+def test_an_evaluation_counts_what_it_says(work, data_root, tmp_path):
+    """Whole texts, longer ones than a microbatch too, against transformers; and what is left out."""
+    folder, _, _ = work
+    tokenizer, texts = held_out(data_root, tmp_path)
+    (step,) = (folder / PLAIN.name).iterdir()
+    given = ("--config", "tiny_cpu", "--checkpoint", str(step), "--json", *SMALL, *layout(),
+             *PLAIN.overrides, f"data.root={tmp_path}")  # fmt: skip
+    runs = [["--source", "texts"], ["--source", "mixed"], ["--source", "mixed", "--texts"],
+            ["--source", "bare"], ["--source", "bare", "--texts"]]  # fmt: skip
+    asked = json.dumps([[*run, *given] for run in runs])
+    done = subprocess.run(
+        [sys.executable, "-c", EVALUATE, asked], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [code for code, _, _ in found] == [0, 0, 0, 2, 2], found
+    of_texts, of_pictures, of_both = (json.loads(line) for _, line, _ in found[:3])
+
+    model = transformers.DeepseekV3ForCausalLM.from_pretrained(
+        exported(folder, PLAIN, "deepseek_v3"), dtype=torch.float32
+    )
+    (said, unsaid), (book,) = texts
+    parts = [([tokenizer.bos, *said, *unsaid, tokenizer.eos], [1] * len(said) + [0] * len(unsaid))]
+    pieces = [book[i : i + 126] for i in range(0, len(book), 126)]
+    parts += [([tokenizer.bos, *piece, tokenizer.eos], [1] * len(piece)) for piece in pieces]
+    total = tokens = 0
+    for number, (ids, learnt) in enumerate(parts):
+        last = number in (0, len(parts) - 1)
+        mask = torch.tensor([False, *map(bool, learnt), last])
+        labels = torch.where(mask, torch.tensor(ids), -100)
+        with torch.no_grad():
+            mean = model(torch.tensor([ids]), labels=labels[None]).loss
+        total, tokens = total + float(mean) * int(mask.sum()), tokens + int(mask.sum())
+    assert tokens == len(said) + 1 + len(book) + 1  # and no token twice
+    assert of_texts["loss"] == pytest.approx(total / tokens, rel=1e-5)
+    assert of_texts["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-4)
+    assert (of_texts["samples"], of_texts["tokens"], of_texts["split"]) == (2, tokens, 1)
+    assert of_texts["left_out"] == {}
+    assert of_both["loss"] == of_texts["loss"]
+    assert of_both["left_out"] == {"with media": 5}
+    assert (of_pictures["samples"], of_pictures["tokens"]) == (2, 4)
+    assert sum(of_pictures["left_out"].values()) == 5
+    assert list(of_pictures["left_out"].values()) == [2, 1, 1, 1]
+    for _, _, line in found[3:]:
+        assert line.startswith("error: source 'bare': no sample counts (1 with")
+        assert line.count("\n") == 1

@@ -13,6 +13,7 @@ from tests.dist.deepseek import deepseek_v3
 from tests.dist.gather_case import ACTIONS as GATHER
 from tests.dist.muonclip_case import ACTIONS as MUONCLIP
 from tests.dist.owners_case import ACTIONS as OWNERS
+from tests.dist.routes_case import ACTIONS as ROUTES
 from tests.dist.sequence_case import ACTIONS as SEQUENCE
 from tests.dist.weights_case import ACTIONS as WEIGHTS
 
@@ -225,6 +226,38 @@ def planted_replica(run) -> str:
     return "nothing"
 
 
+def planted_bit(run) -> dict[str, object]:
+    """What ranks say in steps where the lowest bit of one number differs on one rank in the second.
+
+    In a copy whose turn it is, of a tensor that the other rank owns: the update makes it equal.
+    """
+    from kimi_pretrain.replicas import check_copies, hash_bits
+
+    def told(step: int, copies) -> str:
+        try:
+            check_copies(step, run.mesh.gather(copies))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def trained() -> str:
+        copies = run.train_step.run(next(run.loader)).update.copies
+        run.step += 1
+        return told(run.step, copies)
+
+    turns = max(len(held) for _, held in run.replicas._kinds)
+    sound = [told(step, run.replicas.tell(step)) for step in range(1, turns + 1)]
+    first = trained()
+    names = [copy.name for copy in run.replicas.tell(2)]
+    owned = run.mesh.gather([run.update.optimizer.owns(name) for name in names])
+    name = names[owned[1].index(False)]
+    if run.mesh.rank == 1:
+        run.model.tensors()[name].view(-1)[:1].view(torch.uint8)[0] ^= 1
+    second, after = trained(), run.mesh.gather(int(hash_bits(run.model.tensors()[name])))
+    found = {"name": name, "sound": "".join(sound), "told": [first, second, trained()]}
+    return found | {"equal again": after[0] == after[1]}
+
+
 def layers_against_twins(run) -> dict[str, float]:
     """Largest errors in fp64 (fp32 for the grouped kernel, scaled to its rounding)."""
     from kimi_pretrain.engine import attention, experts
@@ -318,11 +351,13 @@ ACTIONS = {
     "dep_variants": dep_variants,
     "planted_infinity": planted_infinity,
     "planted_replica": planted_replica,
+    "planted_bit": planted_bit,
     "skipped_mask": skipped_mask,
     "layers_against_twins": layers_against_twins,
     "language_model": language_model,
     **MUONCLIP,
     **OWNERS,
+    **ROUTES,
     **SEQUENCE,
     **CLIP,
     **GATHER,

@@ -251,7 +251,8 @@ def mounted(folder: Path, size: str) -> Iterator[None]:
     """A file system of its own, really full when it is full."""
     folder.mkdir(exist_ok=True)
     mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "none", str(folder)],
+        capture_output=True,
     )
     if mount.returncode:
         pytest.skip("mounting needs root")

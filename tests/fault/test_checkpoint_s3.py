@@ -205,7 +205,7 @@ def test_secrets_are_nowhere(place, s3_environment, capfd):
     for key in place.store.list():
         assert secret not in place.store.get(key)
     assert secret.decode() not in "".join(capfd.readouterr())
-    assert json.loads(place.read_text("step_00000001/manifest.json"))["schema"] == 2
+    assert json.loads(place.read_text("step_00000001/manifest.json"))["schema"] == 3
 
 
 def pages_of(store, size: int) -> None:

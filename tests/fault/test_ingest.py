@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from data_pipeline.ingest import claim
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.readers import open_inputs
 from data_pipeline.store import objects
@@ -70,6 +71,8 @@ def run_once(root: str, inputs: list[str], ranks: bytes, kill: int, after: bool)
         steps = Steps(kill, after)
         objects.os.fsync = lambda _: None  # against losing power, not against a kill; and slow
         objects.os.replace = steps(os.replace)  # how a folder's object becomes visible
+        objects.os.link = steps(os.link)  # ... and one that must be new
+        claim._SETTLE_S = 0.0  # one at a time here
         FolderStore.delete = steps(FolderStore.delete)
         reader = open_inputs(inputs, "caption")
         ingest(reader, FolderStore(root), "src", Tokenizer(ranks, "tiny"), 32_000)
@@ -101,14 +104,15 @@ def kill_everywhere(folder: str, step: int) -> None:
             # What is visible is whole, and the manifest is visible only with all the rest.
             assert all(left[key] == whole[key] for key in left if key.endswith((".tar", "parquet")))
             assert "src/manifest.json" not in left or set(whole) <= set(left)
-            assert run_once(root, inputs, ranks, 0, False) or left.keys() == whole.keys()
+            done = left.keys() - {"src/.ingest/lock"} == whole.keys()
+            assert run_once(root, inputs, ranks, 0, False) or done
             assert objects_of(FolderStore(root)) == whole
             assert sorted(os.listdir(f"{root}/src")) == sorted(os.listdir(f"{folder}/whole/src"))
         else:
             continue
         break
     root, tries = f"{folder}/often", 1
-    while not run_once(root, inputs, ranks, 4, True):
+    while not run_once(root, inputs, ranks, 5, True):
         tries += 1
         if FolderStore(root).list() == sorted(whole):
             break  # killed with nothing left to do
@@ -124,10 +128,10 @@ def test_killed_at_every_step_the_result_is_the_same(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["objects"] >= 6
-    # Each shard is put and gets a part, which is removed; request and rejections are put before,
-    # rejections, index and manifest afterwards, and the request is removed.
+    # Each shard is put and gets a part, which is removed; lock, request and rejections are put
+    # before, rejections, index and manifest afterwards; request and lock are removed.
     shards = found["objects"] - 3
-    assert found["points"] == 2 * (3 * shards + 6)
+    assert found["points"] == 2 * (3 * shards + 8)
     assert 2 < found["tries"] < 20
 
 

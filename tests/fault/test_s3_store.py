@@ -12,7 +12,8 @@ import traceback
 
 import pytest
 
-from data_pipeline.index.manifest import check_shards, read_index
+from data_pipeline.index.manifest import read_index
+from data_pipeline.index.reads import check_shards
 from data_pipeline.ingest.ingest import CrudeSample, TextSegment, ingest
 from data_pipeline.store.open import (
     AccessDenied,

@@ -13,7 +13,8 @@ import torch
 from PIL import ImageFile
 
 from data_pipeline import decode
-from data_pipeline.index.manifest import check_shards, read_index
+from data_pipeline.index.manifest import read_index
+from data_pipeline.index.reads import check_shards
 from data_pipeline.ingest.ingest import ImageSegment, TextSegment, VideoSegment, ingest
 from data_pipeline.ingest.samples import CrudeSample
 from data_pipeline.store.addresses import check_address, masked
@@ -108,6 +109,19 @@ def test_addresses_without_credentials_pass():
     for address in (None, "", "/a/b@c", "s3://bucket/a@b", "http://host:9000", "memory://x"):
         check_address("x", address)
         assert masked(address or "") == (address or "")
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:9000", "s3.host", "ftp://host", "//host:1"])
+def test_an_endpoint_without_a_scheme_is_told_what_to_add(endpoint, monkeypatch):
+    host = endpoint.split("//")[-1]
+    expected = f"{endpoint!r}: add http:// or https://, as in http://{host}"
+    with pytest.raises(ConfigError, match="endpoint") as error:
+        load_config("tiny_cpu", [f"data.endpoint={endpoint}"])
+    assert expected in str(error.value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(ValueError, match="the S3 endpoint") as refused:
+        open_store("s3://bucket/x")
+    assert expected in str(refused.value)
 
 
 # Checkpoints -------------------------------------------------------------------------------------

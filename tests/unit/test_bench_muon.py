@@ -17,6 +17,8 @@ from kimi_pretrain.optim.newton_schulz import segments  # noqa: E402
 COMMITTED = ROOT / "benchmarks" / "results" / "muon_cpu.json"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_short_form_measures_everything_and_says_that_it_is_short(tmp_path, monkeypatch):
     out = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["bench_muon.py", "--quick", "--out", str(out)])

@@ -202,7 +202,8 @@ def test_commands_have_these_options(words):
 
 def test_all_data_commands_are_there():
     group = typer.main.get_command(app).commands["data"]
-    assert {words[2] for words in command_lines()} == set(group.commands)
+    shown = {words[2] for words in command_lines() if words[1] == "data"}
+    assert shown == set(group.commands)
     rows = re.findall(r"^\| ([a-z-]+) \|", section(4), flags=re.MULTILINE)
     assert set(rows) - {"command"} == set(group.commands)
 
@@ -281,7 +282,7 @@ def test_python_examples_run(corpus, monkeypatch, capsys):
     assert scope["mask"].any()
     assert scope["patches"] > 0
     assert scope["state"]["step"] == 3
-    assert len(str(scope["state"])) < 450
+    assert len(str(scope["state"])) < 500
     scope = {}
     exec(raw, scope)
     assert len(scope["batch"]) == 16

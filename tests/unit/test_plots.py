@@ -29,6 +29,7 @@ def lines(steps: int, media: bool = True) -> list[dict]:
         loss = 7 / step**0.5
         made.append(
             {"step": step, "loss": loss, "lr": 1e-3, "patches_per_rank": loads, "balance": balance}
+            | {"predicted_seconds_per_rank": {k: [1e-4 * n for n in v] for k, v in loads.items()}}
         )
     return made
 
@@ -82,6 +83,15 @@ def test_pictures_are_written(tmp_path, steps):
         assert min(pixels.shape[:2]) > 300
         # Blank paper and axes alone have a handful of greys.
         assert len(np.unique(pixels[::5, ::5].reshape(-1, 3), axis=0)) > 20
+
+
+def test_the_balance_is_drawn_in_patches_and_in_seconds(tmp_path):
+    """A run of a version that wrote no seconds has its patches drawn, in fewer panels."""
+    now, before = tmp_path / "now.png", tmp_path / "before.png"
+    dep_balance_plot(lines(5), now)
+    old = [{k: v for k, v in m.items() if k != "predicted_seconds_per_rank"} for m in lines(5)]
+    dep_balance_plot(old, before)
+    assert picture(now).shape[1] > 1.3 * picture(before).shape[1]
 
 
 def test_the_same_numbers_give_the_same_picture_and_others_another(tmp_path):

@@ -36,6 +36,7 @@ PHASES: tuple[tuple[str, str, str], ...] = (
     ("kimi_pretrain/microbatches.py", "", "prepare"),
     ("kimi_pretrain/step.py", "", "prepare"),
     ("telemetry/", "", "measuring"),
+    ("kimi_pretrain/run_files.py", "", "writing metrics"),
     ("kimi_pretrain/run_folder.py", "", "writing metrics"),
     ("kimi_pretrain/train.py", "_loop", "between steps"),
     ("engine/mesh.py", "gather", "gather between steps"),

@@ -19,7 +19,8 @@ from tests.fault.campaign.processes import Training
 SEED = "train.seed=1"
 FOUR = (*layout(pp=2, dp=2, ep=2), SEED)
 TWO = (*layout(dp=2), SEED)
-LATEST = ("--resume", "latest")
+# Also what was killed before its first save.
+LATEST = ("--resume", "latest", "--or-start")
 KILLED_STEPS, STEPS, EVERY = 60, 8, 2
 
 

@@ -1,6 +1,10 @@
 """Ranks as threads of one process: enough of a mesh to save and find checkpoints with."""
 
+import hashlib
+import json
+import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +19,13 @@ from kimi_pretrain.config import load_config
 from kimi_pretrain.outcome import Outcome
 
 TIMEOUT = 60.0
+
+
+def strike(pid: int, number: int) -> None:
+    """Send a signal to a child; returns from SIGSTOP when all of its threads stand still."""
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 class Threads:
@@ -98,6 +109,27 @@ def tensors(seed: int = 0, size: int = 64) -> dict[str, torch.Tensor]:
 
 def state(step: int, updates: int = 0) -> RunState:
     return RunState(step, updates, {"position": step * 8}, (1.5, 0.1))
+
+
+def sealed(values: dict[str, Any]) -> str:
+    """The text of a manifest.json with the hash that its values have now."""
+    plain = {key: value for key, value in values.items() if key != "sha256"}
+    told = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**plain, "sha256": told})
+
+
+def unsealed(values: dict[str, Any]) -> str:
+    """The same as it was written before there was a hash."""
+    return json.dumps(
+        {key: value for key, value in values.items() if key != "sha256"} | {"schema": 2}
+    )
+
+
+def change_manifest(folder, change: Callable[[Any], object], text=sealed) -> None:
+    """Change a checkpoint's manifest as its writer could have written it."""
+    values = json.loads((folder / "manifest.json").read_text())
+    change(values)
+    (folder / "manifest.json").write_text(text(values))
 
 
 def save(folder, *steps: int, overrides: tuple[str, ...] = (), size: int = 64) -> None:

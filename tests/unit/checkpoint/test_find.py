@@ -1,6 +1,5 @@
 """Only what is complete and sound is taken, and what is damaged is named."""
 
-import json
 import shutil
 
 import pytest
@@ -66,6 +65,12 @@ def flip(file):
     file.write_bytes(bytes(data))
 
 
+def flip_step(file):
+    text = file.read_text()
+    assert text.count('"step": 3') == 1
+    file.write_text(text.replace('"step": 3', '"step": 2'))  # one bit
+
+
 def cut_off(file):
     file.write_bytes(file.read_bytes()[:-10])
 
@@ -77,9 +82,12 @@ DAMAGE = {
     "longer": (lambda f: (f / FILE).open("ab").write(b"x"), FILE, r"bytes, expected \d+ bytes"),
     "missing": (lambda f: (f / FILE).unlink(), FILE, r"missing, expected \d+ bytes"),
     "a folder": (lambda f: ((f / FILE).unlink(), (f / FILE).mkdir()), FILE, "missing"),
+    "flipped in the manifest": (
+        lambda f: flip_step(f / "manifest.json"), "manifest.json", "its values have",
+    ),
     "manifest cut off": (lambda f: cut_off(f / "manifest.json"), "manifest.json", "not JSON"),
     "manifest empty": (lambda f: (f / "manifest.json").write_text(""), "manifest.json", "not JSON"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -95,6 +103,18 @@ def test_what_is_damaged_is_named_and_passed_over_only_where_allowed(damage, roo
     assert "passing over a damaged checkpoint" in caplog.text
     with pytest.raises(CheckpointError, match=named):  # asked for by name, it is never passed over
         find(root / "step_00000003", open_place(root), ranks.config("resume.fallback=true"), None)
+
+
+def test_one_of_before_manifests_had_a_hash_is_taken_with_a_warning(root, caplog):
+    for step in (2, 3):
+        ranks.change_manifest(root / f"step_{step:08d}", lambda values: None, ranks.unsealed)
+    found = latest(root, world_size=3)
+    assert found.manifest().state == ranks.state(3, 3)
+    assert caplog.text.count("step_00000003: its manifest.json was written without a hash") == 1
+    shutil.rmtree(root / "step_00000003")
+    shutil.copytree(root / "step_00000002", root / "step_00000003")  # what needs no hash to be seen
+    with pytest.raises(CheckpointError, match="state.step is 2, expected that of its folder"):
+        latest(root, world_size=2)
 
 
 def test_all_damaged_is_an_error_and_no_fresh_start(root):
@@ -146,15 +166,9 @@ def test_load_refuses_before_it_changes_anything(root):
     assert all(torch.equal(base[name], t) for name, t in ranks.tensors(3).items())
 
 
-def change_manifest(folder, change) -> None:
-    values = json.loads((folder / "manifest.json").read_text())
-    change(values)
-    (folder / "manifest.json").write_text(json.dumps(values))
-
-
 def test_manifest_and_optimizer_must_agree_on_the_steps(root):
     folder = root / "step_00000003"
-    change_manifest(folder, lambda values: values["state"].update(optimizer_steps=2))
+    ranks.change_manifest(folder, lambda values: values["state"].update(optimizer_steps=2))
     tensors = {name: torch.zeros_like(tensor) for name, tensor in ranks.tensors(3).items()}
     with pytest.raises(CheckpointError, match="optim.step is 3, the manifest says optimizer_steps"):
         load(open_checkpoint(folder), tensors)
@@ -163,7 +177,7 @@ def test_manifest_and_optimizer_must_agree_on_the_steps(root):
 
 def test_weights_alone_are_no_checkpoint_to_go_on_from(root):
     folder = root / "step_00000003"
-    change_manifest(folder, lambda values: values.update(contents="weights"))
+    ranks.change_manifest(folder, lambda values: values.update(contents="weights"))
     with pytest.raises(CheckpointError, match="train.start_from"):
         load(open_checkpoint(folder), {"optim.exp_avg.x": torch.zeros(1)})
 
@@ -171,7 +185,7 @@ def test_weights_alone_are_no_checkpoint_to_go_on_from(root):
 def test_a_name_that_leads_out_of_the_folder_is_refused(root):
     folder = root / "step_00000003"
     (root / "outside.safetensors").write_bytes((folder / FILE).read_bytes())
-    change_manifest(
+    ranks.change_manifest(
         folder,
         lambda v: v["files"].update({"../outside.safetensors": v["files"][FILE]}),
     )

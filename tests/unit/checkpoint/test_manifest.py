@@ -7,7 +7,9 @@ import ranks
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import (
+    MANIFEST,
     Fingerprint,
+    Manifest,
     RunState,
     check_fits,
     manifest_of,
@@ -17,6 +19,7 @@ from kimi_pretrain.checkpoint.manifest import (
     step_name,
     step_of,
 )
+from kimi_pretrain.checkpoint.place import open_place
 
 FILES = {
     "index.json": Fingerprint(2, "0" * 64),
@@ -30,13 +33,43 @@ def manifest():
 
 
 def test_a_manifest_comes_back_as_it_was_written():
-    assert parse_manifest(manifest().text(), "here") == manifest()
+    found = parse_manifest(manifest().text(), "here")
+    assert found == manifest()
+    assert found.hashed
+    assert json.loads(manifest().text()) == json.loads(ranks.sealed(json.loads(manifest().text())))
+    old = parse_manifest(ranks.unsealed(json.loads(manifest().text())), "here")
+    assert old == manifest()
+    assert not old.hashed
+
+
+def read(root, text: bytes) -> Manifest | None:
+    """What a run would believe of step 3; None: it is found damaged."""
+    found = open_place(root).checkpoint(3)
+    found.know({MANIFEST: text})
+    if problems := found.manifest_problems():
+        assert problems[0].startswith(f"{root}/step_00000003/manifest.json: ")
+        return None
+    return found.manifest()
+
+
+def test_no_flipped_bit_lost_byte_or_doubled_byte_of_a_manifest_is_believed(root):
+    """Each is found, or changes nothing that is read: 1e-05 may become 1E-05."""
+    text = (root / "step_00000003" / MANIFEST).read_bytes()
+    good = read(root, text)
+    assert good is not None
+    found = [
+        read(root, text[:at] + new + text[at + 1 :])
+        for at in range(len(text))
+        for new in (*(bytes([text[at] ^ 1 << bit]) for bit in range(8)), b"", text[at : at + 1] * 2)
+    ]
+    assert [other for other in found if other not in (None, good)] == []
+    assert found.count(None) > 0.9 * len(found)  # the others are blanks that came or went
 
 
 def with_change(change) -> str:
     values = json.loads(manifest().text())
     change(values)
-    return json.dumps(values)
+    return ranks.sealed(values)
 
 
 def named(name):
@@ -48,6 +81,9 @@ def named(name):
 
 BAD = {
     "schema": (lambda v: v.update(schema=1), "schema 1"),
+    "schema of text": (lambda v: v.update(schema="3"), "schema '3'"),
+    "hash where none was": (lambda v: v.update(schema=2), "schema 2 with sha256"),
+    "another loader": (lambda v: v["state"]["loader"].update(step=111), "the loader's is 111"),
     "climbs out": (named("../../etc/passwd"), "no file name"),
     "absolute": (named("/etc/passwd"), "no file name"),
     "hidden": (named(".bashrc"), "no file name"),
@@ -72,6 +108,13 @@ def test_a_bad_manifest_is_refused(name):
     with pytest.raises(CheckpointError, match="^place/manifest.json: .*") as error:
         parse_manifest(with_change(change), "place/manifest.json")
     assert told in str(error.value)
+
+
+def test_a_manifest_without_its_hash_is_refused():
+    values = json.loads(manifest().text())
+    del values["sha256"]
+    with pytest.raises(CheckpointError, match="^there: schema 3 with sha256 None"):
+        parse_manifest(json.dumps(values), "there")
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": ' * 200_000, "[]", "null", "\x00"])

@@ -18,7 +18,9 @@ from kimi_pretrain.checkpoint.progress import Progress
 from kimi_pretrain.checkpoint.saver import Checkpoints
 from kimi_pretrain.checkpoint.sink import source_of
 from kimi_pretrain.checkpoint.writer import Answers, serve
-from kimi_pretrain.run_lock import OWNER
+from kimi_pretrain.run_lock import OWNER, Owner
+
+MINE = Owner("mine", "s1")
 
 
 def served(place: Place, **job) -> dict:
@@ -68,9 +70,10 @@ def test_an_error_that_nobody_foresaw_passes_if_its_kind_does(tmp_path, monkeypa
         assert answer["passing"] is isinstance(fault, OSError)
 
 
-def save(place: Place, run: str | None = None, *overrides: str) -> Checkpoints:
+def save(place: Place, owner: Owner | None = None, *overrides: str) -> Checkpoints:
     """Begin to save step 1 from one rank."""
-    saver = Checkpoints(place, ranks.config(*overrides), ranks.alone(), run=run)  # type: ignore
+    mesh = ranks.alone()
+    saver = Checkpoints(place, ranks.config(*overrides), mesh, owner=owner)  # type: ignore
     saver.begin(ranks.tensors(1), ranks.state(1))
     return saver
 
@@ -83,7 +86,7 @@ def stop_before(saver: Checkpoints, job: str, monkeypatch) -> Hand:
 
     def send(do: str, **values) -> None:
         if do == job:
-            os.kill(hand.pid, signal.SIGSTOP)
+            ranks.strike(hand.pid, signal.SIGSTOP)
         plain(do, **values)
 
     monkeypatch.setattr(hand, "send", send)
@@ -165,7 +168,7 @@ def test_a_checkpoint_is_completed_only_at_one_s_own_place(tmp_path):
     place = open_place(tmp_path)
     other = {"run": "1234", "run_dir": "/shared/runs/other", "host": "n7"}
     place.write_text(OWNER, json.dumps(other))
-    saver = save(place, "mine")
+    saver = save(place, MINE)
     told = r"another run \(1234, run folder /shared/runs/other on n7\); choose another checkpoint"
     with pytest.raises(CheckpointError, match=told) as error:
         saver.finish()
@@ -173,21 +176,25 @@ def test_a_checkpoint_is_completed_only_at_one_s_own_place(tmp_path):
     saver.close()
     assert place.steps() == []
     place.write_text(OWNER, "half a fi")
-    assert "expected the id of a run" in commit(place, "mine")["failed"]
+    assert "expected the id of a run" in commit(place, MINE)["failed"]
+    # A copy of the run's folder, from where the first one could not be seen.
+    place.write_text(OWNER, json.dumps({**MINE._asdict(), "start": "s2", "host": "far"}))
+    told = commit(place, MINE)["failed"]
+    assert "was taken by another start of this run (run folder unknown on far)" in told
 
 
-def commit(place: Place, run: str | None) -> dict:
+def commit(place: Place, owner: Owner | None) -> dict:
     """What a writer answers to the commit of an empty save."""
-    return served(place, do="commit", step=1, manifest="{}", files=[], run=run)
+    return served(place, do="commit", step=1, manifest="{}", files=[], owner=owner)
 
 
-@pytest.mark.parametrize(("owner", "run"), [("mine", "mine"), (None, "mine"), ("other", None)])
-def test_the_owner_s_commits_pass_and_those_where_none_is_named(tmp_path, owner, run):
+@pytest.mark.parametrize(("named", "owner"), [(MINE, MINE), (None, MINE), (MINE, None)])
+def test_the_owner_s_commits_pass_and_those_where_none_is_named(tmp_path, named, owner):
     place = open_place(tmp_path)
     (tmp_path / "step_00000001.partial").mkdir()
-    if owner is not None:
-        place.write_text(OWNER, json.dumps({"run": owner}))
-    assert commit(place, run)["done"] == str(tmp_path / "step_00000001")
+    if named is not None:
+        place.write_text(OWNER, json.dumps(named._asdict()))
+    assert commit(place, owner)["done"] == str(tmp_path / "step_00000001")
 
 
 def test_an_owner_who_cannot_be_read_is_no_owner_who_left(tmp_path, monkeypatch):
@@ -196,7 +203,7 @@ def test_an_owner_who_cannot_be_read_is_no_owner_who_left(tmp_path, monkeypatch)
 
     place = open_place(tmp_path)
     monkeypatch.setattr(Place, "read_text", fail)
-    answer = commit(place, "mine")
+    answer = commit(place, MINE)
     assert answer["passing"]
     assert "owner.json: [Errno 116] Stale file handle" in answer["failed"]
 

@@ -163,12 +163,30 @@ def test_old_ones_are_removed_and_a_later_course_is_set_aside(tmp_path, caplog):
     assert place.steps() == [4, 6, 7]
     ranks.save(tmp_path, 5, overrides=keep)  # by a run that went on from step 4
     assert place.steps() == [4, 5]
-    assert (tmp_path / "step_00000007" / "manifest.abandoned.json").is_file()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step_{n:08d}" for n in (4, 5, 6, 7)]
-    assert "step 7 is of an abandoned course" in caplog.text
-    ranks.save(tmp_path, 6, 7, overrides=keep)  # takes the places of what was set aside
+    left = [tmp_path / f"step_0000000{n}.abandoned_1" for n in (6, 7)]
+    assert sorted(tmp_path.iterdir()) == [*(tmp_path / f"step_0000000{n}" for n in (4, 5)), *left]
+    assert (
+        f"step 7 is of an abandoned course of this run: latest will not take it (kept as {left[1]}"
+        in (  # noqa: E501
+            caplog.text
+        )
+    )
+    before = [(folder / "manifest.json").read_bytes() for folder in left]
+    ranks.save(tmp_path, 6, 7, overrides=keep)  # comes to the steps of what was set aside
     assert place.steps() == [4, 6, 7]
     assert place.checkpoint(7).verify() == []
+    # They are as they were, and can be gone back to; so can those of a second course.
+    assert [(folder / "manifest.json").read_bytes() for folder in left] == before
+    assert open_checkpoint(left[1]).verify() == []
+    ranks.save(tmp_path, 5, overrides=keep)
+    assert (tmp_path / "step_00000007.abandoned_2" / "manifest.json").is_file()
+    # Of an earlier version: set aside under its own name.
+    old = tmp_path / "step_00000006"
+    ranks.save(tmp_path, 6, overrides=keep)
+    (old / "manifest.json").rename(old / "manifest.abandoned.json")
+    ranks.save(tmp_path, 6, overrides=keep)
+    assert (tmp_path / "step_00000006.abandoned_3" / "manifest.abandoned.json").is_file()
+    assert place.checkpoint(6).verify() == []
 
 
 def test_what_is_saved_already_is_not_saved_again(tmp_path):
@@ -190,7 +208,7 @@ def test_what_is_saved_already_is_not_saved_again(tmp_path):
 
 def kill_writer(saver: Checkpoints, number: int) -> None:
     assert saver._hand is not None
-    os.kill(saver._hand.pid, number)
+    ranks.strike(saver._hand.pid, number)
 
 
 def test_a_killed_writer_fails_the_save_on_all_ranks_and_training_goes_on(tmp_path, caplog):
@@ -235,7 +253,7 @@ def fail_and_try_again(tmp_path, monkeypatch, meanwhile) -> Checkpoints:
 
     def send(do: str, **values) -> None:
         if do == "remove_torn":
-            hand._process.send_signal(signal.SIGSTOP)
+            ranks.strike(hand.pid, signal.SIGSTOP)
         plain(do, **values)
 
     monkeypatch.setattr(hand, "send", send)
@@ -424,7 +442,7 @@ def test_other_tensors_are_planned_anew(tmp_path):
 def test_a_manifest_holds_what_it_should(tmp_path):
     ranks.save(tmp_path, 1)
     values = json.loads((tmp_path / "step_00000001" / "manifest.json").read_text())
-    assert values["schema"] == 2
+    assert values["schema"] == 3
     assert values["contents"] == "all"
     assert values["dtype"] == "float32"
     assert values["layout"]["pp"] == 2

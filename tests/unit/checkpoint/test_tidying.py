@@ -165,11 +165,11 @@ def test_tidying_holds_up_no_save(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sinks.shutil, "rmtree", slow)
     with writer_of(place) as (writer, answers):
-        writer.do({"do": "tidy", "run": None})
+        writer.do({"do": "tidy", "owner": None})
         assert reached.wait(60)
         told = writer.do(write_job(8))
         assert list(told) == [FILES[1]]
-        commit = {"do": "commit", "step": 8, "manifest": "{}", "files": [*told], "run": None}
+        commit = {"do": "commit", "step": 8, "manifest": "{}", "files": [*told], "owner": None}
         assert writer.do(commit) == str(tmp_path / "step_00000008")
         assert place.folders() == ["step_00000007.partial", "step_00000008"]
         assert not any("tidied" in answer for answer in answers())
@@ -191,7 +191,7 @@ def test_nothing_is_tidied_at_another_run_s_place(tmp_path):
     place.write_text(OWNER, '{"run": "other"}')
     fill(place, "step_00000007.partial", *FILES)  # its save under way
     with writer_of(place) as (writer, answers):
-        writer._tidy("mine")
+        writer._tidy(("mine", "s1"))
         told, end = answers()
     assert "tidying up failed" in told["told"]
     assert "checkpoints of another run (other" in told["told"]

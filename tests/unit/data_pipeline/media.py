@@ -51,3 +51,10 @@ def samples(count: int = 6) -> list[CrudeSample]:
         ][i % 3]
         made.append(CrudeSample(f"s-{i:04d}", segments, {"number": i, "box": [0.5, i]}))
     return made
+
+
+def watch_puts(store, told) -> None:
+    """Call `told(key, data)` before each object that a store writes."""
+    for name in ("put", "put_new"):
+        write = getattr(store, name)
+        setattr(store, name, lambda key, data, write=write: (told(key, data), write(key, data))[1])

@@ -10,15 +10,23 @@ import multiprocessing
 import os
 import pickle
 import signal
+import stat
 import struct
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from data_pipeline.access import budget_folder
+from data_pipeline.config import DataConfig
 from data_pipeline.store.budget import Bucket, Budget
 from data_pipeline.store.objects import StoreError, StoreUnavailable
 
+AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can make other users' links")
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -84,6 +92,66 @@ def test_bad_numbers_and_folders_are_refused(tmp_path):
     budget.close()
     with pytest.raises(ValueError, match="is closed"):
         budget.take("x")
+
+
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(StoreError, match="may be written by other users"):
+        Budget(tmp_path / "open", 1)
+    assert list((tmp_path / "open").iterdir()) == []
+
+
+@pytest.mark.parametrize("planted", [None, "open", pytest.param("link", marks=AS_ROOT)])
+def test_the_default_folder_is_of_one_s_own(tmp_path, monkeypatch, planted):
+    """In the folder for temporary files anybody may have made it first."""
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"kimi-pretrain-{os.getuid()}"
+    config = DataConfig("s3://bucket/x", {"a": 1.0}, 128, 8, requests_per_second=5)
+    if planted == "open":
+        own.mkdir()
+        own.chmod(0o777)
+    elif planted == "link":
+        (tmp_path / "aim").mkdir()
+        own.symlink_to(tmp_path / "aim")
+        os.lchown(own, 65534, 65534)
+    if planted:
+        with pytest.raises(StoreError, match="data.requests_per_second.*remove"):
+            budget_folder(config)
+        return
+    with Budget(budget_folder(config), 5) as budget:
+        assert budget.folder.parent == own
+        for folder in (own, budget.folder):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@AS_ROOT
+def test_in_a_container_without_root_the_host_s_folder_serves(tmp_path):
+    """Its owner is nobody whom the user namespace knows; anybody else's is refused."""
+    code = (
+        "import os, pathlib; from data_pipeline.store.private import private_folder\n"
+        "assert os.stat('shared').st_uid not in (0, os.getuid())\n"
+        "print(private_folder(pathlib.Path('shared')))"
+    )
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chown(shared, 4321, 4321)
+    root = str(Path(__file__).parent.parent.parent.parent)
+    found = []
+    for inside, mode in ((True, 0o1777), (True, 0o755), (False, 0o1777)):
+        shared.chmod(mode)
+        command = [*(["unshare", "--user", "--map-root-user"] if inside else []), sys.executable]
+        done = subprocess.run(
+            [*command, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": root},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if "unshare" in done.stderr:
+            pytest.skip("no user namespaces here")
+        found.append(done.stdout.strip() or done.stderr.splitlines()[-1])
+    assert found[0] == f"shared/kimi-pretrain-{os.getuid()}"
+    assert "belongs to user 65534" in found[1]
+    assert "belongs to user 4321" in found[2]
 
 
 def test_those_who_share_must_agree_and_who_is_alone_starts_afresh(tmp_path):

@@ -577,6 +577,89 @@ def test_a_base_folder_of_somebody_else_is_not_used(opened, shared_memory, caplo
     assert block_files(shared_memory) == []
 
 
+# Folders that others can write to
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can make other users' files")
+
+
+def test_a_ledger_that_somebody_planted_is_not_followed(opened, inner, tmp_path, caplog):
+    secret, folder = tmp_path / "secret", tmp_path / "disk"
+    secret.write_text("0123456789abcdef")
+    folder.mkdir()
+    folder.chmod(0o777)
+    (folder / "ledger").symlink_to(secret)
+    store = opened(folder="disk")
+    assert store.get("a/shard") == store.get("a/shard") == DATA
+    assert secret.read_text() == "0123456789abcdef"
+    assert block_files(folder) == []
+    assert "may be written by other users (mode 777); chmod go-w" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_folder_that_is_opened_to_others_later_is_not_written(opened, tmp_path, caplog):
+    store = opened(folder="disk")
+    store.get("a/shard", 0, BLOCK)
+    (tmp_path / "disk").chmod(0o770)
+    assert store.get("a/shard") == DATA
+    assert len(block_files(tmp_path / "disk")) == 1
+    assert "mode 770" in caplog.text
+
+
+@as_root
+def test_a_folder_of_somebody_else_is_not_used(opened, tmp_path, caplog):
+    (tmp_path / "disk").mkdir()
+    os.chown(tmp_path / "disk", NOBODY, NOBODY)
+    assert opened(folder="disk").get("a/shard") == DATA
+    assert list((tmp_path / "disk").iterdir()) == []
+    assert f"belongs to user {NOBODY}" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["a link", pytest.param("a file of another user", marks=as_root)])
+def test_a_block_that_somebody_planted_is_not_served(opened, inner, tmp_path, how):
+    """Its checksum is right: whoever writes a block writes that as well."""
+    opened(folder="disk").get("a/shard", 0, BLOCK)
+    (block,) = block_files(tmp_path / "disk")
+    evil = bytes(BLOCK)
+    head = bytearray(block.read_bytes()[: cache_tier._HEADER.size])
+    head[40:48] = cache_tier.xxh3_64_intdigest(evil).to_bytes(8, "little")
+    block.write_bytes(head + evil)
+    if how == "a link":
+        block.rename(tmp_path / "elsewhere")
+        block.symlink_to(tmp_path / "elsewhere")
+    else:
+        os.chown(block, NOBODY, NOBODY)
+    assert opened(folder="disk").get("a/shard", 0, BLOCK) == DATA[:BLOCK]
+
+
+def test_in_a_folder_that_all_share_each_user_has_one_of_his_own(opened, tmp_path, caplog):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk").chmod(0o1777)
+    store = opened(folder="disk")
+    assert store.get("a/shard") == DATA
+    (own,) = (tmp_path / "disk").iterdir()
+    assert (own.name, own.stat().st_mode & 0o777) == (f"kimi-pretrain-{os.getuid()}", 0o700)
+    assert len(block_files(own)) == 11
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("what", ["a folder", pytest.param("a link", marks=as_root)])
+def test_that_folder_may_be_planted_too(opened, tmp_path, caplog, what):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk").chmod(0o1777)
+    own = tmp_path / "disk" / f"kimi-pretrain-{os.getuid()}"
+    if what == "a folder":
+        own.mkdir()
+        own.chmod(0o777)
+    else:
+        (tmp_path / "aim").mkdir()
+        own.symlink_to(tmp_path / "aim")
+        os.lchown(own, NOBODY, NOBODY)
+    assert opened(folder="disk").get("a/shard") == DATA
+    assert list(own.iterdir()) == []
+    assert "the disk tier of the cache" in caplog.text
+
+
 @pytest.mark.parametrize("tiers", ["memory", "both"])
 def test_a_vanished_node_folder_costs_only_the_sharing(opened, inner, shared_memory, caplog, tiers):
     store = opened(**TIERS[tiers])

@@ -8,6 +8,7 @@ import pytest
 
 from data_pipeline.access import open_fetcher, shard_versions
 from data_pipeline.fetch import Fetcher, everything, resolve
+from data_pipeline.index.manifest import IndexMismatch
 from data_pipeline.plan.planner import Planner
 from data_pipeline.store.open import FolderStore
 from moonvit3d.geometry import PATCH, resized
@@ -168,5 +169,5 @@ def test_a_split_text_is_encoded_once(corpus, monkeypatch):
 def test_a_worker_does_not_take_another_tokenizer(corpus):
     config, tokenizer, indices = corpus
     open_fetcher(config, shard_versions(indices), tokenizer.hash).close()
-    with pytest.raises(ValueError, match="this run began with 0123"):
+    with pytest.raises(IndexMismatch, match="this run began with 0123"):
         open_fetcher(config, shard_versions(indices), "0123")

@@ -182,7 +182,7 @@ def test_jitter_is_full_and_bounded():
 def test_tries_end_by_time_by_number_and_start_afresh_with_progress(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("data_pipeline.store.retry.time.monotonic", lambda: clock[0])
-    tries = Tries(10.0, None, random.Random(0))
+    tries = Tries("x", 10.0, None, random.Random(0))
     clock[0] = 9.9
     waits = [tries.failed() for _ in range(50)]
     assert 0 <= min(waits) < max(waits) <= 0.1 + 1e-9  # the last one is at the deadline
@@ -192,5 +192,5 @@ def test_tries_end_by_time_by_number_and_start_afresh_with_progress(monkeypatch)
     assert tries.failed() is not None
     tries.progress()
     assert (tries.failures, tries.seconds) == (0, 0.0)
-    few = Tries(10.0, 3, random.Random(0))
+    few = Tries("x", 10.0, 3, random.Random(0))
     assert [few.failed() is None for _ in range(3)] == [False, False, True]

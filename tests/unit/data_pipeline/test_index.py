@@ -20,14 +20,18 @@ from data_pipeline.index.columns import (
 )
 from data_pipeline.index.manifest import (
     IndexMismatch,
-    check_shards,
-    item_span,
     read_index,
-    read_samples,
     write_index,
 )
+from data_pipeline.index.reads import (
+    check_shards,
+    document_of,
+    medium_of,
+    read_checked,
+    read_samples,
+)
 from data_pipeline.ingest.ingest import ingest
-from data_pipeline.store.open import MissingKey
+from data_pipeline.store.open import FolderStore, MissingKey
 from tests.unit.data_pipeline.media import samples
 
 
@@ -110,6 +114,9 @@ def test_an_index_of_no_items_and_of_one_sample(store):
 def test_equal_content_gives_equal_bytes(store):
     write_index(store, _made())
     first = [store.get(f"made/{name}") for name in ("index.parquet", "manifest.json")]
+    with pytest.raises(ValueError, match="made: a finished source of this name exists"):
+        write_index(store, _made())
+    store.delete("made/manifest.json")
     write_index(store, _made())
     assert [store.get(f"made/{n}") for n in ("index.parquet", "manifest.json")] == first
 
@@ -203,6 +210,16 @@ def test_samples_read_back_and_a_flipped_byte_is_found(store, source):
         read_samples(store, source, [5])
 
 
+def test_a_part_is_what_its_own_checksum_says(store, source):
+    """Two parts of one span are each compared, and the error names the one that differs."""
+    part = document_of(source, 5)
+    assert read_checked(store, [part, part]) == [store.get(*part.span)] * 2
+    wrong = part._replace(crc=part.crc ^ 1, name="the other index")
+    for parts in ([part, wrong], [wrong, part]):
+        with pytest.raises(IndexMismatch, match=r"the other index: CRC-32 .* \(read 3 times\)"):
+            read_checked(store, parts)
+
+
 def test_check_shards_finds_what_changed(store, source):
     count = len(source.shards)
     assert check_shards(store, source) == count
@@ -229,7 +246,7 @@ def test_check_shards_reads_media_too(store, source):
         shard += 1
         rows = np.flatnonzero(source.shard == shard)
         middle = rows[len(rows) // 2]
-    span = item_span(source, int(source.item_ptr[middle]))
+    span = medium_of(source, int(source.item_ptr[middle])).span
     data = bytearray(store.get(span.key))
     data[span.offset + span.length // 2] ^= 1
     store.put(span.key, bytes(data))
@@ -249,3 +266,16 @@ def test_columns_that_do_not_fit_are_refused():
 def test_an_index_cannot_be_changed():
     with pytest.raises(ValueError, match="read-only"):
         _made().piece_tokens[0] = 1
+
+
+def test_a_misspelt_source_is_told_the_nearest(tmp_path):
+    store = FolderStore(tmp_path)
+    for name in ("digits", "charts", "unfinished"):
+        store.put(f"{name}/shard.tar", b"")
+    for name in ("digits", "charts"):
+        store.put(f"{name}/manifest.json", b"{}")
+    with pytest.raises(MissingKey, match="did you mean 'digits'. there are: charts, digits; "):
+        read_index(store, "digit")
+    with pytest.raises(MissingKey, match="of this name; there are: charts, digits; ") as error:
+        read_index(store, "xyz")
+    assert "did you mean" not in str(error.value)

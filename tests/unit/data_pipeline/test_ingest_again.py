@@ -6,22 +6,23 @@ import traceback
 import pytest
 
 from data_pipeline.index.manifest import read_index
-from data_pipeline.ingest.ingest import CrudeSample, IngestPolicy, Listed, ingest
+from data_pipeline.ingest.ingest import CrudeSample, IngestPolicy, Listed, TooManyRejected, ingest
 from data_pipeline.ingest.ordered import WorkerDied, ordered_map
+from data_pipeline.ingest.reindex import reindex
 from data_pipeline.store.open import FolderStore, MemoryStore
 from data_pipeline.text import Tokenizer, train_ranks
-from tests.unit.data_pipeline.media import samples
+from tests.unit.data_pipeline.media import samples, watch_puts
 
 # Workers -----------------------------------------------------------------------------------------
 
 
 class Strange:
-    """A sample whose reading fails in a way that nobody foresaw."""
+    """A sample whose reading fails in a way that is not its own."""
 
     key, size = "strange", 0
 
     def load(self, policy):
-        raise ZeroDivisionError("a bug")
+        raise MemoryError("of the host")
 
 
 class Deadly(Strange):
@@ -43,7 +44,7 @@ def test_workers_give_the_same_bytes_and_errors_come_through(tmp_path, tokenizer
         assert [rejection.key for rejection in told] == ["bad", "s-0003"]
         found.append(_objects(store))
     assert found[0] == found[1]
-    with pytest.raises(ZeroDivisionError, match="a bug") as caught:
+    with pytest.raises(MemoryError, match="of the host") as caught:
         ingest([*given, Strange()], store, "a", tokenizer, workers=1)
     assert "while preparing sample 'strange'" in "".join(traceback.format_exception(caught.value))
     with pytest.raises(WorkerDied, match="killed for want of memory, or crashed"):
@@ -100,8 +101,8 @@ def test_an_ingest_goes_on_where_it_stopped(tmp_path, tokenizer, stops):
         assert "src/manifest.json" not in store.list()
         assert done <= set(store.list())
         done = set(store.list())
-    put, counts = store.put, []
-    store.put = lambda key, data: (counts.append(key), put(key, data))[1]
+    counts = []
+    watch_puts(store, lambda key, data: counts.append(key))
     progress = []
     index = ingest(_listed(), store, "src", tokenizer, 16_384, progress=progress.append)
     finished = {key.replace(".tar", "") for key in done if key.endswith(".tar")}
@@ -156,15 +157,15 @@ def test_a_request_of_which_nothing_is_done_binds_nobody(store, tokenizer):
 
 
 def test_the_journal_goes_with_the_manifest_and_only_then(store, tokenizer):
-    put, left = store.put, {}
+    left = {}
 
     def watched(key, data):
         left[key] = [name for name in store.list() if ".ingest" in name] if left else []
-        return put(key, data)
 
-    store.put = watched
+    watch_puts(store, watched)
     index = ingest(_listed(), store, "src", tokenizer, 16_384)
-    assert len(left["src/manifest.json"]) == 1 + len(index.shards)
+    # The lock, the request and the shards' parts.
+    assert len(left["src/manifest.json"]) == 2 + len(index.shards)
     assert not [name for name in os.listdir(store.root / "src") if name.startswith(".")]
     memory = MemoryStore("journal")
     memory.clear()
@@ -186,3 +187,59 @@ def test_what_was_killed_while_tidying_up_is_finished(store, tokenizer, monkeypa
     assert not [name for name in os.listdir(store.root / "src") if name.startswith(".")]
     with pytest.raises(ValueError, match="a finished source of this name exists"):
         ingest(_listed(), store, "src", tokenizer, 16_384)
+
+
+# Another one of the same name ---------------------------------------------------------------------
+
+
+def test_a_second_ingest_of_the_name_is_refused_while_one_is_under_way(store, tokenizer):
+    refused = []
+
+    def meanwhile():
+        yield from samples(3)
+        for begin in (
+            lambda: ingest(samples(4), store, "src", tokenizer),
+            lambda: reindex(store, "old", "src", tokenizer),
+        ):
+            with pytest.raises(ValueError, match=rf"by another process: {os.getpid()} on") as error:
+                begin()
+            refused.append(error.value)
+        yield from samples(6)[3:]
+
+    ingest(samples(2), store, "old", tokenizer)
+    assert ingest(meanwhile(), store, "src", tokenizer).num_samples == 6
+    assert len(refused) == 2
+    assert not [key for key in store.list() if ".ingest" in key]
+
+
+def test_a_manifest_that_is_there_by_then_is_not_replaced(store, tokenizer):
+    def meanwhile():
+        yield from samples(3)
+        store.put("src/manifest.json", b"of another writer")
+
+    with pytest.raises(ValueError, match="a finished source of this name exists"):
+        ingest(meanwhile(), store, "src", tokenizer)
+    assert store.get("src/manifest.json") == b"of another writer"
+    assert "src/index.parquet" not in store.list()
+
+
+# Too many that cannot be used --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("total", [None, 12])
+def test_too_many_rejections_end_the_ingest_and_a_higher_limit_goes_on(tmp_path, tokenizer, total):
+    """Two of twelve cannot be used."""
+    whole, store = FolderStore(tmp_path / "whole"), FolderStore(tmp_path / "cut")
+    ingest(_listed(), whole, "src", tokenizer, 16_384)
+    given = _listed()
+    given.total = total
+    with pytest.raises(TooManyRejected, match="2 of 12 samples rejected, .* 0.16: empty 1, key tw"):
+        ingest(given, store, "src", tokenizer, 16_384, max_rejected=0.16)
+    assert "src/manifest.json" not in store.list()
+    done = [key for key in store.list() if key.endswith(".npz")]
+    assert done
+    counts = []
+    watch_puts(store, lambda key, data: counts.append(key))
+    ingest(_listed(), store, "src", tokenizer, 16_384, max_rejected=0.17)
+    assert not {key.replace(".ingest/", "")[:-4] for key in done} & {key[:-4] for key in counts}
+    assert _objects(store) == _objects(whole)

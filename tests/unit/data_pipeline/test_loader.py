@@ -358,8 +358,9 @@ def test_a_token_count_that_differs_names_source_and_sample(make, built):
         indices.append(index)
     with pytest.raises(
         LoaderError, match=r"step 0: .*source 'web', sample 'w\d+' in .*: \d+ tokens"
-    ):
+    ) as caught:
         next(make(indices=indices))
+    assert isinstance(caught.value.__cause__, IndexMismatch)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -14,7 +14,8 @@ from data_pipeline.augment.config import AugmentConfig, CropConfig
 from data_pipeline.augment.pixels import apply
 from data_pipeline.cache.cached_store import CacheConfig, CachedStore
 from data_pipeline.config import DataConfig
-from data_pipeline.fetch import READS, Fetcher, everything, resolve
+from data_pipeline.fetch import Fetcher, everything, resolve
+from data_pipeline.index.reads import READS
 from data_pipeline.plan.layout import limits_at
 from data_pipeline.plan.planner import Planner
 from data_pipeline.plan.source import Source

@@ -161,7 +161,7 @@ def test_a_new_source_may_come_in_with_a_stage():
 
 def test_bad_schedules_and_caps_are_refused():
     for changes, message in [
-        ({"max_epochs": {"x": 1}}, r"max_epochs names \['x'\]"),
+        ({"max_epochs": {"x": 1}}, "max_epochs names x, which no source is called; there are: "),
         ({"max_epochs": {"a": 0}}, r"max_epochs\['a'\] is 0"),
         ({"schedule": [BlendStage(5, {"a": 1}), BlendStage(5, {"b": 1})]}, "they must increase"),
     ]:

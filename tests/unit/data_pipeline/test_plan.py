@@ -285,16 +285,38 @@ def test_another_packing_is_refused(indices, planner, change):
 
 def test_other_data_and_missing_fields_are_refused(indices, planner):
     other = Planner([made_index("web", [40, 30, 51], 1), *indices[1:]], CONFIG)
-    with pytest.raises(ValueError, match="state field 'manifest'"):
+    with pytest.raises(ValueError, match="source 'web' holds other data than it did") as error:
         other.load_state_dict(planner.state_dict())
+    assert "captions' " not in str(error.value)  # the others are the same
     state = planner.state_dict()
     del state["row"]
     with pytest.raises(ValueError, match="state has fields"):
         planner.load_state_dict(state)
     with pytest.raises(ValueError, match=r"'row' is 9999, but window 0 has \d+ rows"):
         planner.plan(planner.state_dict() | {"row": 9999})
-    with pytest.raises(ValueError, match=r"config names sources .*, indices are \('captions'"):
+    with pytest.raises(
+        ValueError, match=r"sources captions, clips, web; indices are of captions, clips$"
+    ):
         Planner(indices[1:], CONFIG)
+
+
+def test_sources_that_come_and_go_are_named(indices, planner):
+    shares = {"captions": 0.5, "clips": 0.2, "webs": 0.3}
+    renamed = made_index("webs", [40, 30, 50], 1)
+    other = Planner([renamed, *indices[1:]], replace(CONFIG, sources=shares))
+    with pytest.raises(ValueError, match="'web' is no longer .* 'webs' is new") as error:
+        other.load_state_dict(planner.state_dict())
+    assert "other data" not in str(error.value)
+
+
+def test_a_state_that_does_not_name_the_sources_goes_on(planner):
+    state = planner.state_dict()
+    del state["sources"]  # as those of earlier versions
+    (ours, after), (theirs, later) = planner.plan(planner.state_dict()), planner.plan(state)
+    assert ours.samples.index.tolist() == theirs.samples.index.tolist()
+    assert after == later
+    with pytest.raises(ValueError, match="which one differs it does not say"):
+        planner.load_state_dict(state | {"manifest": "0" * 64})
 
 
 def test_a_change_of_shares_keeps_the_past_and_the_window_in_progress(indices, planner):

@@ -9,7 +9,7 @@ import tarfile
 import pytest
 import webdataset
 
-from data_pipeline.index.manifest import read_samples
+from data_pipeline.index.reads import read_samples
 from data_pipeline.index.shards import MAX_KEY, check_sample_key
 from data_pipeline.ingest.ingest import ImageSegment, IngestPolicy, TextSegment, ingest
 from data_pipeline.ingest.readers import open_inputs
@@ -414,3 +414,27 @@ def test_equal_keys_of_two_inputs(tmp_path, store, tokenizer):
     reader = open_inputs(inputs, "caption", prefix_keys=True)
     index = ingest(reader, store, "t", tokenizer, category="caption")
     assert [index.key_of(i) for i in range(2)] == ["one/a", "two/a"]
+
+
+def test_a_picture_of_a_kind_that_is_not_read_is_named_by_its_suffix(tmp_path):
+    folder = _put(tmp_path / "in", {"a.png": PNG, "a.txt": "a", "b.bmp": b"BM", "b.txt": "b"})
+    for category, reason in (("caption", "unknown suffix"), ("knowledge", "unknown suffix")):
+        units = dict((unit.key, unit) for _, unit in open_inputs([folder], category).read())
+        with pytest.raises(Refused, match="b.*bmp.*known are png") as error:
+            units["b"].load(IngestPolicy())
+        assert error.value.args[0] == reason
+        units["a"].load(IngestPolicy())
+    raw = _put(tmp_path / "raw", {"c.npy": b"II", "c.txt": "c"})
+    [(_, unit)] = open_inputs([raw], "caption").read()
+    with pytest.raises(Refused, match="needed; .*npy.* is no medium"):
+        unit.load(IngestPolicy())
+
+
+def test_a_folder_with_its_manifest_inside_names_the_manifest(tmp_path):
+    files = {"a.png": PNG, "list.jsonl": '{"image": "a.png", "text": "x"}'}
+    folder = _put(tmp_path / "in", files)
+    with pytest.raises(ValueError, match=f"give the manifest itself: {folder}/list.jsonl"):
+        open_inputs([folder], "caption")
+    assert isinstance(_loaded(f"{folder}/list.jsonl", "caption"), dict)
+    # Of code it may be a file of the project.
+    assert open_inputs([_put(tmp_path / "code", {"a.py": "x = 1", **files})], "code").total

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.index.columns import COLUMNS, GROUPS
-from data_pipeline.index.manifest import IndexMismatch, check_shards, read_index
+from data_pipeline.index.manifest import IndexMismatch, read_index
+from data_pipeline.index.reads import check_shards
 from data_pipeline.ingest.ingest import (
     CrudeSample,
     ImageSegment,
@@ -75,7 +76,7 @@ def test_media_are_not_read(tokenizer):
 
 def test_what_cannot_be_counted_anew_is_an_error(store, tokenizer):
     index = ingest(_samples(), store, "old", tokenizer, 30_000, category="caption")
-    with pytest.raises(ValueError, match="old: a source of this name exists"):
+    with pytest.raises(ValueError, match="old: a finished source of this name exists"):
         reindex(store, "old", "old", OTHER)
     with pytest.raises(ValueError, match="source name 'a/b'"):
         reindex(store, "old", "a/b", OTHER)

@@ -133,6 +133,12 @@ def test_what_a_failure_means(error, meaning, reason):
     assert "hunter2" not in found[1]
 
 
+def test_an_answer_without_a_body_does_not_say_its_status_twice():
+    # An answer to HEAD: botocore takes the status for the code, other servers leave it out.
+    assert _meaning(_client_error(403, "403")) == ("denied", "HTTP 403")
+    assert _meaning(_client_error(404, "")) == ("missing", "HTTP 404")
+
+
 def test_a_defect_of_ours_is_no_failure_of_the_network():
     for error in (KeyError("x"), TypeError("x"), ValueError("x")):
         assert _meaning(error) is None

@@ -7,9 +7,12 @@ import random
 import tarfile
 import zlib
 
+import numpy as np
 import pytest
 import webdataset
+from isal.isal_zlib import crc32
 
+from data_pipeline.index import reads, shards
 from data_pipeline.index.shards import (
     MAX_KEY,
     Member,
@@ -18,6 +21,8 @@ from data_pipeline.index.shards import (
     frame,
     sample_json,
 )
+from data_pipeline.inspect import shard as inspected
+from data_pipeline.stream import batches
 
 KEYS = ["a", "deep/er/k-1", "b_2", "c" * MAX_KEY]
 
@@ -49,6 +54,15 @@ def test_offsets_and_checksums_point_at_the_bytes():
             found = shard.data[member.offset : member.offset + member.length]
             assert found == data
             assert member.crc == zlib.crc32(data)
+
+
+def test_isal_counts_as_zlib_does():
+    """Every index written so far holds zlib's numbers."""
+    rng = np.random.default_rng(0)
+    for size in (*range(66), *rng.integers(66, 300_000, 60).tolist()):
+        data = rng.bytes(size)
+        assert crc32(data) == crc32(memoryview(data)) == zlib.crc32(data)
+    assert all(module.crc32 is crc32 for module in (shards, reads, batches, inspected))
 
 
 def test_tarfile_reads_the_same_and_sees_nothing_of_the_machine():

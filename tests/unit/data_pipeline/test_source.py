@@ -7,8 +7,9 @@ import pytest
 
 from data_pipeline.augment.config import AffineConfig, AugmentConfig, CropConfig
 from data_pipeline.config import DataConfig
+from data_pipeline.plan import planner as planning
 from data_pipeline.plan.layout import limits_at, num_levels
-from data_pipeline.plan.planner import QUARANTINE_DELAY, Planner
+from data_pipeline.plan.planner import QUARANTINE_DELAY, DataUsedUp, Planner
 from data_pipeline.plan.source import Source, part_span
 from moonvit3d.geometry import PatchLimits
 from tests.unit.data_pipeline.plain import made_index, slow_sample
@@ -221,5 +222,39 @@ def test_a_source_wholly_in_quarantine_is_an_error():
     planner = Planner([index], replace(TEXTS, rows_per_step=1, pack_window=4))
     for sample in range(2):
         planner.quarantine(0, sample, step=0)
-    with pytest.raises(ValueError, match="every sample that fits a row is in quarantine"):
+    with pytest.raises(DataUsedUp, match="every sample that fits a row is in quarantine"):
         planned(planner, planner.state_dict(), 300)
+
+
+def test_too_many_unusable_samples_are_an_error_of_the_data(monkeypatch):
+    monkeypatch.setattr(planning, "MAX_QUARANTINED", 1)
+    planner = Planner([made_index("web", [2], 2, text=(3, 30))], TEXTS)
+    planner.quarantine(0, 0, step=0)
+    with pytest.raises(DataUsedUp, match="more than 1 samples are unusable"):
+        planner.quarantine(0, 1, step=0)
+
+
+@pytest.mark.parametrize("shrink", [True, False])
+def test_what_does_not_fit_a_row_is_told(index, shrink):
+    config = replace(CONFIG, augment={}, shrink_media=shrink, split_text=False, seq_len=120)
+    planner = Planner([index], config)
+    (source,) = planner.sources
+    # By the slow twin: which samples fit as they are, and which at some level of shrinking.
+    lengths = {
+        (sample, level): len(slow_sample(index, sample, limits_at(LIMITS, level))[0])
+        for sample in range(index.num_samples)
+        for level in range(num_levels(LIMITS) + 1)
+    }
+    fits = {
+        sample: [level for level in range(num_levels(LIMITS) + 1) if lengths[sample, level] <= 120]
+        for sample in range(index.num_samples)
+    }
+    refused = [sample for sample, levels in fits.items() if not (levels if shrink else 0 in levels)]
+    shrunk = [sample for sample, levels in fits.items() if levels and 0 not in levels]
+    assert refused
+    assert shrunk
+    (notice,) = planner.notices()
+    assert f"of {index.num_samples} samples {len(refused)} are left out" in notice
+    assert repr(index.key_of(refused[0])) in notice
+    assert (f"the media of {len(shrunk)} are shrunk" in notice) == shrink
+    assert Planner([index], replace(config, seq_len=source.longest)).notices() == []

@@ -1,12 +1,13 @@
 """Figures of sources against slow plain counting, and duplicates that were planted."""
 
-import dataclasses
 import math
 
 import numpy as np
 import pytest
 
 from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.manifest import IndexMismatch
+from data_pipeline.index.reads import medium_of
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.reindex import reindex
 from data_pipeline.ingest.samples import (
@@ -176,14 +177,24 @@ def test_equal_media_and_samples_are_found_across_sources(planted):
     assert redundant == sorted(redundant, reverse=True)
 
 
-def test_an_equal_crc_alone_is_no_duplicate(planted):
-    """The filter lets it through, the SHA-256 decides."""
-    store, (one, two) = planted
-    crc, length = one.json_crc.copy(), one.json_length.copy()
-    crc[0], length[0] = crc[1], length[1]
-    assert one.item_crc[0] == one.item_crc[1]  # a and b share their picture
-    lied = dataclasses.replace(one, json_crc=crc, json_length=length)
-    assert len(find_duplicates(store, [lied, two]).samples) == 2
+def test_an_equal_crc_alone_is_no_duplicate(tokenizer, store):
+    """The filter lets it through, the SHA-256 decides. These two words have one CRC-32."""
+    samples = [CrudeSample(word, [TextSegment(word)]) for word in ("plumless", "buckeroo")]
+    index = ingest(samples, store, "words", tokenizer)
+    assert index.json_crc[0] == index.json_crc[1]
+    before = store.stats.bytes
+    assert find_duplicates(store, [index]).samples == ()
+    assert store.stats.bytes > before
+
+
+def test_damaged_samples_are_named_and_not_counted(planted):
+    store, indices = planted
+    span = medium_of(indices[0], 0).span
+    data = bytearray(store.get(span.key))
+    data[span.offset + 20] ^= 1
+    store.put(span.key, bytes(data))
+    with pytest.raises(IndexMismatch, match=r"source 'one', sample 'a', file 0.* CRC-32 is"):
+        find_duplicates(store, indices)
 
 
 def test_only_what_may_be_equal_is_read(planted):

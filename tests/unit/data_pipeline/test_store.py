@@ -1,10 +1,14 @@
 """The store contract on a folder and in memory, coalescing, opening by URI. S3: tests/fault."""
 
+import os
 import random
+import stat
 import threading
 
 import pytest
 
+from data_pipeline.ingest.readers import open_inputs
+from data_pipeline.store.addresses import check_local, split_place
 from data_pipeline.store.objects import Versions, merge_spans
 from data_pipeline.store.open import (
     AccessDenied,
@@ -16,11 +20,14 @@ from data_pipeline.store.open import (
     S3Store,
     Span,
     StoreError,
+    StoreUnavailable,
     get_many,
     open_store,
 )
 from data_pipeline.store.s3_answers import failure, meaning_of
 from data_pipeline.store.stats import Counter, quantile
+from kimi_pretrain.checkpoint.place import is_remote, open_checkpoint, open_place
+from tests.silent import KEYS, refusing
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -314,9 +321,40 @@ def test_open_store_reads_the_scheme(tmp_path, monkeypatch):
     s3 = open_store("s3://bucket/some/prefix/", endpoint="http://127.0.0.1:9")
     assert isinstance(s3, S3Store)
     assert s3.uri == "s3://bucket/some/prefix"
-    for uri in ("gs://bucket/x", "s3://", "s3:///x", "memory://"):
-        with pytest.raises(ValueError, match="use s3://"):
-            open_store(uri)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *(
+            "gs://bucket/x",
+            "s3://",
+            "s3:///x",
+            "memory://",
+            "s3:/bucket/x",
+            "s3:bucket",
+            "S3://b/x",
+        ),
+        *("gs:/b/x", "HDFS:x", "http://host/x", "file:/x", "file://x", "file:x", "what://x"),
+    ],
+)
+def test_what_is_meant_for_a_store_becomes_no_folder(uri, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for use in (open_store, open_place, open_checkpoint, is_remote):
+        with pytest.raises(ValueError, match=f"{uri}: expected s3://bucket/prefix, ") as error:
+            use(uri)
+        assert f"(of a folder with this name: ./{uri})" in str(error.value)
+    with pytest.raises(ValueError, match=f"input {uri}: expected s3://"):
+        open_inputs([uri], "text")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["run:1/a", "./s3:x", "a/s3://b", "s3", "/s3:/x", "~/memory:x"])
+def test_a_path_may_hold_a_colon(path):
+    assert split_place("x", path) == ("", path)
+    check_local("x", path)
+    assert not is_remote(path)
+    assert isinstance(open_store(path), FolderStore)
 
 
 def test_an_endpoint_with_a_password_is_refused_without_showing_it():
@@ -337,3 +375,35 @@ def test_an_object_that_is_deleted_is_gone_and_may_be_deleted_again(kind, tmp_pa
         store.get("a/b")
     with pytest.raises(ValueError, match="bad object key"):
         store.delete("../x")
+
+
+def test_an_error_names_the_server_that_was_asked(monkeypatch):
+    """Who forgot the endpoint has asked Amazon, and is told so. No request leaves this machine."""
+    for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", *KEYS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    with pytest.raises(
+        AccessDenied, match=r"asked https://s3\S*\.amazonaws\.com, Amazon's own: "
+    ) as e:
+        open_store("s3://bucket").get("key")
+    assert "AWS_ENDPOINT_URL is not set" in str(e.value)
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    endpoint = refusing()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(StoreUnavailable, match=f"asked {endpoint}, as configured, or by AWS_END"):
+        open_store("s3://bucket", attempts=1).get("key")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
+def test_a_folder_s_objects_are_shared_as_far_as_the_umask_lets_them_be(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        (tmp_path / "plain").write_bytes(b"x")  # as any program's files
+        FolderStore(tmp_path).put("a/b", b"x")
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "a/b")]
+    assert modes == [0o666 & ~umask] * 2

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.index.manifest import read_index, write_index
+from data_pipeline.index.manifest import manifest_key, read_index, write_index
 from data_pipeline.index.shards import ShardBuilder
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.samples import TextSegment
@@ -60,9 +60,15 @@ def flip(store: FolderStore, key: str, at: int) -> None:
     store.put(key, bytes(data))
 
 
+def rewrite_index(store: FolderStore, index) -> None:
+    store.delete(manifest_key(index.name))
+    write_index(store, index)
+
+
 def change_index(store: FolderStore, **columns) -> None:
     """Write the index again with other columns: an index that is sound by itself."""
-    write_index(store, dataclasses.replace(read_index(store, NAME), **columns))
+    index = read_index(store, NAME)
+    rewrite_index(store, dataclasses.replace(index, **columns))
 
 
 def changed(column: np.ndarray, at: int, by: float) -> np.ndarray:
@@ -320,7 +326,7 @@ def test_a_video_with_another_number_of_frames(store, tokenizer):
         f"item_{part}": np.array([getattr(line, part) for line in lines], dtype)
         for part, dtype in (("offset", np.int64), ("length", np.int64), ("crc", np.uint32))
     }
-    write_index(other, dataclasses.replace(index, shards=(info,), **columns))
+    rewrite_index(other, dataclasses.replace(index, shards=(info,), **columns))
     problems = found(other, tokenizer)
     assert kinds(problems) == {"media": 2}  # frames of the chunks, and their times
     assert {p.sample for p in problems} == {"s-0002"}
@@ -335,7 +341,7 @@ def test_damage_that_only_decoding_finds(store, tokenizer, tmp_path):
     data = other.get(index.shards[0].key)
     info = dataclasses.replace(index.shards[0], sha256=hashlib.sha256(data).hexdigest())
     crc = np.array([zlib.crc32(data[at : at + length])], np.uint32)
-    write_index(other, dataclasses.replace(index, shards=(info,), item_crc=crc))
+    rewrite_index(other, dataclasses.replace(index, shards=(info,), item_crc=crc))
     assert found(other, tokenizer) == []
     assert kinds(found(other, tokenizer, decode=True)) == {"media": 1}
 

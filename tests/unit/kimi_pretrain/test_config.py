@@ -7,6 +7,7 @@ import yaml
 
 from kimi_pretrain.config import (
     ConfigError,
+    _parse_yaml,
     dump_config,
     expand_stages,
     load_config,
@@ -118,3 +119,51 @@ def test_text_that_is_no_yaml_is_named(tmp_path):
     file.write_text("model: {")
     with pytest.raises(ConfigError, match="broken.yaml: not YAML"):
         load_config(file)
+
+
+def refused(tmp_path, data: bytes) -> str:
+    (tmp_path / "my.yaml").write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "my.yaml")
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}/my.yaml: ")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"\x80\x04\x95 a pickle", "not YAML: byte 0 is 0x80, which is no UTF-8; expected a text"),
+        (b"train:\n  steps: 5 # \xe9\n", "byte 20 is 0xe9, which is no UTF-8"),
+        (b"a: \x00", "not YAML: unacceptable character #x0000"),
+        (b"train: {steps: 2026-13-13}", "not YAML: month must be in 1..12"),
+        (b"1: 2", "unknown key 1; "),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_told_in_a_line(data, told, tmp_path):
+    assert told in refused(tmp_path, data)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "first", "second"),
+    [
+        ("train: {steps: 1}\nmodel: {}\ntrain: {seed: 1}\n", "train", 1, 3),
+        ("train:\n  steps: 1\n  seed: 2\n  steps: 3\n", "steps", 2, 4),
+        ("train:\n  steps: 1\n  'steps': 3\n", "steps", 2, 3),
+        ("data: {sources: [{a: 1, a: 2}]}\n", "a", 1, 1),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(text, key, first, second, tmp_path):
+    told = f"not YAML: key '{key}' stands twice, in lines {first} and {second}; the second would "
+    assert told in refused(tmp_path, text.encode())
+    if first == second:
+        with pytest.raises(ConfigError, match="stands twice"):
+            load_config("tiny_cpu", ["data.sources={a: 1, a: 2}"])
+
+
+def test_merged_keys_may_be_overridden():
+    text = "base: &b {x: 1, y: 2}\nin: {deep: &d {<<: *b, y: 3}}\nout: {<<: *d, x: 4}\n"
+    found = _parse_yaml(text, "here")
+    assert found["out"] == {"x": 4, "y": 3}
+    assert found["in"]["deep"] == {"x": 1, "y": 3}

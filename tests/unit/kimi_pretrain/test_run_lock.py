@@ -1,7 +1,9 @@
 """Two runs in one folder, or in one checkpoint place: the second is refused, and told by whom."""
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,13 +14,15 @@ from pathlib import Path
 import pytest
 
 from kimi_pretrain import run_lock
+from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.checkpoint.writer import check_owner
+from kimi_pretrain.history import claim_place
 from kimi_pretrain.last_words import first_word
 from kimi_pretrain.run_lock import (
     FormerStart,
     RunLocked,
     check_free,
-    check_fresh,
     claim,
     run_id,
     take,
@@ -129,6 +133,44 @@ def test_one_whose_lock_was_taken_over_ends_when_it_wakes(tmp_path, monkeypatch)
     later.release()
 
 
+@pytest.mark.parametrize(
+    ("error", "replaced", "ends"),
+    [
+        (errno.ESTALE, False, True),  # as NFS tells one whose file was replaced elsewhere
+        (errno.ESTALE, True, True),
+        (errno.EIO, True, True),  # ownership is asked whatever became of the sign of life
+        (errno.EIO, False, False),
+    ],
+)
+def test_a_lock_whose_file_is_gone_on_the_server_is_lost(
+    tmp_path, monkeypatch, error, replaced, ends
+):
+    lock, asked, left = take(tmp_path, {}), threading.Semaphore(0), threading.Event()
+    lock.release()
+    file = (tmp_path / "lock").open("a+")
+    if replaced:
+        (tmp_path / "other").touch()
+        (tmp_path / "other").replace(tmp_path / "lock")
+
+    def fail(*args, **kwargs):
+        asked.release()
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "utime", fail)
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.01)
+    held = run_lock.RunLock(file, tmp_path / "lock", lambda code: left.set())
+    for _ in range(3):
+        while not (left.is_set() or asked.acquire(timeout=0.05)):
+            pass
+    if ends:
+        assert left.wait(30)
+        word = first_word(tmp_path)
+        assert word is not None
+        assert "was taken over" in word.message
+    held.release()
+    assert left.is_set() == ends
+
+
 def test_a_folder_that_no_run_has_used_is_free(tmp_path):
     check_free(tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -162,6 +204,80 @@ def test_a_place_belongs_to_the_run_that_first_saved_there(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["folder", "store"])
+def test_a_copy_of_a_run_folder_does_not_own_its_place(tmp_path, where):
+    """It would set the first one's newer checkpoints aside, while that one goes on."""
+    place = open_place(tmp_path / "place" if where == "folder" else "memory://copies/place")
+    first, copy = tmp_path / "run_a", tmp_path / "run_b"
+    first.mkdir()
+    claim(place, first)
+    shutil.copytree(first, copy)
+    text = place.read_text("owner.json")
+    told = rf"checkpoints of {first}, of which {copy} is a copy; .*--resume.*remove run\.json there"
+    with pytest.raises(RunLocked, match=told):
+        claim(place, copy)
+    assert place.read_text("owner.json") == text
+    (tmp_path / "link").symlink_to(first)
+    claim(place, tmp_path / "link")  # the same folder
+    claim(open_place(tmp_path / "own"), copy)
+    (first / "run.json").unlink()  # it will never go on
+    claim(place, copy)
+    moved = copy.rename(tmp_path / "moved")
+    claim(place, moved)
+    assert json.loads(place.read_text("owner.json") or "")["run_dir"] == str(moved)
+    place.close()
+
+
+@pytest.mark.parametrize("where", ["folder", "store"])
+def test_of_a_run_and_its_copy_elsewhere_the_later_start_has_the_place(tmp_path, where):
+    """On another cluster the first folder cannot be seen, nor its lock."""
+    place = open_place(tmp_path / "place" if where == "folder" else "memory://far/place")
+    first, copy = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    former = claim(place, first)
+    mine = claim(place, first)  # requeued
+    check_owner(place, mine)
+    with pytest.raises(CheckpointError, match="was taken by another start of this run"):
+        check_owner(place, former)
+    first.rename(copy)  # what the other cluster sees
+    other = claim(place, copy)
+    copy.rename(first)
+    check_owner(place, other)
+    told = rf"another start of this run \(run folder {copy} on .*\).*checkpoint.place of its own"
+    with pytest.raises(CheckpointError, match=told):
+        check_owner(place, mine)
+    place.write_text("owner.json", json.dumps({"run": mine.run}))  # of an earlier version
+    check_owner(place, claim(place, first))
+    place.close()
+
+
+def test_a_start_that_is_refused_does_not_claim_the_place(tmp_path):
+    """The run whose checkpoints these are, without an owner.json, may come later."""
+    place = open_place(tmp_path / "place")
+    (tmp_path / "run").mkdir()
+    done = tmp_path / "place" / "step_00000003"
+    done.mkdir(parents=True)
+    (done / "manifest.json").touch()
+    with pytest.raises(ValueError, match="holds checkpoints"):
+        claim_place(place, tmp_path / "run", None, False)
+    assert place.read_text("owner.json") is None
+    (tmp_path / "mine").mkdir()
+    claim_place(place, tmp_path / "mine", "latest", False)
+    with pytest.raises(RunLocked, match="of another run"):  # before what lies there
+        claim_place(place, tmp_path / "run", None, False)
+
+
+def test_checkpoints_that_were_copied_with_their_run_folder_are_its_own(tmp_path):
+    first, copy = tmp_path / "run_a", tmp_path / "run_b"
+    first.mkdir()
+    claim(open_place(first / "checkpoints"), first)
+    shutil.copytree(first, copy)
+    for folder in (copy, first):
+        claim(open_place(folder / "checkpoints"), folder)
+        owner = json.loads((folder / "checkpoints" / "owner.json").read_text())
+        assert owner["run_dir"] == str(folder)
+
+
+@pytest.mark.parametrize("where", ["folder", "store"])
 def test_of_runs_that_claim_a_place_at_once_one_gets_it(tmp_path, where):
     """All have seen that nobody owns it before any writes."""
     runs = [tmp_path / f"run{number}" for number in range(8)]
@@ -191,18 +307,6 @@ def test_of_runs_that_claim_a_place_at_once_one_gets_it(tmp_path, where):
     assert told.count(None) == 1
     winner = runs[told.index(None)]
     assert all(f"run folder {winner} on" in line for line in told if line is not None)
-
-
-def test_a_folder_is_fresh_until_a_run_has_written_into_it(tmp_path):
-    check_fresh(tmp_path / "none")
-    (tmp_path / "run.json").touch()
-    check_fresh(tmp_path)
-    saved = tmp_path / "checkpoints" / "step_00000003"
-    saved.mkdir(parents=True)
-    check_fresh(tmp_path)  # torn: no manifest
-    (saved / "manifest.json").touch()
-    with pytest.raises(ValueError, match="holds an earlier run"):
-        check_fresh(tmp_path)
 
 
 def test_status_is_replaced_whole_and_a_failure_keeps_how_far_it_came(tmp_path):

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kimi_pretrain import step_lines
-from kimi_pretrain.step_lines import forget_after
+from kimi_pretrain.step_lines import cut_after
 
 
 def plain(text: str, step: int) -> str:
@@ -30,8 +30,16 @@ def test_shortened_as_by_reading_everything(tmp_path, monkeypatch):
         text += draw.choice(("", "", '{"step": 9, "te', "\0" * 70))
         (tmp_path / "lines.jsonl").write_text(text)
         step = draw.randrange(10)
-        forget_after(tmp_path / "lines.jsonl", step)
+        kept = draw.choice(("", line(7), line(7) + '{"step": 8'))
+        (tmp_path / "lines.abandoned.jsonl").write_text(kept)
+        last = cut_after(tmp_path / "lines.jsonl", step)
         assert (tmp_path / "lines.jsonl").read_text() == plain(text, step), (case, text, step)
+        # What was cut is kept: below what was cut before, whose own end may be torn.
+        cut = plain(text, 9)[len(plain(text, step)) :]
+        assert last == (json.loads(cut.splitlines()[-1])["step"] if cut else None)
+        if cut:
+            before = kept[: kept.rfind("\n") + 1]
+            assert (tmp_path / "lines.abandoned.jsonl").read_text() == before + cut
 
 
 def test_what_is_read_does_not_grow_with_the_steps_done(tmp_path, monkeypatch):
@@ -48,7 +56,7 @@ def test_what_is_read_does_not_grow_with_the_steps_done(tmp_path, monkeypatch):
     real = os.pread
     monkeypatch.setattr(step_lines.os, "pread", pread)
     before = read_by_this_process()
-    forget_after(file, 998)
+    cut_after(file, 998)
     assert sum(counted) < 1_000_000  # three lines of 50 kB, each looked for by blocks of 64 kB
     assert read_by_this_process() - before < 5_000_000  # by whatever way
     assert file.stat().st_size == pytest.approx(size * 0.998, rel=1e-4)
@@ -62,13 +70,22 @@ def read_by_this_process() -> int:
         return int(numbers.readline().removeprefix("rchar:"))
 
 
+def test_lines_are_cut_only_when_they_are_kept(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(line(1) + line(2))
+    (tmp_path / "metrics.abandoned.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics.abandoned.jsonl'"):
+        cut_after(file, 1)
+    assert file.read_text() == line(1) + line(2)
+
+
 def test_a_file_that_is_right_is_left_alone(tmp_path):
     file = tmp_path / "anomalies.jsonl"
     file.write_text(line(1) + line(2))
     os.utime(file, (1, 1))
-    forget_after(file, 2)
+    cut_after(file, 2)
     assert (file.read_text(), file.stat().st_mtime) == (line(1) + line(2), 1)
-    forget_after(tmp_path / "none.jsonl", 2)
+    cut_after(tmp_path / "none.jsonl", 2)
     assert not (tmp_path / "none.jsonl").exists()
 
 
@@ -77,5 +94,5 @@ def test_a_line_that_is_none_is_named(wrong, tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(line(1) + wrong)
     with pytest.raises(ValueError, match=r"metrics.jsonl: the line that begins at byte 24 is not"):
-        forget_after(file, 1)
+        cut_after(file, 1)
     assert file.read_text() == line(1) + wrong

@@ -453,6 +453,12 @@ def test_the_planned_balance_is_that_of_the_vision_plan():
     # Rows 0 to 7 belong to the replica whose first stage is rank 0.
     assert line["patches_per_rank"]["naive"] == [336, 0, 0, 0]
     assert line["balance"]["naive"] == 4.0
+    seconds = line["predicted_seconds_per_rank"]
+    assert max(seconds["dep"]) / np.mean(seconds["dep"]) == pytest.approx(
+        loads.max() / loads.mean()
+    )
+    assert seconds["naive"] == pytest.approx([vision.costs.sum(), 0, 0, 0])
+    assert sum(seconds["round_robin"]) == pytest.approx(vision.costs.sum())
     assert line["balance"]["naive_among_owners"] == 2.0
     assert line["largest_tenth_of_items"] == 256 / 336
 

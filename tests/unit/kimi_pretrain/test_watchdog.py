@@ -1,19 +1,39 @@
 """When a run counts as standing still, who is to blame, and what is left behind."""
 
+import faulthandler
+import itertools
+import os
+import random
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from data_pipeline.store.open import StoreError, open_store
+from data_pipeline.store.retry import Tries, longest_silence
+from kimi_pretrain import watchdog
 from kimi_pretrain.frames import ROOT, _ours, stack_of, waits, where
-from kimi_pretrain.last_words import NO_PROGRESS, LastWord, error_file, first_word, leave_word
+from kimi_pretrain.last_words import (
+    NO_PROGRESS,
+    LastWord,
+    error_file,
+    first_word,
+    forget_words,
+    leave_word,
+)
+from kimi_pretrain.status import read_status
 from kimi_pretrain.watchdog import (
     SPEAKERS,
+    WAIT_FOR_DATA,
     Halt,
     Watchdog,
     describe,
@@ -22,6 +42,8 @@ from kimi_pretrain.watchdog import (
     speaks,
     suspects,
 )
+from launch import supervise
+from tests.silent import KEYS, SilentServer
 
 
 def halt(rank: int, phase: str = "4 backbone", step: int = 3, seconds: float = 20, **more):
@@ -301,6 +323,70 @@ def test_the_watchdog_loads_no_torch():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
+HELD = """
+import ctypes, sys
+from pathlib import Path
+from kimi_pretrain import watchdog
+
+def hold():
+    ctypes.PyDLL(None).sleep(100)  # PyDLL keeps Python's lock
+
+# 30 s: it is held before the watchdog ends it, on any machine.
+watchdog.held_after = lambda seconds: 4.0
+watchdog.Watchdog(Path(sys.argv[1]), 3, 8, 30.0).start().enter("4 backbone")
+hold()
+"""
+
+
+def test_c_code_that_keeps_python_s_lock_is_ended_and_named_under_torchrun(tmp_path):
+    command = [sys.executable, "-c", HELD, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "any"}
+    began = time.monotonic()
+    code, message = supervise.run(command, environment, tmp_path)
+    assert code == NO_PROGRESS
+    assert message is not None
+    stacks = tmp_path / "logs" / "held_rank_3.txt"
+    assert message == (
+        "no progress (train.timeout_seconds): rank 3 is in C code that keeps Python's lock, at "
+        f"<string>:7 (hold); all stacks are in {stacks}"
+    )
+    assert "in _look" in stacks.read_text()
+    assert time.monotonic() - began < 50  # of a hundred
+    forget_words(tmp_path)
+    assert first_word(tmp_path) is None
+
+
+def test_without_torchrun_its_stacks_are_shown(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("TORCHELASTIC_RUN_ID", None)
+    done = subprocess.run(
+        [sys.executable, "-c", HELD, str(tmp_path)],
+        capture_output=True, text=True, timeout=50, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("Timeout (0:00:04)!\n")
+    assert "line 7 in hold" in done.stderr
+
+
+def test_a_watchdog_that_ends_leaves_no_clock_and_no_file_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    wound, cancelled = [], []
+    real, cancel = faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later
+
+    def wind(seconds: float, **more) -> None:
+        wound.append(seconds)
+        real(seconds, **more)
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", wind)
+    monkeypatch.setattr(
+        faulthandler, "cancel_dump_traceback_later", lambda: cancelled.append(1) or cancel()
+    )
+    assert watched(tmp_path, 20.0, lambda dog: until(lambda: len(wound) >= 2)) == []
+    assert set(wound) == {20.0 + 10.0 + 5.0}
+    assert cancelled
+    assert not (tmp_path / "logs" / "held_rank_0.txt").exists()
+
+
 def test_the_first_last_word_counts(tmp_path):
     assert first_word(tmp_path) is None
     leave_word(tmp_path, 2, LastWord("no  bucket\nhere", 75))
@@ -317,3 +403,135 @@ def test_the_first_last_word_counts(tmp_path):
 def test_frames_of_the_project_are_known(name):
     assert _ours(str(ROOT / name / "x.py"))
     assert not _ours("/usr/lib/python3.11/threading.py")
+
+
+@pytest.fixture
+def unanswered(monkeypatch):
+    """A read that waits for a store with much patience, in a thread; its address."""
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(watchdog, "STORE_S", 0.3)
+    with SilentServer() as server:
+        store = open_store("s3://bucket", endpoint=server.endpoint, patience=3600, hedge=False)
+
+        def read() -> None:
+            with suppress(StoreError):
+                store.get("rows.tar", 0, 10)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        assert server.asked.wait(30)
+        yield server.endpoint
+        store.close()
+    reader.join(30)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_rank_told_to_stop_waits_for_no_store_that_is_silent(tmp_path, unanswered, step):
+    codes: list[int] = []
+    dog = Watchdog(tmp_path, 0, 1, 10, codes.append, stop=lambda: "signal SIGTERM").start()
+    dog.begin_step(step)
+    dog.enter(WAIT_FOR_DATA if step else "open the data")
+    until(lambda: codes)
+    dog.stop()
+    word = first_word(tmp_path)
+    assert codes == [NO_PROGRESS]
+    assert word is not None
+    assert word.code == NO_PROGRESS
+    assert f"s3://bucket/rows.tar (asked {unanswered}, as configured" in word.message
+    assert "stopped (signal SIGTERM) in " in word.message
+    status = read_status(tmp_path)
+    assert status is not None
+    assert (status.state, status.reason) == ("failed", word.message)
+
+
+def test_who_can_finish_the_step_goes_on(tmp_path, unanswered):
+    until(lambda: longest_silence()[1] > 0.3)
+    silent = Watchdog(tmp_path, 0, 1, 10, stop=lambda: "signal SIGTERM")
+    assert silent._unanswered((9, 3, WAIT_FOR_DATA), 5.0, 5.0)
+    assert silent._unanswered((9, 0, "find the checkpoint"), 5.0, 0.0)
+    # The next step is fetched ahead in vain, which this one need not wait for; nor does a save.
+    assert silent._unanswered((9, 3, "4 backbone"), 5.0, 5.0) is None
+    assert silent._unanswered((9, 3, "8 save"), 1e6, 1e6) is None
+
+
+Place = tuple[int, str]  # step and phase
+
+
+def ticks(
+    tmp_path: Path, monkeypatch, why: str | None, places: list[Place], workers: bool = False
+) -> int | None:
+    """After how many seconds in the last of these places a rank ends that was told to stop.
+
+    It is at each of the others for a tick of a second; None if it does not end in 300 s there.
+    """
+    clock, codes, passed = itertools.count(), list[int](), -len(places)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    dog = Watchdog(tmp_path, 0, 1, 1e3, codes.append, stop=lambda: why, workers=workers)
+
+    def wait(seconds: float) -> bool:
+        nonlocal passed
+        passed += 1
+        if passed <= 0:
+            step, phase = places[passed - 1]
+            dog.begin_step(step)
+            dog.enter(phase)
+        return passed > 300
+
+    monkeypatch.setattr(dog._end, "wait", wait)
+    monkeypatch.setattr(dog, "_say", lambda message: None)  # 300 s are milliseconds here
+    dog._watch()
+    return passed if codes else None
+
+
+@contextmanager
+def silence(seconds: float) -> Iterator[None]:
+    """A request that has had no answer for so long; hardly longer while this lasts."""
+    with Tries("s3://bucket/rows.tar", 3600, None, random.Random(0)) as tries:
+        tries.excuse(-seconds)
+        yield
+
+
+SAVING: list[Place] = [(3, "4 backbone")] + [(3, "8 save")] * 100
+WAITING: Place = (4, WAIT_FOR_DATA)
+PERSON, SCHEDULER = "signal SIGTERM", "signal SIGUSR1"
+
+
+@pytest.mark.parametrize("why", [PERSON, SCHEDULER])
+@pytest.mark.parametrize("silent", [0.0, 200.0])
+@pytest.mark.parametrize("workers", [False, True])
+def test_a_long_save_after_the_signal_is_no_wait_for_data(
+    tmp_path, monkeypatch, why, silent, workers
+):
+    """The signal may come when a step has just been told of: the next one begins after the save."""
+    steps = [(step, phase) for step in range(4, 40) for phase in (WAIT_FOR_DATA, "4 backbone")]
+    with silence(silent):
+        stops = ticks(tmp_path, monkeypatch, why, [*SAVING, *steps], workers)
+    assert stops is None
+
+
+@pytest.mark.parametrize(
+    ("why", "silent", "workers", "after"),
+    [
+        (PERSON, 200.0, False, 4),
+        (SCHEDULER, 200.0, False, 60),
+        (PERSON, 200.0, True, 4),
+        (PERSON, 0.0, True, 30),  # the workers' store is not seen from here
+        (SCHEDULER, 0.0, True, 60),
+        (SCHEDULER, 20.0, False, None),  # 503s for some seconds lose no steps
+        (PERSON, 0.0, False, None),  # it answers, or what takes long is no store
+        (None, 200.0, True, None),
+    ],
+)
+def test_how_long_data_are_waited_for_depends_on_who_asked(
+    tmp_path, monkeypatch, why, silent, workers, after
+):
+    with silence(silent):
+        assert ticks(tmp_path, monkeypatch, why, [*SAVING, WAITING], workers) == after
+
+
+@pytest.mark.parametrize("why", [PERSON, SCHEDULER])
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path, monkeypatch, why):
+    with silence(200.0):
+        assert ticks(tmp_path, monkeypatch, why, [(0, "find the checkpoint")]) == 3
+    assert ticks(tmp_path, monkeypatch, why, [(0, "build the model")], workers=True) is None

@@ -20,7 +20,7 @@ class Cluster:
     other, rank 0 on the second node. The ranks do what the file `act` says.
     """
 
-    def __init__(self, folder: Path, **options):
+    def __init__(self, folder: Path, nodes: int = 2, **options):
         self.folder, self.run_dir, self.said = folder, folder / "run", folder / "said"
         (self.run_dir / "logs").mkdir(parents=True)
         programs = {
@@ -66,7 +66,7 @@ source $FOLDER/act
         given = {"cpus_per_task": 3, "python": "python-of-the-job", **options}
         job = Job(f"{self.run_dir}/job.yaml", str(self.run_dir), (), "latest")
         self.file = folder / "job.sbatch"
-        self.file.write_text(script(job, SlurmOptions(2, 2, **given)))
+        self.file.write_text(script(job, SlurmOptions(nodes, 4 // nodes, **given)))
 
     def program(self, name: str, text: str) -> None:
         """Put a program in front of all others of its name."""

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
@@ -60,6 +61,74 @@ def test_processes_that_do_not_fit_the_layout():
     assert "--rendezvous" in one_line_error([*base, "--nnodes", "2"])
 
 
+@pytest.mark.parametrize("run_dir", ["s3://bucket/run", "s3:/bucket/run", "gs:x", "file:///x"])
+@pytest.mark.parametrize("command", ["train", "submit", "demo", "verify dep"])
+def test_a_run_folder_in_a_store_is_refused(command, run_dir, tmp_path, monkeypatch):
+    """It was made here, under that name."""
+    monkeypatch.chdir(tmp_path)
+    option = "--keep" if command.startswith("verify") else "--run-dir"
+    line = one_line_error([*command.split(), "--config", "tiny_cpu", option, run_dir])
+    assert f"{option} {run_dir.replace('//', '/').replace('//', '/')}: expected a folder" in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("key", ["data.root", "data.tokenizer", "checkpoint.place"])
+def test_a_place_that_is_misspelt_is_refused_with_the_configuration(key):
+    line = one_line_error(["train", "--config", "tiny_cpu", "--dry-run", f"{key}=s3:/bucket/x"])
+    assert "s3:/bucket/x: expected s3://bucket/prefix" in line
+    assert key.rpartition(".")[2] in line
+
+
+def test_a_place_to_write_to_that_is_misspelt_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a text")
+    ingest = ["ingest", "--name", "a", "--category", "text", "--tokenizer", "a.tiktoken"]
+    for command in (ingest, ["tokenizer"]):
+        line = one_line_error(["data", *command, "texts", "--to", "s3:/corpus"])
+        assert "s3:/corpus: expected s3://bucket/prefix" in line
+    assert [file.name for file in tmp_path.iterdir()] == ["texts"]
+
+
+def test_versions_are_told_at_once():
+    code = """
+import sys
+from typer.testing import CliRunner
+from launch.cli import app
+print(CliRunner().invoke(app, ["--version"]).stdout)
+sys.exit(", ".join(sorted({"torch", "megatron", "numpy", "boto3"} & set(sys.modules))) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    import torch
+
+    assert done.stdout.split() == [
+        *("kimi-pretrain", version("kimi-pretrain"), "torch", torch.__version__),
+        *("megatron-core", version("megatron-core"), "python", sys.version.split()[0]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--nproc", "3"], "--nproc 3 x --nnodes 1 is not the layout's 1 processes"),
+        (["--nnodes", "2", "--rendezvous", "a:1"], "1 processes (pp x dp x cp x tp) do not divide"),
+        (["--rendezvous", "a:1"], "--rendezvous a:1 is for several machines"),
+    ],
+)
+def test_one_process_heeds_how_many_were_asked_for(options, told, tmp_path):
+    axes = [f"layout.{axis}=1" for axis in ("pp", "vpp", "dp", "cp", "tp", "ep")]
+    base = ["train", "--config", "tiny_cpu", "--run-dir", str(tmp_path / "run"), *axes]
+    assert told in one_line_error([*base, *options])
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_of_many_processes_takes_no_options_for_who_starts_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "0")
+    base = ["train", "--config", "tiny_cpu", "--run-dir", str(tmp_path / "run")]
+    assert "RANK is set" in one_line_error([*base, "--max-restarts", "1"])
+
+
 def test_a_table_that_cannot_be_written(tmp_path):
     base = ["train", "--config", "tiny_cpu", "--table"]
     assert "add --dry-run" in one_line_error([*base, str(tmp_path / "t.tsv")])
@@ -96,6 +165,8 @@ def test_only_the_user_s_errors_are_shortened():
     assert user_message(ValueError("a\n  b")) == "a b"
     assert user_message(FileNotFoundError("gone")) == "gone"
     assert user_message(RuntimeError("a bug")) is None
+    gone = FileNotFoundError(2, "No such file or directory", "a.json")
+    assert user_message(gone) == "a.json: no such file or folder"
     from data_pipeline.store.open import MissingBucket
 
     assert user_message(MissingBucket("s3://x: no bucket")) == "s3://x: no bucket"

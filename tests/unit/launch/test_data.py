@@ -2,10 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
+from data_pipeline.ingest.texts import at_most
 from data_pipeline.text import train_ranks
 from launch.cli import app
 from tests.unit.data_pipeline.media import encoded, noise
@@ -31,7 +34,7 @@ def run(*arguments: str):
     return runner.invoke(app, ["data", *arguments])
 
 
-@pytest.mark.parametrize("command", ["ingest", "reindex"])
+@pytest.mark.parametrize("command", ["ingest", "reindex", "tokenizer"])
 def test_help_has_an_example(command):
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -47,6 +50,13 @@ def test_ingest_then_reindex(arguments, tmp_path):
     assert summary["rejected"] == {"missing field": 1}
     assert re.search(r"missing field\W+1\W+p0: 'text' or", " ".join(result.stderr.split()))
     assert "out/pairs/rejected.jsonl" in "".join(result.stderr.split())
+    strict = [*arguments, "--name", "strict", "--max-rejected", "0.1"]
+    told = run("ingest", *strict)
+    assert told.exit_code == 2
+    assert (
+        "1 of 5 samples rejected, the limit (max-rejected) is 0.1: missing field 1" in told.stderr
+    )
+    assert run("ingest", *strict[:-1], "0.2").exit_code == 0
     again = run("ingest", *arguments)
     assert again.exit_code == 2
     assert "finished source of this name exists" in again.stderr
@@ -95,3 +105,89 @@ def test_mistakes_are_told_in_one_line(arguments, changed, message):
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("error: ")
     assert message in line
+
+
+def test_a_tokenizer_is_trained_on_raw_inputs_and_on_sources_alike(arguments, tmp_path):
+    """The texts of captions, whatever the media are; a source's texts are those it was made of."""
+    (tmp_path / "in" / "p0.txt").write_text("picture 0")
+    run("ingest", *arguments)
+    (tmp_path / "in" / "p1.png").write_bytes(b"no picture")  # media are not read
+    wanted = train_ranks([f"picture {number}" for number in range(5)], 262)
+    to = ["--to", str(tmp_path / "out"), "--vocab-size", str(262 + 256)]
+    raw = ["tokenizer", str(tmp_path / "in"), *to, "--category", "caption"]
+    assert json.loads(run(*raw, "--json").stdout)["vocab_size"] == 262 + 256
+    stored = tmp_path / "out" / "tokenizer" / "tokenizer.tiktoken"
+    assert stored.read_bytes() == wanted
+    again = run(*raw)
+    assert "data.tokenizer=tokenizer/tokenizer.tiktoken" in " ".join(again.stdout.split())
+    made = run("tokenizer", str(tmp_path / "out" / "pairs"), *to, "--name", "of_source")
+    assert made.exit_code == 0, made.output
+    assert (tmp_path / "out" / "tokenizer" / "of_source.tiktoken").read_bytes() == wanted
+
+
+def test_what_cannot_be_trained_on_is_counted_and_left_out(tmp_path):
+    lines = [{"text": "\ud800"}, {"words": "no text"}, *({"text": f"line {n}"} for n in range(9))]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    to = ["--to", str(tmp_path), "--vocab-size", "515"]
+    result = run("tokenizer", str(tmp_path / "a.jsonl"), *to)
+    assert result.exit_code == 0, result.output
+    assert "1 samples, not UTF-8" in result.stderr
+    assert "1 samples, unknown field" in result.stderr
+    wanted = train_ranks([f"line {number}" for number in range(9)], 259)
+    assert (tmp_path / "tokenizer" / "tokenizer.tiktoken").read_bytes() == wanted
+
+
+def test_text_is_bounded():
+    texts = ["abc", "d\u00e9f", "ghi"]
+    assert list(at_most(texts, 99)) == texts
+    assert list(at_most(texts, 6)) == ["abc", "d\u00e9"]
+    assert list(at_most(texts, 5)) == ["abc", "d"]  # no half of a character
+    assert list(at_most(texts, 3)) == ["abc"]
+
+
+def test_a_given_tokenizer_is_checked_and_never_replaces_another(tmp_path):
+    to, given = ["--to", str(tmp_path / "out")], tmp_path / "given.tiktoken"
+    given.write_bytes(train_ranks(["abc"] * 9, 258))
+    result = run("tokenizer", "--given", str(given), *to, "--name", "kimi")
+    assert result.exit_code == 0, result.output
+    stored = tmp_path / "out" / "tokenizer" / "kimi.tiktoken"
+    assert stored.read_bytes() == given.read_bytes()
+    given.write_bytes(train_ranks(["xyz"] * 9, 258))
+    refused = run("tokenizer", "--given", str(given), *to, "--name", "kimi")
+    assert refused.exit_code == 2
+    assert "another rank file has this name" in refused.stderr
+    given.write_bytes(given.read_bytes()[:-20])
+    refused = run("tokenizer", "--given", str(given), *to, "--name", "cut")
+    assert refused.exit_code == 2
+    assert "rank file" in refused.stderr
+    assert not (tmp_path / "out" / "tokenizer" / "cut.tiktoken").exists()
+    for wrong in ([], [str(tmp_path), "--given", str(given)]):
+        assert "either INPUTs" in run("tokenizer", *wrong, *to).stderr
+
+
+LIMITED = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+from launch.cli import app
+app(sys.argv[1:])
+"""
+
+
+def test_ingest_without_room_is_told_in_one_line(tmp_path):
+    """By a limit of the process on the size of files: EFBIG, which is met as a full disk is."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("sea " * 10_000)
+    (tmp_path / "t.tiktoken").write_bytes(train_ranks(["sea and more sea"] * 9, 258))
+    command = [
+        sys.executable, "-c", LIMITED, "data", "ingest", str(tmp_path / "in"), "--name", "src",
+        "--to", str(tmp_path / "out"), "--category", "text", "--workers", "0",
+        "--tokenizer", str(tmp_path / "t.tiktoken"),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [f"error: {tmp_path}/out/src/000000.tar: File too large"]
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    result = run("ingest", str(tmp_path / "loop.jsonl"), *command[6:])
+    assert result.exit_code == 2
+    assert "loop.jsonl: Too many levels of symbolic links" in result.stderr

@@ -29,6 +29,11 @@ def metrics_line(step: int, **changes) -> dict:
             "dep": 1.0,
             "round_robin": 1.5,
         },
+        "predicted_seconds_per_rank": {
+            "naive": [2.0 * step, 0.0],
+            "dep": [1.0, 1.0],
+            "round_robin": [3.0, 1.0],
+        },
         "largest_tenth_of_items": 0.25 * step,
         "store": {"requests": 7 * step, "bytes": 1000 * step},
         "exposed_encoder_seconds": 0.1 * step,
@@ -130,6 +135,9 @@ def test_summary_has_the_promised_keys_and_numbers():
         "round_robin": 1.5,
         "dep": 1.0,
     }
+    assert summary["predicted_seconds_max_over_mean"] == {
+        "naive": 2.0, "round_robin": 1.5, "dep": 1.0
+    }  # fmt: skip
     assert summary["patches_in_largest_tenth_of_items"] == 0.375
     assert summary["encoder"] == {
         "exposed_encoder_seconds": pytest.approx(0.15),
@@ -166,7 +174,8 @@ def summary_of(**changes) -> dict:
 
 def test_the_result_shows_what_was_measured():
     assert result.measured(summary_of()) == {
-        "vision load, max / mean": "4.00 on the rows' owners, 1.00 balanced",
+        "vision patches, max / mean": "4.00 on the rows' owners, 1.00 balanced",
+        "their seconds, predicted": "2.00 on the rows' owners, 1.00 balanced",
         "encoder seconds, max / mean": "3.00 predicted, 4.00 measured",
         "exposed encoder time": "200 ms, 10.0% of a step",
         "exchanged a step": "0.0002 MB of embeddings, 0.0004 MB of their gradients",

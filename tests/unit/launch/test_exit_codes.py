@@ -1,17 +1,26 @@
 """Which errors a restart may mend."""
 
 import errno
+import json
 import os
+import re
 
 import pytest
 import typer
 
+from data_pipeline.index.manifest import IndexMismatch
 from data_pipeline.loader import LoaderError
+from data_pipeline.plan.planner import DataUsedUp
 from data_pipeline.store.open import AccessDenied, StoreUnavailable
 from data_pipeline.workers.workers import WorkerDied
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
+from kimi_pretrain.dep.memory import TooMuchMemory
+from kimi_pretrain.guard import AnomalyError
+from kimi_pretrain.last_words import first_word, nobodys_mistake
 from kimi_pretrain.run_lock import FormerStart, RunLocked
+from launch import worker
 from launch.errors import exit_code, told_plainly, user_message
+from launch.job import Job
 
 
 def wrapped(inner: Exception, outer: type[Exception], *, hidden: bool) -> Exception:
@@ -22,6 +31,12 @@ def wrapped(inner: Exception, outer: type[Exception], *, hidden: bool) -> Except
             raise outer("said again") from (None if hidden else error)
     except outer as error:
         return error
+
+
+def of_loader(cause: Exception) -> LoaderError:
+    error = LoaderError(3, cause)
+    error.__cause__ = cause
+    return error
 
 
 def os_error(number: int) -> OSError:
@@ -60,11 +75,57 @@ def test_a_store_that_does_not_answer_is_worth_a_restart(error, code):
     assert exit_code(error) == code
 
 
+def test_an_error_of_a_full_disk_that_names_no_file_names_the_line(tmp_path):
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        (tmp_path / "full").write_text("x")
+    message = user_message(caught.value)
+    assert message is not None
+    assert re.fullmatch(
+        r"a file written at .* called from tests/unit/launch/test_exit_codes.py:\d+ \(test_an_err.*"
+        r"\): No space left on device", message,
+    )  # fmt: skip
+    assert exit_code(caught.value) == 2
+
+
 @pytest.mark.parametrize(("error", "code"), [(AWAY, 75), (REFUSED, 2)])
 def test_commands_end_with_it(error, code, capsys):
     with pytest.raises(typer.Exit) as end, told_plainly():
         raise error
     assert (end.value.exit_code, capsys.readouterr().err) == (code, f"error: {error}\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("operands could not be broadcast"), None),
+        (json.JSONDecodeError("Expecting value", "", 0), None),
+        (AnomalyError("guard.spike=stop"), "guard.spike=stop"),
+        (CheckpointError("damaged"), "damaged"),
+        (of_loader(ValueError("operands could not be broadcast")), None),
+        (of_loader(DataUsedUp("max_epochs")), "step 3: max_epochs"),
+        (of_loader(TooMuchMemory("GiB")), "step 3: GiB"),
+        (of_loader(IndexMismatch("another tokenizer")), "step 3: another tokenizer"),
+        (os_error(errno.ENOSPC), "shared/file: No space left on device"),
+    ],
+)
+def test_in_a_step_a_plain_value_error_is_nobody_s_mistake(error, told):
+    with pytest.raises(Exception, match=r".") as caught, nobodys_mistake():
+        raise error
+    assert user_message(caught.value) == told
+    assert (caught.value is error) == (told is not None or isinstance(error, LoaderError))
+
+
+@pytest.mark.parametrize("cause", [ValueError("no class"), IndexMismatch("another tokenizer")])
+def test_a_plain_value_error_of_the_loader_ends_with_a_traceback(cause, tmp_path, capsys):
+    def run(job):
+        raise LoaderError(812, cause) from cause
+
+    argument = Job("tiny_cpu", str(tmp_path)).argument()
+    ours = isinstance(cause, IndexMismatch)
+    assert worker.main(argument, run=run) == (2 if ours else 1)
+    assert ("Traceback" in capsys.readouterr().err) == (not ours)
+    assert (first_word(tmp_path) is not None) == ours  # who watches takes it for a crash
 
 
 def test_the_loader_s_error_has_the_code_of_its_cause():

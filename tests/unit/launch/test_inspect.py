@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,15 +16,17 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from data_pipeline.collate import RowBatch
-from data_pipeline.index.manifest import read_index
+from data_pipeline.index.manifest import IndexMismatch, read_index
 from data_pipeline.loader import Loader
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import load_config
-from kimi_pretrain.guard import Verdict, anomaly, write_down
+from kimi_pretrain.guard import Verdict, anomaly
+from kimi_pretrain.held_out import Example, read_examples, swap_images
 from launch.cli import app
 from launch.pages import tokens
 from launch.pages.pictures import unpatchify
+from launch.pages.plots import shares
 from launch.show import show_rows
 from moonvit3d.geometry import PatchLimits
 from moonvit3d.preprocess import image_patches, video_patches
@@ -346,6 +349,70 @@ def test_a_split_text_and_a_damaged_sample_are_told(damaged, tmp_path):
     assert "file 0 could not be used" in everything
 
 
+class Unsteady(FolderStore):
+    """Whose first read of a range is wrong in every byte, and so is every other one after it."""
+
+    def __init__(self, root: Path):
+        super().__init__(root)
+        self.reads: Counter[tuple[object, ...]] = Counter()
+
+    def get(self, key, offset=0, length=None, *, etag=None):
+        data = super().get(key, offset, length, etag=etag)
+        if not key.endswith(".tar"):
+            return data
+        self.reads[key, offset, length] += 1
+        return data.translate(WRONG) if self.reads[key, offset, length] % 2 else data
+
+
+WRONG = bytes(value ^ 1 for value in range(256))
+
+
+def test_a_page_of_rows_reads_documents_by_their_checksum(corpus, monkeypatch):
+    """The loader reads and checks; the page then reads the documents once more."""
+    given = overrides(corpus, sources="{mixed: 1.0}")
+    expected = show_rows("tiny_cpu", given, 0, range(2))
+    stores = []
+    monkeypatch.setattr(
+        "launch.show.open_data", lambda data: stores.append(Unsteady(corpus)) or stores[0]
+    )
+    assert show_rows("tiny_cpu", given, 0, range(2)) == expected
+    assert max(stores[0].reads.values()) > 1
+
+
+@pytest.mark.parametrize("what", ["json", "item"])
+def test_an_evaluation_reads_nothing_that_is_not_of_the_index(corpus, tmp_path, what):
+    """A digit of the text, or a bit of a picture, is another by now: both may still be readable."""
+    shutil.copytree(corpus, tmp_path / "copy")
+    store, config = FolderStore(tmp_path / "copy"), load_config("tiny_cpu", ())
+    index = read_index(store, "digits")
+    assert len(read_examples(store, index, config, range(3))) == 3
+    shard = index.shards[index.shard[2]].key
+    data = bytearray(store.get(shard))
+    start = int(getattr(index, f"{what}_offset")[2])
+    length = int(getattr(index, f"{what}_length")[2])
+    body = data[start : start + length]
+    data[start + (body.index(b"digits:") if what == "json" else length // 2)] ^= 1
+    store.put(shard, bytes(data))
+    assert len(read_examples(store, index, config, range(2))) == 2
+    with pytest.raises(IndexMismatch, match=rf"sample {index.key_of(2)!r}.* CRC-32 is"):
+        read_examples(store, index, config, range(3))
+
+
+def test_a_swapped_image_is_the_next_one_that_fits():
+    def example(around, side):
+        return Example([], np.zeros(side), (1, side, 2), around)
+
+    def swapped(*examples, room):
+        return [e.pads for e in swap_images([example(*e) for e in examples], room)]
+
+    sizes = (10, 4), (10, 6), (10, 40)  # 2, 3 and 20 tokens of the image
+    assert swapped(*sizes, room=30) == [3, 20, 2]
+    assert swapped(*sizes, room=29) == [3, 2, 2]
+    assert swapped((10, 4), (27, 6), room=29) == [3, 2]
+    assert swapped((10, 4), (28, 6), room=29) == [3]
+    assert swapped((10, 4), room=29) == []
+
+
 def test_the_same_page_twice(corpus):
     pages = {show_rows("tiny_cpu", overrides(corpus, augment=AUGMENT), 3, range(2)) for _ in "ab"}
     assert len(pages) == 1
@@ -397,8 +464,8 @@ def test_rows_of_an_anomaly_are_those_that_the_run_had(corpus, tmp_path):
         batch = next(loader)
     verdict = Verdict("nonfinite", "skip")
     line = anomaly(3, verdict, float("nan"), 1.0, batch.plan, loader.indices, state)
-    for step in (1, 3):
-        write_down(tmp_path / "anomalies.jsonl", {**line, "step": step})
+    lines = [json.dumps({**line, "step": step}) + "\n" for step in (1, 3)]
+    (tmp_path / "anomalies.jsonl").write_text("".join(lines))
     shown = ("--anomaly", tmp_path / "anomalies.jsonl", "--rows", 16)
     page = show(corpus, tmp_path / "show.html", *shown)
     text = (tmp_path / "show.html").read_text()
@@ -449,3 +516,7 @@ def test_tokens_of_one_character_are_shown_as_one(corpus):
 def test_numbers_are_read_from_the_tokens(corpus, text, numbers):
     tokenizer = Tokenizer.from_store(FolderStore(corpus), TOKENIZER_KEY)
     assert tokens.written_numbers(tokenizer.encode(text), tokenizer) == numbers
+
+
+def test_a_name_with_dollar_signs_is_drawn_as_it_is():
+    assert r"$\frac{$" in shares([(r"$\frac{$", [1.0])], ["text"], r"$\frac{$")

@@ -16,7 +16,6 @@ from kimi_pretrain.vision_plan import VisionPlanner
 from launch.cli import app
 from moonvit3d.memory import activation_bytes
 from moonvit3d.packing import chunks
-from tests.dist import corpus
 
 runner = CliRunner()
 SMALL = (
@@ -30,13 +29,6 @@ SMALL = (
 NO_MEDIA = ("data.sources={words: 1.0}", "data.vision_token_ratio=null")
 # tiny_cpu's layout: 2 stages x 2 replicas, ranks 0 and 1 are the first stage.
 RANKS, REPLICAS = 4, 2
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    corpus.build(folder)
-    return folder
 
 
 def run(root, *arguments: str, config: str = "tiny_cpu", code: int = 0):
@@ -293,3 +285,12 @@ def test_help_has_examples_and_says_why_the_model_is_in_the_config():
     text = " ".join(runner.invoke(app, ["plan", "--help"]).output.split())
     assert "kimi-pretrain plan --config" in text
     assert "every rank must compute the same plan" in text
+
+
+def test_samples_that_do_not_fit_a_row_are_told(root):
+    short = ("data.seq_len=64", "data.split_text=false", "--steps", "1")
+    told = [line for line in run(root, *short, *NO_MEDIA).output.splitlines() if "left out" in line]
+    assert len(told) == 1
+    assert told[0].startswith("source 'words': of ")
+    assert found_by(root, *short, *NO_MEDIA)["notices"] == told
+    assert "left out" not in run(root, "--steps", "1").output

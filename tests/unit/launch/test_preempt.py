@@ -59,7 +59,7 @@ def test_a_signal_is_noted_and_a_second_changes_nothing(process, number):
 
 
 def test_a_signal_that_was_held_back_is_noted(process):
-    """`launch.supervise` blocks USR1 in what it starts, until there is a handler."""
+    """Who starts a rank may block it until there is a handler."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     code = f"import os, signal\nos.kill(os.getpid(), signal.SIGUSR1)\n{NOTE}"
     try:

@@ -1,6 +1,8 @@
 """Runs of the sbatch script under stand-ins for SLURM: what becomes of the job."""
 
+import getpass
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,29 @@ def test_every_task_becomes_a_rank(cluster):
     argv = (cluster.folder / "argv").read_text().splitlines()
     assert argv[:2] == ["-m", "launch.worker"]
     assert Job.parse(argv[2]).resume == "latest"
+
+
+def test_ranks_of_one_node_meet_in_a_folder_that_nobody_else_can_open(tmp_path):
+    """Otherwise rank 0 would listen on all addresses, and unpickle what comes in."""
+    cluster = Cluster(tmp_path, nodes=1)
+    look = 'stat -c "%a %U %n" "$KIMI_PRETRAIN_MEETING" >> $FOLDER/meetings\n'
+    code, said = cluster.run(look + cluster.stands("finished"))
+    assert code == 0, said
+    lines = (tmp_path / "meetings").read_text().splitlines()
+    assert len(lines) == 4
+    assert len(set(lines)) == 1
+    mode, owner, folder = lines[0].split()
+    assert (mode, owner) == ("700", getpass.getuser())
+    assert not Path(folder).exists()
+
+
+def test_ranks_take_nothing_over_from_a_job_in_which_theirs_was_submitted(cluster):
+    cluster.env["KIMI_PRETRAIN_MEETING"] = "/of/that/job"
+    cluster.env |= {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    look = 'echo "${KIMI_PRETRAIN_MEETING-}${!TORCHELASTIC_*}" >> $FOLDER/inherited\n'
+    code, said = cluster.run(look + cluster.stands("finished"))
+    assert code == 0, said
+    assert (cluster.folder / "inherited").read_text() == 4 * "\n"
 
 
 def test_usr1_reaches_the_ranks_and_the_job_goes_back_when_they_have_ended(cluster):

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from kimi_pretrain.checkpoint import place
+from kimi_pretrain.checkpoint.errors import CheckpointUnavailable
 from kimi_pretrain.config import load_config
 from launch import slurm_queue
 from launch.cli import app
@@ -38,12 +40,13 @@ def sbatch(tmp_path, monkeypatch):
     return tmp_path
 
 
-def submit(*arguments: str):
-    return CliRunner().invoke(app, ["submit", *CPU, *arguments])
+def submit(*arguments: str, unchecked: bool = True):
+    begin = ["submit", *CPU, *(["--unchecked"] if unchecked else [])]
+    return CliRunner().invoke(app, [*begin, *arguments])
 
 
-def refused(*arguments: str) -> str:
-    result = submit(*arguments)
+def refused(*arguments: str, unchecked: bool = True) -> str:
+    result = submit(*arguments, unchecked=unchecked)
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     return line
@@ -60,7 +63,7 @@ def test_what_is_submitted_is_the_configuration_of_now(sbatch):
     text = (folder / "job.sbatch").read_text()
     job = next(line for line in text.splitlines() if line.startswith("job='"))
     assert Job.parse(job.removeprefix("job='").removesuffix("'")) == Job(
-        str(folder / "job.yaml"), str(folder), (), "latest"
+        str(folder / "job.yaml"), str(folder), (), "latest", or_start=True
     )
     assert sys.executable in text
     assert submit("--run-dir", str(folder), "--dry-run", "train.steps=7").output == text
@@ -137,7 +140,53 @@ def test_an_earlier_run_is_gone_on_with_only_by_request(sbatch, seeds):
     assert "holds an earlier run; go on with --resume latest" in refused(*new)
     # Its own checkpoints would be newer than the one that is asked for.
     assert "holds an earlier run" in refused(*new, "--resume", "/other/step_00000001")
+    if seeds:  # the others have nothing to go on from
+        told = refused(*new, "--resume", "latest")
+        assert f"{folder}/seed_0 holds no run; is --run-dir right?" in told
+        new += ("--or-start",)
     assert submit(*new, "--resume", "latest").output == "41\n"
+
+
+def test_latest_is_not_submitted_where_nothing_is_found(sbatch):
+    """The job itself begins by itself, for it may be killed before its first save."""
+    new = ("--run-dir", str(sbatch / "rnu"), "--resume", "latest", "--parsable")
+    assert f"{sbatch}/rnu holds no run; is --run-dir right?" in refused(*new)
+    assert not (sbatch / "rnu").exists()
+    assert submit(*new, "--or-start").output == "41\n"
+    (sbatch / "rnu" / "metrics.jsonl").write_text('{"step": 1}\n')
+    new += (f"checkpoint.place={sbatch}/place",)
+    told = refused(*new, "--seeds", "1", unchecked=False)
+    assert f"no checkpoint in {sbatch}/place/seed_1" in told
+    told = refused(*new, unchecked=False)
+    assert f"no checkpoint in {sbatch}/place, but {sbatch}/rnu/metrics" in told
+
+
+def test_where_no_checkpoint_could_be_looked_for_the_job_begins_only_by_request(
+    sbatch, monkeypatch
+):
+    """On the nodes, then. What it finds there a later start finds, too."""
+    looked: list[tuple[str, float]] = []
+
+    def away(uri: str, patience: float = place.PATIENCE_S) -> place.Place:
+        looked.append((str(uri), patience))
+        raise CheckpointUnavailable(f"{uri} does not answer")
+
+    monkeypatch.setattr(place, "open_place", away)
+    new = ("--run-dir", str(sbatch / "rnu"), "checkpoint.place=s3://b/rnu", "--resume", "latest")
+    for options in ((), ("--dry-run",), ("--seeds", "1-3", "--or-start")):
+        text = submit(*new, *options, "--dry-run").stdout
+        assert ('"or_start": true' in text) == ("--or-start" in options)
+    assert looked == []
+    monkeypatch.setattr("launch.submit.check_reachable", lambda *_: None)
+    told = submit(*new, "--seeds", "1-3", "--parsable", unchecked=False)
+    assert told.stdout == "41\n"
+    (line,) = told.stderr.splitlines()
+    assert line == (
+        "warning: not looked for a checkpoint from here, the job will: s3://b/rnu/seed_1 does not "
+        "answer"
+    )
+    assert looked == [("s3://b/rnu/seed_1", 20.0)]
+    assert '"or_start": false' in (sbatch / "rnu" / "job.sbatch").read_text()
 
 
 def test_a_run_that_starts_from_a_checkpoint_goes_on_from_its_own(sbatch):

@@ -91,6 +91,16 @@ def test_a_folder_that_does_not_answer_ends_no_training(tmp_path, monkeypatch):
     assert supervise.run(python(code), os.environ, tmp_path) == (3, None)
 
 
+def test_a_log_on_a_full_disk_keeps_nobody_waiting(tmp_path, capsys):
+    """More than a pipe holds: torchrun would stand still."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "torchrun.log").symlink_to("/dev/full")
+    code = "import sys\nfor line in range(50000): print(line, file=sys.stderr)"
+    assert supervise.run(python(code), os.environ, tmp_path) == (0, None)
+    told = capsys.readouterr().err.splitlines()
+    assert told == [str(line) for line in range(50000)]
+
+
 def test_many_lines_are_shown_at_once_in_their_order(tmp_path, capsys, monkeypatch):
     looked = []
     monkeypatch.setattr(supervise, "first_word", lambda run_dir: looked.append(run_dir))
@@ -100,11 +110,11 @@ def test_many_lines_are_shown_at_once_in_their_order(tmp_path, capsys, monkeypat
     assert len(looked) < 1000  # not once a line
 
 
-def test_lines_wait_until_somebody_has_looked_for_a_word(capsys):
-    log = io.StringIO()
+def test_lines_wait_until_somebody_has_looked_for_a_word(tmp_path, capsys):
+    log = tmp_path / "torchrun.log"
     relay = supervise._Relay(io.StringIO("first\nsecond\n"), log)
     relay.join()
-    assert (log.getvalue(), relay.holds) == ("first\nsecond\n", True)
+    assert (log.read_text(), relay.holds) == ("first\nsecond\n", True)
     assert capsys.readouterr().err == ""
     relay.mark()
     relay._held.append("while looking\n")
@@ -197,9 +207,60 @@ def test_a_training_is_asked_to_save_and_then_waited_for(number, tmp_path, capfd
     command = [*python(LAUNCHER), str(tmp_path), rank]
     assert supervise.run(command, os.environ, tmp_path, in_order=True) == (0, None)
     sender.join()
-    assert (tmp_path / "saved").read_text() == "SIGUSR1"
+    # How long a rank waits for a silent store depends on who asked.
+    wanted = signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM
+    assert (tmp_path / "saved").read_text() == wanted.name
     assert f"{number.name}: saving, then ending" in capfd.readouterr().err
     assert signal.getsignal(number) == before
+
+
+# Stands for torchrun with restarts: starts a rank again for ever, and ends when it is told to.
+RESTARTS = """
+import signal, subprocess, sys
+rank = None
+def end(number, frame):
+    rank.kill()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, end)
+while True:
+    command = [sys.executable, "-c", sys.argv[2], *sys.argv[1:2]]
+    rank = subprocess.Popen(command, start_new_session=True)
+    rank.wait()
+"""
+# Cannot save when it is told to end; as every rank does, it removes its former word first.
+CANNOT_SAVE = """
+import pathlib, sys, time
+sys.path.insert(0, ROOT)
+from kimi_pretrain.last_words import LastWord, forget_word, leave_word
+from launch.preempt import StopSignal
+stop = StopSignal().install()
+run_dir = pathlib.Path(sys.argv[1])
+time.sleep(0.3)  # a real one starts slower
+forget_word(run_dir, 0)
+(run_dir / "begun").touch()
+while stop.name is None:
+    time.sleep(0.01)
+leave_word(run_dir, 0, LastWord("the store is silent", 75))
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_that_cannot_save_is_not_tried_again(number, tmp_path):
+    """Nobody wants restarts of what was told to end; without an end to them this would hang."""
+
+    def interrupt() -> None:
+        end = time.monotonic() + 30
+        while not (tmp_path / "begun").is_file() and time.monotonic() < end:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    command = [*python(RESTARTS), str(tmp_path), f"ROOT = {str(ROOT)!r}{CANNOT_SAVE}"]
+    result = supervise.run(command, os.environ, tmp_path, in_order=True)
+    sender.join()
+    assert result == (75, "the store is silent")
 
 
 def test_a_rank_that_lingers_after_the_error_of_another_is_killed(tmp_path, monkeypatch):

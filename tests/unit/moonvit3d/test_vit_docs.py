@@ -5,14 +5,21 @@ from pathlib import Path
 
 import av
 import numpy as np
+import pytest
 from PIL import Image
 
 PAGE = Path(__file__).parents[3] / "docs" / "moonvit3d.md"
 
 
-def test_example_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    # 1,400 x 1,400 is 10,000 patches, more than one chunk of the example once held.
+    [((200, 120), (1, 10, 16)), ((1400, 1400), (1, 100, 100))],
+    ids=["small", "photo"],
+)
+def test_example_runs(tmp_path, monkeypatch, size, grid):
     draw = np.random.default_rng(0)
-    Image.fromarray(draw.integers(0, 256, (120, 200, 3), dtype=np.uint8)).save(
+    Image.fromarray(draw.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)).save(
         tmp_path / "photo.png"
     )
     with av.open(tmp_path / "clip.mp4", "w") as file:
@@ -28,5 +35,5 @@ def test_example_runs(tmp_path, monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     scope = {}
     exec(code, scope)
-    assert scope["grids"] == [(1, 10, 16), (4, 8, 12), (2, 8, 12)]
-    assert scope["tokens"].shape == (40 + 24 + 24, 96)
+    assert scope["grids"] == [grid, (4, 8, 12), (2, 8, 12)]
+    assert scope["tokens"].shape == (grid[1] * grid[2] // 4 + 24 + 24, 96)

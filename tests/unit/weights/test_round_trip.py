@@ -1,5 +1,6 @@
 """Out and in again: no bit changes; what config.json says; how much is in memory."""
 
+import hashlib
 import json
 
 import pytest
@@ -13,6 +14,7 @@ from kimi_pretrain.weights.hf_config import SpecialIds, config_json, differences
 from kimi_pretrain.weights.shapes import BIAS, model_shapes, part_of
 from kimi_pretrain.weights.shards import Entry
 from kimi_pretrain.weights.stored import open_stored
+from tests.unit.checkpoint.ranks import change_manifest
 from tests.unit.weights.weight_folders import (
     dequantized_by_hand,
     language_alone,
@@ -144,11 +146,12 @@ def _add_masters(folder, wide):
     index = json.loads((folder / "index.json").read_text())
     index["weight_map"] |= dict.fromkeys(masters, "rank_00001_000.safetensors")
     (folder / "index.json").write_text(json.dumps(index))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for name in ("rank_00001_000.safetensors", "index.json"):
-        size = (folder / name).stat().st_size
-        manifest["files"][name] = {"bytes": size, "sha256": "0" * 64}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    listed = {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name in ("rank_00001_000.safetensors", "index.json")
+        for data in [(folder / name).read_bytes()]
+    }
+    change_manifest(folder, lambda values: values["files"].update(listed))
 
 
 def test_an_interrupted_export_leaves_nothing(tmp_path):
@@ -171,6 +174,18 @@ def test_an_interrupted_export_leaves_nothing(tmp_path):
         export.export(found, tmp_path / "out", chosen, fail)
     assert not list(tmp_path.glob("out*"))
     assert save.exists()
+    for taken, call in (
+        (tmp_path / "out.partial", lambda: export.export(found, tmp_path / "out", chosen)),
+        (
+            tmp_path / "new" / "step_00000000.partial",
+            lambda: intake.write(intake.plan(good, config), str(tmp_path / "new")),
+        ),
+    ):
+        taken.mkdir(parents=True)
+        (taken / "mine").touch()
+        with pytest.raises(ValueError, match=rf"{taken} is there already.*remove it"):
+            call()
+        assert [file.name for file in taken.iterdir()] == ["mine"]
 
 
 def test_nothing_is_written_over(tmp_path):

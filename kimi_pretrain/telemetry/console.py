@@ -1,0 +1,81 @@
+"""How far a training is, for who watches: a bar on a terminal, plain lines in a file or a pipe."""
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class StepLines:
+    """Tells of every n-th step in one plain line.
+
+    The first step of this start is told, too, and the last of the run.
+
+    Args:
+        first_step: steps that were done before.
+        steps: of the whole run.
+        every: how many steps lie between two lines.
+    """
+
+    def __init__(self, first_step: int, steps: int, every: int):
+        self._first, self._steps, self._every = first_step, steps, every
+        self._done, self._tokens, self._seconds = 0, 0, 0.0
+
+    def line(self, step: int, loss: float, tokens: int, seconds: float) -> str | None:
+        """Take a step; returns the line to print, or None.
+
+        Args:
+            step: counted from 1.
+            loss: of the step.
+            tokens: of the step.
+            seconds: since the step before.
+        """
+        self._done, self._tokens = self._done + 1, self._tokens + tokens
+        self._seconds += seconds
+        if step % self._every and step not in (self._first + 1, self._steps):
+            return None
+        speed = self._tokens / max(self._seconds, 1e-9)
+        left = timedelta(seconds=round((self._steps - step) * self._seconds / self._done))
+        self._done, self._tokens, self._seconds = 0, 0, 0.0
+        return f"step {step}/{self._steps}  loss {loss:.4f}  {speed:,.0f} tokens/s  ETA {left}"
+
+
+class StepDisplay:
+    """Shows each step on stdout, as `StepLines` where that is no terminal; see there."""
+
+    def __init__(self, first_step: int, steps: int, every: int):
+        console = Console()
+        self._lines = None if console.is_terminal else StepLines(first_step, steps, every)
+        self._told = time.monotonic()
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=self._lines is not None,
+        )
+        self._task = self._bar.add_task("training", total=steps, completed=first_step, loss=0.0)
+        self._bar.start()
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Show a step by its line of metrics.jsonl: "step", "loss" and "tokens"."""
+        if self._lines is None:
+            self._bar.update(self._task, completed=line["step"], loss=line["loss"])
+            return
+        now = time.monotonic()
+        seconds, self._told = now - self._told, now
+        text = self._lines.line(line["step"], line["loss"], line["tokens"], seconds)
+        if text is not None:
+            # Flushed, or a pipe would keep it; a full disk under it is no reason to stop training.
+            with suppress(OSError):
+                print(text, flush=True)
+
+    def close(self) -> None:
+        """End the bar."""
+        self._bar.stop()

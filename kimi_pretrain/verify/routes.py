@@ -1,0 +1,214 @@
+"""Which experts each token of a step chose, by its place in the global batch; and replaying that.
+
+A token whose last chosen and first refused expert score the same but for rounding may choose any.
+Two correct runs then differ by far more than rounding, in that token. So the run to verify writes
+down every choice with its margin, and the reference follows it where the token is at a tie in both
+runs, and nowhere else. With the same routes gradients agree to rounding again, and a wrong route is
+told as what it is. (Megatron-Core's `RouterReplay` replays routes in the same place.)
+
+Each router chooses twice: experts for the token, by biased scores, and those that count in the
+balance loss, by normalised scores alone. So margins are relative to a token's largest score.
+
+Shape suffixes: N tokens of the global batch (padding included), T tokens of this rank's part of a
+microbatch, E experts, K chosen experts.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kimi_pretrain.sequence import SequenceParts
+from kimi_pretrain.verify.compare import StepRoutes
+from kimi_pretrain.verify.replaced import replaced
+
+if TYPE_CHECKING:
+    from kimi_pretrain.engine.backbone import BackboneResult, Microbatch
+    from kimi_pretrain.train import Run
+
+FOLDER = "routes"
+# (scores [T, E], K, expert groups, groups to take) -> (scores [T, K], experts [T, K])
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+def margins(scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+    """Return the lowest chosen score minus the highest other one over the largest of all, [T].
+
+    Negative where others score higher; NaN where the choice is none, or the same expert twice.
+    """
+    experts_TK = chosen_TK.sort(1).values
+    sound_T = (experts_TK[:, 0] >= 0) & (experts_TK.diff(dim=1) > 0).all(1)
+    experts_TK = experts_TK.clamp(min=0)
+    others_T = scores_TE.scatter(1, experts_TK, -torch.inf).amax(1)
+    gap_T = (scores_TE.gather(1, experts_TK).amin(1) - others_T) / scores_TE.abs().amax(1)
+    return gap_T.masked_fill(~sound_T, torch.nan)
+
+
+def at_a_tie(scores_TE: Tensor, chosen_TK: Tensor, margins_T: Tensor, bound: float) -> Tensor:
+    """Return which tokens may have chosen these experts by rounding alone, bool [T].
+
+    Args:
+        scores_TE: of this run.
+        chosen_TK: by the other run.
+        margins_T: of that choice, by the other run's own scores.
+        bound: the largest margin that rounding explains.
+    """
+    return (margins_T >= 0) & (margins_T <= bound) & (margins(scores_TE, chosen_TK) >= -bound)
+
+
+class RouteWatch:
+    """Takes part in the choices of one rank's routers during a step; see `watched`.
+
+    Args:
+        run: whose backbone takes the step.
+        followed: router -> (experts int64 [N, K], margins [N]) of the run to follow, or None.
+        bound: the largest margin that rounding explains.
+    """
+
+    def __init__(self, run: "Run", followed: dict[str, tuple[Tensor, Tensor]] | None, bound: float):
+        self._run, self._followed, self._bound = run, followed, bound
+        self._where: list[tuple[Tensor, Tensor]] = []  # of each microbatch: places in N, is text
+        self._calls: defaultdict[str, int] = defaultdict(int)
+        self._chosen: defaultdict[str, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
+        self._ties, self._wrong = set[int](), set[int]()
+        self._first: str | None = None
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Listen to the backbone's next step."""
+        backbone = self._run.backbone
+        with ExitStack() as stack:
+            begin = partial(self._begin, backbone.train_step)
+            stack.enter_context(replaced(backbone, "train_step", begin))
+            for layer, router in backbone.routers():
+                name = f"layer {layer}"
+                replay = _Replay(partial(self._route, name, router.router_replay))
+                stack.enter_context(replaced(router, "router_replay", replay))
+                balance = partial(self._balance, f"{name}, balance", router._apply_seq_aux_loss)
+                stack.enter_context(replaced(router, "_apply_seq_aux_loss", balance))
+            yield
+
+    def write(self, folder: Path, step: int) -> None:
+        """Write what this rank's routers chose, to be read by `read_routes`."""
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        columns = {
+            f"{name}/{column}": torch.cat(parts).contiguous()
+            for name, calls in self._chosen.items()
+            for column, parts in zip(("tokens", "experts", "margins"), zip(*calls), strict=True)
+        }
+        save_file(columns, folder / FOLDER / f"step_{step}_rank_{self._run.mesh.rank}.safetensors")
+
+    def report(self, step: int) -> StepRoutes:
+        """Return how the choices compare with those that were followed."""
+        tokens = sum(int(real.sum()) for _, real in self._where)
+        return StepRoutes(step, tokens, len(self._ties), len(self._wrong), self._first)
+
+    def _begin(
+        self,
+        train_step: "Callable[[list[Microbatch], float], BackboneResult]",
+        microbatches: "list[Microbatch]",
+        aux_scale: float,
+    ) -> "BackboneResult":
+        mesh, config = self._run.mesh, self._run.config
+        row = config.train.rows_per_microbatch * config.data.seq_len
+        places = torch.from_numpy(SequenceParts(row, mesh.num_cp, mesh.num_tp).positions(mesh.part))
+        first = mesh.replica * len(microbatches)
+        self._where = [
+            ((first + number) * row + places, ~microbatch.padding[0].cpu())
+            for number, microbatch in enumerate(microbatches)
+        ]
+        return train_step(microbatches, aux_scale)
+
+    def _route(
+        self, name: str, inner: Any, scores_TE: Tensor, k: int, groups: Any, take: Any, topk: TopK
+    ) -> tuple[Tensor, Tensor]:
+        if inner is not None:
+            topk = partial(inner.get_replay_topk, default_compute_topk=topk)
+        chosen_TK = self._settle(name, scores_TE.detach(), topk(scores_TE, k, groups, take)[1])
+        return scores_TE.gather(1, chosen_TK), chosen_TK
+
+    def _balance(
+        self, name: str, apply: Callable[..., Tensor], probs: Tensor, scores_TE: Tensor,
+        routing_map: Tensor, *args: Any, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        k = self._run.config.model.language.experts_per_token
+        own_TK = routing_map.int().topk(k, dim=1).indices
+        chosen_TK = self._settle(name, scores_TE.detach(), own_TK)
+        chosen_TE = torch.zeros_like(routing_map).scatter(1, chosen_TK, True)
+        real_T1 = routing_map.any(1, keepdim=True)
+        return apply(probs, scores_TE, chosen_TE & real_T1, *args, **options)
+
+    def _settle(self, name: str, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+        """Return what the tokens of a call choose: in a reference at ties what it follows."""
+        # Megatron-Core's schedules take microbatches in order, and nothing is recomputed.
+        places_T, real_T = self._where[self._calls[name]]
+        self._calls[name] += 1
+        scores_TE, own_TK = scores_TE.cpu(), chosen_TK.cpu()
+        if self._followed is not None:
+            assert name in self._followed, (name, "chose nothing in the run to follow")
+            theirs_TK, margins_T = (told[places_T] for told in self._followed[name])
+            differs_T = (theirs_TK.sort(1).values != own_TK.sort(1).values).any(1) & real_T
+            tie_T = differs_T & at_a_tie(scores_TE, theirs_TK, margins_T, self._bound)
+            self._ties.update(places_T[tie_T].tolist())
+            self._tell(name, differs_T & ~tie_T, places_T, theirs_TK, own_TK)
+            if tie_T.any():
+                own_TK = torch.where(tie_T[:, None], theirs_TK, own_TK)
+                chosen_TK = own_TK.to(chosen_TK.device)
+        found_T = margins(scores_TE, own_TK)
+        kept = places_T[real_T], own_TK[real_T].short(), found_T[real_T].float()
+        self._chosen[name].append(kept)
+        return chosen_TK
+
+    def _tell(
+        self, name: str, wrong_T: Tensor, places_T: Tensor, theirs_TK: Tensor, own_TK: Tensor
+    ) -> None:
+        self._wrong.update(places_T[wrong_T].tolist())
+        if self._first is None and wrong_T.any():
+            at = int(wrong_T.nonzero()[0])
+            row, token = divmod(int(places_T[at]), self._run.config.data.seq_len)
+            self._first = (
+                f"row {row}, token {token}, {name}: experts {theirs_TK[at].sort().values.tolist()}"
+                f", the reference {own_TK[at].sort().values.tolist()}"
+            )
+
+
+class _Replay:
+    """What Megatron-Core's router asks in the place of its top-k."""
+
+    def __init__(self, choose: TopK):
+        self._choose = choose
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return self._choose(scores, topk, num_groups, group_topk, default_compute_topk)
+
+
+def read_routes(folder: Path, step: int, tokens: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what all ranks of a run chose in a step: router -> (experts [N, K], margins [N]).
+
+    Args:
+        folder: that the ranks wrote into.
+        step: counted from 1.
+        tokens: N; those of which nobody told have the experts -1 and the margin NaN.
+    """
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for file in sorted((folder / FOLDER).glob(f"step_{step}_rank_*.safetensors")):
+        content = load_file(file)
+        for name in {key.rpartition("/")[0] for key in content}:
+            places, experts, told = (
+                content[f"{name}/{c}"] for c in ("tokens", "experts", "margins")
+            )
+            if name not in found:
+                nothing = torch.full((tokens, experts.shape[1]), -1, dtype=torch.int64)
+                found[name] = nothing, torch.full((tokens,), torch.nan)
+            found[name][0][places] = experts.long()
+            found[name][1][places] = told
+    return found

@@ -1,0 +1,132 @@
+"""Who may write a source: one process at a time, in a folder and in S3, also after a kill."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from data_pipeline.ingest import claim
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.store.open import FolderStore, MemoryStore, open_store
+from data_pipeline.text import Tokenizer, train_ranks
+from tests.fault.fault_proxy import Fault
+from tests.unit.data_pipeline.media import samples
+
+pytestmark = pytest.mark.fault
+TOKENIZER = Tokenizer(train_ranks([f"row {i} of {i * i} rows" for i in range(99)], 280), "tiny")
+
+HOLD = """
+import sys, time
+from data_pipeline.ingest import claim
+from data_pipeline.store.open import open_store
+claim.BEAT_S = 0.2
+if sys.argv[2] == "elsewhere":
+    claim._machine = lambda: "another machine"
+with claim.Claim(open_store(sys.argv[1]), "src"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder():
+    """Starts a process that holds the name `src` in a store, and ends it with the test."""
+    running = []
+
+    def hold(uri: str, where: str) -> subprocess.Popen:
+        arguments = [sys.executable, "-c", HOLD, uri, where]
+        running.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
+        assert running[-1].stdout.readline() == "held\n"
+        return running[-1]
+
+    yield hold
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_a_name_has_one_writer_and_outlives_a_killed_one(
+    kind, s3_environment, tmp_path, holder, monkeypatch
+):
+    bucket = f"s3://{s3_environment.bucket}/claim-{random.randrange(10**9)}"
+    store = open_store(bucket if kind == "s3" else tmp_path)
+    # Enough for a beat on a loaded machine, where nobody may take the name.
+    monkeypatch.setattr(claim, "SILENT_S", 40.0)
+    for where in ("here", "elsewhere"):
+        process = holder(store.uri, where)
+        with pytest.raises(claim.NameTaken, match=f"another process: {process.pid} on .*, since"):
+            ingest(samples(2), store, "src", TOKENIZER)
+        assert "src/manifest.json" not in store.list()
+        process.kill()
+        process.wait()
+        # A dead one of this machine is known without waiting.
+        monkeypatch.setattr(claim, "SILENT_S", 1e9 if where == "here" else 0.5)
+        with claim.Claim(store, "src"):
+            assert json.loads(store.get("src/.ingest/lock"))["pid"] == os.getpid()
+        assert store.list() == []
+        monkeypatch.setattr(claim, "SILENT_S", 40.0)
+
+
+def test_who_lost_its_claim_writes_nothing_more(tmp_path):
+    """A process that was stopped for long, while another one took its name."""
+    target = FolderStore(tmp_path)
+
+    def taken_over():
+        yield from samples(8)
+        target.put("src/.ingest/lock", b'{"id": "other", "pid": 7, "host": "far"}')
+        yield from samples(16)[8:]
+
+    with pytest.raises(claim.NameTaken, match="another process: 7 on far"):
+        ingest(taken_over(), target, "src", TOKENIZER, 1 << 20)
+    assert sorted(target.list()) == ["src/.ingest/lock", "src/rejected.jsonl"]
+
+
+class StoppedInPut(FolderStore):
+    """Where a process stands still inside of its second put, and another takes its name."""
+
+    def put(self, key: str, data: bytes) -> None:
+        assert json.loads(data)["beat"] == 1
+        super().put(key, b'{"id": "other", "pid": 7, "host": "far"}')
+        time.sleep(2 * claim.SILENT_S)
+        super().put(key, data)
+        self.woken.set()
+
+
+def test_who_slept_while_it_renewed_its_claim_gives_up(tmp_path, monkeypatch):
+    """What it wrote then stands over its successor's lock, so that this one gives up as well."""
+    monkeypatch.setattr(claim, "SILENT_S", 0.5)
+    monkeypatch.setattr(claim, "BEAT_S", 0.01)
+    store = StoppedInPut(tmp_path)
+    store.woken = threading.Event()
+    with claim.Claim(store, "src") as held:
+        assert store.woken.wait(30)
+        held._thread.join(30)  # the next beat found it out
+        with pytest.raises(claim.NameTaken, match="stood still .* run it again"):
+            held.check()
+
+
+def test_of_many_that_create_an_object_one_does(s3_environment, tmp_path):
+    bucket = f"s3://{s3_environment.bucket}/new-{random.randrange(10**9)}"
+    for store in (open_store(bucket), FolderStore(tmp_path), MemoryStore("new")):
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(store.put_new, ["a/b"] * 8, [b"%d" % n for n in range(8)]))
+        assert sum(won) == 1
+        assert store.get("a/b") == b"%d" % won.index(True)
+        assert store.list() == ["a/b"]
+
+
+def test_a_server_without_conditions_still_creates(s3_environment, proxy):
+    """Old servers answer 501 to a header that they do not know."""
+    uri = f"s3://{s3_environment.bucket}/old-{random.randrange(10**9)}"
+    store = open_store(uri, endpoint=proxy.endpoint)
+    proxy.faults = [Fault("error", method="PUT", status=501, code="NotImplemented")]
+    assert store.put_new("a", b"1")
+    assert not store.put_new("a", b"2")
+    assert store.get("a") == b"1"

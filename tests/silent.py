@@ -1,0 +1,44 @@
+"""A server that takes connections and never answers, and the address of one that refuses them."""
+
+import socket
+import threading
+from types import TracebackType
+
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+
+
+class SilentServer:
+    """Listens on the loopback; `asked` is set by the first connection."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.asked = threading.Event()
+        self._held: list[socket.socket] = []
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def _take(self) -> None:
+        while True:
+            try:
+                self._held.append(self._listener.accept()[0])
+            except OSError:
+                return
+            self.asked.set()
+
+    def __enter__(self) -> "SilentServer":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for one in (self._listener, *self._held):
+            one.close()
+
+
+def refusing() -> str:
+    """An endpoint at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,0 +1,58 @@
+"""Copies of tensors that differ are found by their bits, and the ranks that hold them are named."""
+
+import pytest
+import torch
+
+from kimi_pretrain.replicas import CopyHash, check_copies, hash_bits
+
+SHAPES = [(), (1,), (3, 5), (1024,), (7, 1024), (2055,)]
+TYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def plain_hash(tensor: torch.Tensor) -> int:
+    """With Python's own integers, number by number."""
+    size = 8 if tensor.nbytes % 8 == 0 else tensor.element_size()
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    words = [int.from_bytes(raw[at : at + size], "little", signed=True)
+             for at in range(0, len(raw), size)]  # fmt: skip
+    rows = len(words) // 1024
+    total = sum(words[rows * 1024 :])
+    total += sum((3 + 2 * row) * sum(words[row * 1024 : row * 1024 + 1024]) for row in range(rows))
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_hash_is_that_of_plain_integers_and_sees_each_wrong_bit(shape, dtype):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = int(hash_bits(tensor))
+    assert found == plain_hash(tensor)
+    raw = tensor.reshape(-1).view(torch.uint8)
+    for at in {0, len(raw) // 2, len(raw) - 1}:
+        for bit in range(8):
+            raw[at] ^= 1 << bit
+            assert int(hash_bits(tensor)) != found
+            raw[at] ^= 1 << bit
+    assert int(hash_bits(tensor)) == found
+
+
+def test_the_hash_is_of_the_numbers_wherever_they_lie():
+    whole = torch.randn(6, 2049)
+    for part in (whole[1, 1:], whole[:, ::3], whole.T):
+        assert int(hash_bits(part)) == int(hash_bits(part.clone()))
+
+
+def copies(*hashes: int, name: str = "x") -> list[tuple[CopyHash, ...]]:
+    return [(CopyHash(0, name, found),) for found in hashes]
+
+
+def test_copies_that_differ_are_named_with_their_ranks():
+    check_copies(7, copies(5, 5, 5))
+    check_copies(7, [(), ()])
+    # Two stages: what holds for one says nothing of the other.
+    check_copies(7, [(CopyHash(0, "x", 1),), (CopyHash(1, "x", 2),)])
+    with pytest.raises(RuntimeError, match=r"^step 7: x is one on ranks 0, 2, another on rank 1: "):
+        check_copies(7, copies(5, 6, 5))
+    many = copies(*(int(rank == 40) for rank in range(64)))
+    with pytest.raises(RuntimeError, match=r"5, 6, 7 and 55 more, another on rank 40: "):
+        check_copies(7, many)

@@ -1,0 +1,64 @@
+"""`kimi-pretrain plot` on a run's folder: one that still grows, one without media, a long one."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from launch.cli import app
+from launch.plot import draw_at_the_end, read_steps
+from tests.unit.test_plots import lines, whole_step
+
+OPTIMIZER = {"max_logits": [1.0, None], "clipped_heads": 0, "update_rms": {"muon": 0.2}}
+
+
+def run_folder(folder, *, media: bool = True, tail: str = ""):
+    steps = [line | OPTIMIZER | {"skipped_steps": 0} for line in lines(8, media)]
+    steps[3]["loss"] = None  # it was not finite
+    text = "".join(json.dumps(step) + "\n" for step in steps)
+    (folder / "metrics.jsonl").write_text(text + tail)
+    return folder
+
+
+def plot(*arguments):
+    return CliRunner().invoke(app, ["plot", *map(str, arguments)])
+
+
+def test_a_run_that_is_still_writing_is_drawn(tmp_path):
+    run = run_folder(tmp_path, tail='{"step": 9, "lo')
+    (run / "trace.json").write_text(json.dumps(whole_step()))
+    out = tmp_path / "pictures"
+    done = plot(run, "--out", out)
+    assert done.exit_code == 0, done.output
+    names = ["loss.png", "dep_balance.png", "muonclip.png", "timeline.png"]
+    assert done.stdout.splitlines() == [f"wrote {out / name} (steps 1 to 8)" for name in names]
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in names)
+
+
+def test_what_cannot_be_drawn_is_told(tmp_path):
+    done = plot(run_folder(tmp_path, media=False), "--json")
+    found = json.loads(done.stdout)
+    assert [file.rpartition("/")[2] for file in found["drawn"]] == ["loss.png", "muonclip.png"]
+    assert "train.trace_step" in found["left_out"]["timeline.png"]
+    assert "no balance" in found["left_out"]["dep_balance.png"]
+    for name, reason in (("gone", "no such file"), ("empty", "has not finished a step yet")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        (tmp_path / "empty" / "metrics.jsonl").write_text('{"step"')
+        refused = plot(tmp_path / name)
+        assert refused.exit_code == 2
+        assert reason in refused.stderr
+
+
+@pytest.mark.parametrize("steps", [1, 4, 5, 13])
+def test_of_a_long_run_some_steps_are_read_the_last_among_them(tmp_path, steps):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, steps + 1)))
+    read = [line["step"] for line in read_steps(file, most=4)]
+    assert len(read) <= 4
+    assert read[-1] == steps
+    assert len({b - a for a, b in zip(read, read[1:])}) <= 1
+
+
+def test_pictures_at_the_end_fail_no_run(tmp_path, capsys):
+    draw_at_the_end(tmp_path / "gone")
+    assert "no pictures (ValueError" in capsys.readouterr().err
