@@ -136,6 +136,37 @@ def test_the_rooms_of_the_data_pipeline_point_one_way():
     assert seen == set(DATA_ROOMS)
 
 
+def test_every_import_of_ours_finds_its_name():
+    """Also where no test goes: in benchmarks, and inside functions."""
+    paths = [*sources(), *(p for d in ("benchmarks", "tests") for p in (ROOT / d).rglob("*.py"))]
+    trees = {module_of(path): ast.parse(path.read_text()) for path in paths}
+    names = {module: names_in(tree) for module, tree in trees.items()}
+    bad = [
+        f"{module}:{node.lineno} {node.module}.{alias.name}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in names
+        for alias in node.names
+        if alias.name not in names[node.module] and f"{node.module}.{alias.name}" not in names
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def names_in(tree: ast.Module) -> set[str]:
+    """Return what a module defines, imports or is given by `__getattr__` (listed in `__all__`)."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)  # of `__all__`, or of a table of lazy imports
+    return found
+
+
 @pytest.mark.parametrize(
     ("module", "text"),
     [
