@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import signal
+import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -268,7 +269,14 @@ def main() -> None:
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored by the shell
         signal.signal(signal.SIGINT, interrupt)
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if "kimi_pretrain.engine" in sys.modules:  # an evaluation has had process groups
+            from launch.worker import leave
+
+            leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise
 
 
 if __name__ == "__main__":

@@ -294,10 +294,12 @@ EVALUATE = """
 import json, sys
 from typer.testing import CliRunner
 from launch.cli import app
+from launch.worker import leave
 for arguments in json.loads(sys.argv[1]):
     done = CliRunner().invoke(app, ["eval", *arguments])
     told = done.stdout.splitlines()[-1:] or [""]
     print(json.dumps([done.exit_code, told[0], done.stderr]), flush=True)
+leave(0)
 """
 
 

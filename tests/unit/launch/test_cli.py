@@ -108,6 +108,26 @@ sys.exit(", ".join(sorted({"torch", "megatron", "numpy", "boto3"} & set(sys.modu
     ]
 
 
+@pytest.mark.parametrize(("option", "code"), [("--version", 0), ("--no-such-option", 2)])
+@pytest.mark.parametrize("engine", [True, False])
+def test_what_is_left_of_process_groups_ends_with_no_other_code(engine, option, code):
+    """Gloo's threads were seen to abort an interpreter that is taken down, after success."""
+    program = f"""
+import atexit, sys, types
+if {engine}:
+    sys.modules["kimi_pretrain.engine"] = types.ModuleType("engine")
+atexit.register(print, "taken down")
+sys.argv = ["kimi-pretrain", {option!r}]
+from launch.cli import main
+main()
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("taken down" in done.stdout) is not engine
+    assert (f"kimi-pretrain {version('kimi_pretrain')}" in done.stdout) is (code == 0)
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
