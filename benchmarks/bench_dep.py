@@ -35,7 +35,7 @@ from benchmarks.dep import data, picture, report, summary, targets
 from benchmarks.dep.settings import GIVING_BACK
 from kimi_pretrain import __version__
 from kimi_pretrain.config import Config, ConfigError, load_config
-from launch import torchrun
+from launch.local import torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "benchmarks" / "dep" / "config.yaml"

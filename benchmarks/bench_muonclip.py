@@ -59,7 +59,7 @@ from benchmarks.muonclip.targets import targets
 from benchmarks.muonclip.training import make_corpus, seen_before, train_run
 from kimi_pretrain import __version__
 from kimi_pretrain.config import ConfigError, load_config
-from launch.quiet import quiet_libraries
+from launch.local.quiet import quiet_libraries
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "muonclip_cpu.json"

@@ -13,7 +13,7 @@ from kimi_pretrain.dep.memory import MIB
 from kimi_pretrain.dep.sharded import blocks
 from kimi_pretrain.engine.backbone import Backbone
 from kimi_pretrain.engine.mesh import Mesh
-from kimi_pretrain.ranks import scopes
+from kimi_pretrain.parallel.ranks import scopes
 
 WIRE = {"model": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -16,16 +16,16 @@ from data_pipeline.loader import BadSample, Needs, StepBatch
 from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.encoder import Pixels
+from kimi_pretrain.dep.leaves import attach_leaves, leaf_gradients
 from kimi_pretrain.dep.memory import GIB
 from kimi_pretrain.dep.plan import VisionPlan, runs
+from kimi_pretrain.dep.planner import VisionPlanner, grids_of
 from kimi_pretrain.engine.backbone import Microbatch
 from kimi_pretrain.engine.mesh import Mesh
-from kimi_pretrain.leaves import attach_leaves, leaf_gradients
-from kimi_pretrain.microbatches import build_microbatches, replica_rows
+from kimi_pretrain.engine.microbatch import build_microbatches, replica_rows
 from kimi_pretrain.model import Model
 from kimi_pretrain.telemetry.phases import PhaseClock
 from kimi_pretrain.update import Update, UpdateReport
-from kimi_pretrain.vision_plan import VisionPlanner, grids_of
 
 WAYS = (("over", "3 hand-over"), ("back", "5 hand-back"))
 

@@ -18,36 +18,36 @@ from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.load import STEPS, load
 from kimi_pretrain.checkpoint.manifest import RunState
-from kimi_pretrain.checkpoint.place import Checkpoint, open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
-from kimi_pretrain.checks import check_item_sizes, check_node, read_sources
+from kimi_pretrain.checkpoint.scheduler import Saves
+from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_place
 from kimi_pretrain.config import Config, describe
 from kimi_pretrain.dep.memory import TooMuchMemory
-from kimi_pretrain.ending import measure_efficiency, write_state_hashes
+from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.dep.weights import load_vision_weights
 from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.randomness import seed_step
-from kimi_pretrain.guard import AnomalyError
-from kimi_pretrain.history import (
+from kimi_pretrain.model import Model
+from kimi_pretrain.optim.groups import replicas_of
+from kimi_pretrain.reliability.anomaly_guard import AnomalyError
+from kimi_pretrain.reliability.exit_report import nobodys_mistake
+from kimi_pretrain.reliability.preflight import check_item_sizes, check_node, read_sources
+from kimi_pretrain.reliability.replica_check import Replicas
+from kimi_pretrain.reliability.run_history import (
     check_may_begin,
     check_way_back,
     claim_place,
     latest_in,
     place_of,
 )
-from kimi_pretrain.last_words import nobodys_mistake
-from kimi_pretrain.model import Model
-from kimi_pretrain.notes import Notes, Told, check_alike, stop_asked
-from kimi_pretrain.optim.groups import replicas_of
-from kimi_pretrain.replicas import Replicas
-from kimi_pretrain.run_folder import describe_environment, log_to
-from kimi_pretrain.saves import Saves
+from kimi_pretrain.reliability.watchdog import WAIT_FOR_DATA, Watchdog, backstop
 from kimi_pretrain.step import StepReport, TrainStep, needs
-from kimi_pretrain.telemetry.line import record_of
+from kimi_pretrain.telemetry.metrics import record_of
+from kimi_pretrain.telemetry.recorder import Notes, Told, check_alike, stop_asked
+from kimi_pretrain.telemetry.run_dir import describe_environment, log_to
+from kimi_pretrain.tools.state_hashes import measure_efficiency, write_state_hashes
 from kimi_pretrain.update import Update
-from kimi_pretrain.vision_plan import VisionPlanner
-from kimi_pretrain.vision_weights import load_vision_weights
-from kimi_pretrain.watchdog import WAIT_FOR_DATA, Watchdog, backstop
 from kimi_pretrain.weights.start import open_start
 
 log = logging.getLogger("kimi_pretrain.train")

@@ -2,8 +2,8 @@
 
 Gradients arrive as sums over the tokens of the global batch. They are divided here, once, by the
 global number of loss tokens, together with the clipping factor. A step that the guard does not let
-pass (`kimi_pretrain.guard`: not finite, or a spike) changes nothing, neither encoder nor backbone,
-and is counted.
+pass (`kimi_pretrain.reliability.anomaly_guard`: not finite, or a spike) changes nothing, neither
+encoder nor backbone, and is counted.
 
 Two reductions over all ranks, read by the host at once: the gradient's sum of squares, and the
 largest attention logit of each layer and head.
@@ -22,14 +22,14 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.dep.encoder import DecoupledEncoder
 from kimi_pretrain.engine.backbone import Backbone
 from kimi_pretrain.engine.mesh import Mesh
-from kimi_pretrain.guard import Guard, Verdict
-from kimi_pretrain.model_shape import model_shape
-from kimi_pretrain.optim.distributed import DistributedMuonClip
 from kimi_pretrain.optim.groups import NamedTensor, replicas_of
+from kimi_pretrain.optim.model_shape import model_shape
+from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.optim.qk_clip import factors, table_of_maxima
-from kimi_pretrain.optim.report import UpdateFigures
 from kimi_pretrain.optim.schedule import learning_rate
-from kimi_pretrain.replicas import CopyHash
+from kimi_pretrain.optim.step_stats import UpdateFigures
+from kimi_pretrain.reliability.anomaly_guard import Guard, Verdict
+from kimi_pretrain.reliability.replica_check import CopyHash
 
 
 @dataclass(frozen=True)

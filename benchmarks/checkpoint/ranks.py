@@ -22,8 +22,8 @@ from benchmarks.checkpoint import disk
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.manifest import RunState
-from kimi_pretrain.checkpoint.place import open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import load_config
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.dep.predict import Backbone, Encoder, added, inside, undisturbed
 from benchmarks.dep.settings import ALONE, BACKBONE, COLOCATED, DEP, SETTINGS, TEXT_ONLY
 from kimi_pretrain.dep.cost import CostModel
-from kimi_pretrain.telemetry.line import ENCODING
+from kimi_pretrain.telemetry.metrics import ENCODING
 
 Round = Mapping[str, Any]
 

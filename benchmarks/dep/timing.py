@@ -10,12 +10,12 @@ import numpy as np
 from benchmarks.dep.settings import ALONE, DEP, SETTINGS, TEXT_ONLY
 from benchmarks.dep.variants import Bench, Variant, fetch
 from data_pipeline.loader import StepBatch
-from kimi_pretrain.calibration import calibrate
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.plan import VisionPlan
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.sections import CostConfig
 from kimi_pretrain.telemetry.phases import seconds_of_phases
+from kimi_pretrain.tools.calibrate import calibrate
 
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # nanoseconds with a core, ready without one, ...
 

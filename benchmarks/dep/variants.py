@@ -14,12 +14,12 @@ from data_pipeline.loader import Loader, StepBatch
 from kimi_pretrain.checks import load_tokenizer
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.plan import VisionPlan
+from kimi_pretrain.dep.planner import VisionPlanner, grids_of
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.model import Model
 from kimi_pretrain.step import StepReport, TrainStep
 from kimi_pretrain.telemetry.phases import PhaseClock
 from kimi_pretrain.update import Update
-from kimi_pretrain.vision_plan import VisionPlanner, grids_of
 from moonvit3d.packing import chunks
 
 

@@ -13,7 +13,7 @@ import boto3
 
 from benchmarks.loaders import data
 from benchmarks.loaders.job import PAIRS
-from launch.demo.s3_server import S3Server
+from launch.local.s3_server import S3Server
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent

@@ -21,8 +21,8 @@ from kimi_pretrain.dep.cost import FORWARDS_PER_STEP, CostModel
 from kimi_pretrain.dep.memory import GIB, cut, kept_chunks
 from kimi_pretrain.dep.places import seconds_of_part
 from kimi_pretrain.dep.plan import VisionPlan
-from kimi_pretrain.ranks import Ranks
-from kimi_pretrain.vision_plan import VisionPlanner, grids_of
+from kimi_pretrain.dep.planner import VisionPlanner, grids_of
+from kimi_pretrain.parallel.ranks import Ranks
 from moonvit3d.memory import activation_bytes
 
 Ints = NDArray[np.int64]

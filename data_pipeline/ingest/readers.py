@@ -20,7 +20,7 @@ from itertools import groupby, islice
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from data_pipeline.ingest.blobs import (
+from data_pipeline.ingest.byte_sources import (
     MOST_HELD,
     OF_THE_NAME,
     Blob,
@@ -30,8 +30,8 @@ from data_pipeline.ingest.blobs import (
     opened,
     store_of,
 )
-from data_pipeline.ingest.forms import FORMS
 from data_pipeline.ingest.records import Broken, Group, Line, safe_key
+from data_pipeline.ingest.sample_templates import FORMS
 from data_pipeline.ingest.samples import Pending
 from data_pipeline.ingest.tars import content, regular_files
 from data_pipeline.store.addresses import split_place

@@ -13,9 +13,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from data_pipeline.index.shards import MAX_KEY, check_sample_key
-from data_pipeline.ingest.blobs import Blob, in_store, leads_out
-from data_pipeline.ingest.forms import FORMS, sample_of
+from data_pipeline.ingest.byte_sources import Blob, in_store, leads_out
 from data_pipeline.ingest.prepare import SUFFIXES
+from data_pipeline.ingest.sample_templates import FORMS, sample_of
 from data_pipeline.ingest.samples import (
     CrudeSample,
     ImageSegment,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.reads import Part, document_of, medium_of, read_checked
 from data_pipeline.keyed import mix
-from data_pipeline.plan.ragged import sums
+from data_pipeline.plan.csr import sums
 from data_pipeline.store.open import Store
 
 _BATCH_BYTES = 32 << 20

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.index.columns import PIECE_ITEM, SourceIndex
-from data_pipeline.plan.ragged import gather, sums
+from data_pipeline.plan.csr import gather, sums
 from moonvit3d.geometry import PatchLimits, grids, num_tokens
 
 # Below this many patches (16 tokens) a picture is no longer worth reading.

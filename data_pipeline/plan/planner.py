@@ -29,9 +29,9 @@ from data_pipeline.config import MAX_PREFETCH, DataConfig
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.names import listed
 from data_pipeline.plan.blend import Segment, append_segment, blend
+from data_pipeline.plan.csr import gather
 from data_pipeline.plan.mixture import Mixer, Mixture
 from data_pipeline.plan.pack import PackedWindow, pack_window
-from data_pipeline.plan.ragged import gather
 from data_pipeline.plan.source import DataUsedUp, Drawn, Source
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
 

@@ -15,8 +15,8 @@ from data_pipeline.augment.config import AugmentConfig
 from data_pipeline.augment.draws import Draw, Draws, choose_variants, draw, media_keys, sample_keys
 from data_pipeline.augment.regions import survivors, written
 from data_pipeline.index.columns import PIECE_REGION, SourceIndex
+from data_pipeline.plan.csr import gather, sums
 from data_pipeline.plan.layout import Changes
-from data_pipeline.plan.ragged import gather, sums
 from moonvit3d.geometry import KIND_IMAGE
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.workers.parcel import Body, Receiver, send_message
+from data_pipeline.workers.shm_transport import Body, Receiver, send_message
 from data_pipeline.workers.worker_main import FAILED, LEFT_TO_PARENT, READY
 
 _BOOT = (

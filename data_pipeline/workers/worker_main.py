@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.workers.parcel import Sender, receive_message
+from data_pipeline.workers.shm_transport import Sender, receive_message
 
 READY, DONE, FAILED = "ready", "done", "failed"
 

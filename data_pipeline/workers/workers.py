@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, Literal
 
-from data_pipeline.workers.hands import (
+from data_pipeline.workers.executors import (
     Hand,
     HandClosed,
     Job,
@@ -33,7 +33,7 @@ from data_pipeline.workers.hands import (
     WorkerDied,
     end_all,
 )
-from data_pipeline.workers.line import Inline, Line, Stats, Tally
+from data_pipeline.workers.job_queue import Inline, Line, Stats, Tally
 from data_pipeline.workers.worker_main import JobError, RemoteTraceback
 
 __all__ = [

@@ -10,11 +10,11 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kimi_pretrain.checkpoint.collective_read import from_first, on_all
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, told_of
 from kimi_pretrain.checkpoint.files import CheckpointUnreadable, Progress
 from kimi_pretrain.checkpoint.manifest import MANIFEST, check_fits, share_of_files
-from kimi_pretrain.checkpoint.place import Checkpoint, Place, open_checkpoint
-from kimi_pretrain.checkpoint.together import from_first, on_all
+from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place, open_checkpoint
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config

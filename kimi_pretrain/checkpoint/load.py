@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kimi_pretrain.checkpoint.collective_read import my_turn, on_all, read_together
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import RunState
 from kimi_pretrain.checkpoint.memory import DTYPES
-from kimi_pretrain.checkpoint.place import Checkpoint
-from kimi_pretrain.checkpoint.together import my_turn, on_all, read_together
+from kimi_pretrain.checkpoint.storage_read import Checkpoint
 
 if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh

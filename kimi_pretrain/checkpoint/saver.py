@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from kimi_pretrain.checkpoint import writers
-from kimi_pretrain.checkpoint.aside import Aside, Copying
+from kimi_pretrain.checkpoint import sharding
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, kind_of
-from kimi_pretrain.checkpoint.hand import Hand
 from kimi_pretrain.checkpoint.manifest import INDEX, Fingerprint, RunState, manifest_of
-from kimi_pretrain.checkpoint.place import Place
 from kimi_pretrain.checkpoint.progress import Progress
+from kimi_pretrain.checkpoint.staging import Aside, Copying
+from kimi_pretrain.checkpoint.storage_read import Place
 from kimi_pretrain.checkpoint.versions import versions
+from kimi_pretrain.checkpoint.writer_client import Hand
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
     from kimi_pretrain.engine.mesh import Mesh
-    from kimi_pretrain.run_lock import Owner
+    from kimi_pretrain.reliability.run_lock import Owner
 
 log = logging.getLogger("kimi_pretrain.checkpoint")
 
@@ -119,18 +119,18 @@ class Checkpoints:
         Raises:
             CheckpointError: not enough memory; the same on all ranks.
         """
-        everyone: list[Any] = self.mesh.gather(writers.packed(_sizes(tensors)))
-        sizes = writers.unpacked(everyone)
-        weights = writers.weight_map(sizes, self.config.checkpoint.file_mib * _MIB)
+        everyone: list[Any] = self.mesh.gather(sharding.packed(_sizes(tensors)))
+        sizes = sharding.unpacked(everyone)
+        weights = sharding.weight_map(sizes, self.config.checkpoint.file_mib * _MIB)
         texts: dict[str, bytes] = {}
         if self.mesh.rank == 0:
             total = sum({name: size for held in sizes for name, size in held.items()}.values())
-            texts[INDEX] = writers.index_text(weights, total).encode()
+            texts[INDEX] = sharding.index_text(weights, total).encode()
         self._let_go(0.0)
         problem: str | None = None
         kind: type[CheckpointError] = CheckpointError
         try:
-            files = writers.files_of(weights, self.mesh.rank)
+            files = sharding.files_of(weights, self.mesh.rank)
             self._aside = Aside(files, tensors, texts, self.mesh.device)
             self._hand = self._start(step)
         except (CheckpointError, OSError) as error:

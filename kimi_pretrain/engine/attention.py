@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from kimi_pretrain.sequence import SequenceParts
+from kimi_pretrain.parallel.sequence import SequenceParts
 
 
 @dataclass(frozen=True)

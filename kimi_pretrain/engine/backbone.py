@@ -27,17 +27,17 @@ from kimi_pretrain.engine.attention import PackedCoreAttention, PackedRows
 from kimi_pretrain.engine.experts import PaddingAwareRouter
 from kimi_pretrain.engine.gradients import GradientBuffers, Reduction
 from kimi_pretrain.engine.mesh import Mesh
-from kimi_pretrain.engine.names import View, views
-from kimi_pretrain.engine.spec import DTYPES, build_chunks, engine_config, initialise
-from kimi_pretrain.engine.whole import WholeTensors
+from kimi_pretrain.engine.model_builder import DTYPES, build_chunks, engine_config, initialise
+from kimi_pretrain.engine.param_names import View, views
+from kimi_pretrain.engine.tp_full_params import WholeTensors
 
 
 @dataclass
 class Microbatch:
     """One microbatch of a replica: its rows laid end to end as one packed sequence.
 
-    A rank holds a part of it (`kimi_pretrain.sequence`): "own tokens" below are those of its
-    context-parallel rank.
+    A rank holds a part of it (`kimi_pretrain.parallel.sequence`): "own tokens" below are those of
+    its context-parallel rank.
 
     Attributes:
         packed: segments of the row; every stage needs them.

@@ -2,8 +2,8 @@
 
 World size = pipeline stages x replicas x context-parallel x tensor-parallel ranks. The ranks of a
 stage and replica share its rows: each context-parallel rank holds some of the tokens
-(`kimi_pretrain.sequence`), each tensor-parallel rank some of the heads and widths. Experts are
-spread over the ranks of a stage, whatever else these share.
+(`kimi_pretrain.parallel.sequence`), each tensor-parallel rank some of the heads and widths. Experts
+are spread over the ranks of a stage, whatever else these share.
 
 Three groups hold identical copies of parameters: "dense" (the ranks of one stage: what tensor-
 parallel ranks cut is kept whole beside the slices, see `engine.whole`), "expert" (the copies of one
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from kimi_pretrain.engine import host
-from kimi_pretrain.meeting import meeting_store
-from kimi_pretrain.outcome import Outcome
+from kimi_pretrain.parallel.errors import Outcome
+from kimi_pretrain.parallel.rendezvous import meeting_store
 from kimi_pretrain.sections import LayoutConfig
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Mesh:
 
     @property
     def part(self) -> int:
-        """Which part of its replica's rows this rank holds; see `kimi_pretrain.sequence`."""
+        """Which part of its replica's rows this rank holds; see `parallel.sequence`."""
         return self.cp_rank * self.num_tp + self.tp_rank
 
     def sum(self, values: list[float]) -> list[float]:

@@ -34,9 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from kimi_pretrain.optim.broadcast import Parcel
 from kimi_pretrain.optim.groups import NamedTensor
-from kimi_pretrain.optim.members import Members
-from kimi_pretrain.optim.send import Parcel
+from kimi_pretrain.optim.replica_group import Members
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine import mesh as engine_mesh
+from kimi_pretrain.reliability.watchdog import backstop
 from kimi_pretrain.train import Run, train
 from kimi_pretrain.verify.resume_faults import (
     OBSTACLE,
@@ -21,7 +22,6 @@ from kimi_pretrain.verify.resume_faults import (
     ResumeFault,
 )
 from kimi_pretrain.verify.watch import watch
-from kimi_pretrain.watchdog import backstop
 
 
 def train_watched(

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kimi_pretrain.sequence import SequenceParts
+from kimi_pretrain.parallel.sequence import SequenceParts
 from kimi_pretrain.verify.compare import StepRoutes
 from kimi_pretrain.verify.replaced import replaced
 

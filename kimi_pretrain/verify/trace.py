@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kimi_pretrain.checkpoint.place import Checkpoint
+from kimi_pretrain.checkpoint.storage_read import Checkpoint
 from kimi_pretrain.verify.resume import Moment, ReadBoth, Trace
 
 WATCHED = "watched.jsonl"

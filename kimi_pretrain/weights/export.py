@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.history import latest_in
+from kimi_pretrain.reliability.run_history import latest_in
 from kimi_pretrain.sections import ModelConfig
 from kimi_pretrain.weights import int4
 from kimi_pretrain.weights.hf_config import Kind, SpecialIds, config_json

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.history import latest_in
+from kimi_pretrain.reliability.run_history import latest_in
 from kimi_pretrain.sections import ModelConfig
 from kimi_pretrain.weights import fp8, int4
 from kimi_pretrain.weights.hf_config import Differences, differences

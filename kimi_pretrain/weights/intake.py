@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kimi_pretrain.checkpoint.aside import Aside
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import INDEX, Fingerprint, RunState, manifest_of, step_name
 from kimi_pretrain.checkpoint.memory import NAMES
-from kimi_pretrain.checkpoint.place import open_place
 from kimi_pretrain.checkpoint.saver import versions
-from kimi_pretrain.checkpoint.sink import Sink, Source, open_sink, source_of
+from kimi_pretrain.checkpoint.sharding import cut, file_name, index_text
+from kimi_pretrain.checkpoint.staging import Aside
+from kimi_pretrain.checkpoint.storage_read import open_place
+from kimi_pretrain.checkpoint.storage_write import Sink, Source, open_sink, source_of
 from kimi_pretrain.checkpoint.tensor_file import Entry
-from kimi_pretrain.checkpoint.writers import cut, file_name, index_text
 from kimi_pretrain.config import Config
 from kimi_pretrain.weights.fit import fitting
 from kimi_pretrain.weights.matching import Weights, match

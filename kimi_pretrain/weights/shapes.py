@@ -1,8 +1,8 @@
 """Every tensor of a model by its name, with its shape. Pure: no model is built.
 
 The names are those of Kimi K2.5's checkpoint; K2 and Moonlight (DeepSeek-V3's layout) have the same
-ones without `language_model.` and without the vision encoder. `kimi_pretrain.engine.names` gives
-them to the parameters of the engine.
+ones without `language_model.` and without the vision encoder. `kimi_pretrain.engine.param_names`
+gives them to the parameters of the engine.
 """
 
 from collections.abc import Iterator

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kimi_pretrain.checkpoint.collective_read import from_first, on_all, read_together
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import MANIFEST, share_of_files
-from kimi_pretrain.checkpoint.place import open_checkpoint
-from kimi_pretrain.checkpoint.together import from_first, on_all, read_together
+from kimi_pretrain.checkpoint.storage_read import open_checkpoint
 from kimi_pretrain.config import Config
 from kimi_pretrain.weights.fit import fitting
 from kimi_pretrain.weights.matching import MASTER, Weights

@@ -30,7 +30,7 @@ from kimi_pretrain.checkpoint.manifest import (
     parse_json,
 )
 from kimi_pretrain.checkpoint.memory import DTYPES, bytes_of
-from kimi_pretrain.checkpoint.place import Checkpoint, Place, open_checkpoint, open_place
+from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place, open_checkpoint, open_place
 from kimi_pretrain.checkpoint.tensor_file import Entry, header_bytes, parse_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -25,13 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from data_pipeline.store.open import open_store
-from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import Config, describe, load_config
 from kimi_pretrain.verify.faults import FAULTS
-from launch import supervise, torchrun
+from launch.cli.plot import draw
+from launch.cli.verify_dep import verify_dep
 from launch.demo.corpus import TOKENIZER_KEY, build_corpus
 from launch.demo.result import show
-from launch.demo.s3_server import S3Server
 from launch.demo.summary import (
     compare_runs,
     read_json,
@@ -39,10 +39,10 @@ from launch.demo.summary import (
     summarise,
     verified_gradients,
 )
-from launch.job import Job
-from launch.plot import draw
-from launch.verify import verify_dep
-from launch.verify_jobs import JobStopped
+from launch.local import supervise, torchrun
+from launch.local.job import Job
+from launch.local.s3_server import S3Server
+from launch.verify.jobs import JobStopped
 
 BUCKET = "kimi-demo"
 HELD_OUT = "digits_heldout"

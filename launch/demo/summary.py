@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from kimi_pretrain.checkpoint.place import Checkpoint, open_place
+from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_place
 from kimi_pretrain.config import Config
 from kimi_pretrain.verify import findings
 from kimi_pretrain.verify.resume import compare
@@ -67,7 +67,7 @@ def last_checkpoint(run_dir: Path) -> Checkpoint | None:
 
 
 def verified_gradients(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what `launch.verify.verify_dep` found, in four numbers.
+    """Return what `launch.cli.verify_dep.verify_dep` found, in four numbers.
 
     Returns:
         {"passed", "error": largest relative error of any parameter, "planted", "found"}: faults.

@@ -110,7 +110,7 @@ def clip_proof(run) -> dict:
 
 def _after_evaluation(run, batch) -> torch.Tensor:
     """The maxima that an evaluation leaves for the next update."""
-    from kimi_pretrain.microbatches import build_microbatches
+    from kimi_pretrain.engine.microbatch import build_microbatches
 
     rows = run.config.train.rows_per_microbatch
     microbatches = build_microbatches(batch, run.mesh, rows, np.zeros(0, np.int64))
@@ -182,22 +182,22 @@ def fused_wiring(run) -> dict:
     from megatron.core.extensions import transformer_engine
 
     from kimi_pretrain.config import ConfigError
-    from kimi_pretrain.engine import spec
+    from kimi_pretrain.engine import model_builder
     from kimi_pretrain.engine.attention import document_borders, of_all_heads
     from kimi_pretrain.engine.backbone import Backbone
     from kimi_pretrain.engine.fused_attention import FusedCoreAttention, kernel_rows
-    from kimi_pretrain.microbatches import build_microbatches
+    from kimi_pretrain.engine.microbatch import build_microbatches
     from kimi_pretrain.update import Update
 
     asked = {"attention": "transformer_engine"}
     config = run.config.model_copy(update={"train": run.config.train.model_copy(update=asked)})
     try:
-        spec.engine_config(config)
+        model_builder.engine_config(config)
         refusal = ""
     except ConfigError as error:
         refusal = str(error)
     transformer_engine.TEDotProductAttention = PlainKernel
-    spec.check_installed = lambda: None
+    model_builder.check_installed = lambda: None
     backbone = Backbone(config, run.mesh)
     Update(config, run.mesh, run.encoder, backbone)  # says where gradients are summed
     batch, rows = next(run.loader), config.train.rows_per_microbatch

@@ -17,7 +17,7 @@ from kimi_pretrain.dep.exchange import Exchange  # noqa: E402
 from kimi_pretrain.dep.groups import scope_group  # noqa: E402
 from kimi_pretrain.dep.plan import VisionPlan, runs, shares_of  # noqa: E402
 from kimi_pretrain.dep.reduce import GradientSum  # noqa: E402
-from kimi_pretrain.meeting import meeting_store  # noqa: E402
+from kimi_pretrain.parallel.rendezvous import meeting_store  # noqa: E402
 from moonvit3d.config import MoonViTConfig  # noqa: E402
 from tests.unit.kimi_pretrain.test_vision_plan import made_plan  # noqa: E402
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch import torchrun
+from launch.local import torchrun
 
 WORKER = Path(__file__).parent / "worker.py"
 ROOT = Path(__file__).parent.parent.parent

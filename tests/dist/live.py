@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from launch import supervise
+from launch.local import supervise
 from tests.dist.jobs import ROOT, SMALL
 
 

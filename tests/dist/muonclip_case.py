@@ -111,7 +111,7 @@ def refused(run) -> dict[str, str]:
     """What is said when the optimizer's state in a checkpoint does not fit."""
     from kimi_pretrain.checkpoint.errors import CheckpointError
     from kimi_pretrain.checkpoint.load import load
-    from kimi_pretrain.checkpoint.place import open_checkpoint
+    from kimi_pretrain.checkpoint.storage_read import open_checkpoint
 
     (folder,) = _checkpoints(run).parent.glob("sharded_pp2_dp2_float64/step_*")
     told = {}

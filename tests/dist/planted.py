@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from launch import worker
-from launch.job import Job
+from launch.local import worker
+from launch.local.job import Job
 
 WORKER = "tests.dist.planted"
 
@@ -142,7 +142,7 @@ def draws(run: Any, step: int) -> None:
 
 def slow_copy(run: Any, step: int) -> None:
     """Tensors are still being copied aside for a save when the next step wants to change them."""
-    from kimi_pretrain.checkpoint.aside import Aside
+    from kimi_pretrain.checkpoint.staging import Aside
 
     copy = Aside.copy
 

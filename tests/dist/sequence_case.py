@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from kimi_pretrain.sequence import SequenceParts
+from kimi_pretrain.parallel.sequence import SequenceParts
 
 STRIDE = 7  # every seventh place of a row takes a planted vision embedding
 BORDERS = [0, 5, 6, 40, 41, 64, 80]
@@ -56,7 +56,7 @@ def leaf_gradients(run) -> dict:
     every rank holds. Returns "gradients" [microbatches, tokens, hidden] by place in
     the row, whether the routing biases moved, and how many parameters have a gradient buffer.
     """
-    from kimi_pretrain.microbatches import build_microbatches
+    from kimi_pretrain.engine.microbatch import build_microbatches
 
     config, mesh = run.config, run.mesh
     batch, rows = next(run.loader), config.train.rows_per_microbatch

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from kimi_pretrain.optim import distributed
+from kimi_pretrain.optim import muonclip
 from kimi_pretrain.optim.config import OptimConfig
-from kimi_pretrain.optim.distributed import UNSENT_ELEMENTS, DistributedMuonClip
+from kimi_pretrain.optim.muonclip import UNSENT_ELEMENTS, DistributedMuonClip
 from kimi_pretrain.optim.groups import NamedTensor, as_matrix, rule_of
-from kimi_pretrain.optim.members import Members
+from kimi_pretrain.optim.replica_group import Members
 from kimi_pretrain.optim.muon import adamw_update
 from kimi_pretrain.optim.newton_schulz import update_scale
-from kimi_pretrain.optim.report import UpdateFigures
+from kimi_pretrain.optim.step_stats import UpdateFigures
 from tests.dist.optim_worker import ALONE, CONFIG, SHAPE, Job, Toy
 from tests.resume import assert_resumes_anywhere
 
@@ -147,8 +147,8 @@ def test_adamw_in_parts_changes_no_bit(monkeypatch, elements, dtype):
 
     adamw = dataclasses.replace(CONFIG, matrices="adamw")
     whole = Job(ALONE, dtype, adamw).train(0, 3).save()
-    monkeypatch.setattr(distributed, "adamw_update", update)
-    monkeypatch.setattr(distributed, "ADAMW_ELEMENTS", elements)
+    monkeypatch.setattr(muonclip, "adamw_update", update)
+    monkeypatch.setattr(muonclip, "ADAMW_ELEMENTS", elements)
     parts = Job(ALONE, dtype, adamw).train(0, 3).save()
     assert max(sizes) == max(elements, 32)  # the projector's rows of 32 are not cut
     for kind, tensors in whole.items():
@@ -160,7 +160,7 @@ def test_what_is_not_sent_is_updated_more_at_a_time(monkeypatch):
     limits: dict[str, int] = {}
     monkeypatch.setattr(Members, "of", lambda ranks: Members(None, ranks, 0))
     monkeypatch.setattr(Members, "gather", lambda self, value: [value] * len(self.ranks))
-    monkeypatch.setattr(distributed, "cut_rounds", lambda *args: limits.update(args[-1]) or [])
+    monkeypatch.setattr(muonclip, "cut_rounds", lambda *args: limits.update(args[-1]) or [])
     ranks = {"dense": (0, 1), "expert": (0,), "encoder": (0, 1, 2)}
     DistributedMuonClip([], ranks, CONFIG, SHAPE)
     sent = CONFIG.bucket_elements

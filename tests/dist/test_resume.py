@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kimi_pretrain.checkpoint.load import load
-from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
 from kimi_pretrain.config import load_config
-from kimi_pretrain.status import read_status
+from kimi_pretrain.reliability.status import read_status
 from moonvit3d.model import VisionEncoder, initialise
 from moonvit3d.weights import save
 from tests.dist.jobs import SMALL, layout, read_metrics, train

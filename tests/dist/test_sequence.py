@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kimi_pretrain.config import ConfigError, load_config
-from kimi_pretrain.sequence import SequenceParts
+from kimi_pretrain.parallel.sequence import SequenceParts
 from tests.dist.jobs import run_jobs
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kimi_pretrain.checkpoint.place import open_place
-from kimi_pretrain.status import Status, read_status
-from launch import supervise, torchrun
-from launch.show import find_anomaly, show_rows
+from kimi_pretrain.checkpoint.storage_read import open_place
+from kimi_pretrain.reliability.status import Status, read_status
+from launch.local import supervise
+from launch.local import torchrun
+from launch.cli.show import find_anomaly, show_rows
 from tests.dist.jobs import ROOT, SMALL, layout, read_metrics, train
 from tests.dist.live import (
     open_to_others,

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kimi_pretrain.last_words import LastWord, first_word, leave_word
+from kimi_pretrain.reliability.exit_report import LastWord, first_word, leave_word
 from tests.dist.jobs import ROOT, SMALL, layout, read_metrics, train
 from tests.slurm.lab import free_ports
 
@@ -106,7 +106,7 @@ def test_both_machines_go_on_after_one_lost_a_process(overrides, straight, tmp_p
         ranks = [
             child
             for child in psutil.Process(started[1].pid).children(recursive=True)
-            if "launch.worker" in child.cmdline() and "torch.distributed.run" not in child.cmdline()
+            if "launch.local.worker" in child.cmdline() and "torch.distributed.run" not in child.cmdline()
         ]
         ranks[0].send_signal(signal.SIGKILL)
         ends_well(started, logs)

@@ -143,7 +143,7 @@ def test_a_shrunk_preset_with_a_fault_fails(data_root):
 def test_shrunk_presets_can_be_built():
     code = """
 from kimi_pretrain.config import load_config
-from kimi_pretrain.dry_run import dry_run
+from kimi_pretrain.tools.dry_run import dry_run
 from kimi_pretrain.verify.shrink import shrink
 for name in ("kimi_k25_1t", "moonlight_16b_a3b"):
     small = shrink(load_config(name)).config

@@ -135,8 +135,8 @@ def colocated_gradients(run) -> dict[str, torch.Tensor]:
     """The same batch with the encoder inside the graph: no DEP, no schedule, no reduction."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from kimi_pretrain.microbatches import build_microbatches
-    from kimi_pretrain.vision_plan import grids_of
+    from kimi_pretrain.engine.microbatch import build_microbatches
+    from kimi_pretrain.dep.planner import grids_of
 
     batch = next(run.loader)
     plan, items = batch.plan, batch.plan.items
@@ -196,7 +196,7 @@ def planted_infinity(run) -> dict[str, bool]:
 
 def skipped_mask(run) -> dict[str, bool | int]:
     """Skip the two longest samples of a step: does their whole loss go, and no other?"""
-    from kimi_pretrain.microbatches import build_microbatches
+    from kimi_pretrain.engine.microbatch import build_microbatches
 
     batch = next(run.loader)
     samples, rows = batch.plan.samples, run.config.train.rows_per_microbatch
@@ -231,7 +231,7 @@ def planted_bit(run) -> dict[str, object]:
 
     In a copy whose turn it is, of a tensor that the other rank owns: the update makes it equal.
     """
-    from kimi_pretrain.replicas import check_copies, hash_bits
+    from kimi_pretrain.reliability.replica_check import check_copies, hash_bits
 
     def told(step: int, copies) -> str:
         try:
@@ -365,7 +365,7 @@ ACTIONS = {
 }
 
 if __name__ == "__main__":
-    from launch.worker import leave
+    from launch.local.worker import leave
 
     main(Path(sys.argv[1]))
     leave(0)

@@ -1,7 +1,7 @@
 import pytest
 
 from data_pipeline.store.open import open_store
-from launch.demo.s3_server import S3Server
+from launch.local.s3_server import S3Server
 from tests.fault.fault_proxy import FaultProxy
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from data_pipeline.store.open import open_store
-from launch.demo.s3_server import S3Server
+from launch.local.s3_server import S3Server
 from tests.fault.campaign.compare import difference, exact
 from tests.fault.campaign.kills import uploads
 from tests.fault.campaign.phases import phase_of
@@ -169,7 +169,7 @@ def test_no_secret_is_anywhere(story, planted):
     store.close()
     seen = story.watcher.seen
     assert len(seen) > 8
-    assert any("launch.worker" in text for text in seen)
+    assert any("launch.local.worker" in text for text in seen)
     assert any("writer" in text for text in seen)
     assert [text for text in seen if planted.key in text or planted.secret in text] == []
 
@@ -200,9 +200,9 @@ def test_phases_are_read_from_stacks():
     for phase, file in (
         ("optimizer", "kimi_pretrain/optim/muon.py"),
         ("waiting for data", "data_pipeline/loader.py"),
-        ("starting", "launch/worker.py"),
+        ("starting", "launch/local/worker.py"),
     ):
-        frames = ("/x/numpy/a.py", f"/x/{file}", "/x/launch/worker.py")
+        frames = ("/x/numpy/a.py", f"/x/{file}", "/x/launch/local/worker.py")
         lines = "\n".join(f'  File "{name}", line 1 in anything' for name in frames)
         assert phase_of(f"Stack (most recent call first):\n{lines}\n") == phase
     assert phase_of("") == "before Python had begun"

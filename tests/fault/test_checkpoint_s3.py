@@ -14,10 +14,10 @@ from data_pipeline.store.multipart import md5_of
 from data_pipeline.store.open import StoreUnavailable, open_store
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.find import find
-from kimi_pretrain.checkpoint.place import open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
-from kimi_pretrain.checkpoint.sink import open_sink
 from kimi_pretrain.checkpoint.steps import Steps
+from kimi_pretrain.checkpoint.storage_read import open_place
+from kimi_pretrain.checkpoint.storage_write import open_sink
 
 sys.path.append(str(Path(__file__).parent.parent / "unit" / "checkpoint"))
 import ranks  # noqa: E402

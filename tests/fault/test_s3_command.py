@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from data_pipeline.store.open import open_store
-from launch.cli import app
+from launch.cli.main import app
 
 ROOT = Path(__file__).parent.parent.parent
 runner = CliRunner()

@@ -27,7 +27,7 @@ from data_pipeline.store.open import (
     open_store,
 )
 from data_pipeline.text import Tokenizer, train_ranks
-from launch.demo.s3_server import S3Server
+from launch.local.s3_server import S3Server
 from tests.fault.fault_proxy import Fault
 
 pytestmark = pytest.mark.fault
@@ -246,7 +246,7 @@ def test_the_server_does_not_outlive_its_owner(tmp_path):
     """The owner is killed without a chance to clean up; the server must be gone soon after."""
     script = (
         "import sys, time\n"
-        "from launch.demo.s3_server import S3Server\n"
+        "from launch.local.s3_server import S3Server\n"
         "with S3Server(sys.argv[1], 'bucket') as server:\n"
         "    print(server._process.pid, flush=True)\n"
         "    time.sleep(60)\n"
@@ -289,7 +289,7 @@ def test_a_server_that_cannot_start_names_its_log(tmp_path, monkeypatch):
     program = tmp_path / "weed"
     program.write_text("#!/bin/sh\necho no disk left\nexit 3\n")
     program.chmod(0o755)
-    monkeypatch.setattr("launch.demo.s3_server._weed", lambda: str(program))
+    monkeypatch.setattr("launch.local.s3_server._weed", lambda: str(program))
     with pytest.raises(RuntimeError, match="ended at its start; see .*server.log"):
         S3Server(tmp_path / "data", "bucket").__enter__()
     assert "no disk left" in (tmp_path / "data" / "server.log").read_text()

@@ -15,7 +15,7 @@ from data_pipeline.store.open import (
     StoreUnavailable,
     open_store,
 )
-from launch.demo.s3_server import S3Server, is_free
+from launch.local.s3_server import S3Server, is_free
 from tests.fault.fault_proxy import Fault
 
 pytestmark = pytest.mark.fault

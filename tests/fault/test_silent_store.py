@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kimi_pretrain.last_words import NO_PROGRESS
-from kimi_pretrain.status import read_status
+from kimi_pretrain.reliability.exit_report import NO_PROGRESS
+from kimi_pretrain.reliability.status import read_status
 from tests.silent import KEYS, SilentServer
 
 ROOT = Path(__file__).parent.parent.parent

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from data_pipeline.store.open import open_store
-from kimi_pretrain.checkpoint.place import open_checkpoint
+from kimi_pretrain.checkpoint.storage_read import open_checkpoint
 from kimi_pretrain.weights import export, intake
 from kimi_pretrain.weights.start import open_start
 from tests.fault.fault_proxy import Fault

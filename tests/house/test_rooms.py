@@ -26,22 +26,22 @@ ROOMS: dict[str, set[str]] = {
         "moonvit3d", "data_pipeline", "kimi_pretrain.optim", "kimi_pretrain.sections",
     },
     "kimi_pretrain.optim": set(),
-    "kimi_pretrain.plots": set(),
-    "kimi_pretrain.sequence": set(),
-    "kimi_pretrain.outcome": set(),
-    "kimi_pretrain.meeting": set(),
+    "kimi_pretrain.tools.plots": set(),
+    "kimi_pretrain.parallel.sequence": set(),
+    "kimi_pretrain.parallel.errors": set(),
+    "kimi_pretrain.parallel.rendezvous": set(),
     "kimi_pretrain.engine": {
-        "kimi_pretrain.config", "kimi_pretrain.sections", "kimi_pretrain.sequence",
-        "kimi_pretrain.outcome", "kimi_pretrain.meeting",
+        "kimi_pretrain.config", "kimi_pretrain.sections", "kimi_pretrain.parallel.sequence",
+        "kimi_pretrain.parallel.errors", "kimi_pretrain.parallel.rendezvous",
     },
     "kimi_pretrain.dep": {"moonvit3d", "moonvit3d.geometry"},
     "kimi_pretrain": {
         "kimi_pretrain.config", "kimi_pretrain.optim", "kimi_pretrain.engine", "kimi_pretrain.dep",
-        "kimi_pretrain.sections", "kimi_pretrain.outcome",
-        "kimi_pretrain.sequence", "data_pipeline", "moonvit3d", "moonvit3d.geometry",
+        "kimi_pretrain.sections", "kimi_pretrain.parallel.errors",
+        "kimi_pretrain.parallel.sequence", "data_pipeline", "moonvit3d", "moonvit3d.geometry",
     },
     "launch": {
-        "kimi_pretrain", "kimi_pretrain.config", "kimi_pretrain.sections", "kimi_pretrain.plots",
+        "kimi_pretrain", "kimi_pretrain.config", "kimi_pretrain.sections", "kimi_pretrain.tools.plots",
         "data_pipeline", "moonvit3d.geometry",
     },
 }  # fmt: skip
@@ -63,9 +63,10 @@ WALLS: dict[str, set[str]] = {
     },
     "deepspeed": {"kimi_pretrain.stages"},
     "torch.distributed": {
-        "kimi_pretrain.engine", "kimi_pretrain.dep", "kimi_pretrain.optim.distributed",
-        "kimi_pretrain.optim.members", "kimi_pretrain.optim.reduce", "kimi_pretrain.optim.send",
-        "kimi_pretrain.checkpoint", "kimi_pretrain.dry_run", "kimi_pretrain.meeting",
+        "kimi_pretrain.engine", "kimi_pretrain.dep", "kimi_pretrain.optim.muonclip",
+        "kimi_pretrain.optim.replica_group", "kimi_pretrain.optim.reduce",
+        "kimi_pretrain.optim.broadcast", "kimi_pretrain.checkpoint", "kimi_pretrain.tools.dry_run",
+        "kimi_pretrain.parallel.rendezvous",
     },
 }  # fmt: skip
 
@@ -177,7 +178,7 @@ def names_in(tree: ast.Module) -> set[str]:
         ("data_pipeline.loader", "def f():\n    import boto3"),
         ("data_pipeline.decode", "from av.error import FFmpegError"),
         ("moonvit3d.media", "from moonvit3d.model import normalise"),
-        ("kimi_pretrain.evaluate", "from data_pipeline.store.open import get_many"),
+        ("kimi_pretrain.tools.evaluate", "from data_pipeline.store.open import get_many"),
         ("kimi_pretrain.dep.assign", "from kimi_pretrain.engine.mesh import Mesh"),
     ],
 )

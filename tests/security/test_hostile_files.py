@@ -21,7 +21,7 @@ from data_pipeline.store.addresses import check_address, masked
 from data_pipeline.store.open import FolderStore, MemoryStore, open_store
 from data_pipeline.text import Tokenizer, train_ranks
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.place import open_checkpoint, open_place
+from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
 from kimi_pretrain.config import ConfigError, load_config
 from kimi_pretrain.weights.stored import open_stored
 from moonvit3d import media

@@ -14,7 +14,7 @@ import tarfile
 
 import pytest
 
-from data_pipeline.ingest import blobs, readers
+from data_pipeline.ingest import byte_sources, readers
 from data_pipeline.ingest.ingest import ImageSegment, TextSegment, VideoSegment, ingest
 from data_pipeline.ingest.readers import open_inputs
 from data_pipeline.ingest.samples import CrudeSample, IngestPolicy
@@ -202,11 +202,11 @@ def test_an_object_is_not_read_if_it_is_too_large(folder, store):
     crude.put("small.png", PNG)
     lines = [grounding(image=f"memory://crude/{name}.png") for name in ("large", "small")]
     (folder / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    before = blobs.store_of("memory://crude/x")[0].stats.bytes
+    before = byte_sources.store_of("memory://crude/x")[0].stats.bytes
     policy = IngestPolicy(max_media_bytes=1 << 20)
     good, rejected = ingested([folder / "m.jsonl"], "grounding", store, policy=policy)
     assert (good, rejected.popitem()[1][0]) == (["m-00000002"], "too large")
-    assert blobs.store_of("memory://crude/x")[0].stats.bytes - before == len(PNG)
+    assert byte_sources.store_of("memory://crude/x")[0].stats.bytes - before == len(PNG)
 
 
 def test_what_the_machine_causes_ends_the_ingest_and_rejects_nothing(store):
@@ -255,8 +255,8 @@ def test_a_denied_object_is_rejected_and_lost_credentials_are_told(
         get = head
 
     Denying.get = lambda self, key, *_, **__: self.head(key)
-    monkeypatch.setattr(blobs, "open_store", lambda root: Denying(folder))
-    blobs._store.cache_clear()
+    monkeypatch.setattr(byte_sources, "open_store", lambda root: Denying(folder))
+    byte_sources._store.cache_clear()
     lines = [GOOD, json.dumps(grounding(image="s3://other/a.png"))]
     (folder / "m.jsonl").write_text("\n".join(lines))
     if is_the_sample_s:
@@ -265,4 +265,4 @@ def test_a_denied_object_is_rejected_and_lost_credentials_are_told(
     else:
         with pytest.raises(type(error)):
             ingested([folder / "m.jsonl"], "grounding", store)
-    blobs._store.cache_clear()
+    byte_sources._store.cache_clear()

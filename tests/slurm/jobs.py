@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from launch import slurm_queue
-from launch.slurm_queue import JobState
+from launch.slurm import queue as slurm_queue
+from launch.slurm.queue import JobState
 from tests.dist.jobs import ROOT, SMALL, layout
 from tests.slurm.lab import Lab
 
@@ -94,7 +94,9 @@ def signal_ranks(run_dir: Path, number: signal.Signals) -> None:
 def writer_pids(run_dir: Path) -> list[int]:
     """Return the processes that write the checkpoints of a job's ranks."""
     children = [one for pid in rank_pids(run_dir) for one in psutil.Process(pid).children()]
-    return [one.pid for one in children if "kimi_pretrain.checkpoint.writer" in one.cmdline()]
+    return [
+        one.pid for one in children if "kimi_pretrain.checkpoint.writer_process" in one.cmdline()
+    ]
 
 
 def rank_pids(run_dir: Path) -> list[int]:
@@ -102,7 +104,7 @@ def rank_pids(run_dir: Path) -> list[int]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        if "launch.worker" in line and str(run_dir) in line[-1] and "python" in line[0]:
+        if "launch.local.worker" in line and str(run_dir) in line[-1] and "python" in line[0]:
             found.append(process.pid)
     return found
 

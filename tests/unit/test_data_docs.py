@@ -30,7 +30,7 @@ from data_pipeline.plan.planner import QUARANTINE_DELAY
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 from kimi_pretrain.config import ConfigError, parse_config
-from launch.cli import app
+from launch.cli.main import app
 from moonvit3d.geometry import PatchLimits
 
 ROOT = Path(__file__).parents[2]

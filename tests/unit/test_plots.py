@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kimi_pretrain.plots import (
+from kimi_pretrain.tools.plots import (
     CLIPPED,
     EXPOSED,
     PHASES,

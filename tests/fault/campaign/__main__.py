@@ -22,7 +22,7 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from launch.demo.s3_server import S3Server
+from launch.local.s3_server import S3Server
 from tests.fault.campaign import kills, signals, storage, table
 from tests.fault.campaign.runs import Campaign, Result
 from tests.fault.fault_proxy import FaultProxy

@@ -33,15 +33,15 @@ PHASES: tuple[tuple[str, str, str], ...] = (
     ("kimi_pretrain/step.py", "_pixels", "prepare"),
     ("kimi_pretrain/step.py", "_report", "update"),
     ("data_pipeline/loader.py", "", "waiting for data"),
-    ("kimi_pretrain/microbatches.py", "", "prepare"),
+    ("kimi_pretrain/engine/microbatch.py", "", "prepare"),
     ("kimi_pretrain/step.py", "", "prepare"),
     ("telemetry/", "", "measuring"),
-    ("kimi_pretrain/run_files.py", "", "writing metrics"),
-    ("kimi_pretrain/run_folder.py", "", "writing metrics"),
+    ("kimi_pretrain/telemetry/run_files.py", "", "writing metrics"),
+    ("kimi_pretrain/telemetry/run_dir.py", "", "writing metrics"),
     ("kimi_pretrain/train.py", "_loop", "between steps"),
     ("engine/mesh.py", "gather", "gather between steps"),
     ("kimi_pretrain/train.py", "", "starting"),
-    ("launch/worker.py", "", "starting"),
+    ("launch/local/worker.py", "", "starting"),
 )
 
 _FRAME = re.compile(r'  File "([^"]+)", line \d+ in (\S+)')

@@ -113,7 +113,7 @@ class Training:
         for process in self.family():
             # torchrun has the same words among its arguments, but is no rank.
             with suppress(psutil.Error, KeyError):
-                if "launch.worker" in process.cmdline():
+                if "launch.local.worker" in process.cmdline():
                     found[int(process.environ()["RANK"])] = process
         return found
 
@@ -122,7 +122,7 @@ class Training:
         found = []
         for process in self.family():
             with suppress(psutil.Error):
-                if "kimi_pretrain.checkpoint.writer" in process.cmdline():
+                if "kimi_pretrain.checkpoint.writer_process" in process.cmdline():
                     found.append(process)
         return found
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.checkpoint.storage_read import open_place
 from tests.dist import corpus
 from tests.dist.jobs import SMALL, layout
 from tests.fault.campaign.compare import difference, difference_of_lines

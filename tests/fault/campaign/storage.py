@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kimi_pretrain.last_words import NO_PROGRESS
+from kimi_pretrain.reliability.exit_report import NO_PROGRESS
 from tests.fault.campaign.processes import Training, wait_until
 from tests.fault.campaign.runs import (
     EVERY,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from kimi_pretrain.checkpoint.manifest import RunState
-from kimi_pretrain.checkpoint.place import open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import load_config
-from kimi_pretrain.outcome import Outcome
+from kimi_pretrain.parallel.errors import Outcome
 
 TIMEOUT = 60.0
 

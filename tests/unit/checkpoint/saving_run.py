@@ -8,8 +8,8 @@ import sys
 import ranks
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.place import open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.storage_read import open_place
 
 SIZE = 100_000  # 23 MB: written in several parts
 

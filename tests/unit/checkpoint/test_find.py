@@ -11,7 +11,7 @@ from kimi_pretrain.checkpoint.files import FolderFiles
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.manifest import MOST_MANIFEST_BYTES
-from kimi_pretrain.checkpoint.place import open_checkpoint, open_place
+from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
 
 FILE = "rank_00000_000.safetensors"
 

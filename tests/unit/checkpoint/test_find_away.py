@@ -17,7 +17,7 @@ from data_pipeline.store.open import (
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.files import CheckpointUnreadable, FolderFiles, StoreFiles
 from kimi_pretrain.checkpoint.find import find
-from kimi_pretrain.checkpoint.place import Place, open_place
+from kimi_pretrain.checkpoint.storage_read import Place, open_place
 
 FILE, MANIFEST, INDEX = "rank_00000_000.safetensors", "manifest.json", "index.json"
 NEWEST = "step_00000003"

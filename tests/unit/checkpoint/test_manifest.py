@@ -19,7 +19,7 @@ from kimi_pretrain.checkpoint.manifest import (
     step_name,
     step_of,
 )
-from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.checkpoint.storage_read import open_place
 
 FILES = {
     "index.json": Fingerprint(2, "0" * 64),

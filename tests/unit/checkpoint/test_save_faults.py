@@ -10,15 +10,15 @@ import time
 import pytest
 import ranks
 
-from kimi_pretrain.checkpoint import sink as sinks
+from kimi_pretrain.checkpoint import storage_write
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
-from kimi_pretrain.checkpoint.hand import Hand
-from kimi_pretrain.checkpoint.place import Place, open_place
 from kimi_pretrain.checkpoint.progress import Progress
 from kimi_pretrain.checkpoint.saver import Checkpoints
-from kimi_pretrain.checkpoint.sink import source_of
-from kimi_pretrain.checkpoint.writer import Answers, serve
-from kimi_pretrain.run_lock import OWNER, Owner
+from kimi_pretrain.checkpoint.storage_read import Place, open_place
+from kimi_pretrain.checkpoint.storage_write import source_of
+from kimi_pretrain.checkpoint.writer_client import Hand
+from kimi_pretrain.checkpoint.writer_process import Answers, serve
+from kimi_pretrain.reliability.run_lock import OWNER, Owner
 
 MINE = Owner("mine", "s1")
 
@@ -48,7 +48,7 @@ def test_a_shared_folder_that_fails_over_passes(tmp_path, monkeypatch, capfd, fa
     def fail(*_) -> None:
         raise fault
 
-    monkeypatch.setattr(sinks, "write_durably", fail)
+    monkeypatch.setattr(storage_write, "write_durably", fail)
     source = source_of(b"tensors")
     files = [{"name": "rank_00000_000.safetensors", "fd": source.fd, "bytes": source.size}]
     answer = served(open_place(tmp_path), do="write", step=1, files=files)
@@ -64,7 +64,7 @@ def test_an_error_that_nobody_foresaw_passes_if_its_kind_does(tmp_path, monkeypa
         def fail(*_, fault=fault) -> None:
             raise fault
 
-        monkeypatch.setattr(sinks.FolderSink, "remove_torn", fail)
+        monkeypatch.setattr(storage_write.FolderSink, "remove_torn", fail)
         answer = served(open_place(tmp_path), do="remove_torn", step=1)
         assert type(fault).__name__ in answer["failed"]
         assert answer["passing"] is isinstance(fault, OSError)
@@ -116,7 +116,7 @@ def test_a_removal_that_is_given_up_leaves_a_hand_that_is_not_busy(tmp_path, mon
 
 @pytest.mark.parametrize("hurry", [False, True])
 def test_the_end_waits_for_the_last_removal_unless_in_a_hurry(tmp_path, monkeypatch, hurry):
-    monkeypatch.setattr("kimi_pretrain.checkpoint.hand._PATIENCE_S", 0.2)
+    monkeypatch.setattr("kimi_pretrain.checkpoint.writer_client._PATIENCE_S", 0.2)
     place = open_place(tmp_path)
     saver = save(place, None, "checkpoint.keep_last=1")
     saver.begin(ranks.tensors(2), ranks.state(2))

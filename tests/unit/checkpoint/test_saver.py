@@ -17,13 +17,13 @@ import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
 
-from kimi_pretrain.checkpoint.aside import Aside
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.hashes import hash_tensor
 from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.memory import DTYPES
-from kimi_pretrain.checkpoint.place import open_checkpoint, open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.staging import Aside
+from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
@@ -242,7 +242,7 @@ def test_a_killed_writer_fails_the_save_on_all_ranks_and_training_goes_on(tmp_pa
 def fail_and_try_again(tmp_path, monkeypatch, meanwhile) -> Checkpoints:
     """Let a save of step 1 fail, stop the process that removes what is left of it, save again."""
     monkeypatch.setattr("kimi_pretrain.checkpoint.saver._SOON_S", 0.0)
-    monkeypatch.setattr("kimi_pretrain.checkpoint.hand._PATIENCE_S", 0.2)
+    monkeypatch.setattr("kimi_pretrain.checkpoint.writer_client._PATIENCE_S", 0.2)
     saver = checkpoints(tmp_path, ranks.alone(), "checkpoint.failures=2")
     saver.prepare(ranks.tensors(1))
     hand = saver._hand
@@ -373,7 +373,7 @@ def test_a_writer_is_shielded_from_the_job_s_signals_and_dies_with_its_rank(tmp_
 import os, signal, sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
 import ranks
-from kimi_pretrain.checkpoint.place import open_place
+from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
 saver = Checkpoints(open_place({str(tmp_path)!r}), ranks.config(), ranks.alone())
 saver.prepare(ranks.tensors(1))
@@ -419,7 +419,7 @@ def test_a_rank_may_have_thousands_of_open_files(tmp_path):
 
 def test_the_writer_does_not_load_torch():
     check = (
-        "import sys, kimi_pretrain.checkpoint.writer; "
+        "import sys, kimi_pretrain.checkpoint.writer_process; "
         "sys.exit(str([m for m in ('torch', 'numpy', 'boto3') if m in sys.modules] or ''))"
     )
     done = subprocess.run(

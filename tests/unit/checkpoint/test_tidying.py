@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import ranks
 
-from kimi_pretrain.checkpoint import sink as sinks
-from kimi_pretrain.checkpoint.hand import Hand
-from kimi_pretrain.checkpoint.place import Place, open_place
+from kimi_pretrain.checkpoint import storage_write
 from kimi_pretrain.checkpoint.saver import Checkpoints
-from kimi_pretrain.checkpoint.sink import open_sink, source_of
 from kimi_pretrain.checkpoint.steps import Steps
-from kimi_pretrain.checkpoint.writer import Answers, Writer
-from kimi_pretrain.run_lock import OWNER
+from kimi_pretrain.checkpoint.storage_read import Place, open_place
+from kimi_pretrain.checkpoint.storage_write import open_sink, source_of
+from kimi_pretrain.checkpoint.writer_client import Hand
+from kimi_pretrain.checkpoint.writer_process import Answers, Writer
+from kimi_pretrain.reliability.run_lock import OWNER
 
 FILES = ("index.json", "rank_00000_000.safetensors", "rank_00001_000.safetensors")
 
@@ -110,7 +110,9 @@ def test_a_removal_that_was_cut_off_is_ended_by_the_next_run(place, monkeypatch)
     else:
         plain = shutil.rmtree
         # The first one removes what an earlier removal has left.
-        monkeypatch.setattr(sinks.shutil, "rmtree", lambda *a, **k: plain(*a, **k) if k else half())
+        monkeypatch.setattr(
+            storage_write.shutil, "rmtree", lambda *a, **k: plain(*a, **k) if k else half()
+        )
     with pytest.raises(Killed):
         sink.remove(1)
     monkeypatch.undo()
@@ -163,7 +165,7 @@ def test_tidying_holds_up_no_save(tmp_path, monkeypatch):
             assert may_go_on.wait(60)
         plain(path, **more)
 
-    monkeypatch.setattr(sinks.shutil, "rmtree", slow)
+    monkeypatch.setattr(storage_write.shutil, "rmtree", slow)
     with writer_of(place) as (writer, answers):
         writer.do({"do": "tidy", "owner": None})
         assert reached.wait(60)

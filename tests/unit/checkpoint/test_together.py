@@ -7,10 +7,10 @@ import ranks
 import torch
 
 from data_pipeline.store.open import AccessDenied
+from kimi_pretrain.checkpoint.collective_read import my_turn, on_all
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.load import load
-from kimi_pretrain.checkpoint.place import Checkpoint, open_place
-from kimi_pretrain.checkpoint.together import my_turn, on_all
+from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_place
 
 OWN = "optim.momentum.language_model.lm_head.weight"
 

@@ -17,8 +17,8 @@ import torch
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
-from kimi_pretrain.checkpoint.place import open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.storage_read import open_place
 
 SCRIPT = Path(__file__).parent / "saving_run.py"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimi_pretrain.checkpoint.writers import (
+from kimi_pretrain.checkpoint.sharding import (
     choose_writers,
     cut,
     files_of,

@@ -12,9 +12,9 @@ from PIL import Image
 from data_pipeline.augment.regions import written
 from data_pipeline.index.columns import CATEGORIES
 from data_pipeline.index.reads import read_samples
-from data_pipeline.ingest.forms import FORMS, sample_of
 from data_pipeline.ingest.ingest import ImageSegment, TextSegment, VideoSegment, ingest
 from data_pipeline.ingest.readers import open_inputs
+from data_pipeline.ingest.sample_templates import FORMS, sample_of
 from data_pipeline.ingest.samples import Refused, RegionSegment
 from launch.demo import digits
 from launch.demo.pages import render

@@ -6,7 +6,7 @@ import socket
 import numpy as np
 import pytest
 
-from data_pipeline.workers.parcel import (
+from data_pipeline.workers.shm_transport import (
     INLINE,
     KEPT,
     Receiver,

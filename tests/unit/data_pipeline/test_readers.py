@@ -208,7 +208,7 @@ def test_packed_tars_and_tars_in_a_store_and_long_names(tmp_path):
 
 
 def test_a_tar_larger_than_a_block_comes_from_a_store_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_pipeline.ingest.blobs._BLOCK", 4096)
+    monkeypatch.setattr("data_pipeline.ingest.byte_sources._BLOCK", 4096)
     monkeypatch.setattr(
         "data_pipeline.ingest.readers._HELD", 3000
     )  # larger members by requests of theirs

@@ -26,7 +26,7 @@ from data_pipeline.store.open import (
 )
 from data_pipeline.store.s3_answers import failure, meaning_of
 from data_pipeline.store.stats import Counter, quantile
-from kimi_pretrain.checkpoint.place import is_remote, open_checkpoint, open_place
+from kimi_pretrain.checkpoint.storage_read import is_remote, open_checkpoint, open_place
 from tests.silent import KEYS, refusing
 
 

@@ -1,4 +1,4 @@
-"""The cost model's fit against planted truths, the timing's bounds, and a real calibration."""
+"""The cost model's fit against planted truths, the timing's bounds, and a real calibrate."""
 
 import json
 import math
@@ -9,11 +9,11 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from kimi_pretrain import calibration
 from kimi_pretrain.config import load_config
-from kimi_pretrain.dep.calibrate import EncoderRun, loads_of, measure
 from kimi_pretrain.dep.cost import CostModel
 from kimi_pretrain.dep.fit import Load, Timing, fit, flops_shape, forward_share, non_negative
+from kimi_pretrain.dep.measure import EncoderRun, loads_of, measure
+from kimi_pretrain.tools import calibrate
 from moonvit3d.config import MoonViTConfig
 
 KIMI = MoonViTConfig()
@@ -225,22 +225,22 @@ def tiny_config(*overrides: str):
 
 def test_a_real_calibration():
     config = tiny_config("train.threads=1")
-    result = calibration.calibrate(config, max_seconds=30.0, device=torch.device("cpu"))
+    result = calibrate.calibrate(config, max_seconds=30.0, device=torch.device("cpu"))
     cost = result.fit.cost
     assert cost.per_patch > 0
     predicted = cost.seconds(np.array([4, 64, 1024, 16384]))
     assert (np.diff(predicted) > 0).all()
     assert 0.1 < result.forward_share < 0.5
     every = loads_of(256, 64, 512, 1024)
-    plain = json.loads(json.dumps(calibration.as_json(result)))
+    plain = json.loads(json.dumps(calibrate.as_json(result)))
     named = [row["name"] for row in plain["sizes"] + plain["left_out"]]
     assert sorted(named) == sorted(load.name for load in every)
-    table = "\n".join(calibration.lines(result))
+    table = "\n".join(calibrate.lines(result))
     assert all(f"{load.name} " in table for load in every)
     for row in plain["sizes"]:
         assert 0 < row["forward"] < row["total"]
     assert plain["median_error"] <= plain["worst_error"]
-    pasted = yaml.safe_load(calibration.yaml_block(result))["dep"]["cost"]
+    pasted = yaml.safe_load(calibrate.yaml_block(result))["dep"]["cost"]
     values = {name: float(value) for name, value in pasted.items()}
     assert values == plain["cost"]
     given = tiny_config(*(f"dep.cost.{name}={value}" for name, value in pasted.items()))
@@ -251,7 +251,7 @@ def test_threads_are_the_training_s_only_while_it_measures():
     config, before = tiny_config("train.threads=1", "data.limits.image=64"), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        result = calibration.calibrate(config, 30.0, device=torch.device("cpu"))
+        result = calibrate.calibrate(config, 30.0, device=torch.device("cpu"))
         assert result.threads == 1
         assert torch.get_num_threads() == 2
     finally:
@@ -262,7 +262,7 @@ def test_threads_are_the_training_s_only_while_it_measures():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_calibration_on_a_gpu():
     wide = "model.vision={depth: 4, out_width: 128}"
-    result = calibration.calibrate(load_config("tiny_cpu", [wide, "train.dtype=bfloat16"]), 60.0)
+    result = calibrate.calibrate(load_config("tiny_cpu", [wide, "train.dtype=bfloat16"]), 60.0)
     assert result.threads is None
     assert result.device == torch.cuda.get_device_name()
     assert min(result.fit.cost.per_patch, result.fit.cost.per_item) > 0

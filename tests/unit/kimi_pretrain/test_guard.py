@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kimi_pretrain.guard import (
+from kimi_pretrain.optim.config import OptimConfig
+from kimi_pretrain.optim.groups import Rule
+from kimi_pretrain.optim.muon import adamw_update
+from kimi_pretrain.reliability.anomaly_guard import (
     LARGEST_NORM,
     AnomalyError,
     Guard,
@@ -18,9 +21,6 @@ from kimi_pretrain.guard import (
     finite,
     judge,
 )
-from kimi_pretrain.optim.config import OptimConfig
-from kimi_pretrain.optim.groups import Rule
-from kimi_pretrain.optim.muon import adamw_update
 from kimi_pretrain.sections import GuardConfig
 
 GOOD = Verdict()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kimi_pretrain.checkpoint.place import open_place
-from kimi_pretrain.history import (
+from kimi_pretrain.checkpoint.storage_read import open_place
+from kimi_pretrain.reliability.run_history import (
     check_fresh,
     check_may_begin,
     check_place,
@@ -20,9 +20,9 @@ from kimi_pretrain.history import (
     noted_place,
     where,
 )
-from kimi_pretrain.run_lock import claim, run_id
-from kimi_pretrain.status import Status, write_status
-from launch.cli import app
+from kimi_pretrain.reliability.run_lock import claim, run_id
+from kimi_pretrain.reliability.status import Status, write_status
+from launch.cli.main import app
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from kimi_pretrain.meeting import FOLDER, meeting_store
+from kimi_pretrain.parallel.rendezvous import FOLDER, meeting_store
 
 SOON = timedelta(seconds=10)
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", FOLDER)

@@ -6,9 +6,9 @@ import pytest
 
 from data_pipeline.store.open import StoreUnavailable
 from kimi_pretrain.checkpoint.errors import CheckpointUnavailable
-from kimi_pretrain.outcome import Outcome
-from kimi_pretrain.run_lock import RunLocked
-from launch.errors import exit_code
+from kimi_pretrain.parallel.errors import Outcome
+from kimi_pretrain.reliability.run_lock import RunLocked
+from launch.local.errors import exit_code
 
 
 class Demanding(ValueError):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kimi_pretrain.replicas import CopyHash, check_copies, hash_bits
+from kimi_pretrain.reliability.replica_check import CopyHash, check_copies, hash_bits
 
 SHAPES = [(), (1,), (3, 5), (1024,), (7, 1024), (2055,)]
 TYPES = [torch.float32, torch.bfloat16, torch.float64]

@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from kimi_pretrain.run_folder import MetricsWriter, git_state, scalars, write_trace
 from kimi_pretrain.telemetry.console import StepDisplay, StepLines
-from kimi_pretrain.telemetry.line import RankRecord
+from kimi_pretrain.telemetry.metrics import RankRecord
+from kimi_pretrain.telemetry.run_dir import MetricsWriter, git_state, scalars, write_trace
 
 
 def test_metrics_are_on_disk_as_soon_as_they_are_written(tmp_path):

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from kimi_pretrain import run_lock
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.place import open_place
-from kimi_pretrain.checkpoint.writer import check_owner
-from kimi_pretrain.history import claim_place
-from kimi_pretrain.last_words import first_word
-from kimi_pretrain.run_lock import (
+from kimi_pretrain.checkpoint.storage_read import open_place
+from kimi_pretrain.checkpoint.writer_process import check_owner
+from kimi_pretrain.reliability import run_lock
+from kimi_pretrain.reliability.exit_report import first_word
+from kimi_pretrain.reliability.run_history import claim_place
+from kimi_pretrain.reliability.run_lock import (
     FormerStart,
     RunLocked,
     check_free,
@@ -27,13 +27,13 @@ from kimi_pretrain.run_lock import (
     run_id,
     take,
 )
-from kimi_pretrain.status import Status, mark_failed, read_status, write_status
+from kimi_pretrain.reliability.status import Status, mark_failed, read_status, write_status
 
 ROOT = Path(__file__).parent.parent.parent.parent
 LATER = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
 HOLD = """
 import pathlib, sys
-from kimi_pretrain.run_lock import take
+from kimi_pretrain.reliability.run_lock import take
 lock = take(pathlib.Path(sys.argv[1]), {"SLURM_JOB_ID": "77"})
 print("held", flush=True)
 sys.stdin.read()

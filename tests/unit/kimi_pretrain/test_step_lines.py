@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kimi_pretrain import step_lines
-from kimi_pretrain.step_lines import cut_after
+from kimi_pretrain.telemetry import jsonl
+from kimi_pretrain.telemetry.jsonl import cut_after
 
 
 def plain(text: str, step: int) -> str:
@@ -22,7 +22,7 @@ def line(step: int, length: int = 0) -> str:
 
 def test_shortened_as_by_reading_everything(tmp_path, monkeypatch):
     """Lines longer and shorter than a block, several of one step, steps left out, torn ends."""
-    monkeypatch.setattr(step_lines, "_BLOCK", 64)
+    monkeypatch.setattr(jsonl, "_BLOCK", 64)
     draw = random.Random(0)
     for case in range(300):
         steps = sorted(draw.choices(range(1, 9), k=draw.randrange(8)))
@@ -54,7 +54,7 @@ def test_what_is_read_does_not_grow_with_the_steps_done(tmp_path, monkeypatch):
         return real(fd, length, at)
 
     real = os.pread
-    monkeypatch.setattr(step_lines.os, "pread", pread)
+    monkeypatch.setattr(jsonl.os, "pread", pread)
     before = read_by_this_process()
     cut_after(file, 998)
     assert sum(counted) < 1_000_000  # three lines of 50 kB, each looked for by blocks of 64 kB

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from data_pipeline.loader import LoaderStats
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
 from kimi_pretrain.config import load_config
-from kimi_pretrain.guard import Verdict
-from kimi_pretrain.optim.report import UpdateFigures
-from kimi_pretrain.run_folder import scalars
+from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.optim.step_stats import UpdateFigures
+from kimi_pretrain.reliability.anomaly_guard import Verdict
 from kimi_pretrain.telemetry import flops as counting
 from kimi_pretrain.telemetry.exposed import exposed
 from kimi_pretrain.telemetry.flops import (
@@ -27,7 +27,7 @@ from kimi_pretrain.telemetry.flops import (
     step_flops,
     utilisation,
 )
-from kimi_pretrain.telemetry.line import Telemetry, record_of, share_of_largest
+from kimi_pretrain.telemetry.metrics import Telemetry, record_of, share_of_largest
 from kimi_pretrain.telemetry.phases import (
     PhaseClock,
     ProcessMeter,
@@ -36,7 +36,7 @@ from kimi_pretrain.telemetry.phases import (
     phase_of,
     seconds_of_phases,
 )
-from kimi_pretrain.vision_plan import VisionPlanner
+from kimi_pretrain.telemetry.run_dir import scalars
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder
 

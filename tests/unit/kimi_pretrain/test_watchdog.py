@@ -20,9 +20,8 @@ import pytest
 
 from data_pipeline.store.open import StoreError, open_store
 from data_pipeline.store.retry import Tries, longest_silence
-from kimi_pretrain import watchdog
-from kimi_pretrain.frames import ROOT, _ours, stack_of, waits, where
-from kimi_pretrain.last_words import (
+from kimi_pretrain.reliability import watchdog
+from kimi_pretrain.reliability.exit_report import (
     NO_PROGRESS,
     LastWord,
     error_file,
@@ -30,8 +29,9 @@ from kimi_pretrain.last_words import (
     forget_words,
     leave_word,
 )
-from kimi_pretrain.status import read_status
-from kimi_pretrain.watchdog import (
+from kimi_pretrain.reliability.stack_inspection import ROOT, _ours, stack_of, waits, where
+from kimi_pretrain.reliability.status import read_status
+from kimi_pretrain.reliability.watchdog import (
     SPEAKERS,
     WAIT_FOR_DATA,
     Halt,
@@ -42,8 +42,10 @@ from kimi_pretrain.watchdog import (
     speaks,
     suspects,
 )
-from launch import supervise
+from launch.local import supervise
 from tests.silent import KEYS, SilentServer
+
+WATCHDOG = "kimi_pretrain.reliability.watchdog"
 
 
 def halt(rank: int, phase: str = "4 backbone", step: int = 3, seconds: float = 20, **more):
@@ -137,9 +139,11 @@ def test_a_halt_ends_the_process_with_its_stacks_and_its_reason(tmp_path):
 
 
 def test_of_a_large_job_the_others_leave_later_and_say_where_they_stood(tmp_path, monkeypatch):
-    monkeypatch.setattr("kimi_pretrain.watchdog.GRACE_S", 0.6)
+    monkeypatch.setattr(f"{WATCHDOG}.GRACE_S", 0.6)
     read: list[int] = []
-    monkeypatch.setattr("kimi_pretrain.watchdog.read_halts", lambda *at: read.append(1) or {})
+    monkeypatch.setattr(
+        "kimi_pretrain.reliability.watchdog.read_halts", lambda *at: read.append(1) or {}
+    )
     began = time.monotonic()
 
     def work(dog: Watchdog) -> None:
@@ -157,9 +161,11 @@ def test_of_a_large_job_the_others_leave_later_and_say_where_they_stood(tmp_path
 
 
 def test_where_files_hang_a_rank_has_said_at_least_where_it_stood(tmp_path, monkeypatch):
-    monkeypatch.setattr("kimi_pretrain.watchdog.WRITING_S", 0.3)
+    monkeypatch.setattr(f"{WATCHDOG}.WRITING_S", 0.3)
     hang = threading.Event()
-    monkeypatch.setattr("kimi_pretrain.watchdog.read_halts", lambda *at: hang.wait(30) and {})
+    monkeypatch.setattr(
+        "kimi_pretrain.reliability.watchdog.read_halts", lambda *at: hang.wait(30) and {}
+    )
     done = watched(tmp_path, 0.4, lambda dog: until(lambda: not dog._thread.is_alive()))
     hang.set()
     assert done == [NO_PROGRESS]
@@ -190,7 +196,9 @@ def test_a_rank_that_goes_on_takes_its_word_back(tmp_path):
 def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path, monkeypatch):
     """As after `scontrol suspend`: the clock jumps, the ticks do not."""
     jumps = iter(range(0, 10**9, 1000))
-    monkeypatch.setattr("kimi_pretrain.watchdog.time.monotonic", lambda: float(next(jumps)))
+    monkeypatch.setattr(
+        "kimi_pretrain.reliability.watchdog.time.monotonic", lambda: float(next(jumps))
+    )
     ticks = []
 
     def work(dog: Watchdog) -> None:
@@ -257,7 +265,7 @@ BUSY = {
     "another package": [(f"{SITE}/numpy/lib/npyio.py", 1, "load"), OURS],
     "an import": [("<frozen importlib._bootstrap>", 1, "f"), OURS],
     "a sleep in a test": [(f"{ROOT}/tests/dist/planted.py", 1, "late"), OURS],
-    "writing metrics": [(f"{ROOT}/kimi_pretrain/run_folder.py", 1, "write"), OURS],
+    "writing metrics": [(f"{ROOT}/kimi_pretrain/telemetry/run_dir.py", 1, "write"), OURS],
     "a checkpoint's file": [(f"{ROOT}/kimi_pretrain/checkpoint/files.py", 1, "read"), OURS],
     "compiling": [(f"{SITE}/torch/_inductor/scheduler.py", 1, "fuse"), OURS],
 }
@@ -305,15 +313,15 @@ def test_of_ranks_that_all_wait_for_their_devices_the_earliest_is_named():
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_rank_knows_whether_it_computes_on_a_device(on_device, tmp_path, monkeypatch):
-    monkeypatch.setattr("kimi_pretrain.watchdog._on_device", lambda: on_device)
-    monkeypatch.setattr("kimi_pretrain.watchdog.stack_of", lambda frame: [OURS])
+    monkeypatch.setattr(f"{WATCHDOG}._on_device", lambda: on_device)
+    monkeypatch.setattr(f"{WATCHDOG}.stack_of", lambda frame: [OURS])
     dog = Watchdog(tmp_path, 0, 1, 60)
     assert dog._halt((0, 1, "4 backbone"), 1.0).waits is on_device
 
 
 def test_the_watchdog_loads_no_torch():
     code = (
-        "import sys, types, kimi_pretrain.watchdog as w\n"
+        "import sys, types, kimi_pretrain.reliability.watchdog as w\n"
         "assert 'torch' not in sys.modules and not w._on_device()\n"
         "torch = sys.modules['torch'] = types.ModuleType('torch')\n"
         "assert not w._on_device()\n"  # half loaded

@@ -8,8 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from launch.job import Job
-from launch.slurm import SlurmOptions, script
+from launch.local.job import Job
+from launch.slurm.script import SlurmOptions, script
 
 # What a rank does until it is told to stop, the first one at least half a minute.
 UNTIL_TOLD = "for try in {1..300}; do [ $RANK$told = 0 ] && sleep .1; done\n"

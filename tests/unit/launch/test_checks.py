@@ -6,10 +6,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from kimi_pretrain.checks import check_start
 from kimi_pretrain.config import load_config
-from launch import supervise
-from launch.cli import app
+from kimi_pretrain.reliability.preflight import check_start
+from launch.cli.main import app
+from launch.local import supervise
 from tests.dist.jobs import ROOT, SMALL, layout
 
 COMMANDS = {
@@ -97,7 +97,7 @@ def test_what_is_right_is_planned_as_the_run_will(root):
 def test_looking_loads_no_torch(root):
     code = f"""
 import sys
-from kimi_pretrain.checks import check_start
+from kimi_pretrain.reliability.preflight import check_start
 from kimi_pretrain.config import load_config
 check_start(load_config("tiny_cpu", {[*SMALL, f"data.root={root}"]}))
 print("torch" in sys.modules)

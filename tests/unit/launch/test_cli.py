@@ -7,8 +7,8 @@ from importlib.metadata import version
 import pytest
 from typer.testing import CliRunner
 
-from launch.cli import app
-from launch.errors import user_message
+from launch.cli.main import app
+from launch.local.errors import user_message
 
 runner = CliRunner()
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from data_pipeline.ingest.texts import at_most
 from data_pipeline.text import train_ranks
-from launch.cli import app
+from launch.cli.main import app
 from tests.unit.data_pipeline.media import encoded, noise
 
 runner = CliRunner()

@@ -15,12 +15,12 @@ from data_pipeline.store.open import AccessDenied, StoreUnavailable
 from data_pipeline.workers.workers import WorkerDied
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.dep.memory import TooMuchMemory
-from kimi_pretrain.guard import AnomalyError
-from kimi_pretrain.last_words import first_word, nobodys_mistake
-from kimi_pretrain.run_lock import FormerStart, RunLocked
-from launch import worker
-from launch.errors import exit_code, told_plainly, user_message
-from launch.job import Job
+from kimi_pretrain.reliability.anomaly_guard import AnomalyError
+from kimi_pretrain.reliability.exit_report import first_word, nobodys_mistake
+from kimi_pretrain.reliability.run_lock import FormerStart, RunLocked
+from launch.local import worker
+from launch.local.errors import exit_code, told_plainly, user_message
+from launch.local.job import Job
 
 
 def wrapped(inner: Exception, outer: type[Exception], *, hidden: bool) -> Exception:

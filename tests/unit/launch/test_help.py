@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from launch.cli import app
+from launch.cli.main import app
 
 
 def commands(group, path=()):

@@ -21,13 +21,13 @@ from data_pipeline.loader import Loader
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import load_config
-from kimi_pretrain.guard import Verdict, anomaly
-from kimi_pretrain.held_out import Example, read_examples, swap_images
-from launch.cli import app
+from kimi_pretrain.reliability.anomaly_guard import Verdict, anomaly
+from kimi_pretrain.tools.held_out import Example, read_examples, swap_images
+from launch.cli.main import app
+from launch.cli.show import show_rows
 from launch.pages import tokens
 from launch.pages.pictures import unpatchify
 from launch.pages.plots import shares
-from launch.show import show_rows
 from moonvit3d.geometry import PatchLimits
 from moonvit3d.preprocess import image_patches, video_patches
 from tests.unit.data_pipeline.media import noise
@@ -373,7 +373,7 @@ def test_a_page_of_rows_reads_documents_by_their_checksum(corpus, monkeypatch):
     expected = show_rows("tiny_cpu", given, 0, range(2))
     stores = []
     monkeypatch.setattr(
-        "launch.show.open_data", lambda data: stores.append(Unsteady(corpus)) or stores[0]
+        "launch.cli.show.open_data", lambda data: stores.append(Unsteady(corpus)) or stores[0]
     )
     assert show_rows("tiny_cpu", given, 0, range(2)) == expected
     assert max(stores[0].reads.values()) > 1

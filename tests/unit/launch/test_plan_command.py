@@ -12,8 +12,8 @@ from data_pipeline.index.manifest import read_index
 from data_pipeline.plan.planner import Planner
 from data_pipeline.store.open import FolderStore
 from kimi_pretrain.config import load_config
-from kimi_pretrain.vision_plan import VisionPlanner
-from launch.cli import app
+from kimi_pretrain.dep.planner import VisionPlanner
+from launch.cli.main import app
 from moonvit3d.memory import activation_bytes
 from moonvit3d.packing import chunks
 
@@ -228,7 +228,7 @@ def test_the_trillion_parameter_layout_is_planned_in_one_process(root):
 
 def test_planning_needs_neither_torch_nor_the_engine():
     code = (
-        "import sys, kimi_pretrain.planner\n"
+        "import sys, kimi_pretrain.tools.predict\n"
         "sys.exit(', '.join({'torch', 'megatron'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent.parent
 NOTE = """
 import signal, sys, time
-from launch.preempt import StopSignal
+from launch.local.signals import StopSignal
 stop = StopSignal().install()
 print("ready", flush=True)
 while stop.name is None:
@@ -85,7 +85,7 @@ def install(self):
     raise SystemExit(0)
 preempt.StopSignal.install = install
 import runpy
-runpy.run_module("launch.worker", run_name="__main__")
+runpy.run_module("launch.local.worker", run_name="__main__")
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch import progress
+from launch.cli import progress
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3600.0])

@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from launch.job import Job
-from launch.slurm import SlurmOptions, limit_seconds, script
+from launch.local.job import Job
+from launch.slurm.script import SlurmOptions, limit_seconds, script
 
 JOB = Job("/shared/runs/a/job.yaml", "/shared/runs/a", (), "latest")
 CLUSTER = SlurmOptions(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import Job
+from launch.local.job import Job
 from tests.unit.launch.slurm_stand_in import UNTIL_TOLD, Cluster
 
 
@@ -28,7 +28,7 @@ def test_every_task_becomes_a_rank(cluster):
     assert address == "n2"
     assert 20_000 + 12345 % 10_000 <= int(port) < 30_100
     argv = (cluster.folder / "argv").read_text().splitlines()
-    assert argv[:2] == ["-m", "launch.worker"]
+    assert argv[:2] == ["-m", "launch.local.worker"]
     assert Job.parse(argv[2]).resume == "latest"
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from launch import start
-from launch.cli import app
-from launch.errors import exit_code, user_message
-from launch.start import check_rendezvous
+from launch.cli.main import app
+from launch.local import start
+from launch.local.errors import exit_code, user_message
+from launch.local.start import check_rendezvous
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kimi_pretrain.checkpoint import place
+from kimi_pretrain.checkpoint import storage_read
 from kimi_pretrain.checkpoint.errors import CheckpointUnavailable
 from kimi_pretrain.config import load_config
-from launch import slurm_queue
-from launch.cli import app
-from launch.job import Job
-from launch.slurm_queue import JobState, Tail, parse_job, worst_exit_code
-from launch.submit import parse_seeds
+from launch.cli.main import app
+from launch.local.job import Job
+from launch.slurm import queue as slurm_queue
+from launch.slurm.queue import JobState, Tail, parse_job, worst_exit_code
+from launch.slurm.submit import parse_seeds
 
 CPU = ("--config", "tiny_cpu", "--gpus-per-node", "0", "--tasks-per-node", "2")
 
@@ -96,7 +96,7 @@ def test_a_stop_that_is_given_up_before_the_watchdog_comes_is_told(sbatch):
 
 def test_a_container_has_an_interpreter_of_its_own(sbatch):
     text = submit("--run-dir", str(sbatch / "run"), "--dry-run", "--container", "a.sqsh").output
-    assert "    python3 -m launch.worker" in text
+    assert "    python3 -m launch.local.worker" in text
 
 
 def test_an_array_has_a_folder_for_each_seed(sbatch):
@@ -167,17 +167,17 @@ def test_where_no_checkpoint_could_be_looked_for_the_job_begins_only_by_request(
     """On the nodes, then. What it finds there a later start finds, too."""
     looked: list[tuple[str, float]] = []
 
-    def away(uri: str, patience: float = place.PATIENCE_S) -> place.Place:
+    def away(uri: str, patience: float = storage_read.PATIENCE_S) -> storage_read.Place:
         looked.append((str(uri), patience))
         raise CheckpointUnavailable(f"{uri} does not answer")
 
-    monkeypatch.setattr(place, "open_place", away)
+    monkeypatch.setattr(storage_read, "open_place", away)
     new = ("--run-dir", str(sbatch / "rnu"), "checkpoint.place=s3://b/rnu", "--resume", "latest")
     for options in ((), ("--dry-run",), ("--seeds", "1-3", "--or-start")):
         text = submit(*new, *options, "--dry-run").stdout
         assert ('"or_start": true' in text) == ("--or-start" in options)
     assert looked == []
-    monkeypatch.setattr("launch.submit.check_reachable", lambda *_: None)
+    monkeypatch.setattr("launch.slurm.submit.check_reachable", lambda *_: None)
     told = submit(*new, "--seeds", "1-3", "--parsable", unchecked=False)
     assert told.stdout == "41\n"
     (line,) = told.stderr.splitlines()
@@ -284,7 +284,7 @@ def test_states_are_told_in_words():
 
 def test_help_is_instant():
     code = (
-        "import sys, launch.submit\n"
+        "import sys, launch.slurm.submit\n"
         "assert not {'torch', 'numpy', 'pydantic', 'boto3'} & set(sys.modules), 'heavy'"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

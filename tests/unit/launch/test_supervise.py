@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kimi_pretrain.last_words import LastWord, forget_words, leave_word
-from launch import supervise, torchrun
+from kimi_pretrain.reliability.exit_report import LastWord, forget_words, leave_word
+from launch.local import supervise, torchrun
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
@@ -184,7 +184,7 @@ folder = pathlib.Path(sys.argv[1])
 (folder / "begun").touch()
 time.sleep(0.5)
 sys.path.insert(0, ROOT)
-from launch.preempt import StopSignal
+from launch.local.signals import StopSignal
 stop = StopSignal().install()
 while stop.name is None:
     time.sleep(0.01)
@@ -231,8 +231,8 @@ while True:
 CANNOT_SAVE = """
 import pathlib, sys, time
 sys.path.insert(0, ROOT)
-from kimi_pretrain.last_words import LastWord, forget_word, leave_word
-from launch.preempt import StopSignal
+from kimi_pretrain.reliability.exit_report import LastWord, forget_word, leave_word
+from launch.local.signals import StopSignal
 stop = StopSignal().install()
 run_dir = pathlib.Path(sys.argv[1])
 time.sleep(0.3)  # a real one starts slower

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import parse_args
 
-from kimi_pretrain import meeting
-from launch.job import MEETING as NAME
-from launch.job import Job
-from launch.torchrun import SHUTDOWN_SECONDS, Nodes, command, environment, prepared, spread
+from kimi_pretrain.parallel import rendezvous
+from launch.local.job import MEETING as NAME
+from launch.local.job import Job
+from launch.local.torchrun import SHUTDOWN_SECONDS, Nodes, command, environment, prepared, spread
 
 JOB = Job("configs/tiny_cpu.yaml", "runs/a b", ("train.steps=3", "data.root=s3://x"), "latest")
 
@@ -51,7 +51,7 @@ def test_several_nodes_meet_where_they_are_told():
 def test_the_worker_gets_the_whole_job_as_its_only_argument():
     args = parsed(command(JOB, Nodes(2), HERE))
     assert args.module
-    assert args.training_script == "launch.worker"
+    assert args.training_script == "launch.local.worker"
     assert len(args.training_script_args) == 1
     assert Job.parse(args.training_script_args[0]) == JOB
     assert json.loads(args.training_script_args[0])["run_dir"] == "runs/a b"
@@ -74,7 +74,7 @@ def test_the_user_s_number_of_threads_stays():
 
 
 def test_the_folder_of_one_node_is_private_and_goes_again():
-    assert NAME == meeting.FOLDER
+    assert NAME == rendezvous.FOLDER
     before = os.umask(0)
     try:
         with prepared(JOB, Nodes(2)) as (line, env):

@@ -11,9 +11,11 @@ from kimi_pretrain.config import load_config
 from kimi_pretrain.verify.compare import TOLERANCES
 from kimi_pretrain.verify.faults import FAULTS
 from kimi_pretrain.verify.gradients import write_gradients
-from launch import verify, verify_jobs, verify_view
-from launch.cli import app
-from launch.verify_worker import VerifyJob
+from launch.cli import verify_dep as verify
+from launch.cli.main import app
+from launch.verify import dep_view as verify_view
+from launch.verify import jobs as verify_jobs
+from launch.verify.dep_worker import VerifyJob
 
 runner = CliRunner()
 BASE = ["verify", "dep", "--config", "tiny_cpu"]

@@ -10,10 +10,11 @@ from kimi_pretrain.config import ConfigError, load_config
 from kimi_pretrain.verify import resume_jobs
 from kimi_pretrain.verify.resume import Trace
 from kimi_pretrain.verify.resume_faults import RESUME_FAULTS
-from launch import verify_resume, verify_resume_view
-from launch.cli import app
-from launch.verify_resume_jobs import ResumeJobs, temporary_place
-from launch.verify_resume_worker import ResumeJob
+from launch.cli import verify_resume
+from launch.cli.main import app
+from launch.verify import resume_view as verify_resume_view
+from launch.verify.resume_jobs import ResumeJobs, temporary_place
+from launch.verify.resume_worker import ResumeJob
 
 CONFIG = load_config("tiny_cpu")
 GOOD = {

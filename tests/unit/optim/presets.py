@@ -3,8 +3,8 @@
 import torch
 
 from kimi_pretrain.config import Config, load_config
-from kimi_pretrain.model_shape import model_shape
 from kimi_pretrain.optim.groups import ModelShape
+from kimi_pretrain.optim.model_shape import model_shape
 from kimi_pretrain.optim.owners import TensorSize
 from moonvit3d.model import VisionEncoder
 

@@ -5,7 +5,10 @@ import itertools
 import pytest
 
 from kimi_pretrain.optim.config import OptimConfig
-from kimi_pretrain.optim.division import (
+from kimi_pretrain.optim.groups import ModelShape
+from kimi_pretrain.optim.newton_schulz import flops
+from kimi_pretrain.optim.owners import TensorSize
+from kimi_pretrain.tools.optimizer_division import (
     Division,
     ReplicaGroup,
     balance,
@@ -15,11 +18,8 @@ from kimi_pretrain.optim.division import (
     stage_groups,
     traffic,
 )
-from kimi_pretrain.optim.groups import ModelShape
-from kimi_pretrain.optim.newton_schulz import flops
-from kimi_pretrain.optim.owners import TensorSize
-from kimi_pretrain.optim.summary import advice, summarise, summary_lines
-from kimi_pretrain.optim.table import assignments, fold, runs, tab_separated
+from kimi_pretrain.tools.optimizer_summary import advice, summarise, summary_lines
+from kimi_pretrain.tools.optimizer_table import assignments, fold, runs, tab_separated
 from tests.unit.optim import presets
 
 SHAPE = ModelShape(

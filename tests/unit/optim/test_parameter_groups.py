@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.optim.config import GROUPS, GroupConfig, OptimConfig
-from kimi_pretrain.optim.distributed import DistributedMuonClip
 from kimi_pretrain.optim.groups import NamedTensor, rule_of
 from kimi_pretrain.optim.muon import PlainMuon
+from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.optim.recipes import Segment
 from kimi_pretrain.optim.schedule import learning_rate
 from tests.resume import assert_resumes_anywhere

@@ -8,8 +8,8 @@ from einops import rearrange
 from torch import Tensor
 
 from kimi_pretrain.optim.config import OptimConfig
-from kimi_pretrain.optim.distributed import DistributedMuonClip
 from kimi_pretrain.optim.groups import ModelShape, NamedTensor
+from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.optim.qk_clip import clip_, factors, table_of_maxima
 
 HEADS, NOPE, ROPE, VALUE, LATENT = 64, 128, 64, 128, 16

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kimi_pretrain.optim.groups import NamedTensor
-from kimi_pretrain.optim.members import Members
 from kimi_pretrain.optim.reduce import GradientReduction, buckets_of, cut_segments
+from kimi_pretrain.optim.replica_group import Members
 
 
 def tensors_of(slice_number: int) -> list[NamedTensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_pretrain.optim.newton_schulz import orthogonalise, update_scale
-from kimi_pretrain.optim.report import StepReport, UpdateFigures, together
+from kimi_pretrain.optim.step_stats import StepReport, UpdateFigures, together
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
+from kimi_pretrain.optim.broadcast import cut_rounds
 from kimi_pretrain.optim.groups import NamedTensor, Rule
-from kimi_pretrain.optim.send import cut_rounds
 
 
 @pytest.mark.parametrize("limits", [

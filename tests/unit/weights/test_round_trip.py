@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kimi_pretrain.checkpoint.place import open_checkpoint
+from kimi_pretrain.checkpoint.storage_read import open_checkpoint
 from kimi_pretrain.config import load_config
 from kimi_pretrain.weights import export, intake, shards
 from kimi_pretrain.weights.hf_config import SpecialIds, config_json, differences

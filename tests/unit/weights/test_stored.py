@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from kimi_pretrain.config import load_config
-from kimi_pretrain.history import latest_in
+from kimi_pretrain.reliability.run_history import latest_in
 from kimi_pretrain.weights import intake
 from kimi_pretrain.weights.fit import fitting
 from kimi_pretrain.weights.start import open_start

@@ -1,0 +1,100 @@
+"""Reads what several ranks hold alike once, and hands it on: a job's ranks do not crowd the store.
+
+Of the vision encoder each rank of a job holds a copy, of attention and shared experts each rank of
+a stage: thousands that open the same hundreds of files keep a file system, or an object store,
+busy for minutes. So each such tensor is read by one of its holders, in turns, and sent to the rest
+over the network that the gradients take, too.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
+
+from kimi_pretrain.parallel.errors import Outcome
+
+if TYPE_CHECKING:
+    from kimi_pretrain.engine.mesh import Mesh
+
+_THREADS = 4
+T = TypeVar("T")
+
+
+def my_turn(names: Iterable[str], copies: Mapping[str, str], mesh: "Mesh | None") -> list[str]:
+    """Return the tensors that this rank reads, sorted: what it alone holds, and its part of copies.
+
+    Args:
+        names: of what this rank holds.
+        copies: name -> group of ranks ("dense", "expert", "encoder") that hold identical copies;
+            the same on all ranks of the group. What is not in there each holder reads.
+        mesh: None: a process alone, which reads everything.
+    """
+    held = sorted(names)
+    if mesh is None:
+        return held
+    mine = [name for name in held if name not in copies]
+    for group, shared in _by_group(held, copies).items():
+        index, size = mesh.place_in(group)
+        mine += shared[index::size]
+    return sorted(mine)
+
+
+def read_together(
+    tensors: Mapping[str, Tensor],
+    copies: Mapping[str, str],
+    mesh: "Mesh | None",
+    read: Callable[[str], object],
+    order: Callable[[str], Any],
+) -> None:
+    """Fill tensors in place. Collective.
+
+    Args:
+        tensors: what this rank holds, by name.
+        copies, mesh: see `my_turn`.
+        read: fills the tensor of a name; called from several threads.
+        order: of names, in which they are read: neighbours in a file one after the other.
+
+    Raises:
+        CheckpointError, StoreError: a tensor could not be read, on any rank; the same on all.
+    """
+    mine = sorted(my_turn(tensors, copies, mesh), key=order)
+
+    def fill() -> None:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(read, mine):
+                pass
+
+    on_all(fill, mesh)
+    if mesh is not None:
+        for group, names in sorted(_by_group(sorted(tensors), copies).items()):
+            mesh.hand_on(group, [tensors[name] for name in names])
+
+
+def on_all(work: Callable[[], T], mesh: "Mesh | None") -> list[T]:
+    """Do this rank's part of something; returns what all ranks' (small) parts came to. Collective.
+
+    What fails on any rank is raised on all: the others would wait for it.
+
+    Raises:
+        Exception: of the first rank that failed.
+    """
+    if mesh is None:
+        return [work()]
+    mine = Outcome.of(work)
+    everyone: list[Any] = mesh.gather(mine.sendable())
+    everyone[mesh.rank] = mine
+    return [outcome.result() for outcome in everyone]
+
+
+def from_first(make: Callable[[], T], mesh: "Mesh | None") -> T:
+    """Return what rank 0 makes, on every rank; an error that it meets is raised on all."""
+    return make() if mesh is None else mesh.from_first(make)
+
+
+def _by_group(names: Iterable[str], copies: Mapping[str, str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        if name in copies:
+            groups.setdefault(copies[name], []).append(name)
+    return groups

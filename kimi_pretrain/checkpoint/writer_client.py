@@ -1,0 +1,173 @@
+"""A rank's side of its writer process: starts it, gives it jobs, takes its answers in."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kimi_pretrain.checkpoint.storage_read import Place
+
+_PATIENCE_S = 10.0
+_TICK_S = 0.5
+# Jobs that nobody waits for, but that are better done; a later run would do them as well.
+_REMOVALS = ("tidy", "retire", "remove_torn")
+_ROOT = Path(__file__).parent.parent.parent
+# Sent to all processes of a job when it has to end: the rank saves, and its writer must be there.
+_SHIELDED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+
+
+class Hand:
+    """One writer process and the job it has.
+
+    Args:
+        place: where it writes.
+        fds: the memory that it reads.
+
+    Attributes:
+        bytes_done: of the present job.
+        done: {"value": what the job answered}; None while it is under way.
+        failed: why it failed, in one line; None otherwise.
+        passing: whether a later run may do better: the place does not answer, or the process is
+            gone.
+        tidying: whether it removes what killed runs have left, beside its jobs; as far as `poll`
+            has heard.
+        told: warnings that have come in since they were last taken.
+    """
+
+    def __init__(self, place: Place, fds: Sequence[int]):
+        self._job, self._rest, self._does = 0, b"", ""
+        self.bytes_done = 0
+        self.done: dict[str, Any] | None = None
+        self.failed: str | None = None
+        self.passing = self.tidying = False
+        self.told: list[str] = []
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        given = [str(os.getpid()), place.uri, str(place.patience)]
+        command = [sys.executable, "-m", "kimi_pretrain.checkpoint.writer_process", *given]
+        # Blocked here, they are blocked in the child from its first moment.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=fds,
+                env={**os.environ, "PYTHONPATH": path},
+                bufsize=0,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there."""
+        return self._process.poll() is None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is under way."""
+        return bool(self._job) and self.done is None and self.failed is None
+
+    def send(self, do: str, **values: Any) -> None:
+        """Give the process a job, to do after the one before; only its answers count from now on.
+
+        If the process is gone, the job has failed.
+        """
+        self._job += 1
+        self._does, self.tidying = do, self.tidying or do == "tidy"
+        self.bytes_done, self.done, self.failed, self.passing = 0, None, None, False
+        line = json.dumps({"do": do, "id": self._job, **values}).encode() + b"\n"
+        try:
+            assert self._process.stdin is not None
+            while line:
+                line = line[self._process.stdin.write(line) :]
+        except BrokenPipeError:
+            self._gone()
+
+    def poll(self, seconds: float = 0.0) -> None:
+        """Take in what the process has answered; wait up to `seconds` for a job's end."""
+        self._listen(seconds, lambda: self.busy)
+
+    def _listen(self, seconds: float, wanted: Callable[[], bool]) -> None:
+        """Take in what there is, and for up to `seconds` what comes while more is `wanted`."""
+        assert self._process.stdout is not None
+        if self._process.stdout.closed:
+            return
+        fd, until = self._process.stdout.fileno(), time.monotonic() + seconds
+        # select.select takes no descriptor above 1023; rank 0 has thousands.
+        answers = select.poll()
+        answers.register(fd, select.POLLIN)
+        while answers.poll(1000 * max(0.0, until - time.monotonic()) if wanted() else 0):
+            data = os.read(fd, 1 << 20)
+            if not data:
+                self._gone()
+                return
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+
+    def close(
+        self, patience: float | None = None, alive: Callable[[], None] = lambda: None
+    ) -> None:
+        """End the process; files that are being written are lost. Once closed, it stays so.
+
+        Args:
+            patience: seconds that it may take to end what it is removing; None: a few.
+            alive: called while that is waited for.
+        """
+        if self._process.stdout is None or self._process.stdout.closed:
+            return
+        until = time.monotonic() + (_PATIENCE_S if patience is None else patience)
+        while self._removing and (left := until - time.monotonic()) > 0:
+            self._listen(min(_TICK_S, left), lambda: self._removing)
+            alive()
+        if self.busy:
+            self._process.kill()
+            self.failed = "the process that writes checkpoints was ended"
+        self.tidying = False
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        try:
+            self._process.wait(timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def _removing(self) -> bool:
+        return self._does in _REMOVALS if self.busy else self.tidying
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        if "told" in answer:
+            self.told.append(answer["told"])
+        elif "tidied" in answer:
+            self.tidying = False
+        elif answer["id"] != self._job:
+            return
+        elif "bytes" in answer:
+            self.bytes_done += answer["bytes"]
+        elif "failed" in answer:
+            self.failed, self.passing = answer["failed"], answer["passing"]
+            self.tidying = self.tidying and self._does != "tidy"
+        else:
+            self.done = {"value": answer["done"]}
+
+    def _gone(self) -> None:
+        self.tidying = False
+        if not self.busy:  # what it had to do is done
+            return
+        code = self._process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self.failed, self.passing = f"the process that writes checkpoints {how}", True

@@ -1,0 +1,133 @@
+"""Phase 0 for the encoder: from the plan of a step to who encodes which medium. Pure.
+
+The rows of a step say which replica needs an item, the layout which of its first-stage ranks, the
+cost model what encoding it takes; `dep.assign` spreads the items over the ranks.
+"""
+
+import threading
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.plan.planner import GlobalPlan
+from kimi_pretrain.config import Config
+from kimi_pretrain.dep.assign import choose_splits, place, round_robin
+from kimi_pretrain.dep.cost import CostModel
+from kimi_pretrain.dep.memory import GIB, check_memory, vision_bytes
+from kimi_pretrain.dep.places import Placement, Places
+from kimi_pretrain.dep.plan import Destinations, Ints, VisionPlan, shares_of, spans_of
+from kimi_pretrain.parallel.ranks import Ranks, scopes
+from kimi_pretrain.parallel.sequence import SequenceParts
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+def grids_of(plan: GlobalPlan) -> NDArray[np.int64]:
+    """Return the patch grids (frames, height, width) of a plan's items, int64 [items, 3]."""
+    items = plan.items
+    return np.stack([items.frames, items.grid_h, items.grid_w], axis=1).astype(np.int64)
+
+
+def cost_model(config: Config) -> CostModel:
+    """Return the configured cost model, or the one counted in FLOPs."""
+    given = config.dep.cost
+    if given is None:
+        return CostModel.from_flops(config.model.vision, config.dep.flops_per_second)
+    return CostModel(given.per_patch, given.per_patch_squared, given.per_item)
+
+
+class VisionPlanner:
+    """Plans the vision work of steps; remembers the last few, which loader and step both ask for.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.ranks = Ranks(config.layout, config.dep.ranks_per_node)
+        self.scopes = scopes(config)
+        self.order = np.concatenate(self.scopes)
+        self.costs = cost_model(config)
+        layout, rows = config.layout, config.train.rows_per_microbatch
+        self.parts = SequenceParts(rows * config.data.seq_len, layout.cp, layout.tp)
+        remembered = 2 + config.data.prefetch_steps
+        self._known: deque[tuple[GlobalPlan, VisionPlan]] = deque(maxlen=remembered)
+        self._lock = threading.Lock()  # the loader asks from a thread of its own
+
+    def plan(self, plan: GlobalPlan) -> VisionPlan:
+        """Assign the items of a global batch to ranks.
+
+        Raises:
+            TooMuchMemory: a rank's media would take more memory than `dep.memory_limit_gib`.
+        """
+        with self._lock:
+            for known, vision in self._known:
+                if known is plan:
+                    return vision
+        vision = self._plan(plan)
+        limit = self.config.dep.memory_limit_gib
+        if limit is not None:
+            check_memory(self.memory(plan, vision), int(limit * GIB), plan.step)
+        with self._lock:
+            self._known.append((plan, vision))
+        return vision
+
+    def memory(self, plan: GlobalPlan, vision: VisionPlan) -> NDArray[np.int64]:
+        """Return the memory that the step's media take on each rank, int64 [ranks], in bytes."""
+        size, config = ITEMSIZE[self.config.train.dtype], self.config
+        budget = config.dep.max_patches_per_chunk
+        return vision_bytes(vision, grids_of(plan), config.model.vision, size, budget)
+
+    def _plan(self, plan: GlobalPlan) -> VisionPlan:
+        where = self._destinations(plan)
+        patches = plan.items.patches.astype(np.int64)
+        tokens = plan.items.tokens.astype(np.int64)
+        costs, home = self.costs.seconds(patches), where.home
+        placement = self._placement(costs, home)
+        return VisionPlan(
+            rank=placement.rank,
+            parts=placement.parts,
+            home=home,
+            tokens=tokens,
+            patches=patches,
+            costs=costs,
+            split_efficiency=self.config.dep.split_efficiency,
+            order=self.order,
+            spans=spans_of(shares_of(placement.rank, placement.parts, tokens, self.order), where),
+        )
+
+    def _destinations(self, plan: GlobalPlan) -> Destinations:
+        rows_per_replica = plan.num_rows // self.config.layout.dp
+        replica, row = np.divmod(plan.items.row.astype(np.int64), rows_per_replica)
+        microbatch, row = np.divmod(row, self.config.train.rows_per_microbatch)
+        return Destinations(
+            microbatch=microbatch,
+            position=row * plan.seq_len + plan.items.start.astype(np.int64),
+            ranks=self.ranks.first_stage[replica],
+            holder=self.parts.holder,
+            offset=self.parts.offset,
+            granule=self.parts.granule,
+        )
+
+    def _placement(self, costs: NDArray[np.float64], home: Ints) -> Placement:
+        """Place the items of each scope by themselves, on its own ranks."""
+        dep = self.config.dep
+        alone = np.ones(len(home), np.int64)
+        if dep.placement == "colocated" or dep.assign == "owner":
+            return Placement(home, alone)
+        rank, parts = home.copy(), alone
+        for ranks in self.scopes:
+            items = np.flatnonzero(np.isin(home, ranks))
+            if dep.assign == "round_robin":
+                rank[items] = ranks[round_robin(costs[items], len(ranks))]
+                continue
+            near = Places(self.ranks.replica[ranks], self.ranks.node[ranks])
+            homes = np.searchsorted(ranks, home[items])
+            wanted = choose_splits(
+                costs[items], len(ranks), dep.max_split, dep.split_efficiency, near
+            )
+            found = place(costs[items], wanted, homes, near, dep.split_efficiency)
+            rank[items], parts[items] = ranks[found.rank], found.parts
+        return Placement(rank, parts)

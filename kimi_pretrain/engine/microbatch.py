@@ -1,0 +1,100 @@
+"""From a fetched step to the microbatches of this rank's replica, as far as this rank holds them.
+
+The plan says where everything is; a rank that reads no text (a middle stage) still builds segment
+borders and padding from it, because every stage attends inside documents.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_pipeline.loader import StepBatch
+from data_pipeline.plan.planner import GlobalPlan
+from kimi_pretrain.engine.attention import PackedRows
+from kimi_pretrain.engine.backbone import Microbatch
+from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.parallel.sequence import SequenceParts
+
+
+def replica_rows(plan: GlobalPlan, mesh: Mesh) -> range:
+    """Return the rows of a step that this rank's replica trains on: a contiguous run."""
+    rows = plan.num_rows // mesh.num_replicas
+    return range(mesh.replica * rows, (mesh.replica + 1) * rows)
+
+
+def build_microbatches(
+    batch: StepBatch,
+    mesh: Mesh,
+    per_microbatch: int,
+    skipped: np.ndarray,
+    restart_positions: bool = True,
+) -> list[Microbatch]:
+    """Return this rank's parts of its replica's microbatches, without vision leaves.
+
+    Args:
+        batch: rows fetched for this rank (`batch.rows` is None on middle stages).
+        per_microbatch: rows laid end to end in one microbatch.
+        skipped: samples of the plan (their numbers) whose loss does not count.
+        restart_positions: positions begin at 0 in every document, or in every row.
+    """
+    rows = replica_rows(batch.plan, mesh)
+    shared = SequenceParts(per_microbatch * batch.plan.seq_len, mesh.num_cp, mesh.num_tp)
+    starts = range(0, len(rows), per_microbatch)
+    return [
+        _microbatch(
+            batch, rows[start : start + per_microbatch], start, mesh, shared, skipped,
+            restart_positions,
+        )
+        for start in starts
+    ]  # fmt: skip
+
+
+def _microbatch(
+    batch: StepBatch,
+    rows: range,
+    first: int,
+    mesh: Mesh,
+    shared: SequenceParts,
+    skipped: np.ndarray,
+    restart_positions: bool,
+) -> Microbatch:
+    plan, device = batch.plan, mesh.device
+    borders, documents = segments(plan, rows)
+    padding = np.zeros(shared.tokens, dtype=np.bool_)
+    for start, end, document in zip(borders[:-1], borders[1:], documents, strict=True):
+        padding[start:end] = not document
+    positions = np.concatenate([plan.positions(row, restart_positions) for row in rows])
+    packed = PackedRows.of(
+        borders, documents, device, torch.from_numpy(positions), shared, mesh.cp_rank
+    )
+    microbatch = Microbatch(packed, _taken(padding, shared.positions(mesh.part), device))
+    if batch.rows is not None:
+        local = slice(first, first + len(rows))
+        loss_mask = batch.rows.loss_mask[local].copy()
+        for sample in skipped[np.isin(plan.samples.row[skipped], rows)]:
+            row, start = plan.samples.row[sample] - rows.start, plan.samples.start[sample]
+            loss_mask[row, start : start + plan.samples.length[sample]] = False
+        mine = shared.positions_cp(mesh.cp_rank)
+        microbatch.tokens = _taken(batch.rows.tokens[local], mine, device)
+        microbatch.labels = _taken(batch.rows.labels[local], mine, device)
+        microbatch.loss_mask = _taken(loss_mask, mine, device)
+    return microbatch
+
+
+def segments(plan: GlobalPlan, rows: range) -> tuple[list[int], list[bool]]:
+    """Return the segment borders of rows laid end to end, and which segments are documents."""
+    borders, documents = [0], []
+    for number, row in enumerate(rows):
+        first, end = np.searchsorted(plan.samples.row, [row, row + 1])
+        ends = number * plan.seq_len + np.cumsum(plan.samples.length[first:end])
+        borders += ends.tolist()
+        documents += [True] * len(ends)
+        if borders[-1] < (number + 1) * plan.seq_len:
+            borders.append((number + 1) * plan.seq_len)
+            documents.append(False)
+    return borders, documents
+
+
+def _taken(rows: np.ndarray, places: np.ndarray, device: torch.device) -> Tensor:
+    """Return the values at some places of rows laid end to end, [1, places]."""
+    return torch.from_numpy(rows.reshape(-1)[places])[None].to(device)

@@ -1,0 +1,56 @@
+"""Whole tensors where tensor-parallel ranks hold slices.
+
+The optimizer orthogonalises whole matrices and checkpoints hold them, so under tensor parallelism
+the whole tensors are what is initialised, updated, saved and loaded. Every rank keeps a copy of
+them, of the dense part only (experts are not cut), hands its own slice to the model before a step,
+and puts gradients together after it. All ranks of a stage that hold a copy of the slices then hold
+the same whole tensors, and share the optimizer's work on them.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kimi_pretrain.engine.param_names import View
+
+
+class WholeTensors:
+    """The whole tensors of the views that are slices.
+
+    Args:
+        views: of this rank; those without a shard are left alone.
+        group: the tensor-parallel ranks, in the order of their slices.
+    """
+
+    def __init__(self, views: Iterable[View], group: dist.ProcessGroup):
+        self.group = group
+        self._slices = {view.name: view for view in views if view.shard is not None}
+        self.data = {
+            name: torch.zeros(view.whole_shape, dtype=view.data.dtype, device=view.data.device)
+            for name, view in self._slices.items()
+        }
+        self.grads: dict[str, Tensor] = {}
+
+    def of(self, view: View) -> View:
+        """Return the view of the whole tensor that a view is a slice of, or the view itself."""
+        return View(view.name, self.data[view.name]) if view.name in self.data else view
+
+    @torch.no_grad()
+    def hand_out(self) -> None:
+        """Copy this rank's slices into the model, and forget the gradients of the last step."""
+        self.grads.clear()
+        for name, view in self._slices.items():
+            view.data.copy_(view.slice_of(self.data[name]))
+
+    def gather_grads(self) -> None:
+        """Put the ranks' gradients together; all of them call it, after a step's backward."""
+        for name, view in self._slices.items():
+            assert view.shard is not None
+            mine = view.of(view.param.main_grad).contiguous()  # type: ignore[attr-defined]
+            whole = mine.new_empty(view.shard.count * mine.shape[0], *mine.shape[1:])
+            dist.all_gather_into_tensor(whole, mine, group=self.group)
+            if view.shard.dim > 0:  # they lie one after the other along the first
+                whole = torch.cat(whole.chunk(view.shard.count), dim=view.shard.dim)
+            self.grads[name] = whole

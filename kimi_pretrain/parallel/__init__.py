@@ -1,0 +1,1 @@
+"""Ranks, sequence shards, shared errors, rendezvous: importing it starts nothing."""

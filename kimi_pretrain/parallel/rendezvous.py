@@ -1,0 +1,86 @@
+"""Where the ranks of a job meet, so that nobody else can come in.
+
+What torch's stores hold is unpickled (`broadcast_object_list`, torchrun's own rendezvous), and a
+TCPStore listens on every address of its machine: whoever reaches the port runs code as this user.
+
+- On one machine the ranks meet in a file, in a folder that nobody else can open. Who starts them
+  makes it and names it in `FOLDER`. gloo and NCCL then listen on the loopback interface alone.
+- One process needs nobody: its store is in its own memory.
+- On several machines rank 0 holds a TCPStore at the address that the others are told (MASTER_ADDR),
+  and at no other. None of this asks for a password: the network between them has to be trusted.
+"""
+
+import logging
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import (
+    FileStore,  # pyright: ignore[reportPrivateImportUsage]
+    HashStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+log = logging.getLogger(__name__)
+
+# Environment variable; who starts has it as `launch.local.job.MEETING`.
+FOLDER = "KIMI_PRETRAIN_MEETING"
+_LOOPBACK = "lo"
+_BACKLOG = 2048  # ranks may all come at once; as torch has it
+
+
+def meeting_store(world_size: int, timeout: timedelta) -> Store | None:
+    """Return the store of this start of the job, or None: torch finds that of its own launcher.
+
+    Args:
+        world_size: ranks of the job.
+        timeout: of what waits in the store.
+    """
+    folder = os.environ.get(FOLDER)
+    alone = world_size == 1 and "MASTER_ADDR" not in os.environ
+    if not (alone or folder):
+        return _store_at_address(world_size, timeout)
+    # gloo would listen at the address that the machine's name stands for.
+    os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
+    if alone or folder is None:
+        return HashStore()
+    # Each start has its own: in the one before stand the addresses of ranks that are gone.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = FileStore(str(Path(folder) / f"ranks_{start}"), world_size)
+    store.set_timeout(timeout)
+    return store
+
+
+def _store_at_address(world_size: int, timeout: timedelta) -> Store | None:
+    """Return a store that listens at MASTER_ADDR alone; None if torchrun's agent holds one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return None
+    first = os.environ["RANK"] == "0"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = _listener(address, port) if first else None
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        first,
+        timeout,
+        multi_tenant=True,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _listener(address: str, port: int) -> socket.socket | None:
+    """Return a socket that listens at this address; None for torch's own, which does at all."""
+    try:
+        own = socket.gethostbyname(address)
+        one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+        if own.startswith("127.") and not one_machine:
+            # A machine may know its own name so; the others will not find it there.
+            raise OSError(f"{own} is the loopback")
+        return socket.create_server((own, port), backlog=_BACKLOG)
+    except OSError as error:  # such as a container behind a port of its host
+        log.info("rank 0 listens on all addresses, not on %s alone: %s", address, error)
+        return None

@@ -1,0 +1,1 @@
+"""What keeps a long run alive: preflight checks, anomaly guard, watchdog, locks, history."""

@@ -1,0 +1,144 @@
+"""What is refused, or warned of, before a run becomes expensive.
+
+`check_start` is the one door for whoever starts processes, on this machine or another: it says all
+that the configuration and the indices decide. Nothing here loads torch.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.access import check_tokenizer, open_data, open_tokenizer
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.manifest import read_index
+from data_pipeline.plan.planner import GlobalPlan, Planner
+from data_pipeline.store.open import Store
+from data_pipeline.text import Tokenizer
+from kimi_pretrain.checkpoint.storage_read import open_place
+from kimi_pretrain.config import Config, ConfigError
+from kimi_pretrain.dep.planner import VisionPlanner
+from moonvit3d.geometry import grids
+
+log = logging.getLogger("kimi_pretrain.reliability.preflight")
+
+
+def check_start(config: Config, steps: int = 1, patience: float | None = None) -> list[GlobalPlan]:
+    """Find what a run could not start with, or not take its first steps with.
+
+    Reads the tokenizer, the indices and what lies at `checkpoint.place`, builds nothing and writes
+    nothing.
+
+    Args:
+        config: of the run.
+        steps: to plan, from the first; 0 for a run that goes on from a checkpoint.
+        patience: most seconds to wait for a store that does not answer; None: `data.patience`.
+
+    Returns:
+        the plans of those steps.
+
+    Raises:
+        ValueError: tokenizer, sources, shares, sizes, memory or the place are not as they must be.
+        IndexMismatch: a source is damaged, or was made with another tokenizer.
+        StoreError: `data.root` or the place cannot be read, or lacks something.
+    """
+    wait = config.data.patience if patience is None else min(patience, config.data.patience)
+    # Without its cache: that belongs to the run's own processes.
+    store = open_data(replace(config.data, cache=None, patience=wait))
+    _, indices = read_sources(config, store)
+    check_item_sizes(config, indices)
+    planner, vision = Planner(indices, config.data), VisionPlanner(config)
+    plans, state = list[GlobalPlan](), planner.state_dict()
+    for _ in range(steps):
+        plan, state = planner.plan(state)
+        vision.plan(plan)  # refuses what does not fit into memory
+        plans.append(plan)
+    if config.checkpoint.place is not None:
+        _check_place(config.checkpoint.place, wait)
+    return plans
+
+
+def read_sources(config: Config, store: Store) -> tuple[Tokenizer, list[SourceIndex]]:
+    """Read the tokenizer and the indices of all sources, and check that they belong together.
+
+    Raises:
+        ConfigError, IndexMismatch, StoreError: see `check_start`.
+    """
+    tokenizer = load_tokenizer(config, store)
+    indices = [read_index(store, name) for name in config.data.source_names]
+    for index in indices:
+        check_tokenizer(index, tokenizer)
+    return tokenizer, indices
+
+
+def _check_place(uri: str, patience: float) -> None:
+    """Refuse a place for checkpoints that cannot be listed, or a folder that cannot be written."""
+    place = open_place(uri, patience)
+    try:
+        place.steps()
+    finally:
+        place.close()
+    if place.folder is None:
+        return
+    folder = place.folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        what = "may not be written" if there.is_dir() else "is no folder"
+        raise ConfigError(f"checkpoint.place={uri}: {there} {what}; give another place")
+
+
+def check_item_sizes(config: Config, indices: Sequence[SourceIndex]) -> None:
+    """Refuse media that no chunk could hold, before anything expensive starts.
+
+    Raises:
+        ConfigError: names the source, the sample and both sizes.
+    """
+    budget = config.dep.max_patches_per_chunk
+    for index in indices:
+        shape = (index.item_frames, index.item_height, index.item_width)
+        sizes = grids(index.item_kind, *shape, config.data.limits).prod(axis=1)
+        if len(sizes) and sizes.max() > budget:
+            sample = int(np.searchsorted(index.item_ptr, sizes.argmax(), side="right")) - 1
+            raise ConfigError(
+                f"source {index.name!r}, sample {index.key_of(sample)!r}: a medium of "
+                f"{sizes.max()} patches is over dep.max_patches_per_chunk={budget}; raise it, or "
+                "lower data.limits so that media are shrunk"
+            )
+
+
+def data_is_here(config: Config) -> bool:
+    """Whether `data.root` is a folder of this machine, so that looking costs nothing."""
+    root = config.data.root
+    return ("://" not in root or root.startswith("file://")) and Path(
+        root.removeprefix("file://")
+    ).expanduser().is_dir()
+
+
+def check_node(config: Config) -> None:
+    """Warn where the plan takes machines to be larger or smaller than they are."""
+    here, per_node = os.environ.get("LOCAL_WORLD_SIZE"), config.dep.ranks_per_node
+    world = config.layout.world_size()
+    if here is not None and min(per_node, world) != int(here):
+        log.warning(
+            "dep.ranks_per_node=%d, but this machine runs %s of %d processes: items may be shared "
+            "across machines, which is slow; set it to %s",
+            per_node, here, world, here,
+        )  # fmt: skip
+
+
+def load_tokenizer(config: Config, store: Store) -> Tokenizer:
+    """Read the tokenizer named in the config from the store and check it against the model.
+
+    Raises:
+        ConfigError: its vocabulary is larger than the model's.
+    """
+    tokenizer = open_tokenizer(config.data, store)
+    if tokenizer.vocab_size > config.model.language.vocab_size:
+        raise ConfigError(
+            f"tokenizer {config.data.tokenizer} has {tokenizer.vocab_size} ids, "
+            f"model.language.vocab_size is {config.model.language.vocab_size}"
+        )
+    return tokenizer

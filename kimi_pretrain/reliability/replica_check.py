@@ -1,0 +1,131 @@
+"""Copies of tensors compared while training: one wrong bit on one rank trains on without any sign.
+
+In turn, one tensor of each kind of replica group (dense, expert, encoder): every rank hashes its
+copy before the step's update changes anything, tells the hash in the step's one gather, and all
+compare what the members of each group told. That costs reading one tensor of each kind.
+
+What is found is a copy that differs in a step in which its turn comes. With `optim.shard_state`
+each update writes what the owner holds over all copies: a difference lasts for one step, which
+trains with wrong gradients, and is found only if that step is the tensor's turn. What was wrong in
+the owner's state is then equal, and wrong, in all, and no comparison finds it. What no update
+writes over (frozen tensors, routing biases; without `shard_state` everything) stays different and
+is found when its turn comes. Under tensor parallelism the whole tensors are hashed, not the slices
+that each step takes from them. At the start all are compared (`Update.check_replicas`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kimi_pretrain.optim.groups import replicas_of
+from kimi_pretrain.optim.replica_group import Members
+
+if TYPE_CHECKING:
+    from kimi_pretrain.engine.mesh import Mesh
+
+_ROW = 1024  # numbers that are summed before they are weighted by their place
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_MOST_RANKS = 8  # that a message lists
+
+
+@dataclass(frozen=True)
+class CopyHash:
+    """What one rank tells of its copy of a tensor.
+
+    Attributes:
+        holders: the first of the ranks that hold a copy.
+    """
+
+    holders: int
+    name: str
+    hash: int
+
+
+class Replicas:
+    """Hashes the copies that this rank holds, in turn.
+
+    Args:
+        tensors: the model's that this rank holds, by checkpoint name, as views of its memory. To
+            make them anew in each step would cost more than the hashes.
+        mesh: where this rank stands.
+        every: steps from one comparison to the next; None: none is made.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], mesh: "Mesh", every: int | None):
+        self._every = every
+        self._kinds: list[tuple[int, list[tuple[str, Tensor]]]] = []
+        for kind, group in sorted(mesh.groups.items()) if every else ():
+            ranks = Members.of(group).ranks
+            held = [(name, tensors[name]) for name in sorted(tensors) if replicas_of(name) == kind]
+            if held and len(ranks) > 1:
+                self._kinds.append((min(ranks), held))
+
+    def tell(self, step: int) -> tuple[CopyHash, ...]:
+        """Return the hashes whose turn it is in a step, counted from 1. Waits for the device."""
+        if not self._kinds or not self._every or step % self._every:
+            return ()
+        turn = step // self._every
+        chosen = [(holders, *held[turn % len(held)]) for holders, held in self._kinds]
+        hashes = torch.stack([hash_bits(tensor) for _, _, tensor in chosen]).tolist()
+        return tuple(
+            CopyHash(holders, name, found)
+            for (holders, name, _), found in zip(chosen, hashes, strict=True)
+        )
+
+
+@torch.no_grad()
+def hash_bits(tensor: Tensor) -> Tensor:
+    """Return a hash of a tensor's bits that any single wrong bit changes; it reads them once.
+
+    Integer arithmetic modulo 2^64: the same on every device, in whatever order it is summed.
+
+    Returns:
+        0-d int64, on the tensor's device; nothing waits for it.
+    """
+    flat = tensor.detach().reshape(-1).contiguous()
+    if flat.nbytes % 8 == 0:  # several times faster; by shape and type alone, as on the other ranks
+        misplaced = flat.storage_offset() * flat.element_size() % 8
+        flat = (flat.clone() if misplaced else flat).view(torch.int64)
+    else:
+        flat = flat.view(_INTEGERS[flat.element_size()])
+    whole = len(flat) - len(flat) % _ROW
+    rows = flat[:whole].view(-1, _ROW).sum(1, dtype=torch.int64)
+    rest = flat[whole:].sum(dtype=torch.int64)
+    # Odd factors have an inverse: no wrong bit is lost.
+    odd = torch.arange(3, 2 * len(rows) + 3, 2, device=flat.device)
+    return (rows * odd).sum() + rest
+
+
+def check_copies(step: int, everyone: Sequence[tuple[CopyHash, ...]]) -> None:
+    """Make sure that the copies of which all ranks told are equal; all ranks come to the same.
+
+    Args:
+        step: in which they were hashed.
+        everyone: what `Replicas.tell` returned, of all ranks in their order.
+
+    Raises:
+        RuntimeError: names a tensor that differs, and the ranks.
+    """
+    found: dict[tuple[int, str], dict[int, list[int]]] = {}
+    for rank, told in enumerate(everyone):
+        for copy in told:
+            parties = found.setdefault((copy.holders, copy.name), {})
+            parties.setdefault(copy.hash, []).append(rank)
+    for (_, name), parties in sorted(found.items()):
+        if len(parties) > 1:
+            by_size = sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
+            told = ", another on ".join(_listed(ranks) for ranks in by_size)
+            raise RuntimeError(
+                f"step {step}: {name} is one on {told}: copies must be equal bit for bit; the "
+                "memory, the device or the network of the fewer is at fault as a rule: take their "
+                "machine out and go on from the last checkpoint (--resume latest)"
+            )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -1,0 +1,241 @@
+"""What a run has behind it, by its folder and place: a start must not lose it, nor mix two runs.
+
+run.json says where the checkpoints of a run lie, so that one which is gone on with from another
+working folder, or with another `checkpoint.place`, does not begin again beside them.
+"""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kimi_pretrain.checkpoint.errors import told_of
+from kimi_pretrain.checkpoint.manifest import MANIFEST, step_name
+from kimi_pretrain.checkpoint.storage_read import Place, open_place
+from kimi_pretrain.reliability.run_lock import RUN, Owner, claim, read_run, write_run
+from kimi_pretrain.reliability.status import read_status
+
+if TYPE_CHECKING:
+    from kimi_pretrain.config import Config
+
+METRICS = "metrics.jsonl"
+
+
+def place_of(config: "Config", run_dir: Path) -> Place:
+    """Return where the checkpoints of a run lie."""
+    return open_place(config.checkpoint.place or run_dir / "checkpoints")
+
+
+def where(place: Place) -> str:
+    """Return the name of a place that means the same from every working folder."""
+    return place.uri.rstrip("/") if place.folder is None else str(place.folder.resolve())
+
+
+def noted_place(run_dir: Path) -> str | None:
+    """Return where run.json says that the checkpoints are; None: it does not say.
+
+    A place inside the run folder is noted relative to it: it goes where the folder goes.
+    """
+    noted = (read_run(run_dir) or {}).get("place")
+    if noted is None or "://" in noted:
+        return noted
+    return str((run_dir / noted).resolve())
+
+
+def latest_in(uri: str | os.PathLike[str]) -> str:
+    """Return the newest complete checkpoint of a run's folder or place; any other URI as it is."""
+    text = os.fspath(uri).rstrip("/") or "/"
+    place = open_place(text)
+    if place.folder is not None and (place.folder / MANIFEST).is_file():
+        return text
+    for root in (text, *_places_of_run(place.folder)):
+        with told_of(root):
+            steps = open_place(root).steps()
+        if steps:
+            return f"{root}/{step_name(steps[-1])}"
+    return text
+
+
+def _places_of_run(folder: Path | None) -> list[str]:
+    """Where the run of this folder keeps its checkpoints, if it is one."""
+    if folder is None or not folder.is_dir():
+        return []
+    if (noted := noted_place(folder)) is not None:
+        return [noted]
+    places = [str(folder / "checkpoints")]
+    if (folder / "config.yaml").is_file():  # of an earlier version
+        from kimi_pretrain.config import load_config
+
+        if named := load_config(folder / "config.yaml").checkpoint.place:
+            places.append(named.rstrip("/"))
+    return places
+
+
+def note_place(run_dir: Path, place: Place) -> None:
+    """Write into run.json where the checkpoints are. Call it under the lock."""
+    name, folder = where(place), str(run_dir.resolve())
+    if name.startswith(f"{folder}/"):
+        name = os.path.relpath(name, folder)
+    values = read_run(run_dir) or {}
+    if values.get("place") != name:
+        write_run(run_dir, values | {"place": name})
+
+
+def has_lines(run_dir: Path) -> bool:
+    """Whether a run of this folder has done a step."""
+    file = run_dir / METRICS
+    return file.is_file() and file.stat().st_size > 0
+
+
+def check_fresh(run_dir: Path) -> None:
+    """Refuse to begin from scratch in the folder of an earlier run: it would mix the two.
+
+    Raises:
+        ValueError: says what can be done.
+    """
+    if any(run_dir.glob("checkpoints/step_*/manifest.json")) or (run_dir / METRICS).is_file():
+        raise ValueError(
+            f"{run_dir} holds an earlier run; go on with --resume latest, or choose another "
+            "--run-dir"
+        )
+
+
+def check_unused(place: Place) -> None:
+    """Refuse to begin from scratch at a place that holds checkpoints.
+
+    Raises:
+        ValueError: says what can be done.
+        CheckpointError: the place cannot be read.
+    """
+    with told_of(place.uri):
+        steps = place.steps()
+    if steps:
+        raise ValueError(
+            f"{where(place)} holds checkpoints, the newest of step {steps[-1]}; go on "
+            "with --resume latest, or choose another --run-dir and checkpoint.place"
+        )
+
+
+def check_place(run_dir: Path, place: Place) -> None:
+    """Refuse to look for a run's latest checkpoint elsewhere than where the run saved.
+
+    Raises:
+        ValueError: names both places.
+    """
+    noted, here = noted_place(run_dir), where(place)
+    if noted in (None, here) or _same_folder(noted, here):
+        return
+    saved = _saved(run_dir)
+    if saved is None and not has_lines(run_dir):
+        return  # nothing is lost
+    raise ValueError(
+        f"--resume latest: the run of {run_dir} saves to {noted} ({RUN}), but checkpoint.place is "
+        f"{here} now; set it as it was, or, to save there from now on, name what to go on from: "
+        f"--resume {saved or f'{noted}/step_...'}"
+    )
+
+
+def check_may_begin(run_dir: Path, place: Place, or_start: bool) -> None:
+    """Refuse to begin at step 0 where the latest checkpoint was asked for and there is none.
+
+    Args:
+        run_dir: of the run.
+        place: where no checkpoint was found.
+        or_start: begin where none was ever saved.
+
+    Raises:
+        ValueError: says where was looked, what the folder tells of the run, and what can be done.
+    """
+    looked = f"--resume latest: there is no checkpoint in {where(place)}"
+    if (saved := _saved(run_dir)) is not None:
+        raise ValueError(
+            f"{looked}, but {run_dir}/status.json names {saved}; set checkpoint.place as it was, "
+            f"or go on with --resume {saved}; where it is lost, begin in another --run-dir"
+        )
+    if or_start:
+        return
+    if has_lines(run_dir):
+        raise ValueError(
+            f"{looked}, but {run_dir}/{METRICS} holds steps; if checkpoint.place was another one, "
+            "set it as it was; if nothing was ever saved, --or-start begins again at step 0 (and "
+            "keeps these lines under another name)"
+        )
+    raise ValueError(
+        f"{looked}, and {run_dir} holds no run; is --run-dir right? To begin one there, add "
+        "--or-start"
+    )
+
+
+def check_latest(run_dir: Path, place: Place, or_start: bool) -> None:
+    """Refuse early, by one listing, what a start with "latest" would come to.
+
+    Raises:
+        ValueError, CheckpointError: as `check_place`, `check_may_begin`; the place cannot be read.
+    """
+    check_place(run_dir, place)
+    with told_of(place.uri):
+        empty = not place.folders()
+    if empty:
+        check_may_begin(run_dir, place, or_start)
+
+
+def claim_place(
+    place: Place, run_dir: Path, resume: str | os.PathLike[str] | None, restarted: bool
+) -> Owner:
+    """Make the place this run's, unless its folder tells of another place or run.
+
+    Called by rank 0, under the run folder's lock.
+
+    Args:
+        place: of checkpoints.
+        run_dir: of the run.
+        resume: what the user asked to go on from; see `kimi_pretrain.train.train`.
+        restarted: whether the job was started again after a fault.
+
+    Raises:
+        ValueError, CheckpointError: as the checks it makes.
+    """
+    fresh = resume is None and not restarted
+    if fresh:
+        check_fresh(run_dir)
+    elif resume in (None, "latest"):  # else the user says what to go on from, and saves here now
+        check_place(run_dir, place)
+    # Before it is claimed: where this start is refused, the place is still its run's to claim.
+    owner = claim(place, run_dir, partial(check_unused, place) if fresh else lambda: None)
+    note_place(run_dir, place)
+    return owner
+
+
+def check_way_back(place: Place, step: int) -> None:
+    """Refuse to leave checkpoints behind that nothing can rename, as in an object store.
+
+    In a folder they are kept under another name; in a store the new course would write its own
+    over them.
+
+    Raises:
+        ValueError: says what can be done.
+        CheckpointError: the place cannot be read.
+    """
+    if place.folder is not None:
+        return
+    with told_of(place.uri):
+        later = [found for found in place.steps() if found > step]
+    if later:
+        raise ValueError(
+            f"--resume from step {step}: {place.uri} holds later checkpoints of this run (steps "
+            f"{later[0]} to {later[-1]}), which the new course would write over; give it a "
+            "--run-dir and a checkpoint.place of its own, or remove them"
+        )
+
+
+def _saved(run_dir: Path) -> str | None:
+    status = read_status(run_dir)
+    return None if status is None else status.checkpoint
+
+
+def _same_folder(one: str | None, other: str) -> bool:
+    """Whether two names are of one folder, as on nodes that mount it twice."""
+    try:
+        return one is not None and os.path.samefile(one, other)
+    except OSError:  # one of them is not there, or a URI
+        return False

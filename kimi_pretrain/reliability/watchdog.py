@@ -1,0 +1,365 @@
+"""Ends a run that stands still, in a bounded time, and says who is to blame.
+
+A thread of each rank looks at how far the main thread is: the step, and the phase within it (the
+phases of `kimi_pretrain.step`, and what is around them: building, waiting for data, measuring,
+saving). After `train.timeout_seconds` without a new phase the run stands still. So a single phase
+may take no longer than that: on a GPU the first backbone phase, which compiles kernels, sets the
+bound. In order of time:
+
+    4/5 of it   the rank writes where it stands to logs/stalled_rank_N.json, for the others, and the
+                stacks of all its threads to logs/stacks_rank_N.txt
+    all of it   it leaves one line that names the guilty, by what the others wrote, exits with 75
+
+Of a large job only some ranks, spread over it, read what the others wrote: thousands that open
+thousands of files would take longer than anybody waits. Their end ends the job; should they all be
+gone, the others follow a little later (`GRACE_S`) and say where they stood themselves.
+
+Who is told to stop finishes the step and saves. Where that cannot be, because data is waited for
+and the store does not answer, the rank ends with 75, too: soon where a person asked (INT, TERM;
+`STORE_S`), later where a scheduler did (USR1; `SCHEDULERS_S`), which gives minutes so that no step
+is lost. Saves have the whole patience of the store.
+
+A rank that wrote nothing is stopped or dead, or works on while others wait for it. Of those that
+wrote, one that does not wait for other ranks (`kimi_pretrain.reliability.stack_inspection`) holds
+them up; else those that came to a halt in an earlier phase. Only time in which this process runs
+counts: a job that a scheduler suspends goes on afterwards, if that was no longer than what follows.
+
+For the case that nothing of this can run there are two clocks behind it, a little longer.
+Collectives have a timeout of their own (`backstop`). And C code that keeps Python's lock lets no
+thread run, the watching one included: that winds faulthandler's clock at every tick, a C thread,
+which writes all stacks and ends the process with 1 when nobody has for long (`held_after`). Under
+torchrun it writes to logs/held_rank_N.txt, in which `last_words.first_word` reads who that was;
+else to stderr.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from data_pipeline.store.retry import longest_silence
+from kimi_pretrain.reliability.exit_report import (
+    NO_PROGRESS,
+    LastWord,
+    held_file,
+    leave_word,
+    open_held,
+)
+from kimi_pretrain.reliability.stack_inspection import stack_of, waits, where
+from kimi_pretrain.reliability.status import mark_failed
+
+EARLY = 0.8  # of the time, after which a rank says where it stands
+WRITING_S = 10.0  # that writing may take before the process ends anyway: the disk may hang, too
+SPEAKERS = 16  # ranks that read what all wrote; the others leave GRACE_S later
+GRACE_S = 10.0
+STORE_S = 4.0  # that a store may be silent for a rank that is told to stop
+SCHEDULERS_S = 60.0  # the same where a scheduler says so, and steps may be lost
+WORKERS_S = 30.0  # at least, for a step that the loader's processes fetch: their store is not seen
+WAIT_FOR_DATA = "1 wait for data"
+_READERS = 32  # files at a time: on a shared file system each takes about a millisecond
+NAMED = 8  # ranks that a message lists
+
+
+def backstop(seconds: float) -> float:
+    """Return the timeout of collectives for a watchdog's of `seconds`."""
+    return seconds * 1.25 + GRACE_S + 15
+
+
+def held_after(seconds: float) -> float:
+    """Return after how long without a tick of the watching thread the process ends.
+
+    Longer than that thread waits for a disk, and than the watchdogs of ranks that can still speak.
+    """
+    return seconds + GRACE_S + WRITING_S / 2
+
+
+def speaks(rank: int, world_size: int) -> bool:
+    """Whether a rank looks for the guilty when the job stands still: of few all, of many some."""
+    return rank % -(-world_size // SPEAKERS) == 0
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Where a rank came to a halt.
+
+    Attributes:
+        rank: of the job.
+        step: that it is doing, counted from 1; 0 before the first.
+        phase: within the step.
+        seconds: without progress.
+        where: the line that its main thread is at, and the line of this project that led there.
+        waits: whether it is waiting for other ranks, or for its device.
+    """
+
+    rank: int
+    step: int
+    phase: str
+    seconds: float
+    where: str
+    waits: bool
+
+
+class Watchdog:
+    """Watches this rank; `start` it, tell it of every phase, `stop` it at the end.
+
+    Args:
+        run_dir: folder shared by all ranks.
+        rank, world_size: of this process.
+        seconds: without progress that are too many.
+        leave: ends the process with an exit code.
+        stop: why this rank was told to stop, with the signal's name; None as long as it was not.
+        workers: whether processes of the loader fetch the data.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        world_size: int,
+        seconds: float,
+        leave: Callable[[int], object] = os._exit,
+        stop: Callable[[], str | None] = lambda: None,
+        workers: bool = False,
+    ):
+        self.run_dir, self.rank, self.world_size, self.seconds = run_dir, rank, world_size, seconds
+        self._leave, self._speaks, self._stop = leave, speaks(rank, world_size), stop
+        self._workers = workers
+        self._step, self._place = 0, (0, 0, "start")  # moves so far, step, phase
+        self._main = threading.main_thread().ident
+        self._tick = min(1.0, seconds / 20)
+        self._end = threading.Event()
+        self._stacks = 2  # file descriptor for the stacks of a process that is held
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> "Watchdog":
+        """Begin to watch."""
+        halt_file(self.run_dir, self.rank).unlink(missing_ok=True)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # somebody reads it
+            with suppress(OSError):
+                self._stacks = open_held(self.run_dir, self.rank)
+        self._wind()
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._stacks != 2:
+            os.close(self._stacks)
+            self._stacks = 2
+            with suppress(OSError):
+                held_file(self.run_dir, self.rank).unlink(missing_ok=True)
+
+    def begin_step(self, step: int) -> None:
+        """Note that a step begins, counted from 1."""
+        self._step = step
+
+    def enter(self, phase: str) -> None:
+        """Note that a phase begins, or goes on: this is progress."""
+        # One assignment: the watching thread sees all of it or nothing.
+        self._place = (self._place[0] + 1, self._step, phase)
+
+    def progress(self, phase: str) -> Callable[[object], None]:
+        """Return what notes progress within a phase, whatever it is called with."""
+        return lambda _: self.enter(phase)
+
+    def _watch(self) -> None:
+        try:
+            self._look()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _wind(self) -> None:
+        seconds = held_after(self.seconds)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._stacks)
+
+    def _look(self) -> None:
+        seen, still, told, last = self._place, 0.0, False, time.monotonic()
+        asked = 0.0  # seconds since this rank was told to stop
+        while not self._end.wait(self._tick):
+            self._wind()
+            now, place = time.monotonic(), self._place
+            # A longer tick is time in which this process was stopped, or starved.
+            passed, last = min(now - last, 2 * self._tick), now
+            asked = asked + passed if self._stop() else 0.0
+            still = still + passed if place == seen else 0.0
+            if place != seen and told:
+                told = False
+                with suppress(OSError):
+                    halt_file(self.run_dir, self.rank).unlink(missing_ok=True)
+            seen = place
+            if asked and (why := self._unanswered(place, asked, still)):
+                _in_time(partial(self._say, why))
+                self._leave(NO_PROGRESS)
+                return
+            if still >= self.seconds + (0 if self._speaks else GRACE_S):
+                _in_time(partial(self._say_why, seen, still))
+                self._leave(NO_PROGRESS)
+                return
+            elif still >= EARLY * self.seconds and not told:
+                told = True
+                _in_time(partial(self._tell, seen, still))
+
+    def _tell(self, place: tuple[int, int, str], seconds: float) -> None:
+        """Write for the others where this rank stands, and its stacks for people."""
+        file = halt_file(self.run_dir, self.rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".partial")
+        unfinished.write_text(json.dumps(asdict(self._halt(place, seconds))) + "\n")
+        unfinished.replace(file)
+        with (file.parent / f"stacks_rank_{self.rank}.txt").open("w") as stacks:
+            print(f"rank {self.rank}, step {place[1]}, phase {place[2]!r}", file=stacks, flush=True)
+            faulthandler.dump_traceback(stacks, all_threads=True)
+
+    def _unanswered(self, place: tuple[int, int, str], asked: float, still: float) -> str | None:
+        """Say why this rank, told to stop so many seconds ago, cannot come to the end of its step.
+
+        Only where the main thread depends on the store: before the first step, or without data for
+        so long since it was told, in this very wait (`still`).
+        """
+        _, step, phase = place
+        if step and phase != WAIT_FOR_DATA:
+            return None
+        why = self._stop() or ""
+        patience = SCHEDULERS_S if step and signal.SIGUSR1.name in why else STORE_S
+        waited = min(asked, still) if step else asked
+        what, seconds = longest_silence()
+        if min(waited, seconds) >= patience:
+            silent = f"{what}: no answer for {seconds:.0f} s"
+        elif step and self._workers and waited >= max(patience, WORKERS_S):
+            silent = f"the data does not come for {waited:.0f} s"
+        else:
+            return None
+        return (
+            f"stopped ({why}) in {_at(step, phase)} without saving, because it cannot be "
+            f"finished: {silent}; --resume latest goes on from the last checkpoint, if there is one"
+        )
+
+    def _say(self, message: str) -> None:
+        leave_word(self.run_dir, self.rank, LastWord(message, NO_PROGRESS))
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        if self.rank == 0:
+            mark_failed(self.run_dir, message)
+
+    def _say_why(self, place: tuple[int, int, str], seconds: float) -> None:
+        mine = self._halt(place, seconds)
+        message = stands_still(mine)
+        leave_word(self.run_dir, self.rank, LastWord(message, NO_PROGRESS))
+        if self._speaks:  # which the file system may not let it do in time
+            halts = read_halts(self.run_dir, self.world_size)
+            message = describe(mine, halts, self.world_size)
+            leave_word(self.run_dir, self.rank, LastWord(message, NO_PROGRESS))
+        print(f"error: {message}", file=sys.stderr, flush=True)
+
+    def _halt(self, place: tuple[int, int, str], seconds: float) -> Halt:
+        # The frame of a running thread may go on while it is read; this is for people.
+        lines = stack_of(sys._current_frames().get(self._main or 0))
+        waiting = waits(lines, on_device=_on_device())
+        return Halt(self.rank, place[1], place[2], seconds, where(lines), waiting)
+
+
+def halt_file(run_dir: Path, rank: int) -> Path:
+    """Return where a rank writes that it stands still."""
+    return run_dir / "logs" / f"stalled_rank_{rank}.json"
+
+
+def read_halts(run_dir: Path, world_size: int) -> dict[int, Halt]:
+    """Return what the ranks wrote that stand still."""
+
+    def read(rank: int) -> Halt | None:
+        try:
+            return Halt(**json.loads(halt_file(run_dir, rank).read_text()))
+        except FileNotFoundError:
+            return None
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        halts = pool.map(read, range(world_size))
+        return {halt.rank: halt for halt in halts if halt is not None}
+
+
+def stands_still(mine: Halt) -> str:
+    """Return where this rank came to a halt, in one line."""
+    return (
+        f"no progress for {mine.seconds:.0f} s (train.timeout_seconds): rank {mine.rank} is in "
+        f"{_at(mine.step, mine.phase)}, at {mine.where}"
+    )
+
+
+def _at(step: int, phase: str) -> str:
+    return f"step {step}, phase {phase!r}" if step else f"phase {phase!r}"
+
+
+def describe(mine: Halt, halts: Mapping[int, Halt], world_size: int) -> str:
+    """Return the line that ends a run: where this rank waits, and for whom.
+
+    Args:
+        mine: of this rank.
+        halts: of the ranks that said where they stand, this one perhaps among them.
+        world_size: of the job.
+    """
+    told = stands_still(mine)
+    everyone = {**halts, mine.rank: mine}
+    if silent := [rank for rank in range(world_size) if rank not in everyone]:
+        return (
+            f"{told}; no word from {_named(silent)}: stopped, dead, cut off, or still working "
+            "while others wait"
+        )
+    guilty = suspects(list(everyone.values()))
+    if world_size == 1 or [halt.rank for halt in guilty] == [mine.rank]:
+        return f"{told}; it waits for no other rank" if not mine.waits else told
+    if not guilty:
+        return f"{told}; all {world_size} ranks wait in this phase: a network or a device hangs"
+    first = guilty[0]
+    return (
+        f"{told}; held up by {_named([halt.rank for halt in guilty])}, in step {first.step}, phase "
+        f"{first.phase!r}, at {first.where}"
+    )
+
+
+def suspects(halts: Sequence[Halt]) -> list[Halt]:
+    """Return the ranks that hold up the others, when all said where they stand; none if all are
+    alike.
+    """
+    if busy := [halt for halt in halts if not halt.waits]:
+        return busy
+    step = min(halt.step for halt in halts)
+    longest = max((halt for halt in halts if halt.step == step), key=lambda halt: halt.seconds)
+    place = (longest.step, longest.phase)
+    behind = [halt for halt in halts if (halt.step, halt.phase) == place]
+    return [] if len(behind) == len(halts) else behind
+
+
+def _on_device() -> bool:
+    """Whether this process computes on a CUDA device; torch is not loaded for the question."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # it may be loading just now
+    begun = getattr(cuda, "is_initialized", None)
+    return begun is not None and begun()
+
+
+def _named(ranks: Sequence[int]) -> str:
+    listed = ", ".join(str(rank) for rank in ranks[:NAMED])
+    more = f" and {len(ranks) - NAMED} others" if len(ranks) > NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
+
+
+def _in_time(work: Callable[[], None]) -> None:
+    """Do this, but wait no longer than WRITING_S; a disk that refuses keeps nobody."""
+
+    def try_it() -> None:
+        with suppress(OSError):
+            work()
+
+    thread = threading.Thread(target=try_it, daemon=True)
+    thread.start()
+    thread.join(WRITING_S)

@@ -1,0 +1,90 @@
+"""JSON-lines files with a line, or several, for a step, in the order of steps.
+
+After 100,000 steps of a large job metrics.jsonl has gigabytes, and a run is started again hundreds
+of times: what a start does with such a file must not grow with it.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from kimi_pretrain.telemetry.run_files import naming
+
+_BLOCK = 1 << 16
+
+
+def abandoned(file: Path) -> Path:
+    """Return where the lines are kept that are cut from a file."""
+    return file.with_suffix(f".abandoned{file.suffix}")
+
+
+def cut_after(file: Path, step: int) -> int | None:
+    """Move the lines that belong to later steps to `abandoned(file)`, and drop a torn last line.
+
+    Reads no more than these lines and one before them; the file is cut in one go, when they are on
+    the disk: a run that is killed just now leaves it as it was or as it shall be.
+
+    Returns:
+        the last step whose lines were moved; None: there were none.
+
+    Raises:
+        ValueError: a line is none of a step.
+    """
+    if not file.is_file():
+        return None
+    fd = os.open(file, os.O_RDWR)
+    try:
+        size, last = os.fstat(fd).st_size, None
+        whole = end = _after_newline(fd, size)
+        while end:
+            start = _after_newline(fd, end - 1)
+            found = _step_of(os.pread(fd, end - start, start), file, start)
+            if found <= step:
+                break
+            last = found if last is None else last
+            end = start if step > 0 else 0  # before the first step there is nothing to look for
+        if last is not None:
+            _append(fd, end, whole, abandoned(file))
+        if end != size:
+            os.ftruncate(fd, end)
+            os.fsync(fd)
+        return last
+    finally:
+        os.close(fd)
+
+
+def _append(fd: int, start: int, end: int, file: Path) -> None:
+    """Append a stretch of a file to another, durably; drops a torn line at that one's end."""
+    with naming(file):
+        out = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            size = os.fstat(out).st_size
+            if (at := _after_newline(out, size)) != size:
+                os.ftruncate(out, at)
+            while start < end:
+                block = os.pread(fd, min(_BLOCK, end - start), start)
+                done = os.pwrite(out, block, at)
+                start, at = start + done, at + done
+            os.fsync(out)
+        finally:
+            os.close(out)
+
+
+def _after_newline(fd: int, end: int) -> int:
+    """Return the place after the last newline before `end`; 0 if there is none."""
+    while end > 0:
+        begin = max(0, end - _BLOCK)
+        if at := os.pread(fd, end - begin, begin).rfind(b"\n") + 1:
+            return begin + at
+        end = begin
+    return 0
+
+
+def _step_of(line: bytes, file: Path, start: int) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{file}: the line that begins at byte {start} is not that of a step (want JSON with a "
+            "number under 'step'); repair or remove it, then resume"
+        ) from None

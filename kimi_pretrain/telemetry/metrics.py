@@ -1,0 +1,293 @@
+"""One line of metrics a step, from what the ranks tell of it.
+
+Each rank's `RankRecord` is gathered once a step; the rest is arithmetic and the same everywhere.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_pipeline.loader import LoaderStats
+from data_pipeline.plan.step_plan import GlobalPlan
+from kimi_pretrain.config import Config
+from kimi_pretrain.dep.assign import load_per_rank, max_over_mean, round_robin
+from kimi_pretrain.dep.memory import GIB
+from kimi_pretrain.dep.plan import VisionPlan
+from kimi_pretrain.dep.planner import grids_of
+from kimi_pretrain.optim.step_stats import UpdateFigures, together
+from kimi_pretrain.parallel.ranks import scopes
+from kimi_pretrain.telemetry.exposed import exposed
+from kimi_pretrain.telemetry.flops import Peak, peak_flops, step_flops, utilisation
+from kimi_pretrain.telemetry.phases import seconds_of_phases
+
+if TYPE_CHECKING:  # the step brings the engine along, which reading a line does not need
+    from kimi_pretrain.step import StepReport
+    from kimi_pretrain.update import UpdateReport
+
+ENCODING = ("2 vision forward", "6 vision backward")
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank tells of a step: small, for one gather.
+
+    Attributes:
+        spans, peak_bytes, exchange_bytes, kept_patches: as in `StepReport`.
+        first_stage: whether the rank takes in embeddings.
+        seconds: of the whole step, waiting for data included.
+        requests, bytes: of the store, since the run began.
+        update: of the tensors whose update this rank made.
+        save: "stall" -> seconds that training waited for a checkpoint since the last line;
+            "background" -> seconds that one took which has become complete since then.
+    """
+
+    spans: dict[str, tuple[float, float]]
+    peak_bytes: dict[str, int]
+    exchange_bytes: dict[str, int]
+    kept_patches: int
+    first_stage: bool
+    seconds: float
+    requests: int
+    bytes: int
+    update: UpdateFigures = field(default_factory=UpdateFigures)
+    save: Mapping[str, float] = field(default_factory=dict)
+
+
+def record_of(
+    report: "StepReport",
+    seconds: float,
+    stats: LoaderStats,
+    *,
+    first_stage: bool,
+    save: Mapping[str, float] | None = None,
+) -> RankRecord:
+    """Return what this rank tells the others of a step that took `seconds`."""
+    return RankRecord(
+        spans=dict(sorted(report.spans.items(), key=lambda span: span[1])),
+        peak_bytes=dict(report.peak_bytes),
+        exchange_bytes=dict(report.exchange_bytes),
+        kept_patches=report.kept_patches,
+        first_stage=first_stage,
+        seconds=seconds,
+        requests=stats.requests,
+        bytes=stats.bytes,
+        update=report.update.own,
+        save=dict(save or {}),
+    )
+
+
+class Telemetry:
+    """Makes the lines of a run: knows the model's FLOPs, the device's best and who shares media."""
+
+    def __init__(self, config: Config, peak: Peak):
+        self.config, self.peak = config, peak
+        self.scopes = scopes(config)
+
+    @classmethod
+    def on(cls, config: Config, device: torch.device) -> "Telemetry":
+        """Return one for ranks like this one; on a CPU its best speed is measured, in 0.1 s."""
+        dtype: torch.dtype = getattr(torch, config.train.dtype)
+        return cls(config, peak_flops(device, dtype, config.train.peak_tflops))
+
+    def line(
+        self, step: int, plan: GlobalPlan, report: "StepReport", everyone: Sequence[RankRecord]
+    ) -> dict[str, Any]:
+        """Return one line of metrics.jsonl; docs/METRICS.md explains each name.
+
+        Args:
+            step: that was done, counted from 1.
+            plan: of the step.
+            report: of this rank.
+            everyone: the records of all ranks.
+        """
+        seconds = max(record.seconds for record in everyone)
+        return {
+            "step": step,
+            "loss": report.loss,
+            "grad_norm": report.update.grad_norm,
+            "lr": report.update.lr,
+            "applied": report.update.applied,
+            "anomaly": report.update.verdict.kind,
+            "tokens": int(plan.num_rows * plan.seq_len),
+            "loss_tokens": report.loss_tokens,
+            "text_tokens": report.text_tokens,
+            "vision_tokens": report.vision_tokens,
+            "items": report.items,
+            "seconds": seconds,
+            "phase_seconds": _phase_seconds(everyone),
+            **self._exposed(report.items, seconds, everyone),
+            "imbalance": _imbalance(report.vision, everyone),
+            **_balance(report.vision, everyone),
+            "largest_tenth_of_items": share_of_largest(report.vision.patches, 0.1),
+            "split_items": int((report.vision.parts > 1).sum()),
+            "kept_patches": sum(record.kept_patches for record in everyone),
+            "exchange_bytes": _exchange(everyone),
+            **_memory(everyone),
+            **self._speed(plan, seconds, len(everyone)),
+            **_optimizer(report.update, everyone),
+            "store": {
+                "requests": sum(record.requests for record in everyone),
+                "bytes": sum(record.bytes for record in everyone),
+            },
+            "skipped_samples": len(report.skipped),
+            "checkpoint": _save(everyone),
+        }
+
+    def _exposed(
+        self, items: int, seconds: float, everyone: Sequence[RankRecord]
+    ) -> dict[str, Any]:
+        found = exposed([record.spans for record in everyone], self.scopes)
+        # The co-located encoder runs inside the backbone: nobody can tell its time from outside.
+        unknown = bool(items) and found.forward is None
+        total = None if unknown else sum(found.seconds.values())
+        return {
+            "exposed_encoder_seconds": total,
+            "exposed_encoder_share": None if total is None else total / seconds,
+            "exposed_encoder_parts": None if unknown else found.seconds,
+        }
+
+    def _speed(self, plan: GlobalPlan, seconds: float, world_size: int) -> dict[str, Any]:
+        config = self.config
+        useful = step_flops(
+            grids_of(plan), plan.samples.length.astype(np.int64), config.model, config.train.frozen
+        )
+        return {
+            "model_tflops": {"encoder": useful.encoder / 1e12, "backbone": useful.backbone / 1e12},
+            "model_tflops_per_gpu": useful.total / seconds / world_size / 1e12,
+            "mfu": utilisation(useful.total, seconds, world_size, self.peak),
+            "peak_tflops_per_gpu": self.peak.flops_per_second / 1e12,
+            "peak_source": self.peak.source,
+        }
+
+
+def _optimizer(update: "UpdateReport", everyone: Sequence[RankRecord]) -> dict[str, Any]:
+    """Return what the optimizer did: maxima of attention, and the figures of all ranks together.
+
+    A maximum is None where no document was seen.
+    """
+    model = together(record.update for record in everyone)
+    return {
+        "max_logit": _seen(update.max_logit),
+        "max_logits": [_seen(logit) for logit in update.max_logits.tolist()],
+        "clipped_heads": update.clipped_heads,
+        "update_rms": model.update_rms,
+        "newton_schulz_seconds": model.newton_schulz_seconds,
+        "orthogonality_error": model.orthogonality_error,
+        "skipped_steps": update.skipped_steps,
+    }
+
+
+def _seen(logit: float) -> float | None:
+    return None if logit == -math.inf else logit
+
+
+def share_of_largest(sizes: NDArray[np.int64], part: float) -> float | None:
+    """Return the share of all patches in the largest `part` of the items; None without items."""
+    if not len(sizes):
+        return None
+    largest = np.sort(sizes)[::-1][: max(1, round(part * len(sizes)))]
+    return float(largest.sum() / sizes.sum())
+
+
+def loads_per_rank(vision: VisionPlan) -> dict[str, dict[str, list[float]]]:
+    """Return what each rank encodes under three assignments, as patches and as predicted seconds.
+
+    "naive" encodes each item on the first stage that owns its row, as systems without DEP do;
+    "round_robin" deals items out by count; "dep" is what was done. Seconds are what DEP balances.
+    """
+    world, sizes = vision.num_ranks, vision.patches.astype(np.float64)
+    dealt = round_robin(sizes, world)
+
+    def loads(work: NDArray[np.float64], dep: NDArray[np.float64]) -> dict[str, list[float]]:
+        return {
+            "naive": load_per_rank(work, vision.home, world).tolist(),
+            "round_robin": load_per_rank(work, dealt, world).tolist(),
+            "dep": dep.tolist(),
+        }
+
+    return {
+        "patches_per_rank": loads(sizes, vision.patches_per_rank()),
+        "predicted_seconds_per_rank": loads(vision.costs, vision.predicted_seconds()),
+    }
+
+
+def _phase_seconds(everyone: Sequence[RankRecord]) -> dict[str, dict[str, float]]:
+    """Return for each phase the longest and the mean of the ranks that went through it."""
+    found: dict[str, list[float]] = {}
+    for record in everyone:
+        for phase, seconds in seconds_of_phases(record.spans).items():
+            found.setdefault(phase, []).append(seconds)
+    return {phase: {"max": max(s), "mean": float(np.mean(s))} for phase, s in found.items()}
+
+
+def _imbalance(vision: VisionPlan, everyone: Sequence[RankRecord]) -> dict[str, float | None]:
+    """Return the slowest encoding rank over the mean of all, as planned and as it was.
+
+    1.0 without media. What was measured holds the waiting of ranks that share an item; it is None
+    where the encoder runs inside the backbone.
+    """
+    phases = [seconds_of_phases(record.spans) for record in everyone]
+    measured = np.array([sum(one.get(name, 0.0) for name in ENCODING) for one in phases])
+    inside = len(vision.patches) > 0 and not measured.any()
+    return {
+        "predicted": max_over_mean(vision.predicted_seconds()),
+        "measured": None if inside else max_over_mean(measured),
+    }
+
+
+def _balance(vision: VisionPlan, everyone: Sequence[RankRecord]) -> dict[str, Any]:
+    loads = loads_per_rank(vision)
+    patches = loads["patches_per_rank"]
+    owners = [patches["naive"][rank] for rank, one in enumerate(everyone) if one.first_stage]
+    balance = {name: max_over_mean(np.array(load)) for name, load in patches.items()}
+    # Among the first stages alone: what is left of "naive" without the stages that would wait.
+    balance["naive_among_owners"] = max_over_mean(np.array(owners))
+    return {"balance": balance, **loads}
+
+
+def _memory(everyone: Sequence[RankRecord]) -> dict[str, Any]:
+    """Return the peak memory of each phase, and of the step; empty where it is not measured."""
+    phases = dict.fromkeys(phase for record in everyone for phase in record.peak_bytes)
+    by_phase = {
+        phase: _peak([record.peak_bytes.get(phase, 0) for record in everyone], everyone)
+        for phase in phases
+    }
+    worst = [max(record.peak_bytes.values(), default=0) for record in everyone]
+    return {"peak_gib": by_phase, "peak_gib_step": _peak(worst, everyone) if phases else {}}
+
+
+def _peak(peaks: Sequence[int], everyone: Sequence[RankRecord]) -> dict[str, Any]:
+    """Return the largest in GiB, whose it is, and the largest of the first stage's ranks."""
+    first = [peak for peak, record in zip(peaks, everyone, strict=True) if record.first_stage]
+    found = _largest([peak / GIB for peak in peaks])
+    return found | {"first_stage": max(first, default=0) / GIB}
+
+
+def _save(everyone: Sequence[RankRecord]) -> dict[str, float]:
+    """Return the slowest rank's seconds; empty where nothing was saved."""
+    found: dict[str, float] = {}
+    for record in everyone:
+        for what, seconds in record.save.items():
+            name = f"{what}_seconds"
+            found[name] = max(seconds, found.get(name, 0.0))
+    return found
+
+
+def _exchange(everyone: Sequence[RankRecord]) -> dict[str, dict[str, Any]]:
+    """Return the bytes that ranks sent to others, each way: the busiest rank's, and all."""
+    found: dict[str, dict[str, Any]] = {}
+    for way in ("over", "back"):
+        sent = [record.exchange_bytes.get(way, 0) for record in everyone]
+        found[way] = _largest(sent) | {"sum": sum(sent)}
+    return found
+
+
+def _largest(values: Sequence[float]) -> dict[str, Any]:
+    """Return the largest of the ranks' values, and whose it is: the first of equals."""
+    rank = int(np.argmax(values))
+    return {"max": values[rank], "rank": rank}

@@ -1,0 +1,170 @@
+"""Phase 8: what a run writes down of each step, from the one gather in which all ranks tell of it.
+
+Rank 0 writes; the others only send. metrics.jsonl has a line for every step, anomalies.jsonl one
+for each step that the guard objected to, quarantine.jsonl the samples that could not be used. What
+cannot be written between two saves is told, and ends nothing.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.loader import StepBatch
+from kimi_pretrain.checkpoint.saver import Progress
+from kimi_pretrain.config import Config
+from kimi_pretrain.reliability.anomaly_guard import Verdict, anomaly
+from kimi_pretrain.reliability.replica_check import CopyHash, check_copies
+from kimi_pretrain.reliability.status import Status, write_status
+from kimi_pretrain.telemetry.console import StepDisplay
+from kimi_pretrain.telemetry.metrics import RankRecord, Telemetry
+from kimi_pretrain.telemetry.run_dir import MetricsWriter, write_trace
+from kimi_pretrain.telemetry.run_files import Appended, best_effort
+
+if TYPE_CHECKING:  # these bring the engine along
+    from kimi_pretrain.engine.mesh import Mesh
+    from kimi_pretrain.step import StepReport
+
+log = logging.getLogger("kimi_pretrain.telemetry.recorder")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank tells of a step, small, for the one gather.
+
+    Attributes:
+        record: what it measured.
+        verdict: of its guard.
+        stop: why it was asked to stop; None if it was not.
+        save: how far its part of a save is.
+        unusable: samples of the plan that it could not use: (sample, item, reason).
+        copies: hashes of its copies of some tensors, before the update.
+    """
+
+    record: RankRecord
+    verdict: Verdict
+    stop: str | None = None
+    save: Progress | None = None
+    unusable: tuple[tuple[int, int | None, str], ...] = ()
+    copies: tuple[CopyHash, ...] = ()
+
+
+def check_alike(step: int, everyone: Sequence[Told]) -> None:
+    """Make sure that all ranks came to the same verdict, and that their copies are equal.
+
+    Raises:
+        RuntimeError: some would have updated, others not, or a tensor differs; names the ranks.
+    """
+    odd = [rank for rank, told in enumerate(everyone) if told.verdict != everyone[0].verdict]
+    if odd:
+        raise RuntimeError(
+            f"step {step}: rank 0 came to {everyone[0].verdict}, rank {odd[0]} to "
+            f"{everyone[odd[0]].verdict}: the sums of loss or gradient are not the same on all"
+        )
+    check_copies(step, [told.copies for told in everyone])
+
+
+def stop_asked(everyone: Iterable[Any]) -> str | None:
+    """Return why the run is to stop, of what each rank was asked; None if none was asked to."""
+    asked = ((rank, reason) for rank, reason in enumerate(everyone) if reason is not None)
+    return next((f"{reason} at rank {rank}" for rank, reason in asked), None)
+
+
+class Notes:
+    """Writes the files of a run, on rank 0; on the others it does nothing.
+
+    Args:
+        config: of the run.
+        run_dir: its folder.
+        mesh: where this rank stands.
+        first_step: steps that were done before; later ones of an earlier attempt are forgotten.
+        indices: of the sources, in the planner's order.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        mesh: "Mesh",
+        first_step: int,
+        indices: Sequence[SourceIndex],
+    ):
+        self.config, self.run_dir, self.indices = config, run_dir, indices
+        self.writes = mesh.rank == 0
+        if self.writes:
+            self.telemetry = Telemetry.on(config, mesh.device)
+            display = StepDisplay(first_step, config.train.steps, config.train.print_every)
+            self.metrics = MetricsWriter(run_dir, first_step, display)
+            self._anomalies = Appended(run_dir / "anomalies.jsonl")
+            self._quarantined = Appended(run_dir / "quarantine.jsonl")
+
+    def step(
+        self,
+        step: int,
+        batch: StepBatch,
+        report: "StepReport",
+        everyone: Sequence[Told],
+        state: dict[str, Any],
+    ) -> None:
+        """Write down a step.
+
+        Args:
+            step: counted from 1.
+            batch: of the step.
+            report: of this rank.
+            everyone: what all ranks told.
+            state: of the loader before the step.
+        """
+        if not self.writes:
+            return
+        records = [told.record for told in everyone]
+        self.metrics.write(self.telemetry.line(step, batch.plan, report, records))
+        if step == self.config.train.trace_step:
+            with best_effort():
+                write_trace(self.run_dir / "trace.json", records, self.telemetry.scopes)
+        verdict, loss, norm = report.update.verdict, report.loss, report.update.grad_norm
+        if verdict.kind is not None:
+            log.warning(
+                "step %d: %s (loss %g, gradient norm %g): %s",
+                step, verdict.kind, loss, norm, verdict.action,
+            )  # fmt: skip
+            line = anomaly(step, verdict, loss, norm, batch.plan, self.indices, state)
+            self._anomalies.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._quarantine(step, batch, everyone)
+
+    def _quarantine(self, step: int, batch: StepBatch, everyone: Sequence[Told]) -> None:
+        # Two stages that read the same row find the same fault.
+        found = {entry for told in everyone for entry in told.unusable}
+        for sample, item, reason in sorted(found, key=str):
+            index = self.indices[batch.plan.samples.source[sample]]
+            key = index.key_of(int(batch.plan.samples.index[sample]))
+            line = {"step": step, "source": index.name, "key": key, "item": item, "reason": reason}
+            self._quarantined.write(json.dumps(line).encode() + b"\n")
+
+    def status(
+        self,
+        state: Literal["running", "stopped", "finished"],
+        step: int,
+        checkpoint: str | None,
+        reason: str | None = None,
+    ) -> None:
+        """Write status.json.
+
+        Raises:
+            OSError: it cannot be written, and is not that of a run under way.
+        """
+        if self.writes:
+            status = Status(state, step, self.config.train.steps, reason, checkpoint)
+            with best_effort() if state == "running" and step else nullcontext():
+                write_status(self.run_dir, status)
+
+    def close(self) -> None:
+        """Close everything."""
+        if self.writes:
+            self.metrics.close()
+            self._anomalies.close()
+            self._quarantined.close()

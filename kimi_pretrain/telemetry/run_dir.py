@@ -1,0 +1,281 @@
+"""What a run leaves behind: resolved config, versions, git state, metrics, logs, a trace.
+
+Rank 0 writes everything but the logs, of which each rank has its own. No credential is ever
+written: the config holds none, and the environment is not recorded.
+"""
+
+import io
+import json
+import logging
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensorboard.compat.proto.event_pb2 import (
+    Event,  # pyright: ignore[reportAttributeAccessIssue]
+    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboard.compat.proto.summary_pb2 import (
+    Summary,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from kimi_pretrain.config import Config, dump_config
+from kimi_pretrain.dep.memory import GIB
+from kimi_pretrain.reliability.anomaly_guard import finite
+from kimi_pretrain.telemetry.console import StepDisplay
+from kimi_pretrain.telemetry.exposed import exposed
+from kimi_pretrain.telemetry.jsonl import abandoned, cut_after
+from kimi_pretrain.telemetry.metrics import RankRecord
+from kimi_pretrain.telemetry.phases import Span, phase_of
+from kimi_pretrain.telemetry.run_files import Appended, write_whole
+
+PACKAGES = (
+    "kimi-pretrain", "torch", "megatron-core", "numpy", "pillow", "av", "boto3", "tiktoken",
+    "transformer-engine",
+)  # fmt: skip
+
+log = logging.getLogger("kimi_pretrain.telemetry.run_dir")
+
+NOT_DRAWN = ("step", "rank", "mean")
+# Lists with a number for each layer; other lists (of ranks) are not drawn.
+BY_LAYER = ("max_logits",)
+
+
+def log_to(folder: Path, rank: int) -> logging.Logger:
+    """Send this process's log to `logs/rank_<rank>.log`; warnings also to the terminal."""
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    handler = _LogFile(logs / f"rank_{rank}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.INFO)
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    if rank == 0:
+        terminal = logging.StreamHandler()
+        terminal.setLevel(logging.WARNING)
+        root.addHandler(terminal)
+    return logging.getLogger("kimi_pretrain")
+
+
+def describe_environment(folder: Path, config: Config) -> None:
+    """Write config.yaml, versions.json, and git.json with diff.patch where there is a checkout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "config.yaml", dump_config(config))
+    versions = {name: _version(name) for name in PACKAGES}
+    versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
+    write_whole(folder / "versions.json", json.dumps(versions, indent=1) + "\n")
+    checkout = Path(__file__).parent.parent.parent
+    if (checkout / ".git").exists():
+        state, difference = git_state(checkout)
+        write_whole(folder / "git.json", json.dumps(state, indent=1) + "\n")
+        write_whole(folder / "diff.patch", difference)
+
+
+def git_state(checkout: Path) -> tuple[dict[str, Any], bytes]:
+    """Return what ran: its state, and how tracked files differ from the commit, as bytes.
+
+    The state is "clean" with neither such a difference nor untracked modules, which git leaves out
+    of it; where git does not say, as of another owner's checkout, "unknown" says why and commit
+    and "clean" are null.
+    """
+    try:
+        commit = _git(checkout, "rev-parse", "HEAD").decode().strip()
+        difference = _git(checkout, "diff", "--no-ext-diff", "--no-textconv", "HEAD")
+        untracked = _git(
+            checkout, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.py", "*.so"
+        )
+    except (OSError, subprocess.CalledProcessError) as error:  # the run does not need it
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+        why = " ".join(os.fsdecode(said).split())
+        log.warning("git does not say which code runs: %s", why)
+        return {"commit": None, "clean": None, "unknown": why}, b""
+    modules = sorted(name.decode(errors="replace") for name in untracked.split(b"\0") if name)
+    clean = not difference and not modules
+    return {"commit": commit, "clean": clean, "untracked": modules}, difference
+
+
+class MetricsWriter:
+    """Appends one line a step to metrics.jsonl, the same numbers to TensorBoard.
+
+    Every line is written at once: a killed run keeps all steps it finished. A disk that is full is
+    told and ends nothing (`Appended`). Steps that an earlier start did after the checkpoint are
+    done again: their lines go to metrics.abandoned.jsonl, those of the other files likewise.
+
+    Args:
+        folder: of the run.
+        first_step: steps that were done before.
+        display: shows each step to who watches; None shows nothing.
+    """
+
+    def __init__(self, folder: Path, first_step: int, display: StepDisplay | None = None):
+        for name in ("metrics.jsonl", "quarantine.jsonl", "anomalies.jsonl"):
+            last = cut_after(folder / name, first_step)
+            if last is not None:
+                kept = abandoned(folder / name).name
+                log.warning(
+                    "%s goes on after step %d; lines of later steps, up to %d, are in %s now",
+                    name, first_step, last, kept,
+                )  # fmt: skip
+        self._lines = Appended(folder / "metrics.jsonl")
+        self._board = _Board(folder / "tensorboard", first_step + 1)
+        self._display = display
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Record one step; `line` holds at least "step", "loss" and "tokens".
+
+        A number that is not finite becomes null, which every reader of JSON understands.
+        """
+        if self._display is not None:
+            self._display.step(line)
+        line = finite(line)
+        self._lines.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._board.write(line["step"], scalars(line))
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        if self._display is not None:
+            self._display.close()
+        self._lines.close()
+        self._board.close()
+
+
+class _Board:
+    """The curves of TensorBoard. Its own writer ends at the first error, in a thread of its own.
+
+    Args:
+        folder: where TensorBoard looks.
+        first: step from which on an earlier run's curves are forgotten.
+    """
+
+    def __init__(self, folder: Path, first: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        # As TensorBoard names them: it reads the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._events = Appended(folder / name)
+        self._add(Event(step=first, file_version="brain.Event:2"))
+        self._add(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add a point to each curve."""
+        values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
+        self._add(Event(step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._events.close()
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._events.write(record.getvalue())
+
+
+class _LogFile(logging.FileHandler):
+    """A log whose disk may be full for a while: said once, without a traceback for every line."""
+
+    def __init__(self, file: Path):
+        super().__init__(file)
+        self._told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Take an error met while `record` was written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            print(f"{self.baseFilename}: {error.strerror}; some lines are lost", file=sys.stderr)
+
+
+def scalars(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return what TensorBoard draws of a line: tag -> number.
+
+    What is inside goes under "outside/inside". Of the ranks' numbers only the largest is drawn,
+    under the plain name; whose it is, the mean, the loads of all ranks and what was not measured
+    are in metrics.jsonl alone. A list by layer becomes one curve a layer.
+    """
+    found: dict[str, float] = {}
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            for inner, number in scalars(value).items():
+                found[name if inner == "max" else f"{name}/{inner}"] = number
+        elif name in BY_LAYER:
+            layers = {f"{name}/layer_{layer:02d}": number for layer, number in enumerate(value)}
+            found |= {tag: number for tag, number in layers.items() if number is not None}
+        elif isinstance(value, int | float) and name not in NOT_DRAWN:
+            found[name] = value
+    return found
+
+
+def write_trace(
+    file: Path, everyone: Sequence[RankRecord], scopes: Iterable[NDArray[np.int64]] = ()
+) -> None:
+    """Write one step's phases of all ranks as a Chrome trace (chrome://tracing, Perfetto).
+
+    Every rank is a process; "exposed encoder" is one more, with the stretches of the step that are
+    the encoder's alone. The peak memory of a phase is among its arguments.
+
+    Args:
+        everyone: the records of all ranks, in their order.
+        scopes: the ranks that share their media, as for `exposed`.
+    """
+    found = exposed([record.spans for record in everyone], scopes)
+    stretches = {"forward": found.forward, "backward": found.backward}
+    rows = [_phase_events(rank, record) for rank, record in enumerate(everyone)]
+    rows += [
+        [_event(len(everyone), f"exposed encoder, {name}", span, "exposed")]
+        for name, span in stretches.items()
+        if span is not None
+    ]
+    events = [event for row in rows for event in row]
+    begin = min(event["ts"] for event in events)
+    for event in events:
+        event["ts"] -= begin
+    names = [f"rank {rank}" for rank in range(len(everyone))] + ["exposed encoder"]
+    events += [
+        {"name": "process_name", "ph": "M", "pid": number, "args": {"name": name}}
+        for number, name in enumerate(names)
+    ]
+    write_whole(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def _phase_events(rank: int, record: RankRecord) -> list[dict[str, Any]]:
+    events = []
+    for name, span in record.spans.items():
+        phase = phase_of(name)
+        event = _event(rank, phase, span, "phase")
+        if (peak := record.peak_bytes.get(phase)) is not None:
+            event["args"] = {"peak GiB": peak / GIB, "first stage": record.first_stage}
+        events.append(event)
+    return events
+
+
+def _event(row: int, name: str, span: Span, category: str) -> dict[str, Any]:
+    start, end = span
+    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+    return {"name": name, "cat": category, "ph": "X", "pid": row, "tid": 0, **times}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(checkout: Path, *arguments: str) -> bytes:
+    command = ["git", "-C", str(checkout), *arguments]
+    return subprocess.run(command, capture_output=True, check=True).stdout

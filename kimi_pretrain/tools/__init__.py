@@ -1,0 +1,1 @@
+"""What is run beside training: predictions, calibration, dry runs, evaluation, plots, reports."""

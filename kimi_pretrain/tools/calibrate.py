@@ -1,0 +1,181 @@
+"""What encoding costs on this machine: the encoder of a config timed, and `dep.cost` fitted to it.
+
+A cost model is part of the configuration: every rank reads the same three numbers and so computes
+the same plan. It is measured once, on one device of the kind the run will have, and pasted in.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kimi_pretrain.config import Config
+from kimi_pretrain.dep.fit import Fit, Floats, fit, flops_shape, forward_share
+from kimi_pretrain.dep.measure import EncoderRun, Measured, Progress, loads_of, measure
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted cost model, and what it rests on.
+
+    Attributes:
+        fit: the model and its errors, in the order of `measured.timings`.
+        measured: seconds of every load.
+        device, dtype, threads: what was measured; threads of the CPU, None on an accelerator.
+        flops_per_second: the rate at which the default, cost by FLOPs, comes closest.
+        by_flops: seconds that the default then predicts, float64 [timings].
+    """
+
+    fit: Fit
+    measured: Measured
+    device: str
+    dtype: str
+    threads: int | None
+    flops_per_second: float
+    by_flops: Floats
+
+    @property
+    def forward_share(self) -> float:
+        """Median share of the forward in a step's work."""
+        return forward_share(self.measured.timings)
+
+    @property
+    def flops_errors(self) -> Floats:
+        """What the default predicts over what was measured, minus 1, float64 [timings]."""
+        return self.by_flops / np.array([each.total for each in self.measured.timings]) - 1
+
+
+def calibrate(
+    config: Config,
+    max_seconds: float,
+    progress: Progress = lambda share, what: None,
+    device: torch.device | None = None,
+) -> Calibration:
+    """Time the config's encoder on one device and fit the cost model to it.
+
+    Args:
+        config: gives the encoder, its type, what of it is frozen, and the sizes there can be.
+        max_seconds: bound on the timing; loads that would go over it are left out.
+        progress: told the share done and what is being timed.
+        device: the first GPU, or the CPU where there is none.
+
+    Raises:
+        ValueError: too few loads fit into the time, or into the limits of the config.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    limits, vision, train = config.data.limits, config.model.vision, config.train
+    budget = config.dep.max_patches_per_chunk
+    loads = loads_of(limits.image, limits.frame, limits.side, budget)
+    with _threads(train.threads):
+        progress(0.0, "building the encoder")
+        run = EncoderRun(vision, getattr(torch, train.dtype), device, train.frozen)
+        found = measure(loads, run, vision, max_seconds, progress=progress, filled=run.filled)
+        threads = torch.get_num_threads() if device.type == "cpu" else None
+    fitted = _fit(found)
+    rate, by_flops = flops_shape(found.timings, vision)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return Calibration(fitted, found, name, train.dtype, threads, rate, by_flops)
+
+
+def _fit(found: Measured) -> Fit:
+    try:
+        return fit(found.timings)
+    except ValueError as error:
+        if not found.left_out:
+            raise
+        load, reason = found.left_out[0]
+        raise ValueError(
+            f"{error}; {len(found.left_out)} were left out, as the first {load.name}: {reason}"
+        ) from None
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Compute with so many threads of the CPU, as the training will."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def yaml_block(result: Calibration) -> str:
+    """Return the cost model as lines for a config file."""
+    cost = asdict(result.fit.cost)
+    lines = [f"    {name}: {value!r}" for name, value in cost.items()]
+    return "\n".join(["dep:", "  cost:", *lines])
+
+
+def lines(result: Calibration) -> Iterator[str]:
+    """Yield the result as text, for the terminal."""
+    threads = f", {result.threads} threads" if result.threads else ""
+    yield (
+        f"{result.device}{threads}, {result.dtype}: {len(result.measured.timings)} loads, medians "
+        f"of {result.measured.repeats}, {result.measured.seconds:.0f} s"
+    )
+    yield "                          items   patches     measured  forward       fit   by FLOPs"
+    predictions = zip(result.fit.predicted, result.by_flops, strict=True)
+    for timing, (fitted, by_flops) in zip(result.measured.timings, predictions, strict=True):
+        load, seconds = timing.load, timing.total
+        yield (
+            f"{load.name:24s} {len(load.grids):6d} {load.patches:9,d} {seconds * 1e3:9.2f} ms "
+            f"{timing.forward / seconds:7.0%} {fitted / seconds:9.2f} {by_flops / seconds:10.2f}"
+        )
+    for load, reason in result.measured.left_out:
+        yield f"{load.name:24s} {len(load.grids):6d} {load.patches:9,d}  left out: {reason}"
+    flops = np.abs(result.flops_errors)
+    yield "fit and by FLOPs: predicted over measured"
+    yield (
+        f"error of the fit: median {result.fit.median_error:.1%}, worst "
+        f"{result.fit.worst_error:.1%}; starting a chunk costs {result.fit.per_chunk * 1e3:.3g} ms "
+        "more, whatever is in it"
+    )
+    yield (
+        f"error by FLOPs at their best rate, dep.flops_per_second={result.flops_per_second:.3g}: "
+        f"median {np.median(flops):.1%}, worst {flops.max():.1%}"
+    )
+    yield f"share of the forward: {result.forward_share:.0%}"
+    if result.measured.repeats < 3:
+        yield f"medians of {result.measured.repeats} are rough: raise --max-seconds"
+
+
+def as_json(result: Calibration) -> dict[str, Any]:
+    """Return the result as plain values; errors are relative, predicted over measured minus 1."""
+    rows = zip(result.measured.timings, result.fit.predicted, result.by_flops, strict=True)
+    return {
+        "cost": asdict(result.fit.cost),
+        "per_chunk": result.fit.per_chunk,
+        "median_error": result.fit.median_error,
+        "worst_error": result.fit.worst_error,
+        "forward_share": result.forward_share,
+        "by_flops": {
+            "flops_per_second": result.flops_per_second,
+            "median_error": float(np.median(np.abs(result.flops_errors))),
+            "worst_error": float(np.abs(result.flops_errors).max()),
+        },
+        "device": result.device,
+        "dtype": result.dtype,
+        "threads": result.threads,
+        "repeats": result.measured.repeats,
+        "seconds": result.measured.seconds,
+        "sizes": [
+            {
+                "name": timing.load.name,
+                "items": len(timing.load.grids),
+                "patches": timing.load.patches,
+                "forward": timing.forward,
+                "total": timing.total,
+                "fit": float(fitted),
+                "by_flops": float(by_flops),
+            }
+            for timing, fitted, by_flops in rows
+        ],
+        "left_out": [
+            {"name": load.name, "patches": load.patches, "reason": reason}
+            for load, reason in result.measured.left_out
+        ],
+    }

@@ -1,0 +1,216 @@
+"""Builds a configuration on the meta device, one rank of each pipeline stage, and counts.
+
+Needs no GPU, no memory and no data: a fake process group stands for the whole job. What Megatron-
+Core would refuse, it refuses here too. The optimizer's work is divided among all ranks of the job,
+as the job itself would (`optim.owners`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from kimi_pretrain.config import Config
+from kimi_pretrain.engine import mesh as engine_mesh
+from kimi_pretrain.engine.model_builder import DTYPES, build_chunks, engine_config
+from kimi_pretrain.engine.param_names import View, layers_of, views
+from kimi_pretrain.optim.groups import replicas_of
+from kimi_pretrain.optim.model_shape import model_shape
+from kimi_pretrain.optim.owners import TensorSize
+from kimi_pretrain.tools.optimizer_division import Division, ReplicaGroup, divide, stage_groups
+from kimi_pretrain.tools.optimizer_summary import OptimizerSummary, summarise, summary_lines
+from kimi_pretrain.tools.optimizer_table import assignments, runs, tab_separated
+from moonvit3d.model import VisionEncoder
+
+
+@dataclass(frozen=True)
+class StageCount:
+    """Parameters of one pipeline stage.
+
+    Attributes:
+        layers: decoder layers of the stage, global numbers from 0.
+        per_rank: parameters that one rank of the stage computes with (its share of the experts and,
+            under tensor parallelism, of the widths).
+        total: parameters of the stage, all experts counted.
+        activated: parameters that one token passes through.
+        routing_biases: entries of the aux-loss-free biases; they are no parameters.
+    """
+
+    stage: int
+    layers: tuple[int, ...]
+    per_rank: int
+    total: int
+    activated: int
+    routing_biases: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a configuration amounts to.
+
+    Attributes:
+        optimizer: who owns what, in figures.
+        division: the same, tensor by tensor.
+    """
+
+    stages: tuple[StageCount, ...]
+    language_model: int
+    language_model_activated: int
+    routing_biases: int
+    vision_tower: int
+    projector: int
+    optimizer: OptimizerSummary
+    division: Division
+
+
+def dry_run(config: Config) -> DryRun:
+    """Build every stage on the meta device and return the counts.
+
+    Raises:
+        ValueError: a process group is already initialised in this process, or a parameter that no
+            rule of the optimizer covers.
+    """
+    if dist.is_initialized():
+        raise ValueError("a dry run needs a process of its own: a process group is initialised")
+    built = [_build_stage(config, stage) for stage in range(config.layout.pp)]
+    stages = tuple(count for count, _ in built)
+    with torch.device("meta"):
+        encoder = VisionEncoder(config.model.vision)
+    groups = [_encoder_group(config, encoder), *(group for _, some in built for group in some)]
+    world_size = config.layout.world_size()
+    division = divide(groups, world_size, model_shape(config), config.optim)
+    return DryRun(
+        stages=stages,
+        language_model=sum(stage.total for stage in stages),
+        language_model_activated=sum(stage.activated for stage in stages),
+        routing_biases=sum(stage.routing_biases for stage in stages),
+        vision_tower=_count(encoder.vision_tower),
+        projector=_count(encoder.mm_projector),
+        optimizer=summarise(division, [stage.layers for stage in stages]),
+        division=division,
+    )
+
+
+def lines(result: DryRun) -> Iterator[str]:
+    """Yield the result as text, for the terminal."""
+    yield "stage  layers        parameters on a rank      of the stage         activated"
+    for stage in result.stages:
+        yield (
+            f"{stage.stage:5d}  {runs(stage.layers):12s} {stage.per_rank:20,d} {stage.total:17,d} "
+            f"{stage.activated:17,d}"
+        )
+    yield f"language model    {result.language_model:,} parameters"
+    yield f"  activated       {result.language_model_activated:,}"
+    yield f"  routing biases  {result.routing_biases:,} entries (not parameters)"
+    yield f"vision tower      {result.vision_tower:,}"
+    yield f"projector         {result.projector:,}"
+    yield from summary_lines(result.optimizer)
+
+
+def table_lines(result: DryRun) -> Iterator[str]:
+    """Yield what happens to every tensor, a line each, columns between tabs."""
+    yield from tab_separated(assignments(result.division))
+
+
+def as_json(result: DryRun) -> dict[str, Any]:
+    """Return the result as plain values, without the tensors one by one."""
+    plain = {name: value for name, value in vars(result).items() if name != "division"}
+    return plain | {
+        "stages": [asdict(stage) for stage in result.stages],
+        "optimizer": result.optimizer.as_json(),
+    }
+
+
+def _build_stage(config: Config, stage: int) -> tuple[StageCount, list[ReplicaGroup]]:
+    """Build the first rank of a stage; return counts, and what all ranks of the stage hold."""
+    layout = config.layout
+    per_stage = layout.world_size() // layout.pp
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=stage * per_stage, world_size=layout.world_size()
+    )
+    try:
+        mesh = engine_mesh.build(layout, torch.device("cpu"))
+        with torch.device("meta"):
+            chunks = build_chunks(config, engine_config(config))
+        held = [
+            view
+            for chunk in chunks
+            for view in views(chunk, first_expert=0, buffers=True, num_tp=layout.tp)
+        ]
+        layers = sorted(layer for chunk in chunks for layer in layers_of(chunk))
+        groups = _groups_of_stage(config, stage, held)
+        _check_places(groups, mesh)
+        return _count_stage(config, stage, layers, held), groups
+    finally:
+        engine_mesh.stop()
+
+
+def _count_stage(
+    config: Config, stage: int, layers: Sequence[int], held: Sequence[View]
+) -> StageCount:
+    language, ep = config.model.language, config.layout.ep
+    dense = routed = biases = per_rank = 0
+    for view in held:
+        size = math.prod(view.whole_shape)
+        if _is_routing_bias(view):
+            biases += size
+            continue
+        per_rank += view.data.numel()
+        if replicas_of(view.name) == "expert":
+            routed += size
+        else:
+            dense += size
+    per_token = routed * ep * language.experts_per_token // language.num_experts
+    return StageCount(
+        stage=stage,
+        layers=tuple(layers),
+        per_rank=per_rank,
+        total=dense + routed * ep,
+        activated=dense + per_token,
+        routing_biases=biases,
+    )
+
+
+def _groups_of_stage(config: Config, stage: int, held: Sequence[View]) -> list[ReplicaGroup]:
+    """Return who holds copies of what in a stage, as `update.named_tensors` does on each rank."""
+    layout = config.layout
+    tensors: dict[str, list[TensorSize]] = {"dense": [], "expert": []}
+    for view in held:
+        if not _is_routing_bias(view) and "language_model" not in config.train.frozen:
+            size = TensorSize(view.name, view.whole_shape, view.data.dtype.itemsize)
+            tensors[replicas_of(view.name)].append(size)
+    per_stage = layout.world_size() // layout.pp
+    return list(stage_groups(stage, per_stage, layout.ep, tensors))
+
+
+def _encoder_group(config: Config, encoder: VisionEncoder) -> ReplicaGroup:
+    """Return the encoder's tensors that are trained; all ranks hold them."""
+    frozen = {"vision_tower": "vision_tower.", "projector": "mm_projector."}
+    prefixes = tuple(prefix for part, prefix in frozen.items() if part in config.train.frozen)
+    itemsize = DTYPES[config.train.dtype].itemsize
+    trained = [
+        TensorSize(name, tuple(param.shape), itemsize)
+        for name, param in encoder.named_parameters()
+        if not name.startswith(prefixes)
+    ]
+    return ReplicaGroup("encoder", tuple(range(config.layout.world_size())), tuple(trained))
+
+
+def _check_places(groups: Sequence[ReplicaGroup], mesh: engine_mesh.Mesh) -> None:
+    """The groups of this rank are Megatron-Core's own, in their order."""
+    for group in groups:
+        if mesh.rank in group.ranks:
+            found = tuple(dist.get_process_group_ranks(mesh.groups[group.replicas]))
+            assert found == group.ranks, (group.replicas, found, group.ranks)
+
+
+def _is_routing_bias(view: View) -> bool:
+    return view.name.endswith("e_score_correction_bias")
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())

@@ -1,0 +1,288 @@
+"""`kimi-pretrain checkpoint ...`: look at checkpoints, and bring weights in and out."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from data_pipeline.store.addresses import check_local
+from launch.cli.options import ConfigOption, JsonOption, Overrides
+from launch.local.errors import told_plainly
+
+if TYPE_CHECKING:
+    from kimi_pretrain.weights.hf_config import SpecialIds
+
+checkpoint = typer.Typer(
+    help="Look at checkpoints, and bring weights in and out.", no_args_is_help=True
+)
+
+CheckpointArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="CKPT",
+        help="Folder or s3:// URI of a checkpoint; of a run or its checkpoints: the latest.",
+    ),
+]
+
+
+@checkpoint.command()
+def inspect(
+    uri: CheckpointArgument,
+    tensors: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="List tensors, '*' for anything, with their norms."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a checkpoint, or a Hugging Face folder, holds.
+
+    Only the manifest and the headers of files are read, so that it takes no
+    longer for a large model. With --tensors the tensors that match are read, one
+    at a time.
+
+    \b
+    kimi-pretrain checkpoint inspect runs/demo
+    kimi-pretrain checkpoint inspect s3://bucket/run/step_00001000 --json
+    kimi-pretrain checkpoint inspect runs/demo --tensors '*.layers.0.self_attn.*'
+    """
+    with told_plainly():
+        from kimi_pretrain.reliability.run_history import latest_in
+        from kimi_pretrain.weights.report import figures, report
+        from kimi_pretrain.weights.stored import open_stored
+        from launch.cli import checkpoint_view as view
+
+        stored = open_stored(latest_in(uri))
+        found = report(stored)
+        if tensors is not None:
+            found["listed"] = list(view.print_figures(figures(stored, tensors), quiet=as_json))
+        elif not as_json:
+            view.print_report(found)
+        if as_json:
+            typer.echo(json.dumps(found))
+
+
+@checkpoint.command()
+def verify(uri: CheckpointArgument, as_json: JsonOption = False) -> None:
+    """Read every file of a checkpoint and compare it with the manifest's SHA-256.
+
+    The manifest itself is compared with the SHA-256 at its end.
+
+    Exit code 0: every file is as it was written, 1: some are not, 2: there is no
+    checkpoint.
+
+    \b
+    kimi-pretrain checkpoint verify runs/demo/checkpoints/step_00000220
+    kimi-pretrain checkpoint verify s3://bucket/run --json
+    """
+    with told_plainly():
+        from kimi_pretrain.checkpoint.storage_read import open_checkpoint
+        from kimi_pretrain.reliability.run_history import latest_in
+        from kimi_pretrain.weights.stored import stored_checkpoint
+        from launch.cli.checkpoint_view import plain_bytes
+        from launch.cli.progress import byte_bar
+
+        found = open_checkpoint(latest_in(uri))
+        problems, files, tensors = found.manifest_problems(), {}, 0
+        if not problems:
+            files = found.files
+            with byte_bar("verify", sum(files.values())) as advance:
+                problems = found.verify(progress=advance)
+        if not problems:
+            tensors = len(stored_checkpoint(found).headers)
+        total = sum(files.values())
+        if as_json:
+            told = {"uri": found.uri, "passed": not problems, "problems": problems}
+            typer.echo(json.dumps(told | {"files": len(files), "bytes": total}))
+        else:
+            for problem in problems:
+                typer.echo(f"damaged: {problem}")
+            size = f"{len(files)} files, {plain_bytes(total)}"
+            told = f"{len(problems)} of " if problems else f"{tensors} tensors in "
+            typer.echo(f"{'FAIL' if problems else 'PASS'}: {found.uri}: {told}{size}")
+        raise typer.Exit(1 if problems else 0)
+
+
+@checkpoint.command()
+def diff(
+    a: CheckpointArgument,
+    b: CheckpointArgument,
+    weights_only: Annotated[
+        bool, typer.Option("--weights", help="Leave the optimizer and the run's state out.")
+    ] = False,
+    most: Annotated[int, typer.Option(min=1, help="Tensors to show.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two checkpoints (or Hugging Face folders) tensor by tensor, and the run's state.
+
+    Of each tensor that differs: how many numbers, the largest difference, that
+    over the largest number in A, and the first number that differs. Exit code 0:
+    the same bit for bit, 1: not, 2: could not be compared.
+
+    \b
+    kimi-pretrain checkpoint diff runs/a runs/b
+    kimi-pretrain checkpoint diff runs/a/checkpoints/step_00000110 runs/a \\
+        --weights --most 5
+    kimi-pretrain checkpoint diff exported/ moonlight/ --weights
+    """
+    with told_plainly():
+        from kimi_pretrain.reliability.run_history import latest_in
+        from kimi_pretrain.weights.compare import compare, state_difference
+        from kimi_pretrain.weights.stored import open_stored
+        from launch.cli import checkpoint_view as view
+        from launch.cli.progress import item_bar
+
+        left, right = (open_stored(latest_in(uri)) for uri in (a, b))
+        with item_bar("diff") as progress:
+            found = list(compare(left, right, weights_only=weights_only, progress=progress))
+        state = None if weights_only else state_difference(left, right)
+        same = not found and state is None
+        if as_json:
+            differences = [view.as_plain(one) for one in found]
+            typer.echo(json.dumps({"same": same, "state": state, "tensors": differences}))
+        else:
+            view.print_differences(found, state, left, right, most)
+        raise typer.Exit(0 if same else 1)
+
+
+@checkpoint.command()
+def export(
+    uri: CheckpointArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
+    kind: Annotated[
+        str, typer.Option("--as", help="kimi_k25, or deepseek_v3: the language model alone.")
+    ],
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16 or float32; as trained unless given."),
+    ] = None,
+    int4: Annotated[
+        bool, typer.Option("--int4", help="Routed experts as INT4, as Kimi K2.5 is released.")
+    ] = False,
+    shard_gib: Annotated[float, typer.Option(min=1e-6, help="Largest file, in GiB.")] = 5.0,
+    max_positions: Annotated[
+        int | None,
+        typer.Option(min=1, help="For config.json; else YaRN's, or the rows' length in training."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Rank file: copied along, and its special ids go into config.json."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the weights as a Hugging Face folder: safetensors, index and config.json.
+
+    Names are those of DeepSeek-V3 and Kimi K2, with --as kimi_k25 those of Kimi
+    K2.5. Where float32 is asked of a run in bfloat16, the optimizer's master
+    copies are written. One tensor at a time is in memory.
+
+    \b
+    kimi-pretrain checkpoint export runs/demo exported/ --as deepseek_v3
+    kimi-pretrain checkpoint export s3://bucket/run k25/ --as kimi_k25 --int4 \\
+        --tokenizer kimi.tiktoken
+    """
+    with told_plainly():
+        from kimi_pretrain.weights.export import ExportOptions, plan
+        from kimi_pretrain.weights.export import export as write
+        from kimi_pretrain.weights.shards import GIB
+        from launch.cli import checkpoint_view as view
+        from launch.cli.progress import byte_bar
+
+        check_local("OUT", out)
+        _one_of("--as", kind, ("kimi_k25", "deepseek_v3"))
+        _one_of("--dtype", dtype, (None, "bfloat16", "float32"))
+        content, ids = _tokenizer(tokenizer)
+        options = ExportOptions(
+            kind,  # type: ignore[arg-type]
+            dtype,
+            int4,
+            round(shard_gib * GIB),
+            max_positions,
+            ids,
+        )
+        found = plan(uri, options)
+        total = sum(entry.nbytes for entry in found.entries)
+        with byte_bar("export", total) as advance:
+            extra = {} if content is None else {"tiktoken.model": content}
+            write(found, out, options, advance, extra)
+        summary = {
+            "folder": str(out),
+            "from": found.weights.stored.where,
+            "tensors": len(found.entries),
+            "bytes": total,
+            "dtype": found.dtype,
+            "int4": int4,
+            "from_masters": found.from_masters,
+            "special_ids_from": found.first_special_id,
+        }
+        if as_json:
+            typer.echo(json.dumps(summary))
+        else:
+            view.print_export(summary, found.widened, ids is not None)
+
+
+@checkpoint.command("import")
+def import_(
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="Hugging Face folder: K2, Moonlight or K2.5.")
+    ],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="Where checkpoints lie: a folder or s3:// URI.")
+    ],
+    config: ConfigOption,
+    overrides: Overrides = None,
+    vision: Annotated[
+        str | None, typer.Option(help="Weights of the encoder, where FOLDER has none.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a checkpoint (OUT/step_00000000) of a Hugging Face folder, of weights alone.
+
+    Everything is checked before anything is written: names, shapes, types, and
+    config.json against the configuration. INT4 and FP8 weights are dequantised,
+    all take the precision of train.dtype. train.start_from reads such a folder
+    without this, too; a checkpoint loads faster, and `eval` takes it.
+
+    \b
+    kimi-pretrain checkpoint import moonlight/ imported/ \\
+        --config moonlight_16b_a3b
+    kimi-pretrain checkpoint import kimi-k2.5/ s3://bucket/k25 \\
+        --config kimi_k25_1t
+    """
+    with told_plainly():
+        from kimi_pretrain.config import load_config
+        from kimi_pretrain.weights.intake import plan, write
+        from launch.cli import checkpoint_view as view
+        from launch.cli.progress import byte_bar
+
+        found = plan(folder, load_config(config, overrides or ()), vision)
+        with byte_bar("import", found.nbytes) as advance:
+            made = write(found, out, advance)
+        summary = {
+            "checkpoint": made,
+            "from": folder,
+            "tensors": len(found.sizes),
+            "bytes": found.nbytes,
+            "quantized": found.weights.quantized,
+            "absent": list(found.absent),
+        }
+        if as_json:
+            typer.echo(json.dumps(summary))
+        else:
+            view.print_import(summary)
+
+
+def _one_of(option: str, value: str | None, known: tuple[str | None, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{option} {value}: expected {' or '.join(filter(None, known))}")
+
+
+def _tokenizer(file: Path | None) -> "tuple[bytes | None, SpecialIds | None]":
+    """Return a rank file's content and where its special ids begin."""
+    from data_pipeline.text import Tokenizer
+    from kimi_pretrain.weights.hf_config import SpecialIds
+
+    if file is None:
+        return None, None
+    content = file.read_bytes()
+    return content, SpecialIds(Tokenizer(content, file.name).num_base)

@@ -1,0 +1,307 @@
+"""`kimi-pretrain data ...`: make sources and look at them."""
+
+import json
+import os
+from typing import Annotated
+
+import typer
+
+from launch.cli.options import JsonOption
+from launch.local.errors import told_plainly
+
+data = typer.Typer(help="Make sources and look at them.", no_args_is_help=True)
+
+EndpointOption = Annotated[
+    str | None, typer.Option(help="Of the object store; else AWS_ENDPOINT_URL.")
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(min=0, help="Processes that do the work; one per core unless given.")
+]
+
+FollowLinksOption = Annotated[
+    bool, typer.Option("--follow-links", help="Links may lead out of an input's folder.")
+]
+
+
+@data.command()
+def ingest(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Folders, .tar files, folders of those, .jsonl manifests; paths or s3:// URIs.",
+        ),
+    ],
+    to: Annotated[str, typer.Option(help="Root of the sources: s3://bucket/prefix or a folder.")],
+    name: Annotated[str, typer.Option(help="Of the new source.")],
+    category: Annotated[
+        str,
+        typer.Option(
+            help="agent, caption, code, grounding, interleaved, knowledge, ocr, text or video."
+        ),
+    ],
+    tokenizer: Annotated[str, typer.Option(help="Rank file: a key under --to, a path or a URI.")],
+    shard_mb: Annotated[int, typer.Option(min=1, help="Largest shard, in MiB.")] = 256,
+    max_rejected: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Share of samples that may be rejected before the ingest ends."
+        ),
+    ] = 0.5,
+    workers: WorkersOption = None,
+    prefix_keys: Annotated[
+        bool, typer.Option("--prefix-keys", help="Put the input's name before each sample's key.")
+    ] = False,
+    follow_links: FollowLinksOption = False,
+    endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a source of crude data: shards, index and manifest.
+
+    What cannot be used is left out, counted by reason, and listed in
+    NAME/rejected.jsonl; if it is more than --max-rejected, the ingest ends, and the
+    same command with a higher share goes on. If it is interrupted or killed, the
+    same command goes on where it was. A finished source never changes: more data
+    of the same kind is another source beside it. docs/data_format.md shows what
+    the inputs may look like.
+
+    \b
+    kimi-pretrain data ingest photos/ --to s3://corpus --name pairs \\
+        --category caption \\
+        --tokenizer tokenizer/kimi.tiktoken
+    kimi-pretrain data ingest s3://crude/laion/ --to s3://corpus --name laion \\
+        --category caption --tokenizer tokenizer/kimi.tiktoken --workers 16
+    kimi-pretrain data ingest boxes.jsonl --to /data/corpus --name boxes \\
+        --category grounding --tokenizer kimi.tiktoken --json
+    """
+    with told_plainly():
+        from data_pipeline.ingest.ingest import ingest as write_source
+        from data_pipeline.ingest.ordered import WorkerDied
+        from data_pipeline.ingest.readers import open_inputs
+        from data_pipeline.store.open import open_store
+        from launch.cli.ingest_view import Pace, print_rejections, rejections, shown
+        from launch.cli.sources import named_tokenizer
+
+        _use_endpoint(endpoint)
+        store = open_store(to)
+        ranks = named_tokenizer(tokenizer, store, endpoint)
+        options = {"prefix_keys": prefix_keys, "follow_links": follow_links}
+        reader, pace = open_inputs(inputs, category, **options), Pace()
+        try:
+            with shown(name, reader.total, pace) as show:
+                index = write_source(
+                    reader,
+                    store,
+                    name,
+                    ranks,
+                    shard_mb << 20,
+                    category=category,
+                    max_rejected=max_rejected,
+                    workers=_num_workers(workers),
+                    progress=show,
+                )
+        except KeyboardInterrupt:
+            typer.echo("interrupted; the same command goes on where it was", err=True)
+            raise typer.Exit(130) from None
+        except WorkerDied as error:
+            raise ValueError(f"{error}; the same command goes on where it was") from error
+        found = rejections(store, name)
+        print_rejections(found, f"{store.uri}/{name}")
+        if pace.now.turned:
+            typer.echo(
+                f"{pace.now.turned} images carry an EXIF orientation, which is not applied: if "
+                "they should be upright, turn them and ingest them again",
+                err=True,
+            )
+        summary = {
+            "name": name,
+            "uri": f"{store.uri}/{name}",
+            "samples": index.num_samples,
+            "items": index.num_items,
+            "text_tokens": int(index.text_tokens.sum()),
+            "shards": len(index.shards),
+            "bytes": sum(shard.size for shard in index.shards),
+            "rejected": {reason: count for reason, (count, _) in found.items()},
+            "turned": pace.now.turned,
+            "samples_per_second": round(pace.samples_per_second(), 1),
+            "content_hash": index.content_hash,
+        }
+        _print_summary(summary, as_json)
+
+
+@data.command()
+def reindex(
+    uri: Annotated[str, typer.Argument(help="The source: s3://bucket/prefix/NAME or a folder.")],
+    name: Annotated[str, typer.Option(help="Of the new source, in the same root.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="Rank file: a key in the source's root, a path or a URI.")
+    ],
+    workers: WorkersOption = None,
+    threads: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 16,
+    endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count a source's tokens anew with another tokenizer, without reading its media.
+
+    The source stays as it is, because runs may be reading it. The new one has an
+    index and a manifest of its own, and the shards of the old one: keep those as
+    long as either is used.
+
+    \b
+    kimi-pretrain data reindex s3://corpus/pairs --name pairs_k2 \\
+        --tokenizer tokenizer/kimi.tiktoken
+    """
+    with told_plainly():
+        from data_pipeline.ingest.ordered import WorkerDied
+        from data_pipeline.ingest.reindex import reindex as count_anew
+        from data_pipeline.store.open import open_store
+        from launch.cli.progress import item_bar
+        from launch.cli.sources import named_tokenizer
+
+        _use_endpoint(endpoint)
+        root, _, old = uri.rstrip("/").rpartition("/")
+        store = open_store(root or ".")
+        ranks = named_tokenizer(tokenizer, store, endpoint)
+        try:
+            with item_bar(name) as show:
+                index = count_anew(
+                    store,
+                    old,
+                    name,
+                    ranks,
+                    workers=_num_workers(workers),
+                    threads=threads,
+                    progress=show,
+                )
+        except WorkerDied as error:
+            raise ValueError(str(error)) from error
+        summary = {
+            "name": name,
+            "uri": f"{store.uri}/{name}",
+            "samples": index.num_samples,
+            "text_tokens": int(index.text_tokens.sum()),
+            "shards_of": old,
+            "content_hash": index.content_hash,
+        }
+        _print_summary(summary, as_json)
+
+
+@data.command()
+def tokenizer(
+    to: Annotated[str, typer.Option(help="Root of the sources: s3://bucket/prefix or a folder.")],
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="INPUT",
+            help="As for ingest: folders, .tar files, .jsonl manifests. Or finished sources: "
+            "s3://bucket/prefix/NAME or their folders.",
+        ),
+    ] = None,
+    name: Annotated[
+        str, typer.Option(help="It is stored under --to, as tokenizer/NAME.tiktoken.")
+    ] = "tokenizer",
+    given: Annotated[
+        str | None,
+        typer.Option(help="Store this tiktoken rank file (path or URI) instead of training one."),
+    ] = None,
+    vocab_size: Annotated[
+        int, typer.Option(help="Number of ids, with the 256 special ones.")
+    ] = 32_768,
+    category: Annotated[str, typer.Option(help="Of raw inputs, as for ingest.")] = "text",
+    max_mb: Annotated[
+        int, typer.Option(min=1, help="Most MiB of text, shared evenly by the inputs.")
+    ] = 1024,
+    follow_links: FollowLinksOption = False,
+    endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a tokenizer (byte pairs, Kimi's layout), or take a given one, for one's own sources.
+
+    Of samples with media the texts are used. Each input gives an equal part of
+    --max-mb, from its beginning. The same inputs in the same order give the same
+    file.
+
+    \b
+    kimi-pretrain data tokenizer books/ notes.jsonl --to s3://corpus
+    kimi-pretrain data tokenizer s3://corpus/prose s3://corpus/code \\
+        --to s3://corpus --name mixed --vocab-size 65536
+    kimi-pretrain data tokenizer --given kimi.tiktoken --to /data --name kimi
+    """
+    with told_plainly():
+        from data_pipeline.store.open import open_store
+        from data_pipeline.text import NUM_SPECIAL, train_ranks
+        from launch.cli.sources import rank_file, store_tokenizer, training_texts
+
+        if bool(inputs) == bool(given):
+            raise ValueError("give either INPUTs to train on, or --given with a rank file")
+        _use_endpoint(endpoint)
+        store = open_store(to)
+        if given:
+            _, ranks = rank_file(given, store, endpoint)
+        else:
+            with training_texts(
+                inputs or (), category, max_mb << 20, endpoint, follow_links=follow_links
+            ) as texts:
+                ranks = train_ranks(texts, vocab_size - NUM_SPECIAL)
+        found = store_tokenizer(store, name, ranks)
+        key = f"tokenizer/{found.name}"
+        summary = {
+            "uri": f"{store.uri}/{key}",
+            "vocab_size": found.vocab_size,
+            "sha256": found.hash,
+        }
+        _print_summary(summary, as_json)
+        if not as_json:
+            typer.echo(
+                f"next: kimi-pretrain data ingest ... --to {to} --tokenizer {key}; in the "
+                f"configuration data.tokenizer={key} and a model.language.vocab_size of "
+                f"{found.vocab_size} or more"
+            )
+
+
+def _use_endpoint(endpoint: str | None) -> None:
+    """For all stores that will be opened, by workers too, which inherit the environment."""
+    if endpoint:
+        os.environ["AWS_ENDPOINT_URL"] = endpoint
+
+
+def _num_workers(asked: int | None) -> int:
+    cores = len(os.sched_getaffinity(0))
+    # With one core a second process would only cost.
+    return (cores if cores > 1 else 0) if asked is None else asked
+
+
+def _print_summary(summary: dict[str, object], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(summary))
+        return
+    for key, value in summary.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{count:,} x {reason}" for reason, count in value.items()) or "none"
+        typer.echo(f"{key:20s} {value}")
+
+
+@data.command("show-index")
+def show_index(
+    uri: Annotated[str, typer.Argument(help="The source: s3://bucket/prefix/NAME or a folder.")],
+) -> None:
+    """Print what a source's index holds, as one JSON object.
+
+    \b
+    kimi-pretrain data show-index s3://corpus/digits
+    """
+    with told_plainly():
+        from data_pipeline.index.manifest import read_index
+        from data_pipeline.store.open import open_store
+
+        root, _, source = uri.rstrip("/").rpartition("/")
+        index = read_index(open_store(root or "."), source)
+        summary = {
+            "name": index.name,
+            "category": index.category,
+            "samples": int(index.num_samples),
+            "items": len(index.item_kind),
+            "text_tokens": int(index.text_tokens.sum()),
+            "shards": [{"key": s.key, "size": s.size, "sha256": s.sha256} for s in index.shards],
+        }
+        typer.echo(json.dumps(summary))

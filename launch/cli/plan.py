@@ -1,0 +1,100 @@
+"""`kimi-pretrain plan`: what a run's media will cost, before it starts; and how to price them."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launch.cli.options import ConfigOption, JsonOption, Overrides
+from launch.local.errors import told_plainly
+
+if TYPE_CHECKING:
+    from kimi_pretrain.config import Config
+
+
+def plan(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine and fit dep.cost to it.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first.")] = 8,
+    max_seconds: Annotated[
+        float, typer.Option(min=1.0, help="Bound on the timing of --calibrate.")
+    ] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="File for the JSON object.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict what each rank's encoder will do, without model or GPUs.
+
+    Plans the first steps exactly as the training does, from the indices under
+    data.root, for any number of ranks in this one process: seconds of the encoder
+    under three ways of assigning media to ranks, what travels between ranks,
+    memory, and what to change where something binds.
+
+    With --calibrate it reads no data but times the config's encoder on this
+    machine, fits dep.cost to it, and prints the lines to paste into the config.
+    The cost model is part of the config because every rank must compute the same
+    plan from it: calibrate once, on one device of the kind that the run will
+    have.
+
+    \b
+    kimi-pretrain plan --config configs/kimi_k25_1t.yaml \\
+        data.root=s3://bucket/corpus --steps 20
+    kimi-pretrain plan --config tiny_cpu --calibrate --max-seconds 30
+    kimi-pretrain plan --config my.yaml --calibrate --json --out cost.json
+    """
+    with told_plainly():
+        from kimi_pretrain.config import load_config
+
+        loaded = load_config(config, overrides or ())
+        if out is not None and not out.parent.is_dir():
+            raise ValueError(f"--out {out}: there is no folder {out.parent}")
+        result = _calibrate(loaded, max_seconds) if calibrate else _predict(loaded, steps)
+        if out is not None:
+            out.write_text(json.dumps(result) + "\n")
+        if as_json:
+            typer.echo(json.dumps(result))
+
+
+def _calibrate(config: "Config", max_seconds: float) -> dict[str, Any]:
+    from kimi_pretrain.tools import calibrate
+
+    with _progress("calibrating") as progress:
+        result = calibrate.calibrate(config, max_seconds, progress)
+    for line in calibrate.lines(result):
+        typer.echo(line)
+    typer.echo(calibrate.yaml_block(result))
+    return calibrate.as_json(result)
+
+
+def _predict(config: "Config", steps: int) -> dict[str, Any]:
+    from kimi_pretrain.tools import predict
+
+    with _progress("planning") as progress:
+        found = predict.predict(config, steps, progress)
+    for line in predict.lines(found):
+        typer.echo(line)
+    return predict.as_json(found)
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[float, str], None]]:
+    """Show a bar on a terminal, otherwise a line now and then; yields what to tell the share to."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from launch.cli.progress import Lines
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        lines = Lines(console)
+        yield lambda share, what: lines(f"{title}: {share:.0%}, {what}")
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda share, what: bar.update(task, completed=share, description=what)

@@ -1,0 +1,161 @@
+"""What `kimi-pretrain data show` reads before it writes its page."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.access import open_data, open_tokenizer
+from data_pipeline.fetch import Needs, StepRequest, resolve
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.manifest import read_index
+from data_pipeline.index.reads import medium_of, read_checked, read_samples
+from data_pipeline.loader import Loader
+from data_pipeline.plan.planner import GlobalPlan
+from data_pipeline.store.open import Store
+from kimi_pretrain.config import load_config
+from kimi_pretrain.reliability.anomaly_guard import sample_names
+from launch.cli.sources import find_sample, open_sources
+from launch.pages.rows import Step, rows_page
+from launch.pages.samples import Sample, samples_page
+
+
+def find_anomaly(file: Path, step: int | None) -> dict[str, Any]:
+    """Return a line of a run's anomalies.jsonl.
+
+    Args:
+        file: of the run.
+        step: as in metrics.jsonl, counted from 1; None: the last one.
+
+    Raises:
+        ValueError: no line of this step, or no line at all.
+        FileNotFoundError: no such file.
+
+    """
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    if not lines:
+        raise ValueError(f"{file} is empty")
+    chosen = [line for line in lines if step in (None, line["step"])]
+    if not chosen:
+        steps = ", ".join(str(line["step"]) for line in lines)
+        raise ValueError(f"{file} has nothing of --step {step}; it has steps {steps}")
+    return chosen[-1]
+
+
+def show_rows(
+    config: str,
+    overrides: tuple[str, ...],
+    step: int,
+    rows: range,
+    anomaly: dict[str, Any] | None = None,
+) -> str:
+    """Return the page of some rows of a step, read as a run of one process reads them.
+
+    Args:
+        config: YAML file or preset.
+        overrides: `section.key=value`.
+        step: which step of a run from the start; nothing is taken to be in quarantine.
+        rows: which rows of it; those beyond the last are left out.
+        anomaly: line of anomalies.jsonl: its step, as the run had it.
+
+    Raises:
+        ValueError: the config cannot run, the step has no such row, or is not that of the anomaly.
+
+    """
+    # One step is wanted: no other process, nothing fetched ahead, nothing left on the disk.
+    data = replace(load_config(config, overrides).data, workers=0, prefetch_steps=0, cache=None)
+    if rows.start >= data.rows_per_step:
+        raise ValueError(f"--first-row {rows.start}: a step has {data.rows_per_step} rows")
+    rows = range(rows.start, min(rows.stop, data.rows_per_step))
+
+    def needs(plan: GlobalPlan) -> Needs:
+        return Needs(np.array(rows), np.flatnonzero(np.isin(plan.items.row, rows)))
+
+    store = open_data(data)
+    indices = [read_index(store, name) for name in data.source_names]
+    tokenizer = open_tokenizer(data, store)
+    with Loader(data, store, indices, tokenizer, needs) as loader:
+        if anomaly is None:
+            loader.load_state_dict(loader.planner.state_at(step))
+        else:
+            loader.load_state_dict(anomaly["loader"])
+        batch = next(loader)
+        if anomaly is not None:
+            _check_samples(loader, batch.plan, anomaly)
+        request = resolve(loader.planner, batch.plan, needs(batch.plan))
+        found = Step(
+            batch, request, _documents(store, batch.bad, request), loader.indices, tokenizer
+        )
+    title = f"Step {step}" if anomaly is None else _title(anomaly)
+    return rows_page(found, f"{title}, rows {rows.start} to {rows.stop - 1}")
+
+
+def _check_samples(loader: Loader, plan: GlobalPlan, anomaly: dict[str, Any]) -> None:
+    """Refuse to show other samples than those that the run had written down."""
+    pairs = zip_longest(sample_names(plan, loader.indices), anomaly["samples"])
+    for place, (found, wanted) in enumerate(pairs):
+        if found != wanted:
+            raise ValueError(
+                f"step {anomaly['step']}: sample {place} of the batch was {wanted}, with this "
+                f"configuration it is {found}; give the run's own config.yaml"
+            )
+
+
+def _title(anomaly: dict[str, Any]) -> str:
+    loss, norm = anomaly["loss"], anomaly["grad_norm"]
+    return (
+        f"Step {anomaly['step']} of metrics.jsonl: {anomaly['kind']}, loss {loss}, gradient norm "
+        f"{norm} (null: not finite), {anomaly['action']}"
+    )
+
+
+def _documents(store: Store, bad: Sequence, request: StepRequest) -> dict[int, dict]:
+    """Read the documents of the samples that can be used."""
+    damaged = {entry.sample for entry in bad if entry.item is None}
+    reads = [read for read in request.texts if read.sample not in damaged]
+    bodies = read_checked(store, reads)
+    return {read.sample: json.loads(body) for read, body in zip(reads, bodies, strict=True)}
+
+
+def show_samples(
+    uri: str, endpoint: str | None, source: str, keys: Sequence[str], first: int
+) -> str:
+    """Return the page of some samples of a source.
+
+    Args:
+        uri: where the source lies.
+        endpoint: of an object store.
+        source: its name.
+        keys: of the samples; without any the first ones are shown.
+        first: how many.
+
+    Raises:
+        ValueError: no such source or sample.
+        IndexMismatch: its bytes are not those of the index.
+
+    """
+    store, (name,) = open_sources(uri, endpoint, [source])
+    index = read_index(store, name)
+    numbers = [find_sample(index, key) for key in keys]
+    numbers = numbers or list(range(min(first, index.num_samples)))
+    documents = read_samples(store, index, numbers)
+    samples = [
+        Sample(number, document, _files(store, index, number))
+        for number, document in zip(numbers, documents, strict=True)
+    ]
+    return samples_page(index, samples, f"Samples of {name}")
+
+
+def _files(store: Store, index: SourceIndex, number: int) -> dict[int, bytes]:
+    """Read a sample's media files: number of the file -> bytes."""
+    lines = [
+        line
+        for line in range(int(index.item_ptr[number]), int(index.item_ptr[number + 1]))
+        if index.item_chunk[line] == 0
+    ]
+    bodies = read_checked(store, [medium_of(index, line) for line in lines])
+    return {int(index.item_media[line]): body for line, body in zip(lines, bodies, strict=True)}

@@ -1,0 +1,57 @@
+"""What every process of a training job is told, as one argument on its command line.
+
+torchrun compares a script's flags with its own by prefix (`--start` is "ambiguous" to it), so a
+process gets no flags at all but one JSON object.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+from data_pipeline.store.addresses import check_local
+
+WORKER = "launch.local.worker"
+LATEST = "latest"
+# Environment variable: the folder where ranks of one machine meet
+# (`kimi_pretrain.parallel.rendezvous`).
+MEETING = "KIMI_PRETRAIN_MEETING"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job.
+
+    Attributes:
+        config: path of a YAML file or name of a shipped preset.
+        run_dir: the run folder, shared by all ranks.
+        overrides: `section.key=value` strings.
+        resume: folder or URI of a complete checkpoint, or of a run for its newest one, "latest" for
+            the newest one of this run, or None.
+        otherwise: checkpoint to go on from where "latest" finds none.
+        or_start: begin from scratch where "latest" finds none and none was ever saved.
+
+    Raises:
+        ValueError: the run folder is a URI.
+
+    """
+
+    config: str
+    run_dir: str
+    overrides: tuple[str, ...] = ()
+    resume: str | None = None
+    otherwise: str | None = None
+    or_start: bool = False
+
+    def __post_init__(self) -> None:
+        check_local("--run-dir", self.run_dir)
+
+    def argument(self) -> str:
+        """Return the job as one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(argument: str) -> "Job":
+        """Return the job that `argument()` wrote."""
+        values = json.loads(argument)
+        # A batch script of an earlier version, still in a queue: "latest" began by itself then.
+        values.setdefault("or_start", True)
+        return Job(**{**values, "overrides": tuple(values["overrides"])})

@@ -1,0 +1,1 @@
+"""Jobs under SLURM: the batch script, submitting it, following it."""

@@ -1,0 +1,318 @@
+"""`kimi-pretrain submit`: checks a job, hands it to SLURM, follows its log. See docs/SLURM.md."""
+
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from data_pipeline.store.addresses import check_local
+from launch.cli.options import ConfigOption, JsonOption, Overrides
+from launch.local.errors import told_plainly
+from launch.local.job import LATEST, Job
+from launch.slurm import queue as slurm_queue
+from launch.slurm import script as slurm
+
+if TYPE_CHECKING:
+    from kimi_pretrain.config import Config
+
+# Of a command that Ctrl-C ended, as shells count.
+INTERRUPTED = 130
+PATIENCE_S = 20.0  # for a store that a login node may not reach
+
+
+def submit(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    run_dir: Annotated[Path, typer.Option(help="On a file system all nodes share.")] = Path(
+        "runs/train"
+    ),
+    resume: Annotated[
+        str | None,
+        typer.Option(help='"latest" goes on with the run of the folder; or a checkpoint or run.'),
+    ] = None,
+    or_start: Annotated[
+        bool,
+        typer.Option("--or-start", help="With --resume latest: begin if nothing was ever saved."),
+    ] = False,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="0 runs on CPU.")] = 8,
+    tasks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks per node; the number of GPUs unless given.")
+    ] = None,
+    cpus_per_task: Annotated[int, typer.Option(min=1)] = 8,
+    time: Annotated[str, typer.Option(help="Limit, days-hours:minutes:seconds.")] = "1-00:00:00",
+    save_seconds: Annotated[
+        int, typer.Option(min=1, help="What a step and a save take; then a stop is given up.")
+    ] = 700,
+    name: Annotated[str, typer.Option(help="Of the job.")] = "kimi-pretrain",
+    partition: Annotated[str | None, typer.Option()] = None,
+    account: Annotated[str | None, typer.Option()] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(help="Further option of sbatch, KEY=VALUE; repeatable.")
+    ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(help='An array, one run for each train.seed: "1,2,3", "0-4".'),
+    ] = None,
+    after: Annotated[
+        list[int] | None, typer.Option(help="Job that must have finished well; repeatable.")
+    ] = None,
+    module: Annotated[list[str] | None, typer.Option(help="To `module load`; repeatable.")] = None,
+    setup: Annotated[list[str] | None, typer.Option(help="First shell lines; repeatable.")] = None,
+    container: Annotated[str | None, typer.Option(help="Image for srun (pyxis).")] = None,
+    mount: Annotated[list[str] | None, typer.Option(help="outside:inside; repeatable.")] = None,
+    python: Annotated[
+        str | None, typer.Option(help="Interpreter with this package; in a container python3.")
+    ] = None,
+    requeue: Annotated[
+        bool, typer.Option(help="Go on after time limit, pre-emption, failures and lost nodes.")
+    ] = True,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Failures in a row that save nothing new; then it ends.")
+    ] = 3,
+    unchecked: Annotated[
+        bool, typer.Option("--unchecked", help="Data and place are out of this machine's reach.")
+    ] = False,
+    follow: Annotated[
+        bool | None, typer.Option(help="Show the log until the end; on a terminal by default.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script only.")] = False,
+    parsable: Annotated[
+        bool, typer.Option("--parsable", help="Print the job's number and nothing else.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Submit a training job to SLURM: one rank per srun task, requeued until it has finished.
+
+    When its time is over, or SLURM wants the nodes for others, the ranks save a
+    checkpoint and the job goes back into the queue; it goes on from the newest
+    checkpoint. What is trained is the configuration of now: it is kept in the run
+    folder, and later edits do not reach the job.
+
+    \b
+    kimi-pretrain submit --config configs/kimi_k25_1t.yaml --dry-run
+    kimi-pretrain submit --config my.yaml --partition gpu \\
+        --run-dir /shared/runs/a train.steps=1000
+    kimi-pretrain submit --config my.yaml --run-dir /shared/runs/sweep --seeds 0-4
+    job=$(kimi-pretrain submit --config one.yaml --run-dir /shared/runs/one \\
+        --parsable)
+    kimi-pretrain submit --config two.yaml --run-dir /shared/runs/two --after $job
+    """
+    with told_plainly():
+        from kimi_pretrain.config import load_config
+
+        loaded = load_config(config, overrides or ())
+        check_local("--run-dir", run_dir)
+        folder = run_dir.resolve()
+        options = slurm.SlurmOptions(
+            **spread(loaded.layout.world_size(), gpus_per_node, tasks_per_node),
+            cpus_per_task=cpus_per_task,
+            name=name,
+            time=time,
+            partition=partition,
+            account=account,
+            save_seconds=save_seconds,
+            requeue=requeue,
+            max_restarts=max_restarts,
+            after=tuple(after or ()),
+            seeds=parse_seeds(seeds),
+            modules=tuple(module or ()),
+            setup=tuple(setup or ()),
+            container=container,
+            mounts=tuple(mount or ()),
+            python=python or ("python3" if container else sys.executable),
+            directives=tuple(sbatch or ()),
+        )
+        check_folder(folder, options.seeds, resume)
+        # The run folder itself is there; a place elsewhere may be out of reach.
+        if resume == LATEST and not (loaded.checkpoint.place and (unchecked or dry_run)):
+            check_runs(loaded, folder, options.seeds, or_start)
+        # A requeued job needs "latest", and a start that was killed before its first save another:
+        # to begin, unless there must be something to go on from. Then that is still there.
+        other = None if resume in (None, LATEST) else resume
+        begin = resume is None or (resume == LATEST and or_start)
+        job = Job(str(folder / "job.yaml"), str(folder), (), LATEST, other, begin)
+        text = slurm.script(job, options, loaded.checkpoint.place)
+        if warning := late_watchdog(options, loaded.train.timeout_seconds):
+            typer.echo(f"warning: {warning}", err=True)
+        if dry_run:
+            typer.echo(text, nl=False)
+            return
+        slurm_queue.check_slurm()
+        if not unchecked:
+            check_reachable(loaded, resume)
+        number = slurm_queue.submit(write(folder, loaded, text, options.seeds))
+        log = slurm.log_file(str(folder / "seed_%a" if options.seeds else folder), options)
+        log = log.replace("%j", str(number)).replace("%A", str(number))
+        if parsable or as_json:
+            told = {"job": number, "script": str(folder / "job.sbatch"), "log": log}
+            typer.echo(number if parsable else json.dumps(told))
+            return
+        typer.echo(f"job {number}; its log: {log}")
+        if sys.stdout.isatty() if follow is None else follow:
+            raise typer.Exit(watch(number, log))
+
+
+def spread(world_size: int, gpus_per_node: int, tasks_per_node: int | None) -> dict[str, int]:
+    """Return nodes, tasks and GPUs for a layout.
+
+    Raises:
+        ValueError: the layout does not divide over the nodes.
+
+    """
+    tasks = tasks_per_node or min(max(1, gpus_per_node), world_size)
+    if world_size % tasks:
+        raise ValueError(
+            f"the layout's {world_size} processes (pp x dp x cp x tp) do not divide over "
+            f"nodes of {tasks} tasks; give --tasks-per-node or --gpus-per-node"
+        )
+    gpus = tasks if gpus_per_node else 0
+    return {"nodes": world_size // tasks, "tasks_per_node": tasks, "gpus_per_node": gpus}
+
+
+def late_watchdog(options: slurm.SlurmOptions, timeout_seconds: float) -> str | None:
+    """Return what a rank that hangs while the job stops would come to; None: it is named in time.
+
+    Args:
+        options: of the job.
+        timeout_seconds: `train.timeout_seconds`, after which the watchdog names such a rank.
+
+    """
+    if not options.requeue or timeout_seconds < options.stop_seconds:
+        return None
+    return (
+        f"a rank that hangs while the job stops will not be named: the ranks are given up after "
+        f"{options.stop_seconds} s (--save-seconds {options.save_seconds}), the watchdog comes "
+        f"after {timeout_seconds:g} s (train.timeout_seconds); give more of the one or less of "
+        "the other"
+    )
+
+
+def parse_seeds(text: str | None) -> tuple[int, ...]:
+    """Return the seeds of "1,2,3", "0-4" or both, rising; none for None.
+
+    Raises:
+        ValueError: it is neither, or a seed stands twice.
+
+    """
+    if text is None:
+        return ()
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f'--seeds {text!r}: expected numbers and ranges, such as "1,2,5-8"')
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if len(set(found)) < len(found):
+        raise ValueError(f"--seeds {text!r}: a seed stands there twice")
+    return tuple(sorted(found))
+
+
+def check_folder(folder: Path, seeds: tuple[int, ...], resume: str | None) -> None:
+    """Refuse a run folder that SLURM or the run could not use, before anything is submitted.
+
+    Raises:
+        ValueError: its name, its rights, or an earlier run in it.
+
+    """
+    if not re.fullmatch(r"[\w./+=,@-]+", str(folder)) or slurm.SEED in str(folder):
+        raise ValueError(
+            f"--run-dir {folder}: SLURM's files cannot name it; use letters, digits and ./+=,@-_"
+        )
+    for one in run_folders(folder, seeds):
+        if resume != LATEST and (
+            (one / "metrics.jsonl").is_file() or any(one.glob("checkpoints/step_*"))
+        ):
+            raise ValueError(
+                f"{one} holds an earlier run; go on with --resume latest, or choose another "
+                "--run-dir"
+            )
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--run-dir {folder}: cannot write into {there} ({error.strerror})"
+        ) from None
+
+
+def check_runs(config: "Config", folder: Path, seeds: tuple[int, ...], or_start: bool) -> None:
+    """Refuse to go on with runs that are not there, before anything is submitted.
+
+    Raises:
+        ValueError: nothing was saved, or it was elsewhere.
+
+    """
+    from kimi_pretrain.checkpoint.errors import CheckpointError
+    from kimi_pretrain.checkpoint.storage_read import open_place
+    from kimi_pretrain.reliability.run_history import check_latest
+
+    named = config.checkpoint.place
+    places = [slurm.place_of_element(named, seed) for seed in seeds] if named else []
+    for number, one in enumerate(run_folders(folder, seeds)):
+        place = places[number] if places else named or one / "checkpoints"
+        try:
+            check_latest(one, open_place(place, PATIENCE_S), or_start)
+        except CheckpointError as error:  # the nodes may have the rights that this machine lacks
+            told = f"not looked for a checkpoint from here, the job will: {error}"
+            typer.echo(f"warning: {told}", err=True)
+            return  # nor are the others waited for
+
+
+def check_reachable(config: "Config", resume: str | None) -> None:
+    """Look at data and checkpoint place before a job waits for hours to do so.
+
+    Raises:
+        ValueError: what `check_start` finds; where that may be this machine, with what to do.
+
+    """
+    from data_pipeline.store.open import StoreError
+    from kimi_pretrain.checkpoint.errors import CheckpointError
+    from kimi_pretrain.reliability.preflight import check_start
+
+    try:
+        check_start(config, steps=1 if resume is None else 0, patience=PATIENCE_S)
+    except (StoreError, CheckpointError) as error:
+        raise ValueError(
+            f"{error}; if the nodes reach it and this machine does not, add --unchecked"
+        ) from None
+
+
+def run_folders(folder: Path, seeds: tuple[int, ...]) -> list[Path]:
+    """Return the folder of the run, or of each element of an array of seeds."""
+    return [folder / f"seed_{seed}" for seed in seeds] or [folder]
+
+
+def write(folder: Path, config: "Config", text: str, seeds: tuple[int, ...]) -> Path:
+    """Write what the job will read into the run folder; returns the script."""
+    from kimi_pretrain.config import dump_config
+
+    for one in run_folders(folder, seeds):
+        (one / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / "job.yaml").write_text(dump_config(config))
+    script = folder / "job.sbatch"
+    script.write_text(text)
+    return script
+
+
+def watch(number: int, log: str) -> int:
+    """Follow a job until it has ended, or Ctrl-C; returns the exit code of this command."""
+    try:
+        found = slurm_queue.follow(
+            number, typer.echo, lambda line: typer.echo(f"-- {line}", err=True)
+        )
+    except KeyboardInterrupt:
+        typer.echo(
+            f"\njob {number} goes on without this terminal; its log: {log}; to end it: "
+            f"scancel {number}",
+            err=True,
+        )
+        return INTERRUPTED
+    except RuntimeError as error:
+        typer.echo(f"error: {error}", err=True)
+        return 1
+    return slurm_queue.worst_exit_code(found)
