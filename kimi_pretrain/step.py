@@ -20,9 +20,8 @@ from kimi_pretrain.dep.leaves import attach_leaves, leaf_gradients
 from kimi_pretrain.dep.memory import GIB
 from kimi_pretrain.dep.plan import VisionPlan, runs
 from kimi_pretrain.dep.planner import VisionPlanner, grids_of
-from kimi_pretrain.engine.backbone import Microbatch
 from kimi_pretrain.engine.mesh import Mesh
-from kimi_pretrain.engine.microbatch import build_microbatches, replica_rows
+from kimi_pretrain.engine.microbatch import Microbatch, build_microbatches, replica_rows
 from kimi_pretrain.model import Model
 from kimi_pretrain.telemetry.phases import PhaseClock
 from kimi_pretrain.update import Update, UpdateReport

@@ -10,30 +10,18 @@ from typing import Any
 
 import torch
 
-from data_pipeline.access import open_data
-from data_pipeline.index.reads import check_shards
-from data_pipeline.loader import Loader, LoaderError, StepBatch
+from data_pipeline.loader import LoaderError, StepBatch
 from data_pipeline.plan.planner import DataUsedUp
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
-from kimi_pretrain.checkpoint.load import STEPS, load
-from kimi_pretrain.checkpoint.manifest import RunState
-from kimi_pretrain.checkpoint.saver import Checkpoints
 from kimi_pretrain.checkpoint.scheduler import Saves
-from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_place
 from kimi_pretrain.config import Config, describe
 from kimi_pretrain.dep.memory import TooMuchMemory
-from kimi_pretrain.dep.planner import VisionPlanner
-from kimi_pretrain.dep.weights import load_vision_weights
 from kimi_pretrain.engine import mesh as engine_mesh
-from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.randomness import seed_step
-from kimi_pretrain.model import Model
-from kimi_pretrain.optim.groups import replicas_of
 from kimi_pretrain.reliability.anomaly_guard import AnomalyError
 from kimi_pretrain.reliability.exit_report import nobodys_mistake
-from kimi_pretrain.reliability.preflight import check_item_sizes, check_node, read_sources
-from kimi_pretrain.reliability.replica_check import Replicas
+from kimi_pretrain.reliability.preflight import check_node
 from kimi_pretrain.reliability.run_history import (
     check_may_begin,
     check_way_back,
@@ -42,121 +30,14 @@ from kimi_pretrain.reliability.run_history import (
     place_of,
 )
 from kimi_pretrain.reliability.watchdog import WAIT_FOR_DATA, Watchdog, backstop
-from kimi_pretrain.step import StepReport, TrainStep, needs
+from kimi_pretrain.run import Run
+from kimi_pretrain.step import StepReport
 from kimi_pretrain.telemetry.metrics import record_of
 from kimi_pretrain.telemetry.recorder import Notes, Told, check_alike, stop_asked
 from kimi_pretrain.telemetry.run_dir import describe_environment, log_to
 from kimi_pretrain.tools.state_hashes import measure_efficiency, write_state_hashes
-from kimi_pretrain.update import Update
-from kimi_pretrain.weights.start import open_start
 
 log = logging.getLogger("kimi_pretrain.train")
-
-
-class Run:
-    """Everything a run is made of, built in the order in which it can fail.
-
-    Cheap checks come first: the store, the indices and shards; then the model. What remembers is
-    the model, the optimizer, the guard and the loader.
-
-    Args:
-        config: of the run.
-        mesh: where this rank stands.
-        resume: checkpoint to go on from: from `find`, or a folder or URI that is verified here.
-        watch: told of every progress.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        resume: Checkpoint | str | os.PathLike[str] | None = None,
-        watch: Callable[[str], None] = lambda phase: None,
-    ):
-        if resume is not None and not isinstance(resume, Checkpoint):
-            resume = find(resume, open_place(resume), config, mesh)
-        start = open_start(config, mesh) if resume is None else None
-        self.config, self.mesh, self._watch = config, mesh, watch
-        watch("open the data")
-        self.planner = VisionPlanner(config)
-        self.store = open_data(config.data)
-        self.loader = self._open_loader()
-        watch("build the model")
-        self.model = Model.build(config, mesh)
-        self.encoder, self.backbone = self.model.encoder, self.model.backbone
-        if resume is None:
-            load_vision_weights(config, self.encoder.module)
-        watch("build the optimizer")
-        trained = {view.name for view in self.backbone.views()}
-        self._buffers = {view.name for view in self.backbone.views(buffers=True)} - trained
-        self.update = Update(config, mesh, self.encoder, self.backbone)
-        self.train_step = TrainStep(config, mesh, self.model, self.update, self.planner)
-        self.step = 0
-        if start is not None:
-            watch("read the first weights")
-            progress = partial(watch, "read the first weights")
-            start.fill(mesh, self.tensors(), self.copies(), progress)
-        if resume is not None:
-            self._resume(resume)
-        watch("compare the replicas")
-        self.update.check_replicas()
-        self.replicas = Replicas(self.model.tensors(), mesh, config.guard.replicas_every)
-        self.update.hash_copies = lambda: self.replicas.tell(self.step + 1)
-
-    def _open_loader(self) -> Loader:
-        data = self.config.data
-        self.tokenizer, indices = read_sources(self.config, self.store)
-        check_item_sizes(self.config, indices)
-        for index in indices:  # ranks share the work of checking shards
-            self._watch("check the shards")
-            check_shards(self.store, index, self.mesh.world_size, self.mesh.rank)
-        return Loader(data, self.store, indices, self.tokenizer, needs(self.mesh, self.planner))
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return everything a checkpoint holds: the model's and the optimizer's tensors."""
-        return self.model.tensors() | self.update.optimizer.state_dict()
-
-    def copies(self) -> dict[str, str]:
-        """Return the tensors that other ranks hold, too, each with the kind of group of these."""
-        return {name: replicas_of(name) for name in self.model.tensors()} | {STEPS: "encoder"}
-
-    def changes_late(self, name: str) -> bool:
-        """Whether a tensor changes in phase 7 alone; routing biases move inside the backbone."""
-        return name not in self._buffers
-
-    def run_state(self) -> RunState:
-        """Return what a checkpoint holds besides tensors."""
-        guard = self.update.guard
-        return RunState(
-            self.step,
-            self.update.optimizer.steps,
-            self.loader.state_dict(),
-            guard.losses,
-            guard.skips_in_row,
-        )
-
-    def save(self, root: str | os.PathLike[str]) -> str:
-        """Write a checkpoint of the step that was just done, and wait for it; returns its URI."""
-        checkpoints = Checkpoints(open_place(root), self.config, self.mesh)
-        checkpoints.begin(self.tensors(), self.run_state())
-        uri = checkpoints.finish()
-        checkpoints.close()
-        assert uri is not None
-        return uri
-
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        progress = partial(self._watch, "load the checkpoint")
-        tensors, copies = self.tensors(), self.copies()
-        state = load(checkpoint, tensors, progress, mesh=self.mesh, copies=copies)
-        self.update.resume(state.step, state.optimizer_steps)
-        self.update.guard.resume(state.losses, state.skips_in_row)
-        self.loader.load_state_dict(state.loader)
-        self.step = state.step
-        log.info("resumed from %s: %d steps are done", checkpoint.uri, self.step)
-
-    def close(self) -> None:
-        """End the loader's threads."""
-        self.loader.close()
 
 
 def train(

@@ -22,8 +22,7 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.dep.encoder import DecoupledEncoder
 from kimi_pretrain.engine.backbone import Backbone
 from kimi_pretrain.engine.mesh import Mesh
-from kimi_pretrain.optim.groups import NamedTensor, replicas_of
-from kimi_pretrain.optim.model_shape import model_shape
+from kimi_pretrain.optim.groups import ModelShape, NamedTensor, replicas_of
 from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.optim.qk_clip import factors, table_of_maxima
 from kimi_pretrain.optim.schedule import learning_rate
@@ -214,3 +213,16 @@ class Update:
                 gamma[layer].to(self.mesh.device),
             )
         return int(clipped.sum())
+
+
+def model_shape(config: Config) -> ModelShape:
+    """Return the sizes by which the optimizer cuts fused matrices."""
+    language = config.model.language
+    return ModelShape(
+        num_heads=language.num_heads,
+        qk_nope_dim=language.qk_nope_dim,
+        qk_rope_dim=language.qk_rope_dim,
+        v_dim=language.v_dim,
+        kv_lora_rank=language.kv_lora_rank,
+        vision_heads=config.model.vision.heads,
+    )

@@ -30,9 +30,9 @@ from kimi_pretrain.checkpoint.versions import versions
 from kimi_pretrain.checkpoint.writer_client import Hand
 
 if TYPE_CHECKING:
+    from kimi_pretrain.checkpoint.ownership import Owner
     from kimi_pretrain.config import Config
     from kimi_pretrain.engine.mesh import Mesh
-    from kimi_pretrain.reliability.run_lock import Owner
 
 log = logging.getLogger("kimi_pretrain.checkpoint")
 

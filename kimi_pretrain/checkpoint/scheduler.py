@@ -8,7 +8,7 @@ waited for.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kimi_pretrain.checkpoint.errors import CheckpointError, told_of
 from kimi_pretrain.checkpoint.saver import Checkpoints, Progress
@@ -16,10 +16,34 @@ from kimi_pretrain.checkpoint.storage_read import Place
 from kimi_pretrain.checkpoint.storage_write import open_sink, set_aside_later
 
 if TYPE_CHECKING:
-    from kimi_pretrain.reliability.run_lock import Owner
-    from kimi_pretrain.train import Run
+    import torch
+
+    from kimi_pretrain.checkpoint.manifest import RunState
+    from kimi_pretrain.checkpoint.ownership import Owner
+    from kimi_pretrain.config import Config
+    from kimi_pretrain.engine.mesh import Mesh
 
 log = logging.getLogger("kimi_pretrain.checkpoint.scheduler")
+
+
+class Saved(Protocol):
+    """What is saved: a run, as far as a checkpoint is concerned."""
+
+    config: "Config"
+    mesh: "Mesh"
+    step: int
+
+    def tensors(self) -> "dict[str, torch.Tensor]":
+        """Return everything a checkpoint holds, by name."""
+        ...
+
+    def run_state(self) -> "RunState":
+        """Return what a checkpoint holds besides tensors."""
+        ...
+
+    def changes_late(self, name: str) -> bool:
+        """Whether a tensor changes in the update alone."""
+        ...
 
 
 class Saves:
@@ -40,7 +64,7 @@ class Saves:
         self,
         place: Place,
         owner: "Owner",
-        run: "Run",
+        run: Saved,
         watch: Callable[[str], object],
         uri: str | None = None,
     ):

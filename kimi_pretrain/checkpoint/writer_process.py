@@ -33,11 +33,11 @@ from dataclasses import asdict
 from typing import Any
 
 from kimi_pretrain.checkpoint.errors import CheckpointError, kind_of, passing
+from kimi_pretrain.checkpoint.ownership import OWNER, Owner, told_owner
 from kimi_pretrain.checkpoint.retention import kept
 from kimi_pretrain.checkpoint.steps import Steps
 from kimi_pretrain.checkpoint.storage_read import Place, open_place
 from kimi_pretrain.checkpoint.storage_write import Sink, Source, open_sink, set_aside_later
-from kimi_pretrain.reliability.run_lock import OWNER, Owner, told_owner
 
 _FILES = 2  # written at a time: while one waits for the disk, the other is hashed
 _NICE = 10  # training goes first

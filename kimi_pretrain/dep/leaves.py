@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.dep.plan import Spans, runs
-from kimi_pretrain.engine.backbone import Microbatch
+from kimi_pretrain.engine.microbatch import Microbatch
 
 
 def attach_leaves(

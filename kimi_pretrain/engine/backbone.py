@@ -9,7 +9,7 @@ Everything that comes out is a sum over tokens: losses, parameter gradients, lea
 one divisor is the caller's (`kimi_pretrain.update`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,42 +23,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from kimi_pretrain.config import Config
-from kimi_pretrain.engine.attention import PackedCoreAttention, PackedRows
+from kimi_pretrain.engine.attention import PackedCoreAttention
 from kimi_pretrain.engine.experts import PaddingAwareRouter
 from kimi_pretrain.engine.gradients import GradientBuffers, Reduction
 from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.engine.microbatch import Microbatch
 from kimi_pretrain.engine.model_builder import DTYPES, build_chunks, engine_config, initialise
 from kimi_pretrain.engine.param_names import View, views
 from kimi_pretrain.engine.tp_full_params import WholeTensors
-
-
-@dataclass
-class Microbatch:
-    """One microbatch of a replica: its rows laid end to end as one packed sequence.
-
-    A rank holds a part of it (`kimi_pretrain.parallel.sequence`): "own tokens" below are those of
-    its context-parallel rank.
-
-    Attributes:
-        packed: segments of the row; every stage needs them.
-        padding: True at the padding at the ends of rows, bool [1, tokens of this rank's part].
-        tokens, labels: int64 [1, own tokens]; only on the first and the last stage.
-        loss_mask: which labels count, bool [1, own tokens]; only on the last stage.
-        leaf: vision embeddings at this rank's part, [media tokens, hidden]; only on the first
-            stage.
-        leaf_positions: where they go in the part, int64 [media tokens].
-        media: computes the embeddings inside the graph, in place of a leaf: the baseline, in which
-            the first stage encodes the media of its own microbatches.
-    """
-
-    packed: PackedRows
-    padding: Tensor
-    tokens: Tensor | None = None
-    labels: Tensor | None = None
-    loss_mask: Tensor | None = None
-    leaf: Tensor | None = None
-    leaf_positions: Tensor | None = None
-    media: Callable[[], Tensor] | None = None
 
 
 @dataclass

@@ -4,6 +4,9 @@ The plan says where everything is; a rank that reads no text (a middle stage) st
 borders and padding from it, because every stage attends inside documents.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,9 +14,37 @@ from torch import Tensor
 from data_pipeline.loader import StepBatch
 from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.engine.attention import PackedRows
-from kimi_pretrain.engine.backbone import Microbatch
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.parallel.sequence import SequenceParts
+
+
+@dataclass
+class Microbatch:
+    """One microbatch of a replica: its rows laid end to end as one packed sequence.
+
+    A rank holds a part of it (`kimi_pretrain.parallel.sequence`): "own tokens" below are those of
+    its context-parallel rank.
+
+    Attributes:
+        packed: segments of the row; every stage needs them.
+        padding: True at the padding at the ends of rows, bool [1, tokens of this rank's part].
+        tokens, labels: int64 [1, own tokens]; only on the first and the last stage.
+        loss_mask: which labels count, bool [1, own tokens]; only on the last stage.
+        leaf: vision embeddings at this rank's part, [media tokens, hidden]; only on the first
+            stage.
+        leaf_positions: where they go in the part, int64 [media tokens].
+        media: computes the embeddings inside the graph, in place of a leaf: the baseline, in which
+            the first stage encodes the media of its own microbatches.
+    """
+
+    packed: PackedRows
+    padding: Tensor
+    tokens: Tensor | None = None
+    labels: Tensor | None = None
+    loss_mask: Tensor | None = None
+    leaf: Tensor | None = None
+    leaf_positions: Tensor | None = None
+    media: Callable[[], Tensor] | None = None
 
 
 def replica_rows(plan: GlobalPlan, mesh: Mesh) -> range:

@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kimi_pretrain.reliability.run_files import write_whole
 from kimi_pretrain.reliability.stack_inspection import ROOMS, where
-from kimi_pretrain.telemetry.run_files import write_whole
 
 FAULT = 1
 USERS_TO_MEND = 2

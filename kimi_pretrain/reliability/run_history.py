@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from kimi_pretrain.checkpoint.errors import told_of
 from kimi_pretrain.checkpoint.manifest import MANIFEST, step_name
+from kimi_pretrain.checkpoint.ownership import Owner
 from kimi_pretrain.checkpoint.storage_read import Place, open_place
-from kimi_pretrain.reliability.run_lock import RUN, Owner, claim, read_run, write_run
+from kimi_pretrain.reliability.run_lock import RUN, claim, read_run, write_run
 from kimi_pretrain.reliability.status import read_status
 
 if TYPE_CHECKING:

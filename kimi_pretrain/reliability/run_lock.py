@@ -28,10 +28,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
+from kimi_pretrain.checkpoint.ownership import OWNER, Owner, told_owner
 from kimi_pretrain.reliability.exit_report import NO_PROGRESS, LastWord, leave_word
-from kimi_pretrain.telemetry.run_files import naming, write_whole
+from kimi_pretrain.reliability.run_files import naming, write_whole
 
 if TYPE_CHECKING:
     from kimi_pretrain.checkpoint.storage_read import Place
@@ -46,7 +47,7 @@ PATIENCE_S = 90.0
 # In an object store, where nothing can be created exclusively, two runs that claim a place at once
 # see what the last one wrote after so long.
 _SETTLE_S = 1.0
-OWNER, RUN = "owner.json", "run.json"
+RUN = "run.json"
 
 
 class RunLocked(ValueError):
@@ -55,13 +56,6 @@ class RunLocked(ValueError):
 
 class FormerStart(RunLocked):
     """An earlier start of the same job is still there; a later attempt may find it gone."""
-
-
-class Owner(NamedTuple):
-    """Whose a place is, as its owner.json says: the run's id, and what tells this start of it."""
-
-    run: str
-    start: str
 
 
 class RunLock:
@@ -360,30 +354,3 @@ def _own(place: "Place", mine: str, text: str) -> None:
         place.write_text(OWNER, text)
     finally:
         partial.unlink()
-
-
-def told_owner(uri: str, text: str, run: str, start: str | None = None) -> str | None:
-    """Return why a place is not this run's, by the text of its owner.json; None: it is.
-
-    Args:
-        uri: of the place.
-        text: of its owner.json.
-        run: id of this run.
-        start: of it, which must have been the last to claim the place; None: any.
-    """
-    try:
-        owner: Mapping[str, Any] = json.loads(text)
-        if owner["run"] == run and start in (None, owner.get("start")):
-            return None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{uri}/{OWNER} is {text[:100]!r}, expected the id of a run; remove the file"
-    folder = f"run folder {owner.get('run_dir', 'unknown')} on {owner.get('host', 'unknown host')}"
-    if owner["run"] == run:
-        return (
-            f"{uri} was taken by another start of this run ({folder}), which saves there now; end "
-            "one of the two; where that folder is a copy, give it a checkpoint.place of its own"
-        )
-    return (
-        f"{uri} holds the checkpoints of another run ({owner['run']}, {folder}); choose "
-        f"another checkpoint.place, or remove {OWNER} there if that run will never go on"
-    )

@@ -35,7 +35,7 @@ LAUNCHING = ("torch/_inductor/runtime/",)
 # ... and what also reads and writes files: there the call itself has to tell.
 FILING = (
     "kimi_pretrain/checkpoint/", "kimi_pretrain/weights/", "kimi_pretrain/telemetry/recorder.py",
-    "kimi_pretrain/telemetry/run_dir.py", "kimi_pretrain/telemetry/run_files.py",
+    "kimi_pretrain/telemetry/run_dir.py", "kimi_pretrain/reliability/run_files.py",
     "kimi_pretrain/reliability/anomaly_guard.py", "kimi_pretrain/reliability/run_lock.py",
     "kimi_pretrain/reliability/status.py", "kimi_pretrain/dep/weights.py", "moonvit3d/files.py",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from kimi_pretrain.telemetry.run_files import write_whole
+from kimi_pretrain.reliability.run_files import write_whole
 
 log = logging.getLogger("kimi_pretrain.reliability.status")
 

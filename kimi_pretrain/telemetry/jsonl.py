@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from kimi_pretrain.telemetry.run_files import naming
+from kimi_pretrain.reliability.run_files import naming
 
 _BLOCK = 1 << 16
 

@@ -19,11 +19,11 @@ from kimi_pretrain.checkpoint.saver import Progress
 from kimi_pretrain.config import Config
 from kimi_pretrain.reliability.anomaly_guard import Verdict, anomaly
 from kimi_pretrain.reliability.replica_check import CopyHash, check_copies
+from kimi_pretrain.reliability.run_files import Appended, best_effort
 from kimi_pretrain.reliability.status import Status, write_status
 from kimi_pretrain.telemetry.console import StepDisplay
 from kimi_pretrain.telemetry.metrics import RankRecord, Telemetry
 from kimi_pretrain.telemetry.run_dir import MetricsWriter, write_trace
-from kimi_pretrain.telemetry.run_files import Appended, best_effort
 
 if TYPE_CHECKING:  # these bring the engine along
     from kimi_pretrain.engine.mesh import Mesh

@@ -33,12 +33,12 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from kimi_pretrain.config import Config, dump_config
 from kimi_pretrain.dep.memory import GIB
 from kimi_pretrain.reliability.anomaly_guard import finite
+from kimi_pretrain.reliability.run_files import Appended, write_whole
 from kimi_pretrain.telemetry.console import StepDisplay
 from kimi_pretrain.telemetry.exposed import exposed
 from kimi_pretrain.telemetry.jsonl import abandoned, cut_after
 from kimi_pretrain.telemetry.metrics import RankRecord
 from kimi_pretrain.telemetry.phases import Span, phase_of
-from kimi_pretrain.telemetry.run_files import Appended, write_whole
 
 PACKAGES = (
     "kimi-pretrain", "torch", "megatron-core", "numpy", "pillow", "av", "boto3", "tiktoken",

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from kimi_pretrain.checkpoint.hashes import hash_tensors
 from kimi_pretrain.checkpoint.manifest import digest
-from kimi_pretrain.telemetry.run_files import best_effort, write_whole
+from kimi_pretrain.reliability.run_files import best_effort, write_whole
 
 if TYPE_CHECKING:
-    from kimi_pretrain.train import Run
+    from kimi_pretrain.run import Run
 
 
 def write_state_hashes(run: "Run", file: Path) -> None:

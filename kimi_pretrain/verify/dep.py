@@ -15,8 +15,8 @@ from typing import Any
 from data_pipeline.loader import StepBatch
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine import mesh as engine_mesh
+from kimi_pretrain.run import Run
 from kimi_pretrain.step import StepReport
-from kimi_pretrain.train import Run
 from kimi_pretrain.update import UpdateReport
 from kimi_pretrain.verify.compare import StepFacts, StepRoutes
 from kimi_pretrain.verify.faults import FAULTS

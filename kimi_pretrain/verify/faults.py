@@ -19,8 +19,9 @@ from kimi_pretrain.verify.replaced import replaced
 
 if TYPE_CHECKING:  # who asks for the faults' names alone need not load the engine
     from kimi_pretrain.dep.encoder import EncoderPass
-    from kimi_pretrain.engine.backbone import BackboneResult, Microbatch
-    from kimi_pretrain.train import Run
+    from kimi_pretrain.engine.backbone import BackboneResult
+    from kimi_pretrain.engine.microbatch import Microbatch
+    from kimi_pretrain.run import Run
 
 Obstacle = Callable[["Run", VisionPlan], str | None]
 Plant = Callable[["Run", VisionPlan], AbstractContextManager[None]]

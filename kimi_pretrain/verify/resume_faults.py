@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:  # who asks for the faults' names alone need not load the engine
-    from kimi_pretrain.engine.backbone import BackboneResult, Microbatch
-    from kimi_pretrain.train import Run
+    from kimi_pretrain.engine.backbone import BackboneResult
+    from kimi_pretrain.engine.microbatch import Microbatch
+    from kimi_pretrain.run import Run
 
 # In the folder of a fault that could not be planted: why. After the name of one that is in a run
 # throughout: the folder of that run without a stop.

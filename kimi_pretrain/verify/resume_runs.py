@@ -14,7 +14,8 @@ from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.reliability.watchdog import backstop
-from kimi_pretrain.train import Run, train
+from kimi_pretrain.run import Run
+from kimi_pretrain.train import train
 from kimi_pretrain.verify.resume_faults import (
     OBSTACLE,
     RESUME_FAULTS,

@@ -29,8 +29,9 @@ from kimi_pretrain.verify.compare import StepRoutes
 from kimi_pretrain.verify.replaced import replaced
 
 if TYPE_CHECKING:
-    from kimi_pretrain.engine.backbone import BackboneResult, Microbatch
-    from kimi_pretrain.train import Run
+    from kimi_pretrain.engine.backbone import BackboneResult
+    from kimi_pretrain.engine.microbatch import Microbatch
+    from kimi_pretrain.run import Run
 
 FOLDER = "routes"
 # (scores [T, E], K, expert groups, groups to take) -> (scores [T, K], experts [T, K])

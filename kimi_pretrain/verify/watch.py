@@ -13,8 +13,8 @@ from typing import Any
 
 from data_pipeline.loader import StepBatch
 from kimi_pretrain.checkpoint.hashes import hash_tensors
+from kimi_pretrain.run import Run
 from kimi_pretrain.step import StepReport
-from kimi_pretrain.train import Run
 from kimi_pretrain.verify.trace import RESUMED, WATCHED
 
 

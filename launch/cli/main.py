@@ -24,12 +24,12 @@ from launch.cli.options import ConfigOption, JsonOption, Overrides
 from launch.cli.plan import plan
 from launch.cli.plot import plot
 from launch.cli.s3 import s3
+from launch.cli.submit import submit
 from launch.cli.verify_dep import verify
 from launch.local.errors import told_plainly
 from launch.local.job import Job
 from launch.local.quiet import quiet_libraries
-from launch.local.signals import interrupt
-from launch.slurm.submit import submit
+from launch.local.signals import end_in_order, interrupt
 
 app = typer.Typer(
     name="kimi-pretrain",
@@ -48,11 +48,6 @@ app.add_typer(s3, name="s3")
 app.command()(plan)
 app.command()(plot)
 app.command()(submit)
-
-
-def end_in_order() -> None:
-    """Let SIGTERM unwind the stack like Ctrl-C does, so that what was started is stopped."""
-    signal.signal(signal.SIGTERM, interrupt)
 
 
 def print_version(wanted: bool) -> None:

@@ -1,18 +1,14 @@
 """`kimi-pretrain plot`: the pictures of a run, from what it has left in its folder so far."""
 
 import json
-from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from launch.cli.options import JsonOption
 from launch.local.errors import told_plainly
-
-# Steps of a picture: more than its pixels could show, and few enough to be read in a second.
-MOST_STEPS = 4000
+from launch.local.pictures import draw
 
 
 def plot(
@@ -42,89 +38,3 @@ def plot(
         first, last = found["steps"]
         for file in found["drawn"]:
             typer.echo(f"wrote {file} (steps {first} to {last})")
-
-
-def draw(run: Path, out: Path) -> dict[str, Any]:
-    """Draw all pictures that a run's folder has the numbers for.
-
-    Args:
-        run: its folder.
-        out: folder to write into; made if it is not there.
-
-    Returns:
-        "steps": the first and the last; "drawn": the files; "left_out": name -> why it was not
-        drawn.
-
-    Raises:
-        ValueError: there is no metrics.jsonl, or no step in it.
-
-    """
-    # Imported late: help is instant without.
-    from kimi_pretrain.tools import plots
-
-    metrics = read_steps(run / "metrics.jsonl")
-    threshold, losses = (
-        _threshold(run / "config.yaml"),
-        [m for m in metrics if m["loss"] is not None],
-    )
-    pictures: dict[str, Callable[[Path], None]] = {
-        "loss.png": lambda file: plots.loss_plot(losses, file),
-        "dep_balance.png": lambda file: plots.dep_balance_plot(metrics, file),
-        "muonclip.png": lambda file: plots.muonclip_plot(metrics, file, threshold),
-    }
-    drawn, left_out = list[str](), dict[str, str]()
-    if (trace := run / "trace.json").is_file():
-        step = json.loads(trace.read_text())
-        pictures["timeline.png"] = lambda file: plots.timeline_plot(step, file)
-    else:
-        left_out["timeline.png"] = f"no {trace} (train.trace_step says which step is traced)"
-    for name, picture in pictures.items():
-        try:
-            picture(out / name)
-            drawn.append(str(out / name))
-        except KeyError as error:
-            left_out[name] = f"the run did not write {error}"
-        except ValueError as error:
-            left_out[name] = str(error)
-    steps = (metrics[0]["step"], metrics[-1]["step"])
-    return {"steps": steps, "drawn": drawn, "left_out": left_out}
-
-
-def read_steps(file: Path, most: int = MOST_STEPS) -> list[dict[str, Any]]:
-    """Read lines of a metrics.jsonl that may still be growing: at most so many, evenly chosen.
-
-    Raises:
-        ValueError: there is none, or no whole line in it.
-
-    """
-    try:
-        with file.open("rb") as lines:
-            number = sum(line.endswith(b"\n") for line in lines)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{file}: no such file; give the folder of a run") from None
-    if not number:
-        raise ValueError(f"{file}: the run has not finished a step yet")
-    # Counted from the last, which is always among them.
-    every = -(-number // most)
-    with file.open("rb") as lines:
-        whole = enumerate(islice(lines, number))
-        return [json.loads(line) for at, line in whole if not (number - 1 - at) % every]
-
-
-def _threshold(file: Path) -> float | None:
-    from kimi_pretrain.config import load_config
-
-    # An older run may have keys that are none any more: the line across is not worth an error.
-    try:
-        return load_config(str(file)).optim.qk_clip_threshold
-    except (ValueError, OSError):
-        return None
-
-
-def draw_at_the_end(run: Path) -> None:
-    """Draw a finished run; whatever goes wrong with it is told and changes nothing."""
-    try:
-        names = [Path(file).name for file in draw(run, run)["drawn"]]
-        typer.echo(f"drew {', '.join(names)} in {run}")
-    except Exception as error:
-        typer.echo(f"no pictures ({type(error).__name__}: {error})", err=True)

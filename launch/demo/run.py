@@ -28,8 +28,6 @@ from data_pipeline.store.open import open_store
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import Config, describe, load_config
 from kimi_pretrain.verify.faults import FAULTS
-from launch.cli.plot import draw
-from launch.cli.verify_dep import verify_dep
 from launch.demo.corpus import TOKENIZER_KEY, build_corpus
 from launch.demo.result import show
 from launch.demo.summary import (
@@ -41,7 +39,9 @@ from launch.demo.summary import (
 )
 from launch.local import supervise, torchrun
 from launch.local.job import Job
+from launch.local.pictures import draw
 from launch.local.s3_server import S3Server
+from launch.verify.dep import verify_dep
 from launch.verify.jobs import JobStopped
 
 BUCKET = "kimi-demo"

@@ -101,3 +101,8 @@ def follow_torchrun() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
+def end_in_order() -> None:
+    """Let SIGTERM unwind the stack like Ctrl-C does, so that what was started is stopped."""
+    signal.signal(signal.SIGTERM, interrupt)

@@ -79,7 +79,7 @@ def _draw(run_dir: Path) -> None:
 
     status = read_status(run_dir)
     if status is not None and status.state == "finished":
-        from launch.cli.plot import draw_at_the_end
+        from launch.local.pictures import draw_at_the_end
 
         draw_at_the_end(run_dir)
 

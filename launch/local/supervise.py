@@ -25,7 +25,7 @@ from typing import IO
 import psutil
 
 from kimi_pretrain.reliability.exit_report import USERS_TO_MEND, LastWord, first_word, forget_words
-from kimi_pretrain.telemetry.run_files import Appended
+from kimi_pretrain.reliability.run_files import Appended
 from launch.local.signals import PR_SET_PDEATHSIG, take_time
 
 GRACE_SECONDS = 40.0

@@ -19,7 +19,7 @@ def tied_routes(run) -> dict[str, Any]:
     """
     from kimi_pretrain.verify import dep, faults, jobs
     from kimi_pretrain.verify.compare import tolerance_for
-    from launch.cli.verify_dep import compare_jobs
+    from launch.verify.dep import compare_jobs
 
     tolerance = tolerance_for("float32", "model", steps=2)
     with TemporaryDirectory() as name:

@@ -41,7 +41,7 @@ def do(action: str, overrides: list[str], mesh: Any) -> tuple[Any, Any]:
 
     from kimi_pretrain.config import load_config
     from kimi_pretrain.engine import mesh as engine_mesh
-    from kimi_pretrain.train import Run
+    from kimi_pretrain.run import Run
 
     config = load_config("tiny_cpu", overrides)
     if mesh is None:
@@ -304,7 +304,7 @@ def layers_against_twins(run) -> dict[str, float]:
 def language_model(run) -> dict:
     """Logits of three packed documents, the weights by name, and transformers' configuration."""
     from kimi_pretrain.engine.attention import PackedRows
-    from kimi_pretrain.engine.backbone import Microbatch
+    from kimi_pretrain.engine.microbatch import Microbatch
 
     language = run.config.model.language
     generator = torch.Generator().manual_seed(2)

@@ -36,7 +36,7 @@ PHASES: tuple[tuple[str, str, str], ...] = (
     ("kimi_pretrain/engine/microbatch.py", "", "prepare"),
     ("kimi_pretrain/step.py", "", "prepare"),
     ("telemetry/", "", "measuring"),
-    ("kimi_pretrain/telemetry/run_files.py", "", "writing metrics"),
+    ("kimi_pretrain/reliability/run_files.py", "", "writing metrics"),
     ("kimi_pretrain/telemetry/run_dir.py", "", "writing metrics"),
     ("kimi_pretrain/train.py", "_loop", "between steps"),
     ("engine/mesh.py", "gather", "gather between steps"),

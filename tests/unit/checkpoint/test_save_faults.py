@@ -12,13 +12,13 @@ import ranks
 
 from kimi_pretrain.checkpoint import storage_write
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
+from kimi_pretrain.checkpoint.ownership import OWNER, Owner
 from kimi_pretrain.checkpoint.progress import Progress
 from kimi_pretrain.checkpoint.saver import Checkpoints
 from kimi_pretrain.checkpoint.storage_read import Place, open_place
 from kimi_pretrain.checkpoint.storage_write import source_of
 from kimi_pretrain.checkpoint.writer_client import Hand
 from kimi_pretrain.checkpoint.writer_process import Answers, serve
-from kimi_pretrain.reliability.run_lock import OWNER, Owner
 
 MINE = Owner("mine", "s1")
 

@@ -12,13 +12,13 @@ import pytest
 import ranks
 
 from kimi_pretrain.checkpoint import storage_write
+from kimi_pretrain.checkpoint.ownership import OWNER
 from kimi_pretrain.checkpoint.saver import Checkpoints
 from kimi_pretrain.checkpoint.steps import Steps
 from kimi_pretrain.checkpoint.storage_read import Place, open_place
 from kimi_pretrain.checkpoint.storage_write import open_sink, source_of
 from kimi_pretrain.checkpoint.writer_client import Hand
 from kimi_pretrain.checkpoint.writer_process import Answers, Writer
-from kimi_pretrain.reliability.run_lock import OWNER
 
 FILES = ("index.json", "rank_00000_000.safetensors", "rank_00001_000.safetensors")
 

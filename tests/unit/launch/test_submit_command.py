@@ -13,10 +13,10 @@ from kimi_pretrain.checkpoint import storage_read
 from kimi_pretrain.checkpoint.errors import CheckpointUnavailable
 from kimi_pretrain.config import load_config
 from launch.cli.main import app
+from launch.cli.submit import parse_seeds
 from launch.local.job import Job
 from launch.slurm import queue as slurm_queue
 from launch.slurm.queue import JobState, Tail, parse_job, worst_exit_code
-from launch.slurm.submit import parse_seeds
 
 CPU = ("--config", "tiny_cpu", "--gpus-per-node", "0", "--tasks-per-node", "2")
 
@@ -177,7 +177,7 @@ def test_where_no_checkpoint_could_be_looked_for_the_job_begins_only_by_request(
         text = submit(*new, *options, "--dry-run").stdout
         assert ('"or_start": true' in text) == ("--or-start" in options)
     assert looked == []
-    monkeypatch.setattr("launch.slurm.submit.check_reachable", lambda *_: None)
+    monkeypatch.setattr("launch.cli.submit.check_reachable", lambda *_: None)
     told = submit(*new, "--seeds", "1-3", "--parsable", unchecked=False)
     assert told.stdout == "41\n"
     (line,) = told.stderr.splitlines()
@@ -284,7 +284,7 @@ def test_states_are_told_in_words():
 
 def test_help_is_instant():
     code = (
-        "import sys, launch.slurm.submit\n"
+        "import sys, launch.cli.submit\n"
         "assert not {'torch', 'numpy', 'pydantic', 'boto3'} & set(sys.modules), 'heavy'"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

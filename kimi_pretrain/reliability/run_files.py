@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-log = logging.getLogger("kimi_pretrain.telemetry.run_files")
+log = logging.getLogger("kimi_pretrain.reliability.run_files")
 
 # Unwritten bytes of one file that are kept; later records are counted and left out.
 KEPT_BYTES = 64 << 20
