@@ -268,7 +268,7 @@ def main() -> None:
         app()
     except SystemExit as end:
         if "kimi_pretrain.engine" in sys.modules:  # an evaluation has had process groups
-            from launch.worker import leave
+            from launch.local.worker import leave
 
             leave(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise

@@ -15,6 +15,7 @@ from launch.local.errors import told_plainly
 from launch.local.job import LATEST, Job
 from launch.slurm import queue as slurm_queue
 from launch.slurm import script as slurm
+from launch.slurm.options import SlurmOptions
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
@@ -107,7 +108,7 @@ def submit(
         loaded = load_config(config, overrides or ())
         check_local("--run-dir", run_dir)
         folder = run_dir.resolve()
-        options = slurm.SlurmOptions(
+        options = SlurmOptions(
             **spread(loaded.layout.world_size(), gpus_per_node, tasks_per_node),
             cpus_per_task=cpus_per_task,
             name=name,
@@ -173,7 +174,7 @@ def spread(world_size: int, gpus_per_node: int, tasks_per_node: int | None) -> d
     return {"nodes": world_size // tasks, "tasks_per_node": tasks, "gpus_per_node": gpus}
 
 
-def late_watchdog(options: slurm.SlurmOptions, timeout_seconds: float) -> str | None:
+def late_watchdog(options: SlurmOptions, timeout_seconds: float) -> str | None:
     """Return what a rank that hangs while the job stops would come to; None: it is named in time.
 
     Args:

@@ -7,10 +7,7 @@ r"""The part of the batch script that decides what becomes of the job: done, aga
   further than the time before, else so many times; steps that were not saved do not count.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from launch.slurm.script import SlurmOptions
+from launch.slurm.options import SlurmOptions
 
 REQUEUE_TRIES = 6
 
@@ -31,7 +28,7 @@ _TAKES_BACK = [
 ]
 
 
-def ways_out(options: "SlurmOptions") -> list[str]:
+def ways_out(options: SlurmOptions) -> list[str]:
     """Return the functions that end a start; they come before everything that can fail."""
     again = _TAKES_BACK
     if not options.requeue:
@@ -77,7 +74,7 @@ def ways_out(options: "SlurmOptions") -> list[str]:
     ]
 
 
-def ending(options: "SlurmOptions") -> list[str]:
+def ending(options: SlurmOptions) -> list[str]:
     """Return the lines that look at what the ranks did, and choose."""
     late = f"the ranks did not stop within {options.stop_seconds} s (--save-seconds)"
     return [

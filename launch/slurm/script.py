@@ -16,141 +16,17 @@ itself, while a task is the training process (`launch.local.worker`). What the s
 - A lost node: SLURM kills the job and puts it back itself (--requeue).
 """
 
-import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from launch.local.job import MEETING, WORKER, Job
 from launch.slurm.ending import ending, ways_out
+from launch.slurm.options import SlurmOptions
 
-# The signal may come this much early: SLURM looks at its timers once a minute.
-EARLY_SECONDS = 60
 RESEND_SECONDS = 3
-# What is left of --save-seconds when a stop is given up: the requeue takes time, too.
-SPARE_SECONDS = 30
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
 # Stands for an array element's seed until the job runs.
 SEED = "@SEED@"
-
-
-@dataclass(frozen=True)
-class SlurmOptions:
-    """What a cluster wants to know.
-
-    Attributes:
-        nodes: number of nodes.
-        tasks_per_node: ranks on each node, one per GPU.
-        gpus_per_node: GPUs to ask for; 0 asks for none (CPU).
-        cpus_per_task: cores for each rank.
-        name: of the job.
-        time: limit, "days-hours:minutes:seconds".
-        partition, account: as the cluster calls them.
-        save_seconds: what a step and a save take at most; the signal comes so much before the
-            limit, and a minute more, which it may come early. Shortly before they are over, ranks
-            that have not stopped are given up.
-        requeue: put the job back after the limit, pre-emption and failures.
-        max_restarts: failures in a row, none a checkpoint further than the one before, that are
-            tried again; pre-emption and lost nodes do not count.
-        after: jobs that must have finished well before; where one has not, this one is cancelled.
-        seeds: one element of an array for each, with a run folder of its own; none for no array.
-        modules: `module load` names.
-        setup: shell lines run before training, for example to activate an environment.
-        container: image for `srun --container-image` (pyxis and enroot).
-        mounts: "outside:inside" folders for the container; the run folder is added.
-        python: interpreter that has this package, inside the container if there is one.
-        directives: further options of sbatch, as "key=value" or "key".
-
-    """
-
-    nodes: int
-    tasks_per_node: int
-    gpus_per_node: int = 0
-    cpus_per_task: int = 1
-    name: str = "kimi-pretrain"
-    time: str = "1-00:00:00"
-    partition: str | None = None
-    account: str | None = None
-    save_seconds: int = 700
-    requeue: bool = True
-    max_restarts: int = 3
-    after: tuple[int, ...] = ()
-    seeds: tuple[int, ...] = ()
-    modules: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
-    container: str | None = None
-    mounts: tuple[str, ...] = ()
-    python: str = "python3"
-    directives: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        counts = ("nodes", "tasks_per_node", "cpus_per_task", "save_seconds")
-        for field in counts:
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts is {self.max_restarts}; it must be 0 or more")
-        if self.gpus_per_node not in (0, self.tasks_per_node):
-            raise ValueError(
-                f"gpus_per_node is {self.gpus_per_node} with {self.tasks_per_node} tasks per node; "
-                "each task drives one GPU, so give the same number (or 0 for CPU)"
-            )
-        if not re.fullmatch(r"[\w.-]+", self.name):
-            raise ValueError(f"job name {self.name!r}: use letters, digits, '.', '_' and '-'")
-        for field in ("partition", "account"):
-            if (value := getattr(self, field)) and not re.fullmatch(r"\S+", value):
-                raise ValueError(f"{field} {value!r}: a name without spaces is expected")
-        for text in self.directives:
-            if not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", text):
-                raise ValueError(f"--sbatch {text!r}: expected KEY or KEY=VALUE, without dashes")
-        self._check_time()
-
-    @property
-    def signal_seconds(self) -> int:
-        """How long before the limit SLURM is asked for the signal."""
-        return self.save_seconds + EARLY_SECONDS
-
-    @property
-    def stop_seconds(self) -> int:
-        """How long after the signal the ranks are given up, before SLURM ends the job for good."""
-        spare = max(SPARE_SECONDS, self.save_seconds // 10)
-        return self.save_seconds - min(spare, self.save_seconds // 2)
-
-    def _check_time(self) -> None:
-        limit = limit_seconds(self.time)
-        if limit is not None and limit <= self.signal_seconds + EARLY_SECONDS:
-            raise ValueError(
-                f"--time {self.time} is {limit} s, but the job is told to stop up to "
-                f"{self.signal_seconds + EARLY_SECONDS} s before (--save-seconds "
-                f"{self.save_seconds} for a step and a save, and {2 * EARLY_SECONDS} s because "
-                "SLURM's clock is coarse): nothing would be trained; give more time, or less for "
-                "the save"
-            )
-
-
-def limit_seconds(text: str) -> int | None:
-    """Return a time limit as sbatch reads it, in seconds; None for no limit.
-
-    "minutes", "minutes:seconds", "hours:minutes:seconds", "days-hours", "days-hours:minutes",
-    "days-hours:minutes:seconds" (man sbatch).
-
-    Raises:
-        ValueError: it is none of these.
-
-    """
-    if text.lower() in ("infinite", "unlimited"):
-        return None
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if match is None:
-        raise ValueError(
-            f'--time {text!r}: expected days-hours:minutes:seconds, such as "1-12:00:00", '
-            'or minutes, such as "90"'
-        )
-    days, *rest = match.groups()
-    numbers = [int(number) for number in rest if number is not None]
-    if days is None:  # the first of one or two is minutes, of three hours
-        numbers = numbers if len(numbers) == 3 else [0, *numbers]
-    hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def element(job: Job, place: str | None) -> Job:

@@ -121,7 +121,7 @@ def _after_evaluation(run, batch) -> torch.Tensor:
 def _skipped(run) -> dict[str, int]:
     """Skipped steps after one step that is not finite, and in a run that goes on from there."""
     from kimi_pretrain.run import Run
-    from tests.dist.worker import planted_infinity
+    from tests.dist.basic_case import planted_infinity
 
     next(run.loader)  # the proof took one batch twice
     planted_infinity(run)

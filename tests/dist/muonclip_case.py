@@ -24,7 +24,7 @@ def _checkpoints(run) -> Path:
 
 
 def _weights(run) -> dict[str, Tensor]:
-    from tests.dist.worker import _gather
+    from tests.dist.basic_case import _gather
 
     return _gather(run, run.model.tensors())
 

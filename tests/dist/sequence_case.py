@@ -99,7 +99,7 @@ def shared_rows(run) -> dict:
     tensors by name, and, of a process alone, the errors of "attention".
     """
     from kimi_pretrain.checkpoint.hashes import hash_tensors
-    from tests.dist.worker import losses
+    from tests.dist.basic_case import losses
 
     leaves = leaf_gradients(run)
     run.backbone.undo_routing_biases()

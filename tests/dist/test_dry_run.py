@@ -93,7 +93,7 @@ LAYOUT = layout(pp=2, vpp=2, dp=2, ep=2)
 # Several dry runs in one process: to start one takes longer than they do.
 SCRIPT = """
 import json, sys
-from kimi_pretrain import dry_run
+from kimi_pretrain.tools import dry_run
 from kimi_pretrain.config import load_config
 from kimi_pretrain.optim import groups
 

@@ -293,8 +293,8 @@ def held_out(data_root: Path, root: Path):
 EVALUATE = """
 import json, sys
 from typer.testing import CliRunner
-from launch.cli import app
-from launch.worker import leave
+from launch.cli.main import app
+from launch.local.worker import leave
 for arguments in json.loads(sys.argv[1]):
     done = CliRunner().invoke(app, ["eval", *arguments])
     told = done.stdout.splitlines()[-1:] or [""]

@@ -211,7 +211,7 @@ def test_phases_are_read_from_stacks():
 def test_a_killed_command_takes_torchrun_with_it(tmp_path):
     """Without its help: the kernel does it. What torchrun started ends by its own such rule."""
     code = (
-        "import sys; from pathlib import Path; from launch import supervise\n"
+        "import sys; from pathlib import Path; from launch.local import supervise\n"
         "child = [sys.executable, '-c', 'import time; time.sleep(600)', sys.argv[1]]\n"
         "supervise.run(child, {}, Path(sys.argv[1]))\n"
     )

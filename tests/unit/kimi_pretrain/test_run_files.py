@@ -13,12 +13,12 @@ import pytest
 import typer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from kimi_pretrain.reliability import run_files
 from kimi_pretrain.reliability.exit_report import LastWord, first_word, leave_word
 from kimi_pretrain.reliability.run_files import Appended, write_whole
 from kimi_pretrain.reliability.run_lock import run_id, take
 from kimi_pretrain.reliability.status import Status, mark_failed, read_status, write_status
 from kimi_pretrain.reliability.watchdog import Watchdog
-from kimi_pretrain.telemetry import run_files
 from kimi_pretrain.telemetry.run_dir import MetricsWriter, log_to
 from launch.local.errors import told_plainly
 

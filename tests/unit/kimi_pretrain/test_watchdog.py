@@ -334,7 +334,7 @@ def test_the_watchdog_loads_no_torch():
 HELD = """
 import ctypes, sys
 from pathlib import Path
-from kimi_pretrain import watchdog
+from kimi_pretrain.reliability import watchdog
 
 def hold():
     ctypes.PyDLL(None).sleep(100)  # PyDLL keeps Python's lock

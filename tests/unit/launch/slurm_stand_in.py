@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 from launch.local.job import Job
-from launch.slurm.script import SlurmOptions, script
+from launch.slurm.options import SlurmOptions
+from launch.slurm.script import script
 
 # What a rank does until it is told to stop, the first one at least half a minute.
 UNTIL_TOLD = "for try in {1..300}; do [ $RANK$told = 0 ] && sleep .1; done\n"

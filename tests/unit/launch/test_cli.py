@@ -24,7 +24,7 @@ def test_help_loads_nothing_heavy():
     code = """
 import sys
 from typer.testing import CliRunner
-from launch.cli import app
+from launch.cli.main import app
 assert CliRunner().invoke(app, ["--help"]).exit_code == 0
 heavy = {"torch", "numpy", "boto3", "megatron", "matplotlib"} & set(sys.modules)
 sys.exit(", ".join(sorted(heavy)) or 0)
@@ -94,7 +94,7 @@ def test_versions_are_told_at_once():
     code = """
 import sys
 from typer.testing import CliRunner
-from launch.cli import app
+from launch.cli.main import app
 print(CliRunner().invoke(app, ["--version"]).stdout)
 sys.exit(", ".join(sorted({"torch", "megatron", "numpy", "boto3"} & set(sys.modules))) or 0)
 """
@@ -118,7 +118,7 @@ if {engine}:
     sys.modules["kimi_pretrain.engine"] = types.ModuleType("engine")
 atexit.register(print, "taken down")
 sys.argv = ["kimi-pretrain", {option!r}]
-from launch.cli import main
+from launch.cli.main import main
 main()
 """
     command = [sys.executable, "-c", program]

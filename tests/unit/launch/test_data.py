@@ -169,7 +169,7 @@ LIMITED = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-from launch.cli import app
+from launch.cli.main import app
 app(sys.argv[1:])
 """
 

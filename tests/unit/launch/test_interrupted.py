@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 # A command that reads two objects in threads, as most do; those are waited for when it unwinds.
 READS = """
 import sys, threading, time
-from launch.cli import app, main
+from launch.cli.main import app, main
 from data_pipeline.store.open import Span, get_many, open_store
 from data_pipeline.store.retry import longest_silence
 

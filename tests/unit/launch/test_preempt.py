@@ -78,12 +78,12 @@ def test_a_rank_takes_signals_over_before_torch_is_imported():
     code = """
 import signal, sys
 sys.argv = ["rank", "no JSON"]
-from launch import preempt
+from launch.local import signals
 def install(self):
     heavy = {name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "typer"}
     print("installed", sorted(heavy), flush=True)
     raise SystemExit(0)
-preempt.StopSignal.install = install
+signals.StopSignal.install = install
 import runpy
 runpy.run_module("launch.local.worker", run_name="__main__")
 """

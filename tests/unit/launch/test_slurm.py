@@ -5,7 +5,8 @@ import subprocess
 import pytest
 
 from launch.local.job import Job
-from launch.slurm.script import SlurmOptions, limit_seconds, script
+from launch.slurm.options import SlurmOptions, limit_seconds
+from launch.slurm.script import script
 
 JOB = Job("/shared/runs/a/job.yaml", "/shared/runs/a", (), "latest")
 CLUSTER = SlurmOptions(

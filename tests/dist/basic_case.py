@@ -1,0 +1,308 @@
+"""What jobs of the test worker do with a run: losses, gradients, planted faults, layers."""
+
+import torch
+
+from kimi_pretrain.sections import CostConfig
+from tests.dist.deepseek import deepseek_v3
+
+
+def losses(run) -> list[dict]:
+    """Five steps: loss, norm and counts of each."""
+    reports = [run.train_step.run(next(run.loader)) for _ in range(run.config.train.steps)]
+    return [
+        {
+            "loss": report.loss,
+            "grad_norm": report.update.grad_norm,
+            "max_logit": report.update.max_logit,
+            "clipped_heads": report.update.clipped_heads,
+            "vision_tokens": report.vision_tokens,
+            "loss_tokens": report.loss_tokens,
+            "skipped_samples": len(report.skipped),
+            "items": report.items,
+        }
+        for report in reports
+    ]
+
+
+def dep_gradients(run) -> dict[str, torch.Tensor]:
+    """One step through DEP: every parameter's divided gradient, by name."""
+    report = run.train_step.run(next(run.loader))
+    return _gather(run, _owned_gradients(run, report.loss_tokens))
+
+
+# Settings that change how the encoder's work is done and nothing that it comes to.
+DEP_VARIANTS = {
+    "plain": {},
+    "co-located": {"placement": "colocated"},
+    "kept": {"keep_activations": "auto", "memory_limit_gib": 1.0, "check_recompute": True},
+    "offloaded": {"offload_outputs": True},
+    "small chunks": {"max_patches_per_chunk": 300},
+    "dealt out": {"assign": "round_robin"},
+    "owners only": {"assign": "owner"},
+    "own replica": {"scope": "replica"},
+    # Priced by its square the largest item binds, so that it is shared.
+    "shared by two": {
+        "max_split": 2, "split_efficiency": 1.0, "check_recompute": True,
+        "cost": CostConfig(per_patch=0.0, per_patch_squared=1.0, per_item=0.0),
+    },
+}  # fmt: skip
+
+
+# Parts that are not trained, and what is left.
+FROZEN = {
+    "tower": {"frozen": ["vision_tower"], "check_recompute": True},
+    "projector": {"frozen": ["projector"]},
+    "encoder": {"frozen": ["vision_tower", "projector"]},
+    "language model": {"frozen": ["language_model"]},
+    "all but the projector": {"frozen": ["vision_tower", "language_model"]},
+}
+
+
+def dep_variants(run) -> dict[str, dict]:
+    """Gradients of one batch under every setting above, in one job; see `DEP_VARIANTS`."""
+    found = {}
+    for name, changed in {**DEP_VARIANTS, **FROZEN}.items():
+        dep = run.config.dep.model_copy(update={k: v for k, v in changed.items() if k != "frozen"})
+        train = run.config.train.model_copy(update={"frozen": changed.get("frozen", [])})
+        config = run.config.model_copy(update={"dep": dep, "train": train})
+        other = type(run)(config, run.mesh)
+        report = other.train_step.run(next(other.loader))
+        gradients = _owned_gradients(other, report.loss_tokens)
+        found[name] = {
+            "loss": report.loss,
+            "shared": int((report.vision.parts > 1).sum()),
+            "kept": sum(run.mesh.gather(report.kept_patches)),
+            "patches": int(report.vision.patches.sum()),
+            "gradients": _gather(run, gradients),
+            "phases": sorted(report.spans),
+            "clipped": report.update.clipped_heads,
+        }
+        other.close()
+    return found
+
+
+def colocated_gradients(run) -> dict[str, torch.Tensor]:
+    """The same batch with the encoder inside the graph: no DEP, no schedule, no reduction."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from kimi_pretrain.engine.microbatch import build_microbatches
+    from kimi_pretrain.dep.planner import grids_of
+
+    batch = next(run.loader)
+    plan, items = batch.plan, batch.plan.items
+    grids = [tuple(int(x) for x in grid) for grid in grids_of(plan)]
+    none = torch.zeros(0, dtype=torch.int64).numpy()
+    microbatches = build_microbatches(batch, run.mesh, 1, none)
+    loss_tokens = sum(int(m.loss_mask.sum()) for m in microbatches)
+    scale = torch.tensor([loss_tokens / plan.num_tokens], dtype=torch.float64)
+    MoEAuxLossAutoScaler.set_loss_scale(
+        scale.to(run.backbone.grad_of(next(run.backbone.views())).dtype)
+    )
+    (chunk,) = run.backbone.chunks
+    run.encoder.sums.zero()
+    run.backbone.models[0].zero_grad_buffer()
+    for row, microbatch in enumerate(microbatches):
+        mine = [item for item in range(len(items.row)) if items.row[item] == row]
+        if mine:
+            packed = torch.cat([torch.from_numpy(batch.media[item]) for item in mine])
+            microbatch.leaf = run.encoder.module(packed, [grids[item] for item in mine])
+            microbatch.leaf_positions = torch.cat(
+                [int(items.start[i]) + torch.arange(int(items.tokens[i])) for i in mine]
+            )
+        out = run.backbone._forward(microbatch, chunk, microbatch.labels)
+        (out * microbatch.loss_mask).sum().backward()
+    return {t.name: t.grad().clone() / loss_tokens for t in run.update.named}
+
+
+def planted_infinity(run) -> dict[str, bool]:
+    """A good step, then one whose gradient holds an inf on one rank: did anything change?"""
+    from kimi_pretrain.checkpoint.hashes import hash_tensors
+    from kimi_pretrain.dep.encoder import EncoderPass
+
+    def hashes():
+        return hash_tensors(run.tensors(), run.mesh)
+
+    start = hashes()
+    run.train_step.run(next(run.loader))
+    good = hashes()
+    backward = EncoderPass.backward
+
+    def poisoned(self, gradients):
+        if run.mesh.rank == run.mesh.world_size - 1:
+            gradients[0] = float("inf")
+        backward(self, gradients)
+
+    EncoderPass.backward = poisoned
+    try:
+        report = run.train_step.run(next(run.loader))
+    finally:
+        EncoderPass.backward = backward  # other jobs of this process follow
+    return {
+        "finite step": good != start,
+        "infinite step": hashes() != good,
+        "applied": report.update.applied,
+    }
+
+
+def skipped_mask(run) -> dict[str, bool | int]:
+    """Skip the two longest samples of a step: does their whole loss go, and no other?"""
+    from kimi_pretrain.engine.microbatch import build_microbatches
+
+    batch = next(run.loader)
+    samples, rows = batch.plan.samples, run.config.train.rows_per_microbatch
+    longest = samples.length.argsort()[-2:]
+
+    def mask(skipped):
+        found = build_microbatches(batch, run.mesh, rows, skipped)
+        return torch.cat([m.loss_mask.flatten() for m in found]).view(-1, batch.plan.seq_len)
+
+    wanted, found = mask(longest[:0]), mask(longest)
+    before = int(wanted.sum())
+    for sample in longest:
+        start = samples.start[sample]
+        wanted[samples.row[sample], start : start + samples.length[sample]] = False
+    return {"equal": torch.equal(found, wanted), "lost": before - int(found.sum())}
+
+
+def planted_replica(run) -> str:
+    """What is said when one rank's copy of the encoder differs at the start."""
+    run.update.check_replicas()  # as built: nothing to say
+    if run.mesh.rank == 1:
+        next(run.encoder.module.parameters()).data.view(-1)[0] += 1e-3
+    try:
+        run.update.check_replicas()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def planted_bit(run) -> dict[str, object]:
+    """What ranks say in steps where the lowest bit of one number differs on one rank in the second.
+
+    In a copy whose turn it is, of a tensor that the other rank owns: the update makes it equal.
+    """
+    from kimi_pretrain.reliability.replica_check import check_copies, hash_bits
+
+    def told(step: int, copies) -> str:
+        try:
+            check_copies(step, run.mesh.gather(copies))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def trained() -> str:
+        copies = run.train_step.run(next(run.loader)).update.copies
+        run.step += 1
+        return told(run.step, copies)
+
+    turns = max(len(held) for _, held in run.replicas._kinds)
+    sound = [told(step, run.replicas.tell(step)) for step in range(1, turns + 1)]
+    first = trained()
+    names = [copy.name for copy in run.replicas.tell(2)]
+    owned = run.mesh.gather([run.update.optimizer.owns(name) for name in names])
+    name = names[owned[1].index(False)]
+    if run.mesh.rank == 1:
+        run.model.tensors()[name].view(-1)[:1].view(torch.uint8)[0] ^= 1
+    second, after = trained(), run.mesh.gather(int(hash_bits(run.model.tensors()[name])))
+    found = {"name": name, "sound": "".join(sound), "told": [first, second, trained()]}
+    return found | {"equal again": after[0] == after[1]}
+
+
+def layers_against_twins(run) -> dict[str, float]:
+    """Largest errors in fp64 (fp32 for the grouped kernel, scaled to its rounding)."""
+    from kimi_pretrain.engine import attention, experts
+
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape, dtype=torch.float64):
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    borders = [0, 5, 6, 40, 41, 64, 80]
+    documents = [True, True, True, True, True, False]
+    q, k, v = random(80, 3, 8), random(80, 3, 8), random(80, 3, 6)
+    parts = attention.buckets(borders, documents, torch.device("cpu"))
+    out, max_logits = attention.packed_attention(q, k, v, parts, 0.3)
+    twin = attention.packed_attention_reference(q, k, v, borders, 0.3)
+    largest = torch.full((3,), -torch.inf, dtype=torch.float64)
+    for start, end in zip(borders[:-2], borders[1:-1], strict=True):  # the padding does not count
+        for i in range(start, end):
+            for j in range(start, i + 1):
+                largest = torch.maximum(largest, (q[i] * k[j]).sum(-1) * 0.3)
+
+    tokens = torch.tensor([3, 0, 9, 4])
+    x = random(16, 12, dtype=torch.float32).requires_grad_()
+    weight = random(4, 20, 12, dtype=torch.float32).requires_grad_()
+    gradient = random(16, 20, dtype=torch.float32)
+    results = []
+    for linear in (experts.grouped_linear, experts.grouped_linear_reference):
+        y = linear(x, weight, tokens)
+        results.append((y, *torch.autograd.grad(y, (x, weight), gradient)))
+    fast, plain = results
+    none = experts.grouped_linear(x[:0], weight, torch.zeros(4, dtype=torch.int64))
+    rounding = 1e-10 / 1e-5  # fp32 rounding counts as 1e-10 in the test's one tolerance
+    return {
+        "attention": float((out - twin).abs().max()),
+        "max_logits": float((max_logits - largest).abs().max()),
+        "experts": float((fast[0] - plain[0]).abs().max()) * rounding,
+        "experts_grad": max(
+            float((a - b).abs().max()) for a, b in zip(fast[1:], plain[1:], strict=True)
+        ) * rounding,
+        "no_tokens": float(none.numel()),
+    }  # fmt: skip
+
+
+def language_model(run) -> dict:
+    """Logits of three packed documents, the weights by name, and transformers' configuration."""
+    from kimi_pretrain.engine.attention import PackedRows
+    from kimi_pretrain.engine.microbatch import Microbatch
+
+    language = run.config.model.language
+    generator = torch.Generator().manual_seed(2)
+    length, borders = run.config.data.seq_len, [0, 60, 61, 128]
+    assert borders[-1] == length
+    for view in run.backbone.views(buffers=True):  # weights far from their gentle start
+        if view.name.endswith("e_score_correction_bias"):
+            view.data.copy_(torch.rand(view.data.shape, generator=generator))
+        elif view.data.ndim > 1:
+            view.data.mul_(3.0)
+    tokens = torch.randint(0, language.vocab_size, (1, length), generator=generator)
+    rows = PackedRows.of(borders, [True] * 3, torch.device("cpu"))
+    padding = torch.zeros(1, length, dtype=torch.bool)
+    (logits,) = run.backbone.evaluate(
+        [Microbatch(rows, padding, tokens)], lambda x: x.clone()
+    ).outputs
+    weights = {view.name: view.data.clone() for view in run.backbone.views(buffers=True)}
+    return {
+        "logits": logits,
+        "weights": weights,
+        "tokens": tokens,
+        "borders": borders,
+        "config": deepseek_v3(language, length),
+    }
+
+
+def _owned_gradients(run, loss_tokens: int) -> dict[str, torch.Tensor]:
+    """The sums are on the tensors' owners alone."""
+    named = [t for t in run.update.named if run.update.optimizer.leads(t.name)]
+    return {t.name: t.grad() / loss_tokens for t in named}
+
+
+def _gather(run, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    everything: dict[str, torch.Tensor] = {}
+    for part in run.mesh.gather({name: grad.clone() for name, grad in mine.items()}):
+        everything.update(part)
+    return everything
+
+
+ACTIONS = {
+    "losses": losses,
+    "dep_gradients": dep_gradients,
+    "colocated_gradients": colocated_gradients,
+    "dep_variants": dep_variants,
+    "planted_infinity": planted_infinity,
+    "planted_replica": planted_replica,
+    "planted_bit": planted_bit,
+    "skipped_mask": skipped_mask,
+    "layers_against_twins": layers_against_twins,
+    "language_model": language_model,
+}
