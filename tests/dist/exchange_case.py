@@ -9,17 +9,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
-
-from kimi_pretrain.dep import sharded  # noqa: E402
-from kimi_pretrain.dep.encoder import DecoupledEncoder  # noqa: E402
-from kimi_pretrain.dep.exchange import Exchange  # noqa: E402
-from kimi_pretrain.dep.groups import scope_group  # noqa: E402
-from kimi_pretrain.dep.plan import VisionPlan, runs, shares_of  # noqa: E402
-from kimi_pretrain.dep.reduce import GradientSum  # noqa: E402
-from kimi_pretrain.parallel.rendezvous import meeting_store  # noqa: E402
-from moonvit3d.config import MoonViTConfig  # noqa: E402
-from tests.unit.kimi_pretrain.test_vision_plan import made_plan  # noqa: E402
+from kimi_pretrain.dep import sharded
+from kimi_pretrain.dep.encoder import DecoupledEncoder
+from kimi_pretrain.dep.exchange import Exchange
+from kimi_pretrain.dep.groups import scope_group
+from kimi_pretrain.dep.plan import VisionPlan, runs, shares_of
+from kimi_pretrain.dep.reduce import GradientSum
+from kimi_pretrain.parallel.rendezvous import meeting_store
+from moonvit3d.config import MoonViTConfig
+from tests.unit.kimi_pretrain.dep.test_vision_plan import made_plan
 
 HIDDEN = 12
 

@@ -1,5 +1,6 @@
 """Starts real processes on small configurations and brings back what they computed."""
 
+from tests import ROOT
 import json
 import os
 import subprocess
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from launch.local import torchrun
 
 WORKER = Path(__file__).parent / "worker.py"
-ROOT = Path(__file__).parent.parent.parent
 
 # A tiny Kimi that takes seconds: every mechanism, four layers, rows of 128 tokens.
 SMALL = (

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 
 from launch.local import supervise
-from tests.dist.jobs import ROOT, SMALL
+from tests import ROOT
+from tests.dist.jobs import SMALL
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The short form of DEP's benchmark, and the arithmetic of its predictions and targets."""
 
+from tests import ROOT
 import json
 import subprocess
 import sys
@@ -8,13 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))
 
-from benchmarks.dep import predict, report, summary, targets  # noqa: E402
-from benchmarks.dep.predict import Backbone, Encoder  # noqa: E402
-from benchmarks.dep.settings import ALONE, COLOCATED, DEP, SETTINGS, TEXT_ONLY  # noqa: E402
-from kimi_pretrain.dep.cost import CostModel  # noqa: E402
+from benchmarks.dep import predict, report, summary, targets
+from benchmarks.dep.predict import Backbone, Encoder
+from benchmarks.dep.settings import ALONE, COLOCATED, DEP, SETTINGS, TEXT_ONLY
+from kimi_pretrain.dep.cost import CostModel
 
 OWNER, COUNT = "DEP, by owner", "DEP, by count"
 

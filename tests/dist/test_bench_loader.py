@@ -1,5 +1,6 @@
 """The short form of the loader benchmark, and the arithmetic of its results."""
 
+from tests import ROOT
 import json
 import subprocess
 import sys
@@ -7,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))
 
-from benchmarks.loaders import report, targets  # noqa: E402
+from benchmarks.loaders import report, targets
 
 
 @pytest.mark.dist

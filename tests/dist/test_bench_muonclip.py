@@ -1,5 +1,6 @@
 """The short form of MuonClip's benchmark, and the arithmetic of its summary and targets."""
 
+from tests import ROOT
 import json
 import subprocess
 import sys
@@ -8,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))
 
-from benchmarks.muonclip import report, summary, targets  # noqa: E402
-from benchmarks.muonclip.settings import (  # noqa: E402
+from benchmarks.muonclip import report, summary, targets
+from benchmarks.muonclip.settings import (
     ADAMW,
     CLIP,
     CONTROL,
@@ -26,8 +25,8 @@ from benchmarks.muonclip.settings import (  # noqa: E402
     overrides_of,
     quick_plan,
 )
-from kimi_pretrain.config import load_config  # noqa: E402
-from kimi_pretrain.optim.schedule import learning_rate  # noqa: E402
+from kimi_pretrain.config import load_config
+from kimi_pretrain.optim.schedule import learning_rate
 
 SMALL = replace(
     Plan(),

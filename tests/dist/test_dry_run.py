@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from kimi_pretrain.optim.config import GROUPS
-from tests.dist.jobs import ROOT, SMALL, layout, run_job
+from tests import ROOT
+from tests.dist.jobs import SMALL, layout, run_job
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 

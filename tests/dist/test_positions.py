@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.dist.jobs import ROOT
+from tests import ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 

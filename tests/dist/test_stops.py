@@ -16,7 +16,8 @@ from kimi_pretrain.reliability.status import Status, read_status
 from launch.local import supervise
 from launch.local import torchrun
 from launch.cli.show import find_anomaly, show_rows
-from tests.dist.jobs import ROOT, SMALL, layout, read_metrics, train
+from tests import ROOT
+from tests.dist.jobs import SMALL, layout, read_metrics, train
 from tests.dist.live import (
     open_to_others,
     ranks,

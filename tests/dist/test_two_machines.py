@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from kimi_pretrain.reliability.exit_report import LastWord, first_word, leave_word
-from tests.dist.jobs import ROOT, SMALL, layout, read_metrics, train
+from tests import ROOT
+from tests.dist.jobs import SMALL, layout, read_metrics, train
 from tests.slurm.lab import free_ports
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -11,7 +11,8 @@ from safetensors.numpy import load_file
 
 from kimi_pretrain.verify.compare import GROUPS
 from kimi_pretrain.verify.faults import FAULTS
-from tests.dist.jobs import ROOT, SMALL, layout
+from tests import ROOT
+from tests.dist.jobs import SMALL, layout
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tests.dist.jobs import ROOT, SMALL, layout, read_metrics
+from tests import ROOT
+from tests.dist.jobs import SMALL, layout, read_metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 

@@ -5,6 +5,7 @@ epsilon of 1e-6 whatever the configuration says, the engine (as Megatron-Core, v
 the configuration's: with norm_eps=1e-6 both are the same, with 1e-5 they part by some 1e-5.
 """
 
+from tests import ROOT
 import json
 import math
 import os
@@ -26,12 +27,11 @@ from tests.dist.deepseek import deepseek_v3
 from tests.dist.jobs import SMALL, layout, run_jobs
 from tests.dist.weights_case import BORDERS, GRID, inputs
 from tests.unit.data_pipeline.media import encoded
-from tests.unit.weights.weight_folders import random_weights, with_int4
+from tests.unit.kimi_pretrain.weights.weight_folders import random_weights, with_int4
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5  # of the largest logit
 YARN = "model.language.yarn={factor: 4.0, original_max_position: 32, beta_fast: 4.0}"
 

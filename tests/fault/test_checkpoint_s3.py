@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,8 @@ from kimi_pretrain.checkpoint.saver import Checkpoints
 from kimi_pretrain.checkpoint.steps import Steps
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.checkpoint.storage_write import open_sink
-
-sys.path.append(str(Path(__file__).parent.parent / "unit" / "checkpoint"))
-import ranks  # noqa: E402
-
-from tests.fault.fault_proxy import Fault  # noqa: E402
+from tests.fault.fault_proxy import Fault
+from tests.unit.kimi_pretrain.checkpoint import ranks
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 

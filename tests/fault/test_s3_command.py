@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from data_pipeline.store.open import open_store
 from launch.cli.main import app
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 runner = CliRunner()
 
 

@@ -4,15 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from kimi_pretrain.reliability.exit_report import NO_PROGRESS
 from kimi_pretrain.reliability.status import read_status
+from tests import ROOT
 from tests.silent import KEYS, SilentServer
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.timeout(300)  # importing torch and megatron is slow on a busy machine

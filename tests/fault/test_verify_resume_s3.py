@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from data_pipeline.store.open import open_store
+from tests import ROOT
 from tests.dist import corpus
-from tests.dist.jobs import ROOT, SMALL, layout
+from tests.dist.jobs import SMALL, layout
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -11,7 +11,11 @@ from kimi_pretrain.checkpoint.storage_read import open_checkpoint
 from kimi_pretrain.weights import export, intake
 from kimi_pretrain.weights.start import open_start
 from tests.fault.fault_proxy import Fault
-from tests.unit.weights.weight_folders import random_weights, small_config, write_folder
+from tests.unit.kimi_pretrain.weights.weight_folders import (
+    random_weights,
+    small_config,
+    write_folder,
+)
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 

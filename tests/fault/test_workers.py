@@ -13,10 +13,10 @@ import pytest
 
 from data_pipeline.workers.worker_main import LEFT_TO_PARENT
 from data_pipeline.workers.workers import WorkerDied, Workers
+from tests import ROOT
 from tests.worker_jobs import calls, die, hang
 
 pytestmark = pytest.mark.fault
-ROOT = Path(__file__).parent.parent.parent
 PLENTY = {"max_bytes": 1 << 40, "max_jobs": 4}
 
 

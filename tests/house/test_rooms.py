@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests import ROOT
 
 # A room may import itself and what lies under the names listed here, and nothing else of ours.
 # Longest name wins. Imports inside functions and under TYPE_CHECKING count like all others.

@@ -12,7 +12,8 @@ import psutil
 
 from launch.slurm import queue as slurm_queue
 from launch.slurm.queue import JobState
-from tests.dist.jobs import ROOT, SMALL, layout
+from tests import ROOT
+from tests.dist.jobs import SMALL, layout
 from tests.slurm.lab import Lab
 
 # Two ranks, one on each of two nodes.

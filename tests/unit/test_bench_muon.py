@@ -2,17 +2,14 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import bench_muon  # noqa: E402
-from benchmarks.muon import accuracy, report  # noqa: E402
-from benchmarks.muon.layers import k2, moonlight  # noqa: E402
-from kimi_pretrain.optim.newton_schulz import segments  # noqa: E402
+from benchmarks import bench_muon
+from benchmarks.muon import accuracy, report
+from benchmarks.muon.layers import k2, moonlight
+from kimi_pretrain.optim.newton_schulz import segments
+from tests import ROOT
 
 COMMITTED = ROOT / "benchmarks" / "results" / "muon_cpu.json"
 

@@ -1,28 +1,24 @@
 """The simulation of DEP: closed forms, plain twins, bounds, and that docs say what was found."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import sim_dep  # noqa: E402
-from benchmarks.sim import corpus, report  # noqa: E402
-from benchmarks.sim.assumptions import (  # noqa: E402
+from benchmarks import sim_dep
+from benchmarks.sim import corpus, report
+from benchmarks.sim.assumptions import (
     Assumptions,
     encoder_parameters,
     gradient_sum_seconds,
 )
-from benchmarks.sim.backbone import active_parameters, chunk_flops, text_seconds  # noqa: E402
-from benchmarks.sim.phases import colocated, decoupled, true_plan  # noqa: E402
-from benchmarks.sim.pipeline import Shape, order_of, step_seconds  # noqa: E402
-from benchmarks.sim.study import SCHEMES, Case, Scheme, config_of, run  # noqa: E402
-from moonvit3d.geometry import PatchLimits  # noqa: E402
+from benchmarks.sim.backbone import active_parameters, chunk_flops, text_seconds
+from benchmarks.sim.phases import colocated, decoupled, true_plan
+from benchmarks.sim.pipeline import Shape, order_of, step_seconds
+from benchmarks.sim.study import SCHEMES, Case, Scheme, config_of, run
+from moonvit3d.geometry import PatchLimits
+from tests import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "sim_dep.json"
 DOCUMENT = ROOT / "docs" / "dep_simulation.md"

@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
+from tests import ROOT
 from tests.fault.campaign.compare import read_lines
 from tests.fault.campaign.phases import phase_of
 
-ROOT = Path(__file__).parents[3]
 SITE = Path(__file__).parent / "site"
 STACKS = signal.SIGRTMIN + 3
 # Far from what a busy machine takes: a step of these runs takes half a second, a start ten.

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+from tests import ROOT
+
 DOCUMENT = ROOT / "docs" / "RELIABILITY.md"
 JSON_FILE = ROOT / "docs" / "reliability.json"
 BEGIN, END = "<!-- campaign: begin -->", "<!-- campaign: end -->"

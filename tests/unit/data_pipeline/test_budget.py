@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -25,6 +24,7 @@ from data_pipeline.access import budget_folder
 from data_pipeline.config import DataConfig
 from data_pipeline.store.budget import Bucket, Budget
 from data_pipeline.store.objects import StoreError, StoreUnavailable
+from tests import ROOT
 
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can make other users' links")
 SPAWN = multiprocessing.get_context("spawn")
@@ -137,7 +137,7 @@ def test_in_a_container_without_root_the_host_s_folder_serves(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     os.chown(shared, 4321, 4321)
-    root = str(Path(__file__).parent.parent.parent.parent)
+    root = str(ROOT)
     found = []
     for inside, mode in ((True, 0o1777), (True, 0o755), (False, 0o1777)):
         shared.chmod(mode)

@@ -19,9 +19,10 @@ from data_pipeline.ingest.samples import Refused, RegionSegment
 from launch.demo import digits
 from launch.demo.pages import render
 from launch.demo.photos import package_file
+from tests import ROOT
 from tests.unit.data_pipeline.media import encoded, mp4, noise
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "data_format.md"
+DOCUMENT = ROOT / "docs" / "data_format.md"
 EXAMPLES = dict(re.findall(r"### (\w+)\n[^#]*?```jsonl\n(.*?)```", DOCUMENT.read_text(), re.S))
 
 

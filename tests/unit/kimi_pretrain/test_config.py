@@ -1,7 +1,5 @@
 """Every wrong key or number is one clear sentence; every shipped preset is sound."""
 
-from pathlib import Path
-
 import pytest
 import yaml
 
@@ -13,8 +11,9 @@ from kimi_pretrain.config import (
     load_config,
     parse_config,
 )
+from tests import ROOT
 
-PRESETS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)

@@ -10,7 +10,8 @@ from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.preflight import check_start
 from launch.cli.main import app
 from launch.local import supervise
-from tests.dist.jobs import ROOT, SMALL, layout
+from tests import ROOT
+from tests.dist.jobs import SMALL, layout
 
 COMMANDS = {
     "train": ["train"],

@@ -4,13 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.silent import KEYS, SilentServer, refusing
 
-ROOT = Path(__file__).parent.parent.parent.parent
 # A command that reads two objects in threads, as most do; those are waited for when it unwinds.
 READS = """
 import sys, threading, time

@@ -4,11 +4,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent.parent
+from tests import ROOT
+
 NOTE = """
 import signal, sys, time
 from launch.local.signals import StopSignal

@@ -15,8 +15,7 @@ import pytest
 
 from kimi_pretrain.reliability.exit_report import LastWord, forget_words, leave_word
 from launch.local import supervise, torchrun
-
-ROOT = Path(__file__).parent.parent.parent.parent
+from tests import ROOT
 
 
 def python(code: str) -> list[str]:

@@ -1,14 +1,15 @@
 """The example of docs/moonvit3d.md runs, on files as it names them."""
 
 import re
-from pathlib import Path
 
 import av
 import numpy as np
 import pytest
 from PIL import Image
 
-PAGE = Path(__file__).parents[3] / "docs" / "moonvit3d.md"
+from tests import ROOT
+
+PAGE = ROOT / "docs" / "moonvit3d.md"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import time
 import tracemalloc
 import zlib
 from fractions import Fraction
-from pathlib import Path
 
 import av
 import numpy as np
@@ -21,8 +20,8 @@ from moonvit3d import media
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits, video_chunks
 from moonvit3d.media import MediaError, Probe, is_turned, probe, read_image, read_video, verify
 from moonvit3d.preprocess import image_patches, video_patches
+from tests import ROOT
 
-ROOT = Path(__file__).parents[3]
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 

@@ -1,23 +1,19 @@
 """Items shared by blocks of ranks: which, by how many, where. Oracle: brute force."""
 
-import sys
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
-
-from benchmarks.heavy_tail import certified_bound, heavy_tailed_tokens  # noqa: E402
-from kimi_pretrain.dep.assign import Placement, Places, choose_splits, loads, place  # noqa: E402
-from kimi_pretrain.dep.balance import in_units  # noqa: E402
-from kimi_pretrain.dep.cost import CostModel  # noqa: E402
-from kimi_pretrain.dep.places import seconds_of_part  # noqa: E402
-from kimi_pretrain.dep.split import place_blocks, predicted  # noqa: E402
-from moonvit3d.config import MoonViTConfig  # noqa: E402
+from benchmarks.heavy_tail import certified_bound, heavy_tailed_tokens
+from kimi_pretrain.dep.assign import Placement, Places, choose_splits, loads, place
+from kimi_pretrain.dep.balance import in_units
+from kimi_pretrain.dep.cost import CostModel
+from kimi_pretrain.dep.places import seconds_of_part
+from kimi_pretrain.dep.split import place_blocks, predicted
+from moonvit3d.config import MoonViTConfig
 
 COSTS = CostModel.from_flops(MoonViTConfig(), 3e14)
 EFFICIENCY = 0.85

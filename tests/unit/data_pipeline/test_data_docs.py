@@ -6,7 +6,6 @@ import io
 import re
 import shlex
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,8 +31,8 @@ from data_pipeline.text import Tokenizer, train_ranks
 from kimi_pretrain.config import ConfigError, parse_config
 from launch.cli.main import app
 from moonvit3d.geometry import PatchLimits
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "DATA.md").read_text()
 TINY = yaml.safe_load((ROOT / "configs" / "tiny_cpu.yaml").read_text())
 REQUIRED = "required"

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import ranks
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import (
@@ -20,6 +19,7 @@ from kimi_pretrain.checkpoint.manifest import (
     step_of,
 )
 from kimi_pretrain.checkpoint.storage_read import open_place
+from tests.unit.kimi_pretrain.checkpoint import ranks
 
 FILES = {
     "index.json": Fingerprint(2, "0" * 64),

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kimi_pretrain.weights import intake
 from kimi_pretrain.weights.compare import compare_numbers
 from launch.cli.main import app
-from tests.unit.weights.weight_folders import (
+from tests.unit.kimi_pretrain.weights.weight_folders import (
     SMALL,
     language_alone,
     random_weights,

@@ -14,8 +14,8 @@ from kimi_pretrain.weights.hf_config import SpecialIds, config_json, differences
 from kimi_pretrain.weights.shapes import BIAS, model_shapes, part_of
 from kimi_pretrain.weights.shards import Entry
 from kimi_pretrain.weights.stored import open_stored
-from tests.unit.checkpoint.ranks import change_manifest
-from tests.unit.weights.weight_folders import (
+from tests.unit.kimi_pretrain.checkpoint.ranks import change_manifest
+from tests.unit.kimi_pretrain.weights.weight_folders import (
     dequantized_by_hand,
     language_alone,
     random_weights,

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
@@ -24,8 +23,8 @@ from kimi_pretrain.checkpoint.memory import DTYPES
 from kimi_pretrain.checkpoint.saver import Checkpoints
 from kimi_pretrain.checkpoint.staging import Aside
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
-
-ROOT = Path(__file__).parent.parent.parent.parent
+from tests import ROOT
+from tests.unit.kimi_pretrain.checkpoint import ranks
 
 
 def checkpoints(folder, mesh, *overrides: str) -> Checkpoints:
@@ -371,8 +370,7 @@ def test_a_file_that_may_not_grow_fails_the_save(tmp_path):
 def test_a_writer_is_shielded_from_the_job_s_signals_and_dies_with_its_rank(tmp_path):
     script = f"""
 import os, signal, sys, time
-sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
-import ranks
+from tests.unit.kimi_pretrain.checkpoint import ranks
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.checkpoint.saver import Checkpoints
 saver = Checkpoints(open_place({str(tmp_path)!r}), ranks.config(), ranks.alone())
@@ -385,7 +383,9 @@ os.kill(saver._hand.pid, signal.SIGSTOP)  # so it does not hear that stdin is cl
 print(saver._hand.pid, flush=True)
 time.sleep(60)
 """
-    rank = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    rank = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
     assert rank.stdout is not None
     pid = int(rank.stdout.readline())
     assert open_place(tmp_path).steps() == [1]

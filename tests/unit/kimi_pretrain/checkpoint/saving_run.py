@@ -5,11 +5,10 @@ Prints its writer's pid first, then every step whose checkpoint is complete.
 
 import sys
 
-import ranks
-
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.saver import Checkpoints
 from kimi_pretrain.checkpoint.storage_read import open_place
+from tests.unit.kimi_pretrain.checkpoint import ranks
 
 SIZE = 100_000  # 23 MB: written in several parts
 

@@ -24,7 +24,7 @@ from moonvit3d.config import MoonViTConfig
 from moonvit3d.memory import activation_bytes
 from moonvit3d.model import VisionEncoder, initialise
 from moonvit3d.packing import chunks
-from tests.unit.kimi_pretrain.test_vision_plan import made_plan
+from tests.unit.kimi_pretrain.dep.test_vision_plan import made_plan
 
 CONFIG = MoonViTConfig(width=32, depth=2, heads=4, mlp_width=48, pos_grid=8, out_width=24)
 GRIDS = np.array([[1, 12, 4], [3, 4, 2], [1, 2, 2], [1, 8, 8], [1, 6, 6]])

@@ -14,7 +14,7 @@ from kimi_pretrain.weights import intake
 from kimi_pretrain.weights.fit import fitting
 from kimi_pretrain.weights.start import open_start
 from kimi_pretrain.weights.stored import open_stored
-from tests.unit.weights.weight_folders import (
+from tests.unit.kimi_pretrain.weights.weight_folders import (
     language_alone,
     random_weights,
     small_config,

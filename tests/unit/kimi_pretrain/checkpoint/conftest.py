@@ -3,7 +3,8 @@
 import shutil
 
 import pytest
-import ranks
+
+from tests.unit.kimi_pretrain.checkpoint import ranks
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import threading
 
 import pytest
-import ranks
 import torch
 
 from data_pipeline.store.open import AccessDenied
@@ -11,6 +10,7 @@ from kimi_pretrain.checkpoint.collective_read import my_turn, on_all
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_place
+from tests.unit.kimi_pretrain.checkpoint import ranks
 
 OWN = "optim.momentum.language_model.lm_head.weight"
 

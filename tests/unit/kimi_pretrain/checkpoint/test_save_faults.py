@@ -8,7 +8,6 @@ import threading
 import time
 
 import pytest
-import ranks
 
 from kimi_pretrain.checkpoint import storage_write
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
@@ -19,6 +18,7 @@ from kimi_pretrain.checkpoint.storage_read import Place, open_place
 from kimi_pretrain.checkpoint.storage_write import source_of
 from kimi_pretrain.checkpoint.writer_client import Hand
 from kimi_pretrain.checkpoint.writer_process import Answers, serve
+from tests.unit.kimi_pretrain.checkpoint import ranks
 
 MINE = Owner("mine", "s1")
 

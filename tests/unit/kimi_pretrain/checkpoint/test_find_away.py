@@ -5,7 +5,6 @@ import os
 import shutil
 
 import pytest
-import ranks
 
 from data_pipeline.store.open import (
     AccessDenied,
@@ -18,6 +17,7 @@ from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailab
 from kimi_pretrain.checkpoint.files import CheckpointUnreadable, FolderFiles, StoreFiles
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.storage_read import Place, open_place
+from tests.unit.kimi_pretrain.checkpoint import ranks
 
 FILE, MANIFEST, INDEX = "rank_00000_000.safetensors", "manifest.json", "index.json"
 NEWEST = "step_00000003"

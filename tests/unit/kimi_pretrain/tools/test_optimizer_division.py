@@ -20,7 +20,7 @@ from kimi_pretrain.tools.optimizer_division import (
 )
 from kimi_pretrain.tools.optimizer_summary import advice, summarise, summary_lines
 from kimi_pretrain.tools.optimizer_table import assignments, fold, runs, tab_separated
-from tests.unit.optim import presets
+from tests.unit.kimi_pretrain.optim import presets
 
 SHAPE = ModelShape(
     num_heads=2, qk_nope_dim=4, qk_rope_dim=2, v_dim=4, kv_lora_rank=6, vision_heads=2

@@ -11,22 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import ranks
-import saving_run
 import torch
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.saver import Checkpoints
 from kimi_pretrain.checkpoint.storage_read import open_place
-
-SCRIPT = Path(__file__).parent / "saving_run.py"
+from tests import ROOT
+from tests.unit.kimi_pretrain.checkpoint import ranks, saving_run
 
 
 def start(folder: Path, steps: int) -> tuple[subprocess.Popen, int]:
-    command = [sys.executable, str(SCRIPT), str(folder), str(steps)]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[3])}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, "-m", saving_run.__name__, str(folder), str(steps)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     return process, int(process.stdout.readline())
 

@@ -28,8 +28,8 @@ from kimi_pretrain.reliability.run_lock import (
     take,
 )
 from kimi_pretrain.reliability.status import Status, mark_failed, read_status, write_status
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent.parent.parent
 LATER = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
 HOLD = """
 import pathlib, sys

@@ -8,7 +8,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from kimi_pretrain.weights import fp8
 from kimi_pretrain.weights.fit import fitting
-from tests.unit.weights.weight_folders import (
+from tests.unit.kimi_pretrain.weights.weight_folders import (
     language_alone,
     random_weights,
     small_config,

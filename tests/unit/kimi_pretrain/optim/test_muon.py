@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kimi_pretrain.optim.groups import NamedTensor
 from kimi_pretrain.optim.muon import PlainMuon
-from tests.unit.optim.oracles import (
+from tests.unit.kimi_pretrain.optim.oracles import (
     ADAMW,
     ATTENTION,
     CONFIG,

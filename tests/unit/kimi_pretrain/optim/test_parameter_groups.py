@@ -13,7 +13,7 @@ from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.optim.recipes import Segment
 from kimi_pretrain.optim.schedule import learning_rate
 from tests.resume import assert_resumes_anywhere
-from tests.unit.optim.oracles import (
+from tests.unit.kimi_pretrain.optim.oracles import (
     ADAMW,
     CONFIG,
     MATRICES,

@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-import ranks
 import torch
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
@@ -12,6 +11,7 @@ from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.manifest import MOST_MANIFEST_BYTES
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
+from tests.unit.kimi_pretrain.checkpoint import ranks
 
 FILE = "rank_00000_000.safetensors"
 

@@ -8,7 +8,7 @@ import torch
 
 from kimi_pretrain.checkpoint import hashes
 from kimi_pretrain.checkpoint.hashes import hash_tensor, hash_tensors
-from tests.unit.checkpoint.ranks import Mesh, on_ranks
+from tests.unit.kimi_pretrain.checkpoint.ranks import Mesh, on_ranks
 
 
 def held(rank: int, stages: int = 2) -> dict[str, torch.Tensor]:

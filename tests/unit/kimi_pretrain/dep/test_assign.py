@@ -1,25 +1,21 @@
 """The assignment of media items: against brute force, plain LPT and what nobody can beat."""
 
 import heapq
-import sys
 from hashlib import sha256
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
-
-from benchmarks.heavy_tail import (  # noqa: E402
+from benchmarks.heavy_tail import (
     bins_needed,
     certified_bound,
     heavy_tailed_tokens,
     simple_bound,
 )
-from kimi_pretrain.dep.assign import (  # noqa: E402
+from kimi_pretrain.dep.assign import (
     Moved,
     Placement,
     Places,
@@ -32,10 +28,10 @@ from kimi_pretrain.dep.assign import (  # noqa: E402
     place,
     round_robin,
 )
-from kimi_pretrain.dep.balance import balance, least_makespan, lpt, summed, swaps  # noqa: E402
-from kimi_pretrain.dep.cost import CostModel  # noqa: E402
-from kimi_pretrain.dep.nearby import rename, stay, trade  # noqa: E402
-from moonvit3d.config import MoonViTConfig  # noqa: E402
+from kimi_pretrain.dep.balance import balance, least_makespan, lpt, summed, swaps
+from kimi_pretrain.dep.cost import CostModel
+from kimi_pretrain.dep.nearby import rename, stay, trade
+from moonvit3d.config import MoonViTConfig
 
 COSTS = CostModel.from_flops(MoonViTConfig(), 3e14)
 EFFICIENCY = 0.85

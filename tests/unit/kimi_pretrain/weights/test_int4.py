@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kimi_pretrain.weights import int4
-from tests.unit.weights.weight_folders import dequantized_by_hand
+from tests.unit.kimi_pretrain.weights.weight_folders import dequantized_by_hand
 
 # What compressed-tensors 0.20.0 makes of `ramp()`: observer "minmax", groups of 32, symmetric.
 PACKED = [

@@ -20,7 +20,7 @@ from kimi_pretrain.optim.owners import (
     muon_flops,
     state_bytes,
 )
-from tests.unit.optim import presets
+from tests.unit.kimi_pretrain.optim import presets
 
 SMALL = ModelShape(
     num_heads=3, qk_nope_dim=4, qk_rope_dim=2, v_dim=5, kv_lora_rank=6, vision_heads=2

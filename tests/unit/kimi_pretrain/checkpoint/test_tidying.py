@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import ranks
 
 from kimi_pretrain.checkpoint import storage_write
 from kimi_pretrain.checkpoint.ownership import OWNER
@@ -19,6 +18,7 @@ from kimi_pretrain.checkpoint.storage_read import Place, open_place
 from kimi_pretrain.checkpoint.storage_write import open_sink, source_of
 from kimi_pretrain.checkpoint.writer_client import Hand
 from kimi_pretrain.checkpoint.writer_process import Answers, Writer
+from tests.unit.kimi_pretrain.checkpoint import ranks
 
 FILES = ("index.json", "rank_00000_000.safetensors", "rank_00001_000.safetensors")
 
