@@ -27,6 +27,7 @@ from kimi_pretrain.reliability.run_history import (
     check_way_back,
     claim_place,
     latest_in,
+    line_before,
     place_of,
 )
 from kimi_pretrain.reliability.watchdog import WAIT_FOR_DATA, Watchdog, backstop
@@ -79,14 +80,16 @@ def train(
     watchdog.enter("claim the place of checkpoints")
     owner = mesh.from_first(partial(claim_place, place, run_dir, resume, restarted))
     progress = watchdog.progress("find the checkpoint")
-    found = None
+    found, before = None, 0
     for wanted in ("latest" if restarted else None, resume, otherwise):
         if found is None and wanted is not None:
             if wanted != "latest":
                 wanted = mesh.from_first(partial(latest_in, wanted))
             found = find(wanted, place, config, mesh, progress, own=True)
-            if found is not None and wanted != "latest":
-                mesh.from_first(partial(check_way_back, place, found.step))
+            if found is not None:
+                before = line_before(place, found)
+                if wanted != "latest":
+                    mesh.from_first(partial(check_way_back, place, before))
     if found is None and (restarted or resume is not None):
         mesh.from_first(partial(check_may_begin, run_dir, place, or_start or restarted))
     run = Run(config, mesh, found, watchdog.enter)
@@ -102,7 +105,7 @@ def train(
         for notice in run.loader.planner.notices():
             log.warning("%s", notice)
         check_node(config)
-    saves = Saves(place, owner, run, watchdog.enter, found and found.uri)
+    saves = Saves(place, owner, run, watchdog.enter, found and found.uri, before)
     run.update.before_change = saves.before_update
     notes = Notes(config, run_dir, mesh, run.step, run.loader.indices)
     notes.status("running", run.step, saves.uri)

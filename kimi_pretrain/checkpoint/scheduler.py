@@ -55,6 +55,8 @@ class Saves:
         run: whose tensors and state are saved.
         watch: told of every progress of a save that is waited for.
         uri: of the checkpoint that the run goes on from.
+        before: the last step of the checkpoints in the place that it has behind it; those of later
+            steps are of another course.
 
     Attributes:
         uri: of the last complete checkpoint.
@@ -67,8 +69,9 @@ class Saves:
         run: Saved,
         watch: Callable[[str], object],
         uri: str | None = None,
+        before: int = 0,
     ):
-        self.place, self.run, self.uri = place, run, uri
+        self.place, self.run, self.uri, self._before = place, run, uri, before
         self.config, self._watch = run.config, watch
         self._checkpoints: Checkpoints | None = None
         self._owner = owner
@@ -161,12 +164,12 @@ class Saves:
         return self._checkpoints
 
     def _set_aside(self) -> None:
-        """Set aside what lies ahead of where the run goes on from.
+        """Set aside what is of another course than the one that the run goes on with.
 
         Not only at the first save: a run that is killed before it must not come back to these.
         """
         with told_of(self.place.uri):
-            for told in set_aside_later(self.place, open_sink(self.place), self.run.step):
+            for told in set_aside_later(self.place, open_sink(self.place), self._before):
                 log.warning("%s", told)
 
     def _begin(self) -> None:

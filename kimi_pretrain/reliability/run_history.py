@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kimi_pretrain.checkpoint.errors import told_of
 from kimi_pretrain.checkpoint.manifest import MANIFEST, step_name
 from kimi_pretrain.checkpoint.ownership import Owner
-from kimi_pretrain.checkpoint.storage_read import Place, open_place
+from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place, open_place
 from kimi_pretrain.reliability.run_lock import RUN, claim, read_run, write_run
 from kimi_pretrain.reliability.status import read_status
 
@@ -207,11 +207,28 @@ def claim_place(
     return owner
 
 
+def line_before(place: Place, found: Checkpoint) -> int:
+    """Return the last step of the checkpoints here that a course has behind it; -1: none has.
+
+    Args:
+        place: where it saves.
+        found: what it goes on from. One that lies elsewhere, or was left under another name, says
+            nothing of those that are here: they may be of any course.
+    """
+    folder, _, name = found.uri.rstrip("/").rpartition("/")
+    at_home = folder == where(place) or (place.folder and _same_folder(folder, str(place.folder)))
+    return found.step if at_home and name == step_name(found.step) else -1
+
+
 def check_way_back(place: Place, step: int) -> None:
     """Refuse to leave checkpoints behind that nothing can rename, as in an object store.
 
     In a folder they are kept under another name; in a store the new course would write its own
     over them.
+
+    Args:
+        place: where the run saves.
+        step: the last of those that are its own; see `line_before`.
 
     Raises:
         ValueError: says what can be done.
@@ -223,8 +240,8 @@ def check_way_back(place: Place, step: int) -> None:
         later = [found for found in place.steps() if found > step]
     if later:
         raise ValueError(
-            f"--resume from step {step}: {place.uri} holds later checkpoints of this run (steps "
-            f"{later[0]} to {later[-1]}), which the new course would write over; give it a "
+            f"--resume: {place.uri} holds checkpoints of another course of this run (steps "
+            f"{later[0]} to {later[-1]}), which the new one would write over; give it a "
             "--run-dir and a checkpoint.place of its own, or remove them"
         )
 

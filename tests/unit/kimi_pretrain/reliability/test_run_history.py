@@ -4,11 +4,15 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from kimi_pretrain.checkpoint.ownership import Owner
+from kimi_pretrain.checkpoint.scheduler import Saves
 from kimi_pretrain.checkpoint.storage_read import open_place
+from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.run_history import (
     check_fresh,
     check_may_begin,
@@ -16,6 +20,7 @@ from kimi_pretrain.reliability.run_history import (
     check_unused,
     check_way_back,
     latest_in,
+    line_before,
     note_place,
     noted_place,
     where,
@@ -145,9 +150,32 @@ def test_a_course_in_a_store_is_not_left_to_be_written_over(tmp_path):
         saved(tmp_path, step)
     check_way_back(place, 6)
     check_way_back(open_place(tmp_path), 2)
-    with pytest.raises(ValueError, match=r"from step 2: memory://history/run holds later .*4 to 6"):
+    with pytest.raises(ValueError, match=r"memory://history/run holds .*another .*steps 4 to 6"):
         check_way_back(place, 2)
+    with pytest.raises(ValueError, match=r"steps 2 to 6"):  # what it goes on from lies elsewhere
+        check_way_back(place, -1)
     place.close()
+
+
+def test_what_goes_on_from_elsewhere_has_nothing_here_behind_it(tmp_path, monkeypatch):
+    """Killed before its first save, it would come back to a lower step of the former course."""
+    own, left = tmp_path / "own", tmp_path / "own/step_00000004.abandoned_1"
+    saved(own, 2)
+    saved(own, 4)
+    place = open_place(own)
+    monkeypatch.chdir(tmp_path)
+    for uri, step, before in (
+        (own / "step_00000002", 2, 2),
+        ("own/step_00000004", 4, 4),
+        (left, 4, -1),  # of which course the others are, it does not say
+        (tmp_path / "other/step_00000003", 3, -1),
+    ):
+        found = SimpleNamespace(uri=str(uri), step=step)
+        assert line_before(place, found) == before, uri
+    run = SimpleNamespace(config=load_config("tiny_cpu", ["checkpoint.every=null"]), step=3)
+    Saves(place, Owner("run", "start"), run, lambda phase: None, before=-1)._set_aside()
+    assert place.steps() == []
+    assert (own / "step_00000002.abandoned_1" / "manifest.json").is_file()
 
 
 def test_the_newest_checkpoint_of_a_run_is_found_from_any_working_folder(
