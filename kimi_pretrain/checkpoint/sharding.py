@@ -11,6 +11,8 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
+from kimi_pretrain.parallel.balance import least_loaded_of
+
 Sizes = Mapping[str, int]  # tensor -> bytes
 
 
@@ -33,13 +35,9 @@ def choose_writers(everyone: Sequence[Sizes]) -> dict[str, int]:
                     f"{holders[name][0]}: one name must mean the same tensor everywhere"
                 )
             holders.setdefault(name, []).append(rank)
-    loads = [0] * len(everyone)
-    writers: dict[str, int] = {}
-    for name in sorted(holders, key=lambda name: (len(holders[name]), -sizes[name], name)):
-        writer = min(holders[name], key=lambda rank: (loads[rank], rank))
-        writers[name] = writer
-        loads[writer] += sizes[name]
-    return writers
+    names = sorted(holders, key=lambda name: (len(holders[name]), -sizes[name], name))
+    writers = least_loaded_of(((sizes[n], holders[n]) for n in names), [0] * len(everyone))
+    return dict(zip(names, writers, strict=True))
 
 
 def cut(sizes: Sizes, limit: int) -> list[list[str]]:

@@ -2,7 +2,8 @@
 
 Three ways, each starting from what ranks have to do anyway (`base`, their shares of split items):
 
-    lpt        longest processing time: most costly first, to the least loaded rank (Graham, 1969)
+    lpt        longest processing time: most costly first, to the least loaded rank (Graham, 1969;
+               `kimi_pretrain.parallel.balance`)
     tightest   most costly first, each to the fullest rank with room under a capacity; the least
                capacity is searched (as in MULTIFIT: Coffman, Garey and Johnson, 1978); better
                than LPT where a rank has few large items
@@ -14,10 +15,11 @@ ties go to the lower rank and a heap of them needs no tuples, which is most of t
 """
 
 from bisect import bisect_right, insort
-from heapq import heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kimi_pretrain.parallel.balance import index_bits, least_loaded
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -35,11 +37,6 @@ FINE = 32  # items per rank that exchange: where there are more, the smallest, w
 SHIFTS = 8  # pairings that are tried without success
 
 
-def rank_bits(num_ranks: int) -> int:
-    """Return the bits that a rank takes in a key."""
-    return max(1, (num_ranks - 1).bit_length())
-
-
 def in_units(seconds: Floats, copies: Ints, num_ranks: int) -> tuple[Ints, int]:
     """Return work in integers, and the power of two that a second was multiplied by.
 
@@ -51,7 +48,7 @@ def in_units(seconds: Floats, copies: Ints, num_ranks: int) -> tuple[Ints, int]:
     if not len(seconds):
         return np.zeros(0, dtype=np.int64), 0
     most = float(seconds.max()) * int(copies.sum())  # not a sum of floats: that has an order
-    power = WORD - 1 - rank_bits(num_ranks) - int(np.frexp(most)[1])
+    power = WORD - 1 - index_bits(num_ranks) - int(np.frexp(most)[1])
     return np.rint(np.ldexp(seconds, power)).astype(np.int64), power
 
 
@@ -84,12 +81,9 @@ def lpt(work: Ints, base: Ints) -> Ints:
 
     Ties go to the earlier item and the lower rank.
     """
-    bits = rank_bits(len(base))
     order = np.argsort(-work, kind="stable")
-    keys = np.sort((base << bits) | np.arange(len(base))).tolist()  # sorted, so already a heap
-    taken = [heapreplace(keys, keys[0] + more) for more in (work[order] << bits).tolist()]
     ranks = np.empty(len(work), dtype=np.int64)
-    ranks[order] = np.array(taken, dtype=np.int64) & ((1 << bits) - 1)
+    ranks[order] = least_loaded(work[order].tolist(), base.tolist())
     return ranks
 
 
@@ -139,7 +133,7 @@ def _pack(work: Ints, base: Ints, capacity: int) -> Ints | None:
     Returns:
         None if a large item finds no room.
     """
-    bits = rank_bits(len(base))
+    bits = index_bits(len(base))
     order = np.argsort(-work, kind="stable")
     large = order[work[order] > capacity >> SMALL]
     keys = np.sort((base << bits) | np.arange(len(base))).tolist()
@@ -201,7 +195,7 @@ def _exchange(ranks: Ints, work: Ints, loads: Ints, slow: Ints, fast: Ints) -> I
     for every x the two y next to that are looked up among the fast rank's sorted items, with
     nothing (a move) among them.
     """
-    width, nothing = WORD - rank_bits(len(loads)), np.full(len(fast), -1, dtype=np.int64)
+    width, nothing = WORD - index_bits(len(loads)), np.full(len(fast), -1, dtype=np.int64)
     give, of = _of_chosen(ranks, slow, len(loads))
     take, pair = _of_chosen(ranks, fast, len(loads))
     keys = np.concatenate([np.arange(len(fast)) << width, (pair << width) | work[take]])

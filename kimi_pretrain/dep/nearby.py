@@ -12,7 +12,8 @@ from heapq import heappush, heapreplace
 
 import numpy as np
 
-from kimi_pretrain.dep.balance import Ints, rank_bits, summed
+from kimi_pretrain.dep.balance import Ints, summed
+from kimi_pretrain.parallel.balance import index_bits
 
 NUMBERS = 24  # bits for how many items are of one kind
 
@@ -34,7 +35,7 @@ def stay(work: Ints, home: Ints, base: Ints, limit: int, levels: Sequence[Ints])
         limit: what the slowest rank should take at most; a few ranks may end up above it.
         levels: group of each rank, int64 [ranks] each, from near to far, the last of everyone.
     """
-    bits = rank_bits(len(base))
+    bits = index_bits(len(base))
     expected = summed(work, home, base)  # with the items that are still to come
     order = np.argsort(-work, kind="stable")
     future, spare = _heaps(expected, bits, levels), None

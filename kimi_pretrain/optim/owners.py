@@ -14,7 +14,6 @@ below max(mean, largest matrix).
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 from math import prod
 from typing import Literal
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.groups import ModelShape, Rule, rule_of
 from kimi_pretrain.optim.newton_schulz import flops
+from kimi_pretrain.parallel.balance import least_loaded
 
 # Groups are divided in this order. The few large matrices of the dense part and of the encoder come
 # first: where experts have copies, they are many and small, and even out what large ones leave.
@@ -189,14 +189,15 @@ def _spread(costs: Mapping[str, _Pair], loads: Sequence[_Pair]) -> dict[str, int
 
 def _longest_first(costs: Mapping[str, _Pair], loads: Sequence[_Pair]) -> dict[str, int]:
     """The largest job goes to the least loaded member; equal ones by name, and to the first."""
-    heap = [(*load, member) for member, load in enumerate(loads)]
-    heapify(heap)
-    owners: dict[str, int] = {}
-    for name in sorted(costs, key=lambda name: (-costs[name][0], -costs[name][1], name)):
-        first, second, member = heap[0]
-        owners[name] = member
-        heapreplace(heap, (first + costs[name][0], second + costs[name][1], member))
-    return owners
+    highest = sum(second for _, second in costs.values()) + max(second for _, second in loads)
+    bits = highest.bit_length()  # a pair as one integer: sums of the second stay below the first
+
+    def packed(pair: _Pair) -> int:
+        return (pair[0] << bits) | pair[1]
+
+    names = sorted(costs, key=lambda name: (-packed(costs[name]), name))
+    owners = least_loaded((packed(costs[name]) for name in names), [packed(load) for load in loads])
+    return dict(zip(names, owners, strict=True))
 
 
 def _swap(

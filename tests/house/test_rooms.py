@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
         "kimi_pretrain.optim.config", "kimi_pretrain.optim.schedule",
     },
     "kimi_pretrain.parallel": BASE,
-    "kimi_pretrain.optim": set(),
+    "kimi_pretrain.optim": {"kimi_pretrain.parallel.balance"},
     "kimi_pretrain.telemetry.phases": set(),
     "kimi_pretrain.engine": {
         *BASE, "kimi_pretrain.parallel", "data_pipeline.loader", "data_pipeline.plan",
