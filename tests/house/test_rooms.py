@@ -29,6 +29,7 @@ ROOMS: dict[str, set[str]] = {
         "moonvit3d.config", "data_pipeline.config", "data_pipeline.store", "kimi_pretrain.sections",
         "kimi_pretrain.optim.config", "kimi_pretrain.optim.schedule",
     },
+    "kimi_pretrain.parallel.balance": set(),
     "kimi_pretrain.parallel": BASE,
     "kimi_pretrain.optim": {"kimi_pretrain.parallel.balance"},
     "kimi_pretrain.telemetry.phases": set(),
