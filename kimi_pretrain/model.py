@@ -1,4 +1,9 @@
-"""The model of one rank: the replicated vision encoder and its chunks of the language model."""
+"""The model of one rank: the replicated vision encoder and its chunks of the language model.
+
+`Model.build` makes both halves and the exchange between them. The rest is how the optimizer and
+checkpoints see a model: a table of tensors under their Hugging Face checkpoint names, the same for
+every parallel layout.
+"""
 
 from dataclasses import dataclass
 
@@ -7,15 +12,15 @@ from torch import Tensor
 
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.encoder import DecoupledEncoder
-from kimi_pretrain.dep.exchange import Exchange
-from kimi_pretrain.dep.groups import scope_group
-from kimi_pretrain.dep.memory import MIB
+from kimi_pretrain.dep.exchange import Exchange, scope_group
+from kimi_pretrain.dep.memory_limit import MIB
 from kimi_pretrain.dep.sharded import blocks
 from kimi_pretrain.engine.backbone import Backbone
 from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.optim.groups import ModelShape, NamedTensor, replicas_of
 from kimi_pretrain.parallel.ranks import scopes
 
-WIRE = {"model": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+WIRE_DTYPES = {"model": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -44,10 +49,43 @@ class Model:
             check_recompute=dep.check_recompute,
         )
         group = scope_group(sharing, timeout)
-        exchange = Exchange(group, mine, dep.exchange_budget_mib * MIB, WIRE[dep.exchange_dtype])
+        dtype = WIRE_DTYPES[dep.exchange_dtype]
+        exchange = Exchange(group, mine, dep.exchange_budget_mib * MIB, dtype)
         return cls(encoder, backbone, exchange)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of this rank by its checkpoint name, routing biases too."""
         vision = {name: p.detach() for name, p in self.encoder.module.named_parameters()}
         return vision | {view.name: view.data for view in self.backbone.views(buffers=True)}
+
+
+def trained_tensors(encoder: DecoupledEncoder, backbone: Backbone) -> list[NamedTensor]:
+    """Return every trained tensor of this rank with its gradient and its replica group."""
+    vision = [
+        NamedTensor(
+            name, param.detach(), lambda name=name: encoder.sums.views[name], replicas_of(name)
+        )
+        for name, param in encoder.trained().items()
+    ]
+    if not backbone.trainable:
+        return vision
+    language = [
+        NamedTensor(
+            view.name, view.data, lambda view=view: backbone.grad_of(view), replicas_of(view.name)
+        )
+        for view in backbone.views()
+    ]
+    return vision + language
+
+
+def model_shape(config: Config) -> ModelShape:
+    """Return the sizes by which the optimizer cuts fused matrices."""
+    language = config.model.language
+    return ModelShape(
+        num_heads=language.num_heads,
+        qk_nope_dim=language.qk_nope_dim,
+        qk_rope_dim=language.qk_rope_dim,
+        v_dim=language.v_dim,
+        kv_lora_rank=language.kv_lora_rank,
+        vision_heads=config.model.vision.heads,
+    )

@@ -17,9 +17,9 @@ from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.encoder import Pixels
 from kimi_pretrain.dep.leaves import attach_leaves, leaf_gradients
-from kimi_pretrain.dep.memory import GIB
-from kimi_pretrain.dep.plan import VisionPlan, runs
+from kimi_pretrain.dep.memory_limit import GIB
 from kimi_pretrain.dep.planner import VisionPlanner, grids_of
+from kimi_pretrain.dep.vision_plan import VisionPlan, runs
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch, build_microbatches, replica_rows
 from kimi_pretrain.model import Model

@@ -1,4 +1,9 @@
-"""Builds everything, then the loop. Start here to see how the rooms fit together."""
+"""The training program: joins the job, finds the checkpoint, builds the run, and loops over steps.
+
+`train` runs in every process of the job. The loop is `_train_steps`: one pass through it is one
+step, phases 0 to 8 of docs/ARCHITECTURE.md. Phases 0 and 1 (plan, fetch) run ahead in the loader,
+phases 2 to 7 are `kimi_pretrain.step`, phase 8 (report, record, save) is here.
+"""
 
 import logging
 import os
@@ -15,9 +20,11 @@ from data_pipeline.plan.planner import DataUsedUp
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.scheduler import Saves
+from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place
 from kimi_pretrain.config import Config, describe
-from kimi_pretrain.dep.memory import TooMuchMemory
+from kimi_pretrain.dep.memory_limit import TooMuchMemory
 from kimi_pretrain.engine import mesh as engine_mesh
+from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.randomness import seed_step
 from kimi_pretrain.reliability.anomaly_guard import AnomalyError
 from kimi_pretrain.reliability.exit_report import nobodys_mistake
@@ -33,8 +40,8 @@ from kimi_pretrain.reliability.run_history import (
 from kimi_pretrain.reliability.watchdog import WAIT_FOR_DATA, Watchdog, backstop
 from kimi_pretrain.run import Run
 from kimi_pretrain.step import StepReport
-from kimi_pretrain.telemetry.metrics import record_of
-from kimi_pretrain.telemetry.recorder import Notes, Told, check_alike, stop_asked
+from kimi_pretrain.telemetry.metrics import rank_metrics
+from kimi_pretrain.telemetry.recorder import RankReport, Recorder, check_agreement, stop_reason
 from kimi_pretrain.telemetry.run_dir import describe_environment, log_to
 from kimi_pretrain.tools.state_hashes import measure_efficiency, write_state_hashes
 
@@ -56,20 +63,20 @@ def train(
 
     Args:
         config: of the run; written resolved into `run_dir`.
-        run_dir: folder shared by all ranks; see docs/ARCHITECTURE.md for what it holds.
+        run_dir: folder shared by all ranks; docs/METRICS.md says what it holds.
         resume: a checkpoint's folder or URI, or that of a run for its newest one, or "latest": the
             newest of this run.
         otherwise: what to resume from where "latest" finds nothing.
         or_start: begin from scratch where "latest" finds nothing, unless something was saved.
-        restarted: whether this rank was started again after a fault of the same job. If any was,
-            all go on from the run's latest checkpoint; from `resume` if there is none yet.
+        restarted: whether this rank was restarted after a fault of the same job. If any was, all
+            resume from the run's latest checkpoint; from `resume` if there is none yet.
         stop: returns why this rank was asked to stop, with the name of the signal; None as long as
-            it was not. The run ends after the step, saved.
+            it was not. The run ends after the current step, with a checkpoint.
         prepare: called with the run before its first step, to watch it or to change it.
     """
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    watchdog = _watchdog(config, run_dir, stop)
+    watchdog = _start_watchdog(config, run_dir, stop)
     watchdog.enter("join the job")
     mesh = engine_mesh.start(config.layout, backstop(config.train.timeout_seconds))
     log_to(run_dir, mesh.rank)
@@ -80,16 +87,8 @@ def train(
     watchdog.enter("claim the place of checkpoints")
     owner = mesh.from_first(partial(claim_place, place, run_dir, resume, restarted))
     progress = watchdog.progress("find the checkpoint")
-    found, before = None, 0
-    for wanted in ("latest" if restarted else None, resume, otherwise):
-        if found is None and wanted is not None:
-            if wanted != "latest":
-                wanted = mesh.from_first(partial(latest_in, wanted))
-            found = find(wanted, place, config, mesh, progress, own=True)
-            if found is not None:
-                before = line_before(place, found)
-                if wanted != "latest":
-                    mesh.from_first(partial(check_way_back, place, before))
+    wanted = ("latest" if restarted else None, resume, otherwise)
+    found, before = _find_checkpoint(wanted, place, config, mesh, progress)
     if found is None and (restarted or resume is not None):
         mesh.from_first(partial(check_may_begin, run_dir, place, or_start or restarted))
     run = Run(config, mesh, found, watchdog.enter)
@@ -97,29 +96,21 @@ def train(
     if prepare is not None:
         prepare(run)
     if mesh.rank == 0:
-        describe_environment(run_dir, config)
-        log.info("%s", describe(config))
-        if run.step >= config.train.steps:
-            log.warning("all %d steps (train.steps) are done: nothing is trained", run.step)
-        log.info("data: %s", run.loader.planner.report())
-        for notice in run.loader.planner.notices():
-            log.warning("%s", notice)
-        check_node(config)
+        _log_start(run, run_dir)
     saves = Saves(place, owner, run, watchdog.enter, found and found.uri, before)
     run.update.before_change = saves.before_update
-    notes = Notes(config, run_dir, mesh, run.step, run.loader.indices)
-    notes.status("running", run.step, saves.uri)
+    recorder = Recorder(config, run_dir, mesh, run.step, run.loader.indices)
+    recorder.status("running", run.step, saves.uri)
     with nobodys_mistake():
-        reason = _loop(run, notes, saves, watchdog, stop)
+        reason = _train_steps(run, recorder, saves, watchdog, stop)
     if reason is None:
         watchdog.enter("end")
         write_state_hashes(run, run_dir / "state_hashes.json")
         if config.train.efficiency_pairs:
             measure_efficiency(run, run_dir / "efficiency.json")
     watchdog.enter("end")
-    state = "finished" if reason is None else "stopped"
-    notes.status(state, run.step, saves.uri, reason)
-    notes.close()
+    recorder.status("finished" if reason is None else "stopped", run.step, saves.uri, reason)
+    recorder.close()
     saves.close(hurry=reason is not None)
     run.close()
     mesh.barrier()
@@ -127,55 +118,46 @@ def train(
     watchdog.stop()
 
 
-def _watchdog(config: Config, run_dir: Path, stop: Callable[[], str | None]) -> Watchdog:
-    """Start watching before there is a mesh: to meet the other ranks is a wait, too."""
-    rank, world_size = (
-        int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1))
-    )
-    seconds = config.train.timeout_seconds
-    workers = config.data.workers > 0
-    return Watchdog(run_dir, rank, world_size, seconds, stop=stop, workers=workers).start()
-
-
-def _loop(
-    run: Run, notes: Notes, saves: Saves, watchdog: Watchdog, stop: Callable[[], str | None]
+def _train_steps(
+    run: Run, recorder: Recorder, saves: Saves, watchdog: Watchdog, stop: Callable[[], str | None]
 ) -> str | None:
-    """Train step by step; returns why it stopped before the last one, or None."""
+    """Train step by step; returns why it stopped before the last step, or None."""
     config, mesh = run.config, run.mesh
-    reason = stop_asked(mesh.gather(stop()))
+    reason = stop_reason(mesh.gather(stop()))
     while run.step < config.train.steps and reason is None:
         watchdog.begin_step(run.step + 1)
-        watchdog.enter(WAIT_FOR_DATA)
-        state, start = run.loader.state_dict(), time.time()
+        watchdog.enter(WAIT_FOR_DATA)  # phases 0 and 1 have run ahead
+        loader_state, start = run.loader.state_dict(), time.time()
         batch = _next_batch(run, saves)
         fetched = time.time()
         seed_step(config.train.seed, run.step, mesh)
-        report = run.train_step.run(batch)
+        report = run.train_step.run(batch)  # phases 2 to 7
         run.step += 1
         report.spans[WAIT_FOR_DATA] = (start, fetched)
-        watchdog.enter("8 tell all ranks")
-        mine = _tell(run, report, time.time() - start, saves, stop())
+        watchdog.enter("8 report")
+        mine = _rank_report(run, report, time.time() - start, saves, stop())
         everyone: list[Any] = mesh.gather(mine)  # the one collective besides the step's own
-        check_alike(run.step, everyone)
-        watchdog.enter("8 remember")
-        notes.step(run.step, batch, report, everyone, state)
-        if report.skipped.size:  # others fill their places later on, on every rank alike
+        check_agreement(run.step, everyone)
+        watchdog.enter("8 record")
+        recorder.step(run.step, batch, report, everyone, loader_state)
+        if report.skipped.size:  # later windows replace them, on every rank alike
             run.loader.quarantine(batch.plan, report.skipped.tolist())
-        _heed_guard(run, report, saves, notes)
-        if saves.after_step([told.save for told in everyone]):
-            notes.status("running", run.step, saves.uri)
-        reason = stop_asked(told.stop for told in everyone)
+        _check_guard(run, report, saves, recorder)
+        if saves.after_step([rank.save for rank in everyone]):
+            recorder.status("running", run.step, saves.uri)
+        reason = stop_reason(rank.stop for rank in everyone)
     if run.step >= config.train.steps:
         if config.checkpoint.every:
             saves.now()
         return None
-    return _stop(saves, reason)
+    return _save_and_stop(saves, reason)
 
 
 def _next_batch(run: Run, saves: Saves) -> StepBatch:
-    """Return the next step; where there can be none, keep what was trained so far and say so.
+    """Return the next step's batch; if there can be none, save what was trained so far and raise.
 
-    The data is used up, or a step does not fit: with more memory or smaller chunks it may go on.
+    The data is used up, or a step does not fit into memory: with more memory or smaller chunks the
+    run can be resumed.
     """
     try:
         return next(run.loader)
@@ -187,13 +169,15 @@ def _next_batch(run: Run, saves: Saves) -> StepBatch:
         raise
 
 
-def _tell(run: Run, report: StepReport, seconds: float, saves: Saves, stop: str | None) -> Told:
-    """Return what this rank tells of a step that took so long."""
+def _rank_report(
+    run: Run, report: StepReport, seconds: float, saves: Saves, stop: str | None
+) -> RankReport:
+    """Return this rank's report of a step that took `seconds`."""
     for bad in report.bad:
         log.warning("step %d: skipped a sample: %s", run.step, bad.reason)
     first_stage, stats = run.mesh.is_first_stage, run.loader.stats
-    return Told(
-        record_of(report, seconds, stats, first_stage=first_stage, save=saves.seconds()),
+    return RankReport(
+        rank_metrics(report, seconds, stats, first_stage=first_stage, save=saves.seconds()),
         report.update.verdict,
         stop,
         saves.progress(),
@@ -202,8 +186,8 @@ def _tell(run: Run, report: StepReport, seconds: float, saves: Saves, stop: str 
     )
 
 
-def _heed_guard(run: Run, report: StepReport, saves: Saves, notes: Notes) -> None:
-    """End the run where the guard says so, on all ranks; a save under way is waited for."""
+def _check_guard(run: Run, report: StepReport, saves: Saves, recorder: Recorder) -> None:
+    """Raise on all ranks if the guard ends the run; a save under way is finished first."""
     update = report.update
     try:
         run.update.guard.check(run.step, update.verdict, report.loss, update.grad_norm)
@@ -212,21 +196,71 @@ def _heed_guard(run: Run, report: StepReport, saves: Saves, notes: Notes) -> Non
             saves.finish()
         except CheckpointError as error:
             log.warning("the checkpoint under way is not complete: %s", error)
-        notes.status("running", run.step, saves.uri)  # who catches this adds that it failed
+        recorder.status("running", run.step, saves.uri)  # who catches this adds that it failed
         raise
 
 
-def _stop(saves: Saves, reason: str | None) -> str | None:
+def _save_and_stop(saves: Saves, reason: str | None) -> str | None:
     """Save what was trained, also in a run that saves nothing else; returns why it stopped.
 
     Raises:
-        CheckpointError: that failed. Such an end is not in order: a job that is started again, and
-            stopped again without having saved, would do the same steps for ever.
+        CheckpointError: saving failed. The run must not end as if stopped in order: a job that is
+            restarted, and stopped again without having saved, would repeat the same steps for ever.
     """
     try:
         saves.now()
     except CheckpointError as error:
         kept = f"go on from {saves.uri}" if saves.uri else "there is no checkpoint yet"
-        told = f"stopped ({reason}), but the last step could not be saved: {error}; {kept}"
-        raise type(error)(told) from error
+        message = f"stopped ({reason}), but the last step could not be saved: {error}; {kept}"
+        raise type(error)(message) from error
     return reason
+
+
+def _start_watchdog(config: Config, run_dir: Path, stop: Callable[[], str | None]) -> Watchdog:
+    """Start watching before there is a mesh: joining the other ranks can hang, too."""
+    rank, world_size = (
+        int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1))
+    )
+    seconds = config.train.timeout_seconds
+    workers = config.data.workers > 0
+    return Watchdog(run_dir, rank, world_size, seconds, stop=stop, workers=workers).start()
+
+
+def _find_checkpoint(
+    wanted: tuple[str | os.PathLike[str] | None, ...],
+    place: Place,
+    config: Config,
+    mesh: Mesh,
+    progress: Callable[[object], None],
+) -> tuple[Checkpoint | None, int]:
+    """Return the first checkpoint of `wanted` that exists, verified, and `line_before` of it.
+
+    Args:
+        wanted: "latest" (the newest of this run), or another run's or checkpoint's folder or URI.
+
+    Returns:
+        (None, 0) for a run that begins from scratch.
+    """
+    for one in wanted:
+        if one is None:
+            continue
+        uri = one if one == "latest" else mesh.from_first(partial(latest_in, one))
+        found = find(uri, place, config, mesh, progress, own=True)
+        if found is not None:
+            before = line_before(place, found)
+            if uri != "latest":
+                mesh.from_first(partial(check_way_back, place, before))
+            return found, before
+    return None, 0
+
+
+def _log_start(run: Run, run_dir: Path) -> None:
+    """Write what runs, and with which data, into the run folder and the log; on rank 0."""
+    describe_environment(run_dir, run.config)
+    log.info("%s", describe(run.config))
+    if run.step >= run.config.train.steps:
+        log.warning("all %d steps (train.steps) are done: nothing is trained", run.step)
+    log.info("data: %s", run.loader.planner.report())
+    for notice in run.loader.planner.notices():
+        log.warning("%s", notice)
+    check_node(run.config)

@@ -22,7 +22,8 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.dep.encoder import DecoupledEncoder
 from kimi_pretrain.engine.backbone import Backbone
 from kimi_pretrain.engine.mesh import Mesh
-from kimi_pretrain.optim.groups import ModelShape, NamedTensor, replicas_of
+from kimi_pretrain.model import model_shape, trained_tensors
+from kimi_pretrain.optim.groups import NamedTensor
 from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.optim.qk_clip import factors, table_of_maxima
 from kimi_pretrain.optim.schedule import learning_rate
@@ -65,28 +66,6 @@ class UpdateReport:
         return float(self.max_logits.max(initial=-math.inf))
 
 
-def named_tensors(encoder: DecoupledEncoder, backbone: Backbone) -> list[NamedTensor]:
-    """Return every trained tensor of this rank under its checkpoint name."""
-    vision = [
-        NamedTensor(
-            name, param.detach(), lambda name=name: encoder.sums.views[name], replicas_of(name)
-        )
-        for name, param in encoder.trained().items()
-    ]
-    if not backbone.trainable:
-        return vision
-    language = [
-        NamedTensor(
-            view.name,
-            view.data,
-            lambda view=view: backbone.grad_of(view),
-            replicas_of(view.name),
-        )
-        for view in backbone.views()
-    ]
-    return vision + language
-
-
 class Update:
     """The optimizer with everything that comes before and after its step.
 
@@ -104,7 +83,7 @@ class Update:
         self.guard = Guard(config.guard)
         self.before_change: Callable[[], None] = lambda: None
         self.hash_copies: Callable[[], tuple[CopyHash, ...]] = lambda: ()
-        self.named = named_tensors(encoder, backbone)
+        self.named = trained_tensors(encoder, backbone)
         self.optimizer = DistributedMuonClip(
             self.named, mesh.groups, config.optim, model_shape(config)
         )
@@ -213,16 +192,3 @@ class Update:
                 gamma[layer].to(self.mesh.device),
             )
         return int(clipped.sum())
-
-
-def model_shape(config: Config) -> ModelShape:
-    """Return the sizes by which the optimizer cuts fused matrices."""
-    language = config.model.language
-    return ModelShape(
-        num_heads=language.num_heads,
-        qk_nope_dim=language.qk_nope_dim,
-        qk_rope_dim=language.qk_rope_dim,
-        v_dim=language.v_dim,
-        kv_lora_rank=language.kv_lora_rank,
-        vision_heads=config.model.vision.heads,
-    )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moonvit3d import layouts
 from moonvit3d.config import MoonViTConfig
-from moonvit3d.layouts import Header, Layout, Part
+from moonvit3d.layouts import Header, NameScheme, Part
 
 CODES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -53,7 +53,7 @@ class Checkpoint:
     """
 
     path: Path
-    layout: Layout
+    layout: NameScheme
     prefix: str
     files: Mapping[str, Path]
     handles: Mapping[Path, Any]

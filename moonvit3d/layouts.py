@@ -40,7 +40,7 @@ class Header(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class NameScheme:
     """How one kind of checkpoint names the encoder's tensors.
 
     Args:
@@ -73,9 +73,9 @@ class Layout:
 _BLOCK = "vision_tower.encoder.blocks.{i}."
 _LAYER = "vision_tower.layers.{i}."
 
-RELEASED = Layout("released", {})
+RELEASED = NameScheme("released", {})
 
-SAVED = Layout(
+SAVED = NameScheme(
     "transformers-saved",
     {
         "vision_tower.patch_embed.proj": "vision_tower.encoder.patch_embed.proj",
@@ -83,7 +83,7 @@ SAVED = Layout(
     },
 )
 
-TRANSFORMERS = Layout(
+TRANSFORMERS = NameScheme(
     "transformers",
     {
         POSITIONS: "vision_tower.patch_embed.pos_emb.position_embeddings",
@@ -100,7 +100,7 @@ TRANSFORMERS = Layout(
     prefixes=("model.", ""),
 )
 
-SIGLIP = Layout(
+SIGLIP = NameScheme(
     "siglip",
     {
         "vision_tower.patch_embed.proj": "embeddings.patch_embedding",
@@ -140,7 +140,7 @@ def _templates() -> tuple[str, ...]:
     return tuple(name.replace(".blocks.0.", ".blocks.{i}.") for name in released_shapes(tiny))
 
 
-def recognise(names: Iterable[str]) -> tuple[Layout, str]:
+def recognise(names: Iterable[str]) -> tuple[NameScheme, str]:
     """The layout and prefix under which most of the names make sense.
 
     Raises:
@@ -162,7 +162,7 @@ def recognise(names: Iterable[str]) -> tuple[Layout, str]:
 
 def plan(
     headers: Mapping[str, Header], config: MoonViTConfig, part: Part | None = None
-) -> tuple[Layout, dict[str, tuple[str, ...]]]:
+) -> tuple[NameScheme, dict[str, tuple[str, ...]]]:
     """Match a checkpoint's tensors with the encoder's, one for one.
 
     Args:
@@ -197,7 +197,7 @@ def plan(
 
 
 def _check_missing(
-    wanted: Mapping[str, tuple[str, ...]], headers: Mapping[str, Header], layout: Layout
+    wanted: Mapping[str, tuple[str, ...]], headers: Mapping[str, Header], layout: NameScheme
 ) -> None:
     for part in layout.parts:
         sources = [s for name in wanted if part_of(name) == part for s in wanted[name]]
@@ -210,7 +210,7 @@ def _check_missing(
 
 
 def _check_header(
-    source: str, header: Header, name: str, shape: tuple[int, ...], pieces: int, layout: Layout
+    source: str, header: Header, name: str, shape: tuple[int, ...], pieces: int, layout: NameScheme
 ) -> None:
     want: tuple[int | str, ...] = (shape[0] // pieces, *shape[1:])
     right = header.shape == want
@@ -256,7 +256,7 @@ def resize_grid(table: Tensor, side: int) -> Tensor:
     return rearrange(resample(wide_GGC, side, side), "(h w) c -> h w c", h=side)
 
 
-def assemble(layout: Layout, name: str, pieces: list[Tensor], config: MoonViTConfig) -> Tensor:
+def assemble(layout: NameScheme, name: str, pieces: list[Tensor], config: MoonViTConfig) -> Tensor:
     """One released tensor from the tensors that ``plan`` names for it."""
     if layout is SIGLIP and name == POSITIONS:
         return resize_grid(pieces[0], config.pos_grid)
@@ -338,7 +338,7 @@ def _released(
     tensors: Mapping[str, Tensor],
     config: MoonViTConfig,
     part: Part | None,
-    layouts: tuple[Layout, ...],
+    layouts: tuple[NameScheme, ...],
 ) -> dict[str, Tensor]:
     headers = {name: Header(tuple(t.shape), t.dtype) for name, t in tensors.items()}
     found, _ = recognise(headers)

@@ -18,10 +18,10 @@ from benchmarks.sim.backbone import text_seconds
 from data_pipeline.plan.step_plan import GlobalPlan
 from kimi_pretrain.config import Config, replicas_per_scope
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP, CostModel
-from kimi_pretrain.dep.memory import GIB, cut, kept_chunks
+from kimi_pretrain.dep.memory_limit import GIB, cut, kept_chunks
 from kimi_pretrain.dep.places import seconds_of_part
-from kimi_pretrain.dep.plan import VisionPlan
 from kimi_pretrain.dep.planner import VisionPlanner, grids_of
+from kimi_pretrain.dep.vision_plan import VisionPlan
 from kimi_pretrain.parallel.ranks import Ranks
 from moonvit3d.memory import activation_bytes
 

@@ -87,7 +87,7 @@ class Saves:
         return self._checkpoints.progress() if self._checkpoints else None
 
     def seconds(self) -> dict[str, float]:
-        """Return what saving took since the last call; see `RankRecord.save`."""
+        """Return what saving took since the last call; see `RankMetrics.save`."""
         found, self._seconds = self._seconds, {}
         return found
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kimi_pretrain.dep import sharded
-from kimi_pretrain.dep.memory import cut, kept_chunks
-from kimi_pretrain.dep.plan import Shares
+from kimi_pretrain.dep.memory_limit import cut, kept_chunks
 from kimi_pretrain.dep.reduce import GradientSum
+from kimi_pretrain.dep.vision_plan import Shares
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.geometry import num_tokens
 from moonvit3d.memory import activation_bytes

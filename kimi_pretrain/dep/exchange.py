@@ -5,6 +5,7 @@ embeddings. Every number is sent once and computed on by nobody, so the rounds c
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kimi_pretrain.dep.plan import Spans, VisionPlan, runs
+from kimi_pretrain.dep.vision_plan import Spans, VisionPlan, runs
 
 Ints = NDArray[np.int64]
 
@@ -116,3 +117,26 @@ def _reordered(rows: Tensor, order: Ints) -> Tensor:
     if np.array_equal(order, np.arange(len(order))):
         return rows  # as it is where no item is shared and a row lies on one rank
     return rows.index_select(0, torch.from_numpy(order).to(rows.device))
+
+
+def scope_group(
+    scopes: Sequence[Sequence[int]], timeout_seconds: float
+) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that share their media with this one.
+
+    Every rank of the job calls it with the same arguments; see `sharded.blocks` for why.
+
+    Args:
+        scopes: ranks of each such group, rising; together all ranks.
+
+    Returns:
+        None, which means everyone, where there is a single scope.
+    """
+    if len(scopes) == 1:
+        return None
+    found = None
+    for ranks in scopes:
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
+        if isinstance(group, dist.ProcessGroup):  # a number where this rank has no part in it
+            found = group
+    return found

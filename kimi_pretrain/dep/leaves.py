@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kimi_pretrain.dep.plan import Spans, runs
+from kimi_pretrain.dep.vision_plan import Spans, runs
 from kimi_pretrain.engine.microbatch import Microbatch
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.dep.cost import CostModel
-from kimi_pretrain.dep.fit import Grid, Load, Timing
+from kimi_pretrain.dep.cost_fit import Grid, Pack, Timing
 from moonvit3d import rows
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder, initialise
@@ -27,13 +27,13 @@ PACKED_ITEMS = (32, 512)  # so many of them, as far as the chunk allows
 FRAMES = 4  # of a video chunk
 REPEATS = 5
 
-# (forward, total) seconds of one run of a load.
-Run = Callable[[Load], tuple[float, float]]
+# (forward, total) seconds of one run of a pack.
+Run = Callable[[Pack], tuple[float, float]]
 Progress = Callable[[float, str], None]
 Result = TypeVar("Result")
 
 
-def loads_of(image: int, frame: int, side: int, budget: int) -> list[Load]:
+def packs_of(image: int, frame: int, side: int, budget: int) -> list[Pack]:
     """Return what is measured: single images, video chunks of 4 frames, and packs of small images.
 
     Args:
@@ -44,7 +44,7 @@ def loads_of(image: int, frame: int, side: int, budget: int) -> list[Load]:
     singles = [_images(1, size, side) for size in _doubling(SMALLEST, image)]
     frame = min(frame, budget // FRAMES)
     chunks = [
-        Load((_grid(FRAMES, size, side),))
+        Pack((_grid(FRAMES, size, side),))
         for size in _doubling(SMALLEST, frame)[::2]
         if frame >= SMALLEST
     ]
@@ -65,8 +65,8 @@ def _doubling(smallest: int, largest: int) -> list[int]:
     return [*sizes, largest] if largest > sizes[-1] else sizes
 
 
-def _images(count: int, patches: int, side: int) -> Load:
-    return Load((_grid(1, patches, side),) * count)
+def _images(count: int, patches: int, side: int) -> Pack:
+    return Pack((_grid(1, patches, side),) * count)
 
 
 def _grid(frames: int, patches: int, side: int) -> Grid:
@@ -81,19 +81,19 @@ class Measured:
 
     Attributes:
         timings: by rising cost.
-        left_out: loads that were not measured, and why.
+        left_out: packs that were not measured, and why.
         repeats: timed runs behind each median.
         seconds: spent on all of it, but for building the encoder and its very first run.
     """
 
     timings: list[Timing] = field(default_factory=list)
-    left_out: list[tuple[Load, str]] = field(default_factory=list)
+    left_out: list[tuple[Pack, str]] = field(default_factory=list)
     repeats: int = 0
     seconds: float = 0.0
 
 
 def measure(
-    loads: Sequence[Load],
+    packs: Sequence[Pack],
     run: Run,
     config: MoonViTConfig,
     max_seconds: float,
@@ -101,14 +101,14 @@ def measure(
     progress: Progress = lambda share, what: None,
     filled: Callable[[int], int] = lambda patches: 0,
 ) -> Measured:
-    """Time loads within a bound on seconds, from cheap to costly, each after a warm-up.
+    """Time packs within a bound on seconds, from cheap to costly, each after a warm-up.
 
-    A load is tried only if its warm-up and one timed run of everything still fit, by the time of
-    the load before and the ratio of their FLOPs. Repeats go round all loads, so that a machine
+    A pack is tried only if its warm-up and one timed run of everything still fit, by the time of
+    the pack before and the ratio of their FLOPs. Repeats go round all packs, so that a machine
     that becomes slower for a while does so for all of them.
 
     Args:
-        run: runs a load once and returns its seconds, (forward, total).
+        run: runs a pack once and returns its seconds, (forward, total).
         config: sizes of the encoder, for the order and the guesses.
         progress: told the share done and what is being timed.
         filled: patches of a pack -> empty ones that the encoder adds to it.
@@ -117,65 +117,65 @@ def measure(
         medians over `repeats` runs, or over fewer if time was short.
     """
     found = Measured()
-    warm = _warm_up(_by_cost(loads, config), run, max_seconds, found, progress)
+    warm = _warm_up(_by_cost(packs, config), run, max_seconds, found, progress)
     kept = list(warm)
-    runs: dict[Load, list[tuple[float, float]]] = {load: [] for load in kept}
+    runs: dict[Pack, list[tuple[float, float]]] = {pack: [] for pack in kept}
     round_seconds = sum(warm.values())
     while kept and found.repeats < repeats:
         if found.repeats and found.seconds + round_seconds > max_seconds:
             break
-        for number, load in enumerate(kept):
+        for number, pack in enumerate(kept):
             done = (1 + found.repeats + number / len(kept)) / (1 + repeats)
-            progress(done, f"timing {load.name}")
-            runs[load].append(run(load))
-            found.seconds += runs[load][-1][1]
+            progress(done, f"timing {pack.name}")
+            runs[pack].append(run(pack))
+            found.seconds += runs[pack][-1][1]
         found.repeats += 1
-        round_seconds = sum(runs[load][-1][1] for load in kept)
+        round_seconds = sum(runs[pack][-1][1] for pack in kept)
     progress(1.0, "done")
     found.timings = [
-        Timing(load, median(f for f, _ in seen), median(t for _, t in seen), filled(load.patches))
-        for load, seen in runs.items()
+        Timing(pack, median(f for f, _ in seen), median(t for _, t in seen), filled(pack.patches))
+        for pack, seen in runs.items()
     ]
     return found
 
 
-def _by_cost(loads: Sequence[Load], config: MoonViTConfig) -> list[tuple[float, Load]]:
-    """Return (FLOPs, load) by rising FLOPs."""
+def _by_cost(packs: Sequence[Pack], config: MoonViTConfig) -> list[tuple[float, Pack]]:
+    """Return (FLOPs, pack) by rising FLOPs."""
     flops = CostModel.from_flops(config, 1.0)
-    costs = [(float(flops.seconds(load.sizes).sum()), load) for load in loads]
+    costs = [(float(flops.seconds(pack.sizes).sum()), pack) for pack in packs]
     return sorted(costs, key=lambda pair: pair[0])
 
 
 def _warm_up(
-    costs: Sequence[tuple[float, Load]],
+    costs: Sequence[tuple[float, Pack]],
     run: Run,
     max_seconds: float,
     found: Measured,
     progress: Progress,
-) -> dict[Load, float]:
-    """Run each load that fits once; returns its seconds and adds to `found`."""
-    warm: dict[Load, float] = {}
+) -> dict[Pack, float]:
+    """Run each pack that fits once; returns its seconds and adds to `found`."""
+    warm: dict[Pack, float] = {}
     if costs:
         run(costs[0][1])  # the very first run of all starts the libraries: not counted
     last = (0.0, 0.0)
-    for number, (work, load) in enumerate(costs):
-        progress(number / len(costs) / (1 + REPEATS), f"warming up {load.name}")
+    for number, (work, pack) in enumerate(costs):
+        progress(number / len(costs) / (1 + REPEATS), f"warming up {pack.name}")
         guess = last[1] * max(1.0, work / last[0]) if last[0] else 0.0
         if found.seconds + sum(warm.values()) + 2 * guess > max_seconds:
-            found.left_out.append((load, f"would take about {guess:.2g} s a run"))
+            found.left_out.append((pack, f"would take about {guess:.2g} s a run"))
             continue
         try:
-            warm[load] = run(load)[1]
+            warm[pack] = run(pack)[1]
         except torch.OutOfMemoryError:
-            found.left_out.append((load, "does not fit into the memory of the device"))
+            found.left_out.append((pack, "does not fit into the memory of the device"))
             continue
-        found.seconds += warm[load]
-        last = (work, warm[load])
+        found.seconds += warm[pack]
+        last = (work, warm[pack])
     return warm
 
 
 class EncoderRun:
-    """Runs loads through an encoder as a training step does; a `Run`.
+    """Runs packs through an encoder as a training step does; a `Run`.
 
     Args:
         config: sizes of the encoder.
@@ -203,9 +203,9 @@ class EncoderRun:
                 param.register_post_accumulate_grad_hook(_forget)
         self._pixels = np.zeros((0, 3, 14, 14), np.uint8)
 
-    def __call__(self, load: Load) -> tuple[float, float]:
+    def __call__(self, pack: Pack) -> tuple[float, float]:
         """Return (forward, total) seconds of one run."""
-        pixels, grids = self._images(load.patches), list(load.grids)
+        pixels, grids = self._images(pack.patches), list(pack.grids)
         forward, features = self._timed(lambda: self._forward(pixels, grids))
         if not self._trains:
             return forward, forward

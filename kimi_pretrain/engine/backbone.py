@@ -23,12 +23,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from kimi_pretrain.config import Config
-from kimi_pretrain.engine.attention import PackedCoreAttention
 from kimi_pretrain.engine.experts import PaddingAwareRouter
-from kimi_pretrain.engine.gradients import GradientBuffers, Reduction
+from kimi_pretrain.engine.gradient_buffers import GradientBuffers, Reduction
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch
 from kimi_pretrain.engine.model_builder import DTYPES, build_chunks, engine_config, initialise
+from kimi_pretrain.engine.packed_attention import PackedCoreAttention
 from kimi_pretrain.engine.param_names import View, views
 from kimi_pretrain.engine.tp_full_params import WholeTensors
 
@@ -96,7 +96,7 @@ class Backbone:
         self.engine.moe_grad_scale_func = lambda: torch.tensor([self._aux_scale], dtype=wide)
 
     def views(self, *, buffers: bool = False) -> Iterator[View]:
-        """Yield every tensor of the checkpoint that this rank holds, whole; see `engine.names`."""
+        """Yield every tensor of the checkpoint that this rank holds, whole; see `param_names`."""
         yield from map(self.wholes.of, self._slices(buffers=buffers))
 
     def _slices(self, *, buffers: bool = False) -> Iterator[View]:

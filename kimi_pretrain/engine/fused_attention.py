@@ -26,7 +26,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from kimi_pretrain.config import ConfigError
-from kimi_pretrain.engine.attention import PackedCoreAttention, PackedRows
+from kimi_pretrain.engine.packed_attention import PackedCoreAttention, PackedRows
 
 MINIMUM = "2.14"
 

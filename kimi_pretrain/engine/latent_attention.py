@@ -11,7 +11,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
-from kimi_pretrain.engine.attention import PackedRows
+from kimi_pretrain.engine.packed_attention import PackedRows
 
 
 class RestartingRotary(nn.Module):

@@ -1,4 +1,4 @@
-"""Every fact about ranks and process groups, in one object that the other rooms ask.
+"""The device mesh: every fact about ranks and process groups, in one object.
 
 World size = pipeline stages x replicas x context-parallel x tensor-parallel ranks. The ranks of a
 stage and replica share its rows: each context-parallel rank holds some of the tokens
@@ -6,8 +6,8 @@ stage and replica share its rows: each context-parallel rank holds some of the t
 are spread over the ranks of a stage, whatever else these share.
 
 Three groups hold identical copies of parameters: "dense" (the ranks of one stage: what tensor-
-parallel ranks cut is kept whole beside the slices, see `engine.whole`), "expert" (the copies of one
-expert slice), "encoder" (everyone: the vision encoder is on every rank).
+parallel ranks cut is kept whole beside the slices, see `engine.tp_full_params`), "expert" (the
+copies of one expert slice), "encoder" (all ranks: the vision encoder is on every rank).
 """
 
 import os

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from data_pipeline.loader import StepBatch
 from data_pipeline.plan.planner import GlobalPlan
-from kimi_pretrain.engine.attention import PackedRows
 from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.engine.packed_attention import PackedRows
 from kimi_pretrain.parallel.sequence import SequenceParts
 
 

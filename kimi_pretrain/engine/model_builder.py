@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from kimi_pretrain.config import Config
-from kimi_pretrain.engine.attention import PackedCoreAttention
 from kimi_pretrain.engine.experts import GroupedExperts, PaddingAwareRouter
 from kimi_pretrain.engine.fused_attention import FusedCoreAttention, check_installed
 from kimi_pretrain.engine.language_model import LanguageModel
@@ -27,6 +26,7 @@ from kimi_pretrain.engine.latent_attention import (
     PartNorm,
     PlainQueryAttention,
 )
+from kimi_pretrain.engine.packed_attention import PackedCoreAttention
 from kimi_pretrain.sections import LanguageConfig, LayoutConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

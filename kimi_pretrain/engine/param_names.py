@@ -57,8 +57,8 @@ _FUSED = {
 
 
 @dataclass(frozen=True)
-class Shard:
-    """The how manieth of so many equal slices along a dimension."""
+class TensorSlice:
+    """Slice `index` of `count` equal slices along a dimension."""
 
     dim: int
     index: int
@@ -73,13 +73,13 @@ class View:
         name: of the Hugging Face checkpoint.
         param: the parameter (or buffer) that holds it.
         index: slices that cut it out: `param[index]`; () for the whole.
-        shard: which slice of the checkpoint's tensor this is; None if it is all of it.
+        tp_slice: which slice of the checkpoint's tensor this is; None if it is all of it.
     """
 
     name: str
     param: Tensor
     index: tuple[int | slice, ...] = ()
-    shard: Shard | None = None
+    tp_slice: TensorSlice | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this view of another tensor of the parameter's shape (its gradient)."""
@@ -94,15 +94,15 @@ class View:
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of the checkpoint's tensor."""
         shape = list(self.data.shape)
-        if self.shard is not None:
-            shape[self.shard.dim] *= self.shard.count
+        if self.tp_slice is not None:
+            shape[self.tp_slice.dim] *= self.tp_slice.count
         return tuple(shape)
 
     def slice_of(self, whole: Tensor) -> Tensor:
         """Return this view's slice of a tensor of the whole shape."""
-        if self.shard is None:
+        if self.tp_slice is None:
             return whole
-        return whole.chunk(self.shard.count, self.shard.dim)[self.shard.index]
+        return whole.chunk(self.tp_slice.count, self.tp_slice.dim)[self.tp_slice.index]
 
 
 def layers_of(chunk: nn.Module) -> list[int]:
@@ -132,7 +132,7 @@ def views(
     for view in _all_views(chunk, first_expert, buffers):
         dim = None if ".mlp.experts." in view.name else _SHARED.get(view.name.split(".")[-2])
         shared = num_tp > 1 and dim is not None
-        yield replace(view, shard=Shard(dim, tp_rank, num_tp)) if shared else view
+        yield replace(view, tp_slice=TensorSlice(dim, tp_rank, num_tp)) if shared else view
 
 
 def _all_views(chunk: nn.Module, first_expert: int, buffers: bool) -> Iterator[View]:

@@ -20,13 +20,13 @@ class WholeTensors:
     """The whole tensors of the views that are slices.
 
     Args:
-        views: of this rank; those without a shard are left alone.
+        views: of this rank; those without a slice are left alone.
         group: the tensor-parallel ranks, in the order of their slices.
     """
 
     def __init__(self, views: Iterable[View], group: dist.ProcessGroup):
         self.group = group
-        self._slices = {view.name: view for view in views if view.shard is not None}
+        self._slices = {view.name: view for view in views if view.tp_slice is not None}
         self.data = {
             name: torch.zeros(view.whole_shape, dtype=view.data.dtype, device=view.data.device)
             for name, view in self._slices.items()
@@ -47,10 +47,10 @@ class WholeTensors:
     def gather_grads(self) -> None:
         """Put the ranks' gradients together; all of them call it, after a step's backward."""
         for name, view in self._slices.items():
-            assert view.shard is not None
+            assert view.tp_slice is not None
             mine = view.of(view.param.main_grad).contiguous()  # type: ignore[attr-defined]
-            whole = mine.new_empty(view.shard.count * mine.shape[0], *mine.shape[1:])
+            whole = mine.new_empty(view.tp_slice.count * mine.shape[0], *mine.shape[1:])
             dist.all_gather_into_tensor(whole, mine, group=self.group)
-            if view.shard.dim > 0:  # they lie one after the other along the first
-                whole = torch.cat(whole.chunk(view.shard.count), dim=view.shard.dim)
+            if view.tp_slice.dim > 0:  # they lie one after the other along the first
+                whole = torch.cat(whole.chunk(view.tp_slice.count), dim=view.tp_slice.dim)
             self.grads[name] = whole

@@ -1,1 +1,1 @@
-"""What a step tells of itself: seconds and memory of its phases, useful FLOPs, one line."""
+"""Seconds and memory of a step's phases, useful FLOPs, the line of metrics, the run folder."""

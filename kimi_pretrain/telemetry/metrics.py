@@ -1,6 +1,6 @@
-"""One line of metrics a step, from what the ranks tell of it.
+"""One line of metrics per step, from what every rank measured.
 
-Each rank's `RankRecord` is gathered once a step; the rest is arithmetic and the same everywhere.
+The ranks' `RankMetrics` are gathered once per step; the rest is arithmetic, the same on every rank.
 """
 
 import math
@@ -16,13 +16,13 @@ from data_pipeline.loader import LoaderStats
 from data_pipeline.plan.step_plan import GlobalPlan
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.assign import load_per_rank, max_over_mean, round_robin
-from kimi_pretrain.dep.memory import GIB
-from kimi_pretrain.dep.plan import VisionPlan
+from kimi_pretrain.dep.memory_limit import GIB
 from kimi_pretrain.dep.planner import grids_of
+from kimi_pretrain.dep.vision_plan import VisionPlan
 from kimi_pretrain.optim.step_stats import UpdateFigures, together
 from kimi_pretrain.parallel.ranks import scopes
 from kimi_pretrain.telemetry.exposed import exposed
-from kimi_pretrain.telemetry.flops import Peak, peak_flops, step_flops, utilisation
+from kimi_pretrain.telemetry.mfu import Peak, peak_flops, step_flops, utilisation
 from kimi_pretrain.telemetry.phases import seconds_of_phases
 
 if TYPE_CHECKING:  # the step brings the engine along, which reading a line does not need
@@ -33,8 +33,8 @@ ENCODING = ("2 vision forward", "6 vision backward")
 
 
 @dataclass(frozen=True)
-class RankRecord:
-    """What one rank tells of a step: small, for one gather.
+class RankMetrics:
+    """What one rank measured in a step; part of its `RankReport`.
 
     Attributes:
         spans, peak_bytes, exchange_bytes, kept_patches: as in `StepReport`.
@@ -58,16 +58,16 @@ class RankRecord:
     save: Mapping[str, float] = field(default_factory=dict)
 
 
-def record_of(
+def rank_metrics(
     report: "StepReport",
     seconds: float,
     stats: LoaderStats,
     *,
     first_stage: bool,
     save: Mapping[str, float] | None = None,
-) -> RankRecord:
-    """Return what this rank tells the others of a step that took `seconds`."""
-    return RankRecord(
+) -> RankMetrics:
+    """Return this rank's measurements of a step that took `seconds`."""
+    return RankMetrics(
         spans=dict(sorted(report.spans.items(), key=lambda span: span[1])),
         peak_bytes=dict(report.peak_bytes),
         exchange_bytes=dict(report.exchange_bytes),
@@ -95,7 +95,7 @@ class Telemetry:
         return cls(config, peak_flops(device, dtype, config.train.peak_tflops))
 
     def line(
-        self, step: int, plan: GlobalPlan, report: "StepReport", everyone: Sequence[RankRecord]
+        self, step: int, plan: GlobalPlan, report: "StepReport", everyone: Sequence[RankMetrics]
     ) -> dict[str, Any]:
         """Return one line of metrics.jsonl; docs/METRICS.md explains each name.
 
@@ -103,7 +103,7 @@ class Telemetry:
             step: that was done, counted from 1.
             plan: of the step.
             report: of this rank.
-            everyone: the records of all ranks.
+            everyone: the measurements of all ranks.
         """
         seconds = max(record.seconds for record in everyone)
         return {
@@ -139,7 +139,7 @@ class Telemetry:
         }
 
     def _exposed(
-        self, items: int, seconds: float, everyone: Sequence[RankRecord]
+        self, items: int, seconds: float, everyone: Sequence[RankMetrics]
     ) -> dict[str, Any]:
         found = exposed([record.spans for record in everyone], self.scopes)
         # The co-located encoder runs inside the backbone: nobody can tell its time from outside.
@@ -165,7 +165,7 @@ class Telemetry:
         }
 
 
-def _optimizer(update: "UpdateReport", everyone: Sequence[RankRecord]) -> dict[str, Any]:
+def _optimizer(update: "UpdateReport", everyone: Sequence[RankMetrics]) -> dict[str, Any]:
     """Return what the optimizer did: maxima of attention, and the figures of all ranks together.
 
     A maximum is None where no document was seen.
@@ -216,7 +216,7 @@ def loads_per_rank(vision: VisionPlan) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def _phase_seconds(everyone: Sequence[RankRecord]) -> dict[str, dict[str, float]]:
+def _phase_seconds(everyone: Sequence[RankMetrics]) -> dict[str, dict[str, float]]:
     """Return for each phase the longest and the mean of the ranks that went through it."""
     found: dict[str, list[float]] = {}
     for record in everyone:
@@ -225,7 +225,7 @@ def _phase_seconds(everyone: Sequence[RankRecord]) -> dict[str, dict[str, float]
     return {phase: {"max": max(s), "mean": float(np.mean(s))} for phase, s in found.items()}
 
 
-def _imbalance(vision: VisionPlan, everyone: Sequence[RankRecord]) -> dict[str, float | None]:
+def _imbalance(vision: VisionPlan, everyone: Sequence[RankMetrics]) -> dict[str, float | None]:
     """Return the slowest encoding rank over the mean of all, as planned and as it was.
 
     1.0 without media. What was measured holds the waiting of ranks that share an item; it is None
@@ -240,7 +240,7 @@ def _imbalance(vision: VisionPlan, everyone: Sequence[RankRecord]) -> dict[str, 
     }
 
 
-def _balance(vision: VisionPlan, everyone: Sequence[RankRecord]) -> dict[str, Any]:
+def _balance(vision: VisionPlan, everyone: Sequence[RankMetrics]) -> dict[str, Any]:
     loads = loads_per_rank(vision)
     patches = loads["patches_per_rank"]
     owners = [patches["naive"][rank] for rank, one in enumerate(everyone) if one.first_stage]
@@ -250,7 +250,7 @@ def _balance(vision: VisionPlan, everyone: Sequence[RankRecord]) -> dict[str, An
     return {"balance": balance, **loads}
 
 
-def _memory(everyone: Sequence[RankRecord]) -> dict[str, Any]:
+def _memory(everyone: Sequence[RankMetrics]) -> dict[str, Any]:
     """Return the peak memory of each phase, and of the step; empty where it is not measured."""
     phases = dict.fromkeys(phase for record in everyone for phase in record.peak_bytes)
     by_phase = {
@@ -261,14 +261,14 @@ def _memory(everyone: Sequence[RankRecord]) -> dict[str, Any]:
     return {"peak_gib": by_phase, "peak_gib_step": _peak(worst, everyone) if phases else {}}
 
 
-def _peak(peaks: Sequence[int], everyone: Sequence[RankRecord]) -> dict[str, Any]:
+def _peak(peaks: Sequence[int], everyone: Sequence[RankMetrics]) -> dict[str, Any]:
     """Return the largest in GiB, whose it is, and the largest of the first stage's ranks."""
     first = [peak for peak, record in zip(peaks, everyone, strict=True) if record.first_stage]
     found = _largest([peak / GIB for peak in peaks])
     return found | {"first_stage": max(first, default=0) / GIB}
 
 
-def _save(everyone: Sequence[RankRecord]) -> dict[str, float]:
+def _save(everyone: Sequence[RankMetrics]) -> dict[str, float]:
     """Return the slowest rank's seconds; empty where nothing was saved."""
     found: dict[str, float] = {}
     for record in everyone:
@@ -278,7 +278,7 @@ def _save(everyone: Sequence[RankRecord]) -> dict[str, float]:
     return found
 
 
-def _exchange(everyone: Sequence[RankRecord]) -> dict[str, dict[str, Any]]:
+def _exchange(everyone: Sequence[RankMetrics]) -> dict[str, dict[str, Any]]:
     """Return the bytes that ranks sent to others, each way: the busiest rank's, and all."""
     found: dict[str, dict[str, Any]] = {}
     for way in ("over", "back"):

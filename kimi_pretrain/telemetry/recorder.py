@@ -1,8 +1,8 @@
-"""Phase 8: what a run writes down of each step, from the one gather in which all ranks tell of it.
+"""Phase 8: per-rank reports, all-gathered once per step, and the files rank 0 writes from them.
 
-Rank 0 writes; the others only send. metrics.jsonl has a line for every step, anomalies.jsonl one
-for each step that the guard objected to, quarantine.jsonl the samples that could not be used. What
-cannot be written between two saves is told, and ends nothing.
+metrics.jsonl has one line per step, anomalies.jsonl one per step that the guard objected to,
+quarantine.jsonl the samples that could not be used. A write error between two saves is logged and
+does not end the run.
 """
 
 import json
@@ -22,7 +22,7 @@ from kimi_pretrain.reliability.replica_check import CopyHash, check_copies
 from kimi_pretrain.reliability.run_files import Appended, best_effort
 from kimi_pretrain.reliability.status import Status, write_status
 from kimi_pretrain.telemetry.console import StepDisplay
-from kimi_pretrain.telemetry.metrics import RankRecord, Telemetry
+from kimi_pretrain.telemetry.metrics import RankMetrics, Telemetry
 from kimi_pretrain.telemetry.run_dir import MetricsWriter, write_trace
 
 if TYPE_CHECKING:  # these bring the engine along
@@ -33,19 +33,19 @@ log = logging.getLogger("kimi_pretrain.telemetry.recorder")
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one rank tells of a step, small, for the one gather.
+class RankReport:
+    """Per-rank report, all-gathered once per step; a few hundred bytes.
 
     Attributes:
-        record: what it measured.
+        metrics: what the rank measured.
         verdict: of its guard.
-        stop: why it was asked to stop; None if it was not.
-        save: how far its part of a save is.
+        stop: why the rank was asked to stop; None if it was not.
+        save: progress of its part of a save.
         unusable: samples of the plan that it could not use: (sample, item, reason).
         copies: hashes of its copies of some tensors, before the update.
     """
 
-    record: RankRecord
+    metrics: RankMetrics
     verdict: Verdict
     stop: str | None = None
     save: Progress | None = None
@@ -53,35 +53,35 @@ class Told:
     copies: tuple[CopyHash, ...] = ()
 
 
-def check_alike(step: int, everyone: Sequence[Told]) -> None:
-    """Make sure that all ranks came to the same verdict, and that their copies are equal.
+def check_agreement(step: int, everyone: Sequence[RankReport]) -> None:
+    """Check that all ranks have the same verdict, and that their copies of tensors are equal.
 
     Raises:
-        RuntimeError: some would have updated, others not, or a tensor differs; names the ranks.
+        RuntimeError: verdicts or tensors differ; names the ranks.
     """
-    odd = [rank for rank, told in enumerate(everyone) if told.verdict != everyone[0].verdict]
+    odd = [rank for rank, report in enumerate(everyone) if report.verdict != everyone[0].verdict]
     if odd:
         raise RuntimeError(
             f"step {step}: rank 0 came to {everyone[0].verdict}, rank {odd[0]} to "
             f"{everyone[odd[0]].verdict}: the sums of loss or gradient are not the same on all"
         )
-    check_copies(step, [told.copies for told in everyone])
+    check_copies(step, [report.copies for report in everyone])
 
 
-def stop_asked(everyone: Iterable[Any]) -> str | None:
-    """Return why the run is to stop, of what each rank was asked; None if none was asked to."""
+def stop_reason(everyone: Iterable[Any]) -> str | None:
+    """Return the first rank's reason to stop, given every rank's; None if no rank has one."""
     asked = ((rank, reason) for rank, reason in enumerate(everyone) if reason is not None)
     return next((f"{reason} at rank {rank}" for rank, reason in asked), None)
 
 
-class Notes:
+class Recorder:
     """Writes the files of a run, on rank 0; on the others it does nothing.
 
     Args:
         config: of the run.
         run_dir: its folder.
         mesh: where this rank stands.
-        first_step: steps that were done before; later ones of an earlier attempt are forgotten.
+        first_step: steps already done; lines of later steps, of an earlier attempt, are set aside.
         indices: of the sources, in the planner's order.
     """
 
@@ -107,25 +107,25 @@ class Notes:
         step: int,
         batch: StepBatch,
         report: "StepReport",
-        everyone: Sequence[Told],
+        everyone: Sequence[RankReport],
         state: dict[str, Any],
     ) -> None:
-        """Write down a step.
+        """Write the lines of a step.
 
         Args:
             step: counted from 1.
             batch: of the step.
             report: of this rank.
-            everyone: what all ranks told.
-            state: of the loader before the step.
+            everyone: the reports of all ranks.
+            state: of the loader, before the step.
         """
         if not self.writes:
             return
-        records = [told.record for told in everyone]
-        self.metrics.write(self.telemetry.line(step, batch.plan, report, records))
+        metrics = [rank.metrics for rank in everyone]
+        self.metrics.write(self.telemetry.line(step, batch.plan, report, metrics))
         if step == self.config.train.trace_step:
             with best_effort():
-                write_trace(self.run_dir / "trace.json", records, self.telemetry.scopes)
+                write_trace(self.run_dir / "trace.json", metrics, self.telemetry.scopes)
         verdict, loss, norm = report.update.verdict, report.loss, report.update.grad_norm
         if verdict.kind is not None:
             log.warning(
@@ -136,9 +136,9 @@ class Notes:
             self._anomalies.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._quarantine(step, batch, everyone)
 
-    def _quarantine(self, step: int, batch: StepBatch, everyone: Sequence[Told]) -> None:
-        # Two stages that read the same row find the same fault.
-        found = {entry for told in everyone for entry in told.unusable}
+    def _quarantine(self, step: int, batch: StepBatch, everyone: Sequence[RankReport]) -> None:
+        # Two stages that read the same row find the same fault: a set.
+        found = {entry for rank in everyone for entry in rank.unusable}
         for sample, item, reason in sorted(found, key=str):
             index = self.indices[batch.plan.samples.source[sample]]
             key = index.key_of(int(batch.plan.samples.index[sample]))

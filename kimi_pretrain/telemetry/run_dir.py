@@ -31,13 +31,13 @@ from tensorboard.compat.proto.summary_pb2 import (
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from kimi_pretrain.config import Config, dump_config
-from kimi_pretrain.dep.memory import GIB
+from kimi_pretrain.dep.memory_limit import GIB
 from kimi_pretrain.reliability.anomaly_guard import finite
 from kimi_pretrain.reliability.run_files import Appended, write_whole
 from kimi_pretrain.telemetry.console import StepDisplay
 from kimi_pretrain.telemetry.exposed import exposed
 from kimi_pretrain.telemetry.jsonl import abandoned, cut_after
-from kimi_pretrain.telemetry.metrics import RankRecord
+from kimi_pretrain.telemetry.metrics import RankMetrics
 from kimi_pretrain.telemetry.phases import Span, phase_of
 
 PACKAGES = (
@@ -221,7 +221,7 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def write_trace(
-    file: Path, everyone: Sequence[RankRecord], scopes: Iterable[NDArray[np.int64]] = ()
+    file: Path, everyone: Sequence[RankMetrics], scopes: Iterable[NDArray[np.int64]] = ()
 ) -> None:
     """Write one step's phases of all ranks as a Chrome trace (chrome://tracing, Perfetto).
 
@@ -229,7 +229,7 @@ def write_trace(
     the encoder's alone. The peak memory of a phase is among its arguments.
 
     Args:
-        everyone: the records of all ranks, in their order.
+        everyone: the measurements of all ranks, by rank.
         scopes: the ranks that share their media, as for `exposed`.
     """
     found = exposed([record.spans for record in everyone], scopes)
@@ -252,7 +252,7 @@ def write_trace(
     write_whole(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
-def _phase_events(rank: int, record: RankRecord) -> list[dict[str, Any]]:
+def _phase_events(rank: int, record: RankMetrics) -> list[dict[str, Any]]:
     events = []
     for name, span in record.spans.items():
         phase = phase_of(name)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from kimi_pretrain.config import Config
-from kimi_pretrain.dep.fit import Fit, Floats, fit, flops_shape, forward_share
-from kimi_pretrain.dep.measure import EncoderRun, Measured, Progress, loads_of, measure
+from kimi_pretrain.dep.cost_fit import Fit, Floats, fit, flops_shape, forward_share
+from kimi_pretrain.dep.measure import EncoderRun, Measured, Progress, measure, packs_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Calibration:
 
     Attributes:
         fit: the model and its errors, in the order of `measured.timings`.
-        measured: seconds of every load.
+        measured: seconds of every pack.
         device, dtype, threads: what was measured; threads of the CPU, None on an accelerator.
         flops_per_second: the rate at which the default, cost by FLOPs, comes closest.
         by_flops: seconds that the default then predicts, float64 [timings].
@@ -58,21 +58,21 @@ def calibrate(
 
     Args:
         config: gives the encoder, its type, what of it is frozen, and the sizes there can be.
-        max_seconds: bound on the timing; loads that would go over it are left out.
+        max_seconds: bound on the timing; packs that would go over it are left out.
         progress: told the share done and what is being timed.
         device: the first GPU, or the CPU where there is none.
 
     Raises:
-        ValueError: too few loads fit into the time, or into the limits of the config.
+        ValueError: too few packs fit into the time, or into the limits of the config.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     limits, vision, train = config.data.limits, config.model.vision, config.train
     budget = config.dep.max_patches_per_chunk
-    loads = loads_of(limits.image, limits.frame, limits.side, budget)
+    packs = packs_of(limits.image, limits.frame, limits.side, budget)
     with _threads(train.threads):
         progress(0.0, "building the encoder")
         run = EncoderRun(vision, getattr(torch, train.dtype), device, train.frozen)
-        found = measure(loads, run, vision, max_seconds, progress=progress, filled=run.filled)
+        found = measure(packs, run, vision, max_seconds, progress=progress, filled=run.filled)
         threads = torch.get_num_threads() if device.type == "cpu" else None
     fitted = _fit(found)
     rate, by_flops = flops_shape(found.timings, vision)
@@ -86,9 +86,9 @@ def _fit(found: Measured) -> Fit:
     except ValueError as error:
         if not found.left_out:
             raise
-        load, reason = found.left_out[0]
+        pack, reason = found.left_out[0]
         raise ValueError(
-            f"{error}; {len(found.left_out)} were left out, as the first {load.name}: {reason}"
+            f"{error}; {len(found.left_out)} were left out, as the first {pack.name}: {reason}"
         ) from None
 
 
@@ -120,13 +120,13 @@ def lines(result: Calibration) -> Iterator[str]:
     yield "                          items   patches     measured  forward       fit   by FLOPs"
     predictions = zip(result.fit.predicted, result.by_flops, strict=True)
     for timing, (fitted, by_flops) in zip(result.measured.timings, predictions, strict=True):
-        load, seconds = timing.load, timing.total
+        pack, seconds = timing.pack, timing.total
         yield (
-            f"{load.name:24s} {len(load.grids):6d} {load.patches:9,d} {seconds * 1e3:9.2f} ms "
+            f"{pack.name:24s} {len(pack.grids):6d} {pack.patches:9,d} {seconds * 1e3:9.2f} ms "
             f"{timing.forward / seconds:7.0%} {fitted / seconds:9.2f} {by_flops / seconds:10.2f}"
         )
-    for load, reason in result.measured.left_out:
-        yield f"{load.name:24s} {len(load.grids):6d} {load.patches:9,d}  left out: {reason}"
+    for pack, reason in result.measured.left_out:
+        yield f"{pack.name:24s} {len(pack.grids):6d} {pack.patches:9,d}  left out: {reason}"
     flops = np.abs(result.flops_errors)
     yield "fit and by FLOPs: predicted over measured"
     yield (
@@ -164,9 +164,9 @@ def as_json(result: Calibration) -> dict[str, Any]:
         "seconds": result.measured.seconds,
         "sizes": [
             {
-                "name": timing.load.name,
-                "items": len(timing.load.grids),
-                "patches": timing.load.patches,
+                "name": timing.pack.name,
+                "items": len(timing.pack.grids),
+                "patches": timing.pack.patches,
                 "forward": timing.forward,
                 "total": timing.total,
                 "fit": float(fitted),
@@ -175,7 +175,7 @@ def as_json(result: Calibration) -> dict[str, Any]:
             for timing, fitted, by_flops in rows
         ],
         "left_out": [
-            {"name": load.name, "patches": load.patches, "reason": reason}
-            for load, reason in result.measured.left_out
+            {"name": pack.name, "patches": pack.patches, "reason": reason}
+            for pack, reason in result.measured.left_out
         ],
     }

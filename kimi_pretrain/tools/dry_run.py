@@ -18,12 +18,12 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.model_builder import DTYPES, build_chunks, engine_config
 from kimi_pretrain.engine.param_names import View, layers_of, views
+from kimi_pretrain.model import model_shape
 from kimi_pretrain.optim.groups import replicas_of
 from kimi_pretrain.optim.owners import TensorSize
 from kimi_pretrain.tools.optimizer_division import Division, ReplicaGroup, divide, stage_groups
 from kimi_pretrain.tools.optimizer_summary import OptimizerSummary, summarise, summary_lines
 from kimi_pretrain.tools.optimizer_table import assignments, runs, tab_separated
-from kimi_pretrain.update import model_shape
 from moonvit3d.model import VisionEncoder
 
 
@@ -176,7 +176,7 @@ def _count_stage(
 
 
 def _groups_of_stage(config: Config, stage: int, held: Sequence[View]) -> list[ReplicaGroup]:
-    """Return who holds copies of what in a stage, as `update.named_tensors` does on each rank."""
+    """Return who holds copies of what in a stage, as `model.trained_tensors` does on each rank."""
     layout = config.layout
     tensors: dict[str, list[TensorSize]] = {"dense": [], "expert": []}
     for view in held:

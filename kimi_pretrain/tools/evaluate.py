@@ -31,9 +31,9 @@ from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_checkpoint
 from kimi_pretrain.config import Config, parse_config
 from kimi_pretrain.engine import mesh as engine_mesh
-from kimi_pretrain.engine.attention import PackedRows
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch
+from kimi_pretrain.engine.packed_attention import PackedRows
 from kimi_pretrain.model import Model
 from kimi_pretrain.reliability.preflight import load_tokenizer
 from kimi_pretrain.reliability.run_history import latest_in

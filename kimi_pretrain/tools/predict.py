@@ -12,10 +12,10 @@ from typing import Any
 from data_pipeline.access import open_data
 from data_pipeline.plan.planner import GlobalPlan, Planner
 from kimi_pretrain.config import Config
-from kimi_pretrain.dep.memory import GIB, MIB
+from kimi_pretrain.dep.memory_limit import GIB, MIB
 from kimi_pretrain.dep.places import Moved, seconds_of_part
-from kimi_pretrain.dep.plan import Ints, VisionPlan
 from kimi_pretrain.dep.planner import ITEMSIZE, VisionPlanner
+from kimi_pretrain.dep.vision_plan import Ints, VisionPlan
 from kimi_pretrain.reliability.preflight import read_sources
 
 ASSIGNS = ("owner", "round_robin", "balanced")  # the values of dep.assign

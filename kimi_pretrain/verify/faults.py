@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kimi_pretrain.dep.plan import Ints, Spans, VisionPlan
+from kimi_pretrain.dep.vision_plan import Ints, Spans, VisionPlan
 from kimi_pretrain.verify.replaced import replaced
 
 if TYPE_CHECKING:  # who asks for the faults' names alone need not load the engine

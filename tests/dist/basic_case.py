@@ -210,7 +210,7 @@ def planted_bit(run) -> dict[str, object]:
 
 def layers_against_twins(run) -> dict[str, float]:
     """Largest errors in fp64 (fp32 for the grouped kernel, scaled to its rounding)."""
-    from kimi_pretrain.engine import attention, experts
+    from kimi_pretrain.engine import experts, packed_attention
 
     generator = torch.Generator().manual_seed(1)
 
@@ -220,9 +220,9 @@ def layers_against_twins(run) -> dict[str, float]:
     borders = [0, 5, 6, 40, 41, 64, 80]
     documents = [True, True, True, True, True, False]
     q, k, v = random(80, 3, 8), random(80, 3, 8), random(80, 3, 6)
-    parts = attention.buckets(borders, documents, torch.device("cpu"))
-    out, max_logits = attention.packed_attention(q, k, v, parts, 0.3)
-    twin = attention.packed_attention_reference(q, k, v, borders, 0.3)
+    parts = packed_attention.segment_batches(borders, documents, torch.device("cpu"))
+    out, max_logits = packed_attention.packed_attention(q, k, v, parts, 0.3)
+    twin = packed_attention.packed_attention_reference(q, k, v, borders, 0.3)
     largest = torch.full((3,), -torch.inf, dtype=torch.float64)
     for start, end in zip(borders[:-2], borders[1:-1], strict=True):  # the padding does not count
         for i in range(start, end):
@@ -253,7 +253,7 @@ def layers_against_twins(run) -> dict[str, float]:
 
 def language_model(run) -> dict:
     """Logits of three packed documents, the weights by name, and transformers' configuration."""
-    from kimi_pretrain.engine.attention import PackedRows
+    from kimi_pretrain.engine.packed_attention import PackedRows
     from kimi_pretrain.engine.microbatch import Microbatch
 
     language = run.config.model.language

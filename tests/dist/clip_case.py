@@ -18,7 +18,7 @@ def _watched(backbone, documents):
 
     Those of padding are made huge on their way in: nobody may look at them.
     """
-    from kimi_pretrain.engine.attention import PackedCoreAttention
+    from kimi_pretrain.engine.packed_attention import PackedCoreAttention
 
     seen: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     hooks = []
@@ -183,7 +183,7 @@ def fused_wiring(run) -> dict:
 
     from kimi_pretrain.config import ConfigError
     from kimi_pretrain.engine import model_builder
-    from kimi_pretrain.engine.attention import document_borders, of_all_heads
+    from kimi_pretrain.engine.packed_attention import document_borders, of_all_heads
     from kimi_pretrain.engine.backbone import Backbone
     from kimi_pretrain.engine.fused_attention import FusedCoreAttention, kernel_rows
     from kimi_pretrain.engine.microbatch import build_microbatches

@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from kimi_pretrain.dep import sharded
 from kimi_pretrain.dep.encoder import DecoupledEncoder
-from kimi_pretrain.dep.exchange import Exchange
-from kimi_pretrain.dep.groups import scope_group
-from kimi_pretrain.dep.plan import VisionPlan, runs, shares_of
+from kimi_pretrain.dep.exchange import Exchange, scope_group
 from kimi_pretrain.dep.reduce import GradientSum
+from kimi_pretrain.dep.vision_plan import VisionPlan, runs, shares_of
 from kimi_pretrain.parallel.rendezvous import meeting_store
 from moonvit3d.config import MoonViTConfig
 from tests.unit.kimi_pretrain.dep.test_vision_plan import made_plan

@@ -53,7 +53,8 @@ def plainly_trained(run) -> dict[str, Any]:
     from kimi_pretrain.optim.muon import PlainMuon
     from kimi_pretrain.optim.qk_clip import clip_, factors
     from kimi_pretrain.optim.schedule import learning_rate
-    from kimi_pretrain.update import UpdateReport, model_shape
+    from kimi_pretrain.model import model_shape
+    from kimi_pretrain.update import UpdateReport
 
     optim, shape = run.config.optim, model_shape(run.config)
     plain = PlainMuon(run.update.named, optim, shape)

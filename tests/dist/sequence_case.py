@@ -16,13 +16,13 @@ def _shared_attention() -> dict[str, float]:
     Returns the largest errors, fp64: of outputs, of the gradients of queries, keys and values, and
     of the maxima, which brute force looks for over all pairs.
     """
-    from kimi_pretrain.engine import attention
+    from kimi_pretrain.engine import packed_attention
 
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(80, 3, d, generator=generator, dtype=torch.float64) for d in (8, 8, 6))
     weight = torch.randn(80, 3, 6, generator=generator, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    twin = attention.packed_attention_reference(q, k, v, BORDERS, 0.3)
+    twin = packed_attention.packed_attention_reference(q, k, v, BORDERS, 0.3)
     wanted = torch.autograd.grad((twin * weight).sum(), inputs)
     largest = torch.full((3,), -torch.inf, dtype=torch.float64)
     for start, end in zip(BORDERS[:-2], BORDERS[1:-1], strict=True):  # not the padding
@@ -36,8 +36,8 @@ def _shared_attention() -> dict[str, float]:
         gathered = torch.cat(held)
         out, maxima = torch.zeros_like(twin), []
         for rank, mine in enumerate(held):
-            parts = attention.buckets(BORDERS, DOCUMENTS, torch.device("cpu"), shared, rank)
-            found, max_logits = attention.packed_attention(
+            parts = packed_attention.segment_batches(BORDERS, DOCUMENTS, torch.device("cpu"), shared, rank)
+            found, max_logits = packed_attention.packed_attention(
                 q[mine], k[gathered], v[gathered], parts, 0.3
             )
             out = out.index_copy(0, mine, found)

@@ -51,11 +51,12 @@ ROOMS: dict[str, set[str]] = {
         "kimi_pretrain.reliability.run_history", "data_pipeline.store", "moonvit3d",
     },
     "kimi_pretrain.model": {
-        *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.parallel", "moonvit3d",
+        *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.optim",
+        "kimi_pretrain.parallel", "moonvit3d",
     },
     "kimi_pretrain.update": {
-        *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.optim",
-        "kimi_pretrain.reliability", "kimi_pretrain.parallel",
+        *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.model",
+        "kimi_pretrain.optim", "kimi_pretrain.reliability", "kimi_pretrain.parallel",
     },
     "kimi_pretrain.step": {
         *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.model",

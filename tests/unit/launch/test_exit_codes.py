@@ -14,7 +14,7 @@ from data_pipeline.plan.planner import DataUsedUp
 from data_pipeline.store.open import AccessDenied, StoreUnavailable
 from data_pipeline.workers.workers import WorkerDied
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
-from kimi_pretrain.dep.memory import TooMuchMemory
+from kimi_pretrain.dep.memory_limit import TooMuchMemory
 from kimi_pretrain.reliability.anomaly_guard import AnomalyError
 from kimi_pretrain.reliability.exit_report import first_word, nobodys_mistake
 from kimi_pretrain.reliability.run_lock import FormerStart, RunLocked

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kimi_pretrain.config import load_config
 from kimi_pretrain.dep.cost import CostModel
-from kimi_pretrain.dep.fit import Load, Timing, fit, flops_shape, forward_share, non_negative
-from kimi_pretrain.dep.measure import EncoderRun, loads_of, measure
+from kimi_pretrain.dep.cost_fit import Pack, Timing, fit, flops_shape, forward_share, non_negative
+from kimi_pretrain.dep.measure import EncoderRun, measure, packs_of
 from kimi_pretrain.tools import calibrate
 from moonvit3d.config import MoonViTConfig
 
@@ -20,13 +20,13 @@ KIMI = MoonViTConfig()
 TINY = MoonViTConfig(
     width=32, depth=2, heads=2, mlp_width=64, pos_grid=8, pos_init_std=0.02, out_width=48
 )
-LOADS = loads_of(image=16384, frame=4096, side=512, budget=65536)
+PACKS = packs_of(image=16384, frame=4096, side=512, budget=65536)
 # Seconds: per patch, per squared patch, per item, per chunk; as of a fast GPU.
 TRUTH = (3e-6, 2e-10, 4e-5, 6e-3)
 
 
-def seconds(load: Load, truth: tuple[float, ...], filled: int = 0) -> float:
-    sizes = [t * h * w for t, h, w in load.grids]
+def seconds(pack: Pack, truth: tuple[float, ...], filled: int = 0) -> float:
+    sizes = [t * h * w for t, h, w in pack.grids]
     squares = sum(size * size for size in sizes)
     return truth[0] * (sum(sizes) + filled) + truth[1] * squares + truth[2] * len(sizes) + truth[3]
 
@@ -34,9 +34,9 @@ def seconds(load: Load, truth: tuple[float, ...], filled: int = 0) -> float:
 def timings_of(truth, noise: float, seed: int, filled: int = 0) -> list[Timing]:
     draw = np.random.default_rng(seed)
     found = []
-    for load in LOADS:
-        total = seconds(load, truth, filled) * math.exp(draw.normal(0, noise))
-        found.append(Timing(load, total / 4, total, filled))
+    for pack in PACKS:
+        total = seconds(pack, truth, filled) * math.exp(draw.normal(0, noise))
+        found.append(Timing(pack, total / 4, total, filled))
     return found
 
 
@@ -53,7 +53,7 @@ def test_planted_coefficients_come_back_from_noisy_timings(seed, filled):
 def test_without_noise_the_fit_is_exact_to_its_digits():
     found = fit(timings_of(TRUTH, 0.0, 0))
     assert found.worst_error < 1e-3
-    errors = [found.predicted[i] / seconds(load, TRUTH) - 1 for i, load in enumerate(LOADS)]
+    errors = [found.predicted[i] / seconds(pack, TRUTH) - 1 for i, pack in enumerate(PACKS)]
     assert found.errors == pytest.approx(errors, abs=1e-12)
 
 
@@ -72,9 +72,9 @@ def test_small_items_weigh_as_much_as_large_ones():
     """One size off the law must not pull the small ones along: errors are relative."""
     timings = timings_of(TRUTH, 0.0, 0)
     largest = max(timings, key=lambda timing: timing.total)
-    timings[timings.index(largest)] = Timing(largest.load, 1.0, largest.total * 1.3)
+    timings[timings.index(largest)] = Timing(largest.pack, 1.0, largest.total * 1.3)
     found = fit(timings)
-    icon = LOADS.index(Load(((1, 2, 2),)))
+    icon = PACKS.index(Pack(((1, 2, 2),)))
     assert abs(found.errors[icon]) < 0.02
 
 
@@ -95,14 +95,14 @@ def test_non_negative_least_squares_meets_its_conditions_for_an_optimum(seed):
     "chosen",
     [
         [],
-        [load for load in LOADS if len(load.grids) == 1],
-        [load for load in LOADS if len(load.grids) > 1],
-        [load for load in LOADS if load.sizes[0] in (4, 16)],
+        [pack for pack in PACKS if len(pack.grids) == 1],
+        [pack for pack in PACKS if len(pack.grids) > 1],
+        [pack for pack in PACKS if pack.sizes[0] in (4, 16)],
     ],
     ids=["nothing", "no packs", "packs only", "two sizes"],
 )
 def test_too_few_timings_are_refused(chosen):
-    timings = [Timing(load, 1.0, 4.0) for load in chosen]
+    timings = [Timing(pack, 1.0, 4.0) for pack in chosen]
     with pytest.raises(ValueError, match=rf"{len(chosen)} timings.*--max-seconds"):
         fit(timings)
 
@@ -112,7 +112,7 @@ def test_flops_shape_is_the_default_at_its_best_rate():
     truth = (default.per_patch, default.per_patch_squared, 0.0, 0.0)
     rate, predicted = flops_shape(timings_of(truth, 0.0, 0), KIMI)
     assert rate == pytest.approx(2e14)
-    assert predicted == pytest.approx([seconds(load, truth) for load in LOADS])
+    assert predicted == pytest.approx([seconds(pack, truth) for pack in PACKS])
     assert forward_share(timings_of(truth, 0.0, 0)) == pytest.approx(0.25)
 
 
@@ -123,49 +123,49 @@ def test_the_best_rate_of_flops_is_the_best():
     share = predicted / [timing.total for timing in timings]
     squares = [((share * factor - 1) ** 2).sum() for factor in np.linspace(0.5, 2, 1501)]
     assert np.linspace(0.5, 2, 1501)[np.argmin(squares)] == pytest.approx(1, abs=2e-3)
-    work = float(CostModel.from_flops(KIMI, 1.0).seconds(timings[0].load.sizes).sum())
+    work = float(CostModel.from_flops(KIMI, 1.0).seconds(timings[0].pack.sizes).sum())
     assert predicted[0] == pytest.approx(work / rate)
 
 
 def test_loads_reach_from_one_token_to_the_limits():
-    singles = [load for load in LOADS if len(load.grids) == 1]
-    images = [load.patches for load in singles if load.grids[0][0] == 1]
-    chunks = [load.patches for load in singles if load.grids[0][0] == 4]
+    singles = [pack for pack in PACKS if len(pack.grids) == 1]
+    images = [pack.patches for pack in singles if pack.grids[0][0] == 1]
+    chunks = [pack.patches for pack in singles if pack.grids[0][0] == 4]
     assert (min(images), max(images)) == (4, 16384)
     assert (min(chunks), max(chunks)) == (16, 4 * 4096)
-    assert len(set(LOADS)) == len(LOADS)
-    for load in loads_of(image=1000, frame=300, side=20, budget=512):
-        assert load.patches <= 512
-        assert all(h % 2 == w % 2 == 0 and 2 <= h <= 20 and 2 <= w <= 20 for _, h, w in load.grids)
-        assert all(h * w <= (1000 if t == 1 else 300) for t, h, w in load.grids)
-    assert [load.grids for load in loads_of(image=1, frame=1, side=2, budget=4)] == [((1, 2, 2),)]
+    assert len(set(PACKS)) == len(PACKS)
+    for pack in packs_of(image=1000, frame=300, side=20, budget=512):
+        assert pack.patches <= 512
+        assert all(h % 2 == w % 2 == 0 and 2 <= h <= 20 and 2 <= w <= 20 for _, h, w in pack.grids)
+        assert all(h * w <= (1000 if t == 1 else 300) for t, h, w in pack.grids)
+    assert [pack.grids for pack in packs_of(image=1, frame=1, side=2, budget=4)] == [((1, 2, 2),)]
 
 
 class Machine:
-    """A made-up machine: a load takes its FLOPs; every fifth run is disturbed."""
+    """A made-up machine: a pack takes its FLOPs; every fifth run is disturbed."""
 
     def __init__(self, memory: int = 1 << 40):
         self.model, self.memory, self.runs = CostModel.from_flops(KIMI, 2e14), memory, 0
 
-    def truth(self, load: Load) -> float:
-        return float(self.model.seconds(load.sizes).sum())
+    def truth(self, pack: Pack) -> float:
+        return float(self.model.seconds(pack.sizes).sum())
 
-    def __call__(self, load: Load) -> tuple[float, float]:
-        if load.patches > self.memory:
+    def __call__(self, pack: Pack) -> tuple[float, float]:
+        if pack.patches > self.memory:
             raise torch.OutOfMemoryError
         self.runs += 1
-        total = self.truth(load) * (3.0 if self.runs % 5 == 0 else 1.0)
+        total = self.truth(pack) * (3.0 if self.runs % 5 == 0 else 1.0)
         return total / 4, total
 
 
 def test_medians_do_not_see_a_disturbance_now_and_then():
     machine, told = Machine(), []
-    found = measure(LOADS[:13], machine, KIMI, 1e6, progress=lambda share, _: told.append(share))
+    found = measure(PACKS[:13], machine, KIMI, 1e6, progress=lambda share, _: told.append(share))
     assert not found.left_out
     assert found.repeats == 5
     assert machine.runs == 13 * 6 + 1  # a warm-up each, and one before all
     for timing in found.timings:
-        assert timing.total == pytest.approx(machine.truth(timing.load))
+        assert timing.total == pytest.approx(machine.truth(timing.pack))
         assert timing.forward == pytest.approx(timing.total / 4)
     assert told == sorted(told)
     assert told[-1] == 1.0
@@ -174,46 +174,46 @@ def test_medians_do_not_see_a_disturbance_now_and_then():
 @pytest.mark.parametrize("max_seconds", [0.05, 0.5, 2.0])
 def test_time_is_bounded_and_what_did_not_fit_is_named(max_seconds):
     machine = Machine()
-    found = measure(LOADS, machine, KIMI, max_seconds)
+    found = measure(PACKS, machine, KIMI, max_seconds)
     assert 0 < found.seconds < 1.5 * max_seconds  # disturbances are not foreseen
     assert found.repeats >= 1
-    timed = [timing.load for timing in found.timings]
-    left = [load for load, _ in found.left_out]
-    assert sorted(timed + left, key=LOADS.index) == LOADS
+    timed = [timing.pack for timing in found.timings]
+    left = [pack for pack, _ in found.left_out]
+    assert sorted(timed + left, key=PACKS.index) == PACKS
     assert left
     assert max(map(machine.truth, timed)) <= min(map(machine.truth, left))
     assert all("would take about" in reason for _, reason in found.left_out)
 
 
 def test_what_does_not_fit_into_memory_is_named():
-    found = measure(LOADS, Machine(memory=16384), KIMI, 1e6)
-    assert {load for load, _ in found.left_out} == {x for x in LOADS if x.patches > 16384}
+    found = measure(PACKS, Machine(memory=16384), KIMI, 1e6)
+    assert {pack for pack, _ in found.left_out} == {x for x in PACKS if x.patches > 16384}
     assert all("memory" in reason for _, reason in found.left_out)
 
 
-def flops_of(run: EncoderRun, load: Load) -> float:
+def flops_of(run: EncoderRun, pack: Pack) -> float:
     with FlopCounterMode(display=False) as counter:
-        run(load)
+        run(pack)
     return counter.get_total_flops()
 
 
 def test_a_step_s_work_is_what_a_training_step_computes():
     """Counted by torch: four forwards; one with all frozen; no second one of a frozen tower."""
-    load, cpu = Load(((1, 16, 16),) * 3), torch.device("cpu")
+    pack, cpu = Pack(((1, 16, 16),) * 3), torch.device("cpu")
     run = EncoderRun(TINY, torch.float32, cpu)
-    pixels, grids = run._images(load.patches), list(load.grids)
+    pixels, grids = run._images(pack.patches), list(pack.grids)
     with FlopCounterMode(display=False) as counter:
         run._forward(pixels, grids)
     forward = counter.get_total_flops()
-    embed = 2 * load.patches * 3 * 14 * 14 * TINY.width
+    embed = 2 * pack.patches * 3 * 14 * 14 * TINY.width
     # A backward is two forwards, but nobody wants the gradient of the pixels.
-    assert flops_of(run, load) == pytest.approx(4 * forward - embed, rel=0.01)
+    assert flops_of(run, pack) == pytest.approx(4 * forward - embed, rel=0.01)
     both = EncoderRun(TINY, torch.float32, cpu, ["vision_tower", "projector", "language_model"])
-    assert flops_of(both, load) == forward
-    assert len(set(both(load))) == 1
+    assert flops_of(both, pack) == forward
+    assert len(set(both(pack))) == 1
     tower = EncoderRun(TINY, torch.float32, cpu, ["vision_tower"])
-    projector = 2 * (load.patches // 4) * TINY.projector_width * (4 * TINY.width + TINY.out_width)
-    assert flops_of(tower, load) == pytest.approx(forward + 3 * projector, rel=0.05)
+    projector = 2 * (pack.patches // 4) * TINY.projector_width * (4 * TINY.width + TINY.out_width)
+    assert flops_of(tower, pack) == pytest.approx(forward + 3 * projector, rel=0.05)
     assert all(param.grad is None for param in run.encoder.parameters())
 
 
@@ -231,12 +231,12 @@ def test_a_real_calibration():
     predicted = cost.seconds(np.array([4, 64, 1024, 16384]))
     assert (np.diff(predicted) > 0).all()
     assert 0.1 < result.forward_share < 0.5
-    every = loads_of(256, 64, 512, 1024)
+    every = packs_of(256, 64, 512, 1024)
     plain = json.loads(json.dumps(calibrate.as_json(result)))
     named = [row["name"] for row in plain["sizes"] + plain["left_out"]]
-    assert sorted(named) == sorted(load.name for load in every)
+    assert sorted(named) == sorted(pack.name for pack in every)
     table = "\n".join(calibrate.lines(result))
-    assert all(f"{load.name} " in table for load in every)
+    assert all(f"{pack.name} " in table for pack in every)
     for row in plain["sizes"]:
         assert 0 < row["forward"] < row["total"]
     assert plain["median_error"] <= plain["worst_error"]

@@ -16,10 +16,10 @@ from kimi_pretrain.config import load_config
 from kimi_pretrain.dep import encoder as encoder_module
 from kimi_pretrain.dep import sharded
 from kimi_pretrain.dep.encoder import DecoupledEncoder, EncoderPass
-from kimi_pretrain.dep.memory import kept_chunks, vision_bytes
-from kimi_pretrain.dep.plan import Destinations, Shares, shares_of, spans_of
+from kimi_pretrain.dep.memory_limit import kept_chunks, vision_bytes
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.dep.reduce import GradientSum
+from kimi_pretrain.dep.vision_plan import Destinations, Shares, shares_of, spans_of
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.memory import activation_bytes
 from moonvit3d.model import VisionEncoder, initialise

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from kimi_pretrain.dep.encoder import DecoupledEncoder, hash_of
-from kimi_pretrain.dep.memory import check_memory, kept_chunks
-from kimi_pretrain.dep.plan import shares_of
+from kimi_pretrain.dep.memory_limit import check_memory, kept_chunks
+from kimi_pretrain.dep.vision_plan import shares_of
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.memory import activation_bytes
 

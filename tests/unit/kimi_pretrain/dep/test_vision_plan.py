@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kimi_pretrain.dep.plan import Destinations, VisionPlan, shares_of, spans_of
+from kimi_pretrain.dep.vision_plan import Destinations, VisionPlan, shares_of, spans_of
 from kimi_pretrain.parallel.ranks import Ranks
 from kimi_pretrain.parallel.sequence import SequenceParts
 from kimi_pretrain.sections import LayoutConfig

@@ -3,9 +3,9 @@
 import torch
 
 from kimi_pretrain.config import Config, load_config
+from kimi_pretrain.model import model_shape
 from kimi_pretrain.optim.groups import ModelShape
 from kimi_pretrain.optim.owners import TensorSize
-from kimi_pretrain.update import model_shape
 from moonvit3d.model import VisionEncoder
 
 PRESETS = ("tiny_cpu", "moonlight_16b_a3b", "kimi_k25_1t")

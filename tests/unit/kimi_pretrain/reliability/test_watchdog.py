@@ -79,7 +79,7 @@ def test_a_rank_in_an_earlier_phase_holds_the_others_up():
     slow = halt(2, "2 vision forward", seconds=21)
     line = told(halt(0, "3 hand-over"), halt(1, "3 hand-over"), slow, halt(3, "3 hand-over"))
     assert "held up by rank 2, in step 3, phase '2 vision forward'" in line
-    late = halt(3, "8 tell all ranks", step=2)
+    late = halt(3, "8 report", step=2)
     assert suspects([halt(0), halt(1), halt(2, seconds=30), late]) == [late]
 
 

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from kimi_pretrain.telemetry.console import StepDisplay, StepLines
-from kimi_pretrain.telemetry.metrics import RankRecord
+from kimi_pretrain.telemetry.metrics import RankMetrics
 from kimi_pretrain.telemetry.run_dir import MetricsWriter, git_state, scalars, write_trace
 
 
@@ -131,11 +131,11 @@ def test_of_another_owner_s_checkout_nothing_is_claimed(checkout, monkeypatch, c
     assert state["clean"] is None
 
 
-def record(spans: dict, peak_bytes: dict | None = None) -> RankRecord:
-    return RankRecord(spans, peak_bytes or {}, {}, 0, True, 1.0, 0, 0)
+def record(spans: dict, peak_bytes: dict | None = None) -> RankMetrics:
+    return RankMetrics(spans, peak_bytes or {}, {}, 0, True, 1.0, 0, 0)
 
 
-def events_of(tmp_path, *everyone: RankRecord) -> list[dict]:
+def events_of(tmp_path, *everyone: RankMetrics) -> list[dict]:
     write_trace(tmp_path / "trace.json", list(everyone))
     return json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 

@@ -17,9 +17,10 @@ from kimi_pretrain.config import load_config
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.optim.step_stats import UpdateFigures
 from kimi_pretrain.reliability.anomaly_guard import Verdict
-from kimi_pretrain.telemetry import flops as counting
+from kimi_pretrain.telemetry import mfu as counting
 from kimi_pretrain.telemetry.exposed import exposed
-from kimi_pretrain.telemetry.flops import (
+from kimi_pretrain.telemetry.metrics import Telemetry, rank_metrics, share_of_largest
+from kimi_pretrain.telemetry.mfu import (
     Peak,
     backbone_flops,
     encoder_flops,
@@ -27,7 +28,6 @@ from kimi_pretrain.telemetry.flops import (
     step_flops,
     utilisation,
 )
-from kimi_pretrain.telemetry.metrics import Telemetry, record_of, share_of_largest
 from kimi_pretrain.telemetry.phases import (
     PhaseClock,
     ProcessMeter,
@@ -375,7 +375,7 @@ def line_of(plan: GlobalPlan, spans: list[dict], seconds: float = 12.0) -> dict:
     stats = LoaderStats(requests=3, bytes=1000)
     saves = [{}, {"stall": 0.5}, {"stall": 0.25, "background": 3.0}, {}]
     everyone = [
-        record_of(report, seconds - rank, stats, first_stage=rank < 2, save=saves[rank])
+        rank_metrics(report, seconds - rank, stats, first_stage=rank < 2, save=saves[rank])
         for rank, report in enumerate(told)
     ]
     return Telemetry.on(CONFIG, CPU).line(7, plan, told[0], everyone)
@@ -431,7 +431,7 @@ def test_a_step_that_was_not_applied_has_no_figures():
         report.update.own = UpdateFigures()
         report.update.max_logits = np.full(3, -np.inf)
         report.update.max_logit = -np.inf
-    everyone = [record_of(report, 1.0, LoaderStats(), first_stage=True) for report in told]
+    everyone = [rank_metrics(report, 1.0, LoaderStats(), first_stage=True) for report in told]
     line = Telemetry.on(CONFIG, CPU).line(7, global_plan([]), told[0], everyone)
     assert line["update_rms"] == {}
     assert line["orthogonality_error"] is line["max_logit"] is None

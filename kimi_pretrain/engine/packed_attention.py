@@ -10,7 +10,7 @@ the whole row, gathered. Of a document that begins before the rank's tokens do, 
 further back than the queries; keys behind the last query are not looked at.
 
 Shape suffixes: T tokens of this rank, R tokens of the row, N heads, D query/key width, V value
-width, S segments of one bucket, L padded number of queries, K padded number of keys.
+width, S segments of one batch, L padded number of queries, K padded number of keys.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from kimi_pretrain.parallel.sequence import SequenceParts
 
 
 @dataclass(frozen=True)
-class Bucket:
+class SegmentBatch:
     """Segments, as far as this rank holds them, of similar numbers of queries and keys.
 
     Attributes:
@@ -66,13 +66,13 @@ class _Piece:
         return queries, keys
 
 
-def buckets(
+def segment_batches(
     cu_seqlens: list[int],
     is_document: list[bool],
     device: torch.device,
     shared: SequenceParts | None = None,
     cp_rank: int = 0,
-) -> list[Bucket]:
+) -> list[SegmentBatch]:
     """Group segments by padded length.
 
     Args:
@@ -92,19 +92,21 @@ def buckets(
                 by_length.setdefault(piece.padded, []).append(piece)
         place += last - first
     gathered = torch.from_numpy(shared.gathered_cp())
-    return [_bucket(padded, by_length[padded], gathered, device) for padded in sorted(by_length)]
+    return [
+        _segment_batch(padded, by_length[padded], gathered, device) for padded in sorted(by_length)
+    ]
 
 
-def _bucket(
+def _segment_batch(
     padded: tuple[int, int], pieces: list[_Piece], gathered_R: Tensor, device: torch.device
-) -> Bucket:
+) -> SegmentBatch:
     start, begin, end, place, document = (
         torch.tensor([getattr(piece, name) for piece in pieces])
         for name in ("start", "begin", "end", "place", "document")
     )
     queries_SL, inside_SL = _padded(place, end - begin, padded[0])
     keys_SK, _ = _padded(start, end - start, padded[1])
-    return Bucket(
+    return SegmentBatch(
         queries_SL.to(device),
         inside_SL.to(device),
         gathered_R[keys_SK].to(device),
@@ -121,7 +123,7 @@ def _padded(first_S: Tensor, length_S: Tensor, padded: int) -> tuple[Tensor, Ten
 
 
 def packed_attention(
-    q_TND: Tensor, k_RND: Tensor, v_RNV: Tensor, parts: list[Bucket], scale: float
+    q_TND: Tensor, k_RND: Tensor, v_RNV: Tensor, batches: list[SegmentBatch], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Causal softmax attention inside each segment.
 
@@ -129,7 +131,7 @@ def packed_attention(
         q_TND: [this rank's tokens, heads, qk dim].
         k_RND, v_RNV: [tokens of the row, heads, qk dim or v dim], as gathered: the tokens of all
             context-parallel ranks, one rank's after the other's.
-        parts: from `buckets`; together they cover every token of this rank once.
+        batches: from `segment_batches`; together they cover every token of this rank once.
         scale: of the logits, before the softmax.
 
     Returns:
@@ -140,9 +142,9 @@ def packed_attention(
     wide = torch.float64 if q_TND.dtype == torch.float64 else torch.float32
     max_N = q_TND.new_full((q_TND.shape[1],), float("-inf"), dtype=wide)
     rows, tokens = [], []
-    for part in parts:
-        flat, keys = part.queries_SL.flatten(), part.keys_SK.flatten()
-        shape = {"S": part.queries_SL.shape[0]}
+    for batch in batches:
+        flat, keys = batch.queries_SL.flatten(), batch.keys_SK.flatten()
+        shape = {"S": batch.queries_SL.shape[0]}
         q, k, v = (
             rearrange(x.index_select(0, places), "(S L) N D -> S N L D", **shape)
             for x, places in ((q_TND, flat), (k_RND, keys), (v_RNV, keys))
@@ -150,26 +152,26 @@ def packed_attention(
         # In fp32 throughout: rounded to bf16, logits near QK-Clip's threshold of 100 come in steps
         # of a half.
         logits = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scale
-        logits = logits.masked_fill(_future(part), float("-inf"))
-        counted = repeat(part.inside_SL & part.counted_S[:, None], "S L -> S 1 L 1")
+        logits = logits.masked_fill(_future(batch), float("-inf"))
+        counted = repeat(batch.inside_SL & batch.counted_S[:, None], "S L -> S 1 L 1")
         seen = logits.detach().masked_fill(~counted, float("-inf"))
         max_N = torch.maximum(max_N, seen.amax(dim=(0, 2, 3)))
         out = logits.softmax(-1).to(v.dtype) @ v
-        inside = part.inside_SL.flatten()
+        inside = batch.inside_SL.flatten()
         rows.append(rearrange(out, "S N L V -> (S L) N V")[inside])
         tokens.append(flat[inside])
     order = torch.cat(tokens).argsort()
     return torch.cat(rows).index_select(0, order), max_N
 
 
-def _future(part: Bucket) -> Tensor:
+def _future(batch: SegmentBatch) -> Tensor:
     """Return which keys lie behind a query, bool [S, 1, L, K].
 
     Padding is at the end, so a token of the segment never looks at it: causal is enough.
     """
-    query_L = torch.arange(part.queries_SL.shape[1], device=part.ahead_S.device)
-    key_K = torch.arange(part.keys_SK.shape[1], device=part.ahead_S.device)
-    future_SLK = key_K > (part.ahead_S[:, None] + query_L)[:, :, None]
+    query_L = torch.arange(batch.queries_SL.shape[1], device=batch.ahead_S.device)
+    key_K = torch.arange(batch.keys_SK.shape[1], device=batch.ahead_S.device)
+    future_SLK = key_K > (batch.ahead_S[:, None] + query_L)[:, :, None]
     return rearrange(future_SLK, "S L K -> S 1 L K")
 
 
@@ -191,7 +193,7 @@ class PackedRows(PackedSeqParams):
     """Megatron-Core's packed-sequence parameters plus what our layers want precomputed.
 
     Attributes:
-        parts: segments grouped for `packed_attention`.
+        batches: segments grouped for `packed_attention`.
         positions: of each token of the row, for its rotary angle, int64 [tokens].
         num_positions: one more than the largest of them.
         documents: the borders of the documents, for kernels that want these; see
@@ -199,7 +201,7 @@ class PackedRows(PackedSeqParams):
         kernel: the same as such a kernel takes it, once one has asked.
     """
 
-    parts: list[Bucket] | None = None
+    batches: list[SegmentBatch] | None = None
     positions: Tensor | None = None
     num_positions: int = 0
     documents: tuple[list[int], list[int]] = field(default_factory=lambda: ([0], [0]))
@@ -215,8 +217,9 @@ class PackedRows(PackedSeqParams):
         shared: SequenceParts | None = None,
         cp_rank: int = 0,
     ):
-        """Build from segment borders; see `buckets`. Positions begin at 0 in every segment unless
-        they are given, int64 [tokens].
+        """Build from segment borders; see `segment_batches`.
+
+        Positions begin at 0 in every segment unless they are given, int64 [tokens].
         """
         if positions is None:
             lengths = zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)
@@ -231,7 +234,7 @@ class PackedRows(PackedSeqParams):
             cu_seqlens_kv=row,
             max_seqlen_q=cu_seqlens[-1],
             max_seqlen_kv=cu_seqlens[-1],
-            parts=buckets(cu_seqlens, is_document, device, shared, cp_rank),
+            batches=segment_batches(cu_seqlens, is_document, device, shared, cp_rank),
             positions=positions.to(device),
             num_positions=int(positions.max()) + 1,
             documents=document_borders(cu_seqlens, is_document),
@@ -312,8 +315,8 @@ class PackedCoreAttention(MegatronModule):
         self, q_TND: Tensor, k_RND: Tensor, v_RNV: Tensor, rows: PackedRows
     ) -> tuple[Tensor, Tensor]:
         """Return the output [tokens, heads * v dim] and the largest logits [heads of this rank]."""
-        assert rows.parts is not None  # made by PackedRows.of
-        out_TNV, max_N = packed_attention(q_TND, k_RND, v_RNV, rows.parts, self.softmax_scale)
+        assert rows.batches is not None  # made by PackedRows.of
+        out_TNV, max_N = packed_attention(q_TND, k_RND, v_RNV, rows.batches, self.softmax_scale)
         return rearrange(out_TNV, "t n v -> t (n v)"), max_N
 
     def take_max_logits(self) -> Tensor:

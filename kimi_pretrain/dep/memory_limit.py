@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kimi_pretrain.dep.plan import Shares, VisionPlan
+from kimi_pretrain.dep.vision_plan import Shares, VisionPlan
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.memory import activation_bytes
 from moonvit3d.packing import chunks

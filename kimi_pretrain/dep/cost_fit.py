@@ -28,7 +28,7 @@ DIGITS = 4  # of a coefficient; a measurement knows fewer
 
 
 @dataclass(frozen=True)
-class Load:
+class Pack:
     """Items that are encoded together in one pack.
 
     Attributes:
@@ -58,7 +58,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of a load.
+    """Median seconds of a pack.
 
     Attributes:
         forward: without a graph.
@@ -66,7 +66,7 @@ class Timing:
         filled: empty patches that the encoder added to fill the pack up (CPU only).
     """
 
-    load: Load
+    pack: Pack
     forward: float
     total: float
     filled: int = 0
@@ -121,8 +121,8 @@ def check_enough(timings: Sequence[Timing]) -> None:
     Raises:
         ValueError: says what is missing and what to do.
     """
-    sizes = {int(timing.load.sizes[0]) for timing in timings}
-    packs = sum(len(timing.load.grids) > 1 for timing in timings)
+    sizes = {int(timing.pack.sizes[0]) for timing in timings}
+    packs = sum(len(timing.pack.grids) > 1 for timing in timings)
     if len(sizes) < MIN_SIZES or not packs or len(timings) - packs < 2:
         raise ValueError(
             f"a cost model cannot be fitted to {len(timings)} timings ({packs} of them packs of "
@@ -140,7 +140,7 @@ def flops_shape(timings: Sequence[Timing], config: MoonViTConfig) -> tuple[float
         seconds of each at that rate, float64 [timings].
     """
     default = CostModel.from_flops(config, 1.0)
-    work = np.array([float(default.seconds(timing.load.sizes).sum()) for timing in timings])
+    work = np.array([float(default.seconds(timing.pack.sizes).sum()) for timing in timings])
     share = work / np.array([timing.total for timing in timings])
     seconds_per_flop = float(share.sum() / (share * share).sum())  # least squares of share*s = 1
     return 1 / seconds_per_flop, work * seconds_per_flop
@@ -177,10 +177,10 @@ def non_negative(matrix: Floats, target: Floats) -> Floats:
 
 
 def _terms(timings: Sequence[Timing]) -> Floats:
-    """Patches, squared patches, items and 1 of each timing's load, float64 [timings, 4]."""
+    """Patches, squared patches, items and 1 of each timing's pack, float64 [timings, 4]."""
     rows: list[list[float]] = []
     for timing in timings:
-        sizes = timing.load.sizes.astype(np.float64)
+        sizes = timing.pack.sizes.astype(np.float64)
         patches, squares = float(sizes.sum()) + timing.filled, float((sizes * sizes).sum())
         rows.append([patches, squares, float(len(sizes)), 1.0])
     return np.array(rows)
