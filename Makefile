@@ -62,11 +62,13 @@ bench: $(STAMP) ## measure planning, DEP, MuonClip, checkpoints, and loading aga
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_muonclip.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_checkpoint.py $(filter --quick,$(ARGS))
 
-check: $(STAMP) ## format, lint, spelling and types; changes nothing
+check: $(STAMP) ## format, lint, spelling, types and shell scripts; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell
 	$(BIN)/basedpyright
+	$(BIN)/shellcheck .ci/run launch/slurm/job.sbatch
+	$(BIN)/python -m pytest -p no:cacheprovider tests/unit/launch/test_slurm.py -k shellcheck
 
 fix: $(STAMP) ## format, and mend what lint can mend
 	$(BIN)/ruff format .

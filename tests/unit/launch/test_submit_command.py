@@ -61,11 +61,11 @@ def test_what_is_submitted_is_the_configuration_of_now(sbatch):
     kept = load_config(folder / "job.yaml")
     assert kept == load_config("tiny_cpu", ["train.steps=7"])
     text = (folder / "job.sbatch").read_text()
-    job = next(line for line in text.splitlines() if line.startswith("job='"))
-    assert Job.parse(job.removeprefix("job='").removesuffix("'")) == Job(
+    job = next(line for line in text.splitlines() if line.startswith("kimi_job='"))
+    assert Job.parse(job.removeprefix("kimi_job='").removesuffix("'")) == Job(
         str(folder / "job.yaml"), str(folder), (), "latest", or_start=True
     )
-    assert sys.executable in text
+    assert f"kimi_python={sys.executable}\n" in text
     assert submit("--run-dir", str(folder), "--dry-run", "train.steps=7").output == text
 
 
@@ -96,7 +96,7 @@ def test_a_stop_that_is_given_up_before_the_watchdog_comes_is_told(sbatch):
 
 def test_a_container_has_an_interpreter_of_its_own(sbatch):
     text = submit("--run-dir", str(sbatch / "run"), "--dry-run", "--container", "a.sqsh").output
-    assert "    python3 -m launch.local.worker" in text
+    assert "kimi_python=python3\n" in text
 
 
 def test_an_array_has_a_folder_for_each_seed(sbatch):
