@@ -17,7 +17,7 @@ from kimi_pretrain.dep.memory_limit import MIB
 from kimi_pretrain.dep.sharded import blocks
 from kimi_pretrain.engine.backbone import Backbone
 from kimi_pretrain.engine.mesh import Mesh
-from kimi_pretrain.optim.groups import ModelShape, NamedTensor, replicas_of
+from kimi_pretrain.optim.groups import NamedTensor, replicas_of
 from kimi_pretrain.parallel.ranks import scopes
 
 WIRE_DTYPES = {"model": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,16 +76,3 @@ def trained_tensors(encoder: DecoupledEncoder, backbone: Backbone) -> list[Named
         for view in backbone.views()
     ]
     return vision + language
-
-
-def model_shape(config: Config) -> ModelShape:
-    """Return the sizes by which the optimizer cuts fused matrices."""
-    language = config.model.language
-    return ModelShape(
-        num_heads=language.num_heads,
-        qk_nope_dim=language.qk_nope_dim,
-        qk_rope_dim=language.qk_rope_dim,
-        v_dim=language.v_dim,
-        kv_lora_rank=language.kv_lora_rank,
-        vision_heads=config.model.vision.heads,
-    )

@@ -22,8 +22,8 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.dep.encoder import DecoupledEncoder
 from kimi_pretrain.engine.backbone import Backbone
 from kimi_pretrain.engine.mesh import Mesh
-from kimi_pretrain.model import model_shape, trained_tensors
-from kimi_pretrain.optim.groups import NamedTensor
+from kimi_pretrain.model import trained_tensors
+from kimi_pretrain.optim.groups import ModelShape, NamedTensor
 from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.optim.qk_clip import factors, table_of_maxima
 from kimi_pretrain.optim.schedule import learning_rate
@@ -84,9 +84,8 @@ class Update:
         self.before_change: Callable[[], None] = lambda: None
         self.hash_copies: Callable[[], tuple[CopyHash, ...]] = lambda: ()
         self.named = trained_tensors(encoder, backbone)
-        self.optimizer = DistributedMuonClip(
-            self.named, mesh.groups, config.optim, model_shape(config)
-        )
+        self.shape = ModelShape.of(config.model)
+        self.optimizer = DistributedMuonClip(self.named, mesh.groups, config.optim, self.shape)
         order, groups = backbone.gradient_order(), backbone.sum_groups()
         backbone.reduction = self.optimizer.gradient_reduction(order, groups)
         encoder.sums.to_owners(self.optimizer.owner_ranks("encoder"))
@@ -190,5 +189,6 @@ class Update:
                 f"{prefix}{query}.weight",
                 f"{prefix}kv_b_proj.weight",
                 gamma[layer].to(self.mesh.device),
+                self.shape,
             )
         return int(clipped.sum())

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kimi_pretrain.optim.config import OptimConfig
+from kimi_pretrain.optim.config import UpdateSettings
 from kimi_pretrain.optim.groups import Rule
 from kimi_pretrain.optim.newton_schulz import (
     EPSILON,
@@ -26,7 +26,7 @@ CPU_BATCH, GPU_BATCH = 2**18, 2**29
 
 @torch.no_grad()
 def orthogonalise_pieces_(
-    matrices: Sequence[Tensor], rules: Sequence[Rule], config: OptimConfig
+    matrices: Sequence[Tensor], rules: Sequence[Rule], config: UpdateSettings
 ) -> None:
     """Replace every piece of every matrix by update_scale * orthogonalise(piece), in place.
 
@@ -68,7 +68,7 @@ def _batches(
 
 @torch.no_grad()
 def orthogonality_errors(
-    updates: Sequence[Tensor], rules: Sequence[Rule], config: OptimConfig
+    updates: Sequence[Tensor], rules: Sequence[Rule], config: UpdateSettings
 ) -> Tensor:
     """`orthogonality_error` of every piece of updates made by `orthogonalise_pieces_`.
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed import Work
 
 from kimi_pretrain.optim.groups import NamedTensor, Rule
-from kimi_pretrain.optim.replica_group import Members
+from kimi_pretrain.optim.replica_group import ReplicaGroup
 
 
 @dataclass
-class Bucket:
+class WeightBucket:
     """Tensors of one owner that are updated, then sent, together; all of one dtype."""
 
     replicas: str
@@ -30,7 +30,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Transfer:
     """Tensors on their way, as one. `unpack` are those into which it still has to be copied."""
 
     work: Work
@@ -50,7 +50,7 @@ def cut_rounds(
     rules: Mapping[str, Rule],
     owners: Mapping[str, int],
     limits: Mapping[str, int],
-) -> list[list[Bucket]]:
+) -> list[list[WeightBucket]]:
     """Round k of a group and dtype holds the k-th bucket of each owner, in the owners' order.
 
     Inside an owner, equal shapes lie side by side so that they share a Newton-Schulz call.
@@ -58,12 +58,12 @@ def cut_rounds(
     Args:
         limits: most elements of a bucket, by replica group; a larger tensor goes alone.
     """
-    lanes: dict[tuple[str, str], dict[int, list[Bucket]]] = {}
+    lanes: dict[tuple[str, str], dict[int, list[WeightBucket]]] = {}
     for t in sorted(named, key=lambda t: (rules[t.name].kind, tuple(t.data.shape), t.name)):
         lane = lanes.setdefault((t.replicas, str(t.data.dtype)), {})
         buckets = lane.setdefault(owners[t.name], [])
         if not buckets or buckets[-1].elements + t.data.numel() > limits[t.replicas]:
-            buckets.append(Bucket(t.replicas, owners[t.name], []))
+            buckets.append(WeightBucket(t.replicas, owners[t.name], []))
         buckets[-1].tensors.append(t)
     rounds = []
     for _, lane in sorted(lanes.items()):
@@ -72,7 +72,7 @@ def cut_rounds(
     return rounds
 
 
-def launch(bucket: Bucket, members: Members) -> Parcel:
+def launch(bucket: WeightBucket, members: ReplicaGroup) -> Transfer:
     """Start to send (owner) or to receive (others) a bucket."""
     mine = bucket.owner == members.index
     data = [tensor.data.detach() for tensor in bucket.tensors]
@@ -86,10 +86,10 @@ def launch(bucket: Bucket, members: Members) -> Parcel:
     source = members.ranks[bucket.owner]
     work = dist.broadcast(flat, source, group=members.group, async_op=True)
     assert work is not None  # async_op gives a handle to every member
-    return Parcel(work, flat, [] if mine or in_place else data)
+    return Transfer(work, flat, [] if mine or in_place else data)
 
 
-def finish(parcels: Sequence[Parcel]) -> None:
+def finish(parcels: Sequence[Transfer]) -> None:
     """Wait for a round and copy what came in into the model."""
     for parcel in parcels:
         parcel.finish()

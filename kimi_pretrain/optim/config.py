@@ -8,7 +8,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 from pydantic import Discriminator, Tag
 
@@ -57,6 +57,58 @@ class GroupConfig:
 
     lr_scale: float = 1.0
     weight_decay: float | None = None
+
+
+class GroupValues(NamedTuple):
+    """What an update takes from the parameter group of a tensor."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    betas: tuple[float, float]
+    eps: float
+
+
+class UpdateSettings(Protocol):
+    """What the update reads of its settings; see `OptimConfig`, which is one, for each of them.
+
+    `optimizer.MuonClip` reads its own from torch's parameter groups.
+    """
+
+    @property
+    def matrices(self) -> Literal["muon", "adamw"]:
+        """What trains weight matrices."""
+        ...
+
+    @property
+    def ns_steps(self) -> int:
+        """Newton-Schulz iterations."""
+        ...
+
+    @property
+    def ns_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Precision of the Newton-Schulz products."""
+        ...
+
+    @property
+    def shard_state(self) -> bool:
+        """Whether one rank of a replica group owns a tensor's state."""
+        ...
+
+    @property
+    def bucket_elements(self) -> int:
+        """Elements summed, updated or sent at a time."""
+        ...
+
+    @property
+    def measure_orthogonality(self) -> bool:
+        """Whether a step measures the orthogonality error."""
+        ...
+
+    def group_values(self, group: str, lr: float) -> GroupValues:
+        """Return the values of a parameter group where the schedule says `lr`."""
+        ...
 
 
 _PLAIN = GroupConfig()
@@ -123,14 +175,25 @@ class OptimConfig:
     bucket_elements: int = 2**23
     measure_orthogonality: bool = True
 
-    def lr_of(self, group: Group, lr: float) -> float:
+    def lr_of(self, group: str, lr: float) -> float:
         """Return the learning rate of a parameter group where the schedule says `lr`."""
         return lr * self.groups.get(group, _PLAIN).lr_scale
 
-    def weight_decay_of(self, group: Group) -> float:
+    def weight_decay_of(self, group: str) -> float:
         """Return the weight decay of a parameter group."""
         own = self.groups.get(group, _PLAIN).weight_decay
         return self.weight_decay if own is None else own
+
+    def group_values(self, group: str, lr: float) -> GroupValues:
+        """See `UpdateSettings`."""
+        return GroupValues(
+            self.lr_of(group, lr),
+            self.weight_decay_of(group),
+            self.momentum,
+            self.nesterov,
+            self.adam_betas,
+            self.adam_eps,
+        )
 
     def __post_init__(self) -> None:
         _check_ramp(self)

@@ -10,12 +10,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from einops import rearrange
 from torch import Tensor
 
 from kimi_pretrain.optim.config import Group
+
+if TYPE_CHECKING:
+    from kimi_pretrain.sections import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,25 @@ class ModelShape:
     v_dim: int
     kv_lora_rank: int
     vision_heads: int
+
+    @staticmethod
+    def of(model: "ModelConfig") -> "ModelShape":
+        """Return the sizes of a configured model."""
+        language = model.language
+        return ModelShape(
+            num_heads=language.num_heads,
+            qk_nope_dim=language.qk_nope_dim,
+            qk_rope_dim=language.qk_rope_dim,
+            v_dim=language.v_dim,
+            kv_lora_rank=language.kv_lora_rank,
+            vision_heads=model.vision.heads,
+        )
+
+    def rule_of(
+        self, name: str, shape: Sequence[int], matrices: Literal["muon", "adamw"] = "muon"
+    ) -> "Rule":
+        """Return the rule of a tensor of Kimi's checkpoint; see `rule_of` below."""
+        return rule_of(name, shape, self, matrices)
 
 
 @dataclass(frozen=True)
@@ -74,8 +96,18 @@ class Rule:
     """
 
     kind: Literal["muon", "adamw"]
-    group: Group
+    group: str
     pieces: tuple[Piece, ...] = ()
+
+
+class TensorRules(Protocol):
+    """The rules of a model's tensors: `ModelShape` for Kimi's checkpoint, a user's otherwise."""
+
+    def rule_of(
+        self, name: str, shape: Sequence[int], matrices: Literal["muon", "adamw"] = "muon"
+    ) -> Rule:
+        """Return the rule of a tensor, by name and shape alone."""
+        ...
 
 
 def as_matrix(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ For a matrix W with gradient G (Moonlight, arXiv:2502.16982, eq. 1 to 4):
 
 The factor brings Muon's step to AdamW's size, so that one learning rate and one weight decay serve
 both; a parameter group may scale the one and replace the other. `PlainMuon` is the slow twin that
-`distributed.py` is tested against.
+`muonclip.DistributedMuonClip` is tested against.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.optim.batched import orthogonalise_pieces_
-from kimi_pretrain.optim.config import OptimConfig
+from kimi_pretrain.optim.config import OptimConfig, UpdateSettings
 from kimi_pretrain.optim.groups import ModelShape, NamedTensor, Rule, as_matrix, rule_of
 
 
@@ -29,7 +29,7 @@ def muon_update(
     momenta: Sequence[Tensor],
     rules: Sequence[Rule],
     lr: float,
-    config: OptimConfig,
+    config: UpdateSettings,
     clock: AbstractContextManager[object] | None = None,
 ) -> list[Tensor]:
     """One Muon step of several tensors, in place on weights and momenta.
@@ -46,16 +46,16 @@ def muon_update(
     Returns:
         The updates before lr, [A, B] each (a convolution is flattened).
     """
-    mu, inputs = config.momentum, []
-    for grad, momentum in zip(grads, momenta, strict=True):
+    values, inputs = [config.group_values(rule.group, lr) for rule in rules], []
+    for grad, momentum, own in zip(grads, momenta, values, strict=True):
+        mu = own.momentum
         torch.add(grad, momentum, alpha=mu, out=momentum)
-        inputs.append(torch.add(grad, momentum, alpha=mu) if config.nesterov else momentum.clone())
+        inputs.append(torch.add(grad, momentum, alpha=mu) if own.nesterov else momentum.clone())
     updates = [as_matrix(x) for x in inputs]
     with clock or nullcontext():
         orthogonalise_pieces_(updates, rules, config)
-    for weight, update, rule in zip(weights, updates, rules, strict=True):
-        own_lr, decay = config.lr_of(rule.group, lr), config.weight_decay_of(rule.group)
-        weight.mul_(1 - own_lr * decay).sub_(update.view_as(weight), alpha=own_lr)
+    for weight, update, own in zip(weights, updates, values, strict=True):
+        weight.mul_(1 - own.lr * own.weight_decay).sub_(update.view_as(weight), alpha=own.lr)
     return updates
 
 
@@ -68,7 +68,7 @@ def adamw_update(
     rule: Rule,
     step: int,
     lr: float,
-    config: OptimConfig,
+    config: UpdateSettings,
 ) -> Tensor:
     """One AdamW step, in place on weight, exp_avg and exp_avg_sq (all one shape, fp32 or wider).
 
@@ -78,13 +78,13 @@ def adamw_update(
     Returns:
         The update before lr, of the weight's shape.
     """
-    beta1, beta2 = config.adam_betas
-    own_lr, decay = config.lr_of(rule.group, lr), config.weight_decay_of(rule.group)
+    own = config.group_values(rule.group, lr)
+    beta1, beta2 = own.betas
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denominator = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(config.adam_eps)
+    denominator = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(own.eps)
     update = (exp_avg / (1 - beta1**step)).div_(denominator)
-    weight.mul_(1 - own_lr * decay).sub_(update, alpha=own_lr)
+    weight.mul_(1 - own.lr * own.weight_decay).sub_(update, alpha=own.lr)
     return update
 
 

@@ -1,23 +1,24 @@
-"""MuonClip over replica groups: every tensor is updated whole by one owner and sent to the rest.
+"""MuonClip sharded by whole tensors (ZeRO-1): one owner updates a tensor and broadcasts it.
 
 Newton-Schulz needs whole matrices, so optimizer state is sharded by tensor and not by slices of a
-flat buffer: the members of a replica group divide its tensors among them (`owners.choose_owners`),
-the owner alone gets the summed gradient (`reduce`) and keeps momentum, moments and fp32 master, and
-the updated weights travel once, in the weights' own dtype. That is what ZeRO-1 sends, too. A step
-works in rounds. In round k
+flat buffer. The ranks of a replica group divide its tensors (`owners.choose_owners`). Only the
+owner receives the summed gradient (`reduce`) and keeps momentum, moments and fp32 master. Updated
+weights are broadcast once, in their own dtype: the same bytes as ZeRO-1. A step works in rounds.
+In round k
 
     launch    start to receive the k-th bucket of every other owner
-    compute   update the own k-th bucket, start to send it
-    finish    round k-1: wait, and copy what came in into the model
+    compute   update the own k-th bucket, start to broadcast it
+    finish    round k-1: wait, and copy received weights into the model
 
 so the products of one bucket run while the one before is on its way. Buckets are cut from names,
-shapes and dtypes alone, so all members issue the same collectives in the same order.
-A process alone runs the same class; it has nothing to send. With `shard_state` off every rank gets
-all sums, keeps all state and does every update: the plain twin, which sends nothing either.
+shapes and dtypes alone, so all ranks of a group issue the same collectives in the same order.
+A single process runs the same class and broadcasts nothing. With `shard_state` off every rank
+receives all sums, keeps all state and does every update: the plain twin.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +26,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kimi_pretrain.optim.batched import orthogonality_errors
-from kimi_pretrain.optim.broadcast import Parcel, cut_rounds, finish, launch
-from kimi_pretrain.optim.config import OptimConfig
-from kimi_pretrain.optim.groups import ModelShape, NamedTensor, Rule, rule_of
+from kimi_pretrain.optim.broadcast import Transfer, cut_rounds, finish, launch
+from kimi_pretrain.optim.config import UpdateSettings
+from kimi_pretrain.optim.groups import ModelShape, NamedTensor, Rule, TensorRules
 from kimi_pretrain.optim.muon import adamw_update, muon_update
 from kimi_pretrain.optim.owners import (
     ORDER,
-    Load,
+    OwnerLoad,
     TensorSize,
     choose_owners,
     load_of,
@@ -39,12 +40,12 @@ from kimi_pretrain.optim.owners import (
 )
 from kimi_pretrain.optim.qk_clip import clip_key_, clip_query_
 from kimi_pretrain.optim.reduce import GradientReduction
-from kimi_pretrain.optim.replica_group import Members
-from kimi_pretrain.optim.step_stats import StepReport
+from kimi_pretrain.optim.replica_group import ReplicaGroup
+from kimi_pretrain.optim.step_stats import StepStats
 
-ADAMW_ELEMENTS = 2**24  # that AdamW updates at a time: three copies of so many in fp32
-# That are updated at a time where nothing is sent, as experts of which there is one copy: enough
-# for Newton-Schulz to batch small matrices on a GPU.
+ADAMW_ELEMENTS = 2**24  # updated by AdamW at a time; bounds its three fp32 temporaries
+# Updated at a time where nothing is broadcast (a replica group of one rank): enough for
+# Newton-Schulz to batch small matrices on a GPU.
 UNSENT_ELEMENTS = 2**26
 
 
@@ -52,44 +53,45 @@ class DistributedMuonClip:
     """MuonClip whose state is sharded by whole tensors inside each replica group.
 
     Args:
-        named: tensors of this rank. The members of a replica group hold the same names, shapes and
+        named: tensors of this rank. All ranks of a replica group hold the same names, shapes and
             dtypes in the same order (checked here), and the same values.
         groups: process group of each name in `NamedTensor.replicas`; None is this process alone.
-            All members of a group construct this object together.
+            All ranks of a group construct this object together.
         config: settings.
-        shape: head counts and widths.
+        rules: how each tensor is trained; a `ModelShape` for Kimi's checkpoint.
 
     Attributes:
         steps: updates done.
+        missed: name -> updates in which this rank had no gradient for a tensor it owns.
         owners: name -> index of the owner inside the tensor's replica group. With `shard_state`
-            off it only says who speaks for a tensor (`leads`).
-        bytes_moved: by the last step's weights over the network, counted at their sender: n - 1
-            times their size. Over all ranks: what the job moved. (Gradients count theirs.)
+            off it only says which rank counts a tensor (`leads`).
+        bytes_moved: by the broadcasts of the last step, counted at the sender: n - 1 times the
+            size. Summed over ranks: what the job moved. (`GradientReduction` counts gradients.)
 
     Raises:
-        ValueError: unknown or repeated name, a shape that does not fit, a group that is missing,
-            or members that disagree about their tensors.
+        ValueError: unknown or repeated name, a shape that does not fit, a missing group, or ranks
+            of a group with different tensors.
     """
 
     def __init__(
         self,
         named: Sequence[NamedTensor],
         groups: Mapping[str, ProcessGroup | None],
-        config: OptimConfig,
-        shape: ModelShape,
+        config: UpdateSettings,
+        rules: TensorRules,
     ):
         self.config = config
-        self.shape = shape
         self.steps = self.bytes_moved = 0
+        self.missed: Counter[str] = Counter()
         self._tensors = _by_name(named, groups)
-        self._rules = {t.name: rule_of(t.name, t.data.shape, shape, config.matrices) for t in named}
-        self._members = {name: Members.of(groups[name]) for name in ORDER if name in groups}
-        for name, members in self._members.items():
-            members.check_agreement(name, [t for t in named if t.replicas == name])
-        self.owners = _divide(named, self._members, shape, config)
+        self._rules = {t.name: rules.rule_of(t.name, t.data.shape, config.matrices) for t in named}
+        self._groups = {name: ReplicaGroup.of(groups[name]) for name in ORDER if name in groups}
+        for name, group in self._groups.items():
+            group.check_agreement(name, [t for t in named if t.replicas == name])
+        self.owners = _divide(named, self._groups, rules, config)
         limits = {
-            name: config.bucket_elements if len(members.ranks) > 1 else UNSENT_ELEMENTS
-            for name, members in self._members.items()
+            name: config.bucket_elements if len(group.ranks) > 1 else UNSENT_ELEMENTS
+            for name, group in self._groups.items()
         }
         self._rounds = cut_rounds(named, self._rules, self.owners, limits)
         self._state = {
@@ -99,12 +101,12 @@ class DistributedMuonClip:
         }
 
     def owns(self, name: str) -> bool:
-        """Whether this rank keeps a tensor's state and updates it; without sharding all do."""
+        """Whether this rank keeps a tensor's state and updates it (every rank without sharding)."""
         return not self.config.shard_state or self.leads(name)
 
     def leads(self, name: str) -> bool:
-        """Whether this rank, of all that hold a tensor, counts it in sums over the job."""
-        return self.owners[name] == self._members[self._tensors[name].replicas].index
+        """Whether this is the one rank that counts a tensor in sums over the job."""
+        return self.owners[name] == self._groups[self._tensors[name].replicas].index
 
     def owner_ranks(self, replicas: str) -> dict[str, int] | None:
         """Return the rank in the whole job that owns each tensor of a replica group.
@@ -114,13 +116,13 @@ class DistributedMuonClip:
         if not self.config.shard_state:
             return None
         held = [name for name, tensor in self._tensors.items() if tensor.replicas == replicas]
-        ranks = self._members[replicas].ranks
+        ranks = self._groups[replicas].ranks
         return {name: ranks[self.owners[name]] for name in held}
 
     def gradient_reduction(
         self, order: Iterable[str], groups: Mapping[str, ProcessGroup | None]
     ) -> GradientReduction:
-        """Return what sums gradients to the owners chosen here.
+        """Return the reduction of gradients to the owners chosen here.
 
         Args:
             order: names in the order in which a backward pass completes their gradients.
@@ -152,42 +154,48 @@ class DistributedMuonClip:
         return torch.stack(norms).square().sum() if norms else self._zero()
 
     @torch.no_grad()
-    def step(self, lr: float, scale: float | Tensor = 1.0) -> StepReport:
-        """Update every tensor from its gradient times `scale`; all members of all groups call it.
+    def step(
+        self, lr: float, scale: float | Tensor = 1.0, without: Collection[str] = ()
+    ) -> StepStats:
+        """Update every tensor from its gradient times `scale`; all ranks of all groups call it.
 
         Args:
             lr: learning rate of this step.
             scale: clip factor and divisor in one; the same on all ranks.
+            without: names of tensors that have no gradient on this rank. If it owns them, they and
+                their state stay as they are.
 
         Returns:
-            Figures of this rank. On return the weights of all members are equal bit for bit (on
-            CUDA: once the current stream has caught up).
+            Figures of this rank. On return the weights are bit-identical on all ranks of a group
+            (on CUDA: once the current stream has caught up).
         """
         self.steps += 1
+        self.missed.update(without)
         self.bytes_moved = 0
-        report = StepReport(self._zero().device)
-        before: list[Parcel] = []
+        stats = StepStats(self._zero().device)
+        before: list[Transfer] = []
         for round_ in self._rounds:
-            parcels = []
+            transfers = []
             for bucket in round_:
-                members = self._members[bucket.replicas]
-                mine = bucket.owner == members.index
+                group = self._groups[bucket.replicas]
+                mine = bucket.owner == group.index
                 if mine or not self.config.shard_state:
-                    self._update(bucket.tensors, lr, scale, report)
-                if self.config.shard_state and len(members.ranks) > 1:
-                    parcels.append(launch(bucket, members))
-                    self.bytes_moved += mine * parcels[-1].flat.nbytes * (len(members.ranks) - 1)
+                    present = [t for t in bucket.tensors if t.name not in without]
+                    self._update(present, lr, scale, stats)
+                if self.config.shard_state and len(group.ranks) > 1:
+                    transfers.append(launch(bucket, group))
+                    self.bytes_moved += mine * transfers[-1].flat.nbytes * (len(group.ranks) - 1)
             finish(before)
-            before = parcels
+            before = transfers
         finish(before)
-        return report
+        return stats
 
     def _update(
         self,
         tensors: Sequence[NamedTensor],
         lr: float,
         scale: float | Tensor,
-        report: StepReport,
+        stats: StepStats,
     ) -> None:
         """Update owned tensors and their state; write masters back into the model."""
         grads = {t.name: self._grad(t) for t in tensors}
@@ -200,19 +208,20 @@ class DistributedMuonClip:
             rules,
             lr,
             self.config,
-            report.clock(),
+            stats.clock(),
         )
         for rule, update in zip(rules, updates, strict=True):
-            report.count(rule.group, [update])
+            stats.count(rule.group, [update])
         if muon and self.config.measure_orthogonality:
-            report.orthogonality(orthogonality_errors(updates, rules, self.config))
+            stats.orthogonality(orthogonality_errors(updates, rules, self.config))
         for name in sorted(grads.keys() - set(muon)):
             rule, whole = self._rules[name], (*self._state[name].columns(), grads[name])
-            # A part at a time: an embedding's copies in fp32 would fill the rank that owns it.
+            # In parts: fp32 temporaries of a whole embedding could exhaust the owner's memory.
             for weight, mean, square, grad in zip(*(_parts(x) for x in whole), strict=True):
                 own = self._scaled(name, grad, scale), mean, square, rule
-                update = adamw_update(weight, *own, self.steps, lr, self.config)
-                report.count(rule.group, [update])
+                updates_done = self.steps - self.missed[name]
+                update = adamw_update(weight, *own, updates_done, lr, self.config)
+                stats.count(rule.group, [update])
         for tensor in tensors:
             if self._state[tensor.name].has_master:
                 tensor.data.copy_(self._state[tensor.name].weight)
@@ -233,17 +242,17 @@ class DistributedMuonClip:
         device = next((t.data.device for t in self._tensors.values()), torch.device("cpu"))
         return torch.zeros((), dtype=torch.float64, device=device)
 
-    def apply_qk_clip(self, q_name: str, kv_b_name: str, gamma: Tensor) -> None:
-        """Clip the queries and keys of one layer, after `step`; all members of its group call it.
+    def apply_qk_clip(self, q_name: str, kv_b_name: str, gamma: Tensor, shape: ModelShape) -> None:
+        """Clip the queries and keys of one layer, after `step`; all ranks of its group call it.
 
-        The model's weights are clipped on every member, the masters on their owners, so nothing is
-        sent and all members stay equal. Momentum is left as it is, as in Kimi K2. A rank that does
-        not hold the layer has nothing to do.
+        Momentum is left as it is, as in Kimi K2. A rank that does not hold the layer has nothing
+        to do.
 
         Args:
             q_name: checkpoint name of the layer's q_b_proj (or q_proj) weight.
             kv_b_name: checkpoint name of its kv_b_proj weight.
-            gamma: [heads] from `qk_clip.factors`, the same on all members.
+            gamma: [heads] from `qk_clip.factors`, the same on all ranks.
+            shape: head count and widths.
 
         Raises:
             ValueError: not such names, only one of the two is held, or sizes do not fit.
@@ -257,13 +266,21 @@ class DistributedMuonClip:
                 f"of which this rank holds {held.count(True)}"
             )
         for name, clip in zip(names, (clip_query_, clip_key_)) if all(held) else ():
-            clip(self._tensors[name].data, gamma, self.shape)
-            if name in self._state and self._state[name].has_master:
-                clip(self._state[name].weight, gamma, self.shape)
+            self.change_weight(name, lambda weight, clip=clip: clip(weight, gamma, shape))
+
+    @torch.no_grad()
+    def change_weight(self, name: str, change: Callable[[Tensor], None]) -> None:
+        """Apply an in-place change to a weight, and to its master if this rank owns it.
+
+        All ranks of the group call it with the same change, so nothing is sent.
+        """
+        change(self._tensors[name].data)
+        if name in self._state and self._state[name].has_master:
+            change(self._state[name].weight)
 
     @torch.no_grad()
     def sync_masters(self) -> None:
-        """Copy weights into masters: for weights that were loaded without optimizer state."""
+        """Copy weights into masters, after weights were loaded without optimizer state."""
         for name, state in self._state.items():
             if state.has_master:
                 state.weight.copy_(self._tensors[name].data)
@@ -273,19 +290,23 @@ class DistributedMuonClip:
 
         Names do not depend on the layout: 'optim.momentum.<tensor>', 'optim.exp_avg.<tensor>',
         'optim.exp_avg_sq.<tensor>', 'optim.master.<tensor>' (only for weights below fp32). The
-        union over all ranks is the whole state, whatever the number of ranks. Tensors are the live
-        ones: write or clone them before the next step.
+        union over all ranks is the whole state, whatever the number of ranks. Tensors are not
+        copies: write or clone them before the next step.
         """
         state = {"optim.step": torch.tensor(self.steps)}
-        for name, owned in self._state.items():
-            state |= {f"optim.{part}.{name}": tensor for part, tensor in owned.parts().items()}
+        for name in self._state:
+            state |= {f"optim.{part}.{name}": tensor for part, tensor in self.parts(name).items()}
         return state
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """Return the state of a tensor by part ('momentum', ...); empty where not owned."""
+        return self._state[name].parts() if name in self._state else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what this rank owns; entries of other ranks' tensors are ignored.
+        """Load the state of tensors this rank owns; entries of other ranks' tensors are ignored.
 
-        Weights are not touched: load the model's own as well.
+        Does not load weights: they are the model's.
 
         Raises:
             ValueError: an owned entry is missing, or has another shape or dtype. Nothing has been
@@ -311,7 +332,7 @@ class DistributedMuonClip:
 
 @dataclass(frozen=True)
 class _State:
-    """What an owner keeps of one tensor. `weight` is the master, or the model's own if wide."""
+    """An owner's state of a tensor. `weight`: the fp32 master, or the model's own if wide."""
 
     weight: Tensor
     has_master: bool
@@ -328,7 +349,7 @@ class _State:
         return _State(data.to(wide, memory_format=torch.contiguous_format), True, moments)
 
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What AdamW updates: weight and both averages, element beside element."""
+        """What AdamW updates element by element: weight and both averages."""
         return self.weight, self.moments["exp_avg"], self.moments["exp_avg_sq"]
 
     def parts(self) -> dict[str, Tensor]:
@@ -348,24 +369,24 @@ def _state_dtype(x: Tensor) -> torch.dtype:
 
 def _divide(
     named: Sequence[NamedTensor],
-    members: Mapping[str, Members],
-    shape: ModelShape,
-    config: OptimConfig,
+    groups: Mapping[str, ReplicaGroup],
+    rules: TensorRules,
+    config: UpdateSettings,
 ) -> dict[str, int]:
     """Choose the owners, group after group in `ORDER`: name -> index inside its replica group.
 
-    The members of a group tell each other what they own of the groups before it, and may expect of
-    those after it, so that all come to the same answer.
+    The ranks of a group exchange what they own in groups before it and expect in groups after it,
+    so all compute the same owners.
     """
     owners: dict[str, int] = {}
     sizes = [(t.replicas, TensorSize.of(t.name, t.data)) for t in named]
-    held = {name: [size for replicas, size in sizes if replicas == name] for name in members}
-    shares = {n: share_of(held[n], len(m.ranks), shape, config) for n, m in members.items()}
-    load = sum(shares.values(), Load())
-    for name, group in members.items():
+    held = {name: [size for replicas, size in sizes if replicas == name] for name in groups}
+    shares = {n: share_of(held[n], len(g.ranks), rules, config) for n, g in groups.items()}
+    load = sum(shares.values(), OwnerLoad())
+    for name, group in groups.items():
         load -= shares[name]
-        found = choose_owners(held[name], group.gather(load), shape, config)
-        load += load_of(held[name], found, group.index, shape, config)
+        found = choose_owners(held[name], group.gather(load), rules, config)
+        load += load_of(held[name], found, group.index, rules, config)
         owners |= found
     return owners
 

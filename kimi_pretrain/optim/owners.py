@@ -19,8 +19,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from kimi_pretrain.optim.config import OptimConfig
-from kimi_pretrain.optim.groups import ModelShape, Rule, rule_of
+from kimi_pretrain.optim.config import UpdateSettings
+from kimi_pretrain.optim.groups import Rule, TensorRules
 from kimi_pretrain.optim.newton_schulz import flops
 from kimi_pretrain.parallel.balance import least_loaded
 
@@ -60,24 +60,24 @@ class TensorSize:
 
 
 @dataclass(frozen=True)
-class Load:
+class OwnerLoad:
     """What a rank owns: floating-point operations of Newton-Schulz a step, bytes of state."""
 
     flops: int = 0
     state_bytes: int = 0
 
-    def __add__(self, other: "Load") -> "Load":
-        return Load(self.flops + other.flops, self.state_bytes + other.state_bytes)
+    def __add__(self, other: "OwnerLoad") -> "OwnerLoad":
+        return OwnerLoad(self.flops + other.flops, self.state_bytes + other.state_bytes)
 
-    def __sub__(self, other: "Load") -> "Load":
-        return Load(self.flops - other.flops, self.state_bytes - other.state_bytes)
+    def __sub__(self, other: "OwnerLoad") -> "OwnerLoad":
+        return OwnerLoad(self.flops - other.flops, self.state_bytes - other.state_bytes)
 
 
 def choose_owners(
     tensors: Sequence[TensorSize],
-    loads: Sequence[Load],
-    model: ModelShape,
-    config: OptimConfig,
+    loads: Sequence[OwnerLoad],
+    model: TensorRules,
+    config: UpdateSettings,
 ) -> dict[str, int]:
     """Give each tensor of one replica group to one of its members.
 
@@ -85,7 +85,7 @@ def choose_owners(
         tensors: what the members hold, all the same; names are unique.
         loads: what each member has of other groups, in the group's order: what it owns of those
             before in `ORDER`, and `share_of` those that are still to be divided.
-        model: head counts and widths.
+        model: the rules of its tensors.
         config: for the number of Newton-Schulz steps, and what trains matrices.
 
     Returns:
@@ -107,24 +107,24 @@ def choose_owners(
 
 
 def share_of(
-    tensors: Sequence[TensorSize], num_members: int, model: ModelShape, config: OptimConfig
-) -> Load:
+    tensors: Sequence[TensorSize], num_members: int, model: TensorRules, config: UpdateSettings
+) -> OwnerLoad:
     """Return what a member of a group may expect to own: the mean, before it is known."""
     costs = costs_of(tensors, model, config).values()
-    whole = sum((cost.load for cost in costs), Load())
-    return Load(whole.flops // num_members, whole.state_bytes // num_members)
+    whole = sum((cost.load for cost in costs), OwnerLoad())
+    return OwnerLoad(whole.flops // num_members, whole.state_bytes // num_members)
 
 
 def load_of(
     tensors: Sequence[TensorSize],
     owners: Mapping[str, int],
     member: int,
-    model: ModelShape,
-    config: OptimConfig,
-) -> Load:
+    model: TensorRules,
+    config: UpdateSettings,
+) -> OwnerLoad:
     """Return what one member owns of a group's tensors, by `choose_owners`' answer."""
     mine = [tensor for tensor in tensors if owners[tensor.name] == member]
-    return sum((cost.load for cost in costs_of(mine, model, config).values()), Load())
+    return sum((cost.load for cost in costs_of(mine, model, config).values()), OwnerLoad())
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Cost:
     """How a tensor is trained, and what this costs its owner."""
 
     rule: Rule
-    load: Load
+    load: OwnerLoad
 
     @property
     def is_muon(self) -> bool:
@@ -141,7 +141,7 @@ class Cost:
 
 
 def costs_of(
-    tensors: Sequence[TensorSize], model: ModelShape, config: OptimConfig
+    tensors: Sequence[TensorSize], model: TensorRules, config: UpdateSettings
 ) -> dict[str, Cost]:
     """Return each tensor's rule and cost by name.
 
@@ -156,9 +156,9 @@ def costs_of(
     for tensor in tensors:
         kin = NUMBERED.sub("#", tensor.name), tensor.shape, tensor.itemsize
         if kin not in known:
-            rule = rule_of(tensor.name, tensor.shape, model, config.matrices)
+            rule = model.rule_of(tensor.name, tensor.shape, config.matrices)
             work = muon_flops(tensor.shape, rule, config.ns_steps)
-            known[kin] = Cost(rule, Load(work, state_bytes(tensor, rule.kind)))
+            known[kin] = Cost(rule, OwnerLoad(work, state_bytes(tensor, rule.kind)))
         costs[tensor.name] = known[kin]
     return costs
 

@@ -34,13 +34,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from kimi_pretrain.optim.broadcast import Parcel
+from kimi_pretrain.optim.broadcast import Transfer
 from kimi_pretrain.optim.groups import NamedTensor
-from kimi_pretrain.optim.replica_group import Members
+from kimi_pretrain.optim.replica_group import ReplicaGroup
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GradientBucket:
     """Gradients that travel together: of one replica group, one dtype and one owner.
 
     Attributes:
@@ -68,7 +68,9 @@ def cut_segments(tensors: Sequence[NamedTensor], limit: int) -> list[list[NamedT
     return segments
 
 
-def buckets_of(segment: Sequence[NamedTensor], owners: Mapping[str, int] | None) -> list[Bucket]:
+def buckets_of(
+    segment: Sequence[NamedTensor], owners: Mapping[str, int] | None
+) -> list[GradientBucket]:
     """Divide a segment among its groups and owners, in their order.
 
     Args:
@@ -81,7 +83,7 @@ def buckets_of(segment: Sequence[NamedTensor], owners: Mapping[str, int] | None)
         return tensor.replicas, owner, str(tensor.data.dtype)
 
     return [
-        Bucket(replicas, None if owners is None else owner, tuple(run))
+        GradientBucket(replicas, None if owners is None else owner, tuple(run))
         for (replicas, owner, _), run in groupby(sorted(segment, key=key), key=key)
     ]
 
@@ -111,7 +113,7 @@ class GradientReduction:
         groups: Mapping[str, ProcessGroup | None],
         bucket_elements: int,
     ):
-        self._members = {name: Members.of(group) for name, group in sorted(groups.items())}
+        self._members = {name: ReplicaGroup.of(group) for name, group in sorted(groups.items())}
         segments = cut_segments(tensors, bucket_elements)
         self._names = [frozenset(tensor.name for tensor in segment) for segment in segments]
         self._segment_of = {name: k for k, names in enumerate(self._names) for name in names}
@@ -154,9 +156,9 @@ class GradientReduction:
     def _start_again(self) -> None:
         self._missing = [set(names) for names in self._names]
         self._launched = self._early = self._sent = self._moved = 0
-        self._parcels: list[Parcel] = []  # on their way
+        self._parcels: list[Transfer] = []  # on their way
 
-    def _takes_part(self, bucket: Bucket) -> bool:
+    def _takes_part(self, bucket: GradientBucket) -> bool:
         ranks = self._members[bucket.replicas].ranks
         return len(ranks) > 1 and (bucket.owner is None or bucket.owner in ranks)
 
@@ -181,7 +183,7 @@ class GradientReduction:
 
 
 @torch.no_grad()
-def _launch(bucket: Bucket, members: Members) -> tuple[Parcel, int]:
+def _launch(bucket: GradientBucket, members: ReplicaGroup) -> tuple[Transfer, int]:
     """Start to sum a bucket, and return what is on its way and how many bytes; nobody waits."""
     gradients = [tensor.grad() for tensor in bucket.tensors]
     flat = _in_one_piece(gradients)
@@ -197,7 +199,7 @@ def _launch(bucket: Bucket, members: Members) -> tuple[Parcel, int]:
         mine = bucket.owner == members.ranks[members.index]
         moved = others * flat.nbytes if mine else 0
     assert work is not None  # async_op gives a handle to every member
-    return Parcel(work, flat, gradients if staged and mine else []), moved
+    return Transfer(work, flat, gradients if staged and mine else []), moved
 
 
 def _in_one_piece(tensors: Sequence[Tensor]) -> Tensor | None:

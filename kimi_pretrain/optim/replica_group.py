@@ -12,7 +12,7 @@ from kimi_pretrain.optim.groups import NamedTensor
 
 
 @dataclass(frozen=True)
-class Members:
+class ReplicaGroup:
     """The ranks that hold identical copies of some tensors; a process alone has no group.
 
     Attributes:
@@ -26,11 +26,11 @@ class Members:
     index: int
 
     @staticmethod
-    def of(group: ProcessGroup | None) -> "Members":
+    def of(group: ProcessGroup | None) -> "ReplicaGroup":
         """Return the members of a process group."""
         if group is None:
-            return Members(None, (0,), 0)
-        return Members(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
+            return ReplicaGroup(None, (0,), 0)
+        return ReplicaGroup(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
 
     def gather(self, value: Any) -> list[Any]:
         """Return every member's (small) value, in the group's order; all members call it."""

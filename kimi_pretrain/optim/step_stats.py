@@ -1,6 +1,6 @@
 """What one optimizer step tells: sizes of the updates, how orthogonal they are, what that took.
 
-A rank counts the tensors that it owns, without waiting for the device. `StepReport.figures` reads
+A rank counts the tensors that it owns, without waiting for the device. `StepStats.figures` reads
 everything at once as plain numbers, which travel with the rank's other measurements; `together`
 makes the figures of the whole model from those of all ranks.
 """
@@ -95,7 +95,7 @@ class Stopwatch:
 
 
 @dataclass
-class StepReport:
+class StepStats:
     """What one step did on this rank, over the tensors it owns.
 
     Args:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.optim.groups import replicas_of
-from kimi_pretrain.optim.replica_group import Members
+from kimi_pretrain.optim.replica_group import ReplicaGroup
 
 if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
@@ -58,7 +58,7 @@ class Replicas:
         self._every = every
         self._kinds: list[tuple[int, list[tuple[str, Tensor]]]] = []
         for kind, group in sorted(mesh.groups.items()) if every else ():
-            ranks = Members.of(group).ranks
+            ranks = ReplicaGroup.of(group).ranks
             held = [(name, tensors[name]) for name in sorted(tensors) if replicas_of(name) == kind]
             if held and len(ranks) > 1:
                 self._kinds.append((min(ranks), held))

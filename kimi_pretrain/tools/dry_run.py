@@ -18,10 +18,9 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.model_builder import DTYPES, build_chunks, engine_config
 from kimi_pretrain.engine.param_names import View, layers_of, views
-from kimi_pretrain.model import model_shape
-from kimi_pretrain.optim.groups import replicas_of
+from kimi_pretrain.optim.groups import ModelShape, replicas_of
 from kimi_pretrain.optim.owners import TensorSize
-from kimi_pretrain.tools.optimizer_division import Division, ReplicaGroup, divide, stage_groups
+from kimi_pretrain.tools.optimizer_division import Division, PlannedGroup, divide, stage_groups
 from kimi_pretrain.tools.optimizer_summary import OptimizerSummary, summarise, summary_lines
 from kimi_pretrain.tools.optimizer_table import assignments, runs, tab_separated
 from moonvit3d.model import VisionEncoder
@@ -82,7 +81,7 @@ def dry_run(config: Config) -> DryRun:
         encoder = VisionEncoder(config.model.vision)
     groups = [_encoder_group(config, encoder), *(group for _, some in built for group in some)]
     world_size = config.layout.world_size()
-    division = divide(groups, world_size, model_shape(config), config.optim)
+    division = divide(groups, world_size, ModelShape.of(config.model), config.optim)
     return DryRun(
         stages=stages,
         language_model=sum(stage.total for stage in stages),
@@ -125,7 +124,7 @@ def as_json(result: DryRun) -> dict[str, Any]:
     }
 
 
-def _build_stage(config: Config, stage: int) -> tuple[StageCount, list[ReplicaGroup]]:
+def _build_stage(config: Config, stage: int) -> tuple[StageCount, list[PlannedGroup]]:
     """Build the first rank of a stage; return counts, and what all ranks of the stage hold."""
     layout = config.layout
     per_stage = layout.world_size() // layout.pp
@@ -175,7 +174,7 @@ def _count_stage(
     )
 
 
-def _groups_of_stage(config: Config, stage: int, held: Sequence[View]) -> list[ReplicaGroup]:
+def _groups_of_stage(config: Config, stage: int, held: Sequence[View]) -> list[PlannedGroup]:
     """Return who holds copies of what in a stage, as `model.trained_tensors` does on each rank."""
     layout = config.layout
     tensors: dict[str, list[TensorSize]] = {"dense": [], "expert": []}
@@ -187,7 +186,7 @@ def _groups_of_stage(config: Config, stage: int, held: Sequence[View]) -> list[R
     return list(stage_groups(stage, per_stage, layout.ep, tensors))
 
 
-def _encoder_group(config: Config, encoder: VisionEncoder) -> ReplicaGroup:
+def _encoder_group(config: Config, encoder: VisionEncoder) -> PlannedGroup:
     """Return the encoder's tensors that are trained; all ranks hold them."""
     frozen = {"vision_tower": "vision_tower.", "projector": "mm_projector."}
     prefixes = tuple(prefix for part, prefix in frozen.items() if part in config.train.frozen)
@@ -197,10 +196,10 @@ def _encoder_group(config: Config, encoder: VisionEncoder) -> ReplicaGroup:
         for name, param in encoder.named_parameters()
         if not name.startswith(prefixes)
     ]
-    return ReplicaGroup("encoder", tuple(range(config.layout.world_size())), tuple(trained))
+    return PlannedGroup("encoder", tuple(range(config.layout.world_size())), tuple(trained))
 
 
-def _check_places(groups: Sequence[ReplicaGroup], mesh: engine_mesh.Mesh) -> None:
+def _check_places(groups: Sequence[PlannedGroup], mesh: engine_mesh.Mesh) -> None:
     """The groups of this rank are Megatron-Core's own, in their order."""
     for group in groups:
         if mesh.rank in group.ranks:

@@ -13,7 +13,7 @@ from kimi_pretrain.optim.groups import ModelShape
 from kimi_pretrain.optim.owners import (
     ORDER,
     Cost,
-    Load,
+    OwnerLoad,
     TensorSize,
     choose_owners,
     costs_of,
@@ -22,7 +22,7 @@ from kimi_pretrain.optim.owners import (
 
 
 @dataclass(frozen=True)
-class ReplicaGroup:
+class PlannedGroup:
     """Ranks that hold identical copies of some tensors.
 
     Args:
@@ -48,14 +48,14 @@ class Division:
         loads: of each rank of the job.
     """
 
-    groups: tuple[ReplicaGroup, ...]
+    groups: tuple[PlannedGroup, ...]
     costs: tuple[dict[str, Cost], ...]
     owners: tuple[dict[str, int] | None, ...]
-    loads: tuple[Load, ...]
+    loads: tuple[OwnerLoad, ...]
 
 
 def divide(
-    groups: Sequence[ReplicaGroup], num_ranks: int, model: ModelShape, config: OptimConfig
+    groups: Sequence[PlannedGroup], num_ranks: int, model: ModelShape, config: OptimConfig
 ) -> Division:
     """Divide all groups of a job, in `owners.ORDER`.
 
@@ -64,7 +64,7 @@ def divide(
     """
     ordered = sorted(groups, key=lambda group: (ORDER.index(group.replicas), group.ranks))
     costs = [costs_of(group.tensors, model, config) for group in ordered]
-    wholes = [sum((one.load for one in cost.values()), Load()) for cost in costs]
+    wholes = [sum((one.load for one in cost.values()), OwnerLoad()) for cost in costs]
     if not config.shard_state:
         loads = _sums(num_ranks, ordered, wholes)
         return Division(tuple(ordered), tuple(costs), (None,) * len(ordered), tuple(loads))
@@ -81,9 +81,11 @@ def divide(
     return Division(tuple(ordered), tuple(costs), tuple(owners), tuple(loads))
 
 
-def _sums(num_ranks: int, groups: Sequence[ReplicaGroup], loads: Sequence[Load]) -> list[Load]:
+def _sums(
+    num_ranks: int, groups: Sequence[PlannedGroup], loads: Sequence[OwnerLoad]
+) -> list[OwnerLoad]:
     """Return of each rank the sum of one load for each group it is in."""
-    found = [Load()] * num_ranks
+    found = [OwnerLoad()] * num_ranks
     for group, load in zip(groups, loads, strict=True):
         for rank in group.ranks:
             found[rank] += load
@@ -192,7 +194,7 @@ def stage_groups(
     ranks_per_stage: int,
     num_slices: int,
     tensors: Mapping[str, Sequence[TensorSize]],
-) -> Iterator[ReplicaGroup]:
+) -> Iterator[PlannedGroup]:
     """Yield the groups of a pipeline stage: one dense, and one for each slice of the experts.
 
     Args:
@@ -203,14 +205,14 @@ def stage_groups(
     """
     first = stage * ranks_per_stage
     ranks = range(first, first + ranks_per_stage)
-    yield ReplicaGroup("dense", tuple(ranks), tuple(tensors["dense"]))
+    yield PlannedGroup("dense", tuple(ranks), tuple(tensors["dense"]))
     numbers = {_expert_number(tensor.name) for tensor in tensors["expert"]}
     for number in range(num_slices):
         mine = tuple(
             TensorSize(_renumbered(t.name, number * len(numbers)), t.shape, t.itemsize)
             for t in tensors["expert"]
         )
-        yield ReplicaGroup("expert", tuple(ranks[number::num_slices]), mine)
+        yield PlannedGroup("expert", tuple(ranks[number::num_slices]), mine)
 
 
 def _expert_number(name: str) -> int:

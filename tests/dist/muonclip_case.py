@@ -53,10 +53,10 @@ def plainly_trained(run) -> dict[str, Any]:
     from kimi_pretrain.optim.muon import PlainMuon
     from kimi_pretrain.optim.qk_clip import clip_, factors
     from kimi_pretrain.optim.schedule import learning_rate
-    from kimi_pretrain.model import model_shape
+    from kimi_pretrain.optim.groups import ModelShape
     from kimi_pretrain.update import UpdateReport
 
-    optim, shape = run.config.optim, model_shape(run.config)
+    optim, shape = run.config.optim, ModelShape.of(run.config.model)
     plain = PlainMuon(run.update.named, optim, shape)
     weights = {tensor.name: tensor.data for tensor in run.update.named}
 

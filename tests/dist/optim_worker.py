@@ -188,7 +188,7 @@ class Job:
                 prefix = f"language_model.model.layers.{CLIP_LAYER}.self_attn."
                 names = f"{prefix}q_b_proj.weight", f"{prefix}kv_b_proj.weight"
                 maxima = torch.tensor([150.0, -4.0, 99.0, 300.0])
-                self.optimizer.apply_qk_clip(*names, factors(maxima, 100.0))
+                self.optimizer.apply_qk_clip(*names, factors(maxima, 100.0), SHAPE)
         return self
 
     def __next__(self) -> dict[str, dict[str, Tensor]]:

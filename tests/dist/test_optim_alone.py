@@ -9,7 +9,7 @@ from kimi_pretrain.optim import muonclip
 from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.muonclip import UNSENT_ELEMENTS, DistributedMuonClip
 from kimi_pretrain.optim.groups import NamedTensor, as_matrix, rule_of
-from kimi_pretrain.optim.replica_group import Members
+from kimi_pretrain.optim.replica_group import ReplicaGroup
 from kimi_pretrain.optim.muon import adamw_update
 from kimi_pretrain.optim.newton_schulz import update_scale
 from kimi_pretrain.optim.step_stats import UpdateFigures
@@ -43,7 +43,7 @@ def test_qk_clip_reaches_weights_and_masters(dtype):
     job = Job(ALONE, dtype).train(0, 2)
     before = job.save()
     gamma = torch.tensor([0.25, 1.0, 1.0, 0.5])
-    job.optimizer.apply_qk_clip(Q, KV, gamma)
+    job.optimizer.apply_qk_clip(Q, KV, gamma, SHAPE)
     after = job.save()
     q_factor = torch.tensor(
         [[0.5] * 4 + [0.25] * 2, [1.0] * 6, [1.0] * 6, [0.5**0.5] * 4 + [0.5] * 2]
@@ -65,14 +65,15 @@ def test_qk_clip_reaches_weights_and_masters(dtype):
 def test_a_rank_without_the_layer_has_nothing_to_clip():
     job = Job(ALONE)
     before = job.save()["weights"]
-    job.optimizer.apply_qk_clip(Q.replace("1", "9"), KV.replace("1", "9"), torch.full((4,), 0.5))
+    names = Q.replace("1", "9"), KV.replace("1", "9")
+    job.optimizer.apply_qk_clip(*names, torch.full((4,), 0.5), SHAPE)
     assert all(torch.equal(before[name], weight) for name, weight in job.toy.weights.items())
 
 
 @pytest.mark.parametrize("names", [(KV, Q), (Q, Q), (Q, KV.replace("1", "9")), ("q", "kv")])
 def test_qk_clip_refuses_names_that_are_no_pair(names):
     with pytest.raises(ValueError, match="of one layer"):
-        Job(ALONE).optimizer.apply_qk_clip(*names, torch.ones(4))
+        Job(ALONE).optimizer.apply_qk_clip(*names, torch.ones(4), SHAPE)
 
 
 def test_weights_loaded_without_state_reach_the_masters():
@@ -158,8 +159,8 @@ def test_adamw_in_parts_changes_no_bit(monkeypatch, elements, dtype):
 
 def test_what_is_not_sent_is_updated_more_at_a_time(monkeypatch):
     limits: dict[str, int] = {}
-    monkeypatch.setattr(Members, "of", lambda ranks: Members(None, ranks, 0))
-    monkeypatch.setattr(Members, "gather", lambda self, value: [value] * len(self.ranks))
+    monkeypatch.setattr(ReplicaGroup, "of", lambda ranks: ReplicaGroup(None, ranks, 0))
+    monkeypatch.setattr(ReplicaGroup, "gather", lambda self, value: [value] * len(self.ranks))
     monkeypatch.setattr(muonclip, "cut_rounds", lambda *args: limits.update(args[-1]) or [])
     ranks = {"dense": (0, 1), "expert": (0,), "encoder": (0, 1, 2)}
     DistributedMuonClip([], ranks, CONFIG, SHAPE)

@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "kimi_pretrain.parallel.balance": set(),
     "kimi_pretrain.parallel": BASE,
-    "kimi_pretrain.optim": {"kimi_pretrain.parallel.balance"},
+    "kimi_pretrain.optim": {"kimi_pretrain.parallel.balance", "kimi_pretrain.sections"},
     "kimi_pretrain.telemetry.phases": set(),
     "kimi_pretrain.engine": {
         *BASE, "kimi_pretrain.parallel", "data_pipeline.loader", "data_pipeline.plan",

@@ -3,7 +3,6 @@
 import torch
 
 from kimi_pretrain.config import Config, load_config
-from kimi_pretrain.model import model_shape
 from kimi_pretrain.optim.groups import ModelShape
 from kimi_pretrain.optim.owners import TensorSize
 from moonvit3d.model import VisionEncoder
@@ -13,7 +12,7 @@ PRESETS = ("tiny_cpu", "moonlight_16b_a3b", "kimi_k25_1t")
 
 def preset(name: str) -> tuple[Config, ModelShape]:
     config = load_config(name)
-    return config, model_shape(config)
+    return config, ModelShape.of(config.model)
 
 
 def dense(config: Config, layers: range) -> list[TensorSize]:

@@ -12,7 +12,7 @@ from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.groups import ModelShape, rule_of
 from kimi_pretrain.optim.newton_schulz import flops
 from kimi_pretrain.optim.owners import (
-    Load,
+    OwnerLoad,
     TensorSize,
     choose_owners,
     costs_of,
@@ -48,7 +48,7 @@ def longest_first(costs: dict[str, int], loads: list[int]) -> list[int]:
     return loads
 
 
-def loads_after(tensors, owners, before, shape=SMALL, config=CONFIG) -> list[Load]:
+def loads_after(tensors, owners, before, shape=SMALL, config=CONFIG) -> list[OwnerLoad]:
     return [
         load + load_of(tensors, owners, member, shape, config) for member, load in enumerate(before)
     ]
@@ -63,7 +63,7 @@ LOADS = st.lists(st.integers(0, 400_000), min_size=1, max_size=5)
 def test_every_tensor_has_one_owner_whatever_the_order(rows, widths, loads, seed):
     tensors = [matrix(i, size) for i, size in enumerate(rows)]
     tensors += [norm(i, size) for i, size in enumerate(widths)]
-    before = [Load(load, load // 3) for load in loads]
+    before = [OwnerLoad(load, load // 3) for load in loads]
     owners = choose_owners(tensors, before, SMALL, CONFIG)
     assert set(owners) == {tensor.name for tensor in tensors}
     assert all(0 <= owner < len(loads) for owner in owners.values())
@@ -76,8 +76,8 @@ def test_every_tensor_has_one_owner_whatever_the_order(rows, widths, loads, seed
 def test_never_worse_than_longest_first_and_within_its_bound(rows, loads):
     tensors = [matrix(i, size) for i, size in enumerate(rows)]
     costs = {tensor.name: flops(*tensor.shape, 5) for tensor in tensors}
-    owners = choose_owners(tensors, [Load(load) for load in loads], SMALL, CONFIG)
-    after = [load.flops for load in loads_after(tensors, owners, [Load(n) for n in loads])]
+    owners = choose_owners(tensors, [OwnerLoad(load) for load in loads], SMALL, CONFIG)
+    after = [load.flops for load in loads_after(tensors, owners, [OwnerLoad(n) for n in loads])]
     assert sum(after) == sum(loads) + sum(costs.values())
     assert max(after) <= max(longest_first(costs, loads))
     mean, largest = sum(after) / len(after), max(costs.values())
@@ -90,7 +90,7 @@ def test_close_to_the_best_of_all_divisions(seed):
     draw = random.Random(seed)
     tensors = [matrix(i, draw.randint(1, 40), 40) for i in range(7)]
     costs = [flops(*tensor.shape, 5) for tensor in tensors]
-    owners = choose_owners(tensors, [Load()] * 3, SMALL, CONFIG)
+    owners = choose_owners(tensors, [OwnerLoad()] * 3, SMALL, CONFIG)
 
     def largest(division) -> int:
         return max(sum(c for c, o in zip(costs, division) if o == m) for m in range(3))
@@ -102,39 +102,44 @@ def test_close_to_the_best_of_all_divisions(seed):
 def test_swaps_find_what_longest_first_misses():
     """3, 3, 2, 2, 2 on two members: longest-first ends with 7 and 5, the best is 6 and 6."""
     tensors = [norm(i, width) for i, width in enumerate((300, 300, 200, 200, 200))]
-    owners = choose_owners(tensors, [Load(), Load()], SMALL, CONFIG)
-    assert [load.state_bytes for load in loads_after(tensors, owners, [Load()] * 2)] == [4800, 4800]
+    owners = choose_owners(tensors, [OwnerLoad(), OwnerLoad()], SMALL, CONFIG)
+    assert [load.state_bytes for load in loads_after(tensors, owners, [OwnerLoad()] * 2)] == [
+        4800,
+        4800,
+    ]
 
 
 def test_who_is_busy_gets_less():
     tensors = [matrix(i, 8) for i in range(6)]
     cost = flops(8, 8, 5)
-    owners = choose_owners(tensors, [Load(3 * cost), Load(), Load(cost)], SMALL, CONFIG)
+    owners = choose_owners(
+        tensors, [OwnerLoad(3 * cost), OwnerLoad(), OwnerLoad(cost)], SMALL, CONFIG
+    )
     counts = [list(owners.values()).count(member) for member in range(3)]
     assert [3 + counts[0], counts[1], 1 + counts[2]] in ([4, 3, 3], [3, 4, 3], [3, 3, 4])
 
 
 def test_between_equally_busy_members_the_one_with_less_state_gets_the_matrix():
-    assert set(choose_owners([matrix(0, 8)], [Load(5, 9), Load(5, 2)], SMALL, CONFIG).values()) == {
-        1
-    }
+    assert set(
+        choose_owners([matrix(0, 8)], [OwnerLoad(5, 9), OwnerLoad(5, 2)], SMALL, CONFIG).values()
+    ) == {1}
 
 
 def test_adamw_tensors_go_where_the_least_state_lies():
     heavy = TensorSize(LAYER + "self_attn.o_proj.weight", (64, 64), 4)
     tensors = [heavy, *(norm(i, 64) for i in range(6))]
-    owners = choose_owners(tensors, [Load(), Load()], SMALL, CONFIG)
+    owners = choose_owners(tensors, [OwnerLoad(), OwnerLoad()], SMALL, CONFIG)
     assert {owners[t.name] for t in tensors[1:]} == {1 - owners[heavy.name]}
     # Loads from groups before count too: one member has more than all of this.
-    owners = choose_owners(tensors, [Load(0, 10**6), Load(10**9, 0)], SMALL, CONFIG)
+    owners = choose_owners(tensors, [OwnerLoad(0, 10**6), OwnerLoad(10**9, 0)], SMALL, CONFIG)
     assert owners == {tensor.name: 1 for tensor in tensors[1:]} | {heavy.name: 0}
 
 
 def test_adamw_of_all_tensors_takes_no_operations():
     tensors = [matrix(i, 8) for i in range(4)]
-    owners = choose_owners(tensors, [Load(10**9), Load()], SMALL, ADAMW)
-    after = loads_after(tensors, owners, [Load(), Load()], config=ADAMW)
-    assert after == [Load(0, 2 * 8 * 8 * 8), Load(0, 2 * 8 * 8 * 8)]
+    owners = choose_owners(tensors, [OwnerLoad(10**9), OwnerLoad()], SMALL, ADAMW)
+    after = loads_after(tensors, owners, [OwnerLoad(), OwnerLoad()], config=ADAMW)
+    assert after == [OwnerLoad(0, 2 * 8 * 8 * 8), OwnerLoad(0, 2 * 8 * 8 * 8)]
 
 
 def test_state_bytes_count_masters():
@@ -159,11 +164,11 @@ def test_pieces_are_counted_by_themselves():
 def test_a_tensor_without_a_rule_is_named():
     tensors = [matrix(0, 8), TensorSize(f"{LAYER}mlp.experts.1.extra.weight", (8, 8), 4)]
     with pytest.raises(ValueError, match=r"no rule for tensor '.*7\.mlp\.experts\.1\.extra"):
-        choose_owners(tensors, [Load()], SMALL, CONFIG)
+        choose_owners(tensors, [OwnerLoad()], SMALL, CONFIG)
     # What a rule says of one tensor holds for others only where layers, blocks and experts differ.
     tensors = [TensorSize(f"mm_projector.proj.{i}.weight", (8, 8), 4) for i in (0, 2, 1)]
     with pytest.raises(ValueError, match=r"no rule for tensor 'mm_projector.proj.1.weight'"):
-        choose_owners(tensors, [Load()], SMALL, CONFIG)
+        choose_owners(tensors, [OwnerLoad()], SMALL, CONFIG)
     with pytest.raises(ValueError, match="no member"):
         choose_owners([matrix(0, 8)], [], SMALL, CONFIG)
 
@@ -191,8 +196,8 @@ def test_near_the_bound_on_the_shapes_of_the_presets(name, group, members):
     """No division is below max(mean, largest tensor), nor below what pigeonholes leave."""
     config, shape = presets.preset(name)
     tensors = GROUPS[group](config)
-    owners = choose_owners(tensors, [Load()] * members, shape, config.optim)
-    after = loads_after(tensors, owners, [Load()] * members, shape, config.optim)
+    owners = choose_owners(tensors, [OwnerLoad()] * members, shape, config.optim)
+    after = loads_after(tensors, owners, [OwnerLoad()] * members, shape, config.optim)
     costs = [cost.load.flops for cost in costs_of(tensors, shape, config.optim).values()]
     assert max(load.flops for load in after) <= 1.09 * least_possible(costs, members)
 
@@ -202,7 +207,7 @@ def test_the_encoder_goes_to_the_idlest_of_4096_ranks():
     tensors = presets.encoder(config)
     draw = random.Random(0)
     loads = [
-        Load(draw.randint(50, 100) * 10**12, draw.randint(20, 40) * 10**9) for _ in range(4096)
+        OwnerLoad(draw.randint(50, 100) * 10**12, draw.randint(20, 40) * 10**9) for _ in range(4096)
     ]
     owners = choose_owners(tensors, loads, shape, config.optim)
     muon = {name for name, cost in costs_of(tensors, shape, config.optim).items() if cost.is_muon}

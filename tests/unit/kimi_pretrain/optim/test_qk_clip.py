@@ -132,7 +132,7 @@ def test_bf16_copies_and_fp32_masters_are_clipped(q_lora):
         master.mul_(1 + 1e-3 * (noise - 0.5))
     old = {"copy": layer.logits(), "master": layer.logits(*masters)}
     gamma = factors(maxima(old["copy"]), THRESHOLD)
-    optimizer.apply_qk_clip(layer.q_name, layer.kv_name, gamma)
+    optimizer.apply_qk_clip(layer.q_name, layer.kv_name, gamma, SHAPE)
     new = {"copy": layer.logits(), "master": layer.logits(*masters)}
     assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
     for part, exact in (("copy", 2**-8), ("master", 1e-6)):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kimi_pretrain.optim.groups import NamedTensor
 from kimi_pretrain.optim.reduce import GradientReduction, buckets_of, cut_segments
-from kimi_pretrain.optim.replica_group import Members
+from kimi_pretrain.optim.replica_group import ReplicaGroup
 
 
 def tensors_of(slice_number: int) -> list[NamedTensor]:
@@ -103,7 +103,7 @@ def test_copies_go_during_the_backward_pass_once_their_sums_are_complete(monkeyp
         return sums[-1]
 
     monkeypatch.setattr(dist, "reduce", reduce)
-    monkeypatch.setattr(Members, "of", lambda group: Members(None, (0, 1), 0))
+    monkeypatch.setattr(ReplicaGroup, "of", lambda group: ReplicaGroup(None, (0, 1), 0))
     grads = {f"{i}": torch.ones(3) for i in range(8)}
     tensors = [NamedTensor(n, grad, lambda grad=grad: grad, "dense") for n, grad in grads.items()]
     reduction = GradientReduction(tensors, dict.fromkeys(grads, 0), {"dense": None}, 6)

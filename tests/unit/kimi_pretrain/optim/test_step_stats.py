@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from kimi_pretrain.optim.newton_schulz import orthogonalise, update_scale
-from kimi_pretrain.optim.step_stats import StepReport, UpdateFigures, together
+from kimi_pretrain.optim.step_stats import StepStats, UpdateFigures, together
 
 CPU = torch.device("cpu")
 
 
-def report_of(updates: dict[str, list[torch.Tensor]]) -> StepReport:
-    report = StepReport(CPU)
+def report_of(updates: dict[str, list[torch.Tensor]]) -> StepStats:
+    report = StepStats(CPU)
     for group, tensors in updates.items():
         report.count(group, tensors)
     return report
@@ -52,7 +52,7 @@ def test_counting_twice_adds_up():
 
 
 def test_the_worst_error_and_the_slowest_rank():
-    report = StepReport(CPU)
+    report = StepStats(CPU)
     assert report.figures() == UpdateFigures()
     report.orthogonality(torch.tensor([0.25, 0.5]))
     report.orthogonality(torch.tensor(0.125))
@@ -71,7 +71,7 @@ def test_the_worst_error_and_the_slowest_rank():
 def test_an_error_that_is_no_number_stays_one(place):
     errors = [0.4, 0.4]
     errors[place] = math.nan
-    report = StepReport(CPU)
+    report = StepStats(CPU)
     for error in errors:
         report.orthogonality(torch.tensor(error))
     assert math.isnan(report.figures().orthogonality_error or 0.0)

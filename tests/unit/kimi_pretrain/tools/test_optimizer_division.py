@@ -10,7 +10,7 @@ from kimi_pretrain.optim.newton_schulz import flops
 from kimi_pretrain.optim.owners import TensorSize
 from kimi_pretrain.tools.optimizer_division import (
     Division,
-    ReplicaGroup,
+    PlannedGroup,
     balance,
     divide,
     largest_tensor,
@@ -34,10 +34,10 @@ def size(name: str, *shape: int, itemsize: int = 4) -> TensorSize:
     return TensorSize(name, shape, itemsize)
 
 
-def toy_groups() -> list[ReplicaGroup]:
+def toy_groups() -> list[PlannedGroup]:
     """Two stages of two ranks, two slices of one expert each: every kind of group."""
     groups = [
-        ReplicaGroup(
+        PlannedGroup(
             "encoder",
             (0, 1, 2, 3),
             (
@@ -110,10 +110,10 @@ def test_least_possible_is_below_every_division_and_ours_is_close():
 def test_traffic_is_that_of_a_ring():
     """Over the job every copy but one is sent once, gradients in fp32, weights as they are."""
     groups = [
-        ReplicaGroup(
+        PlannedGroup(
             "dense", (0, 1, 2), (size(f"{LAYERS}0.input_layernorm.weight", 5, itemsize=2),)
         ),
-        ReplicaGroup("encoder", tuple(range(4)), (size("mm_projector.pre_norm.bias", 7),)),
+        PlannedGroup("encoder", tuple(range(4)), (size("mm_projector.pre_norm.bias", 7),)),
     ]
     moved = traffic(divide(groups, 4, SHAPE, CONFIG))
     assert sum(rank.gradients for rank in moved) == pytest.approx(2 * 5 * 4 + 3 * 7 * 4)
@@ -137,7 +137,7 @@ def test_without_sharding_every_rank_updates_what_it_holds():
 
 
 def test_a_tensor_without_a_rule_is_named():
-    group = ReplicaGroup("dense", (0,), (size(f"{LAYERS}3.mlp.extra.weight", 4, 4),))
+    group = PlannedGroup("dense", (0,), (size(f"{LAYERS}3.mlp.extra.weight", 4, 4),))
     with pytest.raises(ValueError, match=r"no rule for tensor '.*layers\.3\.mlp\.extra\.weight'"):
         divide([group], 1, SHAPE, CONFIG)
 
@@ -155,7 +155,7 @@ def one_t(replicas: int) -> Division:
     """Two stages of the 1T model with two layers each, 16 x `replicas` ranks a stage."""
     config, shape = presets.preset("kimi_k25_1t")
     encoder = tuple(presets.encoder(config))
-    groups = [ReplicaGroup("encoder", tuple(range(32 * replicas)), encoder)]
+    groups = [PlannedGroup("encoder", tuple(range(32 * replicas)), encoder)]
     for stage, layers in enumerate((range(4, 6), range(6, 8))):
         tensors = {
             "dense": presets.dense(config, layers),
@@ -218,7 +218,7 @@ def test_the_table_folds_what_is_alike():
 
 def test_lines_and_the_whole_table_can_be_read():
     query = size(f"{LAYERS}3.self_attn.q_b_proj.weight", 12, 7)
-    division = divide([ReplicaGroup("dense", (0, 1), (query,))], 2, SHAPE, CONFIG)
+    division = divide([PlannedGroup("dense", (0, 1), (query,))], 2, SHAPE, CONFIG)
     head, line = tab_separated(assignments(division))
     cells = dict(zip(head.split("\t"), line.split("\t"), strict=True))
     assert cells == {
