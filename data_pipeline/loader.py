@@ -28,7 +28,7 @@ from data_pipeline.index.columns import SourceIndex
 from data_pipeline.plan.planner import GlobalPlan, Planner, State
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
-from data_pipeline.workers.workers import Run, Workers
+from data_pipeline.workers.workers import OrderedResults, Workers
 
 __all__ = ["BadSample", "Loader", "LoaderError", "LoaderStats", "Needs", "StepBatch", "everything"]
 
@@ -138,7 +138,7 @@ class Loader:
             setup, config.workers, timeout_s=PATIENCE_S, name="loader"
         )
         self._closed = False
-        self._run: Run[Fetched] | None = None
+        self._run: OrderedResults[Fetched] | None = None
         self._planned: deque[tuple[GlobalPlan, State, NDArray[np.int64]]] = deque()
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -225,7 +225,7 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> Run[Fetched]:
+    def _start(self) -> OrderedResults[Fetched]:
         """Begin to fetch ahead from the present state."""
         config = self._config
         planned = self._planned = deque()

@@ -107,7 +107,7 @@ def broken_setup() -> Callable[[Any], Any]:
 
 def memory_files() -> int:
     """Segments that this process has mapped."""
-    return Path("/proc/self/maps").read_text().count("memfd:parcel")
+    return Path("/proc/self/maps").read_text().count("memfd:shm_transport")
 
 
 def die(how: str, marks: Path, times: int) -> str:

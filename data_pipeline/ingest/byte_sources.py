@@ -1,4 +1,4 @@
-"""Bytes of crude data where they lie: in a local file, in a store, or inside a tar of either."""
+"""Where the bytes of raw inputs are read from: a local file, a store, or a tar in either."""
 
 import errno
 import gzip
@@ -21,18 +21,24 @@ from data_pipeline.store.open import (
     open_store,
 )
 
-# Errors of a path that whoever wrote the name is to blame for; others are the machine's.
-OF_THE_NAME = {
+# Errors caused by the path in the input; all others are the machine's.
+INPUT_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO, errno.ENODEV, errno.EOVERFLOW),
 }
-# What a server says of credentials that open nothing at all.
-_NO_GOOD = ("anew", "fetched", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken")
-# Objects are streamed in requests of this size, the next one under way while one is read.
+# Parts of messages that mean the credentials are invalid for every object.
+_INVALID = (
+    "anew",
+    "fetched",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "InvalidToken",
+)
+# Objects are streamed in requests of this size, with the next one prefetched.
 _BLOCK = 8 << 20
-# Of one sample, where its files cannot be read later one by one: a packed tar of a few megabytes
-# may hold any number of zeros.
-MOST_HELD = 1 << 30
+# Most bytes of one sample held in memory, where its files cannot be read again later: a compressed
+# tar of a few megabytes may expand to any number of zeros.
+MAX_LOADED = 1 << 30
 
 
 def in_store(where: str) -> bool:
@@ -40,8 +46,8 @@ def in_store(where: str) -> bool:
     return "://" in where and not where.startswith("file://")
 
 
-def leads_out(path: str, folder: str) -> bool:
-    """Whether a local path, all links followed, is something outside of `folder`."""
+def points_outside(path: str, folder: str) -> bool:
+    """Whether a local path, all links followed, is outside of `folder` and exists."""
     real, root = os.path.realpath(path), os.path.realpath(folder)
     return os.path.commonpath([real, root]) != root and os.path.exists(real)
 
@@ -71,35 +77,35 @@ def store_of(uri: str) -> tuple[Store, str]:
 
 
 @dataclass(frozen=True)
-class Blob:
-    """Bytes that are still to be read, by any process.
+class ByteSource:
+    """Bytes to be read later, by any process.
 
     Attributes:
         where: path, or URI of an object.
-        offset, length: which bytes of it; None: all that follow.
-        held: the bytes themselves, where they had to be read already.
+        offset, length: byte range; length None: to the end.
+        data: the bytes themselves, where they had to be read already.
     """
 
     where: str
     offset: int = 0
     length: int | None = None
-    held: bytes | None = None
+    data: bytes | None = None
 
     @property
     def size(self) -> int:
-        """Bytes, or a guess where that would take a request."""
-        if self.held is not None:
-            return len(self.held)
+        """Bytes; an estimate where the exact size would take a request."""
+        if self.data is not None:
+            return len(self.data)
         return 1 << 18 if self.length is None else self.length
 
     def read(self, most: int) -> bytes:
-        """The bytes.
+        """Read the bytes.
 
         Raises:
             Refused: there is no such file or object, or it has more than `most` bytes.
         """
-        if self.held is not None:
-            return self.held
+        if self.data is not None:
+            return self.data
         if self.length is not None and self.length > most:
             raise self._too_large(self.length, most)
         try:
@@ -112,14 +118,14 @@ class Blob:
                 file.seek(self.offset)
                 return file.read() if self.length is None else file.read(self.length)
         except OSError as error:
-            if error.errno not in OF_THE_NAME:
+            if error.errno not in INPUT_ERRNOS:
                 raise
             raise Refused("missing file", f"{self.where}: {error.strerror}") from None
         except ValueError as error:  # no possible path or URI
             raise Refused("missing file", f"{self.where!r}: {error}") from None
 
     def _from_store(self, most: int) -> bytes:
-        """The bytes of an object, of whose size the server is asked first."""
+        """Read an object; a HEAD tells its size first."""
         store, key = store_of(self.where)
         try:
             if self.length is not None:
@@ -142,57 +148,57 @@ class Blob:
 
 
 def lost_credentials(store: Store, key: str) -> bool:
-    """Whether an object is denied because the credentials are no good, for this or anything.
+    """Whether access is denied because the credentials are invalid for every object.
 
-    A HEAD has no body to say it; so ask for a byte.
+    The answer to a HEAD has no body with the reason, so one byte is requested.
     """
     try:
         store.get(key, 0, 1)
     except AccessDenied as error:
-        return any(word in str(error) for word in _NO_GOOD)
+        return any(word in str(error) for word in _INVALID)
     except StoreError:
         pass
     return False
 
 
-class Withheld(Blob):
-    """Bytes that would have had to be held since they came by, and are too many for that."""
+class OversizedSource(ByteSource):
+    """A member of a compressed tar above `MAX_LOADED`: reading it is refused."""
 
     def read(self, most: int) -> bytes:
-        """See `Blob.read`."""
-        raise self._too_large(self.length or 0, MOST_HELD)
+        """See `ByteSource.read`."""
+        raise self._too_large(self.length or 0, MAX_LOADED)
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A file to be read in order or from any place, and JSON that tells its version."""
+class OpenedInput:
+    """A seekable file, and JSON that identifies its version."""
 
     file: IO[bytes]
     version: dict[str, Any]
 
 
 @contextmanager
-def opened(where: str) -> Iterator[Opened]:
-    """Open a path or an object for reading; what ends in ".gz" or ".tgz" is unpacked.
+def open_input(where: str) -> Iterator[OpenedInput]:
+    """Open a path or an object for reading; ".gz" and ".tgz" are decompressed.
 
     Raises:
         FileNotFoundError, MissingKey: as named.
     """
-    with io.BufferedReader(_Blocks(where)) if in_store(where) else open_regular(where) as file:
-        if isinstance(file.raw, _Blocks):
+    with io.BufferedReader(_ObjectFile(where)) if in_store(where) else open_regular(where) as file:
+        if isinstance(file.raw, _ObjectFile):
             version = {"size": file.raw.info.size, "etag": file.raw.info.etag}
         else:
             status = os.fstat(file.fileno())
             version = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
         if where.endswith((".gz", ".tgz")):
             with gzip.GzipFile(fileobj=file) as unpacked:
-                yield Opened(cast("IO[bytes]", unpacked), version)
+                yield OpenedInput(cast("IO[bytes]", unpacked), version)
         else:
-            yield Opened(file, version)
+            yield OpenedInput(file, version)
 
 
-class _Blocks(io.RawIOBase):
-    """An object as a file, of one version throughout."""
+class _ObjectFile(io.RawIOBase):
+    """An object as a file; every read is of the same version."""
 
     def __init__(self, uri: str) -> None:
         self._store, self._key = store_of(uri)

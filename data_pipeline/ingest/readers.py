@@ -21,17 +21,17 @@ from pathlib import PurePosixPath
 from typing import IO, Any
 
 from data_pipeline.ingest.byte_sources import (
-    MOST_HELD,
-    OF_THE_NAME,
-    Blob,
-    Withheld,
+    INPUT_ERRNOS,
+    MAX_LOADED,
+    ByteSource,
+    OversizedSource,
     in_store,
-    leads_out,
-    opened,
+    open_input,
+    points_outside,
     store_of,
 )
 from data_pipeline.ingest.records import Broken, Group, Line, safe_key
-from data_pipeline.ingest.sample_templates import FORMS
+from data_pipeline.ingest.sample_templates import TEMPLATES
 from data_pipeline.ingest.samples import Pending
 from data_pipeline.ingest.tars import content, regular_files
 from data_pipeline.store.addresses import split_place
@@ -85,8 +85,8 @@ def open_inputs(
     Raises:
         ValueError: an input is missing, empty, or of no known kind; or a link leads out of it.
     """
-    if category not in FORMS:
-        raise ValueError(f"category is {category!r}; known are {', '.join(FORMS)}")
+    if category not in TEMPLATES:
+        raise ValueError(f"category is {category!r}; known are {', '.join(TEMPLATES)}")
     if not inputs:
         raise ValueError("no input: give a folder, a .tar or a .jsonl file")
     choices = Choices(category, prefix_keys, follow_links)
@@ -104,7 +104,7 @@ def _open(where: str, choices: Choices) -> list["Folder | Tar | Lines"]:
     except (FileNotFoundError, MissingKey):
         raise ValueError(f"input {where}: there is no such file") from None
     except OSError as error:
-        if error.strerror is None or error.errno not in OF_THE_NAME:
+        if error.strerror is None or error.errno not in INPUT_ERRNOS:
             raise
         raise ValueError(f"input {where}: {error.strerror}") from None
     if not in_store(name) and not os.path.isdir(name):
@@ -177,11 +177,12 @@ class Folder:
         start = cursor or 0
         for number, (stem, members) in enumerate(islice(self._groups(), start, None), start):
             key = f"{_name(self._where)}/{stem}" if self._choices.prefix_keys else stem
-            blobs = {
-                member: Blob(f"{self._where}/{file}") for member, file in sorted(members.items())
+            files = {
+                member: ByteSource(f"{self._where}/{file}")
+                for member, file in sorted(members.items())
             }
             name = stem.rpartition("/")[2]
-            yield number, Group(safe_key(key), name, blobs, self._choices.category)
+            yield number, Group(safe_key(key), name, files, self._choices.category)
 
 
 def _grouped(
@@ -236,7 +237,7 @@ def _walk(
         if entry.name.startswith("."):
             continue
         name = f"{folder}/{entry.name}" if folder else entry.name
-        if entry.is_symlink() and not follow_links and leads_out(entry.path, root):
+        if entry.is_symlink() and not follow_links and points_outside(entry.path, root):
             raise ValueError(
                 f"input {entry.path}: a link leads out of the folder, to "
                 f"{os.path.realpath(entry.path)}; remove it, or add --follow-links if all links in "
@@ -269,7 +270,7 @@ class Tar:
 
     def __init__(self, where: str, choices: Choices) -> None:
         self._where, self._choices = where, choices
-        with opened(where) as found:
+        with open_input(where) as found:
             self.identity = {"tar": _name(where), **found.version}
         self.total: int | None = None
         packed = not where.endswith(".tar")
@@ -281,62 +282,63 @@ class Tar:
         """See `Reader.read`."""
         at = cursor or 0
         try:
-            with opened(self._where) as found:
+            with open_input(self._where) as found:
                 found.file.seek(at)
                 for at, stem, members in _by_key(self._members(found.file), self._split):
                     yield at, self._group(stem, members)
         except _DAMAGED as error:
             yield at, Broken(_name(self._where), "damaged file", f"{self._where}: {error}")
 
-    def _members(self, file: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, Blob]]:
+    def _members(self, file: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, ByteSource]]:
         for tar, info in regular_files(file):
             if not re.search(r"(?:^|/)\.(?!/)", info.name):  # a hidden one
-                yield info, self._blob(tar, info)
+                yield info, self._byte_source(tar, info)
 
-    def _blob(self, tar: tarfile.TarFile, info: tarfile.TarInfo) -> Blob:
+    def _byte_source(self, tar: tarfile.TarFile, info: tarfile.TarInfo) -> ByteSource:
         if self._by_range and not info.issparse() and (self._local or info.size > _HELD):
-            return Blob(self._where, info.offset_data, info.size)
-        if not 0 <= info.size <= MOST_HELD:
-            return Withheld(self._where, length=info.size)
-        return Blob(self._where, held=content(tar, info))
+            return ByteSource(self._where, info.offset_data, info.size)
+        if not 0 <= info.size <= MAX_LOADED:
+            return OversizedSource(self._where, length=info.size)
+        return ByteSource(self._where, data=content(tar, info))
 
-    def _group(self, stem: str, members: dict[str, Blob]) -> Group:
+    def _group(self, stem: str, members: dict[str, ByteSource]) -> Group:
         prefix = f"{_name(self._where).split('.')[0]}/" if self._choices.prefix_keys else ""
         name = stem.rpartition("/")[2]
         return Group(safe_key(prefix + stem), name, members, self._choices.category)
 
 
 def _by_key(
-    members: Iterable[tuple[tarfile.TarInfo, Blob]], split: bool
-) -> Iterator[tuple[int, str, dict[str, Blob]]]:
+    members: Iterable[tuple[tarfile.TarInfo, ByteSource]], split: bool
+) -> Iterator[tuple[int, str, dict[str, ByteSource]]]:
     """(offset, key, {rest of the name: bytes}) of neighbours with one key."""
-    stem, found, held = "", {}, 0
-    for info, blob in members:
+    stem, found, loaded = "", {}, 0
+    for info, source in members:
         name = info.name.removeprefix("./")
         match = _MEMBER.fullmatch(name)
         key, rest = (match[1], match[2].lower()) if match else (name, "")
         if key != stem or rest in found:
             yield from _samples(stem, found, split)
-            stem, found, held = key, {}, 0
-        held += len(blob.held or b"")
-        if held > MOST_HELD:  # a sample's files are in memory together
-            held, blob = held - len(blob.held or b""), Withheld(blob.where, length=info.size)
+            stem, found, loaded = key, {}, 0
+        size = len(source.data or b"")
+        if loaded + size > MAX_LOADED:  # a sample's files are in memory together
+            size, source = 0, OversizedSource(source.where, length=info.size)
+        loaded += size
         if len(found) == _MOST_MEMBERS:
             raise tarfile.ReadError(f"more than {_MOST_MEMBERS} files of one sample, {key!r:.100}")
-        found[rest] = info.offset, blob
+        found[rest] = info.offset, source
     yield from _samples(stem, found, split)
 
 
 def _samples(
-    stem: str, members: dict[str, tuple[int, Blob]], split: bool
-) -> Iterator[tuple[int, str, dict[str, Blob]]]:
+    stem: str, members: dict[str, tuple[int, ByteSource]], split: bool
+) -> Iterator[tuple[int, str, dict[str, ByteSource]]]:
     """One sample, or of texts and programs without a document one for each file."""
     if split and "json" not in members:
-        for member, (at, blob) in members.items():
-            yield at, stem if member in ("txt", "") else f"{stem}.{member}", {member: blob}
+        for member, (at, source) in members.items():
+            yield at, stem if member in ("txt", "") else f"{stem}.{member}", {member: source}
     elif members:
         at = next(iter(members.values()))[0]
-        yield at, stem, {member: blob for member, (_, blob) in members.items()}
+        yield at, stem, {member: source for member, (_, source) in members.items()}
 
 
 # Manifests ---------------------------------------------------------------------------------------
@@ -348,7 +350,7 @@ class Lines:
     def __init__(self, where: str, choices: Choices) -> None:
         self._where, self._choices = where, choices
         digest, lines, data = hashlib.sha256(), 0, b"\n"
-        with opened(where) as found:
+        with open_input(where) as found:
             while more := found.file.read(1 << 20):
                 data = more
                 digest.update(data)
@@ -362,7 +364,7 @@ class Lines:
         at, number = cursor or (0, 1)
         name = _name(self._where)
         try:
-            with opened(self._where) as found:
+            with open_input(self._where) as found:
                 found.file.seek(at)
                 while line := found.file.readline(_LONGEST_LINE):
                     place = f"{name}:{number}"

@@ -13,9 +13,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from data_pipeline.index.shards import MAX_KEY, check_sample_key
-from data_pipeline.ingest.byte_sources import Blob, in_store, leads_out
+from data_pipeline.ingest.byte_sources import ByteSource, in_store, points_outside
 from data_pipeline.ingest.prepare import SUFFIXES
-from data_pipeline.ingest.sample_templates import FORMS, sample_of
+from data_pipeline.ingest.sample_templates import TEMPLATES, expand_record
 from data_pipeline.ingest.samples import (
     CrudeSample,
     ImageSegment,
@@ -69,11 +69,11 @@ def is_medium(name: str) -> bool:
     return any(suffix_of(f".{name}") in known for known in SUFFIXES.values())
 
 
-def _segment(name: str, blob: Blob, policy: IngestPolicy) -> ImageSegment | VideoSegment:
+def _segment(name: str, source: ByteSource, policy: IngestPolicy) -> ImageSegment | VideoSegment:
     suffix = suffix_of(f".{name}")
     for kind, segment in ((KIND_IMAGE, ImageSegment), (KIND_VIDEO, VideoSegment)):
         if suffix in SUFFIXES[kind]:
-            data = b"" if policy.texts_only else blob.read(policy.max_media_bytes)
+            data = b"" if policy.texts_only else source.read(policy.max_media_bytes)
             return segment(data, suffix)
     raise Refused("unknown suffix", f"{name!r}; known are {_KNOWN}")
 
@@ -125,13 +125,13 @@ class Group:
 
     key: str
     stem: str
-    members: dict[str, Blob]
+    members: dict[str, ByteSource]
     category: str
 
     @property
     def size(self) -> int:
         """See `Pending.size`."""
-        return sum(blob.size for blob in self.members.values())
+        return sum(source.size for source in self.members.values())
 
     def load(self, policy: IngestPolicy) -> CrudeSample:
         """See `Pending.load`."""
@@ -148,7 +148,7 @@ class Group:
             self._add_text(record, policy)
             self._add_media(record)
         try:
-            return sample_of(record, self.category, self.key, media, strict=False)
+            return expand_record(record, self.category, self.key, media, strict=False)
         except Refused as error:
             if error.args[0] == "missing field" and self._foreign:
                 raise Refused(*error.args[:-1], f"{error.args[-1]}; {self._no_medium()}") from None
@@ -183,7 +183,7 @@ class Group:
         texts = [m for m in self.members if suffix_of(f".{m}") in (PLAIN if plain else CAPTIONS)]
         if not texts:
             told = {"text", "texts"} & set(record)
-            if "caption" in record and "text" in FORMS[self.category].fields and not told:
+            if "caption" in record and "text" in TEMPLATES[self.category].fields and not told:
                 caption = record.pop("caption")
                 record["texts" if isinstance(caption, list) else "text"] = caption
             return
@@ -209,7 +209,7 @@ class Group:
             if self._foreign and (not record or any(map(_shown, self._foreign))):
                 raise Refused("unknown suffix", self._no_medium())
             return
-        fields = FORMS[self.category].fields
+        fields = TEMPLATES[self.category].fields
         if len(names) == 1:
             field = "image" if suffix_of(f".{names[0]}") in SUFFIXES[KIND_IMAGE] else "video"
             value: Any = names[0]
@@ -260,14 +260,14 @@ class Line:
         """See `Pending.load`."""
 
         def media(name: str) -> ImageSegment | VideoSegment:
-            return _segment(name, Blob(self._inside(name)), policy)
+            return _segment(name, ByteSource(self._inside(name)), policy)
 
         if len(self.data) > policy.max_document_bytes:
             raise Refused("too large", f"{self.place}: more than {policy.max_document_bytes} bytes")
         record = _parsed(self.data, self.place)
         if not isinstance(record, dict):
             raise Refused("bad field", f"{self.place}: {record!r:.60}, expected an object")
-        sample = sample_of(record, self.category, self.default, media, strict=True)
+        sample = expand_record(record, self.category, self.default, media, strict=True)
         if self.prefix and "key" in record:
             return replace(sample, key=safe_key(f"{self.prefix}/{sample.key}"))
         return sample
@@ -288,6 +288,6 @@ class Line:
                 "URIs",
             )
         path = f"{self.base}/{name}"
-        if not (self.follow_links or in_store(self.base)) and leads_out(path, self.base):
+        if not (self.follow_links or in_store(self.base)) and points_outside(path, self.base):
             raise Refused("bad path", f"{name!r}: a link leads out of {self.base}")
         return path

@@ -1,9 +1,9 @@
-"""Short forms: what a line of a manifest may say of a sample instead of listing its segments.
+"""Sample templates: the short form in which a manifest describes a sample, one per category.
 
-One form for each category, `FORMS[category]`; docs/data_format.md shows them all. They become
-segments by these rules: pictures come first; what the model is asked (`prompt`, `question`, `task`,
-`observation`, all turns but the assistant's) carries no loss, everything else does; a text or a
-region that follows another one begins on a new line.
+`TEMPLATES[category]` expands a record into segments; docs/data_format.md shows them all. The rules:
+pictures come first; what the model is asked (`prompt`, `question`, `task`, `observation`, all turns
+but the assistant's) carries no loss, everything else does; a text or a region that follows another
+one begins on a new line.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from data_pipeline.ingest.samples import (
     VideoSegment,
 )
 
-# Gives the media file that a form names, or raises Refused.
+# Returns the media file of this name, or raises Refused.
 Media = Callable[[str], ImageSegment | VideoSegment]
 
 _SHAPES = ("point", "box", "polygon")
@@ -28,42 +28,42 @@ _ROLES = ("system", "user", "assistant", "tool")
 _ALWAYS = ("key", "meta", "segments")
 
 
-def sample_of(
+def expand_record(
     record: dict[str, Any], category: str, key: str, media: Media, *, strict: bool
 ) -> CrudeSample:
-    """The sample that a record in short form, or with `segments`, describes.
+    """Build a sample from a record in short form, or with `segments`.
 
     Args:
         record: the JSON object.
-        category: whose form it has.
-        key: of the sample, unless the record has one.
+        category: selects the template.
+        key: of the sample, unless the record has its own.
         media: reads the files it names.
-        strict: refuse fields the form does not know; otherwise they are kept in `meta`.
+        strict: refuse unknown fields; otherwise they are kept in `meta`.
 
     Raises:
         Refused: a field is unknown, missing or of the wrong type; or from `media`.
     """
-    form = FORMS[category]
-    known = ("segments",) if "segments" in record else form.fields
+    template = TEMPLATES[category]
+    known = ("segments",) if "segments" in record else template.fields
     extra = {name: value for name, value in record.items() if name not in (*known, *_ALWAYS)}
     if strict and extra:
         raise Refused(
             "unknown field",
             f"{', '.join(map(repr, extra))}; known to {category} are "
-            + ", ".join((*form.fields, *_ALWAYS)),
+            + ", ".join((*template.fields, *_ALWAYS)),
         )
     meta = _typed(record, "meta", dict, {})
-    page = _Page(media)
+    out = _SegmentWriter(media)
     if "segments" in record:
-        page.segments = segments_of(_typed(record, "segments", list), media)
+        out.segments = parse_segments(_typed(record, "segments", list), media)
     else:
-        form.fill(page, record)
+        template.fill(out, record)
     found = _typed(record, "key", str, key) if strict else key
-    return CrudeSample(found, page.segments, {**extra, **meta})
+    return CrudeSample(found, out.segments, {**extra, **meta})
 
 
-def segments_of(described: Sequence[Any], media: Media) -> list[Segment]:
-    """The segments of a document, as a shard or a manifest holds them."""
+def parse_segments(described: Sequence[Any], media: Media) -> list[Segment]:
+    """Parse the segments of a document, as shards and manifests hold them."""
     found: list[Segment] = []
     for number, segment in enumerate(described):
         where = f"segment {number}"
@@ -103,8 +103,8 @@ def segments_of(described: Sequence[Any], media: Media) -> list[Segment]:
     return found
 
 
-class _Page:
-    """Segments in the order in which a form writes them."""
+class _SegmentWriter:
+    """Collects the segments that a template writes, in order."""
 
     def __init__(self, media: Media) -> None:
         self.segments: list[Segment] = []
@@ -112,7 +112,7 @@ class _Page:
         self.num_media = 0
 
     def _start(self) -> str:
-        """A new line if the last thing was written, too."""
+        """Return a line break if the last segment is text or a region, too."""
         written = self.segments and isinstance(self.segments[-1], TextSegment | RegionSegment)
         return "\n" if written else ""
 
@@ -152,7 +152,7 @@ class _Page:
             self.write(texts[0], texts=texts)
 
     def question(self, record: Mapping[str, Any], *names: str) -> None:
-        """Append what the model is asked, under any of the names."""
+        """Append the fields of these names, without loss."""
         for name in names:
             if name in record:
                 self.write(_typed(record, name, str), loss=False)
@@ -177,131 +177,131 @@ class _Page:
             self.place(item, _typed(item, label, str, where=where), 0, where)
 
 
-# The forms ---------------------------------------------------------------------------------------
+# The templates -----------------------------------------------------------------------------------
 
 
-def _caption(page: _Page, record: Mapping[str, Any]) -> None:
-    page.images(record, needed=True)
-    page.question(record, "prompt")
-    page.wording(record)
+def _caption(out: _SegmentWriter, record: Mapping[str, Any]) -> None:
+    out.images(record, needed=True)
+    out.question(record, "prompt")
+    out.wording(record)
 
 
-def _video(page: _Page, record: Mapping[str, Any]) -> None:
-    page.show(_typed(record, "video", str), VideoSegment)
-    page.question(record, "prompt")
-    page.wording(record)
+def _video(out: _SegmentWriter, record: Mapping[str, Any]) -> None:
+    out.show(_typed(record, "video", str), VideoSegment)
+    out.question(record, "prompt")
+    out.wording(record)
 
 
-def _ocr(page: _Page, record: Mapping[str, Any]) -> None:
-    page.images(record, needed=True)
-    page.question(record, "prompt")
+def _ocr(out: _SegmentWriter, record: Mapping[str, Any]) -> None:
+    out.images(record, needed=True)
+    out.question(record, "prompt")
     if "lines" not in record:
-        page.wording(record)
+        out.wording(record)
         return
-    if page.num_media != 1 or "text" in record or "texts" in record:
+    if out.num_media != 1 or "text" in record or "texts" in record:
         raise Refused("bad field", "lines belong to one image, and stand instead of text")
-    page.places(record, "lines", "text")
+    out.places(record, "lines", "text")
 
 
-def _knowledge(page: _Page, record: Mapping[str, Any]) -> None:
-    page.images(record, needed=False)
-    page.question(record, "prompt", "question")
+def _knowledge(out: _SegmentWriter, record: Mapping[str, Any]) -> None:
+    out.images(record, needed=False)
+    out.question(record, "prompt", "question")
     if ("question" in record) != ("answer" in record):
         raise Refused("missing field", "question and answer belong together")
-    page.wording(record, needed="answer" not in record)
+    out.wording(record, needed="answer" not in record)
     if "answer" in record:
-        page.write(_typed(record, "answer", str))
+        out.write(_typed(record, "answer", str))
 
 
-def _grounding(page: _Page, record: Mapping[str, Any]) -> None:
-    page.images({"image": _typed(record, "image", str)}, needed=True)
-    page.question(record, "prompt")
-    page.wording(record, needed="objects" not in record)
-    page.places(record, "objects", "label")
+def _grounding(out: _SegmentWriter, record: Mapping[str, Any]) -> None:
+    out.images({"image": _typed(record, "image", str)}, needed=True)
+    out.question(record, "prompt")
+    out.wording(record, needed="objects" not in record)
+    out.places(record, "objects", "label")
 
 
-def _interleaved(page: _Page, record: Mapping[str, Any]) -> None:
+def _interleaved(out: _SegmentWriter, record: Mapping[str, Any]) -> None:
     for number, part in enumerate(_typed(record, "content", list)):
         where = f"content[{number}]"
         # Here texts stand as they are: the document has its own line breaks.
         if isinstance(part, str):
-            page.segments.append(TextSegment(part))
+            out.segments.append(TextSegment(part))
             continue
         if not isinstance(part, dict):
             raise Refused("bad field", f"{where}: {part!r:.60}, expected a text or an object")
         if "image" in part or "video" in part:
             kind = "image" if "image" in part else "video"
             _only(part, (kind,), where)
-            page.show(part[kind], ImageSegment if kind == "image" else VideoSegment)
+            out.show(part[kind], ImageSegment if kind == "image" else VideoSegment)
             continue
         _only(part, ("text", "loss"), where)
         loss = _typed(part, "loss", bool, True, where)
-        page.segments.append(TextSegment(_typed(part, "text", str, where=where), loss))
+        out.segments.append(TextSegment(_typed(part, "text", str, where=where), loss))
 
 
-def _agent(page: _Page, record: Mapping[str, Any]) -> None:
-    page.question(record, "system", "task")
+def _agent(out: _SegmentWriter, record: Mapping[str, Any]) -> None:
+    out.question(record, "system", "task")
     if ("steps" in record) == ("turns" in record):
         raise Refused("missing field", "give either steps or turns")
     for number, step in enumerate(_objects(record, "steps")):
-        _step(page, step, f"steps[{number}]")
+        _step(out, step, f"steps[{number}]")
     for number, turn in enumerate(_objects(record, "turns")):
-        _turn(page, turn, f"turns[{number}]")
+        _turn(out, turn, f"turns[{number}]")
     if "answer" in record:
-        page.write(_typed(record, "answer", str))
+        out.write(_typed(record, "answer", str))
 
 
-def _step(page: _Page, step: Mapping[str, Any], where: str) -> None:
-    """Screenshot, what is known of it, what the model thinks, what it does and where."""
+def _step(out: _SegmentWriter, step: Mapping[str, Any], where: str) -> None:
+    """Write screenshot, observation, thought, action and its place."""
     _only(step, ("image", "observation", "thought", "action", *_SHAPES), where)
-    seen = page.show(step["image"], ImageSegment) if "image" in step else None
-    page.question(step, "observation")
+    seen = out.show(step["image"], ImageSegment) if "image" in step else None
+    out.question(step, "observation")
     if "thought" in step:
-        page.write(_typed(step, "thought", str, where=where))
+        out.write(_typed(step, "thought", str, where=where))
     action = _typed(step, "action", str, where=where)
     shapes = sum(shape in step for shape in _SHAPES)
     if not shapes:
-        page.write(action)
+        out.write(action)
     elif shapes > 1 or seen is None:
         raise Refused("bad field", f"{where}: an action has one place, in the step's own image")
     else:
-        page.place(step, action, seen, where)
+        out.place(step, action, seen, where)
 
 
-def _turn(page: _Page, turn: Mapping[str, Any], where: str) -> None:
+def _turn(out: _SegmentWriter, turn: Mapping[str, Any], where: str) -> None:
     _only(turn, ("role", "image", "images", "text"), where)
     role = _typed(turn, "role", str, where=where)
     if role not in _ROLES:
         raise Refused("bad field", f"{where}: role {role!r}; known are {', '.join(_ROLES)}")
-    page.images(turn, needed=False)
+    out.images(turn, needed=False)
     if "text" in turn:
-        page.write(_typed(turn, "text", str, where=where), loss=role == "assistant")
+        out.write(_typed(turn, "text", str, where=where), loss=role == "assistant")
 
 
-def _text(page: _Page, record: Mapping[str, Any]) -> None:
-    page.wording(record)
+def _text(out: _SegmentWriter, record: Mapping[str, Any]) -> None:
+    out.wording(record)
 
 
 @dataclass(frozen=True)
-class Form:
-    """The fields of a category's short form, and what turns them into segments."""
+class SampleTemplate:
+    """The fields of a category's short form, and the function that writes their segments."""
 
     fields: tuple[str, ...]
-    fill: Callable[[_Page, Mapping[str, Any]], None]
+    fill: Callable[[_SegmentWriter, Mapping[str, Any]], None]
 
 
-FORMS = {
-    "agent": Form(("system", "task", "steps", "turns", "answer"), _agent),
-    "caption": Form(("image", "images", "turn", "prompt", "text", "texts"), _caption),
-    "code": Form(("text", "texts"), _text),
-    "grounding": Form(("image", "prompt", "text", "texts", "objects"), _grounding),
-    "interleaved": Form(("content",), _interleaved),
-    "knowledge": Form(
+TEMPLATES = {
+    "agent": SampleTemplate(("system", "task", "steps", "turns", "answer"), _agent),
+    "caption": SampleTemplate(("image", "images", "turn", "prompt", "text", "texts"), _caption),
+    "code": SampleTemplate(("text", "texts"), _text),
+    "grounding": SampleTemplate(("image", "prompt", "text", "texts", "objects"), _grounding),
+    "interleaved": SampleTemplate(("content",), _interleaved),
+    "knowledge": SampleTemplate(
         ("image", "images", "turn", "prompt", "question", "answer", "text", "texts"), _knowledge
     ),
-    "ocr": Form(("image", "images", "turn", "prompt", "text", "texts", "lines"), _ocr),
-    "text": Form(("text", "texts"), _text),
-    "video": Form(("video", "prompt", "text", "texts"), _video),
+    "ocr": SampleTemplate(("image", "images", "turn", "prompt", "text", "texts", "lines"), _ocr),
+    "text": SampleTemplate(("text", "texts"), _text),
+    "video": SampleTemplate(("video", "prompt", "text", "texts"), _video),
 }
 
 

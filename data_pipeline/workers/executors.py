@@ -1,8 +1,8 @@
-"""Who does a job: this process itself, or one of its own that is replaced if it dies.
+"""Executors: a thread of this process, or a worker process that is restarted if it dies.
 
-A hand does one job at a time and belongs to one thread at a time. `ThreadHand` calls the function
-in that thread. `ProcessHand` sends it to a process (`workers.worker`) and waits; jobs are
-pure functions, so one that was lost with its worker is given to a fresh one.
+An executor runs one job at a time and is used by one thread at a time. `ThreadExecutor` calls the
+function in that thread. `ProcessExecutor` sends the job to a process (`workers.worker`) and waits.
+Jobs are pure functions, so a job that was lost with its worker is retried in a new one.
 """
 
 import threading
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from data_pipeline.workers.worker import Lost, Worker, pickled, signals_held
+from data_pipeline.workers.worker import Worker, WorkerLost, pickled, signals_blocked
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -18,24 +18,24 @@ _Job = TypeVar("_Job", contravariant=True)
 _Result = TypeVar("_Result", covariant=True)
 Setup = Callable[[], Callable[[Job], Result]]
 
-# A job that has cost this many workers is not tried again.
+# A job is not retried after this many workers died with it.
 ATTEMPTS = 2
 
 
 class WorkerDied(RuntimeError):
-    """A job cost as many workers as it may: they were killed, ran out of memory or crashed."""
+    """`ATTEMPTS` workers in a row died with the same job: killed, out of memory or crashed."""
 
 
-class HandClosed(RuntimeError):
-    """The hand was closed while it was asked for something."""
+class ExecutorClosed(RuntimeError):
+    """The executor was closed while it was in use."""
 
 
-class Hand(Protocol[_Job, _Result]):
-    """Does jobs, one at a time.
+class Executor(Protocol[_Job, _Result]):
+    """Runs jobs, one at a time.
 
     Attributes:
         name: for messages.
-        lock: whoever calls `do` holds it.
+        lock: held by the caller of `do`.
     """
 
     name: str
@@ -47,28 +47,28 @@ class Hand(Protocol[_Job, _Result]):
         ...
 
     def start(self) -> None:
-        """Begin to make ready, without waiting for it."""
+        """Begin the setup; does not wait for it."""
         ...
 
     def do(self, job: _Job, label: Callable[[], str]) -> tuple[_Result, float]:
-        """Do a job: the result, and the seconds it took. `label` names it in messages."""
+        """Run a job; return its result and duration in seconds. `label` names it in messages."""
         ...
 
-    def give_up(self) -> None:
-        """End what `do` is doing, if that can be done; called from another thread."""
+    def kill(self) -> None:
+        """Abort the running `do` where possible; called from another thread."""
         ...
 
-    def hang_up(self) -> None:
-        """Close the hand, without waiting for it; called from any thread, any number of times."""
+    def shutdown(self) -> None:
+        """Close the executor without waiting; from any thread, idempotent."""
         ...
 
-    def reap(self, deadline: float) -> None:
-        """After `hang_up`: wait until a time of the monotonic clock, then use force."""
+    def join(self, deadline: float) -> None:
+        """After `shutdown`: wait until `deadline` (monotonic clock, s), then kill."""
         ...
 
 
-class ThreadHand(Generic[Job, Result]):
-    """Does jobs in the calling thread. `setup` is called there too, before the first."""
+class ThreadExecutor(Generic[Job, Result]):
+    """Runs jobs in the calling thread. `setup` is called there too, before the first one."""
 
     def __init__(self, name: str, setup: Setup[Job, Result]):
         self.name = name
@@ -78,14 +78,14 @@ class ThreadHand(Generic[Job, Result]):
 
     @property
     def restarts(self) -> int:
-        """A thread does not die alone."""
+        """Always 0: a thread does not die alone."""
         return 0
 
     def start(self) -> None:
-        """Nothing to begin with: opening things belongs to the thread that uses them."""
+        """Do nothing: the thread that uses files and connections opens them."""
 
     def do(self, job: Job, label: Callable[[], str]) -> tuple[Result, float]:
-        """Do a job.
+        """Run a job.
 
         Raises:
             Exception: what `setup` or the job raised.
@@ -96,24 +96,24 @@ class ThreadHand(Generic[Job, Result]):
         result = self._do(job)
         return result, time.monotonic() - begin
 
-    def give_up(self) -> None:
-        """A thread cannot be ended from outside."""
+    def kill(self) -> None:
+        """Do nothing: a thread cannot be ended from outside."""
 
-    def hang_up(self) -> None:
-        """A thread ends with its job."""
+    def shutdown(self) -> None:
+        """Do nothing: a thread ends with its job."""
 
-    def reap(self, deadline: float) -> None:
-        """Wait for the job that is being done, no longer than until the deadline."""
+    def join(self, deadline: float) -> None:
+        """Wait for the running job, at most until the deadline."""
         if self.lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             self.lock.release()
 
 
-class ProcessHand(Generic[Job, Result]):
-    """Does jobs in a process of its own.
+class ProcessExecutor(Generic[Job, Result]):
+    """Runs jobs in a worker process.
 
     Args:
         name: for messages.
-        setup: called in each worker that is started; returns what does a job.
+        setup: called in each worker that is started; returns the function that runs a job.
 
     Raises:
         ValueError: `setup` cannot be sent to another process.
@@ -127,7 +127,7 @@ class ProcessHand(Generic[Job, Result]):
         self._worker: Worker | None = None
         self._starts = 0
         self._closed = False
-        self._given_up = False
+        self._killed = False
 
     @property
     def restarts(self) -> int:
@@ -135,86 +135,86 @@ class ProcessHand(Generic[Job, Result]):
         return max(0, self._starts - 1)
 
     def start(self) -> None:
-        """Start the worker process, without waiting until it is ready."""
+        """Start the worker process; does not wait until it is ready."""
         self._running()
 
     def do(self, job: Job, label: Callable[[], str]) -> tuple[Result, float]:
-        """Do a job in the worker.
+        """Run a job in the worker.
 
         Raises:
-            WorkerDied: two workers in a row were lost with this job.
-            HandClosed: the hand was closed or given up meanwhile.
+            WorkerDied: two workers in a row died with this job.
+            ExecutorClosed: the executor was closed or killed meanwhile.
             ValueError: the job cannot be sent to another process.
             Exception: what `setup` or the job raised there, with its traceback as `__cause__`.
         """
         data = pickled(job, label)
-        self._given_up = False
+        self._killed = False
         deaths: list[str] = []
         while len(deaths) < ATTEMPTS:
             worker = self._running()
             try:
-                return worker.ask(data)
-            except Lost:
-                deaths.append(self._bury(worker))
+                return worker.call(data)
+            except WorkerLost:
+                deaths.append(self._discard(worker))
         lost = "; its replacement ".join(deaths)
         raise WorkerDied(
             f"{label()} cost {len(deaths)} workers in a row: {self.name} {lost}. See what they "
             f"wrote to stderr; if memory ran out, use fewer workers or a lower limit of bytes"
         )
 
-    def give_up(self) -> None:
-        """Kill the worker: the job that it does is lost."""
+    def kill(self) -> None:
+        """Kill the worker; its running job is lost."""
         with self._changing:
-            self._given_up = True
+            self._killed = True
             if self._worker is not None:
                 self._worker.kill()
 
-    def hang_up(self) -> None:
-        """Close the worker's socket: it ends by itself."""
+    def shutdown(self) -> None:
+        """Close the worker's socket, upon which the worker exits."""
         with self._changing:
             self._closed = True
             if self._worker is not None:
-                self._worker.hang_up()
+                self._worker.shutdown()
 
-    def reap(self, deadline: float) -> None:
-        """Wait for the worker's end, kill it at the deadline."""
+    def join(self, deadline: float) -> None:
+        """Wait for the worker to exit; kill it at the deadline."""
         worker = self._worker
         if worker is None:
             return
-        worker.reap(deadline)
-        # A thread that asked the worker has its answer now, and one that waited for work has none.
+        worker.join(deadline)
+        # No thread still waits for an answer of this worker: its socket is closed.
         if self.lock.acquire(timeout=1.0):
             worker.close()
             self.lock.release()
 
     def _running(self) -> Worker:
         with self._changing:
-            if self._closed or self._given_up:
-                raise HandClosed(f"{self.name} is closed")
+            if self._closed or self._killed:
+                raise ExecutorClosed(f"{self.name} is closed")
             if self._worker is not None and self._worker.process.poll() is not None:
-                self._worker.close()  # it died between two jobs; no job is to blame
+                self._worker.close()  # it died between two jobs: not counted as an attempt of a job
                 self._worker = None
             if self._worker is None:
-                with signals_held():
+                with signals_blocked():
                     self._worker = Worker(self._setup)
                     self._starts += 1
             return self._worker
 
-    def _bury(self, worker: Worker) -> str:
-        """Forget a worker whose socket is closed; return how it ended, or raise HandClosed."""
-        worker.reap(time.monotonic() + 1.0)
+    def _discard(self, worker: Worker) -> str:
+        """Drop a worker whose socket is closed; describe its exit, or raise ExecutorClosed."""
+        worker.join(time.monotonic() + 1.0)
         worker.close()
         with self._changing:
             self._worker = None
-            if self._closed or self._given_up:
-                raise HandClosed(f"{self.name} is closed")
-        return worker.ending()
+            if self._closed or self._killed:
+                raise ExecutorClosed(f"{self.name} is closed")
+        return worker.exit_text()
 
 
-def end_all(hands: Sequence[Hand[Any, Any]], patience_s: float) -> None:
-    """Close hands and wait for their end, `patience_s` for all together."""
+def shutdown_all(executors: Sequence[Executor[Any, Any]], patience_s: float) -> None:
+    """Close executors and wait for their exit, `patience_s` for all together."""
     deadline = time.monotonic() + patience_s
-    for hand in hands:
-        hand.hang_up()
-    for hand in hands:
-        hand.reap(deadline)
+    for executor in executors:
+        executor.shutdown()
+    for executor in executors:
+        executor.join(deadline)

@@ -1,16 +1,16 @@
-"""One run of jobs: admitted within limits at one end, their outcomes taken in order at the other.
+"""A bounded, ordered job queue: jobs are admitted within limits, results returned in job order.
 
-    jobs --admit--> in flight: being done, done --take--> consumer
-             |      (bytes and number limited)    |
-             +----------- room again <------------+
+    jobs --admit--> in flight: running or done --take--> consumer
+             |      (bytes and number limited)   |
+             +---------- freed by take <---------+
 
-Whichever hand is free admits the next job, as long as the bytes that the job is estimated to need
-fit beside those in flight; so results that nobody takes are back-pressure. Which hand does a job,
-and when, never shows in the order.
+A free executor admits the next job once its estimated bytes fit beside those in flight; results
+that nobody takes are therefore back-pressure. The order of results does not depend on which
+executor ran a job, or when.
 
-An interrupt is raised in the main thread, at any line, also inside of `threading.Condition`, which
-may then be left locked. So the consumer uses only what is written in C, where that cannot be: plain
-locks in a `with`, and a queue.
+KeyboardInterrupt is raised in the main thread, at any line, also inside `threading.Condition`,
+which may then stay locked. So the consumer only uses primitives written in C, which cannot be
+interrupted half way: plain locks in a `with`, and `SimpleQueue`.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from data_pipeline.workers.executors import Hand
+from data_pipeline.workers.executors import Executor
 from data_pipeline.workers.worker_main import raisable
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What workers did so far.
+    """Running totals of the workers.
 
     Attributes:
-        jobs: done.
-        busy_s: seconds the jobs took, summed over workers.
+        jobs: completed.
+        busy_s: seconds spent in jobs, summed over workers.
         wait_s: seconds the consumer waited for results.
         restarts: workers started in place of dead ones.
         bytes_in_flight: estimated bytes of the jobs in flight now.
-        high_water_bytes: the most there ever were.
+        high_water_bytes: maximum of bytes_in_flight.
     """
 
     jobs: int = 0
@@ -46,40 +46,40 @@ class Stats:
     high_water_bytes: int = 0
 
 
-class Tally:
-    """Running totals, from any thread."""
+class StatsCounter:
+    """Updates `Stats` from any thread."""
 
     def __init__(self) -> None:
         self.stats = Stats()
         self._lock = threading.Lock()
 
     def add(self, **more: float) -> None:
-        """Add to some of the totals."""
+        """Add to the named totals."""
         with self._lock:
             now = self.stats
             self.stats = replace(now, **{k: getattr(now, k) + v for k, v in more.items()})
 
-    def flying(self, nbytes: int) -> None:
-        """Note how many bytes are in flight now."""
+    def set_in_flight(self, nbytes: int) -> None:
+        """Set the bytes in flight, and raise their maximum."""
         with self._lock:
             high = max(self.stats.high_water_bytes, nbytes)
             self.stats = replace(self.stats, bytes_in_flight=nbytes, high_water_bytes=high)
 
 
 @dataclass
-class Ticket:
+class AdmittedJob:
     """A job in flight.
 
     Attributes:
-        place: in the run, from 0.
-        job: itself.
-        hand: who does it.
-        begun: when it was admitted, on the monotonic clock.
+        index: in the run, from 0.
+        job: the job.
+        executor: which runs it.
+        begun: time of admission (monotonic clock, s).
     """
 
-    place: int
+    index: int
     job: Any
-    hand: Hand[Any, Any]
+    executor: Executor[Any, Any]
     begun: float
 
     def label(self) -> str:
@@ -88,11 +88,11 @@ class Ticket:
             shown = repr(self.job)
         except Exception:  # only a name for messages
             shown = type(self.job).__name__
-        return f"job {self.place} ({shown if len(shown) <= 200 else shown[:197] + '...'})"
+        return f"job {self.index} ({shown if len(shown) <= 200 else shown[:197] + '...'})"
 
     def do(self) -> tuple[Any, float]:
-        """Have the hand do it: the result, and the seconds it took."""
-        return self.hand.do(self.job, self.label)
+        """Run it; return its result and duration in seconds."""
+        return self.executor.do(self.job, self.label)
 
 
 @dataclass
@@ -101,15 +101,15 @@ class _Outcome:
     error: Exception | None
 
 
-class Line:
-    """One run with jobs in flight.
+class JobQueue:
+    """The jobs of one run, executed ahead of the consumer.
 
     Args:
         jobs: (job, estimated bytes).
-        max_bytes: limit of the estimates in flight; a job above it goes alone.
+        max_bytes: limit of the estimates in flight; a larger job runs alone.
         max_jobs: limit of the jobs in flight.
-        timeout_s: how long a job may take.
-        tally: what to count in.
+        timeout_s: maximum duration of a job.
+        counter: updated with what is run.
     """
 
     def __init__(
@@ -118,132 +118,132 @@ class Line:
         max_bytes: int,
         max_jobs: int,
         timeout_s: float,
-        tally: Tally,
+        counter: StatsCounter,
     ):
         self._jobs = jobs
         self._max_bytes = max_bytes
         self._max_jobs = max_jobs
         self._timeout_s = timeout_s
-        self._tally = tally
-        # One thread at a time asks the iterator, which gives the jobs their order.
-        self._asking = threading.Lock()
+        self._counter = counter
+        # One thread at a time advances the iterator: this defines the order of the jobs.
+        self._jobs_lock = threading.Lock()
         self._asked = 0
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes the consumer
-        # Guards all below. Nothing that may take long happens under it.
+        self._wake_consumer: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # Guards all below; nothing slow happens under it.
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # wakes hands
+        self._changed = threading.Condition(self._lock)  # wakes executors
         self._stopped = False
-        # The place after the last outcome, once it is known. Of several errors any will do: the
-        # consumer stops at the first.
+        # Index after the last outcome, once known. With several errors any is right: the consumer
+        # stops at the first.
         self._end: int | None = None
-        self._next = 0  # the place to be taken next
-        self._flying: dict[int, int] = {}  # place -> estimated bytes, from admit to take
-        self._tickets: dict[int, Ticket] = {}  # being done
+        self._next = 0  # index to be taken next
+        self._in_flight_bytes: dict[int, int] = {}  # index -> estimated bytes, from admit to take
+        self._running: dict[int, AdmittedJob] = {}  # index -> job
         self._done: dict[int, _Outcome] = {}
 
-    def work(self, hand: Hand[Any, Any]) -> None:
-        """Do jobs with a hand until there are no more; the target of a thread."""
-        with hand.lock:  # it may still be busy with a job of the run before
-            while (ticket := self._admit(hand)) is not None:
-                self._do(ticket)
-                del ticket  # or it would be held while the next one is waited for
+    def run_jobs(self, executor: Executor[Any, Any]) -> None:
+        """Run jobs on an executor until there are no more; the target of a thread."""
+        with executor.lock:  # it may still run a job of the previous run
+            while (admitted := self._admit(executor)) is not None:
+                self._do(admitted)
+                del admitted  # or it would be held while the next one is waited for
 
     def take(self) -> Any:
         """Wait for the next outcome in order; return its result or raise its error.
 
         Raises:
-            StopIteration: there are no more, or the line was stopped.
-            TimeoutError: naming the job, and who has it.
+            StopIteration: there are no more, or the queue was stopped.
+            TimeoutError: naming the job and its executor.
             Exception: what the job raised.
         """
-        place, begin = self._next, time.monotonic()
+        index, begin = self._next, time.monotonic()
         while True:
             with self._lock:
-                if place in self._done:
-                    outcome = self._pop(place)
+                if index in self._done:
+                    outcome = self._pop(index)
                     break
-                if self._stopped or (self._end is not None and place >= self._end):
+                if self._stopped or (self._end is not None and index >= self._end):
                     raise StopIteration
-                ticket = self._tickets.get(place)
-            since = begin if ticket is None else max(begin, ticket.begun)
+                admitted = self._running.get(index)
+            since = begin if admitted is None else max(begin, admitted.begun)
             left = since + self._timeout_s - time.monotonic()
             if left <= 0:
-                self._give_up(place, ticket)
+                self._time_out(index, admitted)
             with contextlib.suppress(queue.Empty):
-                self._news.get(timeout=left)
+                self._wake_consumer.get(timeout=left)
         if outcome.error is not None:
             raise outcome.error
         return outcome.result
 
     def stop(self) -> None:
-        """Drop all outcomes, admit nothing more."""
+        """Drop all outcomes and admit no more jobs."""
         with self._lock:
             if not self._stopped:
                 self._stopped = True
                 self._done.clear()
-                self._flying.clear()
-                self._tally.flying(0)
+                self._in_flight_bytes.clear()
+                self._counter.set_in_flight(0)
                 self._changed.notify_all()
-                self._news.put(None)
+                self._wake_consumer.put(None)
 
-    def _pop(self, place: int) -> _Outcome:
+    def _pop(self, index: int) -> _Outcome:
         """Take an outcome away; the lock is held."""
-        self._flying.pop(place, None)
+        self._in_flight_bytes.pop(index, None)
         self._next += 1
-        self._tally.flying(self._in_flight())
+        self._counter.set_in_flight(self._in_flight())
         self._changed.notify_all()
-        return self._done.pop(place)
+        return self._done.pop(index)
 
-    def _admit(self, hand: Hand[Any, Any]) -> Ticket | None:
-        """Wait for room and take the next job for a hand; None: nothing more is to be begun."""
-        with self._asking:
+    def _admit(self, executor: Executor[Any, Any]) -> AdmittedJob | None:
+        """Wait for room and take the next job for an executor; None: the run is over."""
+        with self._jobs_lock:
             with self._lock:
-                if not self._room(lambda: len(self._flying) < self._max_jobs):
+                if not self._room(lambda: len(self._in_flight_bytes) < self._max_jobs):
                     return None
-            place = self._asked
+            index = self._asked
             try:
                 job, nbytes = next(self._jobs)
                 if nbytes < 0:
-                    raise ValueError(f"job {place} is estimated at {nbytes} bytes")
+                    raise ValueError(f"job {index} is estimated at {nbytes} bytes")
             except StopIteration:
-                self._deliver(place, None)
+                self._deliver(index, None)
                 return None
             except BaseException as error:
-                self._deliver(place, _Outcome(None, raisable(error)))
+                self._deliver(index, _Outcome(None, raisable(error)))
                 return None
             self._asked += 1
             with self._lock:
-                if not self._room(lambda: not self._flying or self._fits(nbytes)):
+                if not self._room(lambda: not self._in_flight_bytes or self._fits(nbytes)):
                     return None
-                ticket = Ticket(place, job, hand, time.monotonic())
-                self._tickets[place] = ticket
-                self._flying[place] = nbytes
-                self._tally.flying(self._in_flight())
-                self._news.put(None)  # whoever waits for it knows now whom to blame
-                return ticket
+                admitted = AdmittedJob(index, job, executor, time.monotonic())
+                self._running[index] = admitted
+                self._in_flight_bytes[index] = nbytes
+                self._counter.set_in_flight(self._in_flight())
+                self._wake_consumer.put(None)  # so that a timeout of the consumer names this job
+                return admitted
 
-    def _do(self, ticket: Ticket) -> None:
+    def _do(self, admitted: AdmittedJob) -> None:
         try:
-            result, seconds = ticket.do()
+            result, seconds = admitted.do()
         except BaseException as error:
-            self._deliver(ticket.place, _Outcome(None, raisable(error)))
+            self._deliver(admitted.index, _Outcome(None, raisable(error)))
         else:
-            self._tally.add(jobs=1, busy_s=seconds)
-            self._deliver(ticket.place, _Outcome(result, None))
+            self._counter.add(jobs=1, busy_s=seconds)
+            self._deliver(admitted.index, _Outcome(result, None))
 
-    def _deliver(self, place: int, outcome: _Outcome | None) -> None:
-        """Put an outcome in its place; None or an error ends the run there."""
+    def _deliver(self, index: int, outcome: _Outcome | None) -> None:
+        """Store the outcome of a job; None or an error ends the run there."""
         with self._lock:
-            self._tickets.pop(place, None)
+            self._running.pop(index, None)
             if outcome is not None and not self._stopped:
-                self._done[place] = outcome
+                self._done[index] = outcome
             if outcome is None or outcome.error is not None:
-                self._end = place if outcome is None else place + 1
+                self._end = index if outcome is None else index + 1
                 self._changed.notify_all()
-            self._news.put(None)
+            self._wake_consumer.put(None)
 
     def _room(self, room: Callable[[], bool]) -> bool:
-        """Wait for room; False: nothing more is to be begun. The lock is held."""
+        """Wait for room; False: the run is over. The lock is held."""
         self._changed.wait_for(lambda: self._over() or room())
         return not self._over()
 
@@ -254,56 +254,58 @@ class Line:
         return self._in_flight() + nbytes <= self._max_bytes
 
     def _in_flight(self) -> int:
-        return sum(self._flying.values())
+        return sum(self._in_flight_bytes.values())
 
-    def _give_up(self, place: int, ticket: Ticket | None) -> None:
+    def _time_out(self, index: int, admitted: AdmittedJob | None) -> None:
         waited = f"waited {self._timeout_s:g} s for "
-        if ticket is None:
+        if admitted is None:
             raise TimeoutError(
-                f"{waited}job {place}: the iterator of jobs has not given it, or no worker was free"
+                f"{waited}job {index}: the iterator of jobs has not given it, or no worker was free"
             )
-        ticket.hand.give_up()
+        admitted.executor.kill()
         raise TimeoutError(
-            f"{waited}{ticket.label()}: {ticket.hand.name} is still at it; raise the timeout if "
-            f"jobs may take so long, else see what they wait for"
+            f"{waited}{admitted.label()}: {admitted.executor.name} is still at it; raise the "
+            f"timeout if jobs may take so long, else see what they wait for"
         )
 
 
-class Inline:
-    """One run with nothing in flight: a job is done when its result is asked for."""
+class InlineJobQueue:
+    """The jobs of one run without prefetch: each runs when its result is taken."""
 
-    def __init__(self, jobs: Iterator[tuple[Any, int]], hand: Hand[Any, Any], tally: Tally):
+    def __init__(
+        self, jobs: Iterator[tuple[Any, int]], executor: Executor[Any, Any], counter: StatsCounter
+    ):
         self._jobs = jobs
-        self._hand = hand
-        self._tally = tally
+        self._executor = executor
+        self._counter = counter
         self._next = 0
         self._stopped = False
 
     def take(self) -> Any:
-        """Take the next job, do it, return its result.
+        """Run the next job and return its result.
 
         Raises:
-            StopIteration: there are no more, or the line was stopped.
+            StopIteration: there are no more, or the queue was stopped.
             Exception: what the job raised.
         """
         if self._stopped:
             raise StopIteration
         job, nbytes = next(self._jobs)
-        ticket = Ticket(self._next, job, self._hand, time.monotonic())
+        admitted = AdmittedJob(self._next, job, self._executor, time.monotonic())
         self._next += 1
-        self._tally.flying(nbytes)
+        self._counter.set_in_flight(nbytes)
         try:
-            with self._hand.lock:
-                result, seconds = ticket.do()
+            with self._executor.lock:
+                result, seconds = admitted.do()
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):  # in the consumer's own thread, it is his
+            if isinstance(error, KeyboardInterrupt):  # this is the consumer's own thread
                 raise
             raise raisable(error) from None
         finally:
-            self._tally.flying(0)
-        self._tally.add(jobs=1, busy_s=seconds)
+            self._counter.set_in_flight(0)
+        self._counter.add(jobs=1, busy_s=seconds)
         return result
 
     def stop(self) -> None:
-        """Take nothing more."""
+        """End the run."""
         self._stopped = True

@@ -1,9 +1,9 @@
-"""Objects with large arrays from one process to another, over a Unix socket, without a copy there.
+"""Sends objects with large arrays over a Unix socket; the receiver maps them without a copy.
 
     sender                                         receiver
-    pickle, arrays kept apart (protocol 5)         map the segment (once)
-    lay all of it out in a segment          ->     arrays that are views of it, writeable
-    take the segment back, use it again     <-     `given_back`, when no such array is left
+    pickle, arrays out of band (protocol 5)        map the segment (once)
+    copy all into a segment                 ->     arrays are writeable views of it
+    `reclaim` the segment, use it again     <-     `released`, when no such array is left
 
 A segment is memory without a name (`memfd_create`), its descriptor travels over the socket. Nothing
 lies in /dev/shm, nothing counts against its size, and nothing can be left behind: the kernel frees
@@ -36,14 +36,14 @@ from numpy.typing import NDArray
 
 INLINE = 64 << 10
 KEPT = 8
-# Arrays begin at multiples of a cache line; vector instructions ask for no more.
+# Arrays begin at multiples of a cache line; vector instructions need no more.
 _ALIGN = 64
-_HEADER = struct.Struct("<QQ")  # bytes of the envelope, bytes of the body that follows it
+_HEADER = struct.Struct("<QQ")  # bytes of the header, bytes of the body that follows it
 _LENGTH = struct.Struct("<Q")
 
 
-class Envelope(NamedTuple):
-    """What the receiver has to know of a body.
+class MessageHeader(NamedTuple):
+    """Describes the body of a message to its receiver.
 
     Attributes:
         spans: (begin, end) of the pickle stream and of each of its buffers, in the body.
@@ -76,7 +76,7 @@ def anonymous_file() -> int:
     name in /dev/shm, or else in TMPDIR.
     """
     try:
-        return os.memfd_create("parcel")
+        return os.memfd_create("shm_transport")
     except (AttributeError, OSError):
         return unlinked_file()
 
@@ -135,10 +135,10 @@ def _write(fd: int, part: memoryview, offset: int) -> None:
 
 
 @dataclass
-class Parcel:
-    """An object made ready by `Sender.pack`; send it, or nothing."""
+class Message:
+    """An object serialised by `Sender.pack`; it has to be the next one sent."""
 
-    envelope: Envelope
+    header: MessageHeader
     body: bytearray
     segment: _Segment | None
 
@@ -154,8 +154,8 @@ class Sender:
         self._created = 0
         self._packed = 0
 
-    def pack(self, value: object) -> Parcel:
-        """Pickle an object and lay it out.
+    def pack(self, value: object) -> Message:
+        """Pickle an object and copy it into a segment, or into the message if it is small.
 
         Raises:
             pickle.PicklingError, TypeError, AttributeError: from pickle, as it pleases.
@@ -170,7 +170,7 @@ class Sender:
             body = bytearray(size)
             for part, (begin, end) in zip(parts, spans):
                 body[begin:end] = part
-            return Parcel(Envelope(spans, None, None, self._take_dropped()), body, None)
+            return Message(MessageHeader(spans, None, None, self._pop_dropped()), body, None)
         segment = self._segment(size)
         try:
             segment.fill(parts, spans)
@@ -179,26 +179,28 @@ class Sender:
             raise
         self._lent[segment.number] = segment
         capacity = None if segment.known else segment.capacity
-        dropped = self._take_dropped()
-        return Parcel(Envelope(spans, segment.number, capacity, dropped), bytearray(), segment)
+        dropped = self._pop_dropped()
+        return Message(
+            MessageHeader(spans, segment.number, capacity, dropped), bytearray(), segment
+        )
 
-    def send(self, parcel: Parcel) -> None:
+    def send(self, message: Message) -> None:
         """Send what `pack` returned.
 
         Raises:
             OSError: the other end is gone.
         """
-        envelope = pickle.dumps(tuple(parcel.envelope))
-        head = _HEADER.pack(len(envelope), len(parcel.body))
-        if parcel.segment is not None and not parcel.segment.known:
-            sent = socket.send_fds(self._sock, [head], [parcel.segment.fd])
+        header = pickle.dumps(tuple(message.header))
+        head = _HEADER.pack(len(header), len(message.body))
+        if message.segment is not None and not message.segment.known:
+            sent = socket.send_fds(self._sock, [head], [message.segment.fd])
             assert sent == len(head)
             head = b""
-            parcel.segment.known = True
-        self._sock.sendall(head + envelope + parcel.body)
+            message.segment.known = True
+        self._sock.sendall(head + header + message.body)
 
-    def take_back(self, numbers: Iterable[int]) -> None:
-        """Take note of segments that the receiver needs no longer."""
+    def reclaim(self, numbers: Iterable[int]) -> None:
+        """Reuse segments that the receiver has released."""
         for number in numbers:
             segment = self._lent.pop(number)
             segment.freed = self._packed
@@ -208,7 +210,7 @@ class Sender:
 
     def _segment(self, size: int) -> _Segment:
         self._packed += 1
-        # The last one that came back first: those that are not needed grow old.
+        # Most recently released first, so that surplus segments age and are dropped.
         for place in reversed(range(len(self._free))):
             if self._free[place].capacity >= size:
                 return self._free.pop(place)
@@ -222,14 +224,14 @@ class Sender:
         if segment.known:
             self._dropped.append(segment.number)
 
-    def _take_dropped(self) -> list[int]:
+    def _pop_dropped(self) -> list[int]:
         dropped, self._dropped = self._dropped, []
         return dropped
 
 
 @dataclass
-class Body:
-    """The bytes of an object that has arrived; `load` makes the object. Use it once.
+class ReceivedMessage:
+    """The bytes of a received object; `load` unpickles it, once.
 
     Attributes:
         nbytes: size of the whole.
@@ -261,7 +263,7 @@ class Receiver:
         self._leases: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self._returned: deque[int] = deque()
 
-    def receive(self) -> Body:
+    def receive(self) -> ReceivedMessage:
         """Wait for the next object.
 
         Raises:
@@ -270,34 +272,33 @@ class Receiver:
         """
         head, fd = self._head()
         try:
-            envelope_size, body_size = _HEADER.unpack(head)
-            envelope = Envelope(*pickle.loads(receive_exactly(self._sock, envelope_size)))
-            for number in envelope.dropped:
+            header_size, body_size = _HEADER.unpack(head)
+            header = MessageHeader(*pickle.loads(receive_exactly(self._sock, header_size)))
+            for number in header.dropped:
                 del self._mappings[number]
-            if envelope.segment is None:
+            if header.segment is None:
                 body = receive_exactly(self._sock, body_size)
-                return Body(envelope.spans, memoryview(body))
-            if envelope.capacity is not None:
+                return ReceivedMessage(header.spans, memoryview(body))
+            if header.capacity is not None:
                 if fd is None:
                     raise OSError(
                         errno.EMFILE,
                         "a segment came without its descriptor: this process has as many open "
                         "files as it may; raise `ulimit -n`, or hold fewer results at once",
                     )
-                self._mappings[envelope.segment] = mmap.mmap(fd, envelope.capacity)
+                self._mappings[header.segment] = mmap.mmap(fd, header.capacity)
         finally:
             if fd is not None:  # the mapping has a descriptor of its own
                 os.close(fd)
-        return Body(envelope.spans, self._lease(envelope.segment, envelope.spans[-1][1]))
+        return ReceivedMessage(header.spans, self._lease(header.segment, header.spans[-1][1]))
 
-    def given_back(self) -> list[int]:
-        """Return the segments no array of which is left, each once, for `Sender.take_back`."""
+    def released(self) -> list[int]:
+        """Return the segments without a live array, each once, for `Sender.reclaim`."""
         return [self._returned.popleft() for _ in range(len(self._returned))]
 
     def _lease(self, number: int, size: int) -> memoryview:
-        # Whoever holds a slice of a memoryview holds the object that the first one was made of:
-        # that object dies with the last array. It is an ndarray as the only thing at hand that
-        # both exports its memory and can be referred to weakly.
+        # A slice of a memoryview keeps the exporting object alive, so that object dies with the
+        # last array. It is an ndarray because that exports memory and allows weak references.
         lease = np.frombuffer(self._mappings[number], np.uint8, size)
         returned, leases = self._returned, self._leases
 
@@ -318,7 +319,7 @@ class Receiver:
         return head + rest, fds[0] if fds else None
 
 
-def send_message(sock: socket.socket, data: bytes) -> None:
+def send_bytes(sock: socket.socket, data: bytes) -> None:
     """Send bytes as one message.
 
     Raises:
@@ -328,8 +329,8 @@ def send_message(sock: socket.socket, data: bytes) -> None:
     sock.sendall(data)
 
 
-def receive_message(sock: socket.socket) -> bytearray:
-    """Wait for what `send_message` sent.
+def receive_bytes(sock: socket.socket) -> bytearray:
+    """Wait for what `send_bytes` sent.
 
     Raises:
         EOFError: the other end is gone, perhaps in the middle of a message.

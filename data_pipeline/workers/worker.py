@@ -1,6 +1,6 @@
-"""A worker process as its parent sees it: started, asked, ended.
+"""The parent's handle of a worker process: start, call, kill.
 
-The other side of its socket is `workers.worker_main`.
+The process runs `workers.worker_main`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.workers.shm_transport import Body, Receiver, send_message
+from data_pipeline.workers.shm_transport import ReceivedMessage, Receiver, send_bytes
 from data_pipeline.workers.worker_main import FAILED, LEFT_TO_PARENT, READY
 
 _BOOT = (
@@ -36,19 +36,19 @@ _ONE_THREAD = {
         "VECLIB_MAXIMUM_THREADS",
     )
 }
-# How often a wait looks whether the worker still lives. Its death closes the socket, unless
-# something that the job started holds it open.
+# Interval of liveness checks while waiting. The death of the worker closes the socket, unless a
+# child process of the job holds it open.
 _LOOK_S = 1.0
-# The kernel ends a killed process at once, unless that waits for a device or a network file system.
+# A killed process exits at once unless it waits for a device or a network file system.
 _KILL_S = 5.0
 
 
-class Lost(Exception):
-    """The worker is gone, or going."""
+class WorkerLost(Exception):
+    """The worker process has exited or is exiting."""
 
 
 class Worker:
-    """One worker process, from its start to its end.
+    """One worker process.
 
     Args:
         setup: pickled; called there before the first job.
@@ -72,23 +72,23 @@ class Worker:
         finally:
             theirs.close()
 
-    def ask(self, job: bytes) -> tuple[Any, float]:
-        """Have a pickled job done: its result, and the seconds it took.
+    def call(self, job: bytes) -> tuple[Any, float]:
+        """Run a pickled job; return its result and duration in seconds.
 
         Raises:
-            Lost: the worker ended meanwhile.
+            WorkerLost: the worker exited meanwhile.
             OSError: this process has no descriptors or no memory left to receive the result.
             Exception: what `setup` or the job raised there, with its traceback as `__cause__`.
         """
         try:
             if self._setup is not None:
-                self._greet(self._setup)
+                self._handshake(self._setup)
                 self._setup = None
-            send_message(self._sock, pickle.dumps((self._receiver.given_back(), job), protocol=5))
+            send_bytes(self._sock, pickle.dumps((self._receiver.released(), job), protocol=5))
             body = self._receive()
         except (EOFError, ConnectionError) as error:
-            raise Lost from error
-        except OSError:  # what came has not been taken in, what follows would not fit to it
+            raise WorkerLost from error
+        except OSError:  # the message was not received whole: the stream is out of step
             self.end()
             raise
         outcome, *content = body.load()
@@ -97,10 +97,10 @@ class Worker:
         result, seconds = content
         return result, seconds
 
-    def _greet(self, setup: bytes) -> None:
+    def _handshake(self, setup: bytes) -> None:
         path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
-        send_message(self._sock, pickle.dumps(path))
-        send_message(self._sock, setup)
+        send_bytes(self._sock, pickle.dumps(path))
+        send_bytes(self._sock, setup)
         answer, *content = self._receive().load()
         if answer != READY:
             self.end()
@@ -108,7 +108,7 @@ class Worker:
             error.add_note("raised while a worker made ready: by `setup`, or by its import")
             raise error
 
-    def _receive(self) -> Body:
+    def _receive(self) -> ReceivedMessage:
         readable = select.poll()
         readable.register(self._sock, select.POLLIN)
         while not readable.poll(_LOOK_S * 1000):
@@ -116,37 +116,37 @@ class Worker:
                 raise EOFError("the worker is dead")
         return self._receiver.receive()
 
-    def hang_up(self) -> None:
-        """Close the socket: the worker ends by itself, and a thread that asks it gets `Lost`."""
-        # Closing alone would wake no thread that waits in `recv`.
+    def shutdown(self) -> None:
+        """Close the socket: the worker exits, and a thread in `call` gets `WorkerLost`."""
+        # `close` alone would not wake a thread that waits in `recv`.
         with contextlib.suppress(OSError):  # not connected any longer
             self._sock.shutdown(socket.SHUT_RDWR)
 
-    def reap(self, deadline: float) -> None:
-        """Wait for the end until a time of the monotonic clock, then kill."""
+    def join(self, deadline: float) -> None:
+        """Wait for the exit until `deadline` (monotonic clock, s), then kill."""
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.end()
 
     def close(self) -> None:
-        """Close the socket for good; only where no thread asks the worker."""
-        self.hang_up()
+        """Close the socket; only while no thread is in `call`."""
+        self.shutdown()
         self._sock.close()
 
     def end(self) -> None:
-        """Kill the worker and wait for its end."""
+        """Kill the worker and wait for its exit."""
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_KILL_S)
 
     def kill(self) -> None:
-        """Kill the worker, without waiting for its end."""
+        """Kill the worker without waiting."""
         self.process.kill()
-        self.hang_up()
+        self.shutdown()
 
-    def ending(self) -> str:
-        """Say how it ended."""
+    def exit_text(self) -> str:
+        """Describe how it exited."""
         code = self.process.returncode
         if code is None:
             return f"(process {self.process.pid}) was killed but does not end"
@@ -159,7 +159,7 @@ class Worker:
 
 
 def pickled(value: object, what: Callable[[], str]) -> bytes:
-    """Pickle what a worker shall get; `what` names it in messages.
+    """Pickle a value for a worker; `what` names it in messages.
 
     Raises:
         ValueError: it cannot be pickled, or is defined in the main script, which no worker imports.
@@ -194,11 +194,10 @@ class _NotMain(pickle.Unpickler):
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """Hold back the signals of terminal and scheduler in this thread.
+def signals_blocked() -> Iterator[None]:
+    """Block the signals of terminal and scheduler in this thread.
 
-    A process that is started meanwhile is born with them held back, so that none can end it before
-    it has come to ignore them.
+    A process started meanwhile inherits the mask, so that none can end it before it ignores them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)
     try:

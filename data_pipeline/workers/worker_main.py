@@ -1,17 +1,16 @@
-"""What a worker process runs: make ready once, then one job after the other until the parent goes.
+"""The main loop of a worker process: setup, then job after job until the parent exits.
 
     python -P -c "... main(socket, parent)"
 
-The parent (`workers.worker`) starts it as a fresh interpreter, neither forked (threads and
-CUDA do not survive that) nor by `multiprocessing` (which imports the main script again, so that
-every script needs a guard): it knows its parent only by a socket.
+The parent (`workers.worker`) starts it as a fresh interpreter: not forked (threads and CUDA do not
+survive that), not by `multiprocessing` (which imports the main script again, so that every script
+needs a guard). A socket is their only connection.
 
-    parent -> worker    sys.path, `setup`, then jobs: (segments given back, job)
+    parent -> worker    sys.path, `setup`, then jobs: (released segments, job)
     worker -> parent    READY, then for each job: (DONE, result, seconds) or (FAILED, Failure)
 
-It leaves the signals of a terminal and of a scheduler to the parent, which may be saving its state
-and want data for it; it ends when the socket is closed, which is also what the death of the parent
-looks like.
+It ignores the signals of terminal and scheduler, because the parent may still need data while it
+saves its state. It exits when the socket is closed, which also happens if the parent dies.
 """
 
 import faulthandler
@@ -28,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.workers.shm_transport import Sender, receive_message
+from data_pipeline.workers.shm_transport import Sender, receive_bytes
 
 READY, DONE, FAILED = "ready", "done", "failed"
 
@@ -41,8 +40,8 @@ LEFT_TO_PARENT = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-# The time a worker without a parent has to end in order; in the middle of a job it may need longer
-# and is ended. Shorter than the parent's patience in `workers.workers`.
+# Grace period of a worker without a parent; a longer job is aborted. Shorter than `CLOSE_S` in
+# `workers.workers`.
 GRACE_S = 0.5
 _LOOK_S = 1.0
 
@@ -120,13 +119,13 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def main(fd: int, parent: int) -> None:
-    """Serve the parent until it closes its end.
+    """Run the jobs of the parent until it closes its end of the socket.
 
     Args:
         fd: the socket.
         parent: process id of the parent.
     """
-    # They were blocked before this interpreter started, so that none could end it half started.
+    # The parent blocked them before this interpreter started: see `worker.signals_blocked`.
     for number in LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENT)
@@ -134,7 +133,7 @@ def main(fd: int, parent: int) -> None:
     # A program that a job starts must not hold the socket open.
     os.set_inheritable(fd, False)
     sock = socket.socket(fileno=fd)
-    threading.Thread(target=_end_with_parent, args=(sock, parent), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(sock, parent), daemon=True).start()
     try:
         _serve(sock)
     except (EOFError, ConnectionError):
@@ -143,8 +142,8 @@ def main(fd: int, parent: int) -> None:
 
 def _serve(sock: socket.socket) -> None:
     sender = Sender(sock)
-    sys.path[:] = pickle.loads(receive_message(sock))
-    setup = receive_message(sock)
+    sys.path[:] = pickle.loads(receive_bytes(sock))
+    setup = receive_bytes(sock)
     try:
         do = pickle.loads(setup)()
     except BaseException as error:
@@ -152,8 +151,8 @@ def _serve(sock: socket.socket) -> None:
     del setup
     sender.send(sender.pack((READY,)))
     while True:
-        given_back, job = pickle.loads(receive_message(sock))
-        sender.take_back(given_back)
+        released, job = pickle.loads(receive_bytes(sock))
+        sender.reclaim(released)
         # A function, so that nothing of a job is held in memory while the next is waited for.
         _answer(sender, do, job)
 
@@ -162,14 +161,14 @@ def _answer(sender: Sender, do: Callable[[Any], Any], job: bytes) -> None:
     begin = time.monotonic()
     try:
         result = do(pickle.loads(job))
-        parcel = sender.pack((DONE, result, time.monotonic() - begin))
+        message = sender.pack((DONE, result, time.monotonic() - begin))
     except BaseException as error:
-        parcel = sender.pack((FAILED, Failure.of(error)))
-    sender.send(parcel)
+        message = sender.pack((FAILED, Failure.of(error)))
+    sender.send(message)
 
 
-def _end_with_parent(sock: socket.socket, parent: int) -> None:
-    """End this process if the socket is closed or the parent is another one.
+def _exit_with_parent(sock: socket.socket, parent: int) -> None:
+    """Exit if the socket is closed or the parent process has changed.
 
     The second is for a parent that was killed while processes which it forked hold its end open.
     """

@@ -1,16 +1,15 @@
-"""Jobs done ahead by threads or processes, results in the order of the jobs.
+"""Runs jobs ahead of their consumer in threads or processes; results come in job order.
 
     with Workers(setup, num_workers=4) as workers:
         for result in workers.run(jobs, max_bytes=4 << 30, max_jobs=8):
             ...
 
-`setup` is called once in each worker and returns the function that does a job there; so a worker
-opens its own files and connections. This module knows nothing of what the jobs are.
+`setup` is called once in each worker and returns the function that runs a job there, so that a
+worker opens its own files and connections.
 
-`workers.line` keeps order and limits, `workers.hands` does the jobs and replaces
-workers that die, `workers.parcel` brings results over from processes. For processes, `setup`
-and the jobs have to pickle; the main script is not imported by them, and needs no
-`if __name__ == "__main__"`.
+`workers.job_queue` keeps order and limits, `workers.executors` runs the jobs and restarts workers
+that die, `workers.shm_transport` carries results between processes. For processes, `setup` and the
+jobs have to pickle; the main script is not imported, and needs no `if __name__ == "__main__"`.
 """
 
 import contextlib
@@ -23,41 +22,42 @@ from dataclasses import replace
 from typing import Any, Generic, Literal
 
 from data_pipeline.workers.executors import (
-    Hand,
-    HandClosed,
+    Executor,
+    ExecutorClosed,
     Job,
-    ProcessHand,
+    ProcessExecutor,
     Result,
     Setup,
-    ThreadHand,
+    ThreadExecutor,
     WorkerDied,
-    end_all,
+    shutdown_all,
 )
-from data_pipeline.workers.job_queue import Inline, Line, Stats, Tally
+from data_pipeline.workers.job_queue import InlineJobQueue, JobQueue, Stats, StatsCounter
 from data_pipeline.workers.worker_main import JobError, RemoteTraceback
 
 __all__ = [
-    "HandClosed",
+    "ExecutorClosed",
     "JobError",
     "RemoteTraceback",
-    "Run",
+    "OrderedResults",
     "Setup",
     "Stats",
     "WorkerDied",
     "Workers",
 ]
 
-# Idle workers end at once; one in the middle of a job is given this long, then killed.
+# Idle workers exit at once; one that runs a job is killed after this time.
 CLOSE_S = 1.5
+
+AnyQueue = JobQueue | InlineJobQueue
 
 
 class Workers(Generic[Job, Result]):
-    """A crew that does jobs ahead of their consumer; `close` it, or use it in a `with`.
+    """A pool that runs jobs ahead of their consumer; `close` it, or use it in a `with`.
 
     Args:
-        setup: called in each worker, before its first job; returns the function that does a job,
-            which must be a pure function of the job: one that was lost with its worker is done
-            again by another.
+        setup: called in each worker, before its first job; returns the function that runs a job.
+            It must be pure: a job that was lost with its worker is retried in another.
         num_workers: 0 for one thread of this process.
         kind: whether `num_workers` counts processes, or threads of this process. Work that holds
             Python's lock gains nothing from threads.
@@ -85,37 +85,39 @@ class Workers(Generic[Job, Result]):
             raise ValueError(f"timeout_s is {timeout_s}; give a time in seconds")
         self.num_workers = num_workers
         self._timeout_s = timeout_s
-        self._tally = Tally()
-        self._hands: list[Hand[Job, Result]] = []
+        self._counter = StatsCounter()
+        self._executors: list[Executor[Job, Result]] = []
         if num_workers and kind == "process":
-            self._hands += [ProcessHand(f"{name} {i}", setup) for i in range(num_workers)]
+            self._executors += [ProcessExecutor(f"{name} {i}", setup) for i in range(num_workers)]
         else:
-            self._hands += [ThreadHand(f"{name} {i}", setup) for i in range(max(1, num_workers))]
-        self._lines: list[Line | Inline] = []  # the present run's; a list, for `_end` to look into
-        self._end = weakref.finalize(self, _end, os.getpid(), self._lines, self._hands)
-        _in_thread(_start, self._hands)
+            self._executors += [
+                ThreadExecutor(f"{name} {i}", setup) for i in range(max(1, num_workers))
+            ]
+        self._queues: list[AnyQueue] = []  # of the current run; a list, shared with `_end`
+        self._end = weakref.finalize(self, _end, os.getpid(), self._queues, self._executors)
+        _in_thread(_start, self._executors)
 
     @property
     def stats(self) -> Stats:
-        """What was done so far, over all runs."""
-        restarts = sum(hand.restarts for hand in self._hands)
-        return replace(self._tally.stats, restarts=restarts)
+        """Totals over all runs."""
+        restarts = sum(executor.restarts for executor in self._executors)
+        return replace(self._counter.stats, restarts=restarts)
 
     def run(
         self, jobs: Iterable[tuple[Job, int]], *, max_bytes: int, max_jobs: int
-    ) -> "Run[Result]":
-        """Do jobs ahead, from now on. A former run of these workers ends here.
+    ) -> "OrderedResults[Result]":
+        """Start to run jobs ahead. Ends the previous run.
 
         Args:
-            jobs: (job, estimated bytes of its result and of what it holds while it is done). The
-                iterator is advanced in threads of the workers, by one at a time.
-            max_bytes: limit of the estimates in flight. A job above it goes alone.
-            max_jobs: limit of the jobs in flight; 0, with `num_workers` 0: none ahead, each is done
-                in the calling thread when its result is asked for.
+            jobs: (job, estimated bytes of its result and working memory). The iterator is
+                advanced in threads of the workers, one at a time.
+            max_bytes: limit of the estimates in flight. A larger job runs alone.
+            max_jobs: limit of the jobs in flight; 0, with `num_workers` 0: no prefetch, each runs
+                in the calling thread when its result is taken.
 
         Raises:
             ValueError: a number out of range.
-            HandClosed: the workers are closed.
+            ExecutorClosed: the workers are closed.
         """
         if max_bytes < 0 or max_jobs < 0:
             raise ValueError(f"max_bytes is {max_bytes}, max_jobs is {max_jobs}; give 0 or more")
@@ -125,22 +127,22 @@ class Workers(Generic[Job, Result]):
                 f"give at least 1, or num_workers=0"
             )
         if not self._end.alive:
-            raise HandClosed("the workers are closed")
-        for line in self._lines:
-            line.stop()
+            raise ExecutorClosed("the workers are closed")
+        for queue in self._queues:
+            queue.stop()
         if max_jobs == 0:
-            self._lines[:] = [Inline(iter(jobs), self._hands[0], self._tally)]
+            self._queues[:] = [InlineJobQueue(iter(jobs), self._executors[0], self._counter)]
         else:
-            line = Line(iter(jobs), max_bytes, max_jobs, self._timeout_s, self._tally)
-            self._lines[:] = [line]
-            _in_thread(_staff, line, self._hands)
-        return Run(self, self._lines[0], self._tally)
+            queue = JobQueue(iter(jobs), max_bytes, max_jobs, self._timeout_s, self._counter)
+            self._queues[:] = [queue]
+            _in_thread(_start_threads, queue, self._executors)
+        return OrderedResults(self, self._queues[0], self._counter)
 
     def close(self) -> None:
         """End the run and all workers, within two seconds.
 
-        Processes are killed if they are still in a job by then. A thread cannot be: it ends by
-        itself with the job it does, whose result is dropped.
+        A process that still runs a job is then killed. A thread cannot be: it ends after its job,
+        whose result is dropped.
         """
         self._end()
 
@@ -151,13 +153,13 @@ class Workers(Generic[Job, Result]):
         self.close()
 
 
-class Run(Generic[Result]):
+class OrderedResults(Generic[Result]):
     """The results of one `Workers.run`, in the order of the jobs. For one thread at a time."""
 
-    def __init__(self, workers: Workers[Any, Result], line: Line | Inline, tally: Tally):
-        self._workers = workers  # which would end if nobody held them
-        self._line = line
-        self._tally = tally
+    def __init__(self, workers: Workers[Any, Result], queue: AnyQueue, counter: StatsCounter):
+        self._workers = workers  # keeps them from being finalised
+        self._queue = queue
+        self._counter = counter
 
     def __iter__(self) -> Iterator[Result]:
         return self
@@ -168,46 +170,48 @@ class Run(Generic[Result]):
         Raises:
             StopIteration: all jobs are done, or the run has ended.
             TimeoutError: naming the job, and where it is.
-            WorkerDied: the job cost two workers in a row.
-            HandClosed: the workers were closed meanwhile.
+            WorkerDied: two workers in a row died with the job.
+            ExecutorClosed: the workers were closed meanwhile.
             Exception: what the job raised, or the iterator of jobs in its place. From a process,
                 its `__cause__` holds the traceback; one that does not pickle becomes a JobError.
         """
         begin = time.monotonic()
         try:
-            return self._line.take()
-        except BaseException:  # an interrupt too: the result it fell upon is lost
+            return self._queue.take()
+        except BaseException:  # an interrupt too: the current result is lost
             self.close()
             raise
         finally:
-            self._tally.add(wait_s=time.monotonic() - begin)
+            self._counter.add(wait_s=time.monotonic() - begin)
 
     def close(self) -> None:
-        """End the run: no further job is begun, no further result handed out."""
-        self._line.stop()
+        """End the run: no further job is started, no further result returned."""
+        self._queue.stop()
 
 
 def _in_thread(target: Callable[..., None], *args: Any) -> None:
-    """Start things away from the main thread, where an interrupt could lose what was started."""
+    """Run in another thread: in the main thread an interrupt could lose what was started."""
     threading.Thread(target=target, args=args, name="workers", daemon=True).start()
 
 
-def _start(hands: list[Hand[Any, Any]]) -> None:
-    """Let workers begin to make ready. What fails here fails again, and is told, at a job."""
-    with contextlib.suppress(OSError, HandClosed):
-        for hand in hands:
-            hand.start()
+def _start(executors: list[Executor[Any, Any]]) -> None:
+    """Begin the setup of all workers. An error here is raised again by the first job."""
+    with contextlib.suppress(OSError, ExecutorClosed):
+        for executor in executors:
+            executor.start()
 
 
-def _staff(line: Line, hands: list[Hand[Any, Any]]) -> None:
-    for hand in hands:
-        threading.Thread(target=line.work, args=(hand,), name=hand.name, daemon=True).start()
+def _start_threads(queue: JobQueue, executors: list[Executor[Any, Any]]) -> None:
+    for executor in executors:
+        threading.Thread(
+            target=queue.run_jobs, args=(executor,), name=executor.name, daemon=True
+        ).start()
 
 
-def _end(owner: int, lines: list[Line | Inline], hands: list[Hand[Any, Any]]) -> None:
-    """End what a crew left running: at `close`, when nobody holds it, or when this process ends."""
+def _end(owner: int, queues: list[AnyQueue], executors: list[Executor[Any, Any]]) -> None:
+    """End run and workers: at `close`, at garbage collection, or at process exit."""
     if os.getpid() != owner:
-        return  # in a forked copy of the owner; the workers are not its own
-    for line in lines:
-        line.stop()
-    end_all(hands, CLOSE_S)
+        return  # a forked copy of the owner must not end its workers
+    for queue in queues:
+        queue.stop()
+    shutdown_all(executors, CLOSE_S)

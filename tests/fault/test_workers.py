@@ -284,7 +284,7 @@ list(workers.run(jobs[:3], max_bytes=9, max_jobs=4))
         wait_until(lambda: not any(map(is_alive, pids)), 6)
     assert err == ""
     new = set(os.listdir("/dev/shm")) - shared
-    assert not [name for name in new if "parcel" in name or "pym" in name]
+    assert not [name for name in new if "shm_transport" in name or "pym" in name]
 
 
 def test_workers_end_with_a_killed_parent_whose_fork_lives_on(tmp_path):

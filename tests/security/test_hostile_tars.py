@@ -134,7 +134,7 @@ def _sparse(size):
 
 
 def test_what_is_packed_does_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MOST_HELD", 2 * MIB)
+    monkeypatch.setattr(readers, "MAX_LOADED", 2 * MIB)
     bombs = {
         "member.tgz": _of_zeros(48 * MIB),
         "records.tgz": _of_zeros(48 * MIB, tarfile.XHDTYPE),

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from data_pipeline.workers.workers import HandClosed, JobError, RemoteTraceback, Workers
+from data_pipeline.workers.workers import ExecutorClosed, JobError, RemoteTraceback, Workers
 from tests.resume import fingerprint
 from tests.worker_jobs import (
     Doubled,
@@ -377,7 +377,7 @@ def test_closed_workers_say_so(number, ahead):
     workers.close()
     workers.close()
     assert next(run, "nothing") == "nothing"
-    with pytest.raises(HandClosed, match="closed"):
+    with pytest.raises(ExecutorClosed, match="closed"):
         workers.run([], **PLENTY)
 
 

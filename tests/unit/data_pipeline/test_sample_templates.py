@@ -14,7 +14,7 @@ from data_pipeline.index.columns import CATEGORIES
 from data_pipeline.index.reads import read_samples
 from data_pipeline.ingest.ingest import ImageSegment, TextSegment, VideoSegment, ingest
 from data_pipeline.ingest.readers import open_inputs
-from data_pipeline.ingest.sample_templates import FORMS, sample_of
+from data_pipeline.ingest.sample_templates import TEMPLATES, expand_record
 from data_pipeline.ingest.samples import Refused, RegionSegment
 from launch.demo import digits
 from launch.demo.pages import render
@@ -27,7 +27,7 @@ EXAMPLES = dict(re.findall(r"### (\w+)\n[^#]*?```jsonl\n(.*?)```", DOCUMENT.read
 
 
 def test_every_category_has_a_form_and_an_example():
-    assert set(FORMS) == set(EXAMPLES) == set(CATEGORIES)
+    assert set(TEMPLATES) == set(EXAMPLES) == set(CATEGORIES)
 
 
 def _from_manifest(folder, lines, category, store, tokenizer):
@@ -86,7 +86,7 @@ def _sample(category, record):
     def media(name):
         return VideoSegment(b"") if name.endswith("mp4") else ImageSegment(name.encode(), "png")
 
-    return sample_of(record, category, "k", media, strict=True).segments
+    return expand_record(record, category, "k", media, strict=True).segments
 
 
 def test_what_is_asked_carries_no_loss_and_what_follows_a_text_begins_a_line():

@@ -12,8 +12,8 @@ from data_pipeline.workers.shm_transport import (
     Receiver,
     Sender,
     anonymous_file,
-    receive_message,
-    send_message,
+    receive_bytes,
+    send_bytes,
     spans_of,
 )
 from tests import worker_jobs
@@ -39,11 +39,11 @@ def ends():
 
 
 def carry(ends, value):
-    """Send, receive, hand back what is free; all in one thread, so segments only or small ones."""
+    """Send, receive, release what is free; all in one thread, so segments only or small ones."""
     sender, receiver = ends
     sender.send(sender.pack(value))
     loaded = receiver.receive().load()
-    sender.take_back(receiver.given_back())
+    sender.reclaim(receiver.released())
     return loaded
 
 
@@ -183,7 +183,7 @@ def test_an_end_in_the_middle_is_an_end(sent):
         theirs.sendall(sent)
         theirs.close()
         with pytest.raises(EOFError, match="closed"):
-            receive_message(ours)
+            receive_bytes(ours)
 
 
 @pytest.mark.parametrize("kept", [0, 7, 16, 40])
@@ -204,5 +204,5 @@ def test_messages_arrive_whole():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         for data in (b"", b"a", b"b" * 50_000):
-            send_message(theirs, data)
-            assert receive_message(ours) == data
+            send_bytes(theirs, data)
+            assert receive_bytes(ours) == data
