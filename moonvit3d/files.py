@@ -22,14 +22,16 @@ from torch import Tensor
 from moonvit3d import layouts
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.layouts import Header, NameScheme, Part
+from moonvit3d.safetensors_io import (
+    INDEX,
+    SINGLE,
+    entry_of,
+    layout_of,
+    torch_dtypes,
+    wide_first,
+    write_tensors,
+)
 
-CODES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 KEY = "moonvit3d"  # of the metadata that hold the sizes
 CONSTANTS = ("norm_eps", "rope_theta")
 # An index names files of its own folder; one of a stranger could name any file.
@@ -172,7 +174,9 @@ def opened(path: Path) -> Iterator[Checkpoint]:
                 raise ValueError(f"{file}: no {name}, which {path} places there")
             piece = handles[file].get_slice(name)
             code: str = piece.get_dtype()
-            headers[name] = Header(tuple(piece.get_shape()), CODES.get(code, code))
+            known = torch_dtypes().get(code)
+            dtype = known if known in layouts.FLOATS else code
+            headers[name] = Header(tuple(piece.get_shape()), dtype)
         stated = _stated(path, handles[path].metadata()) if path in handles else {}
         yield Checkpoint(path, layout, prefix, files, handles, headers, stated)
 
@@ -222,30 +226,15 @@ def _stated(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
 def write(
     path: Path, tensors: Mapping[str, Tensor], sizes: Mapping[str, Any], overwrite: bool
 ) -> None:
-    """A safetensors file: length, JSON header, bytes.
-
-    By hand, because the library writes metadata in random order (safetensors issue 584), so that
-    equal weights would not give equal files, and because one tensor at a time leaves the device.
-    """
+    """Write a safetensors file that holds the sizes as metadata; one tensor leaves the device."""
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: overwrite=True (--overwrite) replaces it")
-    codes = {dtype: code for code, dtype in CODES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", KEY: json.dumps(sizes)}}
-    # Widest type first keeps every tensor aligned to its own numbers.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        place = {"shape": list(tensor.shape), "data_offsets": [start, end]}
-        header[name] = {"dtype": codes[tensor.dtype], **place}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    entries = {name: entry_of(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    layout = layout_of(wide_first(entries), {KEY: json.dumps(sizes)})
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with open(partial, "xb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for _, tensor in ordered:
-                file.write(tensor.cpu().flatten().view(torch.uint8).numpy().data)
+            write_tensors(file, layout, tensors.__getitem__)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

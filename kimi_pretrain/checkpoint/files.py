@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, passing
 from kimi_pretrain.checkpoint.manifest import Fingerprint
+from moonvit3d.safetensors_io import SafetensorsError, TensorEntry, header_length, parse_header
 
 if TYPE_CHECKING:
     from data_pipeline.store.open import Store
@@ -205,6 +206,27 @@ def fingerprint_of(pieces: Iterator[bytes], progress: Progress | None = None) ->
         if progress is not None:
             progress(len(piece))
     return Fingerprint(size, digest.hexdigest())
+
+
+def read_header(files: Files, name: str, size: int | None) -> dict[str, TensorEntry]:
+    """Return the tensors of a safetensors file; its header alone is read.
+
+    Args:
+        files: of the folder.
+        name: of the file.
+        size: bytes that it should have; None: it is not there.
+
+    Raises:
+        CheckpointError: it is no whole safetensors file. Otherwise as `Files.read`.
+    """
+    where = files.where(name)
+    if size is None or size < 8:
+        raise CheckpointError(f"{where}: {size or 0} bytes are no whole safetensors file")
+    try:
+        length = header_length(files.read(name, 0, 8), size, where)
+        return parse_header(files.read(name, 8, length), size, where)
+    except SafetensorsError as error:
+        raise CheckpointError(f"{error}; take another checkpoint") from None
 
 
 def size_of(path: Path) -> int | None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from kimi_pretrain.checkpoint.collective_read import my_turn, on_all, read_together
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import RunState
-from kimi_pretrain.checkpoint.memory import DTYPES
 from kimi_pretrain.checkpoint.storage_read import Checkpoint
+from moonvit3d.safetensors_io import torch_dtype
 
 if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
@@ -70,7 +70,7 @@ def _check(
     _check_names(checkpoint, tensors)
     for name, tensor in sorted(mine.items()):
         entry = checkpoint.entry(name)
-        found = DTYPES[entry.dtype], entry.shape
+        found = torch_dtype(entry.dtype), entry.shape
         if found != (tensor.dtype, tuple(tensor.shape)):
             raise CheckpointError(
                 f"{checkpoint.uri}: {name!r} is {found[0]} {found[1]}, this run has "

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from kimi_pretrain.parallel.balance import least_loaded_of
+from moonvit3d.safetensors_io import split_by_size
 
 Sizes = Mapping[str, int]  # tensor -> bytes
 
@@ -41,20 +42,8 @@ def choose_writers(everyone: Sequence[Sizes]) -> dict[str, int]:
 
 
 def cut(sizes: Sizes, limit: int) -> list[list[str]]:
-    """Divide one rank's tensors among files of about `limit` bytes.
-
-    A file is closed before it would grow over the limit; a tensor that is larger has its own.
-    Tensors keep the order of their names, so that neighbours are read together.
-    """
-    files: list[list[str]] = []
-    room = 0
-    for name in sorted(sizes):
-        if not files or sizes[name] > room:
-            files.append([])
-            room = limit
-        files[-1].append(name)
-        room -= sizes[name]
-    return files
+    """Divide one rank's tensors among files; by name, so that neighbours are read together."""
+    return split_by_size(dict(sorted(sizes.items())), limit)
 
 
 def file_name(rank: int, number: int) -> str:

@@ -12,7 +12,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,8 +20,14 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.memory import entry_of, tensor_at
-from kimi_pretrain.checkpoint.tensor_file import layout_of
+from moonvit3d.safetensors_io import (
+    FileLayout,
+    SafetensorsError,
+    entry_of,
+    layout_of,
+    tensor_at,
+    wide_first,
+)
 
 log = logging.getLogger("kimi_pretrain.checkpoint")
 
@@ -56,7 +62,7 @@ class Aside:
         self._pinned: list[Tensor] = []
         try:
             for file, names in files.items():
-                layout = layout_of({name: entry_of(name, tensors[name]) for name in names})
+                layout = _layout(names, tensors)
                 buffer = self._allocate(file, layout.size)
                 buffer[: len(layout.head)] = torch.frombuffer(
                     bytearray(layout.head), dtype=torch.uint8
@@ -125,6 +131,16 @@ class Aside:
         for fd in self.fds.values():
             os.close(fd)
         self.fds = {}
+
+
+def _layout(names: Iterable[str], tensors: Mapping[str, Tensor]) -> FileLayout:
+    """Lay out a file, wide types first, and then by name."""
+    found = ((name, tensors[name]) for name in sorted(names))
+    try:
+        entries = {name: entry_of(name, tensor.shape, tensor.dtype) for name, tensor in found}
+    except SafetensorsError as error:
+        raise CheckpointError(str(error)) from None
+    return layout_of(wide_first(entries))
 
 
 def _cudart() -> Any:

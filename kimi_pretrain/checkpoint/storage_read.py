@@ -21,6 +21,7 @@ from kimi_pretrain.checkpoint.files import (
     FolderFiles,
     Progress,
     StoreFiles,
+    read_header,
     size_of,
 )
 from kimi_pretrain.checkpoint.manifest import (
@@ -36,7 +37,7 @@ from kimi_pretrain.checkpoint.manifest import (
     step_name,
     step_of,
 )
-from kimi_pretrain.checkpoint.tensor_file import Entry, header_bytes, parse_header
+from moonvit3d.safetensors_io import TensorEntry, bytes_of, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +67,7 @@ class Checkpoint:
     def __init__(self, files: Files) -> None:
         self._files, self.uri = files, files.uri
         self._texts: dict[str, bytes] = {}
-        self._headers: dict[str, dict[str, Entry]] = {}
+        self._headers: dict[str, dict[str, TensorEntry]] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -169,7 +170,7 @@ class Checkpoint:
         """Return the names of all tensors, sorted."""
         return sorted(self.weight_map())
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> TensorEntry:
         """Return type, shape and place of a tensor.
 
         Raises:
@@ -185,16 +186,12 @@ class Checkpoint:
             )
         return entry
 
-    def header(self, file: str) -> dict[str, Entry]:
+    def header(self, file: str) -> dict[str, TensorEntry]:
         """Return the tensors of one file, read once."""
         with self._lock:
             if file in self._headers:
                 return self._headers[file]
-        where, size = self._files.where(file), self.files[file]
-        if size < 8:
-            raise CheckpointError(f"{where}: {size} bytes are no safetensors file")
-        length = header_bytes(self._files.read(file, 0, 8), size, where)
-        entries = parse_header(self._files.read(file, 8, length), size, where)
+        entries = read_header(self._files, file, self.files[file])
         with self._lock:
             return self._headers.setdefault(file, entries)
 
@@ -206,12 +203,11 @@ class Checkpoint:
         """
         import torch
 
-        from kimi_pretrain.checkpoint.memory import DTYPES, bytes_of
-
         entry = self.entry(name)
-        if (DTYPES[entry.dtype], entry.shape) != (tensor.dtype, tuple(tensor.shape)):
+        dtype = torch_dtype(entry.dtype)
+        if (dtype, entry.shape) != (tensor.dtype, tuple(tensor.shape)):
             raise CheckpointError(
-                f"{self.uri}: {name!r} is {DTYPES[entry.dtype]} {entry.shape}, expected "
+                f"{self.uri}: {name!r} is {dtype} {entry.shape}, expected "
                 f"{tensor.dtype} {tuple(tensor.shape)}"
             )
         with torch.no_grad():
@@ -227,10 +223,8 @@ class Checkpoint:
         """Return one tensor on the host. Raises as `read_into`."""
         import torch
 
-        from kimi_pretrain.checkpoint.memory import DTYPES
-
         entry = self.entry(name)
-        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         self.read_into(name, tensor)
         return tensor
 

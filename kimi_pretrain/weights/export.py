@@ -19,7 +19,7 @@ from kimi_pretrain.weights.hf_config import Kind, SpecialIds, config_json
 from kimi_pretrain.weights.matching import Weights, match
 from kimi_pretrain.weights.report import seq_len
 from kimi_pretrain.weights.shapes import BIAS, LANGUAGE, is_routed_expert, model_shapes
-from kimi_pretrain.weights.shards import GIB, Entry, new_folder, write, write_json
+from kimi_pretrain.weights.shards import GIB, OutputTensor, new_folder, write, write_json
 from kimi_pretrain.weights.stored import CONFIG, open_stored
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -51,7 +51,7 @@ class Export:
     """What is to be written, all checks done.
 
     Attributes:
-        entries: the tensors.
+        tensors: to write.
         config: content of config.json.
         dtype: as resolved.
         from_masters: how many tensors are made from the optimizer's master copies.
@@ -60,7 +60,7 @@ class Export:
     """
 
     weights: Weights
-    entries: tuple[Entry, ...]
+    tensors: tuple[OutputTensor, ...]
     config: Mapping[str, object]
     dtype: str
     from_masters: int
@@ -93,14 +93,14 @@ def plan(uri: str | os.PathLike[str], options: ExportOptions) -> Export:
         )
     names = [n for n in weights.sources if options.kind == "kimi_k25" or n.startswith(LANGUAGE)]
     shapes, wide = model_shapes(model), DTYPES[dtype]
-    entries = [entry for name in names for entry in _entries(name, shapes[name], wide, options)]
+    outputs = [out for name in names for out in _outputs(name, shapes[name], wide, options)]
     masters = [name for name in names if weights.from_master(name, _dtype_of(name, wide))]
     types = {stored.headers[name].dtype for name in names if not name.endswith(BIAS)}
     narrow = any(torch.promote_types(wide, found) != found for found in types)
     ids = options.ids or SpecialIds(model.language.vocab_size - 256)
     return Export(
         weights,
-        tuple(entries),
+        tuple(outputs),
         config_json(
             model,
             options.kind,
@@ -149,18 +149,18 @@ def export(
         return {f"{base}.{part}": made for part, made in parts}
 
     with new_folder(out) as folder:
-        write(folder, found.entries, make, options.file_bytes, progress)
+        write(folder, found.tensors, make, options.file_bytes, progress)
         write_json(folder / CONFIG, found.config)
         for name, content in (extra or {}).items():
             (folder / name).write_bytes(content)
 
 
-def _entries(
+def _outputs(
     name: str, shape: tuple[int, ...], wide: torch.dtype, options: ExportOptions
-) -> list[Entry]:
+) -> list[OutputTensor]:
     out_name = _out_name(name, options.kind)
     if not _is_int4(name, options):
-        return [Entry(out_name, shape, _dtype_of(name, wide), name)]
+        return [OutputTensor.of(out_name, name, shape, _dtype_of(name, wide))]
     try:
         shapes = int4.packed_shapes(shape)
     except ValueError as error:
@@ -168,7 +168,7 @@ def _entries(
     types = (torch.int32, torch.bfloat16, torch.int32)
     base = out_name.removesuffix(".weight")
     return [
-        Entry(f"{base}.{part}", shapes[part], dtype, name)
+        OutputTensor.of(f"{base}.{part}", name, shapes[part], dtype)
         for part, dtype in zip(int4.PARTS, types, strict=True)
     ]
 

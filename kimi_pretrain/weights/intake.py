@@ -7,19 +7,18 @@ checkpoints go: a folder or an object store, with hashes and the manifest last.
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import INDEX, Fingerprint, RunState, manifest_of, step_name
-from kimi_pretrain.checkpoint.memory import NAMES
 from kimi_pretrain.checkpoint.saver import versions
 from kimi_pretrain.checkpoint.sharding import cut, file_name, index_text
 from kimi_pretrain.checkpoint.staging import Aside
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.checkpoint.storage_write import Sink, Source, open_sink, source_of
-from kimi_pretrain.checkpoint.tensor_file import Entry
 from kimi_pretrain.config import Config
 from kimi_pretrain.weights.fit import fitting
 from kimi_pretrain.weights.matching import Weights, match
@@ -89,7 +88,7 @@ def plan(uri: str | os.PathLike[str], config: Config, vision: str | None = None)
             raise ValueError(f"--vision {vision}: {uri} has an encoder of its own")
         encoder = _encoder(vision, shapes)
     names = [*weights.sources, *(encoder.sources if encoder else ())]
-    sizes = {n: Entry(NAMES[dtype_of(n, config)], shapes[n]).nbytes for n in sorted(names)}
+    sizes = {n: dtype_of(n, config).itemsize * prod(shapes[n]) for n in sorted(names)}
     return Intake(config, weights, encoder, sizes, () if encoder else weights.absent)
 
 

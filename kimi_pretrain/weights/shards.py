@@ -5,42 +5,48 @@ little more than one tensor is held. The folder gets its name when it is complet
 """
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from kimi_pretrain.checkpoint.memory import NAMES, bytes_of
-from kimi_pretrain.weights.stored import INDEX
+from moonvit3d.safetensors_io import (
+    INDEX,
+    TensorEntry,
+    entry_of,
+    is_aligned,
+    layout_of,
+    split_by_size,
+    wide_first,
+    write_tensors,
+)
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Entry:
+class OutputTensor:
     """A tensor to write.
 
     Attributes:
-        source: what it is made from; entries of one source may be made together.
+        source: what it is made from; tensors of one source may be made together.
+        entry: its type and shape.
     """
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     source: str
+    entry: TensorEntry
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes it takes."""
-        return self.dtype.itemsize * math.prod(self.shape)
+    @staticmethod
+    def of(name: str, source: str, shape: tuple[int, ...], dtype: torch.dtype) -> "OutputTensor":
+        """Return a tensor to write, by torch's type."""
+        return OutputTensor(name, source, entry_of(name, shape, dtype))
 
 
 @contextmanager
@@ -73,85 +79,51 @@ def new_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def cut(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
-    """Divide tensors over files of at most `limit` bytes each, in their order.
-
-    One that is larger has a file of its own. In a file in which some tensor would not lie at a
-    multiple of its numbers' size, the wider types come first.
-    """
-    files: list[list[Entry]] = []
-    room = 0
-    for entry in entries:
-        if not files or entry.nbytes > room:
-            files.append([])
-            room = limit
-        files[-1].append(entry)
-        room -= entry.nbytes
-    wide_first = partial(sorted, key=lambda entry: -entry.dtype.itemsize)
-    return [file if _aligned(file) else wide_first(file) for file in files]
-
-
 def write(
     folder: Path,
-    entries: Sequence[Entry],
+    tensors: Sequence[OutputTensor],
     make: Callable[[str], Mapping[str, Tensor]],
     limit: int,
     progress: Callable[[int], object] = lambda _: None,
 ) -> dict[str, str]:
     """Write files and index into a folder that is there.
 
+    In a file in which some tensor would not be aligned, the wide types come first.
+
     Args:
+        folder: that gets the files.
+        tensors: in the order in which they are divided among files.
         make: from a source to all tensors of that source, by name; called once for each.
-        limit: bytes of a file.
+        limit: bytes of tensors in a file.
         progress: called with the bytes of every tensor that was written.
 
     Returns:
         name -> file.
     """
-    files = cut(entries, limit)
+    entries = {tensor.name: tensor.entry for tensor in tensors}
+    sources = {tensor.name: tensor.source for tensor in tensors}
+    sizes = {name: entry.nbytes for name, entry in entries.items()}
+    files = split_by_size(sizes, limit)
     weight_map: dict[str, str] = {}
     made: dict[str, Tensor] = {}  # what waits for its turn
-    for number, file in enumerate(files, 1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        with synced(folder / name) as out:
-            out.write(header_of(file))
-            for entry in file:
-                if entry.name not in made:
-                    made |= make(entry.source)
-                _write(out, made.pop(entry.name), entry)
-                progress(entry.nbytes)
-        weight_map |= {entry.name: name for entry in file}
-    total = sum(entry.nbytes for entry in entries)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / INDEX, index)
+
+    def take(name: str) -> Tensor:
+        if name not in made:
+            made.update(make(sources[name]))
+        return made.pop(name)
+
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        held = {name: entries[name] for name in names}
+        layout = layout_of(held if is_aligned(held) else wide_first(held))
+        with synced(folder / file) as out:
+            write_tensors(out, layout, take, progress)
+        weight_map |= dict.fromkeys(names, file)
+    metadata = {"total_size": sum(sizes.values())}
+    write_json(
+        folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    )
     return weight_map
-
-
-def header_of(entries: Sequence[Entry]) -> bytes:
-    """Return what a safetensors file of these tensors, in this order, begins with."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        start, end = end, end + entry.nbytes
-        place = {"shape": list(entry.shape), "data_offsets": [start, end]}
-        header[entry.name] = {"dtype": NAMES[entry.dtype], **place}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write(out: BinaryIO, tensor: Tensor, entry: Entry) -> None:
-    assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry
-    out.write(bytes_of(tensor.detach().cpu().contiguous()))
-
-
-def _aligned(entries: Sequence[Entry]) -> bool:
-    end = 0
-    for entry in entries:
-        if end % entry.dtype.itemsize:
-            return False
-        end += entry.nbytes
-    return True
 
 
 def write_json(file: Path, value: object) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.files import Files, FolderFiles, StoreFiles
+from kimi_pretrain.checkpoint.files import Files, FolderFiles, StoreFiles, read_header
 from kimi_pretrain.checkpoint.manifest import INDEX as CHECKPOINT_INDEX
 from kimi_pretrain.checkpoint.manifest import (
     MANIFEST,
@@ -29,11 +29,9 @@ from kimi_pretrain.checkpoint.manifest import (
     check_file_name,
     parse_json,
 )
-from kimi_pretrain.checkpoint.memory import DTYPES, bytes_of
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place, open_checkpoint, open_place
-from kimi_pretrain.checkpoint.tensor_file import Entry, header_bytes, parse_header
+from moonvit3d.safetensors_io import INDEX, SINGLE, TensorEntry, bytes_of, torch_dtype
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG = "config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp", ".npz", ".npy")
 _MOST_CONFIG_BYTES = 16 << 20
@@ -253,12 +251,8 @@ def _indexed(files: Files, names: list[str]) -> dict[str, set[str] | None]:
     return dict(sorted(wanted.items()))
 
 
-def _entries(files: Files, file: str) -> dict[str, Entry]:
-    where, size = files.where(file), files.size(file)
-    if size is None or size < 8:
-        raise CheckpointError(f"{where}: no whole safetensors file")
-    length = header_bytes(files.read(file, 0, 8), size, where)
-    return parse_header(files.read(file, 8, length), size, where)
+def _entries(files: Files, file: str) -> dict[str, TensorEntry]:
+    return read_header(files, file, files.size(file))
 
 
 def _json(files: Files, name: str, most: int) -> dict[str, Any]:
@@ -271,5 +265,5 @@ def _json(files: Files, name: str, most: int) -> dict[str, Any]:
     return found
 
 
-def _header(entry: Entry, file: str) -> Header:
-    return Header(entry.shape, DTYPES[entry.dtype], file, entry.offset)
+def _header(entry: TensorEntry, file: str) -> Header:
+    return Header(entry.shape, torch_dtype(entry.dtype), file, entry.offset)

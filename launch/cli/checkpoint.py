@@ -201,14 +201,14 @@ def export(
             ids,
         )
         found = plan(uri, options)
-        total = sum(entry.nbytes for entry in found.entries)
+        total = sum(tensor.entry.nbytes for tensor in found.tensors)
         with byte_bar("export", total) as advance:
             extra = {} if content is None else {"tiktoken.model": content}
             write(found, out, options, advance, extra)
         summary = {
             "folder": str(out),
             "from": found.weights.stored.where,
-            "tensors": len(found.entries),
+            "tensors": len(found.tensors),
             "bytes": total,
             "dtype": found.dtype,
             "int4": int4,

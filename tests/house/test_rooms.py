@@ -22,7 +22,8 @@ ROOMS: dict[str, set[str]] = {
     "moonvit3d.preprocess": {"moonvit3d.geometry"},
     "moonvit3d.mp4_tables": set(),
     "moonvit3d.media": {"moonvit3d.geometry", "moonvit3d.mp4_tables"},
-    "moonvit3d": MEDIA,
+    "moonvit3d.safetensors_io": set(),
+    "moonvit3d": {*MEDIA, "moonvit3d.safetensors_io"},
     "data_pipeline": MEDIA,
     "kimi_pretrain.sections": {"moonvit3d.config"},
     "kimi_pretrain.config": {
@@ -40,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "kimi_pretrain.dep": {*BASE, "kimi_pretrain.parallel", "data_pipeline.plan", "moonvit3d"},
     "kimi_pretrain.checkpoint": {
         *BASE, "kimi_pretrain.engine.mesh", "kimi_pretrain.parallel", "data_pipeline",
-        "moonvit3d.files",
+        "moonvit3d.safetensors_io",
     },
     "kimi_pretrain.reliability": {
         *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.dep.planner", "kimi_pretrain.engine.mesh",

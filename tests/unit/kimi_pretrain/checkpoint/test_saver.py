@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.hashes import hash_tensor
 from kimi_pretrain.checkpoint.load import load
-from kimi_pretrain.checkpoint.memory import DTYPES
 from kimi_pretrain.checkpoint.saver import Checkpoints
 from kimi_pretrain.checkpoint.staging import Aside
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
+from moonvit3d.safetensors_io import torch_dtypes
 from tests import ROOT
 from tests.unit.kimi_pretrain.checkpoint import ranks
 
@@ -36,7 +36,7 @@ def every_type(rank: int) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(7)
     shared = {
         f"both.{name}": torch.randint(0, 2, (3, size), generator=draw).to(dtype)
-        for size, (name, dtype) in enumerate(DTYPES.items())
+        for size, (name, dtype) in enumerate(torch_dtypes().items())
     }
     shared |= {"scalar": torch.tensor(4), "turned": torch.randn(5, 4, generator=draw).t()}
     pair = {f"pair.{n}": torch.randn(9, n, generator=draw) for n in range(4)}

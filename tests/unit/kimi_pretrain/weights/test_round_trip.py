@@ -12,7 +12,7 @@ from kimi_pretrain.config import load_config
 from kimi_pretrain.weights import export, intake, shards
 from kimi_pretrain.weights.hf_config import SpecialIds, config_json, differences
 from kimi_pretrain.weights.shapes import BIAS, model_shapes, part_of
-from kimi_pretrain.weights.shards import Entry
+from kimi_pretrain.weights.shards import OutputTensor
 from kimi_pretrain.weights.stored import open_stored
 from tests.unit.kimi_pretrain.checkpoint.ranks import change_manifest
 from tests.unit.kimi_pretrain.weights.weight_folders import (
@@ -211,24 +211,18 @@ def test_an_import_agrees_with_config_json(tmp_path):
 
 def test_one_tensor_at_a_time_is_asked_for(tmp_path):
     """A file is begun before its last tensor is made: nothing waits for a whole file."""
-    entries = [Entry(f"t{i}", (1000,), torch.float32, f"s{i}") for i in range(10)]
+    outputs = [OutputTensor.of(f"t{i}", f"s{i}", (1000,), torch.float32) for i in range(10)]
     events = []
 
     def make(source):
         events.append(source)
         return {f"t{source[1:]}": torch.full((1000,), float(source[1:]))}
 
-    shards.write(tmp_path, entries, make, 12_000, lambda count: events.append(count))
+    shards.write(tmp_path, outputs, make, 12_000, lambda count: events.append(count))
     assert events == [event for i in range(10) for event in (f"s{i}", 4000)]
     found = read_all(tmp_path)
     assert all(found[f"t{i}"].eq(i).all() for i in range(10))
     assert len(list(tmp_path.glob("*.safetensors"))) == 4
-
-
-def test_files_are_cut_by_their_limit():
-    entries = [Entry(n, (size,), torch.uint8, n) for n, size in zip("abcdef", (3, 3, 9, 1, 2, 5))]
-    files = [[entry.name for entry in file] for file in shards.cut(entries, 6)]
-    assert files == [["a", "b"], ["c"], ["d", "e"], ["f"]]
 
 
 # config.json -----------------------------------------------------------------------------------
