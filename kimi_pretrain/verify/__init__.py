@@ -1,12 +1,12 @@
-"""Proofs that the user runs on a configuration of their own (`kimi-pretrain verify ...`).
+"""What `kimi-pretrain verify` compares, and what the ranks of its jobs do; `launch.verify` starts
+them and prints.
 
-`verify dep`: `compare` says how far two runs of one step are apart, `gradients` keeps gradients in
-files, `jobs` says which two runs are compared, `dep` is what each of their processes does, `faults`
-plants faults that the comparison must find.
+Both verifications: `result` (comparison, verdict), `fault` (what can be planted), `configs` (of the
+jobs), `shrink` (a copy of a configuration that is small enough for this machine).
 
-`verify resume`: `resume` and `resume_layout` compare what runs left behind (`trace`), `findings`
-tells it to a person, `resume_jobs` says which runs are compared, `resume_runs` and `watch` are what
-their processes do, `resume_faults` plants faults, `order` puts tensors in the model's order.
+`verify dep`: `dep` is what its ranks do, `gradients` and `routes` are the files they leave,
+`dep_compare` compares them, `dep_faults` are its faults.
 
-`shrink` makes a configuration small enough for this machine.
+`verify resume`: `resume` is what its ranks do, `traces` reads what they leave, `resume_compare`
+compares it, `resume_faults` are its faults.
 """

@@ -1,96 +1,77 @@
-"""What a process of `kimi-pretrain verify dep` does: run steps, and leave the gradients in files.
+"""What a rank of `kimi-pretrain verify dep` does: run steps, and leave the gradients in files.
 
-Updates are run only between steps; after the last one the weights stay, so that the same step can
-be run again with a planted fault.
+The job with DEP writes down which experts its tokens chose; the reference follows it where a token
+is at a tie (`routes`). Updates are run only between steps; after the last one the weights stay, so
+that the same step can be run again with a planted fault.
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.loader import StepBatch
 from kimi_pretrain.config import Config
+from kimi_pretrain.dep.vision_plan import VisionPlan
 from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.run import Run
 from kimi_pretrain.step import StepReport
 from kimi_pretrain.update import UpdateReport
-from kimi_pretrain.verify.compare import StepFacts, StepRoutes
-from kimi_pretrain.verify.faults import FAULTS
-from kimi_pretrain.verify.gradients import write_gradients
-from kimi_pretrain.verify.jobs import CLEAN, FACTS, read_facts
+from kimi_pretrain.verify.dep_compare import StepFacts, StepRoutes
+from kimi_pretrain.verify.dep_faults import FAULTS
+from kimi_pretrain.verify.dep_files import CLEAN, FACTS, read_facts, write_gradients
+from kimi_pretrain.verify.fault import Replaced
 from kimi_pretrain.verify.routes import RouteWatch, read_routes
 
 
-@dataclass(frozen=True)
-class Routing:
-    """What becomes of the experts that tokens choose.
-
-    Attributes:
-        followed: folder of the job whose choices are followed at ties; None: write one's own down.
-        bound: the largest margin of a tie.
-    """
-
-    followed: Path | None
-    bound: float
-
-
-def measure(
-    config: Config, folder: Path, steps: int, faults: Sequence[str], routing: Routing
+def run_steps(
+    config: Config, folder: Path, steps: int, faults: Sequence[str], follow: str | None, ties: float
 ) -> None:
-    """Join a job, run its steps and leave it; see `take_steps`, and `jobs` for `config`."""
+    """Run one rank of a job, from the start of its processes to their end; see `take_steps`."""
     mesh = engine_mesh.start(config.layout, config.train.timeout_seconds)
     run = Run(config, mesh)
-    take_steps(run, folder, steps, faults, routing)
+    take_steps(run, folder, steps, faults, None if follow is None else Path(follow), ties)
     run.close()
     mesh.barrier()
     engine_mesh.stop()
 
 
-def take_steps(run: Run, folder: Path, steps: int, faults: Sequence[str], routing: Routing) -> None:
-    """Run the steps in one process of a job, and write what the comparison reads.
+def take_steps(
+    run: Run, folder: Path, steps: int, faults: Sequence[str], follow: Path | None, ties: float
+) -> None:
+    """Run the steps and write what the comparison reads.
 
     Args:
-        run: of a configuration from `decoupled` or `reference`.
-        folder: shared by the job's processes; `clean/` and a folder for each fault go into it.
+        run: of a configuration from `configs.decoupled` or `configs.reference`.
+        folder: shared by the job's ranks; `clean/` and a folder for each fault go into it.
         steps: to run; the gradients are of the last.
         faults: names in `FAULTS`; the last step is run once more with each. A job that follows
-            another has none itself: it runs the step once more along the routes of each.
-        routing: whose routes.
+            another plants none: it runs the step once more along the routes of each.
+        follow: folder of the job whose routes are followed at ties; None: write one's own down.
+        ties: the largest margin of a tie.
     """
-    job = _Job(run, folder, routing)
+    job = _Job(run, folder, follow, ties)
     losses = [job.step_with_update(number) for number in range(1, steps)]
     batch = next(run.loader)
-    job.write(job.step_alone(batch, steps, CLEAN), losses, CLEAN)
+    job.last_step(batch, losses, CLEAN)
     vision = run.planner.plan(batch.plan)
     for name in faults:
-        if routing.followed is not None:
-            if not isinstance(read_facts(routing.followed / name), str):
-                job.write(job.step_alone(batch, steps, name), losses, name)
-            continue
-        fault = FAULTS[name]
-        if obstacle := fault.obstacle(run, vision):
+        if follow is not None:
+            if not isinstance(read_facts(follow / name), str):
+                job.last_step(batch, losses, name)
+        elif obstacle := FAULTS[name].obstacle(run, vision):
             _write_facts(run, folder / name, {"obstacle": obstacle})
-            continue
-        with fault.planted(run, vision):
-            report = job.step_alone(batch, steps, name)
-        job.write(report, losses, name)
+        else:
+            job.last_step(batch, losses, name, vision)
 
 
 class _Job:
-    """Steps of one process of a job.
+    """The steps of one rank of a job; arguments as in `take_steps`."""
 
-    Args:
-        run: built.
-        folder: of the job.
-        routing: whose routes.
-    """
-
-    def __init__(self, run: Run, folder: Path, routing: Routing):
-        self._run, self._folder, self._routing = run, folder, routing
+    def __init__(self, run: Run, folder: Path, follow: Path | None, ties: float):
+        self._run, self._folder, self._follow, self._ties = run, folder, follow, ties
         self._routes: dict[int, StepRoutes] = {}  # of the last time that each step was run
 
     def step_with_update(self, number: int) -> float:
@@ -101,46 +82,40 @@ class _Job:
             self._run.loader.quarantine(batch.plan, report.skipped.tolist())
         return report.loss
 
-    def step_alone(self, batch: StepBatch, number: int, name: str) -> StepReport:
-        """Run a step whose weights stay, and leave the routes under a name, or follow those."""
-        with _without_update(self._run):
-            return self._step(batch, number, name)
+    def last_step(
+        self, batch: StepBatch, losses: Sequence[float], name: str, vision: VisionPlan | None = None
+    ) -> None:
+        """Run the last step, with the fault `name` if there is a plan to plant it in, and write it.
 
-    def write(self, report: StepReport, losses: Sequence[float], name: str) -> None:
-        """Write what the last step, and those before it, came to."""
-        routes = tuple(self._routes.values())
-        _write(self._run, report, losses, routes, self._folder / name)
+        Its weights stay.
+        """
+        with Replaced() as replaced:
+            if vision is not None:
+                FAULTS[name].plant(replaced, self._run, vision)
+            replaced.put(self._run.update, "run", self._norm_only)
+            report = self._step(batch, len(losses) + 1, name)
+        _write(self._run, report, losses, tuple(self._routes.values()), self._folder / name)
+
+    def _norm_only(self, loss_tokens: int, loss: float) -> UpdateReport:
+        """Stand in for the update: weights and gradients stay, only the norm is taken."""
+        run = self._run
+        (squares,) = run.mesh.sum([float(run.update.optimizer.grad_square_sum())])
+        run.backbone.undo_routing_biases()
+        run.backbone.take_max_logits()
+        return UpdateReport(0.0, math.sqrt(squares) / max(1, loss_tokens), applied=False)
 
     def _step(self, batch: StepBatch, number: int, name: str) -> StepReport:
-        told, tokens = None, batch.plan.num_rows * batch.plan.seq_len
-        if self._routing.followed is not None:
-            told = read_routes(self._routing.followed / name, number, tokens)
-        watch = RouteWatch(self._run, told, self._routing.bound)
+        followed, tokens = None, batch.plan.num_rows * batch.plan.seq_len
+        if self._follow is not None:
+            followed = read_routes(self._follow / name, number, tokens)
+        watch = RouteWatch(self._run, followed, self._ties)
         with watch.attached():
             report = self._run.train_step.run(batch)
-        if told is None:
+        if followed is None:
             watch.write(self._folder / name, number)
         else:
             self._routes[number] = watch.report(number)
         return report
-
-
-@contextmanager
-def _without_update(run: Run) -> Iterator[None]:
-    """Leave weights and gradients as they are in phase 7; only the norm is taken."""
-
-    def norm_only(loss_tokens: int, loss: float) -> UpdateReport:
-        (squares,) = run.mesh.sum([float(run.update.optimizer.grad_square_sum())])
-        run.backbone.undo_routing_biases()
-        run.backbone.take_max_logits()
-        norm = math.sqrt(squares) / max(1, loss_tokens)
-        return UpdateReport(0.0, norm, applied=False)
-
-    run.update.run = norm_only  # of this object alone
-    try:
-        yield
-    finally:
-        del run.update.run
 
 
 def _write(
@@ -165,7 +140,7 @@ def _write(
         vision_tokens=report.vision_tokens,
         items=report.items,
         skipped_samples=len(report.skipped),
-        differing=tuple(_differing(run)),
+        differing=tuple(differing_copies(run)),
         routes=routes,
     )
     vision = report.vision
@@ -179,9 +154,10 @@ def _write(
     _write_facts(run, folder, {"step": asdict(facts), "plan": plan})
 
 
-def _differing(run: Run) -> list[str]:
-    """Return the tensors that are not the same on all ranks that hold a copy: their weights, and
-    their summed gradients where every rank has those (`optim.shard_state` is off).
+def differing_copies(run: Run) -> list[str]:
+    """Return the tensors whose weights are not the same on all ranks that hold a copy.
+
+    Likewise their summed gradients, where every rank has those (`optim.shard_state` is off).
     """
     found = run.update.differing(lambda tensor: tensor.data)
     if not run.config.optim.shard_state:

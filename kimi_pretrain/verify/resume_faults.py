@@ -1,50 +1,28 @@
-"""Faults of a resume that the comparison must find, planted from outside into one run's objects.
+"""Faults that `verify resume` must find, planted in a run that was just resumed.
 
 Each is something that a checkpoint can fail to hold, or a loader to restore; the run goes on
-without a word, and most of them move its loss by less than a step of training does. A run that has
-one is thrown away, so nothing is undone.
+silently, and most of them move its loss by less than a step of training does.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # who asks for the faults' names alone need not load the engine
+from kimi_pretrain.verify.fault import Fault, Replaced
+
+if TYPE_CHECKING:  # listing the faults' names does not load the engine
     from kimi_pretrain.engine.backbone import BackboneResult
     from kimi_pretrain.engine.microbatch import Microbatch
     from kimi_pretrain.run import Run
-
-# In the folder of a fault that could not be planted: why. After the name of one that is in a run
-# throughout: the folder of that run without a stop.
-OBSTACLE = "obstacle.txt"
-UNINTERRUPTED = "uninterrupted"
 
 _MOMENTUM = ("optim.momentum.", "optim.exp_avg.")  # Muon's and AdamW's
 _DROPPED = 0.1
 
 
-@dataclass(frozen=True)
-class ResumeFault:
-    """A fault that can be planted.
-
-    Attributes:
-        what: goes wrong, in a sentence.
-        obstacle: why this run cannot have it, or None; the same on every rank, all of which ask.
-        plant: puts it into a run that was just resumed; called on every rank.
-        throughout: it is in a run from its first step, stopped or not: what is lost by the stop is
-            only where it stood.
-    """
-
-    what: str
-    obstacle: "Callable[[Run], str | None]"
-    plant: "Callable[[Run], None]"
-    throughout: bool = False
-
-
-def _unsaved_rng(run: "Run") -> None:
+def _unsaved_rng(replaced: Replaced, run: "Run") -> None:
     """Leave tokens out of the loss at random, by a generator that nobody saves."""
     train_step = run.backbone.train_step
     generator = torch.Generator().manual_seed(0)  # made with the run, as a layer would make it
@@ -59,33 +37,33 @@ def _unsaved_rng(run: "Run") -> None:
         kept = torch.rand(mask.shape, generator=generator) >= _DROPPED
         return replace(microbatch, loss_mask=mask & kept.to(mask.device))
 
-    run.backbone.train_step = dropping
+    replaced.put(run.backbone, "train_step", dropping)
 
 
-def _loader_off_by_one(run: "Run") -> None:
+def _loader_off_by_one(replaced: Replaced, run: "Run") -> None:
     step = run.loader.state_dict()["step"]
     next(run.loader)
     # A wrong count of steps would be seen by whoever reads the next checkpoint's manifest.
     run.loader.load_state_dict(run.loader.state_dict() | {"step": step})
 
 
-def _lost_momentum(run: "Run") -> None:
+def _lost_momentum(replaced: Replaced, run: "Run") -> None:
     _zero(run.update.optimizer.state_dict(), _smallest(run, _momentum))
 
 
-def _lost_expert_bias(run: "Run") -> None:
+def _lost_expert_bias(replaced: Replaced, run: "Run") -> None:
     _zero(run.model.tensors(), _smallest(run, _biases))
 
 
-def _lost_master(run: "Run") -> None:
+def _lost_master(replaced: Replaced, run: "Run") -> None:
     run.update.optimizer.sync_masters()
 
 
-def _lost_step_count(run: "Run") -> None:
+def _lost_step_count(replaced: Replaced, run: "Run") -> None:
     run.update.optimizer.steps = 0
 
 
-def _swapped_states(run: "Run") -> None:
+def _swapped_states(replaced: Replaced, run: "Run") -> None:
     """Swap what the optimizer keeps of two tensors of one shape, as a wrong file name would."""
     pairs: list[Any] = run.mesh.gather(_pair(run))
     rank = next(rank for rank, pair in enumerate(pairs) if pair is not None)
@@ -136,10 +114,6 @@ def _pair(run: "Run") -> tuple[str, str] | None:
     return None
 
 
-def _none(run: "Run") -> str | None:
-    return None
-
-
 def _no_momentum(run: "Run") -> str | None:
     if _smallest(run, _momentum) is None:
         return "no momentum is kept, or all of it is zero"
@@ -169,31 +143,30 @@ def _no_pair(run: "Run") -> str | None:
     return None
 
 
-RESUME_FAULTS: dict[str, ResumeFault] = {
-    "unsaved-rng": ResumeFault(
+RESUME_FAULTS: "dict[str, Fault[Run]]" = {
+    "unsaved-rng": Fault(
         "tokens are left out of the loss by random numbers whose generator no checkpoint holds",
-        _none,
-        _unsaved_rng,
-        throughout=True,
+        lambda run: None, _unsaved_rng,
+        # It is in the uninterrupted run too: the stop loses only the generator's position.
+        own_reference=True,
     ),
-    "loader-off-by-one": ResumeFault(
-        "the loader goes on one step too far", _none, _loader_off_by_one
+    "loader-off-by-one": Fault(
+        "the loader goes on one step too far", lambda run: None, _loader_off_by_one
     ),
-    "lost-momentum": ResumeFault(
+    "lost-momentum": Fault(
         "the momentum of the smallest tensor begins at zero again", _no_momentum, _lost_momentum
     ),
-    "lost-expert-bias": ResumeFault(
+    "lost-expert-bias": Fault(
         "the routing biases of one layer begin at zero again", _no_bias, _lost_expert_bias
     ),
-    "lost-master": ResumeFault(
+    "lost-master": Fault(
         "the fp32 masters are made from the rounded weights", _no_master, _lost_master
     ),
-    "lost-step-count": ResumeFault(
+    "lost-step-count": Fault(
         "the count of updates begins at zero again", _no_update, _lost_step_count
     ),
-    "swapped-states": ResumeFault(
+    "swapped-states": Fault(
         "the momentum of two tensors of one shape is loaded into each other's place",
-        _no_pair,
-        _swapped_states,
+        _no_pair, _swapped_states,
     ),
-}
+}  # fmt: skip

@@ -15,7 +15,7 @@ microbatch, E experts, K chosen experts.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kimi_pretrain.parallel.sequence import SequenceParts
-from kimi_pretrain.verify.compare import StepRoutes
-from kimi_pretrain.verify.replaced import replaced
+from kimi_pretrain.verify.dep_compare import StepRoutes
+from kimi_pretrain.verify.fault import Replaced
 
 if TYPE_CHECKING:
     from kimi_pretrain.engine.backbone import BackboneResult
@@ -84,15 +84,14 @@ class RouteWatch:
     def attached(self) -> Iterator[None]:
         """Listen to the backbone's next step."""
         backbone = self._run.backbone
-        with ExitStack() as stack:
-            begin = partial(self._begin, backbone.train_step)
-            stack.enter_context(replaced(backbone, "train_step", begin))
+        with Replaced() as replaced:
+            replaced.put(backbone, "train_step", partial(self._begin, backbone.train_step))
             for layer, router in backbone.routers():
                 name = f"layer {layer}"
-                replay = _Replay(partial(self._route, name, router.router_replay))
-                stack.enter_context(replaced(router, "router_replay", replay))
+                replay = Replay(partial(self._route, name, router.router_replay))
+                replaced.put(router, "router_replay", replay)
                 balance = partial(self._balance, f"{name}, balance", router._apply_seq_aux_loss)
-                stack.enter_context(replaced(router, "_apply_seq_aux_loss", balance))
+                replaced.put(router, "_apply_seq_aux_loss", balance)
             yield
 
     def write(self, folder: Path, step: int) -> None:
@@ -179,8 +178,12 @@ class RouteWatch:
             )
 
 
-class _Replay:
-    """What Megatron-Core's router asks in the place of its top-k."""
+class Replay:
+    """Stands in a router of Megatron-Core in the place of its `RouterReplay`.
+
+    Args:
+        choose: (scores, K, expert groups, groups to take, the router's own top-k) -> as `TopK`.
+    """
 
     def __init__(self, choose: TopK):
         self._choose = choose
@@ -189,6 +192,7 @@ class _Replay:
         self, scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return the scores [T, K] and experts [T, K] that the tokens take."""
         return self._choose(scores, topk, num_groups, group_topk, default_compute_topk)
 
 

@@ -18,19 +18,10 @@ SEQ_LEN = 512
 LAYERS = 4
 SIDE = 32  # patches
 LANGUAGE = {
-    "hidden_size": 128,
-    "num_heads": 4,
-    "dense_ffn_size": 384,
-    "expert_ffn_size": 96,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 48,
-    "qk_nope_dim": 24,
-    "qk_rope_dim": 8,
-    "v_dim": 24,
-    "experts_per_token": 2,
-    "num_shared_experts": 2,
-    "num_dense_layers": 1,
-}
+    "hidden_size": 128, "num_heads": 4, "dense_ffn_size": 384, "expert_ffn_size": 96,
+    "q_lora_rank": 64, "kv_lora_rank": 48, "qk_nope_dim": 24, "qk_rope_dim": 8, "v_dim": 24,
+    "experts_per_token": 2, "num_shared_experts": 2, "num_dense_layers": 1,
+}  # fmt: skip
 VISION = {"depth": 3, "mlp_width": 256, "pos_grid": 16}
 VISION_WIDTH, VISION_HEADS = 128, 4
 NUM_EXPERTS = 8
@@ -76,8 +67,8 @@ def shrink(config: Config, processes: int = 4, tokenizer_size: int | None = None
     after["data"] |= _data(config, layout, after["train"]["rows_per_microbatch"])
     after["dep"] |= _dep(config, layout, after["data"]["limits"], after["model"]["vision"]["heads"])
     smaller = parse_config(after, where="shrunk configuration")
-    shown = _flat(smaller.model_dump(mode="json"))
-    changes = [Change(key, old, shown[key]) for key, old in _flat(before).items()]
+    shown = dict(_leaves(smaller.model_dump(mode="json")))
+    changes = [Change(key, old, shown[key]) for key, old in _leaves(before)]
     return Shrunk(smaller, tuple(change for change in changes if change.old != change.new))
 
 
@@ -180,11 +171,7 @@ def _multiple(number: int, of: int) -> int:
     return -(-number // of) * of
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    return dict(_leaves(values, prefix))
-
-
-def _leaves(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield what one key sets: sections are opened, tables of the user's own names are not."""
     for key, value in values.items():
         if isinstance(value, dict) and key in _SECTIONS:

@@ -25,7 +25,7 @@ from launch.cli.plan import plan
 from launch.cli.plot import plot
 from launch.cli.s3 import s3
 from launch.cli.submit import submit
-from launch.cli.verify_dep import verify
+from launch.cli.verify import verify
 from launch.local.errors import told_plainly
 from launch.local.job import Job
 from launch.local.quiet import quiet_libraries

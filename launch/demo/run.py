@@ -27,7 +27,7 @@ from rich.table import Table
 from data_pipeline.store.open import open_store
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import Config, describe, load_config
-from kimi_pretrain.verify.faults import FAULTS
+from kimi_pretrain.verify.dep_faults import FAULTS
 from launch.demo.corpus import TOKENIZER_KEY, build_corpus
 from launch.demo.result import show
 from launch.demo.summary import (
@@ -41,8 +41,9 @@ from launch.local import supervise, torchrun
 from launch.local.job import Job
 from launch.local.pictures import draw
 from launch.local.s3_server import S3Server
-from launch.verify.dep import verify_dep
+from launch.verify.dep import VerifyDep
 from launch.verify.jobs import JobStopped
+from launch.verify.verification import Request, verify
 
 BUCKET = "kimi-demo"
 HELD_OUT = "digits_heldout"
@@ -313,7 +314,8 @@ def verify_gradients(config_path: str, overrides: tuple[str, ...], run_dir: Path
 
     """
     try:
-        result = verify_dep(config_path, overrides, faults=tuple(FAULTS))
+        request = Request(config_path, overrides, faults=tuple(FAULTS))
+        result = verify(VerifyDep(), request).as_dict()
     except (JobStopped, ValueError) as error:
         raise DemoError(f"verification of gradients stopped: {error}") from error
     (run_dir / "verify_dep.json").write_text(json.dumps(result, indent=1) + "\n")

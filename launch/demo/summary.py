@@ -8,9 +8,8 @@ from typing import Any
 
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_place
 from kimi_pretrain.config import Config
-from kimi_pretrain.verify import findings
-from kimi_pretrain.verify.resume import compare
-from kimi_pretrain.verify.trace import read_trace, reader
+from kimi_pretrain.verify.resume_compare import compare
+from kimi_pretrain.verify.traces import read_trace, reader
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -47,15 +46,14 @@ def compare_runs(first: Path, resumed: Path) -> dict[str, Any]:
     )
     stop = min(found.lines, default=max(wanted.lines, default=0) + 1) - 1
     both = [at for at in last if at is not None]
-    comparison = compare(found, wanted, stop, reader(*both) if len(both) == 2 else None)
-    sentences = findings.differences(comparison)
-    if sentences:
-        sentences.append(f"this suggests: {findings.suggestion(comparison)}")
+    read = reader(*both) if len(both) == 2 else None
+    comparison = compare(found, wanted, stop, read).as_dict()
+    suggested = comparison["suggestion"] and [f"this suggests: {comparison['suggestion']}"]
     return {
-        "bitwise": comparison.passed,
-        "steps": comparison.steps,
-        "tensors": comparison.tensors,
-        "differences": sentences,
+        "bitwise": comparison["passed"],
+        "steps": comparison["steps"],
+        "tensors": comparison["tensors"],
+        "differences": [*comparison["differences"], *(suggested or ())],
     }
 
 
@@ -67,7 +65,7 @@ def last_checkpoint(run_dir: Path) -> Checkpoint | None:
 
 
 def verified_gradients(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what `launch.cli.verify_dep.verify_dep` found, in four numbers.
+    """Return what `kimi-pretrain verify dep` found, in four numbers.
 
     Returns:
         {"passed", "error": largest relative error of any parameter, "planted", "found"}: faults.

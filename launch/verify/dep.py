@@ -1,154 +1,165 @@
-"""The two jobs of `kimi-pretrain verify dep`, one after the other, and their gradients compared.
+"""`kimi-pretrain verify dep`: the gradients of a step with DEP, and those of the step without it.
 
-The user's layout with the Decoupled Encoder Process, and one process with the encoder inside the
-graph.
+dep/         the user's layout with the Decoupled Encoder Process
+reference/   one process with the encoder inside the graph
 """
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
 
-from launch.verify import jobs as verify_jobs
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from kimi_pretrain.config import Config
-    from kimi_pretrain.verify.compare import Comparison, Tolerance
+from kimi_pretrain.config import Config
+from kimi_pretrain.reliability.preflight import check_start
+from kimi_pretrain.verify import configs
+from kimi_pretrain.verify.dep_compare import tolerance_for
+from kimi_pretrain.verify.dep_faults import FAULTS
+from kimi_pretrain.verify.dep_files import compare_jobs
+from kimi_pretrain.verify.result import Result
+from launch.verify.jobs import Jobs
+from launch.verify.terminal import number, table
+from launch.verify.verification import Verification
+from launch.verify.worker import VerifyJob
+
+COUNTS = {
+    "steps": "steps",
+    "loss_tokens": "loss tokens",
+    "vision_tokens": "vision tokens",
+    "items": "media",
+    "skipped_samples": "skipped samples",
+}
+NAMES = {
+    "missing": "FAIL: no gradient with DEP",
+    "extra": "FAIL: a gradient only with DEP",
+    "differing": "FAIL: not the same on all ranks that hold a copy",
+}
 
 
-def with_fault(result: dict[str, Any], fault: str) -> dict[str, Any]:
-    """Return the result of `verify_dep` as if the step with a fault were the step to verify.
+@dataclass(frozen=True)
+class VerifyDep(Verification):
+    """Whether the step with DEP is the step without it; its fact besides the shared ones: plan.
 
-    Raises:
-        ValueError: the fault could not be planted in this step.
-    """
-    told = result["faults"][fault]
-    if "obstacle" in told:
-        raise ValueError(f"--plant {fault} cannot be done here: {told['obstacle']}")
-    comparison = told["comparison"]
-    return result | {
-        "passed": comparison["passed"],
-        "comparison": comparison,
-        "planted": fault,
-        "faults": {},
-    }
-
-
-def verify_dep(
-    config_path: str,
-    overrides: tuple[str, ...] = (),
-    *,
-    shrink: bool = False,
-    processes: int = 4,
-    steps: int = 1,
-    faults: Sequence[str] = (),
-    keep: Path | None = None,
-    tell: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Run both jobs and compare them.
-
-    Args:
-        config_path: YAML file or name of a preset.
-        overrides: `section.key=value`.
-        shrink: take a small copy of the configuration, of at most `processes` processes.
+    Attributes:
         steps: to run; gradients are compared after the last.
-        faults: names in `kimi_pretrain.verify.faults.FAULTS`; each is planted in a step of its own.
-        keep: empty folder for what is otherwise thrown away.
-        tell: takes a line about what is going on.
-
-    Returns:
-        passed: nothing differs, and every fault that could be planted was found;
-        comparison: `Comparison.as_dict()` of the step as it is;
-        faults: name -> {found, comparison}, or {obstacle} where the step cannot have it;
-        plan, processes, layout, dtype, steps, changes, seconds.
-
-    Raises:
-        ValueError: the configuration cannot run here, or the step has no media to verify.
-        JobStopped: a job failed.
     """
-    from kimi_pretrain.config import describe
-    from kimi_pretrain.verify import jobs
-    from kimi_pretrain.verify.compare import tolerance_for
-    from kimi_pretrain.verify.faults import FAULTS
-    from launch.verify.dep_worker import WORKER, VerifyJob
 
-    verify_jobs.refuse_ranks()
-    config, changes = verify_jobs.load(config_path, overrides, shrink=shrink, processes=processes)
-    config = jobs.decoupled(config)
-    verify_jobs.check_machine(config)
-    tolerance = tolerance_for(config.train.dtype, config.dep.exchange_dtype, steps)
-    with verify_jobs.working_folder(keep) as folder:
-        check_step(config, steps)
-        for line in describe(config).splitlines():
-            tell(line)
-        dep = VerifyJob.inside(folder / "dep", steps, faults)
-        routed = [name for name in faults if FAULTS[name].routes]
-        alone = VerifyJob.inside(folder / "reference", steps, routed, dep.run_dir, tolerance.ties)
-        seconds = {
-            "dep": verify_jobs.run(dep, WORKER, config, "dep", tell),
-            "reference": verify_jobs.run(alone, WORKER, jobs.reference(config), "reference", tell),
-        }
-        result = compare_jobs(folder, tolerance, faults) | {
-            "processes": config.layout.world_size(),
-            "layout": config.layout.model_dump(mode="json"),
-            "dtype": config.train.dtype,
-            "steps": steps,
-            "changes": [list(change) for change in changes],
-            "seconds": seconds,
-        }
-        if keep is not None:
-            (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    steps: int = 1
+    name = "dep"
+    faults = FAULTS
+    different = "the step with DEP is not the step without it"
 
+    def prepare(self, config: Config) -> Config:
+        """Return the configuration of the job with DEP."""
+        tolerance_for(config.train.dtype, config.dep.exchange_dtype, self.steps)  # or it is refused
+        return configs.decoupled(config)
 
-def check_step(config: "Config", steps: int) -> None:
-    """Refuse what the jobs could not run, or a last step that says nothing, before they start."""
-    from kimi_pretrain.reliability.preflight import check_start
+    def run(self, config: Config, jobs: Jobs, faults: Sequence[str]) -> Result:
+        """Run both jobs; the reference follows the other's choice of experts at ties.
 
-    *_, last = check_start(config, steps)
-    if not len(last.items.row):
-        raise ValueError(
-            "the step to compare holds no media, so there is nothing to verify; raise "
-            "data.rows_per_step or the share of the sources with media, or change data.seed"
+        Raises:
+            ValueError: the last step has no media.
+        """
+        *_, last = check_start(config, self.steps)
+        if not len(last.items.row):
+            raise ValueError(
+                "the step to compare holds no media, so there is nothing to verify; raise "
+                "data.rows_per_step or the share of the sources with media, or change data.seed"
+            )
+        jobs.announce(config)
+        tolerance = tolerance_for(config.train.dtype, config.dep.exchange_dtype, self.steps)
+        own = [name for name in faults if FAULTS[name].own_reference]
+        dep, alone = jobs.folder / "dep", jobs.folder / "reference"
+        for folder, planted, follow, its in (
+            (dep, faults, None, config),
+            (alone, own, str(dep), configs.reference(config)),
+        ):
+            options = {"steps": self.steps, "faults": list(planted), "follow": follow}
+            options["ties"] = tolerance.ties
+            place = str(folder / "config.yaml"), str(folder)
+            jobs.run(folder.name, VerifyJob(*place, kind="dep", options=options), its)
+        return compare_jobs(dep, alone, tolerance, faults)
+
+    def same(self, result: dict[str, Any]) -> str:
+        """Return the verdict's words."""
+        return "the step with DEP is the step without it"
+
+    def lines(self, result: dict[str, Any]) -> list[str | Table]:
+        """Return the vision plan, the table of parameter groups, losses, norm and counts."""
+        plan, comparison = result["plan"], result["comparison"]
+        planned = (
+            f"{plan['items']} media of {plan['patches']:,} patches, encoded by "
+            f"{plan['encoding_ranks']} of {result['processes']} processes; {plan['moved_items']} "
+            f"away from the rank that needs them, {plan['shared_items']} by several ranks together"
         )
+        bound = comparison["tolerance"]["matrices"]
+        losses = ", ".join(_judged(error, bound) for error in comparison["loss_errors"])
+        counts = []
+        for name, (mine, wanted) in comparison["counts"].items():
+            wrong = "" if mine == wanted else f" (FAIL: the reference has {wanted:,})"
+            counts.append(f"{COUNTS[name]} {mine:,}{wrong}")
+        found: list[str | Table] = [planned, _groups_table(comparison), f"loss: error {losses}"]
+        found.append(f"gradient norm: error {_judged(comparison['grad_norm_error'], bound)}")
+        found += [*_routes_lines(comparison["routes"]), "; ".join(counts)]
+        for key, text in NAMES.items():
+            if names := comparison[key]:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                found.append(f"{text}: {', '.join(names[:3])}{more}")
+        return found
+
+    def evidence(self, comparison: dict[str, Any]) -> str:
+        """Return the worst error, its group, and the loss error."""
+        groups = comparison["groups"]
+        worst = max(groups, key=lambda group: inf if group["error"] is None else group["error"])
+        loss = number(comparison["loss_errors"][-1])
+        return f"an error of {number(worst['error'])} in {worst['group']}; loss error {loss}"
+
+    def advice(self, result: dict[str, Any]) -> str:
+        """Return what a coarse type hides."""
+        if result["dtype"] != "bfloat16":
+            return ""
+        return "; bfloat16 can hide small faults, train.dtype=float32 cannot"
 
 
-def compare_jobs(folder: Path, tolerance: "Tolerance", faults: Sequence[str]) -> dict[str, Any]:
-    """Compare what both jobs left under `folder`; see `verify_dep` for the result."""
-    from kimi_pretrain.verify import compare, gradients, jobs
-
-    plan: dict[str, Any] = {}
-
-    def judged(name: str) -> "Comparison | str":
-        found = jobs.read_facts(folder / "dep" / name)
-        if isinstance(found, str):
-            return found
-        plan.update(found[1])
-        # A fault in the choice of experts has a reference of its own, that was to follow it.
-        own = folder / "reference" / name
-        beside = own if own.is_dir() else folder / "reference" / jobs.CLEAN
-        wanted = jobs.read_facts(beside)
-        assert not isinstance(wanted, str)  # only faults have obstacles
-        files = gradients.GradientFiles(folder / "dep" / name)
-        reference = gradients.GradientFiles(beside)
-        return compare.compare(files, reference, found[0], wanted[0], tolerance)
-
-    clean = judged(jobs.CLEAN)
-    assert not isinstance(clean, str)
-    found = {name: _verdict(judged(name)) for name in faults}
-    if not clean.passed:  # then a fault would be "found" whether it is there or not
-        for fault in found.values():
-            fault["found"] = False
-    return {
-        "passed": clean.passed and all(fault.get("found", True) for fault in found.values()),
-        "comparison": clean.as_dict(),
-        "faults": found,
-        "plan": plan,
-    }
+def _groups_table(comparison: dict[str, Any]) -> Table:
+    allowed = comparison["tolerance"]
+    title = f"gradients; rounding explains errors of {allowed['matrices']:.0e}"
+    if allowed["vectors"] != allowed["matrices"]:
+        title += f", in biases and norms {allowed['vectors']:.0e}"
+    found = table(title, "group", "", "parameters", "norm / reference", "worst error", "of")
+    for group in comparison["groups"]:
+        zero = f" ({group['zero']} zero)" if group["zero"] else ""
+        bound = allowed["vectors" if group["vector"] else "matrices"]
+        found.add_row(
+            group["group"],
+            "[green]ok[/green]" if group["passed"] else "[red]FAIL[/red]",
+            f"{group['parameters']}{zero}",
+            number(group["norm_ratio"], "{:.8f}"),
+            number(group["error"]) + ("" if group["passed"] else f" > {bound:.0e}"),
+            group["worst"],
+        )
+    return found
 
 
-def _verdict(comparison: "Comparison | str") -> dict[str, Any]:
-    """Return what became of a planted fault."""
-    if isinstance(comparison, str):
-        return {"obstacle": comparison}
-    return {"found": not comparison.passed, "comparison": comparison.as_dict()}
+def _judged(error: float | None, bound: float) -> str:
+    """Return an error, and its bound if it is over that."""
+    over = error is None or error > bound
+    return number(error) + (f" (FAIL: over {bound:.0e})" if over else "")
+
+
+def _routes_lines(routes: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each step in which tokens chose other experts than in the reference."""
+    found = []
+    for step in routes:
+        chose = f"of {step['tokens']:,} chose"
+        if ties := step["at_ties"]:
+            who, what = ("one token", "another expert") if ties == 1 else (
+                f"{ties:,} tokens", "other experts")  # fmt: skip
+            told = f"{who} {chose} {what} in step {step['step']}"
+            found.append(f"{told}: rounding, and the reference followed")
+        if wrong := step["wrong"]:
+            who = "one token" if wrong == 1 else f"{wrong:,} tokens"
+            told = f"{who} {chose} other experts in step {step['step']}"
+            found.append(f"FAIL: {told}, and at no tie: first {step['first_wrong']}")
+    return found

@@ -1,117 +1,274 @@
-"""The jobs of `kimi-pretrain verify resume`, run and compared."""
+"""`kimi-pretrain verify resume`: a run that was stopped and resumed, and one that never was.
 
-import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+straight          all steps
+stopped           stopped in the middle, then resumed in the same folder
+faults/NAME       resumed with a fault, in the processes of the resumed run
+other_layout      resumed in another layout
+"""
+
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.verify import jobs as verify_jobs
-from launch.verify.jobs import Tell
-from launch.verify.resume_jobs import ResumeJobs, temporary_place, told
+from rich.table import Table
+
+from data_pipeline.store.open import open_store
+from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_place
+from kimi_pretrain.config import Config, dump_config, load_config
+from kimi_pretrain.reliability.preflight import check_start
+from kimi_pretrain.reliability.status import read_status
+from kimi_pretrain.verify import configs
+from kimi_pretrain.verify.result import Outcome, Result
+from kimi_pretrain.verify.resume_compare import (
+    LayoutComparison,
+    ResumeComparison,
+    compare,
+    compare_layouts,
+)
+from kimi_pretrain.verify.resume_faults import RESUME_FAULTS
+from kimi_pretrain.verify.traces import OBSTACLE, UNINTERRUPTED, Trace, read_trace, reader
+from launch.verify.jobs import Jobs, JobStopped
+from launch.verify.terminal import number
+from launch.verify.verification import Verification, check_machine
+from launch.verify.worker import VerifyJob
+
+STRAIGHT, STOPPED, ELSEWHERE, FAULTS = "straight", "stopped", "other_layout", "faults"
 
 
-def with_fault(result: dict[str, Any], fault: str) -> dict[str, Any]:
-    """Return the result of `verify_resume` as if the run with a fault were the run to verify.
+@dataclass(frozen=True)
+class VerifyResume(Verification):
+    """Whether a resumed run is the run that was never stopped.
 
-    Raises:
-        ValueError: the fault could not be planted in this run.
-    """
-    told = result["faults"][fault]
-    if "obstacle" in told:
-        raise ValueError(f"--plant {fault} cannot be done here: {told['obstacle']}")
-    comparison = told["comparison"]
-    return result | {
-        "passed": comparison["passed"],
-        "comparison": comparison,
-        "planted": fault,
-        "faults": {},
-    }
+    Its facts besides the shared ones: elsewhere, stop_after, place, asynchronous.
 
-
-def verify_resume(
-    config_path: str,
-    overrides: tuple[str, ...] = (),
-    *,
-    steps: int = 4,
-    stop_after: int = 2,
-    shrink: bool = False,
-    processes: int = 4,
-    elsewhere: tuple[str, ...] | None = None,
-    faults: Sequence[str] = (),
-    keep: Path | None = None,
-    tell: Tell = lambda line: None,
-) -> dict[str, Any]:
-    """Run all jobs and compare them.
-
-    Args:
-        config_path: YAML file or name of a preset.
-        overrides: `section.key=value`.
+    Attributes:
         steps: of the run that is never stopped.
         stop_after: step after which the other run is stopped.
-        shrink: take a small copy of the configuration, of at most `processes` processes.
         elsewhere: resume also in another layout: overrides of it, or () to choose one.
-        faults: names in `RESUME_FAULTS`; each is planted in a resumed run of its own.
-        keep: empty folder for what is otherwise thrown away.
-        tell: takes a line about what is going on.
+    """
 
-    Returns:
-        passed: nothing differs, and every fault that could be planted was found;
-        comparison: `Comparison.as_dict()`, with "differences" and "suggestion" in words;
-        elsewhere: `OtherLayout.as_dict()` with the layout, or None;
-        faults: name -> {found, comparison}, or {obstacle} where this run cannot have it;
-        processes, layout, dtype, steps, stop_after, place, changes, seconds.
+    steps: int = 4
+    stop_after: int = 2
+    elsewhere: tuple[str, ...] | None = None
+    name = "resume"
+    faults = RESUME_FAULTS
+    different = "the resumed run is not the run that was never stopped"
+
+    def prepare(self, config: Config) -> Config:
+        """Return the configuration of all jobs."""
+        return configs.resumable(config, self.steps, self.stop_after)
+
+    def run(self, config: Config, jobs: Jobs, faults: Sequence[str]) -> Result:
+        """Run the three jobs of the comparison, the last also with each fault; then elsewhere."""
+        other = self._other(config, jobs.folder)
+        check_start(config, self.steps)
+        jobs.announce(config)
+        with temporary_place(config, jobs.folder) as place, ExitStack() as opened:
+            runs = Runs(config, jobs, place, self.stop_after, opened)
+            comparison = runs.stop_and_resume(faults)
+            return Result(
+                comparison,
+                {name: runs.outcome(name) for name in faults},
+                {"elsewhere": None if other is None else runs.resume_in(other)},
+                {
+                    "stop_after": self.stop_after,
+                    "place": config.checkpoint.place or "run folder",
+                    "asynchronous": config.checkpoint.asynchronous,
+                },
+            )
+
+    def _other(self, config: Config, folder: Path) -> Config | None:
+        """Return the configuration in the other layout, if one is asked for."""
+        if self.elsewhere is None:
+            return None
+        if not self.elsewhere:
+            other = configs.other_layout(config)
+        else:
+            file = folder / "config.yaml"
+            file.write_text(dump_config(config))
+            other = load_config(str(file), self.elsewhere)
+            configs.check_other_layout(config, other, self.elsewhere)
+        check_machine(other)
+        return other
+
+    def same(self, result: dict[str, Any]) -> str:
+        """Return the verdict's words."""
+        layouts = ", and in another layout the same but for rounding" if result["elsewhere"] else ""
+        return f"the resumed run is the run that was never stopped, bit for bit{layouts}"
+
+    def lines(self, result: dict[str, Any]) -> list[str | Table]:
+        """Return what was compared, and what differs."""
+        comparison, steps = result["comparison"], result["comparison"]["steps"]
+        told = (
+            f"stopped in step {result['stop_after']} of {result['steps']}, resumed in new "
+            f"processes: compared {comparison['numbers']:,} numbers of {steps} "
+            f"step{'' if steps == 1 else 's'} and {comparison['tensors']:,} tensors"
+        )
+        if comparison["restored_tensors"] == []:
+            told += ", these also at the moment the run went on"
+        found: list[str | Table] = [told, *(f"  {line}" for line in comparison["differences"])]
+        if comparison["suggestion"]:
+            found.append(f"  this suggests: {comparison['suggestion']}")
+        return found + (_elsewhere_lines(result["elsewhere"]) if result["elsewhere"] else [])
+
+    def evidence(self, comparison: dict[str, Any]) -> str:
+        """Return the first difference."""
+        return next(iter(comparison["differences"]), "")
+
+    def further(self, result: dict[str, Any]) -> str | None:
+        """Return whether the run in the other layout fails."""
+        elsewhere = result["elsewhere"]
+        failed = elsewhere is not None and not elsewhere["passed"]
+        return "in the other layout it is another run" if failed else None
+
+
+def chosen_layout(other_layout: str | None, layouts: bool) -> tuple[str, ...] | None:
+    """Return the overrides of the other layout to resume in; () to choose one, None for none.
 
     Raises:
-        ValueError: the configuration cannot run here.
-        JobStopped: a job failed.
+        ValueError: both options at once, or nothing in the text.
     """
-    from kimi_pretrain.config import describe
-    from kimi_pretrain.reliability.preflight import check_start
-    from kimi_pretrain.verify import resume_jobs
+    if other_layout is None:
+        return () if layouts else None
+    if layouts:
+        raise ValueError("--layouts chooses another layout itself; leave out --other-layout")
+    if not other_layout.split():
+        raise ValueError('--other-layout is empty; give for example "layout.pp=1 layout.dp=2"')
+    return tuple(other_layout.split())
 
-    verify_jobs.refuse_ranks()
-    config, changes = verify_jobs.load(config_path, overrides, shrink=shrink, processes=processes)
-    config = resume_jobs.proof(config, steps, stop_after)
-    verify_jobs.check_machine(config)
-    with (
-        verify_jobs.working_folder(keep) as folder,
-        temporary_place(config, folder) as place,
-        ExitStack() as opened,
-    ):
-        jobs = ResumeJobs(config, folder, place, stop_after, tell, opened)
-        other = None if elsewhere is None else jobs.in_layout(elsewhere)
-        check_start(config, steps)
-        for line in describe(config).splitlines():
-            tell(line)
-        comparison = jobs.stop_and_resume(tuple(faults))
-        result: dict[str, Any] = {"passed": True, "comparison": told(comparison)}
-        result["elsewhere"] = None if other is None else jobs.resume_in(other)
-        result["faults"] = {name: jobs.verdict(name) for name in faults}
-        if not comparison.passed:  # then a fault would be "found" whether it is there or not
-            for fault in result["faults"].values():
-                fault |= {"found": False} if "found" in fault else {}
-        result |= {
-            "passed": _passed(result),
-            "processes": config.layout.world_size(),
-            "layout": config.layout.model_dump(mode="json"),
-            "dtype": config.train.dtype,
-            "steps": steps,
-            "stop_after": stop_after,
-            "place": config.checkpoint.place or "run folder",
-            "asynchronous": config.checkpoint.asynchronous,
-            "changes": [list(change) for change in changes],
-            "seconds": jobs.seconds,
+
+@dataclass
+class Runs:
+    """The runs of one verification.
+
+    Attributes:
+        config: of all of them.
+        jobs: starts them, and has their folder.
+        place: of all checkpoints.
+        stop: step after which a run is stopped.
+        opened: closes what reads checkpoints.
+    """
+
+    config: Config
+    jobs: Jobs
+    place: str
+    stop: int
+    opened: ExitStack = field(default_factory=ExitStack)
+
+    def stop_and_resume(self, faults: Sequence[str]) -> ResumeComparison:
+        """Run the three jobs of the comparison, the last of them also with each fault."""
+        self._run("uninterrupted", STRAIGHT)
+        self._run("to be stopped", STOPPED, interrupt=True)
+        status = read_status(self.jobs.folder / STOPPED)
+        saved = self._saved(STOPPED, self.stop).uri
+        wanted = ("stopped", self.stop, saved)
+        if status is None or (status.state, status.step, status.checkpoint) != wanted:
+            raise JobStopped(
+                f"a rank got USR1 in step {self.stop}, after which the run was to stop, with its "
+                f"checkpoint {saved}; its status.json says {status}"
+            )
+        name = "resumed, then with faults" if faults else "resumed"
+        self._run(name, STOPPED, resume="latest", faults=faults)
+        return self._compare(STOPPED)
+
+    def resume_in(self, other: Config) -> LayoutComparison:
+        """Resume in another layout, and compare what must be the same in any."""
+        start = self._saved(STOPPED, self.stop).uri
+        self._run("other layout", ELSEWHERE, resume=start, config=other)
+        found, wanted = (read_trace(self.jobs.folder / name) for name in (ELSEWHERE, STRAIGHT))
+        self.check_began(ELSEWHERE, found)
+        layout = other.layout.model_dump(mode="json")
+        return compare_layouts(found, wanted, self.stop, self.config.train.dtype, layout)
+
+    def outcome(self, fault: str) -> Outcome:
+        """Return what became of a fault that was planted."""
+        folder = self.jobs.folder / FAULTS
+        if (folder / fault / OBSTACLE).is_file():
+            return (folder / fault / OBSTACLE).read_text()
+        own = UNINTERRUPTED.format(fault)
+        beside = f"{FAULTS}/{own}" if (folder / own).is_dir() else STRAIGHT
+        return self._compare(f"{FAULTS}/{fault}", beside)
+
+    def _compare(self, name: str, straight: str = STRAIGHT) -> ResumeComparison:
+        steps = self.config.train.steps
+        last = self._saved(name, steps), self._saved(straight, steps)
+        found = read_trace(self.jobs.folder / name, last[0])
+        wanted = read_trace(self.jobs.folder / straight, last[1])
+        self.check_began(name, found)
+        return compare(found, wanted, self.stop, reader(*last))
+
+    def check_began(self, name: str, trace: Trace) -> None:
+        """Refuse a run that began elsewhere: one from scratch would be the same, and prove nothing.
+
+        Raises:
+            JobStopped: it did.
+        """
+        if trace.began != self.stop:
+            raise JobStopped(
+                f"the resumed run ({name}) went on from step {trace.began}, not from the "
+                f"checkpoint of step {self.stop}"
+            )
+
+    def _saved(self, name: str, step: int) -> Checkpoint:
+        place = open_place(f"{self.place}/{name}")
+        self.opened.callback(place.close)
+        return place.checkpoint(step)
+
+    def _run(
+        self, name: str, folder: str, *, interrupt: bool = False, resume: str | None = None,
+        faults: Sequence[str] = (), config: Config | None = None,
+    ) -> None:  # fmt: skip
+        options = {
+            "stop": self.stop,
+            "interrupt": interrupt,
+            "faults": list(faults),
+            "runs": str(self.jobs.folder / FAULTS),
+            "place": f"{self.place}/{FAULTS}",
         }
-        if keep is not None:
-            (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    return result
+        path = self.jobs.folder / folder
+        job = VerifyJob(f"{path}.yaml", str(path), resume=resume, kind="resume", options=options)
+        saving = configs.saving_to(config or self.config, f"{self.place}/{folder}")
+        self.jobs.run(name, job, saving)
 
 
-def _passed(result: dict[str, Any]) -> bool:
-    elsewhere, faults = result["elsewhere"], result["faults"].values()
-    return (
-        result["comparison"]["passed"]
-        and (elsewhere is None or elsewhere["passed"])
-        and all(fault.get("found", True) for fault in faults)
+@contextmanager
+def temporary_place(config: Config, folder: Path) -> Iterator[str]:
+    """Give a place for checkpoints beside the user's own, which is empty again in the end."""
+    place = configs.place_beside(config, folder, uuid.uuid4().hex[:12])
+    try:
+        yield place
+    finally:
+        # With a place of the user's; otherwise it goes, or stays, with the folder.
+        if config.checkpoint.place is not None and "://" not in place:
+            shutil.rmtree(place, ignore_errors=True)
+        elif config.checkpoint.place is not None:
+            store = open_store(place)
+            for key in store.list():
+                store.delete(key)
+            store.close()
+
+
+def _elsewhere_lines(elsewhere: dict[str, Any]) -> list[str]:
+    """Return what became of the run that went on in another layout."""
+    axes = {name: value for name, value in elsewhere["layout"].items() if value not in (1, None)}
+    layout = " ".join(f"{name}={value}" for name, value in axes.items()) or "one process"
+    losses, norms = (
+        ", ".join(number(error) for error in elsewhere[name])
+        for name in ("loss_errors", "norm_errors")
     )
+    first, others = elsewhere["allowed"]
+    told = (
+        f"resumed with {layout}: errors of the loss {losses}, of the gradient norm {norms} "
+        f"(rounding explains {first:.0e} in the first step, {others:.0e} after it)"
+    )
+    if not elsewhere["after"]:
+        return [f"{told}; every step read the same samples"]
+    one = elsewhere["after"][0]
+    return [
+        told,
+        f"  step {one['step']} read others: {one['name']} is {one['found']}, was {one['wanted']}",
+    ]

@@ -156,16 +156,16 @@ def poisoned(run) -> dict[str, Any]:
 
 def differing(run) -> dict[str, list[str]]:
     """What `verify dep` says of copies that are not the same."""
-    from kimi_pretrain.verify.dep import _differing
+    from kimi_pretrain.verify.dep import differing_copies
 
     run.train_step.run(next(run.loader))
-    told = {"none": _differing(run)}
+    told = {"none": differing_copies(run)}
     tensor = next(t for t in run.update.named if t.replicas == "dense")
     copies = {"weight": tensor.data, "gradient": tensor.grad()}
     for name, copy in copies.items():
         if run.mesh.rank == 1:
             copy.mul_(1.001)
-        told[name] = _differing(run)
+        told[name] = differing_copies(run)
         if run.mesh.rank == 1:
             copy.div_(1.001)
     return told | {"name": [tensor.name]}

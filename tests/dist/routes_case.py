@@ -17,9 +17,11 @@ def tied_routes(run) -> dict[str, Any]:
     comparison as the command makes it, the same of gradients whose reference did not follow, and
     that of a run whose last router takes the next best expert now and then, which is its clean one.
     """
-    from kimi_pretrain.verify import dep, faults, jobs
-    from kimi_pretrain.verify.compare import tolerance_for
-    from launch.verify.dep import compare_jobs
+    from kimi_pretrain.verify import configs, dep
+    from kimi_pretrain.verify.dep_compare import tolerance_for
+    from kimi_pretrain.verify.dep_faults import FAULTS
+    from kimi_pretrain.verify.dep_files import compare_jobs
+    from kimi_pretrain.verify.fault import Replaced
 
     tolerance = tolerance_for("float32", "model", steps=2)
     with TemporaryDirectory() as name:
@@ -27,16 +29,15 @@ def tied_routes(run) -> dict[str, Any]:
 
         def take(config, job: str, seed: int, follow: str | None, bound: float, fault=None):
             other = _tied(type(run)(config, run.mesh), seed)
-            routing = dep.Routing(None if follow is None else folder / follow / "dep", bound)
-            if fault is None:
-                dep.take_steps(other, folder / job, 2, (), routing)
-            else:
-                with faults.FAULTS[fault].planted(other, None):
-                    dep.take_steps(other, folder / job, 2, (), routing)
+            followed = None if follow is None else folder / follow / "dep"
+            with Replaced() as replaced:
+                if fault is not None:
+                    FAULTS[fault].plant(replaced, other, None)
+                dep.take_steps(other, folder / job, 2, (), followed, bound)
             other.close()
 
         found = {}
-        ours, plain = jobs.decoupled(run.config), jobs.reference(run.config)
+        ours, plain = configs.decoupled(run.config), configs.reference(run.config)
         for case, bound, fault in (
             ("followed", tolerance.ties, None),
             ("alone", -1.0, None),  # nothing is a tie
@@ -44,7 +45,8 @@ def tied_routes(run) -> dict[str, Any]:
         ):
             take(ours, f"{case}/dep", 1, None, bound, fault)
             take(plain, f"{case}/reference", 2, case, bound)
-            found[case] = compare_jobs(folder / case, tolerance, ())["comparison"]
+            compared = compare_jobs(folder / case / "dep", folder / case / "reference", tolerance, ())
+            found[case] = compared.as_dict()["comparison"]
     return json.loads(json.dumps(found))
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from kimi_pretrain.verify.compare import GROUPS
-from kimi_pretrain.verify.faults import FAULTS
+from kimi_pretrain.verify.dep_compare import GROUPS
+from kimi_pretrain.verify.dep_faults import FAULTS
 from tests import ROOT
 from tests.dist.jobs import SMALL, layout
 

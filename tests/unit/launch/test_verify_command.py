@@ -8,14 +8,15 @@ import torch
 from typer.testing import CliRunner
 
 from kimi_pretrain.config import load_config
-from kimi_pretrain.verify.compare import TOLERANCES
-from kimi_pretrain.verify.faults import FAULTS
-from kimi_pretrain.verify.gradients import write_gradients
-from launch.cli import verify_dep as verify
+from kimi_pretrain.verify.dep_compare import TOLERANCES
+from kimi_pretrain.verify.dep_faults import FAULTS
+from kimi_pretrain.verify.dep_files import compare_jobs, write_gradients
+from kimi_pretrain.verify.result import Result
 from launch.cli.main import app
-from launch.verify import dep_view as verify_view
-from launch.verify import jobs as verify_jobs
-from launch.verify.dep_worker import VerifyJob
+from launch.verify.dep import VerifyDep
+from launch.verify.terminal import Terminal
+from launch.verify.verification import check_machine
+from launch.verify.worker import VerifyJob
 
 runner = CliRunner()
 BASE = ["verify", "dep", "--config", "tiny_cpu"]
@@ -57,13 +58,16 @@ def test_a_layout_that_this_machine_cannot_hold_is_refused():
     assert "--shrink --processes 4" in line
 
 
-def test_a_job_travels_as_one_argument():
-    job = VerifyJob("a.yaml", "run dir", ("x.y=1",), steps=2, faults=("lost-item",))
+@pytest.mark.parametrize(
+    "job",
+    [
+        VerifyJob("a.yaml", "b"),
+        VerifyJob("a.yaml", "run dir", ("x.y=1",), "latest", kind="resume", options={"stop": 2}),
+        VerifyJob("a.yaml", "b", kind="dep", options={"faults": ["wrong-expert"], "ties": 1e-5}),
+    ],
+)
+def test_a_job_travels_as_one_argument(job):
     assert VerifyJob.parse(job.argument()) == job
-    following = VerifyJob.inside(Path("b"), 2, ["wrong-expert"], "a", 1e-5)
-    assert VerifyJob.parse(following.argument()) == following
-    assert following.config == "b/config.yaml"
-    assert VerifyJob.parse(VerifyJob("a.yaml", "b").argument()) == VerifyJob("a.yaml", "b")
 
 
 def group(name: str, error: float | None = 1e-7, **values) -> dict:
@@ -104,7 +108,7 @@ def result(clean: dict, faults: dict | None = None, **values) -> dict:
 
 
 def shown(outcome: dict, capsys) -> str:
-    verify_view.Terminal().show(outcome)
+    Terminal().show(VerifyDep(), outcome)
     return capsys.readouterr().out
 
 
@@ -153,15 +157,8 @@ def test_a_fault_that_is_not_found_fails_the_self_test(capsys):
 
 
 def test_a_planted_step_is_shown_as_the_step(capsys):
-    faults = {"lost-item": {"found": True, "comparison": BAD}}
-    outcome = verify.with_fault(result(GOOD, faults), "lost-item")
-    assert not outcome["passed"]
-    assert shown(outcome, capsys).rstrip().endswith("(planted: lost-item)")
-    assert json.loads(json.dumps(outcome))["planted"] == "lost-item"
-    with pytest.raises(ValueError, match=r"--plant wrong-divisor .* layout.dp=1"):
-        verify.with_fault(
-            result(GOOD, {"wrong-divisor": {"obstacle": "layout.dp=1"}}), "wrong-divisor"
-        )
+    out = shown(result(BAD, planted="lost-item"), capsys)
+    assert out.rstrip().endswith("(planted: lost-item)")
 
 
 def test_tokens_that_chose_other_experts_are_counted(capsys):
@@ -182,10 +179,10 @@ def test_tokens_that_chose_other_experts_are_counted(capsys):
 
 def test_the_machine_is_asked_before_anything_starts():
     config = load_config("tiny_cpu")
-    verify_jobs.check_machine(config)
+    check_machine(config)
     huge = load_config("kimi_k25_1t")
     with pytest.raises(ValueError, match="256 processes"):
-        verify_jobs.check_machine(huge)
+        check_machine(huge)
 
 
 def leave(folder: Path, scale: float = 1.0, items: int = 3, **facts) -> None:
@@ -205,19 +202,27 @@ def test_faults_are_judged_by_the_reference(tmp_path):
     (tmp_path / "dep/wrong-divisor").mkdir()
     (tmp_path / "dep/wrong-divisor/facts.json").write_text('{"obstacle": "layout.dp=1"}')
 
-    def outcome(*faults: str) -> dict:
-        return verify.compare_jobs(tmp_path, TOLERANCES["float32"], faults)
+    def outcome(*faults: str) -> Result:
+        folders = tmp_path / "dep", tmp_path / "reference"
+        return compare_jobs(*folders, TOLERANCES["float32"], faults)
 
-    assert outcome()["passed"]
+    assert outcome().passed
     found = outcome("lost-item", "wrong-divisor")
-    assert found["passed"]
-    assert found["faults"]["lost-item"]["found"]
-    assert found["faults"]["wrong-divisor"] == {"obstacle": "layout.dp=1"}
+    assert found.passed
+    assert found.as_dict()["plan"] == {"items": 3}
+    faults = found.as_dict()["faults"]
+    assert faults["lost-item"]["found"]
+    assert faults["wrong-divisor"] == {"obstacle": "layout.dp=1"}
+    assert not found.with_fault("lost-item").passed
+    with pytest.raises(ValueError, match=r"--plant wrong-divisor .* layout.dp=1"):
+        found.with_fault("wrong-divisor")
     missed = outcome("lost-item", "lost-gradient")
-    assert not missed["passed"]
-    assert missed["comparison"]["passed"]
-    assert not missed["faults"]["lost-gradient"]["found"]
+    assert not missed.passed
+    assert missed.comparison.passed
+    assert not missed.as_dict()["faults"]["lost-gradient"]["found"]
+    leave(tmp_path / "reference/lost-item", 1.1)  # a reference of its own
+    assert not outcome("lost-item").passed
     leave(tmp_path / "dep/clean", 1.1)
-    broken = outcome("lost-item")
-    assert not broken["passed"]
-    assert not broken["faults"]["lost-item"]["found"]  # nobody can tell
+    broken = outcome("lost-gradient")
+    assert not broken.passed
+    assert not broken.as_dict()["faults"]["lost-gradient"]["found"]  # nobody can tell

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kimi_pretrain.verify import compare
-from kimi_pretrain.verify.compare import (
+from kimi_pretrain.verify import dep_compare as compare
+from kimi_pretrain.verify.dep_compare import (
     GROUPS,
     TOLERANCES,
     StepFacts,
@@ -19,7 +19,7 @@ from kimi_pretrain.verify.compare import (
     group_of,
     tolerance_for,
 )
-from kimi_pretrain.verify.gradients import GradientFiles, write_gradients
+from kimi_pretrain.verify.dep_files import GradientFiles, write_gradients
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder
 

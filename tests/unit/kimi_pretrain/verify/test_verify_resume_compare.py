@@ -7,18 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kimi_pretrain.verify import findings
-from kimi_pretrain.verify.order import in_model_order
-from kimi_pretrain.verify.resume import (
+from kimi_pretrain.verify import resume_compare
+from kimi_pretrain.verify.resume_compare import compare, differences, suggestion
+from kimi_pretrain.verify.traces import (
     Moment,
     Trace,
-    compare,
+    in_model_order,
     numbers_of,
+    read_trace,
     tensor_difference,
     unequal,
 )
-from kimi_pretrain.verify.resume_layout import compare_layouts
-from kimi_pretrain.verify.trace import read_trace
 
 HEAD, GATE = "language_model.lm_head.weight", "language_model.model.layers.1.mlp.gate.weight"
 BIAS = "language_model.model.layers.1.mlp.gate.e_score_correction_bias"
@@ -59,7 +58,7 @@ def trace(steps=(1, 2, 3, 4), tensors=TENSORS, state=STATE, resumed=None, **line
 def told(found: Trace, wanted: Trace | None = None) -> tuple[list[str], str]:
     comparison = compare(found, wanted or trace(), 2)
     assert not comparison.passed
-    return findings.differences(comparison), findings.suggestion(comparison)
+    return differences(comparison), suggestion(comparison)
 
 
 def test_one_run_is_itself():
@@ -67,7 +66,7 @@ def test_one_run_is_itself():
     assert comparison.passed
     assert (comparison.steps, comparison.tensors) == (2, 5)
     assert comparison.numbers == 2 * len(numbers_of(line(3)))
-    assert findings.differences(comparison) == []
+    assert differences(comparison) == []
     assert compare(trace(steps=(3, 4)), trace(), 2).passed  # in a folder of its own
 
 
@@ -148,7 +147,7 @@ def test_the_first_tensor_is_measured():
     comparison = compare(
         trace(tensors=TENSORS | {GATE: "x"}), trace(), 2, {GATE: (a, b)}.__getitem__
     )
-    assert findings.differences(comparison) == [
+    assert differences(comparison) == [
         f"at the end, 1 of 5 tensors are not the same, first {GATE} (2 of its 4 numbers, the "
         "largest difference is 0.5)"
     ]
@@ -180,9 +179,9 @@ RESTORED = {
 @pytest.mark.parametrize("case", RESTORED)
 def test_what_was_restored_wrongly_is_named(case):
     moment, text = RESTORED[case]
-    sentences, suggestion = told(trace(resumed=moment))
+    sentences, cause = told(trace(resumed=moment))
     assert sentences[0].startswith("as the run went on after step 2, ")
-    assert text in suggestion
+    assert text in cause
 
 
 @pytest.mark.parametrize(
@@ -206,15 +205,15 @@ def test_without_a_watcher_less_is_known():
     blind = replace(trace(step4={"loss": 7.0}), resumed=None, samples={})
     comparison = compare(blind, trace(), 2)
     assert comparison.restored_tensors is None
-    assert findings.suggestion(comparison).startswith("the optimizer's state was not")
+    assert suggestion(comparison).startswith("the optimizer's state was not")
     assert compare(replace(trace(), resumed=None, samples={}), trace(), 2).passed
 
 
 def test_samples_count():
     other = replace(trace(), samples={1: "plan 1", 2: "plan 2", 3: "plan 4", 4: "plan 5"})
-    sentences, suggestion = told(other)
+    sentences, cause = told(other)
     assert sentences == ["step 3 is the first that differs: samples is plan 4, was plan 3"]
-    assert "other samples" in suggestion
+    assert "other samples" in cause
 
 
 def test_tensors_come_in_the_order_of_the_model():
@@ -229,6 +228,10 @@ def test_tensors_come_in_the_order_of_the_model():
     ]  # fmt: skip
     assert in_model_order(sorted(names)) == names
     assert list(unequal(dict.fromkeys(names, "a"), dict.fromkeys(reversed(names), "b"))) == names
+
+
+def compare_layouts(found: Trace, wanted: Trace, stop: int, dtype: str):
+    return resume_compare.compare_layouts(found, wanted, stop, dtype, {"dp": 2})
 
 
 def test_another_layout_may_round_and_nothing_else():

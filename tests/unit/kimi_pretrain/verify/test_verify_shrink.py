@@ -5,7 +5,7 @@ import yaml
 
 from kimi_pretrain.config import load_config
 from kimi_pretrain.sections import LayoutConfig
-from kimi_pretrain.verify import jobs
+from kimi_pretrain.verify import configs
 from kimi_pretrain.verify.shrink import shrink
 
 PRESETS = ("kimi_k25_1t", "moonlight_16b_a3b", "tiny_cpu")
@@ -129,7 +129,7 @@ def test_small_configurations_stay_what_they_are():
 
 def test_the_reference_is_one_process_without_dep():
     config = load_config("tiny_cpu", ["dep.max_split=2", "data.workers=2", "dep.scope=replica"])
-    with_dep, without = jobs.decoupled(config), jobs.reference(config)
+    with_dep, without = configs.decoupled(config), configs.reference(config)
     assert with_dep.layout == config.layout
     assert with_dep.dep == config.dep
     assert without.layout == LayoutConfig()
@@ -140,4 +140,4 @@ def test_the_reference_is_one_process_without_dep():
     assert with_dep.model == config.model
     assert with_dep.data.rows_per_step == config.data.rows_per_step
     colocated = load_config("tiny_cpu", ["dep.placement=colocated"])
-    assert jobs.decoupled(colocated).dep.placement == "decoupled"
+    assert configs.decoupled(colocated).dep.placement == "decoupled"

@@ -1,13 +1,10 @@
-"""Faults that the comparison must find, planted from outside into one run's objects.
+"""Faults that `verify dep` must find, planted in one run's objects for one step.
 
-Each is of a kind that has happened to systems of this sort without a word: the step runs on, and
-most of them leave the loss as it is. Nothing in the code that trains knows of them: a method of the
-run's exchange, encoder or backbone is replaced for one step, on this object alone.
+Each is of a kind that has happened to systems of this sort silently: the step runs on, and most of
+them leave the loss as it is.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,38 +12,17 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.dep.vision_plan import Ints, Spans, VisionPlan
-from kimi_pretrain.verify.replaced import replaced
+from kimi_pretrain.verify.fault import Fault, Replaced
+from kimi_pretrain.verify.routes import Replay, TopK
 
-if TYPE_CHECKING:  # who asks for the faults' names alone need not load the engine
+if TYPE_CHECKING:  # listing the faults' names does not load the engine
     from kimi_pretrain.dep.encoder import EncoderPass
     from kimi_pretrain.engine.backbone import BackboneResult
     from kimi_pretrain.engine.microbatch import Microbatch
     from kimi_pretrain.run import Run
 
-Obstacle = Callable[["Run", VisionPlan], str | None]
-Plant = Callable[["Run", VisionPlan], AbstractContextManager[None]]
 
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault that can be planted.
-
-    Attributes:
-        what: goes wrong, in a sentence.
-        obstacle: (run, plan of the step) -> why this step or layout cannot have it, or None. The
-            same on every rank.
-        planted: (run, plan) -> context in which steps have the fault; entered on every rank.
-        routes: it is in the choice of experts, so the reference is asked whether to follow it.
-    """
-
-    what: str
-    obstacle: Obstacle
-    planted: Plant
-    routes: bool = False
-
-
-@contextmanager
-def _doubled_gradient(run: "Run", vision: VisionPlan) -> Iterator[None]:
+def _doubled_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     begin, rank = run.encoder.begin, int(vision.shares.rank.min())
 
     def begin_doubling(*args: Any, **options: Any) -> "EncoderPass":
@@ -62,36 +38,30 @@ def _doubled_gradient(run: "Run", vision: VisionPlan) -> Iterator[None]:
             work.backward = twice
         return work
 
-    with replaced(run.encoder, "begin", begin_doubling):
-        yield
+    replaced.put(run.encoder, "begin", begin_doubling)
 
 
-@contextmanager
-def _lost_item(run: "Run", vision: VisionPlan) -> Iterator[None]:
+def _lost_item(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     exchange, item = run.train_step.exchange, _smallest(vision)
     hand_over = exchange.hand_over
 
     def losing(embeddings: Tensor, plan: VisionPlan, rank: int) -> Tensor:
         return _without(hand_over(embeddings, plan, rank), plan.received_by(rank), item)
 
-    with replaced(exchange, "hand_over", losing):
-        yield
+    replaced.put(exchange, "hand_over", losing)
 
 
-@contextmanager
-def _lost_gradient(run: "Run", vision: VisionPlan) -> Iterator[None]:
+def _lost_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     exchange, item = run.train_step.exchange, _smallest(vision)
     hand_back = exchange.hand_back
 
     def losing(gradients: Tensor, plan: VisionPlan, rank: int) -> Tensor:
         return hand_back(_without(gradients, plan.received_by(rank), item), plan, rank)
 
-    with replaced(exchange, "hand_back", losing):
-        yield
+    replaced.put(exchange, "hand_back", losing)
 
 
-@contextmanager
-def _swapped_items(run: "Run", vision: VisionPlan) -> Iterator[None]:
+def _swapped_items(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     """Swap both ways, so that the gradients fit what was seen: only the pictures are wrong."""
     exchange, pair = run.train_step.exchange, _neighbours(vision)
     assert pair is not None
@@ -106,13 +76,12 @@ def _swapped_items(run: "Run", vision: VisionPlan) -> Iterator[None]:
         undone = gradients[torch.from_numpy(np.argsort(order))] if rank == where else gradients
         return hand_back(undone, plan, rank)
 
-    with replaced(exchange, "hand_over", over), replaced(exchange, "hand_back", back):
-        yield
+    replaced.put(exchange, "hand_over", over)
+    replaced.put(exchange, "hand_back", back)
 
 
-@contextmanager
-def _wrong_divisor(run: "Run", vision: VisionPlan) -> Iterator[None]:
-    """Weigh the loss of the last replica by (all loss tokens / its own); the loss told is right."""
+def _wrong_divisor(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
+    """Weight the last replica's loss by (all loss tokens / its own); the reported loss is right."""
     mesh, train_step = run.mesh, run.backbone.train_step
 
     def weighing(microbatches: "list[Microbatch]", aux_scale: float) -> "BackboneResult":
@@ -131,12 +100,10 @@ def _wrong_divisor(run: "Run", vision: VisionPlan) -> Iterator[None]:
         result = train_step(heavy, aux_scale)
         return replace(result, loss_sum=result.loss_sum / factor)
 
-    with replaced(run.backbone, "train_step", weighing):
-        yield
+    replaced.put(run.backbone, "train_step", weighing)
 
 
-@contextmanager
-def _unequal_sums(run: "Run", vision: VisionPlan) -> Iterator[None]:
+def _unequal_sums(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     sums, last = run.encoder.sums, run.mesh.world_size - 1
     finish = sums.finish
 
@@ -145,30 +112,22 @@ def _unequal_sums(run: "Run", vision: VisionPlan) -> Iterator[None]:
         if run.mesh.rank == last:
             sums.buffer.mul_(1.5)
 
-    with replaced(sums, "finish", finish_elsewhere):
-        yield
+    replaced.put(sums, "finish", finish_elsewhere)
 
 
-class _NextBest:
-    """Stands in Megatron-Core's router for its top-k: one token in 16 takes the expert after it."""
-
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None,
-        default_compute_topk: Any = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        chosen = default_compute_topk(scores, topk, num_groups, group_topk)[1].clone()
-        chosen[::16] = scores[::16].topk(topk + 1, dim=1).indices[:, [*range(topk - 1), topk]]
-        return scores.gather(1, chosen), chosen
+def _next_best(
+    scores_TE: Tensor, k: int, groups: Any, take: Any, topk: TopK
+) -> tuple[Tensor, Tensor]:
+    """Choose experts as the router does; one token in 16 takes the next best for its last."""
+    chosen_TK = topk(scores_TE, k, groups, take)[1].clone()
+    chosen_TK[::16] = scores_TE[::16].topk(k + 1, dim=1).indices[:, [*range(k - 1), k]]
+    return scores_TE.gather(1, chosen_TK), chosen_TK
 
 
-@contextmanager
-def _wrong_expert(run: "Run", vision: VisionPlan) -> Iterator[None]:
+def _wrong_expert(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     routers = [router for _, router in run.backbone.routers()]
-    if run.mesh.rank != max(_with_routers(run)):
-        yield
-        return
-    with replaced(routers[-1], "router_replay", _NextBest()):
-        yield
+    if run.mesh.rank == max(_with_routers(run)):
+        replaced.put(routers[-1], "router_replay", Replay(_next_best))
 
 
 def _with_routers(run: "Run") -> list[int]:
@@ -235,11 +194,10 @@ def _no_choice(run: "Run", vision: VisionPlan) -> str | None:
     return None if _with_routers(run) else "no layer has experts"
 
 
-FAULTS: dict[str, Fault] = {
+FAULTS: "dict[str, Fault[Run, VisionPlan]]" = {
     "doubled-gradient": Fault(
         "the encoder gradients of one chunk of one rank are counted twice",
-        _not_trained,
-        _doubled_gradient,
+        _not_trained, _doubled_gradient,
     ),
     "lost-item": Fault(
         "the embeddings of the smallest item arrive as zeros", _no_media, _lost_item
@@ -249,23 +207,18 @@ FAULTS: dict[str, Fault] = {
     ),
     "swapped-items": Fault(
         "two items arrive in each other's place, and so do their gradients",
-        _no_pair,
-        _swapped_items,
+        _no_pair, _swapped_items,
     ),
     "wrong-divisor": Fault(
         "the loss of one replica is divided by its own tokens instead of everyone's",
-        _one_replica,
-        _wrong_divisor,
+        _one_replica, _wrong_divisor,
     ),
     "unequal-sums": Fault(
-        "the sums of the encoder's gradients are wrong on one rank",
-        _alone,
-        _unequal_sums,
+        "the sums of the encoder's gradients are wrong on one rank", _alone, _unequal_sums
     ),
     "wrong-expert": Fault(
         "one token in 16 of one rank's last router goes to the expert after the best ones",
-        _no_choice,
-        _wrong_expert,
-        routes=True,
+        _no_choice, _wrong_expert,
+        own_reference=True,  # which is asked whether to follow it
     ),
-}
+}  # fmt: skip

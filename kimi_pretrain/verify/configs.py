@@ -1,22 +1,47 @@
-"""The configurations of the jobs that `kimi-pretrain verify resume` compares. Pure.
+"""The configurations of the jobs that a verification compares. Pure.
 
-All jobs are one configuration, the user's own but for its length and for where checkpoints go, so
-that nothing that looks at the length of the run (`train.steps`) can tell them apart: the job that
-is stopped ends because it is told to, not because it is shorter.
+`verify dep`: the user's layout with the Decoupled Encoder Process, and a reference in one process
+with the encoder inside the graph: no exchange, no second forward, no parallelism. Both start from
+the same weights and take the same step of the same data.
+
+`verify resume`: all jobs have the user's configuration but for its length and for where checkpoints
+go, so that nothing that looks at the length of the run (`train.steps`) can tell them apart: the job
+that is stopped ends because it is told to, not because it is shorter.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.store.addresses import split_place
 from kimi_pretrain.config import Config, ConfigError, parse_config
 from kimi_pretrain.sections import DepConfig, LayoutConfig
 
-_ELSEWHERE = ("layout.", "dep.")
+
+def decoupled(config: Config) -> Config:
+    """Return the configuration of the job with DEP: the user's own, without prefetching."""
+    values = config.model_dump(mode="json")
+    values["dep"]["placement"] = "decoupled"
+    return parse_config(_without_prefetch(values), where="verify dep")
 
 
-def proof(config: Config, steps: int, stop: int) -> Config:
-    """Return the configuration of all jobs: so many steps, and a checkpoint after the last.
+def reference(config: Config) -> Config:
+    """Return the configuration of the reference: the same model and data, one process, no DEP."""
+    values = config.model_dump(mode="json")
+    plain = DepConfig(placement="colocated", max_patches_per_chunk=config.dep.max_patches_per_chunk)
+    values["layout"] = LayoutConfig().model_dump(mode="json")
+    values["dep"] = plain.model_dump(mode="json")
+    return parse_config(_without_prefetch(values), where="verify dep, reference")
+
+
+def _without_prefetch(values: dict[str, Any]) -> dict[str, Any]:
+    values["data"] |= {"workers": 0, "prefetch_steps": 0}
+    values["train"]["threads"] = None  # set by the environment of each job
+    return values
+
+
+def resumable(config: Config, steps: int, stop: int) -> Config:
+    """Return the configuration of `verify resume`: so many steps, a checkpoint after the last.
 
     How checkpoints are written stays as it is. Retention goes: the checkpoint of the stop is used
     several times.
@@ -35,9 +60,9 @@ def proof(config: Config, steps: int, stop: int) -> Config:
     return parse_config(values, where="verify resume")
 
 
-def saving_to(config: Config, place: str) -> Config:
-    """Return the configuration with its checkpoints elsewhere."""
-    checkpoint = config.checkpoint.model_copy(update={"place": place})
+def saving_to(config: Config, place: str, **changes: object) -> Config:
+    """Return the configuration with its checkpoints elsewhere; `changes` of that section too."""
+    checkpoint = config.checkpoint.model_copy(update={"place": place, **changes})
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
@@ -87,7 +112,7 @@ def check_other_layout(config: Config, other: Config, overrides: Sequence[str]) 
     Raises:
         ConfigError: with what to give.
     """
-    wrong = [one for one in overrides if not one.startswith(_ELSEWHERE)]
+    wrong = [one for one in overrides if not one.startswith(("layout.", "dep."))]
     if wrong:
         raise ConfigError(
             f"--other-layout: {wrong[0]} is no part of the layout; give layout.* or dep.* only, "

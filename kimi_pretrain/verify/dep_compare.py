@@ -2,37 +2,38 @@
 
 The error of a parameter is the norm of the difference over the norm of the reference, in fp64. A
 parameter whose reference gradient is zero (an expert that no token chose) must be zero in the other
-run too. A group is judged by its worst parameter, so a fault in one small tensor does not drown in
-a large one.
+run too. A group is judged by its worst parameter, so a fault in one small tensor is not lost in a
+large one.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
+from kimi_pretrain.verify.result import Comparison, relative_error
+
 _LAYER = r"language_model\.model\.layers\.\d+\."
 # The first pattern that matches the whole name wins; the order is that of the table.
-_GROUPS: tuple[tuple[str, str], ...] = (
-    ("vision patch embedding", r"vision_tower\.patch_embed\.proj\..+"),
-    ("vision position table", r"vision_tower\.patch_embed\.pos_emb\..+"),
-    ("vision blocks", r"vision_tower\.encoder\.blocks\..+"),
-    ("vision final norm", r"vision_tower\.encoder\.final_layernorm\..+"),
-    ("projector", r"mm_projector\..+"),
-    ("embedding", r"language_model\.model\.embed_tokens\..+"),
-    ("norms", r"language_model\.model\.(.+\.)?\w*norm\.weight"),
-    ("attention", _LAYER + r"self_attn\..+"),
-    ("dense MLP", _LAYER + r"mlp\.(gate|up|down)_proj\..+"),
-    ("router", _LAYER + r"mlp\.gate\..+"),
-    ("experts", _LAYER + r"mlp\.experts\..+"),
-    ("shared experts", _LAYER + r"mlp\.shared_experts\..+"),
-    ("head", r"language_model\.lm_head\..+"),
-)
-GROUPS = tuple(group for group, _ in _GROUPS)
+_GROUPS = {
+    "vision patch embedding": r"vision_tower\.patch_embed\.proj\..+",
+    "vision position table": r"vision_tower\.patch_embed\.pos_emb\..+",
+    "vision blocks": r"vision_tower\.encoder\.blocks\..+",
+    "vision final norm": r"vision_tower\.encoder\.final_layernorm\..+",
+    "projector": r"mm_projector\..+",
+    "embedding": r"language_model\.model\.embed_tokens\..+",
+    "norms": r"language_model\.model\.(.+\.)?\w*norm\.weight",
+    "attention": _LAYER + r"self_attn\..+",
+    "dense MLP": _LAYER + r"mlp\.(gate|up|down)_proj\..+",
+    "router": _LAYER + r"mlp\.gate\..+",
+    "experts": _LAYER + r"mlp\.experts\..+",
+    "shared experts": _LAYER + r"mlp\.shared_experts\..+",
+    "head": r"language_model\.lm_head\..+",
+}
+GROUPS = tuple(_GROUPS)
 _PIECE = 1 << 24  # elements compared at a time: fp64 copies of a whole embedding would be gigabytes
 
 
@@ -63,11 +64,11 @@ TOLERANCES = {
 
 
 @dataclass(frozen=True)
-class Difference:
-    """One parameter in both runs.
+class GradientDifference:
+    """One parameter's gradient in both runs.
 
     Attributes:
-        name: of the checkpoint.
+        name: in the checkpoint.
         error: norm of the difference / norm of the reference; 0 where both are zero, infinite where
             only the reference is, or where the shapes differ; NaN where a gradient is not finite.
         found_norm, reference_norm: of the two gradients.
@@ -87,12 +88,12 @@ class GroupDifference:
 
     Attributes:
         group: one of `GROUPS`.
-        parameters: compared in it.
-        zero: of those, parameters whose reference gradient is zero.
-        error, worst: the error that is largest against what is allowed, and its parameter.
+        parameters: number of parameters.
+        zero: number of parameters whose reference gradient is zero.
+        error, worst, vector: of the parameter whose error is largest against its tolerance: the
+            error, its name, whether it has one dimension.
         norm_ratio: norm of the group's gradient / that of the reference (1.0 if both are zero).
         passed: every parameter is within the tolerance.
-        vector: the worst parameter has one dimension.
     """
 
     group: str
@@ -111,7 +112,7 @@ class StepRoutes:
 
     Attributes:
         step: counted from 1.
-        tokens: that were sent to experts in each layer, padding left out.
+        tokens: that were sent to experts in each layer, without padding.
         at_ties: tokens that chose others at a tie; there the reference followed the run.
         wrong: tokens that chose others where rounding does not explain it.
         first_wrong: the first of those, in words.
@@ -126,12 +127,12 @@ class StepRoutes:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a run says of the step, apart from gradients; see `StepReport`.
+    """What a run reports of the step, apart from gradients; see `StepReport`.
 
     Attributes:
         losses: of each step that was run; the gradients are of the last.
         grad_norm: of the last step's divided gradient, over encoder and backbone.
-        differing: tensors of which not all ranks that hold a copy hold the same.
+        differing: tensors whose copies are not the same on all ranks that hold one.
         routes: of each step, if this run followed the routes of another.
     """
 
@@ -146,8 +147,8 @@ class StepFacts:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The verdict.
+class StepComparison(Comparison):
+    """Two runs of a step compared.
 
     Attributes:
         loss_errors: relative error of each step's loss.
@@ -155,7 +156,7 @@ class Comparison:
         counts: name -> (found, reference) of what must be equal.
         missing, extra: parameters that only the reference has, and that only the run has.
         differing: as in `StepFacts`, of either run.
-        routes: of each step, as the reference told.
+        routes: of each step, from the reference.
     """
 
     tolerance: Tolerance
@@ -169,40 +170,17 @@ class Comparison:
     routes: tuple[StepRoutes, ...] = ()
 
     @property
-    def counts_equal(self) -> bool:
-        """Whether both runs saw the same step."""
-        return all(found == wanted for found, wanted in self.counts.values())
-
-    @property
     def passed(self) -> bool:
         """Whether the two runs are the same but for rounding. Nothing compared is no pass."""
-        numbers = (*self.loss_errors, self.grad_norm_error)
+        errors = (*self.loss_errors, self.grad_norm_error)
         return (
             bool(self.groups)
             and all(group.passed for group in self.groups)
-            and all(error <= self.tolerance.matrices for error in numbers)
-            and self.counts_equal
+            and all(error <= self.tolerance.matrices for error in errors)
+            and all(found == wanted for found, wanted in self.counts.values())
             and not (self.missing or self.extra or self.differing)
             and not any(step.wrong for step in self.routes)
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; numbers that are not finite become null."""
-        return {
-            "passed": self.passed,
-            "tolerance": asdict(self.tolerance),
-            "loss_errors": [_plain(error) for error in self.loss_errors],
-            "grad_norm_error": _plain(self.grad_norm_error),
-            "counts": {name: list(pair) for name, pair in self.counts.items()},
-            "missing": list(self.missing),
-            "extra": list(self.extra),
-            "differing": list(self.differing),
-            "routes": [asdict(step) for step in self.routes],
-            "groups": [
-                {key: _plain(value) for key, value in asdict(group).items()}
-                for group in self.groups
-            ],
-        }
 
 
 def group_of(name: str) -> str:
@@ -211,16 +189,16 @@ def group_of(name: str) -> str:
     Raises:
         ValueError: the name belongs to none.
     """
-    for group, pattern in _GROUPS:
+    for group, pattern in _GROUPS.items():
         if re.fullmatch(pattern, name):
             return group
     raise ValueError(
         f"verify: tensor {name!r} belongs to no parameter group; "
-        "add it to kimi_pretrain/verify/compare.py"
+        "add it to kimi_pretrain/verify/dep_compare.py"
     )
 
 
-def difference(name: str, found: Tensor, reference: Tensor) -> Difference:
+def difference(name: str, found: Tensor, reference: Tensor) -> GradientDifference:
     """Compare one parameter's gradients, two tensors of one shape and any dtypes, in fp64."""
     found_norm, reference_norm = _norm(found), _norm(reference)
     if found.shape != reference.shape:
@@ -229,17 +207,7 @@ def difference(name: str, found: Tensor, reference: Tensor) -> Difference:
         error = math.inf if found_norm > 0 else found_norm  # 0, or NaN as it came
     else:
         error = _norm(found, reference) / reference_norm
-    return Difference(name, error, found_norm, reference_norm, reference.dim() < 2)
-
-
-def summarise(
-    differences: Sequence[Difference], tolerance: Tolerance
-) -> tuple[GroupDifference, ...]:
-    """Return one line for each group that has parameters, in the order of `GROUPS`."""
-    members: dict[str, list[Difference]] = {group: [] for group in GROUPS}
-    for one in differences:
-        members[group_of(one.name)].append(one)
-    return tuple(_summary(group, found, tolerance) for group, found in members.items() if found)
+    return GradientDifference(name, error, found_norm, reference_norm, reference.dim() < 2)
 
 
 def compare(
@@ -248,7 +216,7 @@ def compare(
     found_facts: StepFacts,
     reference_facts: StepFacts,
     tolerance: Tolerance,
-) -> Comparison:
+) -> StepComparison:
     """Compare two runs of the same step.
 
     Args:
@@ -258,13 +226,15 @@ def compare(
         tolerance: what rounding explains.
     """
     common = sorted(set(found) & set(reference))
-    differences = [difference(name, found[name], reference[name]) for name in common]
+    members: dict[str, list[GradientDifference]] = {group: [] for group in GROUPS}
+    for name in common:
+        members[group_of(name)].append(difference(name, found[name], reference[name]))
     names = ("loss_tokens", "vision_tokens", "items", "skipped_samples")
     counts = {name: (getattr(found_facts, name), getattr(reference_facts, name)) for name in names}
     counts["steps"] = (len(found_facts.losses), len(reference_facts.losses))
-    return Comparison(
+    return StepComparison(
         tolerance=tolerance,
-        groups=summarise(differences, tolerance),
+        groups=tuple(_summary(group, held, tolerance) for group, held in members.items() if held),
         loss_errors=tuple(
             relative_error(*pair)
             for pair in zip(found_facts.losses, reference_facts.losses, strict=False)
@@ -276,13 +246,6 @@ def compare(
         differing=tuple(sorted({*found_facts.differing, *reference_facts.differing})),
         routes=reference_facts.routes,
     )
-
-
-def relative_error(found: float, reference: float) -> float:
-    """Return |found - reference| / |reference|; 0 where both are zero."""
-    if reference == 0:
-        return 0.0 if found == 0 else math.inf
-    return abs(found - reference) / abs(reference)
 
 
 def tolerance_for(train_dtype: str, exchange_dtype: str, steps: int = 1) -> Tolerance:
@@ -312,9 +275,11 @@ def tolerance_for(train_dtype: str, exchange_dtype: str, steps: int = 1) -> Tole
     return Tolerance(*(10 * bound for bound in astuple(rounding)))
 
 
-def _summary(group: str, members: Sequence[Difference], tolerance: Tolerance) -> GroupDifference:
+def _summary(
+    group: str, members: Sequence[GradientDifference], tolerance: Tolerance
+) -> GroupDifference:
     allowed = {True: tolerance.vectors, False: tolerance.matrices}
-    worst = max(members, key=lambda one: _order(one.error / allowed[one.vector]))
+    worst = max(members, key=lambda one: _nan_last(one.error / allowed[one.vector]))
     found = math.hypot(*(one.found_norm for one in members))
     reference = math.hypot(*(one.reference_norm for one in members))
     return GroupDifference(
@@ -338,10 +303,5 @@ def _norm(x: Tensor, minus: Tensor | None = None) -> float:
     return math.sqrt(sum(float(torch.linalg.vector_norm(piece)) ** 2 for piece in pieces))
 
 
-def _order(error: float) -> float:
-    """Sort key in which an error that is not a number is the worst of all."""
+def _nan_last(error: float) -> float:
     return math.inf if math.isnan(error) else error
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

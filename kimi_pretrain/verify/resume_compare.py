@@ -1,0 +1,315 @@
+"""Is a resumed run the same as the run that was never stopped? Every number and every tensor. Pure.
+
+Two traces are compared exactly, in the order in which a fault would spread: the steps before the
+stop, what was restored, the numbers of the steps after it, the tensors at the end. In another
+layout the steps must read the same samples, and losses may differ by rounding.
+
+The suggested causes follow from the order of things in a step: it reads data, computes a loss, then
+gradients, and updates weights from them and from the optimizer's state. Whatever differs first is
+the cause or comes right after it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kimi_pretrain.verify.result import Comparison, relative_error
+from kimi_pretrain.verify.traces import (
+    READ,
+    ReadBoth,
+    TensorDifference,
+    Trace,
+    ValueDifference,
+    line_differences,
+    numbers_of,
+    state_differences,
+    tensor_difference,
+    unequal,
+)
+
+_STATES = {
+    "momentum": "Muon's momentum",
+    "exp_avg": "AdamW's mean of gradients",
+    "exp_avg_sq": "AdamW's mean of squares",
+    "master": "the fp32 masters of the weights",
+}
+# By train.dtype: of the first step after the stop, and of those after it. A token that rounding
+# sends to another expert moves the loss of a small batch by 2e-5 in float32.
+ROUNDING = {"float64": (1e-10, 1e-8), "float32": (1e-5, 1e-3), "bfloat16": (2e-2, 5e-2)}
+
+
+@dataclass(frozen=True)
+class ResumeComparison(Comparison):
+    """A resumed run compared with one that was never stopped; tensors in the order of the model.
+
+    Attributes:
+        stop: step after which the run was stopped.
+        steps: compared after it.
+        numbers: compared in them.
+        tensors: compared at the end.
+        before: what differs in the first step that differs before the stop.
+        restored: values of the state that were not the same when the run went on.
+        restored_tensors: likewise, tensors; None if the runs were not watched.
+        after: what differs in the first step that differs after the stop.
+        end: values of the state that differ at the end.
+        end_tensors: tensors that differ at the end.
+        first: how far the first of them is off, where it could be read.
+    """
+
+    stop: int
+    steps: int
+    numbers: int
+    tensors: int
+    before: tuple[ValueDifference, ...] = ()
+    restored: tuple[ValueDifference, ...] = ()
+    restored_tensors: tuple[str, ...] | None = None
+    after: tuple[ValueDifference, ...] = ()
+    end: tuple[ValueDifference, ...] = ()
+    end_tensors: tuple[str, ...] = ()
+    first: TensorDifference | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the two runs are one, bit for bit. Nothing compared is no pass."""
+        differing = (self.before, self.restored, self.restored_tensors, self.after, self.end)
+        compared = self.steps > 0 and self.numbers > 0 and self.tensors > 0
+        return compared and not any(differing) and not self.end_tensors
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON: the fields, with `differences` and `suggestion`."""
+        cause = None if self.passed else suggestion(self)
+        return super().as_dict() | {"differences": differences(self), "suggestion": cause}
+
+
+def compare(
+    found: Trace, wanted: Trace, stop: int, read: ReadBoth | None = None
+) -> ResumeComparison:
+    """Compare a run that was stopped with one that was not.
+
+    Args:
+        found: of the stopped and resumed run; its lines may begin after the stop.
+        wanted: of the run that was never stopped.
+        stop: last step before the stop.
+        read: name -> the tensor at the end of both runs; not asked for what only one of them has.
+    """
+    after = sorted(step for step in {*found.lines, *wanted.lines} if step > stop)
+    before = sorted(step for step in found.lines if step <= stop)
+    both = [step for step in after if step in found.lines and step in wanted.lines]
+    end_tensors = unequal(found.end.tensors, wanted.end.tensors)
+    first = next(iter(end_tensors), None)
+    held = first in found.end.tensors and first in wanted.end.tensors
+    end = max(after, default=stop)
+    comparison = ResumeComparison(
+        stop=stop,
+        steps=len(both),
+        numbers=sum(len(numbers_of(wanted.lines[step])) for step in both),
+        tensors=len(wanted.end.tensors),
+        before=_first_step(found, wanted, before),
+        after=_first_step(found, wanted, after),
+        end=state_differences(end, found.end.state, wanted.end.state),
+        end_tensors=end_tensors,
+        first=tensor_difference(first, *read(first)) if read and first and held else None,
+    )
+    if found.resumed and wanted.resumed:  # both were watched
+        mine, other = found.resumed, wanted.resumed
+        comparison = replace(
+            comparison,
+            restored=state_differences(stop, mine.state, other.state),
+            restored_tensors=unequal(mine.tensors, other.tensors),
+        )
+    return comparison
+
+
+@dataclass(frozen=True)
+class LayoutComparison(Comparison):
+    """A run that went on in another layout compared with one that was never stopped.
+
+    Attributes:
+        stop: step after which it changed.
+        steps: compared after it.
+        after: what each step read and should not have: counts, and the hash of its plan.
+        loss_errors: relative, step by step.
+        norm_errors: likewise, of the gradient's norm.
+        allowed: for the first step, whose weights are the same; and for the others, which carry
+            the rounding of the updates before them.
+        layout: the other layout, in plain values.
+    """
+
+    stop: int
+    steps: int
+    after: tuple[ValueDifference, ...]
+    loss_errors: tuple[float, ...]
+    norm_errors: tuple[float, ...]
+    allowed: tuple[float, float]
+    layout: Mapping[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        """Whether it read the same, and losses and norms are the same but for rounding."""
+        errors = zip(self.loss_errors, self.norm_errors, strict=True)
+        within = [max(pair) <= self.allowed[at > 0] for at, pair in enumerate(errors)]
+        return self.steps > 0 and not self.after and all(within)
+
+
+def compare_layouts(
+    found: Trace, wanted: Trace, stop: int, dtype: str, layout: Mapping[str, Any]
+) -> LayoutComparison:
+    """Compare a run that went on in another layout with one that was never stopped.
+
+    Args:
+        found, wanted, stop: as in `compare`.
+        dtype: `train.dtype`.
+        layout: of `found`.
+    """
+    steps = sorted(step for step in {*found.lines, *wanted.lines} if step > stop)
+    both = [step for step in steps if step in found.lines and step in wanted.lines]
+    differing = (line_differences(step, found, wanted) for step in steps)
+    read = [one for step in differing for one in step if one.name in (*READ, "line")]
+
+    def errors(name: str) -> tuple[float, ...]:
+        return tuple(_error(found.lines[s][name], wanted.lines[s][name]) for s in both)
+
+    return LayoutComparison(
+        stop=stop,
+        steps=len(both),
+        after=tuple(read),
+        loss_errors=errors("loss"),
+        norm_errors=errors("grad_norm"),
+        allowed=ROUNDING[dtype],
+        layout=layout,
+    )
+
+
+def _error(found: float | None, wanted: float | None) -> float:
+    """Return the relative error; infinite where only one is a number."""
+    if found is None or wanted is None:
+        return 0.0 if found is wanted else math.inf
+    return relative_error(found, wanted)
+
+
+def differences(c: ResumeComparison) -> list[str]:
+    """Return a sentence for each place that was looked at and is not the same, in order."""
+    told: list[str] = []
+    if c.before:
+        told.append(f"before the stop, {_step(c.before)}")
+    if c.restored:
+        told.append(f"as the run went on after step {c.stop}, {_numbers(c.restored)}")
+    if c.restored_tensors:
+        told.append(f"as the run went on after step {c.stop}, {_tensors(c.restored_tensors)}")
+    if c.after:
+        told.append(_step(c.after))
+    if c.end:
+        told.append(f"at the end, {_numbers(c.end)}")
+    if c.end_tensors:
+        told.append(f"at the end, {_tensors(c.end_tensors, c.tensors)}{_apart(c)}")
+    if not told and not c.passed:
+        told.append("nothing was compared")
+    return told
+
+
+def suggestion(c: ResumeComparison) -> str:
+    """Return where to look for the cause of what differs: the surest sign decides."""
+    names = {one.name for one in c.after}
+    state = {one.name for one in (c.restored or c.end)}
+    restored = c.restored_tensors or ()
+    first = bool(c.after) and c.after[0].step == c.stop + 1
+    watched = c.restored_tensors is not None
+    known = "weights, optimizer and loader were restored as they were, so "
+    if c.before:
+        return (
+            "the two runs part before the stop, so this configuration does not come out the same "
+            "twice on this machine, and nothing can be said of its resume: look for operations "
+            "that are not deterministic"
+        )
+    if any(name.startswith("loader.") for name in state) or names & {*READ}:
+        return (
+            "the steps after the stop read other samples: the loader's state was not saved, or "
+            "not restored as it was"
+        )
+    if "lr" in names or "optimizer_steps" in state or "optim.step" in restored:
+        return (
+            "the count of updates was not restored: the learning rate and AdamW's correction "
+            "follow it"
+        )
+    if any(name.endswith("e_score_correction_bias") for name in restored):
+        return (
+            "the routing biases were not saved, or not restored as they were: they are no "
+            "parameters, and are easily forgotten"
+        )
+    if any(not name.startswith("optim.") for name in restored):
+        return "weights were not saved, or not restored as they were"
+    if restored:
+        parts = sorted({name.split(".")[1] for name in restored})
+        states = " and ".join(_STATES.get(part, part) for part in parts)
+        return f"the optimizer's state was not saved, or not restored as it was: {states}"
+    if first and "loss" in names:
+        return (
+            f"{known if watched else ''}the first loss after the stop differs for another reason: "
+            "a random number whose generator nothing restores, or a value that no checkpoint holds"
+        )
+    if first and "grad_norm" in names:
+        return (
+            "the first loss after the stop is the same and its gradient is not: something in the "
+            "backward pass is random, or remembers what no checkpoint holds"
+        )
+    if c.after or c.end_tensors:
+        return (
+            (known if watched else "the optimizer's state was not restored as it was, or ")
+            + "an update came out differently from the same gradient: a random number, or a value "
+            "that no checkpoint holds, in the optimizer"
+        )
+    if c.end or c.restored:
+        return "what the run counts besides tensors was not restored"
+    return "neither run got beyond the stop; see the logs of both"
+
+
+def _step(found: Sequence[ValueDifference]) -> str:
+    return f"step {found[0].step} is the first that differs: {_numbers(found)}"
+
+
+def _numbers(found: Sequence[ValueDifference]) -> str:
+    first = found[0]
+    if first.name == "line":
+        missing = "resumed" if not first.found else "uninterrupted"
+        return f"the {missing} run never did it"
+    told = f"{first.name} is {_short(first.found)}, was {_short(first.wanted)}"
+    others = [one.name for one in found[1:]]
+    if len(others) < 2:
+        return told + "".join(f" (so does {name})" for name in others)
+    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+    return f"{told} (so do {', '.join(others[:4])}{more})"
+
+
+def _tensors(names: Sequence[str], of: int | None = None) -> str:
+    count = f"{len(names)} of {of}" if of else f"{len(names)}"
+    verb = "tensor is" if len(names) == 1 and not of else "tensors are"
+    return f"{count} {verb} not the same, first {names[0]}"
+
+
+def _apart(c: ResumeComparison) -> str:
+    if c.first is None:
+        return ""
+    if not c.first.elements:
+        return " (another shape or type)"
+    largest = "not finite" if c.first.largest is None else f"{c.first.largest:.2g}"
+    return (
+        f" ({c.first.differing:,} of its {c.first.elements:,} numbers, the largest difference is "
+        f"{largest})"
+    )
+
+
+def _short(value: Any) -> str:
+    """Return a value as Python writes it, which gives a float all its digits; hashes are cut."""
+    if value is None:
+        return "missing"
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 24 else f"{text[:12]}..."
+
+
+def _first_step(found: Trace, wanted: Trace, steps: Iterable[int]) -> tuple[ValueDifference, ...]:
+    """Return what differs in the first of the steps in which anything does."""
+    for step in steps:
+        if differing := line_differences(step, found, wanted):
+            return differing
+    return ()

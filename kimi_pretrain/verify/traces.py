@@ -1,0 +1,250 @@
+"""What a training run left behind, and where two runs differ in it: exactly, in a fixed order.
+
+metrics.jsonl          one line a step
+state_hashes.json      SHA-256 of every tensor at the end
+watched.jsonl          one line a step with the hash of its plan         } only of a run
+resumed.json           hashes of the whole state when the run went on    } that was watched
+the last checkpoint    the rest of the state at the end, and the tensors themselves
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_pretrain.checkpoint.storage_read import Checkpoint
+
+WATCHED = "watched.jsonl"
+RESUMED = "resumed.json"
+OBSTACLE = "obstacle.txt"  # in the folder of a fault that could not be planted: why
+UNINTERRUPTED = "{}-uninterrupted"  # folder of a fault's own reference
+# Of a line: times, memory and requests, and what is made of those. Never the same twice.
+MEASURED = (
+    "exposed_encoder_share", "exposed_encoder_parts", "imbalance.measured", "peak_gib",
+    "peak_gib_step", "mfu", "model_tflops_per_gpu", "peak_tflops_per_gpu", "peak_source", "store",
+    "checkpoint",
+)  # fmt: skip
+# What a step reads, whatever the layout; where these differ, all that follows must.
+READ = (
+    "samples", "tokens", "loss_tokens", "text_tokens", "vision_tokens", "items", "skipped_samples",
+)  # fmt: skip
+_FIRST = (*READ, "loss", "grad_norm", "lr", "applied", "skipped_steps")
+ReadBoth = Callable[[str], tuple[Tensor, Tensor]]  # name -> the tensor of both runs
+_PIECE = 1 << 24  # elements compared at a time
+# Tensors come in the order of the data flow: the first pattern that is found in a name places it.
+_PLACES = (
+    r"vision_tower\.patch_embed", r"vision_tower\.", r"mm_projector\.", r"embed_tokens",
+    r"model\.layers\.", r"model\.norm", r"lm_head",
+)  # fmt: skip
+_OPTIMIZER = re.compile(r"optim\.(\w+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The state of a run between two steps.
+
+    Attributes:
+        tensors: name -> SHA-256, of the model and of the optimizer.
+        state: the rest, in plain values: step, optimizer_steps, loader, losses.
+    """
+
+    tensors: Mapping[str, str] = field(default_factory=dict[str, str])
+    state: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run left behind.
+
+    Attributes:
+        lines: step -> its line of metrics.
+        samples: step -> hash of its plan; empty if the run was not watched.
+        began: step that the last of its processes went on from; None if it was not watched.
+        resumed: before the first step after the stop; None if it was not watched.
+        end: after the last step.
+    """
+
+    lines: Mapping[int, Mapping[str, Any]]
+    samples: Mapping[int, str] = field(default_factory=dict[int, str])
+    began: int | None = None
+    resumed: Moment | None = None
+    end: Moment = field(default_factory=Moment)
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """A number of a step, or a value of the state; None: missing."""
+
+    step: int
+    name: str
+    found: Any
+    wanted: Any
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How far apart two tensors are.
+
+    Attributes:
+        elements: of the tensor; 0 where shapes or types differ, so that none can be compared.
+        differing: elements that are not equal bit for bit.
+        largest: absolute difference; None where one is not finite.
+    """
+
+    name: str
+    elements: int
+    differing: int
+    largest: float | None
+
+
+def read_trace(run_dir: Path, last: Checkpoint | None = None) -> Trace:
+    """Return the trace of a finished run.
+
+    Args:
+        run_dir: of the run.
+        last: its checkpoint of the last step; without it, of the state at the end besides tensors
+            only a hash is known.
+
+    Raises:
+        FileNotFoundError: the run did not finish.
+    """
+    hashes = _read(run_dir / "state_hashes.json")
+    resumed, watched = run_dir / RESUMED, _lines(run_dir / WATCHED)
+    return Trace(
+        lines={line["step"]: line for line in _lines(run_dir / "metrics.jsonl")},
+        samples={line["step"]: line["samples"] for line in watched},
+        began=watched[-1]["began"] if watched else None,
+        resumed=Moment(**_read(resumed)) if resumed.is_file() else None,
+        end=Moment(hashes["per_tensor"], _end_state(hashes, last)),
+    )
+
+
+def reader(found: Checkpoint, wanted: Checkpoint) -> ReadBoth:
+    """Return what reads a tensor from both runs' checkpoints of the last step."""
+    return lambda name: (found.tensor(name), wanted.tensor(name))
+
+
+def line_differences(step: int, found: Trace, wanted: Trace) -> tuple[ValueDifference, ...]:
+    """Return the numbers of a step that are not the same, in the order in which they come to be."""
+    if step not in found.lines or step not in wanted.lines:
+        return (ValueDifference(step, "line", step in found.lines, step in wanted.lines),)
+    mine, others = numbers_of(found.lines[step]), numbers_of(wanted.lines[step])
+    if found.samples and wanted.samples:  # both were watched
+        mine["samples"], others["samples"] = found.samples.get(step), wanted.samples.get(step)
+    differing = _differences(step, mine, others)
+    order = {name: place for place, name in enumerate(_FIRST)}
+    # A stable sort: those that are not in the table stay in the order of the line.
+    return tuple(sorted(differing, key=lambda one: order.get(one.name, len(order))))
+
+
+def numbers_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a line must come out the same: "name", "name.inner", "name.3" -> value.
+
+    Without what was measured: seconds, memory, requests, and what is made of those.
+    """
+    return {name: value for name, value in _leaves(line) if not _measured(name)}
+
+
+def state_differences(
+    step: int, found: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> tuple[ValueDifference, ...]:
+    """Return the values of the state ("loader.step") that are not the same."""
+    return _differences(step, dict(_leaves(found)), dict(_leaves(wanted)))
+
+
+def unequal(found: Mapping[str, str], wanted: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the tensors that are not the same, or are in one run alone, in the model's order."""
+    return tuple(
+        in_model_order(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+    )
+
+
+def tensor_difference(name: str, found: Tensor, wanted: Tensor) -> TensorDifference:
+    """Return how far two tensors are apart: in bits, so that equal NaNs are equal."""
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return TensorDifference(name, 0, 0, None)
+    differing, largest = 0, 0.0
+    pieces = (tensor.detach().cpu().reshape(-1).split(_PIECE) for tensor in (found, wanted))
+    for mine, other in zip(*pieces, strict=True):
+        bits = (_bits(mine) != _bits(other)).any(1)
+        differing += int(bits.sum())
+        if bits.any():
+            apart = (mine[bits].double() - other[bits].double()).abs()
+            largest = max(largest, float(apart.nan_to_num(nan=math.inf, posinf=math.inf).max()))
+    return TensorDifference(name, found.numel(), differing, largest if largest < math.inf else None)
+
+
+def in_model_order(names: Iterable[str]) -> list[str]:
+    """Return names of a checkpoint in the order of the data flow, from the pictures to the loss.
+
+    The optimizer's state ("optim.momentum.NAME") comes after all weights, in the same order; its
+    count of steps comes last. Numbers in a name sort as numbers.
+    """
+    return sorted(names, key=_key)
+
+
+def _differences(
+    step: int, found: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> tuple[ValueDifference, ...]:
+    names = [name for name in {**wanted, **found} if not _same(found, wanted, name)]
+    return tuple(ValueDifference(step, name, found.get(name), wanted.get(name)) for name in names)
+
+
+def _key(name: str) -> tuple[bool, int, list[tuple[bool, int, str]], str]:
+    kept = _OPTIMIZER.fullmatch(name)
+    tensor = kept[2] if kept else name
+    place = next((at for at, one in enumerate(_PLACES) if re.search(one, tensor)), len(_PLACES))
+    parts = [
+        (part.isdigit(), int(part) if part.isdigit() else 0, part) for part in tensor.split(".")
+    ]
+    return name.startswith("optim."), place, parts, name
+
+
+def _end_state(hashes: dict[str, Any], last: Checkpoint | None) -> dict[str, Any]:
+    if last is None:
+        return {"step": hashes["step"], "loader": hashes["loader"]}
+    return vars(last.manifest().state)
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file; none where it does not exist."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text())
+
+
+def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield "outer.inner" and what is there; lists of plain values are opened by their places."""
+    if isinstance(values, Mapping):
+        pairs: Iterable[tuple[Any, Any]] = values.items()
+    elif isinstance(values, list | tuple):
+        pairs = enumerate(values)
+    else:
+        yield name, values
+        return
+    for key, value in pairs:
+        yield from _leaves(value, f"{name}.{key}" if name else str(key))
+
+
+def _measured(name: str) -> bool:
+    return "seconds" in name or any(name == one or name.startswith(f"{one}.") for one in MEASURED)
+
+
+def _same(found: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> bool:
+    if name not in found or name not in wanted:
+        return False
+    mine, other = found[name], wanted[name]
+    return mine == other or (mine != mine and other != other)  # NaN is the same as NaN
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Return [elements, bytes] uint8."""
+    return x.contiguous().view(torch.uint8).reshape(len(x), -1)

@@ -1,0 +1,74 @@
+"""What every `kimi-pretrain verify` prints: changes, what differs, planted faults, the verdict."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from launch.verify.verification import Verification
+
+WIDTH = 160  # columns
+
+
+class Terminal:
+    """Prints to standard output."""
+
+    def __init__(self) -> None:
+        # As wide as the tables need: on a narrow terminal their last column, names, is what wraps.
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.console.width = max(self.console.width, WIDTH)
+
+    def line(self, text: str) -> None:
+        """Print a line as it is."""
+        self.console.print(text, markup=False)
+
+    def show(self, kind: Verification, result: dict[str, Any]) -> None:
+        """Print `Result.as_dict()`."""
+        if result["changes"]:
+            changed = table("shrunk", "key", "old", "new")
+            for key, *values in result["changes"]:
+                changed.add_row(key, *("null" if v is None else str(v) for v in values))
+            self.console.print(changed)
+        for line in kind.lines(result):
+            self.line(line) if isinstance(line, str) else self.console.print(line)
+        if result["faults"]:
+            self.console.print(faults_table(kind, result["faults"]))
+        self.console.print(verdict(kind, result))
+
+
+def table(title: str, *columns: str) -> Table:
+    """Return an empty table."""
+    return Table(*columns, title=title, title_justify="left", box=None, caption_justify="left")
+
+
+def faults_table(kind: Verification, faults: dict[str, dict[str, Any]]) -> Table:
+    """Return what became of the planted faults."""
+    found = table("planted faults", "fault", "", "by")
+    for name, fault in faults.items():
+        if "obstacle" in fault:
+            found.add_row(name, "not planted", fault["obstacle"])
+            continue
+        caught = "[green]found[/green]" if fault["found"] else "[red]NOT FOUND[/red]"
+        found.add_row(name, caught, kind.evidence(fault["comparison"]))
+    found.caption = "; ".join(f"{name}: {kind.faults[name].what}" for name in faults)
+    return found
+
+
+def verdict(kind: Verification, result: dict[str, Any]) -> str:
+    """Return the last line, with markup."""
+    planted = f" (planted: {result['planted']})" if "planted" in result else ""
+    if not result["comparison"]["passed"]:
+        return f"[red]FAIL[/red]: {kind.different}{planted}"
+    if planted:
+        return f"PASS: nothing was found{planted}{kind.advice(result)}"
+    if problem := kind.further(result):
+        return f"[red]FAIL[/red]: {problem}"
+    missed = [name for name, fault in result["faults"].items() if not fault.get("found", True)]
+    if missed:
+        return f"[red]FAIL[/red]: planted and not found: {', '.join(missed)}{kind.advice(result)}"
+    return f"[green]PASS[/green]: {kind.same(result)}{kind.advice(result)}"
+
+
+def number(value: float | None, form: str = "{:.1e}") -> str:
+    """Return a number; None stands for one that is not finite."""
+    return "not finite" if value is None else form.format(value)

@@ -1,0 +1,185 @@
+"""The frame of every verification: load a configuration, check it, run jobs, keep the result.
+
+A kind of verification (`launch.verify.dep`, `launch.verify.resume`) says what is compared and how
+the result is told.
+"""
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import torch
+from rich.table import Table
+
+from data_pipeline.access import open_data, open_tokenizer
+from data_pipeline.store.addresses import check_local
+from kimi_pretrain.config import Config, load_config
+from kimi_pretrain.verify.fault import Fault
+from kimi_pretrain.verify.result import Result
+from kimi_pretrain.verify.shrink import Shrunk, shrink
+from launch.verify.jobs import Jobs
+
+# Processes on a machine without GPUs: more than this for each core take longer than they are worth.
+PROCESSES_PER_CORE = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks of any verification.
+
+    Attributes:
+        config: YAML file or name of a preset.
+        overrides: `section.key=value`.
+        shrink: take a small copy of the configuration, of at most `processes` processes.
+        faults: names; each is planted in a run of its own.
+        keep: empty folder for what is otherwise thrown away.
+        tell: takes a line of progress.
+    """
+
+    config: str
+    overrides: tuple[str, ...] = ()
+    shrink: bool = False
+    processes: int = 4
+    faults: tuple[str, ...] = ()
+    keep: Path | None = None
+    tell: Callable[[str], None] = lambda line: None
+
+
+class Verification(ABC):
+    """One kind of verification. Results are told from `Result.as_dict()`.
+
+    Attributes:
+        name: of the command, and of its kind of jobs.
+        faults: that can be planted.
+        different: the last line of a comparison that fails.
+        steps: to run.
+    """
+
+    name: ClassVar[str]
+    faults: ClassVar[Mapping[str, Fault[*tuple[Any, ...]]]]
+    different: ClassVar[str]
+    steps: int
+
+    @abstractmethod
+    def prepare(self, config: Config) -> Config:
+        """Return the configuration to run, from the user's."""
+
+    @abstractmethod
+    def run(self, config: Config, jobs: Jobs, faults: Sequence[str]) -> Result:
+        """Check what can be checked before any process starts, run the jobs and compare them."""
+
+    @abstractmethod
+    def same(self, result: dict[str, Any]) -> str:
+        """Return the last line of a result that passes."""
+
+    @abstractmethod
+    def lines(self, result: dict[str, Any]) -> list[str | Table]:
+        """Return what was compared, and what differs."""
+
+    @abstractmethod
+    def evidence(self, comparison: dict[str, Any]) -> str:
+        """Return what in the comparison shows a planted fault."""
+
+    def further(self, result: dict[str, Any]) -> str | None:
+        """Return what fails besides the comparison and the faults, or None."""
+        return None
+
+    def advice(self, result: dict[str, Any]) -> str:
+        """Return what may have hidden a fault, or nothing."""
+        return ""
+
+
+def verify(kind: Verification, request: Request) -> Result:
+    """Run a verification.
+
+    Returns:
+        Its facts: processes, layout, dtype, steps, changes ([key, old, new] by shrinking), seconds
+        of each job, and those of the kind.
+
+    Raises:
+        ValueError: the configuration cannot run here.
+        JobStopped: a job failed.
+    """
+    if "RANK" in os.environ or "LOCAL_RANK" in os.environ:
+        raise ValueError(
+            "verify starts its own processes: run it once, not under torchrun (RANK is set)"
+        )
+    user, changes = load_config(request.config, request.overrides), ()
+    if request.shrink:
+        small = shrunk(user, request.processes)
+        user, changes = small.config, small.changes
+    config = kind.prepare(user)
+    check_machine(config)
+    with working_folder(request.keep) as folder:
+        jobs = Jobs(folder, request.tell)
+        result = kind.run(config, jobs, request.faults)
+        facts = {
+            "processes": config.layout.world_size(),
+            "layout": config.layout.model_dump(mode="json"),
+            "dtype": config.train.dtype,
+            "steps": kind.steps,
+            "changes": [list(change) for change in changes],
+            "seconds": jobs.seconds,
+        }
+        result = replace(result, facts={**result.facts, **facts})
+        if request.keep is not None:
+            (folder / "result.json").write_text(json.dumps(result.as_dict(), indent=1) + "\n")
+    return result
+
+
+def chosen_faults(plant: str | None, self_test: bool, known: Collection[str]) -> tuple[str, ...]:
+    """Return the faults to plant, of those that are known.
+
+    Raises:
+        ValueError: an unknown one, or both options at once.
+    """
+    if plant is not None and plant not in known:
+        raise ValueError(f"--plant {plant}: no such fault; there are {', '.join(known)}")
+    if plant is not None and self_test:
+        raise ValueError("--self-test plants every fault; leave out --plant")
+    return tuple(known) if self_test else (plant,) if plant else ()
+
+
+def check_machine(config: Config) -> None:
+    """Refuse a layout whose processes this machine cannot hold.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    wanted, gpus = config.layout.world_size(), torch.cuda.device_count()
+    cores = len(os.sched_getaffinity(0))
+    room = gpus or PROCESSES_PER_CORE * cores
+    if wanted > room:
+        held = f"{gpus} GPUs, one for each" if gpus else f"no GPU and {cores} cores"
+        raise ValueError(
+            f"the layout has {wanted} processes, this machine has {held}; verify a small copy "
+            f"with --shrink --processes {min(4, room)}"
+            + (", or hide the GPUs with CUDA_VISIBLE_DEVICES=" if gpus else "")
+        )
+
+
+def shrunk(config: Config, processes: int) -> Shrunk:
+    """Return a small copy of a configuration, whose vocabulary holds its tokenizer."""
+    small = shrink(config, processes).config  # whose cache and limits fit this machine
+    tokenizer = open_tokenizer(small.data, open_data(small.data))
+    return shrink(config, processes, tokenizer.vocab_size)
+
+
+@contextmanager
+def working_folder(keep: Path | None) -> Iterator[Path]:
+    """Give a folder for all jobs, which is removed at the end unless it is to be kept."""
+    if keep is None:
+        with TemporaryDirectory(prefix="kimi-pretrain-verify-") as folder:
+            yield Path(folder)
+        return
+    check_local("--keep", keep)
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise ValueError(f"--keep {keep} is not empty; give a new folder")
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep.resolve()
