@@ -15,7 +15,7 @@ from kimi_pretrain.dep.encoder import DecoupledEncoder
 from kimi_pretrain.dep.exchange import Exchange, scope_group
 from kimi_pretrain.dep.memory_limit import MIB
 from kimi_pretrain.dep.sharded import blocks
-from kimi_pretrain.engine.backbone import Backbone
+from kimi_pretrain.engine.backbone import Backbone, build_backbone
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.optim.groups import NamedTensor, replicas_of
 from kimi_pretrain.parallel.ranks import scopes
@@ -35,7 +35,7 @@ class Model:
     def build(cls, config: Config, mesh: Mesh) -> "Model":
         """Build this rank's share; every layout starts from the same weights."""
         dep, timeout = config.dep, config.train.timeout_seconds
-        backbone = Backbone(config, mesh)
+        backbone = build_backbone(config, mesh)
         sharing = [ranks.tolist() for ranks in scopes(config)]
         (mine,) = [ranks for ranks in sharing if mesh.rank in ranks]
         encoder = DecoupledEncoder(

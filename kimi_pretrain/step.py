@@ -1,8 +1,16 @@
-"""One training step, in the numbered phases of docs/ARCHITECTURE.md (K2.5 report, section 4.5.1).
+"""One training step: phases 2 to 7 of docs/ARCHITECTURE.md (K2.5 report, section 4.5.1).
 
-Phases 0 (plan) and 1 (fetch) run ahead of time in the loader; `needs` tells it what this rank
-reads. The rest is `TrainStep.run`. Losses and gradients are sums over tokens everywhere; the one
-divisor, the global number of loss tokens, is applied in phase 7 to encoder and backbone alike.
+    0 plan, 1 fetch       ahead of time in the loader; `needs` tells it what this rank reads
+    2 vision forward      every rank encodes its media without a graph, in chunks
+    3 hand-over           embeddings to the first pipeline stages, where they become leaves
+    4 backbone            forward and backward of all microbatches in the pipeline schedule
+    5 hand-back           the leaves' gradients back to the ranks that encoded
+    6 vision backward     the same chunks again with graph; gradients summed over all ranks
+    7 update              one divisor, one norm, MuonClip
+    8 record, save        after the step, in `kimi_pretrain.train`
+
+Losses and gradients are sums over tokens everywhere; the one divisor, the global number of loss
+tokens, is applied in phase 7 to encoder and backbone alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +34,20 @@ from kimi_pretrain.model import Model
 from kimi_pretrain.telemetry.phases import PhaseClock
 from kimi_pretrain.update import Update, UpdateReport
 
-WAYS = (("over", "3 hand-over"), ("back", "5 hand-back"))
+# Directions of the exchange, as metrics name them, and the phase in which each one is used.
+DIRECTIONS = (("over", "3 hand-over"), ("back", "5 hand-back"))
+
+
+def needs(mesh: Mesh, planner: VisionPlanner) -> Callable[[GlobalPlan], Needs]:
+    """Return what this rank reads for a step: its replica's rows, and the media it encodes."""
+    reads_text = mesh.is_first_stage or mesh.is_last_stage
+
+    def of(plan: GlobalPlan) -> Needs:
+        rows = replica_rows(plan, mesh) if reads_text else range(0)
+        items = planner.plan(plan).fetched_by(mesh.rank)
+        return Needs(rows=np.array(rows, dtype=np.int64), items=items)
+
+    return of
 
 
 @dataclass
@@ -43,7 +64,7 @@ class StepReport:
         spans: phase -> (start, end) in seconds of the wall clock, on this rank.
         peak_bytes: phase -> most memory in use, on this rank.
         exchange_bytes: embeddings sent to other ranks "over", gradients sent "back", by this rank;
-            without a way that the step did not go.
+            a key is absent if its phase was skipped.
         kept_patches: patches that this rank did not have to encode again.
     """
 
@@ -60,18 +81,6 @@ class StepReport:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     exchange_bytes: dict[str, int] = field(default_factory=dict)
     kept_patches: int = 0
-
-
-def needs(mesh: Mesh, planner: VisionPlanner) -> Callable[[GlobalPlan], Needs]:
-    """Return what this rank reads for a step: its replica's rows, and the media it encodes."""
-    reads_text = mesh.is_first_stage or mesh.is_last_stage
-
-    def of(plan: GlobalPlan) -> Needs:
-        rows = replica_rows(plan, mesh) if reads_text else range(0)
-        items = planner.plan(plan).fetched_by(mesh.rank)
-        return Needs(rows=np.array(rows, dtype=np.int64), items=items)
-
-    return of
 
 
 class TrainStep:
@@ -101,14 +110,18 @@ class TrainStep:
             restart = self.config.data.restart_positions
             microbatches = build_microbatches(batch, self.mesh, rows, skipped, restart)
             loss_tokens = self._count_loss_tokens(microbatches)
-        report = partial(self._report, batch, vision, skipped, loss_tokens)
-        if text_only or not len(vision.tokens):  # on all ranks alike: the plan is global
             if text_only:
                 self._replace_media_tokens(batch.plan, microbatches)
-            return report(self._backbone(batch.plan, microbatches, loss_tokens))
-        if self.config.dep.placement == "colocated":
-            return report(self._colocated(batch, vision, microbatches, loss_tokens))
-        return report(*self._decoupled(batch, vision, microbatches, loss_tokens))
+        kept_patches = 0
+        if text_only or not len(vision.tokens):  # on all ranks alike: the plan is global
+            loss = self._backbone(batch.plan, microbatches, loss_tokens)
+        elif self.config.dep.placement == "colocated":
+            loss = self._colocated(batch, vision, microbatches, loss_tokens)
+        else:
+            loss, kept_patches = self._decoupled(batch, vision, microbatches, loss_tokens)
+        with self.clock.phase("7 update"):
+            update = self.update.run(loss_tokens, loss)
+        return self._report(batch, vision, skipped, loss_tokens, loss, update, kept_patches)
 
     def _decoupled(
         self,
@@ -127,7 +140,7 @@ class TrainStep:
             encoded = work.forward()
         with self.clock.phase("3 hand-over"):
             received = self.exchange.hand_over(encoded, vision, rank)
-            taken = attach_leaves(
+            leaf_rows = attach_leaves(
                 microbatches if self.mesh.is_first_stage else (),
                 received,
                 vision.received_by(rank),
@@ -136,19 +149,30 @@ class TrainStep:
             )
             shape = received.shape
             del encoded, received  # the leaves hold them now
-        loss = self._backbone(batch.plan, microbatches, loss_tokens)
+        loss = self._backbone(batch.plan, microbatches, loss_tokens)  # 4
         if not trained:
             return loss, 0
         with self.clock.phase("5 hand-back"):
             gradients = torch.zeros(shape, dtype=self.encoder.dtype, device=self.mesh.device)
-            gradients = leaf_gradients(microbatches, taken, gradients)
+            gradients = leaf_gradients(microbatches, leaf_rows, gradients)
             gradients = self.exchange.hand_back(gradients, vision, rank)
-        kept = work.kept_patches
+        kept_patches = work.kept_patches
         with self.clock.phase("6 vision backward"):
             work.backward(gradients)
         with self.clock.phase("6 gradient sum"):
             self.encoder.sums.finish()
-        return loss, kept
+        return loss, kept_patches
+
+    def _backbone(
+        self, plan: GlobalPlan, microbatches: list[Microbatch], loss_tokens: int
+    ) -> float:
+        """Phase 4; returns the mean loss of the global batch."""
+        with self.clock.phase("4 backbone"):
+            aux_scale = loss_tokens / max(1, plan.num_tokens)
+            result = self.backbone.train_step(microbatches, aux_scale)
+            mine = float(result.loss_sum) if self.mesh.counts_loss else 0.0
+            (loss_sum,) = self.mesh.sum([mine])
+        return loss_sum / max(1, loss_tokens)
 
     def _colocated(
         self,
@@ -174,16 +198,6 @@ class TrainStep:
             self.encoder.sums.finish()
         return loss
 
-    def _backbone(
-        self, plan: GlobalPlan, microbatches: list[Microbatch], loss_tokens: int
-    ) -> float:
-        with self.clock.phase("4 backbone"):
-            aux_scale = loss_tokens / max(1, plan.num_tokens)
-            result = self.backbone.train_step(microbatches, aux_scale)
-            mine = float(result.loss_sum) if self.mesh.counts_loss else 0.0
-            (loss_sum,) = self.mesh.sum([mine])
-        return loss_sum / max(1, loss_tokens)
-
     def _report(
         self,
         batch: StepBatch,
@@ -191,13 +205,12 @@ class TrainStep:
         skipped: np.ndarray,
         loss_tokens: int,
         loss: float,
-        kept_patches: int = 0,
+        update: UpdateReport,
+        kept_patches: int,
     ) -> StepReport:
-        """Phase 7, and what the step did."""
-        with self.clock.phase("7 update"):
-            update = self.update.run(loss_tokens, loss)
         width, size = self.config.model.vision.out_width, self.encoder.dtype.itemsize
         planned = self.exchange.bytes_sent(vision, self.mesh.rank, width, size)
+        ran = self.clock.spans
         return StepReport(
             loss=loss,
             loss_tokens=loss_tokens,
@@ -208,14 +221,14 @@ class TrainStep:
             bad=batch.bad,
             update=update,
             vision=vision,
-            spans=dict(self.clock.spans),
+            spans=dict(ran),
             peak_bytes=dict(self.clock.peak_bytes),
-            exchange_bytes={way: planned[way] for way, phase in WAYS if phase in self.clock.spans},
+            exchange_bytes={way: planned[way] for way, phase in DIRECTIONS if phase in ran},
             kept_patches=kept_patches,
         )
 
     def _room_for_activations(self, vision: VisionPlan) -> int:
-        """Return the bytes that activations may take in all; 0 where none are to be kept."""
+        """Return the bytes that activations may take in total; 0 if none are to be kept."""
         dep = self.config.dep
         if dep.keep_activations == "none":
             return 0
@@ -228,11 +241,11 @@ class TrainStep:
         """Return the patches of the items that this rank has fetched.
 
         An unusable item becomes black patches of its planned size: shapes and collectives stay as
-        planned, and its sample counts for no loss.
+        planned, and the loss of its sample is masked.
         """
         sizes = batch.plan.items.patches
         missing = set(vision.fetched_by(self.mesh.rank).tolist()) - batch.media.keys()
-        # One that nobody reported would be trained on as a black image.
+        # An unreported one would be trained on as a black image.
         assert missing <= {bad.item for bad in batch.bad}, (missing, batch.bad)
         blank = {item: np.zeros((int(sizes[item]), 3, 14, 14), np.uint8) for item in missing}
         return {**batch.media, **blank}
@@ -246,6 +259,7 @@ class TrainStep:
         return np.flatnonzero(np.array(self.mesh.max(unusable.tolist())) > 0)
 
     def _count_loss_tokens(self, microbatches: list[Microbatch]) -> int:
+        """Return the loss tokens of the global batch: the one divisor."""
         mine = 0
         if self.mesh.counts_loss:
             mine = sum(int(m.loss_mask.sum()) for m in microbatches if m.loss_mask is not None)
@@ -253,6 +267,7 @@ class TrainStep:
         return int(total)
 
     def _replace_media_tokens(self, plan: GlobalPlan, microbatches: list[Microbatch]) -> None:
+        """Put text tokens in the place of media tokens; see `run`."""
         vocabulary = self.config.model.language.vocab_size
         rows, items = replica_rows(plan, self.mesh), plan.items
         is_media = np.zeros((len(rows), plan.seq_len), dtype=bool)

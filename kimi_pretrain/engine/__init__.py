@@ -1,9 +1,10 @@
-"""The only room that imports Megatron-Core.
+"""Megatron-Core behind one door: the only room that imports it.
 
-`host` lets it run without CUDA, `mesh` knows every rank fact, `attention`, `latent_attention` and
-`experts` are our layers in its spec, `names` ties its parameters to the checkpoint's names, `whole`
-puts together what tensor-parallel ranks hold in slices, `backbone` runs its pipeline schedule with
-the vision embeddings as leaves.
+`host` lets it run without CUDA; `mesh` knows ranks and process groups; `model_builder` translates
+our configuration and puts our layers into its spec (`packed_attention`, `fused_attention`,
+`latent_attention`, `experts`, `language_model`); `param_names` maps its parameters to checkpoint
+names; `tp_full_params` joins the slices of tensor-parallel ranks; `microbatch` makes its inputs;
+`gradient_buffers` and `backbone` run its pipeline schedule, with the vision embeddings as leaves.
 
 Importing this room prepares the process: the host backend has to be in place before Megatron-Core
 is imported for the first time.

@@ -1,15 +1,16 @@
-"""The language model under Megatron-Core's own pipeline schedule, vision embeddings as leaves.
+"""Phase 4: the language model under Megatron-Core's own pipeline schedule, used untouched.
 
-The schedule is used untouched (phase 4). On the first stage the embeddings of a
-microbatch's media are scattered over the media-pad positions as a leaf tensor; after the schedule
-its `.grad` is what goes back to the encoder. One leaf per microbatch: a single leaf would cost a
-full-size zero gradient each time.
+`build_backbone` is the recipe: the steps that turn the configuration into this rank's chunks.
+`Backbone.train_step` runs forward and backward of all microbatches. On the first stage the
+embeddings of a microbatch's media are scattered over the media-pad positions as a leaf tensor
+(`_embed`); after the schedule the leaf's `.grad` is what goes back to the encoder. One leaf per
+microbatch: a single leaf would cost a full-size zero gradient each time.
 
-Everything that comes out is a sum over tokens: losses, parameter gradients, leaf gradients. The
-one divisor is the caller's (`kimi_pretrain.update`).
+Everything that comes out is a sum over tokens: losses, parameter gradients, leaf gradients. They
+are divided once, in `kimi_pretrain.update`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,17 +21,52 @@ from einops import rearrange
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine.experts import PaddingAwareRouter
 from kimi_pretrain.engine.gradient_buffers import GradientBuffers, Reduction
+from kimi_pretrain.engine.language_model import LanguageModel
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch
 from kimi_pretrain.engine.model_builder import DTYPES, build_chunks, engine_config, initialise
 from kimi_pretrain.engine.packed_attention import PackedCoreAttention
 from kimi_pretrain.engine.param_names import View, views
-from kimi_pretrain.engine.tp_full_params import WholeTensors
+from kimi_pretrain.engine.tp_full_params import FullParams
+
+
+def build_backbone(config: Config, mesh: Mesh) -> "Backbone":
+    """Build this rank's part of the language model; the order of the steps matters.
+
+    Expert, tensor and context parallelism are inside Megatron-Core's modules, by their
+    configuration and process groups; pipeline parallelism is which layers a chunk holds.
+    """
+    engine = engine_config(config)  # sizes, layout and kernels, in Megatron-Core's terms
+    chunks = build_chunks(config, engine)  # this stage's layers, one chunk per virtual stage
+    move_to(mesh.device, chunks)
+    if "language_model" in config.train.frozen:
+        freeze(chunks)  # before gradient buffers: frozen parameters get none
+    backbone = Backbone(config, mesh, engine, chunks)
+    backbone.initialise()  # by checkpoint name: the same weights in every layout
+    backbone.add_gradient_buffers()
+    backbone.connect_schedule()
+    return backbone
+
+
+def move_to(device: torch.device, chunks: Iterable[nn.Module]) -> None:
+    """Move all chunks to the device of this rank."""
+    for chunk in chunks:
+        chunk.to(device)
+
+
+def freeze(chunks: Iterable[nn.Module]) -> None:
+    """Take all parameters, and the routing biases, out of training."""
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        for module in chunk.modules():
+            if isinstance(module, PaddingAwareRouter):
+                module.frozen_expert_bias = True
 
 
 @dataclass
@@ -47,33 +83,47 @@ class BackboneResult:
 
 
 class Backbone:
-    """This rank's chunks of the language model.
+    """This rank's chunks of the language model; made by `build_backbone`.
 
-    Gradients collect in Megatron-Core's fp32 buffers (fp64 for fp64 parameters). Who sums them over
-    the replicas, and where to, is said from outside: `reduction` is told of every tensor whose
-    gradient is complete while the last backward pass is still running. Under tensor parallelism
-    whole tensors exist only after it, and the sums begin then.
+    Gradients accumulate in Megatron-Core's fp32 buffers (fp64 for fp64 parameters). Summing them
+    over replicas is the optimizer's work: `reduction` is called for every tensor as soon as its
+    gradient is complete, while the last backward pass is still running. Under tensor parallelism
+    full tensors exist only after it, and the sums begin then.
 
     Attributes:
         reduction: needed by `train_step` where the model is trained.
         trainable: False where `train.frozen` names the language model: its parameters have no
             gradients and its routing biases stay, but gradients pass through to the vision leaves.
+        full_params: the full tensors of which tensor-parallel ranks hold slices.
     """
 
-    def __init__(self, config: Config, mesh: Mesh):
-        self.config, self.mesh = config, mesh
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        engine: MLATransformerConfig,
+        chunks: list[LanguageModel],
+    ):
+        self.config, self.mesh, self.engine, self.chunks = config, mesh, engine, chunks
         self.trainable = "language_model" not in config.train.frozen
-        self.engine = engine_config(config)
         self.dtype = DTYPES[config.train.dtype]
-        self.chunks = build_chunks(config, self.engine)
-        for chunk in self.chunks:
-            chunk.to(mesh.device)
-            if not self.trainable:
-                _freeze(chunk)
-        self.wholes = WholeTensors(self._slices(), parallel_state.get_tensor_model_parallel_group())
-        self._initialise()
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.full_params = FullParams(self._slices(), tp_group)
         self.reduction: Reduction | None = None
+        self.models: list[GradientBuffers] = []
         self._names = self._names_of_parameters()
+        self._aux_scale = 1.0
+        self._biases: list[tuple[Tensor, Tensor]] = []
+
+    def initialise(self) -> None:
+        """Fill every tensor from a generator keyed by its checkpoint name."""
+        std, seed = self.config.model.language.init_std, self.config.train.seed
+        with torch.no_grad():
+            for view in self.views(buffers=True):
+                initialise(view.name, view.data, std, seed)
+
+    def add_gradient_buffers(self) -> None:
+        """Wrap the chunks in Megatron-Core's gradient buffers; `models` are the wrapped chunks."""
         self.models = [
             GradientBuffers(
                 self.engine,
@@ -84,20 +134,21 @@ class Backbone:
             )
             for chunk in self.chunks
         ]
+
+    def connect_schedule(self) -> None:
+        """Choose Megatron-Core's pipeline schedule and set the functions that it calls."""
         self.schedule = get_forward_backward_func()
         no_sync = [model.no_sync for model in self.models]
         self.engine.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        # Without its token count this puts tensor-parallel ranks' gradients of norms together and
-        # updates the routing biases; dividing is ours.
+        # Called without a token count it puts tensor-parallel ranks' gradients of norms together
+        # and updates the routing biases, but does not divide: the one divisor is in the update.
         self.engine.finalize_model_grads_func = _finalize
-        self._aux_scale = 1.0
-        self._biases: list[tuple[Tensor, Tensor]] = []
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.engine.moe_grad_scale_func = lambda: torch.tensor([self._aux_scale], dtype=wide)
 
     def views(self, *, buffers: bool = False) -> Iterator[View]:
         """Yield every tensor of the checkpoint that this rank holds, whole; see `param_names`."""
-        yield from map(self.wholes.of, self._slices(buffers=buffers))
+        yield from map(self.full_params.of, self._slices(buffers=buffers))
 
     def _slices(self, *, buffers: bool = False) -> Iterator[View]:
         """Yield the same as views of the model's own parameters."""
@@ -110,14 +161,14 @@ class Backbone:
     def train_step(self, microbatches: list[Microbatch], aux_scale: float) -> BackboneResult:
         """Run forward and backward of all microbatches and sum gradients over replicas (phase 4).
 
-        The sums are where `reduction` brings them when this returns: on the tensors' owners.
+        When this returns, the sums are on the tensors' owners, where `reduction` brings them.
 
         Args:
             microbatches: this replica's, in order.
             aux_scale: loss tokens / tokens of the global batch. Megatron-Core weighs the routers'
                 balance loss by tokens; this makes its share of the divided gradient exact.
         """
-        self.wholes.hand_out()
+        self.full_params.copy_to_model()
         for model in self.models:
             model.train()
             model.zero_grad_buffer()
@@ -125,8 +176,8 @@ class Backbone:
         self._biases = [(bias, bias.clone()) for bias in self._routing_biases()]
         losses = self._run(microbatches, self._forward_step, forward_only=False)
         if self.trainable:
-            assert self.reduction is not None, "nobody sums gradients: set `reduction` first"
-            self.wholes.gather_grads()
+            assert self.reduction is not None, "set `reduction` first: it sums the gradients"
+            self.full_params.gather_grads()
             self.reduction.finish()
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for loss in losses:
@@ -134,8 +185,9 @@ class Backbone:
         return BackboneResult(total)
 
     def undo_routing_biases(self) -> None:
-        """Put the routing biases back: Megatron-Core moves them inside the schedule, before anyone
-        can know that the step's gradient is not finite.
+        """Restore the routing biases of before the step, whose update was skipped.
+
+        Megatron-Core moves them inside the schedule, before the gradient is known to be finite.
         """
         for bias, before in self._biases:
             bias.copy_(before)
@@ -143,7 +195,7 @@ class Backbone:
     @torch.no_grad()
     def evaluate(self, microbatches: list[Microbatch], collect) -> BackboneResult:
         """Run the forward alone; `collect(logits [1, tokens, vocab])` on the last stage."""
-        self.wholes.hand_out()
+        self.full_params.copy_to_model()
         for model in self.models:
             model.eval()
         step = partial(self._logits_step, collect)
@@ -171,8 +223,8 @@ class Backbone:
         """Return the gradient of one tensor, a view into the buffer; after a step the sum over the
         replicas, where `reduction` brought it. The backbone must be `trainable`.
         """
-        if view.name in self.wholes.grads:
-            return self.wholes.grads[view.name]
+        if view.name in self.full_params.grads:
+            return self.full_params.grads[view.name]
         return view.of(view.param.main_grad)  # type: ignore[attr-defined]
 
     def gradient_order(self) -> list[str]:
@@ -209,20 +261,14 @@ class Backbone:
                 self.reduction.ready(name)
 
     def _all_complete(self) -> None:
-        # Before `finalize_model_grads` talks to the same ranks in other groups: so all of them
-        # come to all collectives in one order.
+        # Before the collectives of `finalize_model_grads` on other groups of the same ranks: all
+        # ranks must issue all collectives in one order.
         if self.reduction is not None and self.mesh.num_tp == 1 and self.trainable:
             self.reduction.launch_rest()
 
     def _routing_biases(self) -> list[Tensor]:
         named = self.views(buffers=True)
         return [v.data for v in named if v.name.endswith("e_score_correction_bias")]
-
-    def _initialise(self) -> None:
-        std, seed = self.config.model.language.init_std, self.config.train.seed
-        with torch.no_grad():
-            for view in self.views(buffers=True):
-                initialise(view.name, view.data, std, seed)
 
     def _run(self, microbatches, forward_step, **options) -> list[Any]:
         virtual = self.config.layout.vpp > 1
@@ -265,8 +311,8 @@ class Backbone:
         """Return [tokens of this rank's part, 1, hidden]: text embeddings with the vision leaves in
         their places. Under tensor parallelism the text embeddings arrive scattered over the parts.
 
-        The embedding is called even for rows of media alone, or its gradient bucket would never
-        report once reduction is overlapped.
+        The embedding is called even for rows of media alone: otherwise its gradient would never be
+        reported as complete.
         """
         embedded = chunk.embedding(input_ids=batch.tokens, position_ids=None)
         if not self.trainable and torch.is_grad_enabled():
@@ -279,14 +325,6 @@ class Backbone:
         # An offloaded leaf lies in host memory: its gradient will, too.
         flat = flat.index_copy(0, batch.leaf_positions, vision.to(flat, non_blocking=True))
         return rearrange(flat, "t h -> t 1 h")
-
-
-def _freeze(chunk) -> None:
-    """Take all parameters of a chunk out of training, before gradient buffers are made."""
-    chunk.requires_grad_(False)
-    for module in chunk.modules():
-        if isinstance(module, PaddingAwareRouter):
-            module.frozen_expert_bias = True
 
 
 def _finalize(model, num_tokens=None, **kwargs) -> None:

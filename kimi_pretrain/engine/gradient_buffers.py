@@ -1,9 +1,9 @@
-"""Megatron-Core's gradient buffers, with the sums over replicas left to the caller.
+"""Megatron-Core's gradient buffers; the sums over replicas are the caller's.
 
-Its DDP lays all gradients of a kind into one fp32 buffer and adds each microbatch's to it; that is
+Its DDP lays all gradients of a kind into one fp32 buffer and accumulates each microbatch's; that is
 used as it is. Its all-reduce would bring every gradient to every rank, where only one updates the
 tensor, and its reduce-scatter cuts the buffer at arbitrary bytes (`docs/decisions/002`). So this
-class only says when a gradient is complete, and when all have to be.
+class reports each gradient as it becomes complete, and when the last one must be.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,17 +19,17 @@ class Reduction(Protocol):
     """Sums gradients over replicas; `kimi_pretrain.optim.reduce` has the one that is used."""
 
     def ready(self, name: str) -> None:
-        """Take in that a tensor's gradient is complete on this rank."""
+        """Called when a tensor's gradient is complete on this rank; may start its sum."""
 
     def launch_rest(self) -> None:
-        """Take in that no more gradients will come."""
+        """Called once all gradients are complete; starts the remaining sums."""
 
     def finish(self) -> None:
-        """Return when the sums are where they belong."""
+        """Wait until the sums are on the tensors' owners."""
 
 
 class GradientBuffers(DistributedDataParallel):
-    """A model chunk whose gradients collect in buffers and are summed by nobody here.
+    """A model chunk whose gradients accumulate in buffers, without sums over replicas.
 
     Megatron-Core's schedules run all but a chunk's last microbatch inside `config.no_sync_func`:
     without pipelining a plain `with`, under 1F1B entered before the first and left before the last
@@ -63,7 +63,7 @@ class GradientBuffers(DistributedDataParallel):
         self._is_last_microbatch = False
 
     def zero_grad_buffer(self) -> None:
-        """Forget the last step. Until a schedule leaves `no_sync`, no microbatch is the last."""
+        """Zero the buffers. Until a schedule leaves `no_sync`, no microbatch is the last."""
         super().zero_grad_buffer()
         self._is_last_microbatch = False
 
@@ -71,18 +71,18 @@ class GradientBuffers(DistributedDataParallel):
     def no_sync(self) -> Iterator[None]:
         """Mark the microbatches before the last.
 
-        Not with `finally`: a schedule that only goes forward drops the context without leaving it,
-        and may be cleaned away inside a later step.
+        Not with `finally`: a forward-only schedule drops the context without leaving it, and the
+        garbage collector may close it inside a later step.
         """
         self._is_last_microbatch = False
         yield
         self._is_last_microbatch = True
 
     def start_grad_sync(self, *unused) -> None:
-        """Nothing: the sums are the caller's."""
+        """Do nothing: the sums are the caller's."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Tell the caller that no more gradients will come; called by `finalize_model_grads`."""
+        """Report that all gradients are complete; called by `finalize_model_grads`."""
         self._rest()
 
     def _make_backward_post_hook(self, param: nn.Parameter) -> Callable[..., None]:

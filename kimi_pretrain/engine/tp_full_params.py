@@ -1,10 +1,10 @@
-"""Whole tensors where tensor-parallel ranks hold slices.
+"""Full tensors where tensor-parallel ranks hold slices.
 
-The optimizer orthogonalises whole matrices and checkpoints hold them, so under tensor parallelism
-the whole tensors are what is initialised, updated, saved and loaded. Every rank keeps a copy of
-them, of the dense part only (experts are not cut), hands its own slice to the model before a step,
-and puts gradients together after it. All ranks of a stage that hold a copy of the slices then hold
-the same whole tensors, and share the optimizer's work on them.
+The optimizer orthogonalises full matrices and checkpoints hold them, so under tensor parallelism
+the full tensors are what is initialised, updated, saved and loaded. Every rank keeps a copy of
+them, of the dense part only (experts are not cut), copies its own slice into the model before a
+step, and all-gathers gradients after it. All ranks of a stage that hold copies of the slices then
+hold the same full tensors, and share the optimizer's work on them.
 """
 
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ from torch import Tensor
 from kimi_pretrain.engine.param_names import View
 
 
-class WholeTensors:
-    """The whole tensors of the views that are slices.
+class FullParams:
+    """The full tensors of those views that are slices.
 
     Args:
         views: of this rank; those without a slice are left alone.
@@ -34,18 +34,18 @@ class WholeTensors:
         self.grads: dict[str, Tensor] = {}
 
     def of(self, view: View) -> View:
-        """Return the view of the whole tensor that a view is a slice of, or the view itself."""
+        """Return the view of the full tensor that a view is a slice of, or the view itself."""
         return View(view.name, self.data[view.name]) if view.name in self.data else view
 
     @torch.no_grad()
-    def hand_out(self) -> None:
-        """Copy this rank's slices into the model, and forget the gradients of the last step."""
+    def copy_to_model(self) -> None:
+        """Copy this rank's slices into the model, and drop the gradients of the last step."""
         self.grads.clear()
         for name, view in self._slices.items():
             view.data.copy_(view.slice_of(self.data[name]))
 
     def gather_grads(self) -> None:
-        """Put the ranks' gradients together; all of them call it, after a step's backward."""
+        """All-gather the slices' gradients after a step's backward; collective in the group."""
         for name, view in self._slices.items():
             assert view.tp_slice is not None
             mine = view.of(view.param.main_grad).contiguous()  # type: ignore[attr-defined]

@@ -184,7 +184,7 @@ def fused_wiring(run) -> dict:
     from kimi_pretrain.config import ConfigError
     from kimi_pretrain.engine import model_builder
     from kimi_pretrain.engine.packed_attention import document_borders, of_all_heads
-    from kimi_pretrain.engine.backbone import Backbone
+    from kimi_pretrain.engine.backbone import build_backbone
     from kimi_pretrain.engine.fused_attention import FusedCoreAttention, kernel_rows
     from kimi_pretrain.engine.microbatch import build_microbatches
     from kimi_pretrain.update import Update
@@ -198,7 +198,7 @@ def fused_wiring(run) -> dict:
         refusal = str(error)
     transformer_engine.TEDotProductAttention = PlainKernel
     model_builder.check_installed = lambda: None
-    backbone = Backbone(config, run.mesh)
+    backbone = build_backbone(config, run.mesh)
     Update(config, run.mesh, run.encoder, backbone)  # says where gradients are summed
     batch, rows = next(run.loader), config.train.rows_per_microbatch
     results = {}
