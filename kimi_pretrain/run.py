@@ -1,4 +1,4 @@
-"""Everything a run is made of, built in the order in which it can fail."""
+"""`Run`: data, model, optimizer and step of a training run, built in the order of their checks."""
 
 import logging
 import os
@@ -31,16 +31,16 @@ log = logging.getLogger("kimi_pretrain.train")
 
 
 class Run:
-    """Everything a run is made of, built in the order in which it can fail.
+    """Everything a run is made of; cheap checks come first.
 
-    Cheap checks come first: the store, the indices and shards; then the model. What remembers is
-    the model, the optimizer, the guard and the loader.
+    The order is store, indices, shards, then the model. State is in the model, the optimizer, the
+    guard and the loader; `tensors` and `run_state` are all of it.
 
     Args:
         config: of the run.
         mesh: where this rank stands.
-        resume: checkpoint to go on from: from `find`, or a folder or URI that is verified here.
-        watch: told of every progress.
+        resume: checkpoint to resume from: as from `find`, or a folder or URI that is verified here.
+        watch: called with the name of each stage of the start.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Run:
         watch("compare the replicas")
         self.update.check_replicas()
         self.replicas = Replicas(self.model.tensors(), mesh, config.guard.replicas_every)
-        self.update.hash_copies = lambda: self.replicas.tell(self.step + 1)
+        self.update.hash_copies = lambda: self.replicas.hashes(self.step + 1)
 
     def _open_loader(self) -> Loader:
         data = self.config.data
@@ -94,7 +94,7 @@ class Run:
         return self.model.tensors() | self.update.optimizer.state_dict()
 
     def copies(self) -> dict[str, str]:
-        """Return the tensors that other ranks hold, too, each with the kind of group of these."""
+        """Return the name of the replica group of every tensor that other ranks hold, too."""
         return {name: replicas_of(name) for name in self.model.tensors()} | {STEPS: "encoder"}
 
     def changes_late(self, name: str) -> bool:

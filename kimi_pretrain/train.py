@@ -27,7 +27,7 @@ from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.randomness import seed_step
 from kimi_pretrain.reliability.anomaly_guard import AnomalyError
-from kimi_pretrain.reliability.exit_report import nobodys_mistake
+from kimi_pretrain.reliability.exit_report import step_faults
 from kimi_pretrain.reliability.preflight import check_node
 from kimi_pretrain.reliability.run_history import (
     check_may_begin,
@@ -101,7 +101,7 @@ def train(
     run.update.before_change = saves.before_update
     recorder = Recorder(config, run_dir, mesh, run.step, run.loader.indices)
     recorder.status("running", run.step, saves.uri)
-    with nobodys_mistake():
+    with step_faults():
         reason = _train_steps(run, recorder, saves, watchdog, stop)
     if reason is None:
         watchdog.enter("end")

@@ -1,9 +1,9 @@
 """Phase 7: one divisor, one norm over encoder and backbone, MuonClip, then QK-Clip.
 
 Gradients arrive as sums over the tokens of the global batch. They are divided here, once, by the
-global number of loss tokens, together with the clipping factor. A step that the guard does not let
-pass (`kimi_pretrain.reliability.anomaly_guard`: not finite, or a spike) changes nothing, neither
-encoder nor backbone, and is counted.
+global number of loss tokens, together with the clipping factor. A step that the guard rejects
+(`kimi_pretrain.reliability.anomaly_guard`: not finite, or a spike) changes neither encoder nor
+backbone, and is counted.
 
 Two reductions over all ranks, read by the host at once: the gradient's sum of squares, and the
 largest attention logit of each layer and head.
@@ -44,8 +44,8 @@ class UpdateReport:
             -inf where no document was seen.
         clipped_heads: heads that QK-Clip shrank, of the whole model.
         skipped_steps: steps of the run that were not applied, this one included.
-        own: of the tensors whose update this rank makes; `report.together` of all ranks' makes the
-            model's, which the line of metrics holds.
+        own: of the tensors whose update this rank makes; `step_stats.together` joins those of all
+            ranks for the line of metrics.
         verdict: what the guard found.
         copies: hashes of some of this rank's tensors, as they were in the step.
     """
@@ -67,7 +67,7 @@ class UpdateReport:
 
 
 class Update:
-    """The optimizer with everything that comes before and after its step.
+    """The optimizer, with norm, clipping and guard before its step and QK-Clip after it.
 
     Attributes:
         skipped_steps: of the run so far: steps done minus updates done.
@@ -91,7 +91,7 @@ class Update:
         encoder.sums.to_owners(self.optimizer.owner_ranks("encoder"))
 
     def resume(self, steps: int, updates: int) -> None:
-        """Go on after `steps` steps of a run, of which `updates` were applied."""
+        """Continue after `steps` steps of a run, of which `updates` were applied."""
         self.optimizer.steps = updates
         self.skipped_steps = steps - updates
 
@@ -107,9 +107,9 @@ class Update:
             raise RuntimeError(f"{found[0]} is not the same on all ranks that hold a copy of it")
 
     def differing(self, value: Callable[[NamedTensor], Tensor]) -> list[str]:
-        """Return the tensors of which not all ranks that hold a copy have a value of equal norm.
+        """Return the tensors whose copies have values of different norms. Collective.
 
-        All ranks call it; the answer is the same within a replica group.
+        The answer is the same within a replica group.
         """
         found: list[str] = []
         for group in sorted(self.mesh.groups):
@@ -122,7 +122,7 @@ class Update:
         return found
 
     def run(self, loss_tokens: int, loss: float) -> UpdateReport:
-        """Update all parameters from the summed gradients of a step, if the guard lets it pass.
+        """Update all parameters from the summed gradients of a step, unless the guard rejects it.
 
         Args:
             loss_tokens: of the global batch: the one divisor.
@@ -158,7 +158,7 @@ class Update:
         )
 
     def _norm_and_maxima(self) -> tuple[float, Tensor]:
-        """Reduce both over all ranks, and wait for the device once.
+        """Reduce both over all ranks, with one wait for the device.
 
         Returns:
             the sum of squares of the undivided gradient, and the largest logits of the step, fp64
@@ -175,7 +175,7 @@ class Update:
         return float(found[0]), found[1:].reshape(maxima.shape)
 
     def _qk_clip(self, max_logits: Tensor) -> int:
-        """Clip the heads over the threshold; the number of them in the whole model."""
+        """Clip the heads over the threshold; returns their number in the whole model."""
         optim = self.config.optim
         threshold, frozen = optim.qk_clip_threshold, optim.lr_of("attention", 1.0) == 0
         if threshold is None or frozen or not self.backbone.trainable:

@@ -35,7 +35,7 @@ def my_turn(names: Iterable[str], copies: Mapping[str, str], mesh: "Mesh | None"
         return held
     mine = [name for name in held if name not in copies]
     for group, shared in _by_group(held, copies).items():
-        index, size = mesh.place_in(group)
+        index, size = mesh.index_in(group)
         mine += shared[index::size]
     return sorted(mine)
 
@@ -68,7 +68,7 @@ def read_together(
     on_all(fill, mesh)
     if mesh is not None:
         for group, names in sorted(_by_group(sorted(tensors), copies).items()):
-            mesh.hand_on(group, [tensors[name] for name in names])
+            mesh.broadcast_copies(group, [tensors[name] for name in names])
 
 
 def on_all(work: Callable[[], T], mesh: "Mesh | None") -> list[T]:

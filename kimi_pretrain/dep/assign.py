@@ -1,9 +1,10 @@
 """Which rank encodes which media item: one assignment over the whole global batch. Pure.
 
-First how fast the slowest rank can be (`balance`), then who does what so that embeddings travel
-little and no rank is slower (`nearby`). Items too large for balance are shared by blocks of ranks
-(`split`). Every rank computes the same answer from metadata alone, so nobody talks about who does
-what (phase 0).
+`place` works in two steps: first the lowest time of the slowest rank (`balance`), then an
+assignment of that time in which embeddings travel little (`nearby`). Items too large for balance
+are shared by blocks of ranks (`split`). Every rank computes the same answer from metadata alone,
+without communication (phase 0). Longest processing time first is R. L. Graham's rule (1969,
+"Bounds on multiprocessing timing anomalies"); `longest_processing_time` is the plain baseline.
 """
 
 from collections.abc import Iterator
@@ -168,7 +169,7 @@ def longest_processing_time(costs: Floats, num_ranks: int) -> Ints:
 
 
 def round_robin(costs: Floats, num_ranks: int) -> Ints:
-    """Return ranks dealt out by count, blind to sizes: the baseline of image counts."""
+    """Return ranks dealt out by count, whatever the sizes: the baseline of image counts."""
     return np.arange(len(costs), dtype=np.int64) % num_ranks
 
 

@@ -1,9 +1,9 @@
-"""The replicated vision encoder of one rank: forward without graph, recompute with backward.
+"""Phases 2 and 6: the replicated vision encoder, forward without graph, recompute with backward.
 
-Both run the same items in the same chunks through the same kernels, so the recomputed outputs are
-those that the backbone saw. Peak memory is one chunk's activations (K2.5 report, section 4.5.1:
-only the final outputs are kept), or as much more as there is room for: a chunk whose activations
-are kept is not computed again.
+Both passes run the same items in the same chunks through the same kernels, so the recomputed
+outputs are those that the backbone has seen. Peak memory is one chunk's activations (K2.5 report,
+section 4.5.1: only the final outputs are kept), or as much more as there is room for: a chunk whose
+activations are kept is not computed again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,8 @@ Pixels = Mapping[int, NDArray[np.uint8]]
 class DecoupledEncoder:
     """The encoder, its gradient buffer, and the two passes of a step.
 
-    Gradients collect over chunks in one flat buffer, fp32 (fp64 for fp64 parameters), as sums over
-    tokens: nobody divides here.
+    Gradients accumulate over chunks in one flat buffer, fp32 (fp64 for fp64 parameters), as sums
+    over tokens, undivided.
 
     Forward and recompute use the same chunks, so their bits agree on every device; on CPU an item
     has the same bits in every chunk.
@@ -43,7 +43,8 @@ class DecoupledEncoder:
         budget: most patches of a chunk.
         seed: of the initial weights.
         frozen: parts that are not trained: "vision_tower", "projector".
-        blocks: number of ranks -> the group of so many ranks that shares large items with this one.
+        blocks: block size -> process group of the block of that many ranks that this one is in;
+            its ranks share large items.
         check_recompute: compare a hash of every recomputed output with the forward's.
     """
 

@@ -1,7 +1,7 @@
-"""The hand-over: one uneven all-to-all each way between encoding ranks and first stages.
+"""Phases 3 and 5: one uneven all-to-all each way between encoding ranks and first stages.
 
-What is sent at a time is bounded: a large exchange goes in rounds, each of some columns of all
-embeddings. Every number is sent once and computed on by nobody, so the rounds change no bit.
+The bytes sent at a time are bounded: a large exchange goes in rounds, each of some columns of all
+embeddings. Numbers are moved, not computed with, so the rounds change no bit.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ class Exchange:
 
     Args:
         group: of the ranks that share their media.
-        ranks: their global numbers, in the order of the group.
-        budget_bytes: what one rank sends, or receives, in one round.
+        ranks: their global ranks, in the order of the group.
+        budget_bytes: most bytes that one rank sends, or receives, in one round.
         dtype: of the numbers on the way; None for that of the tensors.
     """
 

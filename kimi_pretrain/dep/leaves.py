@@ -1,4 +1,4 @@
-"""Vision embeddings on the first stage: received tokens become leaves of microbatches, and back.
+"""Embeddings on the first stage: received tokens become leaf tensors of microbatches, and back.
 
 One leaf for each microbatch with media: a single one would cost a gradient of full size each time.
 """

@@ -110,7 +110,7 @@ def measure(
     Args:
         run: runs a pack once and returns its seconds, (forward, total).
         config: sizes of the encoder, for the order and the guesses.
-        progress: told the share done and what is being timed.
+        progress: called with the share done and what is being timed.
         filled: patches of a pack -> empty ones that the encoder adds to it.
 
     Returns:
@@ -213,7 +213,7 @@ class EncoderRun:
         return forward, forward + again
 
     def filled(self, patches: int) -> int:
-        """Return how many empty patches are added to a pack of so many."""
+        """Return how many empty patches are added to a pack of `patches`."""
         return rows.padding(patches, self.device)
 
     def _forward(self, pixels: np.ndarray, grids: list[Grid]) -> Tensor | None:

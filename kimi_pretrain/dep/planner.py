@@ -1,4 +1,4 @@
-"""Phase 0 for the encoder: from the plan of a step to who encodes which medium. Pure.
+"""Phase 0 for the encoder: from the plan of a step to which rank encodes which medium. Pure.
 
 The rows of a step say which replica needs an item, the layout which of its first-stage ranks, the
 cost model what encoding it takes; `dep.assign` spreads the items over the ranks.
@@ -38,7 +38,7 @@ def cost_model(config: Config) -> CostModel:
 
 
 class VisionPlanner:
-    """Plans the vision work of steps; remembers the last few, which loader and step both ask for.
+    """Plans the vision work of steps; caches the last few, which loader and step both ask for.
 
     Args:
         config: of the run.

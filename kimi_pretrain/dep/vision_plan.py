@@ -7,7 +7,7 @@ A function of metadata, the same on every rank (phase 0). Two tables:
              rank that holds these places of the row (under context or tensor parallelism the
              tokens of one item may lie on several)
 
-Both ends of the exchange read the same spans, so they agree on what is sent without asking.
+Both ends of the exchange read the same spans, so they agree on what is sent without communication.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Shares:
     Attributes:
         item: number of the item in the step.
         rank: who encodes it.
-        parts, member: of how many ranks, and the how manieth.
+        parts, member: number of sharing ranks; this rank's index among them.
         begin, end: range of the item's tokens.
     """
 
@@ -140,8 +140,8 @@ class VisionPlan:
     def encoded_by(self, rank: int) -> Shares:
         """Return what `rank` encodes, in its order: shared items first, then whole ones.
 
-        Blocks of ranks are nested and all begin with the items of the largest blocks, so nobody
-        waits in a circle. Whole items are in the order in which they are sent.
+        Blocks of ranks are nested and all begin with the items of the largest blocks, so no
+        deadlock is possible. Whole items are in the order in which they are sent.
         """
         mine = self.shares[self.shares.rank == rank]
         alone = mine.parts == 1

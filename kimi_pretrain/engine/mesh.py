@@ -98,7 +98,7 @@ class Mesh:
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
 
     def differing(self, group: str, values: list[float]) -> list[int]:
-        """Return the places at which the values of a group's ranks are not all equal."""
+        """Return the indices at which the values of a group's ranks are not all equal."""
         both = torch.tensor([values, [-value for value in values]], dtype=torch.float64)
         both = both.to(self.device)
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.groups[group])
@@ -123,18 +123,18 @@ class Mesh:
         ]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Return what rank 0 makes, on every rank; an error that it meets is raised on all."""
+        """Call `make` on rank 0 and broadcast its result; an exception is raised on all ranks."""
         outcome = Outcome.of(make) if self.rank == 0 else Outcome()
         sent = [outcome.sendable()]
         dist.broadcast_object_list(sent, src=0)
         return (outcome if self.rank == 0 else sent[0]).result()
 
-    def place_in(self, group: str) -> tuple[int, int]:
-        """Return this rank's place in a group of `groups`, and how many it has."""
+    def index_in(self, group: str) -> tuple[int, int]:
+        """Return this rank's index in a group of `groups`, and the group's size."""
         return dist.get_rank(self.groups[group]), dist.get_world_size(self.groups[group])
 
-    def hand_on(self, group: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill copies: the group's member i % n sends the i-th tensor to the others, in place."""
+    def broadcast_copies(self, group: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Broadcast tensors in place: member i % n of the group sends the i-th to the others."""
         ranks = dist.get_process_group_ranks(self.groups[group])
         for index, tensor in enumerate(tensors if len(ranks) > 1 else ()):
             sent = tensor.detach().to(self.device).contiguous()

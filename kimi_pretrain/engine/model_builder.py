@@ -3,7 +3,7 @@
 The layer spec is Megatron-Core's local one (no Transformer Engine) with three places filled by us:
 core attention (`PackedCoreAttention`, or `FusedCoreAttention` where the configuration asks
 for Transformer Engine), the router (`PaddingAwareRouter`) and the routed experts
-(`GroupedExperts`). The norms are torch's, told about sequence parallelism.
+(`GroupedExperts`). The norms are torch's, marked for sequence parallelism.
 """
 
 import hashlib

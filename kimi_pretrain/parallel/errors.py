@@ -1,4 +1,4 @@
-"""What one rank does for all: its result or its error, in a form that can be sent to the others."""
+"""Broadcasting errors: a result or an exception of one rank, in a form that others can raise."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a piece of work.
+    """Result or exception of a function call.
 
     Attributes:
-        value: what it returned.
-        error: what it raised; None: nothing.
-        causes: of the error, the nearest first: what it was raised from, or while handling.
+        value: what the function returned.
+        error: what it raised, or None.
+        causes: of the error, nearest first: its chain of `__cause__` and `__context__`.
     """
 
     value: Any = None
@@ -22,7 +22,7 @@ class Outcome:
 
     @classmethod
     def of(cls, work: Callable[[], Any]) -> "Outcome":
-        """Do a piece of work whose error must not keep others waiting."""
+        """Call `work` and catch its exception, so that the ranks that wait can be told of it."""
         try:
             return cls(work())
         except Exception as error:
@@ -33,15 +33,15 @@ class Outcome:
         if self.error is None:
             return self.value
         error: BaseException = self.error
-        for cause in self.causes:  # which being sent has cut off
+        for cause in self.causes:  # pickling drops the chain
             error.__cause__ = error = cause
         raise self.error
 
     def sendable(self) -> "Outcome":
-        """Return the same for other processes.
+        """Return an equivalent that survives pickling.
 
-        An exception whose constructor wants more than its message would break where it arrives: one
-        that says the same goes in its place.
+        An exception whose constructor needs more than its message cannot be unpickled: it is
+        replaced by a RuntimeError with the same text.
         """
         if self.error is None:
             return self

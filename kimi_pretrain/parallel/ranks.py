@@ -1,4 +1,4 @@
-"""Where every rank of a layout stands, as arithmetic: what plans need to know, without processes.
+"""Rank arithmetic of a layout: replica, node and first stage of every rank, without processes.
 
 Megatron-Core's rank order: tensor-parallel ranks are neighbours, then context-parallel ones, then
 replicas, then pipeline stages. `engine.mesh` asserts that the groups it builds agree.

@@ -1,13 +1,13 @@
-"""Where the ranks of a job meet, so that nobody else can come in.
+"""The rendezvous of a job's ranks, closed to other users.
 
 What torch's stores hold is unpickled (`broadcast_object_list`, torchrun's own rendezvous), and a
-TCPStore listens on every address of its machine: whoever reaches the port runs code as this user.
+TCPStore listens on every address of its machine: who reaches the port can run code as this user.
 
-- On one machine the ranks meet in a file, in a folder that nobody else can open. Who starts them
-  makes it and names it in `FOLDER`. gloo and NCCL then listen on the loopback interface alone.
-- One process needs nobody: its store is in its own memory.
-- On several machines rank 0 holds a TCPStore at the address that the others are told (MASTER_ADDR),
-  and at no other. None of this asks for a password: the network between them has to be trusted.
+- On one machine the store is a file in a folder that only this user can open. The launcher
+  makes it and passes it in the variable `FOLDER`. gloo and NCCL then listen on the loopback interface alone.
+- A single process keeps its store in its own memory.
+- On several machines rank 0 holds a TCPStore that listens at MASTER_ADDR and at no other address.
+  There is no password: the network between the machines has to be trusted.
 """
 
 import logging
@@ -25,14 +25,14 @@ from torch.distributed import (
 
 log = logging.getLogger(__name__)
 
-# Environment variable; who starts has it as `launch.local.job.MEETING`.
+# Environment variable; `launch.local.job.MEETING` is the launcher's name for it.
 FOLDER = "KIMI_PRETRAIN_MEETING"
 _LOOPBACK = "lo"
 _BACKLOG = 2048  # ranks may all come at once; as torch has it
 
 
 def meeting_store(world_size: int, timeout: timedelta) -> Store | None:
-    """Return the store of this start of the job, or None: torch finds that of its own launcher.
+    """Return the store of this start of the job; None: torch uses its own launcher's.
 
     Args:
         world_size: ranks of the job.
@@ -73,7 +73,7 @@ def _store_at_address(world_size: int, timeout: timedelta) -> Store | None:
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at this address; None for torch's own, which does at all."""
+    """Return a socket that listens at this address; None for torch's own, on all addresses."""
     try:
         own = socket.gethostbyname(address)
         one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]

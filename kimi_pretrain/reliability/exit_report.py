@@ -1,12 +1,11 @@
-"""The one line that a rank leaves behind when it ends before its time: what the user is shown.
+"""Exit reports: the one line that a failed rank writes, and that the user is shown.
 
     logs/error_rank_3.txt       the line, and below it the exit code that goes with it
-    logs/held_rank_3.txt        of a process that could run no Python any more: its stacks
+    logs/held_rank_3.txt        stacks of a process in which no Python could run any more
 
-Who watches the processes (`launch.local.supervise`, a batch script) shows the first one's line and
-ends with its code, because torchrun tells neither. Exit codes: 2 is the user's to mend and will
-come again after a restart; 75 (EX_TEMPFAIL of sysexits.h) is a run that made no progress; any other
-(1) a fault worth a restart.
+The supervisor (`launch.local.supervise`, or a batch script) shows the line of the first rank that
+failed and ends with its code, because torchrun reports neither. Exit codes: 2: user error; a retry
+fails again. 75 (EX_TEMPFAIL of sysexits.h): no progress. Any other (1): a fault, worth a restart.
 """
 
 import os
@@ -20,39 +19,39 @@ from kimi_pretrain.reliability.run_files import write_whole
 from kimi_pretrain.reliability.stack_inspection import ROOMS, where
 
 FAULT = 1
-USERS_TO_MEND = 2
+USER_ERROR = 2
 NO_PROGRESS = 75
 WORDS = "logs/error_rank_*.txt"
 HELD = "logs/held_rank_*.txt"
 
 
 class StepFault(RuntimeError):
-    """A fault of this program in a step: says which error was met."""
+    """A bug that a step ran into; the message names the error."""
 
 
-def is_nobodys(error: BaseException) -> bool:
-    """Whether an error is a ValueError of none of this project's classes."""
+def is_foreign(error: BaseException) -> bool:
+    """Whether an error is a plain ValueError: of a class that is not this project's."""
     ours = type(error).__module__.partition(".")[0] in ROOMS
     return isinstance(error, ValueError) and not ours
 
 
 @contextmanager
-def nobodys_mistake() -> Iterator[None]:
-    """Turn a ValueError that is none of this project's classes into a `StepFault`.
+def step_faults() -> Iterator[None]:
+    """Turn a plain ValueError into a `StepFault`.
 
-    Before the first step such an error is how a check refuses a value of the user's. In a step it
-    is a bug, of ours or of a library's: it keeps its traceback, and is worth a restart.
+    Before the first step such an error is a check that refuses a value of the user's. In a step it
+    is a bug, ours or a library's: it keeps its traceback, and a restart may help.
     """
     try:
         yield
     except ValueError as error:
-        if not is_nobodys(error):
+        if not is_foreign(error):
             raise
         raise StepFault(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
-class LastWord:
+class ExitReport:
     """Why a rank ended.
 
     Attributes:
@@ -61,28 +60,28 @@ class LastWord:
     """
 
     message: str
-    code: int = USERS_TO_MEND
+    code: int = USER_ERROR
 
 
 def error_file(run_dir: Path, rank: int) -> Path:
-    """Return where a rank leaves its last word."""
+    """Return the file of a rank's exit report."""
     return run_dir / "logs" / f"error_rank_{rank}.txt"
 
 
 def held_file(run_dir: Path, rank: int) -> Path:
-    """Return where a C thread leaves the stacks of a rank in which no Python can run."""
+    """Return the file into which a C thread writes the stacks of a rank that runs no Python."""
     return run_dir / "logs" / f"held_rank_{rank}.txt"
 
 
 def open_held(run_dir: Path, rank: int) -> int:
-    """Return a file descriptor of that, empty: as long as it is there is nothing to tell."""
+    """Open that file, empty; it stays empty unless the rank is held."""
     file = held_file(run_dir, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
     return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
 
 def _told_of(file: Path, dump: str) -> str:
-    """Return one line for what faulthandler wrote of a process that was held."""
+    """Return one line from what faulthandler wrote about a held process."""
     *_, main = dump.split("(most recent call first):")  # the main thread comes last
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', main)
     at = where([(path, int(number), name) for path, number, name in frames])
@@ -93,32 +92,29 @@ def _told_of(file: Path, dump: str) -> str:
     )
 
 
-def leave_word(run_dir: Path, rank: int, word: LastWord) -> None:
-    """Write a rank's last word; where that cannot be done, its standard error has to do."""
+def write_exit_report(run_dir: Path, rank: int, report: ExitReport) -> None:
+    """Write a rank's exit report; if it cannot be written, stderr alone has the message."""
     file = error_file(run_dir, rank)
-    message = " ".join(word.message.split())
+    message = " ".join(report.message.split())
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, f"{message}\nexit code {word.code}\n")
+        write_whole(file, f"{message}\nexit code {report.code}\n")
 
 
-def forget_word(run_dir: Path, rank: int) -> None:
-    """Remove what this rank said in an earlier attempt."""
+def remove_exit_report(run_dir: Path, rank: int) -> None:
+    """Remove this rank's report of an earlier attempt."""
     error_file(run_dir, rank).unlink(missing_ok=True)
 
 
-def forget_words(run_dir: Path) -> None:
-    """Remove what all ranks said in an earlier run, before this one has any.
-
-    Several machines may do this at the same time.
-    """
+def remove_exit_reports(run_dir: Path) -> None:
+    """Remove all ranks' reports of an earlier run. Several machines may do this at the same time."""
     for words in (WORDS, HELD):
         for file in run_dir.glob(words):
             file.unlink(missing_ok=True)
 
 
-def first_word(run_dir: Path) -> LastWord | None:
-    """Return the last word of the rank that ended first; None if none left any."""
+def first_exit_report(run_dir: Path) -> ExitReport | None:
+    """Return the report of the rank that failed first; None if there is none."""
     found: list[tuple[int, str]] = []
     for file in run_dir.glob(WORDS):
         try:
@@ -134,4 +130,4 @@ def first_word(run_dir: Path) -> LastWord | None:
         return None
     lines = min(found)[1].splitlines()
     code = lines[1].removeprefix("exit code ") if len(lines) > 1 else ""
-    return LastWord(lines[0] if lines else "", int(code) if code.isdigit() else USERS_TO_MEND)
+    return ExitReport(lines[0] if lines else "", int(code) if code.isdigit() else USER_ERROR)

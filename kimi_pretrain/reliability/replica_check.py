@@ -1,8 +1,8 @@
-"""Copies of tensors compared while training: one wrong bit on one rank trains on without any sign.
+"""Compares replicas of tensors while training: a wrong bit on one rank shows in no other way.
 
 In turn, one tensor of each kind of replica group (dense, expert, encoder): every rank hashes its
-copy before the step's update changes anything, tells the hash in the step's one gather, and all
-compare what the members of each group told. That costs reading one tensor of each kind.
+copy before the step's update changes anything; the hashes are all-gathered with the per-rank
+reports and compared within each group. The cost is reading one tensor of each kind.
 
 What is found is a copy that differs in a step in which its turn comes. With `optim.shard_state`
 each update writes what the owner holds over all copies: a difference lasts for one step, which
@@ -33,7 +33,7 @@ _MOST_RANKS = 8  # that a message lists
 
 @dataclass(frozen=True)
 class CopyHash:
-    """What one rank tells of its copy of a tensor.
+    """Hash of one rank's copy of a tensor.
 
     Attributes:
         holders: the first of the ranks that hold a copy.
@@ -63,7 +63,7 @@ class Replicas:
             if held and len(ranks) > 1:
                 self._kinds.append((min(ranks), held))
 
-    def tell(self, step: int) -> tuple[CopyHash, ...]:
+    def hashes(self, step: int) -> tuple[CopyHash, ...]:
         """Return the hashes whose turn it is in a step, counted from 1. Waits for the device."""
         if not self._kinds or not self._every or step % self._every:
             return ()
@@ -100,18 +100,18 @@ def hash_bits(tensor: Tensor) -> Tensor:
 
 
 def check_copies(step: int, everyone: Sequence[tuple[CopyHash, ...]]) -> None:
-    """Make sure that the copies of which all ranks told are equal; all ranks come to the same.
+    """Check that the hashes of all ranks' copies are equal; the same result on all ranks.
 
     Args:
         step: in which they were hashed.
-        everyone: what `Replicas.tell` returned, of all ranks in their order.
+        everyone: what `Replicas.hashes` returned, by rank.
 
     Raises:
         RuntimeError: names a tensor that differs, and the ranks.
     """
     found: dict[tuple[int, str], dict[int, list[int]]] = {}
-    for rank, told in enumerate(everyone):
-        for copy in told:
+    for rank, hashes in enumerate(everyone):
+        for copy in hashes:
             parties = found.setdefault((copy.holders, copy.name), {})
             parties.setdefault(copy.hash, []).append(rank)
     for (_, name), parties in sorted(found.items()):

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from kimi_pretrain.checkpoint.ownership import OWNER, Owner, told_owner
-from kimi_pretrain.reliability.exit_report import NO_PROGRESS, LastWord, leave_word
+from kimi_pretrain.reliability.exit_report import NO_PROGRESS, ExitReport, write_exit_report
 from kimi_pretrain.reliability.run_files import naming, write_whole
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class RunLock:
             if self._is_lost():
                 told = f"{self._path} was taken over by a later start of this job"
                 with suppress(OSError):
-                    leave_word(self._path.parent, 0, LastWord(told, NO_PROGRESS))
+                    write_exit_report(self._path.parent, 0, ExitReport(told, NO_PROGRESS))
                 self._leave(NO_PROGRESS)
                 return
 

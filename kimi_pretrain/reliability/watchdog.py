@@ -28,8 +28,8 @@ For the case that nothing of this can run there are two clocks behind it, a litt
 Collectives have a timeout of their own (`backstop`). And C code that keeps Python's lock lets no
 thread run, the watching one included: that winds faulthandler's clock at every tick, a C thread,
 which writes all stacks and ends the process with 1 when nobody has for long (`held_after`). Under
-torchrun it writes to logs/held_rank_N.txt, in which `last_words.first_word` reads who that was;
-else to stderr.
+torchrun it writes to logs/held_rank_N.txt, which `exit_report.first_exit_report` reads; else to
+stderr.
 """
 
 import faulthandler
@@ -49,10 +49,10 @@ from pathlib import Path
 from data_pipeline.store.retry import longest_silence
 from kimi_pretrain.reliability.exit_report import (
     NO_PROGRESS,
-    LastWord,
+    ExitReport,
     held_file,
-    leave_word,
     open_held,
+    write_exit_report,
 )
 from kimi_pretrain.reliability.stack_inspection import stack_of, waits, where
 from kimi_pretrain.reliability.status import mark_failed
@@ -247,7 +247,7 @@ class Watchdog:
         )
 
     def _say(self, message: str) -> None:
-        leave_word(self.run_dir, self.rank, LastWord(message, NO_PROGRESS))
+        write_exit_report(self.run_dir, self.rank, ExitReport(message, NO_PROGRESS))
         print(f"error: {message}", file=sys.stderr, flush=True)
         if self.rank == 0:
             mark_failed(self.run_dir, message)
@@ -255,11 +255,11 @@ class Watchdog:
     def _say_why(self, place: tuple[int, int, str], seconds: float) -> None:
         mine = self._halt(place, seconds)
         message = stands_still(mine)
-        leave_word(self.run_dir, self.rank, LastWord(message, NO_PROGRESS))
+        write_exit_report(self.run_dir, self.rank, ExitReport(message, NO_PROGRESS))
         if self._speaks:  # which the file system may not let it do in time
             halts = read_halts(self.run_dir, self.world_size)
             message = describe(mine, halts, self.world_size)
-            leave_word(self.run_dir, self.rank, LastWord(message, NO_PROGRESS))
+            write_exit_report(self.run_dir, self.rank, ExitReport(message, NO_PROGRESS))
         print(f"error: {message}", file=sys.stderr, flush=True)
 
     def _halt(self, place: tuple[int, int, str], seconds: float) -> Halt:

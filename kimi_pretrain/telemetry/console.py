@@ -1,4 +1,4 @@
-"""How far a training is, for who watches: a bar on a terminal, plain lines in a file or a pipe."""
+"""Progress on stdout: a bar on a terminal, plain lines in a file or a pipe."""
 
 import time
 from collections.abc import Mapping
@@ -11,9 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class StepLines:
-    """Tells of every n-th step in one plain line.
-
-    The first step of this start is told, too, and the last of the run.
+    """Prints every n-th step as one plain line, also the first of this start and the run's last.
 
     Args:
         first_step: steps that were done before.

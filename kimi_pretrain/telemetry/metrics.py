@@ -142,7 +142,7 @@ class Telemetry:
         self, items: int, seconds: float, everyone: Sequence[RankMetrics]
     ) -> dict[str, Any]:
         found = exposed([record.spans for record in everyone], self.scopes)
-        # The co-located encoder runs inside the backbone: nobody can tell its time from outside.
+        # The co-located encoder runs inside the backbone: its time cannot be measured from outside.
         unknown = bool(items) and found.forward is None
         total = None if unknown else sum(found.seconds.values())
         return {

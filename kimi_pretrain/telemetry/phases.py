@@ -26,7 +26,7 @@ class MemoryMeter(Protocol):
         ...
 
     def read(self) -> int | None:
-        """Return the peak since `reset` in bytes; None where this machine does not tell."""
+        """Return the peak since `reset` in bytes; None if the machine does not measure it."""
         ...
 
 
@@ -85,7 +85,7 @@ class PhaseClock:
             ended; a phase that ran or was resumed again has more entries, see the module.
         peak_bytes: phase -> most bytes in use during it (all its spans), without what cannot be
             measured on this machine. CUDA: of tensors; CPU: resident in the whole process.
-        on_phase: called with the name of a phase that begins or goes on.
+        on_phase: called with the name of a phase that begins or resumes.
     """
 
     def __init__(self, device: torch.device, meter: MemoryMeter | None = None):

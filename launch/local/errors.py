@@ -14,12 +14,12 @@ from contextlib import contextmanager
 
 import typer
 
-from kimi_pretrain.reliability.exit_report import FAULT, NO_PROGRESS, USERS_TO_MEND, is_nobodys
+from kimi_pretrain.reliability.exit_report import FAULT, NO_PROGRESS, USER_ERROR, is_foreign
 from kimi_pretrain.reliability.stack_inspection import where
 
 __all__ = ["EXIT_CODE", "NO_PROGRESS", "told_plainly", "user_message"]
 
-EXIT_CODE = USERS_TO_MEND
+EXIT_CODE = USER_ERROR
 # A full disk, a folder that may not be written, and a path with a file where a folder is expected
 # are not faults of this program.
 STORAGE = (
@@ -34,7 +34,7 @@ def user_message(error: BaseException) -> str | None:
     Bad values, missing files and everything the object store refuses are the user's; anything else
     is a fault of this program and keeps its traceback, a ValueError without a class of this
     project's that comes up in a step or in its loader as well
-    (`kimi_pretrain.reliability.exit_report.is_nobodys`).
+    (`kimi_pretrain.reliability.exit_report.is_foreign`).
     """
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"{error.filename}: no such file or folder"  # without its number
@@ -55,7 +55,7 @@ def user_message(error: BaseException) -> str | None:
     from data_pipeline.workers.workers import WorkerDied
 
     if isinstance(error, LoaderError) and error.__cause__ is not None:
-        cause = None if is_nobodys(error.__cause__) else user_message(error.__cause__)
+        cause = None if is_foreign(error.__cause__) else user_message(error.__cause__)
         return cause and f"step {error.step}: {cause}"
     if isinstance(error, StoreError | IndexMismatch | WorkerDied):
         return " ".join(str(error).split())

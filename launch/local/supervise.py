@@ -24,7 +24,12 @@ from typing import IO
 
 import psutil
 
-from kimi_pretrain.reliability.exit_report import USERS_TO_MEND, LastWord, first_word, forget_words
+from kimi_pretrain.reliability.exit_report import (
+    USER_ERROR,
+    ExitReport,
+    first_exit_report,
+    remove_exit_reports,
+)
 from kimi_pretrain.reliability.run_files import Appended
 from launch.local.signals import PR_SET_PDEATHSIG, take_time
 
@@ -67,7 +72,7 @@ def run(
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     # No rank of this run has a word yet: the ranks start when all machines have come together.
-    forget_words(run_dir)
+    remove_exit_reports(run_dir)
     (logs / log_name).write_bytes(b"")
     with _passed_on(in_order) as asked:
         process = _start(command, env)
@@ -153,7 +158,7 @@ def _passed_on(in_order: bool) -> Iterator[_Asked]:
 
 def _watch(
     process: subprocess.Popen, run_dir: Path, asked: _Asked, relay: "_Relay"
-) -> tuple[int, LastWord | None]:
+) -> tuple[int, ExitReport | None]:
     """Wait until torchrun ends, and show what it says.
 
     Returns:
@@ -162,8 +167,8 @@ def _watch(
 
     """
     told: set[int] = set()
-    unsaved: LastWord | None = None
-    word: LastWord | None = None
+    unsaved: ExitReport | None = None
+    word: ExitReport | None = None
     since, doomed = 0.0, list[psutil.Process]()
     known, looked, read = list[psutil.Process](), 0.0, 0.0
     while True:
@@ -192,7 +197,7 @@ def _watch(
                 _kill(_ranks(process))
         elif word is None:
             continue
-        elif word.code == USERS_TO_MEND and waited > LINGER_SECONDS / 5:
+        elif word.code == USER_ERROR and waited > LINGER_SECONDS / 5:
             process.terminate()  # not worth the restarts that torchrun may have left
             _kill(_ranks(process))
         elif waited > LINGER_SECONDS:
@@ -262,10 +267,10 @@ def _kill(members: Sequence[psutil.Process]) -> None:
     psutil.wait_procs(members, timeout=5)
 
 
-def _word(run_dir: Path) -> LastWord | None:
-    """Return the first last word, as `first_word`."""
+def _word(run_dir: Path) -> ExitReport | None:
+    """Return the first exit report, as `first_exit_report`."""
     try:
-        return first_word(run_dir)
+        return first_exit_report(run_dir)
     except OSError:  # a shared folder that does not answer just now is no reason to end a training
         return None
 
@@ -297,7 +302,7 @@ class _Relay:
         """Note which lines are there before somebody looks."""
         self._marked = len(self._held)
 
-    def show(self, word: LastWord | None, *, marked: bool = False) -> None:
+    def show(self, word: ExitReport | None, *, marked: bool = False) -> None:
         """Let the lines held back go to stderr if there is no word; otherwise drop them.
 
         Args:

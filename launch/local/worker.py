@@ -19,7 +19,7 @@ STOP = StopSignal()
 if __name__ == "__main__":  # before anything that takes time: until then a signal kills the process
     STOP.install()
 
-from kimi_pretrain.reliability.exit_report import LastWord, forget_word, leave_word  # noqa: E402
+from kimi_pretrain.reliability.exit_report import ExitReport, remove_exit_report, write_exit_report  # noqa: E402
 from launch.local.errors import exit_code, user_message  # noqa: E402
 from launch.local.job import Job  # noqa: E402
 from launch.local.quiet import quiet_libraries  # noqa: E402
@@ -113,7 +113,7 @@ def main(
         follow_torchrun()
     job = parse(argument)
     run_dir, rank = Path(job.run_dir), rank_of_this()
-    forget_word(run_dir, rank)
+    remove_exit_report(run_dir, rank)
     try:
         run(job)
     except Exception as error:
@@ -125,7 +125,7 @@ def main(
             return 1
         # First the file, then the line: who watches this process shows one of them.
         code = exit_code(error)
-        leave_word(run_dir, rank, LastWord(message, code))
+        write_exit_report(run_dir, rank, ExitReport(message, code))
         print(f"error: {message}", file=sys.stderr, flush=True)
         return code
     return 0

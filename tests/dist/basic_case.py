@@ -196,9 +196,9 @@ def planted_bit(run) -> dict[str, object]:
         return told(run.step, copies)
 
     turns = max(len(held) for _, held in run.replicas._kinds)
-    sound = [told(step, run.replicas.tell(step)) for step in range(1, turns + 1)]
+    sound = [told(step, run.replicas.hashes(step)) for step in range(1, turns + 1)]
     first = trained()
-    names = [copy.name for copy in run.replicas.tell(2)]
+    names = [copy.name for copy in run.replicas.hashes(2)]
     owned = run.mesh.gather([run.update.optimizer.owns(name) for name in names])
     name = names[owned[1].index(False)]
     if run.mesh.rank == 1:

@@ -116,7 +116,7 @@ def flip_a_bit(run: Any, step: int) -> None:
 
     def flipped(batch: Any) -> Any:
         if run.step + 1 == step:
-            names = [copy.name for copy in run.replicas.tell(step)]
+            names = [copy.name for copy in run.replicas.hashes(step)]
             name = next(name for name in names if not run.update.optimizer.owns(name))
             run.model.tensors()[name].view(-1)[:1].view(dtype=torch.uint8)[0] ^= 1
         return train(batch)

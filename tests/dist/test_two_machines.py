@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kimi_pretrain.reliability.exit_report import LastWord, first_word, leave_word
+from kimi_pretrain.reliability.exit_report import ExitReport, first_exit_report, write_exit_report
 from tests import ROOT
 from tests.dist.jobs import SMALL, layout, read_metrics, train
 from tests.slurm.lab import free_ports
@@ -86,11 +86,11 @@ def test_words_of_an_earlier_failure_keep_no_machine_from_starting(overrides, st
     """Both remove them at the same time; so many that they hardly can do so one after the other."""
     run_dir = tmp_path / "run"
     for rank in range(4000):
-        leave_word(run_dir, rank, LastWord("of an earlier run"))
+        write_exit_report(run_dir, rank, ExitReport("of an earlier run"))
     with machines(run_dir, *overrides) as (started, logs):
         ends_well(started, logs)
     assert result(run_dir) == straight
-    assert first_word(run_dir) is None
+    assert first_exit_report(run_dir) is None
     names = {file.name for file in (run_dir / "logs").glob("torchrun*.log")}
     assert names == {f"torchrun_{socket.gethostname()}.log"}  # of each, but here they are one
 

@@ -16,7 +16,7 @@ from data_pipeline.workers.workers import WorkerDied
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.dep.memory_limit import TooMuchMemory
 from kimi_pretrain.reliability.anomaly_guard import AnomalyError
-from kimi_pretrain.reliability.exit_report import first_word, nobodys_mistake
+from kimi_pretrain.reliability.exit_report import first_exit_report, step_faults
 from kimi_pretrain.reliability.run_lock import FormerStart, RunLocked
 from launch.local import worker
 from launch.local.errors import exit_code, told_plainly, user_message
@@ -110,7 +110,7 @@ def test_commands_end_with_it(error, code, capsys):
     ],
 )
 def test_in_a_step_a_plain_value_error_is_nobody_s_mistake(error, told):
-    with pytest.raises(Exception, match=r".") as caught, nobodys_mistake():
+    with pytest.raises(Exception, match=r".") as caught, step_faults():
         raise error
     assert user_message(caught.value) == told
     assert (caught.value is error) == (told is not None or isinstance(error, LoaderError))
@@ -125,7 +125,7 @@ def test_a_plain_value_error_of_the_loader_ends_with_a_traceback(cause, tmp_path
     ours = isinstance(cause, IndexMismatch)
     assert worker.main(argument, run=run) == (2 if ours else 1)
     assert ("Traceback" in capsys.readouterr().err) == (not ours)
-    assert (first_word(tmp_path) is not None) == ours  # who watches takes it for a crash
+    assert (first_exit_report(tmp_path) is not None) == ours  # who watches takes it for a crash
 
 
 def test_the_loader_s_error_has_the_code_of_its_cause():

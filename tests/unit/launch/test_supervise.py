@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kimi_pretrain.reliability.exit_report import LastWord, forget_words, leave_word
+from kimi_pretrain.reliability.exit_report import ExitReport, remove_exit_reports, write_exit_report
 from launch.local import supervise, torchrun
 from tests import ROOT
 
@@ -67,7 +67,7 @@ def test_words_of_an_earlier_run_may_vanish_while_they_are_removed(tmp_path, mon
         file.write_text("of an earlier run\nexit code 2\n")
     with monkeypatch.context() as patched:
         patched.setattr(Path, "glob", glob)
-        forget_words(tmp_path)
+        remove_exit_reports(tmp_path)
     assert not list(logs.iterdir())
 
 
@@ -82,10 +82,10 @@ def test_each_of_several_machines_has_its_own_log(tmp_path):
 
 
 def test_a_folder_that_does_not_answer_ends_no_training(tmp_path, monkeypatch):
-    def first_word(run_dir):
+    def first_exit_report(run_dir):
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(supervise, "first_word", first_word)
+    monkeypatch.setattr(supervise, "first_exit_report", first_exit_report)
     code = "import sys, time; print('noted', file=sys.stderr); time.sleep(1); sys.exit(3)"
     assert supervise.run(python(code), os.environ, tmp_path) == (3, None)
 
@@ -102,7 +102,7 @@ def test_a_log_on_a_full_disk_keeps_nobody_waiting(tmp_path, capsys):
 
 def test_many_lines_are_shown_at_once_in_their_order(tmp_path, capsys, monkeypatch):
     looked = []
-    monkeypatch.setattr(supervise, "first_word", lambda run_dir: looked.append(run_dir))
+    monkeypatch.setattr(supervise, "first_exit_report", lambda run_dir: looked.append(run_dir))
     code = "import sys\nfor line in range(5000): print(line, file=sys.stderr)"
     assert supervise.run(python(code), os.environ, tmp_path) == (0, None)
     assert capsys.readouterr().err.split() == [str(line) for line in range(5000)]
@@ -121,8 +121,8 @@ def test_lines_wait_until_somebody_has_looked_for_a_word(tmp_path, capsys):
     assert capsys.readouterr().err == "first\nsecond\n"
     relay.mark()
     relay._held.append("after the word\n")
-    relay.show(LastWord("no bucket"), marked=True)
-    relay.show(LastWord("no bucket"))
+    relay.show(ExitReport("no bucket"), marked=True)
+    relay.show(ExitReport("no bucket"))
     assert (capsys.readouterr().err, relay.holds) == ("", False)
     relay._held.append("before the interruption\n")
     relay.hush()
@@ -230,16 +230,16 @@ while True:
 CANNOT_SAVE = """
 import pathlib, sys, time
 sys.path.insert(0, ROOT)
-from kimi_pretrain.reliability.exit_report import LastWord, forget_word, leave_word
+from kimi_pretrain.reliability.exit_report import ExitReport, remove_exit_report, write_exit_report
 from launch.local.signals import StopSignal
 stop = StopSignal().install()
 run_dir = pathlib.Path(sys.argv[1])
 time.sleep(0.3)  # a real one starts slower
-forget_word(run_dir, 0)
+remove_exit_report(run_dir, 0)
 (run_dir / "begun").touch()
 while stop.name is None:
     time.sleep(0.01)
-leave_word(run_dir, 0, LastWord("the store is silent", 75))
+write_exit_report(run_dir, 0, ExitReport("the store is silent", 75))
 sys.exit(75)
 """
 
@@ -265,7 +265,7 @@ def test_a_stop_that_cannot_save_is_not_tried_again(number, tmp_path):
 def test_a_rank_that_lingers_after_the_error_of_another_is_killed(tmp_path, monkeypatch):
     """It may be stopped, or inside a collective; torchrun alone would wait for half a minute."""
     monkeypatch.setattr(supervise, "LINGER_SECONDS", 0.5)
-    leave_word(tmp_path, 3, LastWord("no progress", 75))
+    write_exit_report(tmp_path, 3, ExitReport("no progress", 75))
 
     def rank() -> str:
         return (

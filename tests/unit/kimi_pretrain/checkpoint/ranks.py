@@ -56,11 +56,11 @@ class Mesh:
         sent: list[Any] = self.gather(pickle.dumps(outcome.sendable()))
         return (outcome if self.rank == 0 else pickle.loads(sent[0])).result()
 
-    def place_in(self, group: str) -> tuple[int, int]:
+    def index_in(self, group: str) -> tuple[int, int]:
         """All ranks are one group, whatever it is called."""
         return self.rank, self.world_size
 
-    def hand_on(self, group: str, tensors: Sequence[torch.Tensor]) -> None:
+    def broadcast_copies(self, group: str, tensors: Sequence[torch.Tensor]) -> None:
         for index, tensor in enumerate(tensors):
             everyone: list[Any] = self.gather(tensor)
             copied = everyone[index % self.world_size].clone()

@@ -14,7 +14,7 @@ import typer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from kimi_pretrain.reliability import run_files
-from kimi_pretrain.reliability.exit_report import LastWord, first_word, leave_word
+from kimi_pretrain.reliability.exit_report import ExitReport, first_exit_report, write_exit_report
 from kimi_pretrain.reliability.run_files import Appended, write_whole
 from kimi_pretrain.reliability.run_lock import run_id, take
 from kimi_pretrain.reliability.status import Status, mark_failed, read_status, write_status
@@ -170,8 +170,8 @@ def test_a_run_that_begins_on_a_full_disk_says_so_in_one_line(full_disk, capfd):
 
 
 def test_a_last_word_without_room_hides_nothing_and_is_not_half_a_word(full_disk):
-    leave_word(full_disk, 0, LastWord("why", 75))
-    assert first_word(full_disk) is None
+    write_exit_report(full_disk, 0, ExitReport("why", 75))
+    assert first_exit_report(full_disk) is None
 
 
 def test_a_rank_that_stands_still_says_so_where_the_disk_is_full(full_disk, capfd):

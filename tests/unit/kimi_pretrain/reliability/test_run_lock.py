@@ -17,7 +17,7 @@ from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.checkpoint.writer_process import check_owner
 from kimi_pretrain.reliability import run_lock
-from kimi_pretrain.reliability.exit_report import first_word
+from kimi_pretrain.reliability.exit_report import first_exit_report
 from kimi_pretrain.reliability.run_history import claim_place
 from kimi_pretrain.reliability.run_lock import (
     FormerStart,
@@ -126,7 +126,7 @@ def test_one_whose_lock_was_taken_over_ends_when_it_wakes(tmp_path, monkeypatch)
     woken = run_lock.RunLock(file, first, lambda code: codes.append(code) or left.set())
     assert left.wait(30)
     assert codes == [75]
-    word = first_word(tmp_path)
+    word = first_exit_report(tmp_path)
     assert word is not None
     assert "was taken over by a later start of this job" in word.message
     woken.release()
@@ -164,7 +164,7 @@ def test_a_lock_whose_file_is_gone_on_the_server_is_lost(
             pass
     if ends:
         assert left.wait(30)
-        word = first_word(tmp_path)
+        word = first_exit_report(tmp_path)
         assert word is not None
         assert "was taken over" in word.message
     held.release()

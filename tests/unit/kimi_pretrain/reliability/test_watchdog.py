@@ -23,11 +23,11 @@ from data_pipeline.store.retry import Tries, longest_silence
 from kimi_pretrain.reliability import watchdog
 from kimi_pretrain.reliability.exit_report import (
     NO_PROGRESS,
-    LastWord,
+    ExitReport,
     error_file,
-    first_word,
-    forget_words,
-    leave_word,
+    first_exit_report,
+    remove_exit_reports,
+    write_exit_report,
 )
 from kimi_pretrain.reliability.stack_inspection import ROOT, _ours, stack_of, waits, where
 from kimi_pretrain.reliability.status import read_status
@@ -126,7 +126,7 @@ def test_a_halt_ends_the_process_with_its_stacks_and_its_reason(tmp_path):
         until(lambda: not dog._thread.is_alive())
 
     assert watched(tmp_path, 0.4, work) == [NO_PROGRESS]
-    word = first_word(tmp_path)
+    word = first_exit_report(tmp_path)
     assert word is not None
     assert word.code == NO_PROGRESS == 75
     assert "rank 0 is in step 6, phase '2 vision forward'" in word.message
@@ -153,7 +153,7 @@ def test_of_a_large_job_the_others_leave_later_and_say_where_they_stood(tmp_path
 
     assert watched(tmp_path, 0.4, work, rank=5, world_size=64) == [NO_PROGRESS]
     assert time.monotonic() - began >= 1.0
-    word = first_word(tmp_path)
+    word = first_exit_report(tmp_path)
     assert word is not None
     assert "rank 5 is in step 6, phase '4 backbone'" in word.message
     assert "no word" not in word.message
@@ -169,7 +169,7 @@ def test_where_files_hang_a_rank_has_said_at_least_where_it_stood(tmp_path, monk
     done = watched(tmp_path, 0.4, lambda dog: until(lambda: not dog._thread.is_alive()))
     hang.set()
     assert done == [NO_PROGRESS]
-    word = first_word(tmp_path)
+    word = first_exit_report(tmp_path)
     assert word is not None
     assert "rank 0 is in phase 'start'" in word.message
 
@@ -360,8 +360,8 @@ def test_c_code_that_keeps_python_s_lock_is_ended_and_named_under_torchrun(tmp_p
     )
     assert "in _look" in stacks.read_text()
     assert time.monotonic() - began < 50  # of a hundred
-    forget_words(tmp_path)
-    assert first_word(tmp_path) is None
+    remove_exit_reports(tmp_path)
+    assert first_exit_report(tmp_path) is None
 
 
 def test_without_torchrun_its_stacks_are_shown(tmp_path):
@@ -396,15 +396,15 @@ def test_a_watchdog_that_ends_leaves_no_clock_and_no_file_behind(tmp_path, monke
 
 
 def test_the_first_last_word_counts(tmp_path):
-    assert first_word(tmp_path) is None
-    leave_word(tmp_path, 2, LastWord("no  bucket\nhere", 75))
+    assert first_exit_report(tmp_path) is None
+    write_exit_report(tmp_path, 2, ExitReport("no  bucket\nhere", 75))
     time.sleep(0.02)
-    leave_word(tmp_path, 0, LastWord("lost rank 2"))
-    assert first_word(tmp_path) == LastWord("no bucket here", 75)
+    write_exit_report(tmp_path, 0, ExitReport("lost rank 2"))
+    assert first_exit_report(tmp_path) == ExitReport("no bucket here", 75)
     error_file(tmp_path, 2).unlink()
-    assert first_word(tmp_path) == LastWord("lost rank 2", 2)
+    assert first_exit_report(tmp_path) == ExitReport("lost rank 2", 2)
     error_file(tmp_path, 0).write_text("by hand\n")
-    assert first_word(tmp_path) == LastWord("by hand", 2)
+    assert first_exit_report(tmp_path) == ExitReport("by hand", 2)
 
 
 @pytest.mark.parametrize("name", ["kimi_pretrain", "tests"])
@@ -442,7 +442,7 @@ def test_a_rank_told_to_stop_waits_for_no_store_that_is_silent(tmp_path, unanswe
     dog.enter(WAIT_FOR_DATA if step else "open the data")
     until(lambda: codes)
     dog.stop()
-    word = first_word(tmp_path)
+    word = first_exit_report(tmp_path)
     assert codes == [NO_PROGRESS]
     assert word is not None
     assert word.code == NO_PROGRESS
