@@ -3,8 +3,8 @@
 What torch's stores hold is unpickled (`broadcast_object_list`, torchrun's own rendezvous), and a
 TCPStore listens on every address of its machine: who reaches the port can run code as this user.
 
-- On one machine the store is a file in a folder that only this user can open. The launcher
-  makes it and passes it in the variable `FOLDER`. gloo and NCCL then listen on the loopback interface alone.
+- On one machine the store is a file in a folder that only this user can open. The launcher makes
+  it and passes it in the variable `FOLDER`. gloo and NCCL then listen on loopback alone.
 - A single process keeps its store in its own memory.
 - On several machines rank 0 holds a TCPStore that listens at MASTER_ADDR and at no other address.
   There is no password: the network between the machines has to be trusted.

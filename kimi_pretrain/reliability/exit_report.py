@@ -107,7 +107,7 @@ def remove_exit_report(run_dir: Path, rank: int) -> None:
 
 
 def remove_exit_reports(run_dir: Path) -> None:
-    """Remove all ranks' reports of an earlier run. Several machines may do this at the same time."""
+    """Remove all ranks' reports of an earlier run; several machines may do so at once."""
     for words in (WORDS, HELD):
         for file in run_dir.glob(words):
             file.unlink(missing_ok=True)

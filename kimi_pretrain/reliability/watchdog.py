@@ -1,35 +1,34 @@
-"""Ends a run that stands still, in a bounded time, and says who is to blame.
+"""Watchdog: ends a hanging run within a bounded time and names the rank that caused the hang.
 
-A thread of each rank looks at how far the main thread is: the step, and the phase within it (the
-phases of `kimi_pretrain.step`, and what is around them: building, waiting for data, measuring,
-saving). After `train.timeout_seconds` without a new phase the run stands still. So a single phase
-may take no longer than that: on a GPU the first backbone phase, which compiles kernels, sets the
-bound. In order of time:
+A thread of each rank follows the main thread's step and phase (the phases of `kimi_pretrain.step`,
+and building, waiting for data, measuring, saving). `train.timeout_seconds` without a new phase is a
+hang. So no single phase may take longer: on a GPU the first backbone phase, which compiles kernels,
+sets the bound. In order of time:
 
-    4/5 of it   the rank writes where it stands to logs/stalled_rank_N.json, for the others, and the
-                stacks of all its threads to logs/stacks_rank_N.txt
-    all of it   it leaves one line that names the guilty, by what the others wrote, exits with 75
+    4/5 of it   the rank writes its phase and stack to logs/stalled_rank_N.json, for the others, and
+                the stacks of all its threads to logs/stacks_rank_N.txt
+    all of it   it writes an exit report that names the rank at fault, judged by what all ranks
+                wrote, and exits with 75
 
-Of a large job only some ranks, spread over it, read what the others wrote: thousands that open
-thousands of files would take longer than anybody waits. Their end ends the job; should they all be
-gone, the others follow a little later (`GRACE_S`) and say where they stood themselves.
+Of a large job only some ranks, spread over it, read what the others wrote: thousands of ranks that
+open thousands of files would take too long. Their exit ends the job; if all of them are gone, the
+other ranks exit a little later (`GRACE_S`) with their own state.
 
-Who is told to stop finishes the step and saves. Where that cannot be, because data is waited for
-and the store does not answer, the rank ends with 75, too: soon where a person asked (INT, TERM;
-`STORE_S`), later where a scheduler did (USR1; `SCHEDULERS_S`), which gives minutes so that no step
-is lost. Saves have the whole patience of the store.
+After a request to stop, the rank finishes its step and saves. If it cannot, because it waits for
+data and the store does not answer, it exits with 75: soon after INT or TERM, which a person sends
+(`STORE_S`), later after USR1, which a scheduler sends minutes ahead so that no step is lost
+(`SCHEDULERS_S`). Saves have the whole patience of the store.
 
-A rank that wrote nothing is stopped or dead, or works on while others wait for it. Of those that
-wrote, one that does not wait for other ranks (`kimi_pretrain.reliability.stack_inspection`) holds
-them up; else those that came to a halt in an earlier phase. Only time in which this process runs
-counts: a job that a scheduler suspends goes on afterwards, if that was no longer than what follows.
+A rank that wrote nothing is stopped or dead, or works while others wait for it. Of those that
+wrote, one that does not wait for other ranks (`kimi_pretrain.reliability.stack_inspection`) is at
+fault; else those that stopped in the earliest phase. Only time in which this process runs counts: a
+job that a scheduler suspends continues afterwards, if the pause was shorter than the next limits.
 
-For the case that nothing of this can run there are two clocks behind it, a little longer.
-Collectives have a timeout of their own (`backstop`). And C code that keeps Python's lock lets no
-thread run, the watching one included: that winds faulthandler's clock at every tick, a C thread,
-which writes all stacks and ends the process with 1 when nobody has for long (`held_after`). Under
-torchrun it writes to logs/held_rank_N.txt, which `exit_report.first_exit_report` reads; else to
-stderr.
+Two slower clocks stand behind this one. Collectives have a timeout of their own (`backstop`). And C
+code that holds Python's lock stops all Python threads, this one included: so at every tick it
+re-arms faulthandler, a C thread, which writes all stacks and exits with 1 if it is not re-armed for
+long (`held_after`). Under torchrun it writes to logs/held_rank_N.txt, which
+`exit_report.first_exit_report` reads; else to stderr.
 """
 
 import faulthandler
