@@ -6,14 +6,12 @@ from typing import Annotated
 
 import typer
 
-from launch.cli.options import JsonOption
+from launch.cli import data_inspect
+from launch.cli.options import EndpointOption, JsonOption
 from launch.local.errors import told_plainly
 
 data = typer.Typer(help="Make sources and look at them.", no_args_is_help=True)
 
-EndpointOption = Annotated[
-    str | None, typer.Option(help="Of the object store; else AWS_ENDPOINT_URL.")
-]
 WorkersOption = Annotated[
     int | None, typer.Option(min=0, help="Processes that do the work; one per core unless given.")
 ]
@@ -79,7 +77,7 @@ def ingest(
         from data_pipeline.ingest.ordered import WorkerDied
         from data_pipeline.ingest.readers import open_inputs
         from data_pipeline.store.open import open_store
-        from launch.cli.ingest_view import Pace, print_rejections, rejections, shown
+        from launch.cli.ingest_view import Pace, ingest_bar, print_rejections, rejections
         from launch.cli.sources import named_tokenizer
 
         _use_endpoint(endpoint)
@@ -88,7 +86,7 @@ def ingest(
         options = {"prefix_keys": prefix_keys, "follow_links": follow_links}
         reader, pace = open_inputs(inputs, category, **options), Pace()
         try:
-            with shown(name, reader.total, pace) as show:
+            with ingest_bar(name, reader.total, pace) as show:
                 index = write_source(
                     reader,
                     store,
@@ -156,11 +154,11 @@ def reindex(
         from data_pipeline.ingest.reindex import reindex as count_anew
         from data_pipeline.store.open import open_store
         from launch.cli.progress import item_bar
-        from launch.cli.sources import named_tokenizer
+        from launch.cli.sources import named_tokenizer, split_source
 
         _use_endpoint(endpoint)
-        root, _, old = uri.rstrip("/").rpartition("/")
-        store = open_store(root or ".")
+        root, old = split_source(uri)
+        store = open_store(root)
         ranks = named_tokenizer(tokenizer, store, endpoint)
         try:
             with item_bar(name) as show:
@@ -293,9 +291,10 @@ def show_index(
     with told_plainly():
         from data_pipeline.index.manifest import read_index
         from data_pipeline.store.open import open_store
+        from launch.cli.sources import split_source
 
-        root, _, source = uri.rstrip("/").rpartition("/")
-        index = read_index(open_store(root or "."), source)
+        root, source = split_source(uri)
+        index = read_index(open_store(root), source)
         summary = {
             "name": index.name,
             "category": index.category,
@@ -305,3 +304,7 @@ def show_index(
             "shards": [{"key": s.key, "size": s.size, "sha256": s.sha256} for s in index.shards],
         }
         typer.echo(json.dumps(summary))
+
+
+for command in (data_inspect.verify, data_inspect.stats, data_inspect.show):
+    data.command()(command)

@@ -1,23 +1,24 @@
-"""What `kimi-pretrain data ingest` shows: a bar while it works, at the end what was left out."""
+"""What `kimi-pretrain data ingest` shows: a bar while it works, then what was rejected."""
 
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, TextColumn
 from rich.table import Table
 
 from data_pipeline.ingest.shard_writer import IngestProgress
 from data_pipeline.store.open import Store
-from launch.cli.progress import Lines
+from launch.cli.progress import shown
 
 Show = Callable[[IngestProgress], None]
 
 
 class Pace:
-    """How fast it goes since it was begun now, whatever an earlier run had done already."""
+    """Speed since this start; what an earlier, interrupted ingest did is not counted."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -37,49 +38,41 @@ class Pace:
         )
 
     def samples_per_second(self) -> float:
-        """Samples looked at in a second, over all this time."""
+        """Samples per second, rejected ones included, since the start."""
         first = self._first or self.now
         done = self.now.samples + self.now.rejected - first.samples - first.rejected
         return done / max(time.monotonic() - self._start, 1e-9)
 
 
 @contextmanager
-def shown(title: str, total: int | None, pace: Pace) -> Iterator[Show]:
-    """Show counts as a bar on the terminal, or a line now and then where there is none.
+def ingest_bar(title: str, total: int | None, pace: Pace) -> Iterator[Show]:
+    """Show an ingest's progress; yields what to call with new counts.
 
     Args:
         title: stands before the bar.
-        total: samples of the input, or None: then they are counted only.
+        total: samples of the input; None if they are not known beforehand.
         pace: keeps the counts.
 
     """
-    console = Console(stderr=True)
-    if console.is_terminal:
-        counter = MofNCompleteColumn() if total else TextColumn("{task.completed}")
-        columns = (TextColumn(title), BarColumn(), counter, TextColumn("{task.fields[speed]}"))
-        with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-            task = bar.add_task("", total=total, speed="")
 
-            def draw(counts: IngestProgress) -> None:
-                done = counts.samples + counts.rejected
-                bar.update(task, completed=done, speed=pace.update(counts))
+    def line(counts: IngestProgress) -> str:
+        done, known = counts.samples + counts.rejected, f"{total:,}" if total else "?"
+        return f"{title}: {done:,} of {known} samples  {pace.update(counts)}"
 
-            yield draw
-        return
-    lines, known = Lines(console), f"{total:,}" if total else "?"
+    def fields(counts: IngestProgress) -> dict[str, Any]:
+        return {"completed": counts.samples + counts.rejected, "speed": pace.update(counts)}
 
-    def line(counts: IngestProgress) -> None:
-        done = counts.samples + counts.rejected
-        lines(f"{title}: {done:,} of {known} samples  {pace.update(counts)}")
-
-    yield line
+    counter = MofNCompleteColumn() if total else TextColumn("{task.completed}")
+    columns = (counter, TextColumn("{task.fields[speed]}"))
+    with shown(title, total, line, fields, *columns, speed="") as show:
+        yield show
 
 
 def rejections(store: Store, name: str) -> dict[str, tuple[int, str]]:
-    """Return why samples of a finished source were left out, most frequent reason first.
+    """Return why samples of a finished source were rejected, most frequent reason first.
 
     Returns:
-        {reason: (how many, the first of them)}.
+        {reason: (number of samples, key and detail of the first)}.
 
     """
     found: dict[str, tuple[int, str]] = {}
@@ -91,7 +84,7 @@ def rejections(store: Store, name: str) -> dict[str, tuple[int, str]]:
 
 
 def print_rejections(found: dict[str, tuple[int, str]], where: str) -> None:
-    """Print a table of them, if there are any."""
+    """Print a table of the rejections, if there are any."""
     if not found:
         return
     table = Table(title=f"rejected (all of them: {where}/rejected.jsonl)", title_justify="left")
@@ -99,7 +92,7 @@ def print_rejections(found: dict[str, tuple[int, str]], where: str) -> None:
     table.add_column("samples", justify="right")
     table.add_column("the first", overflow="fold")
     for reason, (count, first) in found.items():
-        # A name may hold half a surrogate pair, which no terminal takes.
+        # A key may hold a lone surrogate, which cannot be encoded.
         table.add_row(reason, f"{count:,}", first.encode(errors="backslashreplace").decode())
-    # Without markup: a detail may hold brackets.
+    # Without markup: rich would read brackets in a detail as style.
     Console(stderr=True, markup=False).print(table)

@@ -1,8 +1,6 @@
 """`kimi-pretrain plan`: what a run's media will cost, before it starts; and how to price them."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,8 +60,9 @@ def plan(
 
 def _calibrate(config: "Config", max_seconds: float) -> dict[str, Any]:
     from kimi_pretrain.tools import calibrate
+    from launch.cli.progress import share_bar
 
-    with _progress("calibrating") as progress:
+    with share_bar("calibrating") as progress:
         result = calibrate.calibrate(config, max_seconds, progress)
     for line in calibrate.lines(result):
         typer.echo(line)
@@ -73,28 +72,10 @@ def _calibrate(config: "Config", max_seconds: float) -> dict[str, Any]:
 
 def _predict(config: "Config", steps: int) -> dict[str, Any]:
     from kimi_pretrain.tools import predict
+    from launch.cli.progress import share_bar
 
-    with _progress("planning") as progress:
+    with share_bar("planning") as progress:
         found = predict.predict(config, steps, progress)
     for line in predict.lines(found):
         typer.echo(line)
     return predict.as_json(found)
-
-
-@contextmanager
-def _progress(title: str) -> Iterator[Callable[[float, str], None]]:
-    """Show a bar on a terminal, otherwise a line now and then; yields what to tell the share to."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from launch.cli.progress import Lines
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        lines = Lines(console)
-        yield lambda share, what: lines(f"{title}: {share:.0%}, {what}")
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=1.0)
-        yield lambda share, what: bar.update(task, completed=share, description=what)

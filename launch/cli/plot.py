@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from kimi_pretrain.tools.run_plots import draw
 from launch.cli.options import JsonOption
 from launch.local.errors import told_plainly
-from launch.local.pictures import draw
 
 
 def plot(

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -40,22 +41,70 @@ class Lines:
 
 
 @contextmanager
+def shown(
+    title: str,
+    total: float | None,
+    line: Callable[..., str],
+    fields: Callable[..., dict[str, Any]],
+    *columns: ProgressColumn,
+    **initial: Any,
+) -> Iterator[Callable[..., None]]:
+    """Show progress: a bar on a terminal, otherwise a line now and then.
+
+    Args:
+        title: stands before the bar.
+        total: of the bar; None if it is not known yet.
+        line: makes a line of text of what the yielded function is called with.
+        fields: makes of it what changes in the bar (`rich.progress.Progress.update`).
+        columns: of the bar, between the title and the time that remains.
+        initial: values of fields that columns of the bar show.
+
+    Yields:
+        What to call, from any thread, when something was done.
+
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        lines = Lines(console)
+        yield lambda *done: lines(line(*done))
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=total, **initial)
+        yield lambda *done: bar.update(task, **fields(*done))
+
+
+@contextmanager
+def _counting_bar(
+    title: str, column: ProgressColumn, said: Callable[[int], str]
+) -> Iterator[Callable[[int, int], None]]:
+    def line(done: int, total: int) -> str:
+        return f"{title}: {said(done)} of {said(total)}"
+
+    def fields(done: int, total: int) -> dict[str, Any]:
+        return {"completed": done, "total": total}
+
+    with shown(title, None, line, fields, column) as show:
+        yield show
+
+
+@contextmanager
 def item_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """Show how many of how many are done; yields what to call with (done, in all)."""
-    with _bar(title, MofNCompleteColumn(), "{:,}".format) as show:
+    with _counting_bar(title, MofNCompleteColumn(), "{:,}".format) as show:
         yield show
 
 
 @contextmanager
 def total_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """Show bytes done; yields what to call, from any thread, with (bytes done, bytes in all)."""
-    with _bar(title, DownloadColumn(), num_bytes) as show:
+    with _counting_bar(title, DownloadColumn(), num_bytes) as show:
         yield show
 
 
 @contextmanager
 def byte_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """As `total_bar` for a known total; yields what to call with each number of bytes done."""
+    """As `total_bar`, of a known total; yields what to call with each further number of bytes."""
     lock, done = threading.Lock(), 0
     with total_bar(title) as show:
 
@@ -69,15 +118,14 @@ def byte_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def _bar(
-    title: str, column: ProgressColumn, said: Callable[[int], str]
-) -> Iterator[Callable[[int, int], None]]:
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        lines = Lines(console)
-        yield lambda done, total: lines(f"{title}: {said(done)} of {said(total)}")
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), column, TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def share_bar(title: str) -> Iterator[Callable[[float, str], None]]:
+    """Show a share; yields what to call with (share of the whole from 0 to 1, what is done now)."""
+
+    def line(share: float, what: str) -> str:
+        return f"{title}: {share:.0%}, {what}"
+
+    def fields(share: float, what: str) -> dict[str, Any]:
+        return {"completed": share, "description": what}
+
+    with shown(title, 1.0, line, fields) as show:
+        yield show

@@ -26,6 +26,12 @@ ALL = "all"
 _KEYS_COMPARED = 20_000
 
 
+def split_source(uri: str) -> tuple[str, str]:
+    """Return the root ("." for a name alone) and the name of one source's URI."""
+    root, _, name = uri.rstrip("/").rpartition("/")
+    return root or ".", name
+
+
 def open_sources(uri: str, endpoint: str | None, wanted: Sequence[str]) -> tuple[Store, list[str]]:
     """Open what a URI means, and choose sources of it.
 
@@ -42,10 +48,10 @@ def open_sources(uri: str, endpoint: str | None, wanted: Sequence[str]) -> tuple
         StoreError: the store cannot be read.
 
     """
-    root, _, last = uri.rstrip("/").rpartition("/")
+    root, last = split_source(uri)
     store = open_store(uri, endpoint=endpoint)
     if not root.endswith(":/") and _exists(store, "manifest.json"):
-        store, names = open_store(root or ".", endpoint=endpoint), [last]
+        store, names = open_store(root, endpoint=endpoint), [last]
     else:
         names = sources_at(store)
     if not names:

@@ -1,4 +1,4 @@
-"""`kimi-pretrain submit`: checks a job, hands it to SLURM, follows its log. See docs/SLURM.md."""
+"""`kimi-pretrain submit`: checks a job, submits it to SLURM, follows its log. See docs/SLURM.md."""
 
 import json
 import re
@@ -20,9 +20,9 @@ from launch.slurm.options import SlurmOptions
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
 
-# Of a command that Ctrl-C ended, as shells count.
+# Exit code after Ctrl-C: 128 + SIGINT, as in shells.
 INTERRUPTED = 130
-PATIENCE_S = 20.0  # for a store that a login node may not reach
+PATIENCE_S = 20.0  # of requests to a store: a login node may not reach it
 
 
 def submit(
@@ -128,11 +128,12 @@ def submit(
             directives=tuple(sbatch or ()),
         )
         check_folder(folder, options.seeds, resume)
-        # The run folder itself is there; a place elsewhere may be out of reach.
+        # The run folder can be read here; a checkpoint.place elsewhere may be out of reach.
         if resume == LATEST and not (loaded.checkpoint.place and (unchecked or dry_run)):
             check_runs(loaded, folder, options.seeds, or_start)
-        # A requeued job needs "latest", and a start that was killed before its first save another:
-        # to begin, unless there must be something to go on from. Then that is still there.
+        # A requeued job resumes from "latest". Where a start was killed before its first save there
+        # is none: then it begins anew (unless --resume latest asks for one), or from the checkpoint
+        # that --resume names.
         other = None if resume in (None, LATEST) else resume
         begin = resume is None or (resume == LATEST and or_start)
         job = Job(str(folder / "job.yaml"), str(folder), (), LATEST, other, begin)
@@ -158,7 +159,7 @@ def submit(
 
 
 def spread(world_size: int, gpus_per_node: int, tasks_per_node: int | None) -> dict[str, int]:
-    """Return nodes, tasks and GPUs for a layout.
+    """Return the numbers of nodes, tasks and GPUs per node, as fields of `SlurmOptions`.
 
     Raises:
         ValueError: the layout does not divide over the nodes.
@@ -175,11 +176,14 @@ def spread(world_size: int, gpus_per_node: int, tasks_per_node: int | None) -> d
 
 
 def late_watchdog(options: SlurmOptions, timeout_seconds: float) -> str | None:
-    """Return what a rank that hangs while the job stops would come to; None: it is named in time.
+    """Return a warning if a rank that hangs at a stop is ended before the watchdog names it.
 
     Args:
         options: of the job.
         timeout_seconds: `train.timeout_seconds`, after which the watchdog names such a rank.
+
+    Returns:
+        The warning; None if the watchdog comes in time.
 
     """
     if not options.requeue or timeout_seconds < options.stop_seconds:
@@ -193,10 +197,10 @@ def late_watchdog(options: SlurmOptions, timeout_seconds: float) -> str | None:
 
 
 def parse_seeds(text: str | None) -> tuple[int, ...]:
-    """Return the seeds of "1,2,3", "0-4" or both, rising; none for None.
+    """Return the seeds of a text such as "1,2,5-8", sorted; none for None.
 
     Raises:
-        ValueError: it is neither, or a seed stands twice.
+        ValueError: the text has another form, or a seed occurs twice.
 
     """
     if text is None:
@@ -213,24 +217,23 @@ def parse_seeds(text: str | None) -> tuple[int, ...]:
 
 
 def check_folder(folder: Path, seeds: tuple[int, ...], resume: str | None) -> None:
-    """Refuse a run folder that SLURM or the run could not use, before anything is submitted.
+    """Refuse a run folder that SLURM or the run could not use.
 
     Raises:
-        ValueError: its name, its rights, or an earlier run in it.
+        ValueError: its name, no right to write, a file in its place, or an earlier run in it.
 
     """
+    from kimi_pretrain.reliability import run_lock
+    from kimi_pretrain.reliability.run_history import check_fresh
+
     if not re.fullmatch(r"[\w./+=,@-]+", str(folder)) or slurm.SEED in str(folder):
         raise ValueError(
             f"--run-dir {folder}: SLURM's files cannot name it; use letters, digits and ./+=,@-_"
         )
-    for one in run_folders(folder, seeds):
-        if resume != LATEST and (
-            (one / "metrics.jsonl").is_file() or any(one.glob("checkpoints/step_*"))
-        ):
-            raise ValueError(
-                f"{one} holds an earlier run; go on with --resume latest, or choose another "
-                "--run-dir"
-            )
+    run_lock.check_folder(folder)
+    if resume != LATEST:  # also with another checkpoint: its own would be newer than that
+        for one in run_folders(folder, seeds):
+            check_fresh(one)
     there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -242,10 +245,12 @@ def check_folder(folder: Path, seeds: tuple[int, ...], resume: str | None) -> No
 
 
 def check_runs(config: "Config", folder: Path, seeds: tuple[int, ...], or_start: bool) -> None:
-    """Refuse to go on with runs that are not there, before anything is submitted.
+    """Refuse `--resume latest` for runs without a checkpoint.
+
+    A place that cannot be reached from here is warned of, and left to the job.
 
     Raises:
-        ValueError: nothing was saved, or it was elsewhere.
+        ValueError: nothing was saved, or it was saved elsewhere.
 
     """
     from kimi_pretrain.checkpoint.errors import CheckpointError
@@ -258,17 +263,17 @@ def check_runs(config: "Config", folder: Path, seeds: tuple[int, ...], or_start:
         place = places[number] if places else named or one / "checkpoints"
         try:
             check_latest(one, open_place(place, PATIENCE_S), or_start)
-        except CheckpointError as error:  # the nodes may have the rights that this machine lacks
+        except CheckpointError as error:  # the nodes may have access that this machine lacks
             told = f"not looked for a checkpoint from here, the job will: {error}"
             typer.echo(f"warning: {told}", err=True)
-            return  # nor are the others waited for
+            return  # the others would cost the same wait
 
 
 def check_reachable(config: "Config", resume: str | None) -> None:
-    """Look at data and checkpoint place before a job waits for hours to do so.
+    """Check the data and the checkpoint place now, rather than after hours in the queue.
 
     Raises:
-        ValueError: what `check_start` finds; where that may be this machine, with what to do.
+        ValueError: what `check_start` finds; names --unchecked if this machine may be the cause.
 
     """
     from data_pipeline.store.open import StoreError
@@ -289,7 +294,7 @@ def run_folders(folder: Path, seeds: tuple[int, ...]) -> list[Path]:
 
 
 def write(folder: Path, config: "Config", text: str, seeds: tuple[int, ...]) -> Path:
-    """Write what the job will read into the run folder; returns the script."""
+    """Write the configuration and the script into the run folder; returns the script's path."""
     from kimi_pretrain.config import dump_config
 
     for one in run_folders(folder, seeds):
@@ -301,7 +306,7 @@ def write(folder: Path, config: "Config", text: str, seeds: tuple[int, ...]) -> 
 
 
 def watch(number: int, log: str) -> int:
-    """Follow a job until it has ended, or Ctrl-C; returns the exit code of this command."""
+    """Follow a job until it has ended, or until Ctrl-C; returns the exit code of this command."""
     try:
         found = slurm_queue.follow(
             number, typer.echo, lambda line: typer.echo(f"-- {line}", err=True)

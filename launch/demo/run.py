@@ -27,6 +27,7 @@ from rich.table import Table
 from data_pipeline.store.open import open_store
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import Config, describe, load_config
+from kimi_pretrain.tools.run_plots import draw
 from kimi_pretrain.verify.dep_faults import FAULTS
 from launch.demo.corpus import TOKENIZER_KEY, build_corpus
 from launch.demo.result import show
@@ -39,7 +40,6 @@ from launch.demo.summary import (
 )
 from launch.local import supervise, torchrun
 from launch.local.job import Job
-from launch.local.pictures import draw
 from launch.local.s3_server import S3Server
 from launch.verify.dep import VerifyDep
 from launch.verify.jobs import JobStopped

@@ -1,7 +1,7 @@
-"""What every process of a training job is told, as one argument on its command line.
+"""The description of a training job that every process gets as one argument on its command line.
 
-torchrun compares a script's flags with its own by prefix (`--start` is "ambiguous" to it), so a
-process gets no flags at all but one JSON object.
+It is one JSON object and no flags, because torchrun matches a script's flags with its own by prefix
+(`--start` is "ambiguous" to it).
 """
 
 import json
@@ -24,10 +24,10 @@ class Job:
         config: path of a YAML file or name of a shipped preset.
         run_dir: the run folder, shared by all ranks.
         overrides: `section.key=value` strings.
-        resume: folder or URI of a complete checkpoint, or of a run for its newest one, "latest" for
-            the newest one of this run, or None.
-        otherwise: checkpoint to go on from where "latest" finds none.
-        or_start: begin from scratch where "latest" finds none and none was ever saved.
+        resume: folder or URI of a complete checkpoint, or of a run (its newest one); "latest" for
+            the newest one of this run; None to begin from scratch.
+        otherwise: checkpoint to resume from if "latest" finds none.
+        or_start: begin from scratch if "latest" finds none and none was ever saved.
 
     Raises:
         ValueError: the run folder is a URI.
@@ -52,6 +52,6 @@ class Job:
     def parse(argument: str) -> "Job":
         """Return the job that `argument()` wrote."""
         values = json.loads(argument)
-        # A batch script of an earlier version, still in a queue: "latest" began by itself then.
+        # A batch script of an earlier version may still be queued: there "latest" implied this.
         values.setdefault("or_start", True)
         return Job(**{**values, "overrides": tuple(values["overrides"])})

@@ -1,15 +1,14 @@
 """The signals that ask a training to stop: it finishes the step, saves, and ends with exit code 0.
 
 USR1 and TERM come from schedulers (and from torchrun, which passes TERM on), INT from a terminal.
-The handler only notes that one came; the loop tells all ranks with what it sends each step, so one
-signal to one rank stops them all after the same step. `launch.local.worker` installs it before
-torch is imported: importing takes seconds, and until there is a handler a signal kills the process.
-`launch.local.supervise` tells a rank as soon as it has the handler. Where data is waited for and
-the store is silent, USR1 is given more time than what a person sends
-(`kimi_pretrain.reliability.watchdog`).
+The handler only records the signal. The training loop shares it in each step's collective, so one
+signal to one rank stops all ranks after the same step. `launch.local.worker` installs the handler
+before it imports torch: that takes seconds, and without a handler a signal kills the process.
+`launch.local.supervise` signals a rank only once it has the handler. While a rank waits for data of
+a silent store, USR1 leaves it more time than TERM and INT (`kimi_pretrain.reliability.watchdog`).
 
-A second signal changes nothing, because the save must come to its end; but a second INT (Ctrl-C
-twice) ends the process at once.
+A second signal changes nothing, because the save must be completed; but a second INT (Ctrl-C twice)
+ends the process at once.
 """
 
 import ctypes
@@ -20,20 +19,19 @@ import threading
 import time
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# USR1 comes last: who sees that it has a handler knows that all have.
+# USR1 is installed last: if it has a handler, all have (`launch.local.supervise` looks at it).
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-
-# A command that was interrupted may take so long to end by itself: threads that wait for a store
-# which does not answer would hold it up for as long as the store's patience lasts.
+# An interrupted command gets so long to end by itself. Without a bound, threads that wait for a
+# silent store would keep it alive for as long as the store's patience.
 LEAVE_S = 4.0
 _patient = threading.Event()
 
 
 def interrupt(number: int, frame: object) -> None:
-    """Handle Ctrl-C, and TERM where it is to unwind the stack: do so, and end after LEAVE_S anyway.
+    """Handle INT or TERM: unwind the stack, and end the process after LEAVE_S in any case.
 
-    What is left then is what a killed process leaves, and every command can bear that.
+    It then leaves what a killed process leaves, which every command tolerates.
     """
     code = 128 + number
     threading.Thread(target=_leave, args=(code,), name="interrupted", daemon=True).start()
@@ -41,7 +39,7 @@ def interrupt(number: int, frame: object) -> None:
 
 
 def take_time() -> None:
-    """Let an interrupted command end what it has started, in a time that is bounded by itself."""
+    """Lift the bound of LEAVE_S: the caller ends what it has started in a bounded time itself."""
     _patient.set()
 
 
@@ -58,11 +56,11 @@ def _leave(code: int) -> None:
 
 
 class StopSignal:
-    """Notes the first signal that asked this process to stop.
+    """Records the first signal that asked this process to stop.
 
     Attributes:
-        name: of the signal, such as "SIGUSR1"; None as long as none came.
-        since: when it came, in seconds of the wall clock.
+        name: of the signal, such as "SIGUSR1"; None before one came.
+        since: when it came, in seconds since the epoch (`time.time`).
     """
 
     def __init__(self) -> None:
@@ -70,20 +68,20 @@ class StopSignal:
         self.since: float | None = None
 
     def install(self) -> "StopSignal":
-        """Take the signals over from now on; only the main thread may call this. Once is enough."""
+        """Install the handlers, from the main thread; again is harmless. Returns self."""
         for number in STOPPING:
-            # A shell starts background jobs with Ctrl-C ignored; that is not ours to change.
+            # A shell starts background jobs with INT ignored, and that must stay so.
             if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             signal.signal(number, self._note)
-            if number != signal.SIGINT:  # the second of those must get through
-                # System calls of libraries go on as if nothing had happened.
+            if number != signal.SIGINT:  # a second INT must interrupt system calls
+                # Others are restarted, so that libraries do not see an interrupted call.
                 signal.siginterrupt(number, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         return self
 
     def reason(self) -> str | None:
-        """Return why the run is to stop, in words; None if it may go on."""
+        """Return why the run is to stop, such as "signal SIGUSR1"; None if it may go on."""
         return self.name and f"signal {self.name}"
 
     def _note(self, number: int, frame: object) -> None:
@@ -94,15 +92,15 @@ class StopSignal:
 
 
 def follow_torchrun() -> None:
-    """Have a rank told to stop, by TERM, when the torchrun that started it is killed.
+    """Have the kernel send this rank TERM when the torchrun that started it is killed.
 
-    Only there: the kernel sends the signal when the thread ends that started this process, and of
-    other launchers nobody knows how long that lives.
+    Under torchrun only: the signal comes when the thread that started this process ends, and other
+    launchers may end that thread early.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def end_in_order() -> None:
-    """Let SIGTERM unwind the stack like Ctrl-C does, so that what was started is stopped."""
+    """Let TERM unwind the stack as Ctrl-C does, so that started processes are stopped."""
     signal.signal(signal.SIGTERM, interrupt)

@@ -1,4 +1,4 @@
-"""Starts a training on this machine, and tells how it ended: what `kimi-pretrain train` does."""
+"""Starts a training on this machine and reports how it ended, for `kimi-pretrain train`."""
 
 import os
 import shlex
@@ -22,13 +22,13 @@ STORE_MAGIC = 0x3C85F7CE  # of torch's TCPStore (torch/csrc/distributed/c10d/TCP
 
 @dataclass(frozen=True)
 class Machines:
-    """How a training is spread over machines, as the user says it.
+    """How the user spreads a training over machines: options of `kimi-pretrain train`.
 
     Attributes:
-        count: of machines, each of which runs this command.
-        rendezvous: HOST:PORT where they meet.
-        processes: on this one; None: what the layout makes of it.
-        max_restarts: how often all processes are started again after one has failed.
+        count: number of machines, each of which runs the command.
+        rendezvous: HOST:PORT where they meet; needed for several.
+        processes: on this machine; None: as the layout gives.
+        max_restarts: how often all processes are restarted after one has failed.
     """
 
     count: int = 1
@@ -38,12 +38,12 @@ class Machines:
 
 
 def start(job: Job, config: "Config", machines: Machines, worker: str = WORKER) -> int:
-    """Train, in this process or in several; returns the exit code.
+    """Train, in this process or in several started by torchrun; returns the exit code.
 
     Args:
-        job: what to do.
-        config: that of the job, loaded.
-        machines: where.
+        job: what to train.
+        config: of the job, loaded.
+        machines: where to train.
         worker: module that each of several processes runs.
 
     Raises:
@@ -51,7 +51,7 @@ def start(job: Job, config: "Config", machines: Machines, worker: str = WORKER) 
     """
     world_size = config.layout.world_size()
     check_machines(world_size, machines)
-    if "RANK" not in os.environ:  # otherwise this is one of many
+    if "RANK" not in os.environ:  # otherwise torchrun or srun started this process as a rank
         if job.resume not in (None, LATEST):
             from kimi_pretrain.reliability.run_history import latest_in
 
@@ -68,7 +68,7 @@ def start(job: Job, config: "Config", machines: Machines, worker: str = WORKER) 
     else:
         code, message = _start_several(job, config, machines, worker)
     tell_end(job, code, message)
-    if code == 0 and machines.count == 1 and config.train.pictures:  # of several each would draw
+    if code == 0 and machines.count == 1 and config.train.pictures:  # else every machine would draw
         _draw(Path(job.run_dir))
     return code
 
@@ -79,7 +79,7 @@ def _draw(run_dir: Path) -> None:
 
     status = read_status(run_dir)
     if status is not None and status.state == "finished":
-        from launch.local.pictures import draw_at_the_end
+        from kimi_pretrain.tools.run_plots import draw_at_the_end
 
         draw_at_the_end(run_dir)
 
@@ -94,7 +94,7 @@ def _start_several(
     nodes = torchrun.spread(config.layout.world_size(), machines.count, machines.rendezvous)
     if nodes.rendezvous is not None and nodes.count > 1:
         check_rendezvous(nodes.rendezvous)
-    check_start(config, steps=1 if job.resume is None else 0)  # one process looks itself, first
+    check_start(config, steps=1 if job.resume is None else 0)  # once, rather than in every rank
     typer.echo(describe(config))
     log = torchrun.log_name(nodes)
     with torchrun.prepared(job, nodes, worker, machines.max_restarts) as (command, env):
@@ -102,10 +102,10 @@ def _start_several(
 
 
 def check_machines(world_size: int, machines: Machines) -> None:
-    """Refuse what does not fit the layout, and what nobody would heed.
+    """Refuse options that do not fit the layout, or that would have no effect.
 
     Raises:
-        ValueError: says which option.
+        ValueError: names the option.
     """
     from launch.local import torchrun
 
@@ -132,14 +132,14 @@ def check_machines(world_size: int, machines: Machines) -> None:
 def check_rendezvous(place: str) -> None:
     """Refuse a port where another program listens: torchrun would wait for it for ever.
 
-    Nobody, or the store of a machine that came first, is as it should be. torch's store answers a
-    ping with its number; torch's own client has no time limit on this.
+    Allowed are a free port, and torch's store of a machine that came first; that answers a ping
+    with the number it was sent. torch's own client has no time limit on this.
 
     Args:
         place: "host:port".
 
     Raises:
-        ValueError: something else answers there, or nothing.
+        ValueError: the text is no HOST:PORT, or another program listens there.
     """
     host, _, port = place.rpartition(":")
     if not (host and port.isdigit()):
@@ -162,16 +162,16 @@ def check_rendezvous(place: str) -> None:
 
 
 def check_once(job: Job, config: "Config", *, alone: bool) -> None:
-    """Find what is wrong before torch is loaded, and before many processes find the same mistake.
+    """Check folder and checkpoints once, before torch is loaded and any process is started.
 
     Args:
-        job: what to do.
-        config: that of the job.
-        alone: on no other machine; otherwise rank 0 may hold the folder already.
+        job: what to train.
+        config: of the job.
+        alone: whether this is the only machine; if not, rank 0 may hold the folder already.
 
     Raises:
-        ValueError: the folder is none, is in use or holds another run, or a checkpoint is not
-            there, not complete, or of another model; its files are verified later.
+        ValueError: the folder is a file, is in use or holds another run; or a checkpoint is
+            missing, incomplete or of another model. The checkpoint's files are verified later.
     """
     from kimi_pretrain.reliability import run_history, run_lock
 
@@ -206,14 +206,14 @@ def _check_weights(config: "Config") -> None:
 
 
 def tell_end(job: Job, code: int, message: str | None) -> None:
-    """Print how a training ended, and where what it left can be looked at."""
+    """Print how a training ended, where its results are, and how to resume it."""
     from kimi_pretrain.reliability.run_lock import RunLocked, check_free
     from kimi_pretrain.reliability.status import mark_failed, read_status
 
     run_dir = Path(job.run_dir)
     if message:
         typer.echo(f"error: {message}", err=True)
-        with suppress(RunLocked):  # another run's folder, which is why this one has ended
+        with suppress(RunLocked):  # the folder is another run's, and this one ended because of it
             check_free(run_dir)
             mark_failed(run_dir, message)
         return
@@ -226,15 +226,15 @@ def tell_end(job: Job, code: int, message: str | None) -> None:
     if code == 0 and status is not None and status.state == "stopped":
         saved = f"checkpoint {status.checkpoint}" if status.checkpoint else "nothing saved"
         typer.echo(f"stopped after step {status.step} ({status.reason}), {saved}; go on with:")
-        # Before its first step a run has nothing but what it was to go on from.
+        # A run that was stopped before its first step has no checkpoint but the one it resumed.
         of_another = status.checkpoint is None or status.checkpoint == job.resume
         typer.echo(f"  {command_to_go_on(job, job.resume if of_another else LATEST)}")
 
 
 def command_to_go_on(job: Job, resume: str | None) -> str:
-    """Return the command that takes a stopped training up again."""
+    """Return the command that resumes a stopped training."""
     words = ["kimi-pretrain", "train", "--config", job.config, "--run-dir", job.run_dir]
     again = ["--resume", resume or LATEST]
-    if resume is None or job.or_start:  # nothing was saved: there is nothing else to go on from
+    if resume is None or job.or_start:  # without a checkpoint it must be allowed to begin anew
         again.append("--or-start")
     return shlex.join([*words, *again, *job.overrides])

@@ -2,8 +2,8 @@
 
 Nothing is started here. On a single node torchrun and its ranks meet in files of a private folder
 (why: `kimi_pretrain.parallel.rendezvous`), so nothing listens beyond the loopback address. On
-several nodes torchrun's own store listens on all addresses of the node that holds it, and torch
-lets nobody change that: the network between nodes has to be trusted.
+several nodes torchrun's own store listens on all addresses of the node that holds it, which torch
+does not let us change: the network between nodes must be trusted.
 """
 
 import os
@@ -23,10 +23,10 @@ class Nodes:
     """How a job is spread over machines.
 
     Attributes:
-        processes: on every node, one per GPU.
+        processes: number on each node, one per GPU.
         count: number of nodes.
         rendezvous: "host:port" that all nodes can reach; needed for more than one node.
-        name: tells this job's rendezvous from others at the same place.
+        name: id of this job's rendezvous, to distinguish it from others at the same place.
 
     """
 
@@ -37,7 +37,7 @@ class Nodes:
 
 
 def spread(world_size: int, num_nodes: int, rendezvous: str | None) -> Nodes:
-    """Deal `world_size` processes out evenly over nodes.
+    """Divide `world_size` processes evenly over nodes.
 
     Raises:
         ValueError: the processes do not divide, or several nodes have no place to meet.
@@ -60,10 +60,10 @@ def log_name(nodes: Nodes) -> str:
     return "torchrun.log" if nodes.count == 1 else f"torchrun_{socket.gethostname()}.log"
 
 
-# That torchrun leaves its processes to end when it is asked to end itself: time for a save. (When
-# one of them has failed it waits for the others for 30 seconds, whatever is said here.)
+# How long torchrun, asked to end, waits for its processes: time for a save. (After the failure of
+# one process it waits 30 seconds for the others, whatever this value is.)
 SHUTDOWN_SECONDS = 600
-# torchrun adds a line to its file that often, to tell other nodes that it lives: here are none.
+# How often torchrun writes a sign of life for other nodes; a single node has none.
 KEEP_ALIVE_SECONDS = 3600
 
 
@@ -75,7 +75,7 @@ def prepared(
     max_restarts: int = 0,
     base: Mapping[str, str] = os.environ,
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Give command and environment of this node's processes; what they meet in ends with it.
+    """Yield command and environment of this node's processes; the folder they meet in ends with it.
 
     Args:
         job, nodes, worker, max_restarts: see `command`.
@@ -90,7 +90,7 @@ def prepared(
 
 
 def meeting(nodes: Nodes, folder: Path) -> list[str]:
-    """Return torchrun's arguments that say where it meets; `folder` is for a single node."""
+    """Return torchrun's rendezvous arguments; `folder` is used on a single node only."""
     if nodes.count > 1:
         return ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.rendezvous}"]
     return [
@@ -112,12 +112,12 @@ def command(
     """Return the command that starts this node's processes; the same on every node.
 
     Args:
-        job: what each process is told.
-        nodes: how they are spread.
-        folder: that nobody else can open, where the processes of a single node meet.
+        job: passed to each process.
+        nodes: how the processes are spread.
+        folder: private folder where the processes of a single node meet.
         python: interpreter.
         worker: module that each process runs.
-        max_restarts: how often all processes are started again after one has failed.
+        max_restarts: how often all processes are restarted after one has failed.
 
     """
     return [
@@ -139,22 +139,22 @@ def command(
 def environment(base: Mapping[str, str], nodes: Nodes, cores: int, folder: Path) -> dict[str, str]:
     """Return the environment for the processes of one node.
 
-    Store: every start of the processes meets in a new one. torchrun would give them its own, in
-    which the addresses of the processes before a restart still stand, and those no one answers.
+    Store: every start of the processes uses a new one. torchrun would share its own, which still
+    holds the addresses of the processes before a restart.
 
-    Threads: each process gets its part of the cores. With torch's own default every process would
-    start one thread per core and they would fight. A value set by the user stays.
+    Threads: each process gets its share of the cores (OMP_NUM_THREADS, unless the user has set it).
+    By torch's default each would start one thread per core.
 
     Args:
         base: environment to start from.
         nodes: how the processes are spread.
-        cores: that this node offers.
+        cores: number of cores of this node.
         folder: see `command`.
 
     """
     own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if nodes.count == 1:
         own[MEETING] = str(folder)
-    # Inherited from inside of another job, its folder would be one on every node.
+    # Inside another job this variable may be inherited: it names that job's folder.
     others = {name: value for name, value in base.items() if name != MEETING}
     return {"OMP_NUM_THREADS": str(max(1, cores // nodes.processes)), **others, **own}

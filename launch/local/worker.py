@@ -1,7 +1,7 @@
 """One process of a training job: `python -m launch.local.worker JSON`, started by torchrun or srun.
 
-The first thing it does is to take over the signals that ask a training to stop; torch is imported
-much later. Nothing happens outside the guard at the end, for who imports this to use a part of it.
+It installs the handlers of the signals that ask a training to stop before anything else; torch is
+imported much later. Importing this module has no effect.
 """
 
 import logging
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from launch.local.signals import StopSignal, follow_torchrun
 
 STOP = StopSignal()
-if __name__ == "__main__":  # before anything that takes time: until then a signal kills the process
+if __name__ == "__main__":  # before slow imports: without a handler a signal kills the process
     STOP.install()
 
 from kimi_pretrain.reliability.exit_report import ExitReport, remove_exit_report, write_exit_report  # noqa: E402
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 def run_job(
     job: Job, stop: StopSignal = STOP, prepare: Callable[[Any], None] | None = None
 ) -> None:
-    """Train; the rank and the world come from the environment.
+    """Train; rank and world size come from the environment (RANK, WORLD_SIZE).
 
     Args:
-        job: what to do.
-        stop: says whether this process was asked to end.
+        job: what to train.
+        stop: whether this process was asked to stop.
         prepare: see `kimi_pretrain.train.train`.
 
     """
     allow_many_files()
     quiet_libraries()
-    # Imported here so that a wrong argument is told before torch has loaded.
+    # Imported late, so that a wrong argument is reported before torch has loaded.
     from kimi_pretrain.config import load_config
     from kimi_pretrain.reliability import run_lock
     from kimi_pretrain.reliability.status import mark_failed
 
     config, run_dir = load_config(job.config, job.overrides), Path(job.run_dir)
-    if rank_of_this() != 0:  # of which one looks after the folder for all
+    if rank_of_this() != 0:  # rank 0 alone holds the folder's lock and status
         _train(config, job, stop, prepare)
         return
     lock = run_lock.take(run_dir)
@@ -63,7 +63,7 @@ def run_job(
 def _train(config: "Config", job: Job, stop: StopSignal, prepare: Callable | None) -> None:
     from kimi_pretrain.train import train
 
-    # torchrun starts all ranks again when one has died; then they go on from where they were.
+    # torchrun restarts all ranks when one has died; they resume from the newest checkpoint.
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     train(
         config,
@@ -78,16 +78,16 @@ def _train(config: "Config", job: Job, stop: StopSignal, prepare: Callable | Non
 
 
 def allow_many_files() -> None:
-    """Raise the limit of open files as far as this process may.
+    """Raise the soft limit of open files to the hard limit.
 
-    Rank 0 has one for every rank of the job, and 1,024 is a common limit.
+    Rank 0 opens one per rank of the job, and 1,024 is a common soft limit.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def rank_of_this() -> int:
-    """Return the rank of this process, which who started it has set."""
+    """Return the rank of this process, from RANK; 0 if it is not set."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -98,14 +98,14 @@ def main(
     *,
     stops: bool | None = None,
 ) -> int:
-    """Run one process of a job, of another kind by `parse` and `run`; returns its exit code.
+    """Run one process of a job; returns its exit code. `launch.verify` passes jobs of its own.
 
     Args:
-        argument: the job.
-        parse: reads it.
-        run: does it.
-        stops: whether `run` heeds `STOP`; otherwise the signals end the process, as usual. A
-            training does.
+        argument: the job as text.
+        parse: makes the job of the text.
+        run: runs the job.
+        stops: whether `run` heeds `STOP`; if not, signals end the process as usual. None: only a
+            training (`run_job`) does.
 
     """
     if run is run_job if stops is None else stops:
@@ -118,12 +118,12 @@ def main(
         run(job)
     except Exception as error:
         message = user_message(error)
-        # For the log alone: on the terminal there is one line, or the traceback below.
+        # For the rank's log; the terminal gets one line, or the traceback below.
         logging.getLogger("launch").info("stopped", exc_info=True)
         if message is None:
             traceback.print_exc()
             return 1
-        # First the file, then the line: who watches this process shows one of them.
+        # First the file, then the line: `launch.local.supervise` shows only one of the two.
         code = exit_code(error)
         write_exit_report(run_dir, rank, ExitReport(message, code))
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -132,11 +132,11 @@ def main(
 
 
 def leave(exit_code: int) -> None:
-    """End this process at once, without taking the interpreter down.
+    """End this process at once, without the interpreter's shutdown.
 
-    After a failure other ranks may sit in a collective that will never end; torchrun ends them when
-    it sees this process gone. After success, what is left of gloo's threads was seen to abort the
-    process on its way out, which would turn a finished run into a failed one.
+    After a failure other ranks may hang in a collective; torchrun ends them once this process is
+    gone. After success, remaining gloo threads were seen to abort the process during shutdown,
+    which would turn a finished run into a failed one.
     """
     logging.shutdown()
     sys.stdout.flush()

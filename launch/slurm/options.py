@@ -1,17 +1,17 @@
-"""What a cluster wants to know of a job."""
+"""The options of a SLURM job, checked before anything is submitted."""
 
 import re
 from dataclasses import dataclass
 
-# The signal may come this much early: SLURM looks at its timers once a minute.
+# The signal may come so much early: SLURM looks at its timers once a minute.
 EARLY_SECONDS = 60
-# What is left of --save-seconds when a stop is given up: the requeue takes time, too.
+# Of --save-seconds, kept for the requeue after the ranks have been given up.
 SPARE_SECONDS = 30
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What a cluster wants to know.
+    """The options of a SLURM job.
 
     Attributes:
         nodes: number of nodes.
@@ -20,21 +20,24 @@ class SlurmOptions:
         cpus_per_task: cores for each rank.
         name: of the job.
         time: limit, "days-hours:minutes:seconds".
-        partition, account: as the cluster calls them.
-        save_seconds: what a step and a save take at most; the signal comes so much before the
-            limit, and a minute more, which it may come early. Shortly before they are over, ranks
-            that have not stopped are given up.
-        requeue: put the job back after the limit, pre-emption and failures.
-        max_restarts: failures in a row, none a checkpoint further than the one before, that are
-            tried again; pre-emption and lost nodes do not count.
-        after: jobs that must have finished well before; where one has not, this one is cancelled.
-        seeds: one element of an array for each, with a run folder of its own; none for no array.
-        modules: `module load` names.
+        partition, account: as the cluster calls them; None for its default.
+        save_seconds: upper bound of a step and a save, in seconds. The signal is asked for so much
+            and a minute before the limit. Ranks that have not stopped shortly before the end of
+            this time are given up (`stop_seconds`).
+        requeue: requeue the job after the limit, pre-emption and failures.
+        max_restarts: failures in a row without a newer checkpoint that are tried again;
+            pre-emption and lost nodes do not count.
+        after: numbers of jobs that must succeed first; if one fails, this one is cancelled.
+        seeds: one element of an array for each, with a run folder of its own; empty for no array.
+        modules: names for `module load`.
         setup: shell lines run before training, for example to activate an environment.
         container: image for `srun --container-image` (pyxis and enroot).
         mounts: "outside:inside" folders for the container; the run folder is added.
         python: interpreter that has this package, inside the container if there is one.
         directives: further options of sbatch, as "key=value" or "key".
+
+    Raises:
+        ValueError: an option has an impossible value; names it.
 
     """
 
@@ -82,12 +85,12 @@ class SlurmOptions:
 
     @property
     def signal_seconds(self) -> int:
-        """How long before the limit SLURM is asked for the signal."""
+        """Seconds before the limit at which SLURM is asked for the signal."""
         return self.save_seconds + EARLY_SECONDS
 
     @property
     def stop_seconds(self) -> int:
-        """How long after the signal the ranks are given up, before SLURM ends the job for good."""
+        """Seconds after the signal at which the ranks are given up: SLURM requeues no late job."""
         spare = max(SPARE_SECONDS, self.save_seconds // 10)
         return self.save_seconds - min(spare, self.save_seconds // 2)
 
@@ -106,11 +109,11 @@ class SlurmOptions:
 def limit_seconds(text: str) -> int | None:
     """Return a time limit as sbatch reads it, in seconds; None for no limit.
 
-    "minutes", "minutes:seconds", "hours:minutes:seconds", "days-hours", "days-hours:minutes",
-    "days-hours:minutes:seconds" (man sbatch).
+    The forms are "minutes", "minutes:seconds", "hours:minutes:seconds", "days-hours",
+    "days-hours:minutes" and "days-hours:minutes:seconds" (man sbatch).
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has none of these forms.
 
     """
     if text.lower() in ("infinite", "unlimited"):
@@ -123,7 +126,7 @@ def limit_seconds(text: str) -> int | None:
         )
     days, *rest = match.groups()
     numbers = [int(number) for number in rest if number is not None]
-    if days is None:  # the first of one or two is minutes, of three hours
+    if days is None:  # the first of one or two numbers is minutes, the first of three is hours
         numbers = numbers if len(numbers) == 3 else [0, *numbers]
     hours, minutes, seconds = (*numbers, 0, 0)[:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

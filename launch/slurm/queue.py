@@ -1,4 +1,4 @@
-"""Asks SLURM: submits a script, reads a job's state, follows its log until it has ended."""
+"""Talks to SLURM: submits a script, reads a job's state, follows its log until it has ended."""
 
 import re
 import shutil
@@ -8,27 +8,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# States that no job leaves again (man squeue, JOB STATE CODES); a requeued one is PENDING.
+# Final states (man squeue, JOB STATE CODES); a requeued job is PENDING.
 ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "TIMEOUT",
 )  # fmt: skip
-# The controller is one process for the whole cluster: many who follow must not load it.
+# The controller is one process for the whole cluster, and many commands may poll it.
 POLL_SECONDS = 2.0
-# A controller that restarts is away for so long and loses nothing.
+# So long a restart of the controller may take; it loses no job.
 PATIENCE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What SLURM knows of a job or of one element of an array.
+    """State of a job, or of one element of an array.
 
     Attributes:
         label: "12", or "12_3" for element 3 of array 12.
-        state: as SLURM calls it, such as "RUNNING".
-        reason: why it waits or how it ended; "None" where there is nothing to say.
-        exit_code: of the batch script; 128 + signal where one ended it.
-        restarts: how often it went back into the queue.
+        state: SLURM's name of it, such as "RUNNING".
+        reason: why it waits or how it ended; SLURM's "None" for no reason.
+        exit_code: of the batch script; 128 + signal if a signal ended it.
+        restarts: number of requeues.
         nodes: where it runs.
         log: the file with its output.
 
@@ -44,7 +44,7 @@ class JobState:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen to it."""
+        """Whether the state is final."""
         return self.state in ENDED
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class JobState:
 
 
 def check_slurm() -> None:
-    """Refuse where there is no SLURM.
+    """Refuse a machine without SLURM.
 
     Raises:
         ValueError: sbatch is not on PATH.
@@ -72,7 +72,7 @@ def submit(script: Path) -> int:
     """Submit a script; returns the job's number.
 
     Raises:
-        ValueError: SLURM refused it; says what SLURM said.
+        ValueError: SLURM refused it; holds SLURM's message.
 
     """
     done = subprocess.run(
@@ -84,7 +84,7 @@ def submit(script: Path) -> int:
 
 
 def parse_job(text: str) -> JobState:
-    """Return what a line of `scontrol --oneliner show job` says."""
+    """Parse a line of `scontrol --oneliner show job`."""
     values = dict(re.findall(r"(\w+)=(\S*)", text))
     label = values["JobId"]
     if "ArrayTaskId" in values:
@@ -103,10 +103,10 @@ def parse_job(text: str) -> JobState:
 
 
 def states(job: int) -> list[JobState] | None:
-    """Return the state of a job, of each element of an array; None where SLURM does not answer.
+    """Return the state of a job, or of each element of an array; None if SLURM does not answer.
 
     Raises:
-        RuntimeError: SLURM has forgotten the job (it does a while after its end) or never knew it.
+        RuntimeError: SLURM does not know the job; it forgets one some time after its end.
 
     """
     done = subprocess.run(
@@ -123,13 +123,13 @@ def states(job: int) -> list[JobState] | None:
 
 
 class Tail:
-    """What was added to a file since the last look; the file need not exist yet."""
+    """Reads what was added to a file since the last call; the file need not exist yet."""
 
     def __init__(self, file: Path):
         self.file, self._read = file, 0
 
     def lines(self) -> Iterator[str]:
-        """Yield new whole lines, without their ends."""
+        """Yield the complete new lines, without line ends."""
         try:
             with self.file.open("rb") as file:
                 file.seek(self._read)
@@ -138,7 +138,7 @@ class Tail:
             return
         whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
-        # A progress bar paints its line again and again: only the last picture counts.
+        # A progress bar rewrites its line after each "\r": only the last version counts.
         for line in whole.decode(errors="replace").split("\n")[:-1]:
             yield line.rsplit("\r", 1)[-1]
 
@@ -148,12 +148,12 @@ def follow(
     show: Callable[[str], None],
     tell: Callable[[str], None],
 ) -> list[JobState]:
-    """Show a job's log until it has ended; returns how it ended, each element of an array.
+    """Show a job's log until it has ended; returns its final state, of an array one per element.
 
     Args:
         job: its number.
-        show: takes a line of the log; of an array with the element in front.
-        tell: takes a line about a change of state.
+        show: called with each line of the log; of an array with the element in front.
+        tell: called with a line for each change of state.
 
     Raises:
         RuntimeError: SLURM did not answer for `PATIENCE_SECONDS`, or has forgotten the job.
@@ -171,7 +171,7 @@ def follow(
             continue
         heard = time.monotonic()
         for one in found:
-            # What stands in the log by now comes before the state that is told.
+            # The log first: its lines are older than the state that is told next.
             tail = tails.setdefault(one.label, Tail(one.log))
             front = f"{one.label}: " if "_" in one.label else ""
             for line in tail.lines():
@@ -185,7 +185,7 @@ def follow(
 
 
 def worst_exit_code(found: Sequence[JobState]) -> int:
-    """Return 0 if all ended well, else the first other exit code, and 1 for those without one."""
+    """Return 0 if all completed, else the first failed one's exit code, or 1 if it has none."""
     for one in found:
         if one.state != "COMPLETED":
             return one.exit_code or 1

@@ -15,7 +15,7 @@ from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.reliability.status import Status, read_status
 from launch.local import supervise
 from launch.local import torchrun
-from launch.cli.show import find_anomaly, show_rows
+from launch.cli.data_show import find_anomaly, show_rows
 from tests import ROOT
 from tests.dist.jobs import SMALL, layout, read_metrics, train
 from tests.dist.live import (

@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from kimi_pretrain.tools.run_plots import draw_at_the_end, read_steps
 from launch.cli.main import app
-from launch.local.pictures import draw_at_the_end, read_steps
 from tests.unit.kimi_pretrain.tools.test_plots import lines, whole_step
 
 OPTIMIZER = {"max_logits": [1.0, None], "clipped_heads": 0, "update_rms": {"muon": 0.2}}

@@ -121,6 +121,8 @@ def test_what_cannot_run_is_refused_before_it_waits_in_the_queue(sbatch):
     assert "do not divide over nodes of 3 tasks" in refused(*new, "--tasks-per-node", "3")
     assert "--save-seconds" in refused(*new, "--time", "5")
     assert "cannot write into /proc" in refused("--run-dir", "/proc/runs/a")
+    told = refused("--run-dir", str(sbatch / "bin" / "sbatch" / "a"))
+    assert f"{sbatch}/bin/sbatch is a file; expected a folder" in told
     assert "use letters" in refused("--run-dir", str(sbatch / "a b"))
     assert "expected numbers" in refused(*new, "--seeds", "x")
     assert not (sbatch / "new").exists()
@@ -132,6 +134,7 @@ def test_an_earlier_run_is_gone_on_with_only_by_request(sbatch, seeds):
     folder = sbatch / "run"
     old = folder / "seed_2" if seeds else folder
     (old / "checkpoints" / "step_00000005").mkdir(parents=True)
+    (old / "checkpoints" / "step_00000005" / "manifest.json").touch()  # it is complete
     new = ("--run-dir", str(folder), *seeds, "--parsable")
     other = sbatch / "other" / "checkpoints"
     other.mkdir(parents=True)

@@ -1,40 +1,36 @@
-"""The pictures of a run, drawn from what it has left in its folder so far."""
+"""Plots of a run, from what its folder holds so far: `kimi-pretrain plot`, and a run's end."""
 
 import json
+import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import typer
-
-# Steps of a picture: more than its pixels could show, and few enough to be read in a second.
+# Steps in a plot: more than its pixels can show, and few enough to be read in a second.
 MOST_STEPS = 4000
 
 
 def draw(run: Path, out: Path) -> dict[str, Any]:
-    """Draw all pictures that a run's folder has the numbers for.
+    """Draw every plot that a run's folder has the numbers for.
 
     Args:
         run: its folder.
-        out: folder to write into; made if it is not there.
+        out: folder to write into; created if missing.
 
     Returns:
-        "steps": the first and the last; "drawn": the files; "left_out": name -> why it was not
-        drawn.
+        "steps": first and last step; "drawn": files; "left_out": name -> why it was not drawn.
 
     Raises:
         ValueError: there is no metrics.jsonl, or no step in it.
 
     """
-    # Imported late: help is instant without.
+    # Imported late: matplotlib would slow every command's help down.
     from kimi_pretrain.tools import plots
 
     metrics = read_steps(run / "metrics.jsonl")
-    threshold, losses = (
-        _threshold(run / "config.yaml"),
-        [m for m in metrics if m["loss"] is not None],
-    )
+    threshold = _threshold(run / "config.yaml")
+    losses = [m for m in metrics if m["loss"] is not None]
     pictures: dict[str, Callable[[Path], None]] = {
         "loss.png": lambda file: plots.loss_plot(losses, file),
         "dep_balance.png": lambda file: plots.dep_balance_plot(metrics, file),
@@ -59,10 +55,10 @@ def draw(run: Path, out: Path) -> dict[str, Any]:
 
 
 def read_steps(file: Path, most: int = MOST_STEPS) -> list[dict[str, Any]]:
-    """Read lines of a metrics.jsonl that may still be growing: at most so many, evenly chosen.
+    """Read at most `most` lines, evenly spaced, of a metrics.jsonl that may still be growing.
 
     Raises:
-        ValueError: there is none, or no whole line in it.
+        ValueError: no such file, or no complete line in it.
 
     """
     try:
@@ -82,7 +78,7 @@ def read_steps(file: Path, most: int = MOST_STEPS) -> list[dict[str, Any]]:
 def _threshold(file: Path) -> float | None:
     from kimi_pretrain.config import load_config
 
-    # An older run may have keys that are none any more: the line across is not worth an error.
+    # The config of an older run may have unknown keys: the threshold line is not worth an error.
     try:
         return load_config(str(file)).optim.qk_clip_threshold
     except (ValueError, OSError):
@@ -90,9 +86,9 @@ def _threshold(file: Path) -> float | None:
 
 
 def draw_at_the_end(run: Path) -> None:
-    """Draw a finished run; whatever goes wrong with it is told and changes nothing."""
+    """Draw a finished run; an error is printed and never raised."""
     try:
         names = [Path(file).name for file in draw(run, run)["drawn"]]
-        typer.echo(f"drew {', '.join(names)} in {run}")
+        print(f"drew {', '.join(names)} in {run}", flush=True)
     except Exception as error:
-        typer.echo(f"no pictures ({type(error).__name__}: {error})", err=True)
+        print(f"no pictures ({type(error).__name__}: {error})", file=sys.stderr, flush=True)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.cli.data import EndpointOption, data
-from launch.cli.options import JsonOption
+from launch.cli.options import EndpointOption, JsonOption
 from launch.local.errors import told_plainly
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ SourceOption = Annotated[
 OutOption = Annotated[Path, typer.Option(help="HTML file to write.")]
 
 
-@data.command()
 def verify(
     uri: UriArgument,
     source: SourceOption = None,
@@ -62,7 +60,7 @@ def verify(
     """
     with told_plainly():
         from data_pipeline.inspect.verify import Checks
-        from launch.cli.problems import Findings
+        from launch.cli.data_findings import Findings
         from launch.cli.sources import named_tokenizer, open_sources
 
         Checks(share=sample_share, threads=threads)  # before anything is read
@@ -109,7 +107,6 @@ def _verify_source(
             findings.add_report(name, shard)
 
 
-@data.command()
 def stats(
     uri: UriArgument,
     source: SourceOption = None,
@@ -214,7 +211,6 @@ def _print_stats(found: dict[str, Any]) -> None:
             )
 
 
-@data.command()
 def show(
     arguments: Annotated[
         list[str] | None,
@@ -265,7 +261,7 @@ def show(
     """
     with told_plainly():
         if config is not None:
-            from launch.cli.show import find_anomaly, show_rows
+            from launch.cli.data_show import find_anomaly, show_rows
 
             if source or sample:
                 raise ValueError("--source and --sample show stored samples: leave out --config")
@@ -275,7 +271,7 @@ def show(
         elif anomaly is not None:
             raise ValueError("--anomaly needs --config: that of the run, RUN_DIR/config.yaml")
         else:
-            from launch.cli.show import show_samples
+            from launch.cli.data_show import show_samples
 
             uris = arguments or []
             if len(uris) != 1 or source is None:

@@ -23,8 +23,8 @@ from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.anomaly_guard import Verdict, anomaly
 from kimi_pretrain.tools.held_out import Example, read_examples, swap_images
+from launch.cli.data_show import show_rows
 from launch.cli.main import app
-from launch.cli.show import show_rows
 from launch.pages import tokens
 from launch.pages.pictures import unpatchify
 from launch.pages.plots import shares
@@ -373,7 +373,7 @@ def test_a_page_of_rows_reads_documents_by_their_checksum(corpus, monkeypatch):
     expected = show_rows("tiny_cpu", given, 0, range(2))
     stores = []
     monkeypatch.setattr(
-        "launch.cli.show.open_data", lambda data: stores.append(Unsteady(corpus)) or stores[0]
+        "launch.cli.data_show.open_data", lambda data: stores.append(Unsteady(corpus)) or stores[0]
     )
     assert show_rows("tiny_cpu", given, 0, range(2)) == expected
     assert max(stores[0].reads.values()) > 1

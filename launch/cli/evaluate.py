@@ -1,0 +1,50 @@
+"""`kimi-pretrain eval`: what a checkpoint reads off held-out pages, or its loss on texts."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from launch.cli.options import ConfigOption, JsonOption, Overrides
+from launch.local.errors import told_plainly
+from launch.local.quiet import quiet_libraries
+
+
+def evaluate(
+    config: ConfigOption,
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint, or run for its newest.")],
+    source: Annotated[str, typer.Option(help="Source to read, under data.root.")],
+    overrides: Overrides = None,
+    texts: Annotated[bool, typer.Option("--texts", help="Count samples without media.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Look at the first samples.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how many digits of held-out pages a checkpoint reads, or its loss on texts.
+
+    Of a source with media: samples with one image each, and of these the digits
+    that are written. Each page is shown with its own picture, and with another
+    page's: the second number tells what can be guessed without looking.
+
+    Of a source without media, and with --texts: loss and perplexity over all
+    tokens of whole texts that the model is trained to write.
+
+    What was counted, and what was left out and why, is told (docs/METRICS.md).
+
+    \b
+    kimi-pretrain eval --config runs/demo/config.yaml --checkpoint \\
+        runs/demo/checkpoints/step_00000220 --source digits_heldout \\
+        data.root=/where/the/corpus/is
+    """
+    quiet_libraries()
+    with told_plainly():
+        from kimi_pretrain.config import load_config
+        from kimi_pretrain.tools.evaluate import evaluate as measure
+
+        loaded = load_config(config, overrides or ())
+        result = measure(loaded, checkpoint, source, texts=texts, limit=limit)
+        if as_json:
+            typer.echo(json.dumps(result))
+            return
+        whys = [f"{number:,} {why}" for why, number in result["left_out"].items()]
+        for key, value in (result | {"left_out": ", ".join(whys) or "nothing"}).items():
+            typer.echo(f"{key:16s} {'not known' if value is None else value}")

@@ -1,0 +1,127 @@
+"""`kimi-pretrain train`: train or resume on this machine, or build the model without memory."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from launch.cli.options import ConfigOption, JsonOption, Overrides
+from launch.local.errors import told_plainly
+from launch.local.job import Job
+from launch.local.quiet import quiet_libraries
+
+if TYPE_CHECKING:
+    from kimi_pretrain.config import Config
+
+
+def train(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    run_dir: Annotated[Path, typer.Option(help="Where the run is kept.")] = Path("runs/train"),
+    resume: Annotated[
+        str | None,
+        typer.Option(help='Checkpoint or run (folder, s3://), or "latest" of this run.'),
+    ] = None,
+    or_start: Annotated[
+        bool,
+        typer.Option("--or-start", help="With --resume latest: begin if nothing was ever saved."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Build it without memory or GPUs, and count.")
+    ] = False,
+    table: Annotated[
+        Path | None,
+        typer.Option(help="With --dry-run: a file for every tensor's optimizer and owner."),
+    ] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
+    rendezvous: Annotated[
+        str | None, typer.Option(help="HOST:PORT where the machines meet (several machines only).")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes on this machine; must fit the layout.")
+    ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, help="How often to go on from the last checkpoint after a fault."),
+    ] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model, or resume from a checkpoint.
+
+    Starts the processes of the layout by torchrun; inside torchrun or srun it is
+    one of them. Ctrl-C, TERM and USR1 end it in order: the step is finished and
+    saved, and it can be resumed. Ctrl-C twice ends it at once.
+
+    \b
+    kimi-pretrain train --config configs/tiny_cpu.yaml data.root=/data/corpus \\
+        train.steps=50
+    kimi-pretrain train --config tiny_cpu --run-dir runs/a --resume latest \\
+        --max-restarts 3
+    kimi-pretrain train --config configs/kimi_k25_1t.yaml --dry-run
+    kimi-pretrain train --config kimi_k25_1t --dry-run --table tensors.tsv
+    """
+    with told_plainly():
+        from kimi_pretrain.config import load_config
+
+        job = Job(config, str(run_dir), tuple(overrides or ()), resume, or_start=or_start)
+        loaded = load_config(config, job.overrides)
+        if table is not None:
+            check_table(table, dry_run)
+        if dry_run:
+            print_dry_run(loaded, as_json, table)
+            return
+        from launch.local.start import Machines, start
+
+        code = start(job, loaded, Machines(nnodes, rendezvous, nproc, max_restarts))
+        if as_json and os.environ.get("RANK", "0") == "0":
+            print_end(run_dir, code)
+        if code:
+            raise typer.Exit(code)
+
+
+def print_end(run_dir: Path, code: int) -> None:
+    """Print how a training ended, for programs: what its status.json says, as one line."""
+    from kimi_pretrain.reliability.status import read_status
+
+    status = read_status(run_dir)
+    found = {} if status is None else asdict(status)
+    typer.echo(json.dumps({"run_dir": str(run_dir), "exit_code": code, **found}))
+
+
+def check_table(table: Path, dry_run: bool) -> None:
+    """Refuse a table that cannot be written, before the model is built."""
+    if not dry_run:
+        raise ValueError(f"--table {table} is written by a dry run; add --dry-run")
+    if not table.parent.is_dir() or table.is_dir():
+        raise ValueError(f"--table {table}: expected a file in a folder that exists")
+
+
+def print_dry_run(config: "Config", as_json: bool, table: Path | None) -> None:
+    """Build the model on the meta device; print what it amounts to, and who owns what."""
+    quiet_libraries()
+    from kimi_pretrain.config import describe
+
+    check_data(config)
+    typer.echo(describe(config))
+    from kimi_pretrain.tools import dry_run
+
+    result = dry_run.dry_run(config)
+    for line in dry_run.lines(result):
+        typer.echo(line)
+    if table is not None:
+        table.write_text("".join(f"{line}\n" for line in dry_run.table_lines(result)))
+    if as_json:
+        typer.echo(json.dumps(dry_run.as_json(result)))
+
+
+def check_data(config: "Config") -> None:
+    """Look at the data of a dry run, which often has none: where it is on this machine."""
+    from kimi_pretrain.reliability.preflight import check_start, data_is_here
+
+    if data_is_here(config):
+        check_start(config)
+    else:
+        typer.echo(f"data.root={config.data.root} is not on this machine: data are not checked")
