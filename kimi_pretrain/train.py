@@ -63,7 +63,7 @@ def train(
 
     Args:
         config: of the run; written resolved into `run_dir`.
-        run_dir: folder shared by all ranks; docs/METRICS.md says what it holds.
+        run_dir: folder shared by all ranks; docs/RELIABILITY.md says what it holds.
         resume: a checkpoint's folder or URI, or that of a run for its newest one, or "latest": the
             newest of this run.
         otherwise: what to resume from where "latest" finds nothing.
