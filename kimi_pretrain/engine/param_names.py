@@ -6,7 +6,7 @@ parameter's memory. Initialisation, the optimizer, checkpoints and the dry run's
 through these names, so none of them knows the layout.
 
 Under tensor parallelism a rank's view is a slice of the checkpoint's tensor, and the view knows
-which; `engine.whole` puts the slices together.
+which; `engine.tp_full_params` puts the slices together.
 """
 
 import re
