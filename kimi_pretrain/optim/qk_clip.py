@@ -75,9 +75,8 @@ def clip_query_(q_weight: Tensor, gamma: Tensor, shape: ModelShape) -> None:
     Raises:
         ValueError: rows or heads do not fit `shape`.
     """
-    head = _heads(q_weight, gamma, shape.num_heads, shape.qk_nope_dim + shape.qk_rope_dim)
-    head[:, : shape.qk_nope_dim].mul_(gamma.sqrt()[:, None, None])
-    head[:, shape.qk_nope_dim :].mul_(gamma[:, None, None])
+    _check(q_weight, gamma, shape.num_heads, shape.qk_nope_dim + shape.qk_rope_dim)
+    scale_heads_(q_weight, gamma.sqrt(), shape.qk_rope_dim, gamma)
 
 
 @torch.no_grad()
@@ -92,15 +91,41 @@ def clip_key_(kv_b_weight: Tensor, gamma: Tensor, shape: ModelShape) -> None:
     Raises:
         ValueError: rows or heads do not fit `shape`.
     """
-    head = _heads(kv_b_weight, gamma, shape.num_heads, shape.qk_nope_dim + shape.v_dim)
-    head[:, : shape.qk_nope_dim].mul_(gamma.sqrt()[:, None, None])
+    _check(kv_b_weight, gamma, shape.num_heads, shape.qk_nope_dim + shape.v_dim)
+    scale_heads_(kv_b_weight, gamma.sqrt(), shape.v_dim)
 
 
-def _heads(weight: Tensor, gamma: Tensor, heads: int, rows: int) -> Tensor:
-    """View [heads, rows, in] into a weight; splitting an axis never copies."""
+@torch.no_grad()
+def scale_heads_(
+    weight: Tensor, content: Tensor, other_rows: int = 0, other: Tensor | None = None
+) -> None:
+    """Scale the rows of each head in place.
+
+    Args:
+        weight: [heads * rows, in], any floating dtype.
+        content: [heads] factors of each head's rows but the last `other_rows`.
+        other_rows: last rows of each head.
+        other: [heads] their factors; None leaves them as they are.
+
+    Raises:
+        ValueError: the heads do not divide the rows, or have fewer than `other_rows`.
+    """
+    heads = len(content)
+    rows = weight.shape[0] // heads
+    if weight.shape[0] != heads * rows or other_rows > rows:
+        raise ValueError(
+            f"qk-clip: weight {tuple(weight.shape)} is not {heads} heads of equal size, "
+            f"{other_rows} rows at least"
+        )
+    head = rearrange(weight, "(n r) d -> n r d", n=heads)  # a view: splitting an axis never copies
+    head[:, : rows - other_rows].mul_(content[:, None, None])
+    if other is not None:
+        head[:, rows - other_rows :].mul_(other[:, None, None])
+
+
+def _check(weight: Tensor, gamma: Tensor, heads: int, rows: int) -> None:
     if weight.shape[0] != heads * rows or gamma.shape != (heads,):
         raise ValueError(
             f"qk-clip: weight {tuple(weight.shape)} and gamma {tuple(gamma.shape)} do not fit "
             f"{heads} heads of {rows} rows"
         )
-    return rearrange(weight, "(n r) d -> n r d", n=heads)

@@ -1,4 +1,4 @@
-"""The ranks of one replica group, and what they tell each other before they exchange any tensor."""
+"""The ranks that hold identical copies of some tensors, and the checks before they exchange any."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kimi_pretrain.optim.groups import NamedTensor
@@ -13,11 +14,11 @@ from kimi_pretrain.optim.groups import NamedTensor
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """The ranks that hold identical copies of some tensors; a process alone has no group.
+    """The ranks that hold identical copies of some tensors.
 
     Attributes:
-        group: None for a process alone.
-        ranks: in the whole job, in the group's order.
+        group: process group; None for a single process.
+        ranks: global ranks, in the group's order.
         index: of this rank in `ranks`.
     """
 
@@ -27,21 +28,38 @@ class ReplicaGroup:
 
     @staticmethod
     def of(group: ProcessGroup | None) -> "ReplicaGroup":
-        """Return the members of a process group."""
+        """Return the ranks of a process group."""
         if group is None:
             return ReplicaGroup(None, (0,), 0)
-        return ReplicaGroup(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return ReplicaGroup(group, ranks, dist.get_rank(group))
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every member's (small) value, in the group's order; all members call it."""
+        """Return every rank's (small) value, in the group's order; a collective call."""
         found: list[Any] = [value] * len(self.ranks)
         if len(self.ranks) > 1:
             dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def gather_to(self, value: Any, index: int) -> list[Any] | None:
+        """Return every rank's value on one rank of the group, None elsewhere; a collective call."""
+        if len(self.ranks) == 1:
+            return [value]
+        found: list[Any] | None = [None] * len(self.ranks) if index == self.index else None
+        dist.gather_object(value, found, self.ranks[index], group=self.group)
+        return found
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """Return the elementwise maximum over the ranks; a collective call."""
+        if len(self.ranks) > 1:
+            x = x.clone()
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x
+
     def check_agreement(self, name: str, tensors: Sequence[NamedTensor]) -> None:
-        """Refuse members with different tensors, or in another order: they would add up different
-        things, or wait for each other for ever.
+        """Refuse ranks whose tensors or their order differ; a collective call.
+
+        They would sum different tensors, or wait for each other forever.
 
         Raises:
             ValueError: names the group, and what each rank holds.

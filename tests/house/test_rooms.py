@@ -121,7 +121,8 @@ WALLS: dict[str, set[str]] = {
     "torch.distributed": {
         "kimi_pretrain.engine", "kimi_pretrain.dep", "kimi_pretrain.optim.muonclip",
         "kimi_pretrain.optim.replica_group", "kimi_pretrain.optim.reduce",
-        "kimi_pretrain.optim.broadcast", "kimi_pretrain.checkpoint", "kimi_pretrain.tools.dry_run",
+        "kimi_pretrain.optim.broadcast", "kimi_pretrain.optim.optimizer",
+        "kimi_pretrain.checkpoint", "kimi_pretrain.tools.dry_run",
         "kimi_pretrain.parallel.rendezvous",
     },
 }  # fmt: skip

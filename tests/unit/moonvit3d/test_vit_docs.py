@@ -1,15 +1,11 @@
-"""The example of docs/moonvit3d.md runs, on files as it names them."""
-
-import re
+"""The example of docs/alone/moonvit3d.md runs, on files as it names them."""
 
 import av
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests import ROOT
-
-PAGE = ROOT / "docs" / "moonvit3d.md"
+from tests import docs
 
 
 @pytest.mark.parametrize(
@@ -33,8 +29,6 @@ def test_example_runs(tmp_path, monkeypatch, size, grid):
             file.mux(stream.encode(frame))
         file.mux(stream.encode())
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    scope = {}
-    exec(code, scope)
+    scope = docs.run("alone/moonvit3d.md")
     assert scope["grids"] == [grid, (4, 8, 12), (2, 8, 12)]
     assert scope["tokens"].shape == (grid[1] * grid[2] // 4 + 24 + 24, 96)

@@ -1,0 +1,415 @@
+"""MuonClip as a `torch.optim.Optimizer`, for any model; docs/alone/muonclip.md has an example.
+
+Rules say by name which parameters are Muon's matrices and which AdamW's. Learning rates, weight
+decay, momentum and betas stand in torch's parameter groups, where torch's schedulers change them.
+Updates, state and their division among ranks are those of `muonclip.DistributedMuonClip`: with a
+process group each parameter is updated by one rank, which broadcasts it (ZeRO-1 by whole tensors),
+so gradients have to be summed before, as DistributedDataParallel does.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from kimi_pretrain.optim.config import GroupValues
+from kimi_pretrain.optim.groups import NamedTensor, Piece, Rule
+from kimi_pretrain.optim.muonclip import DistributedMuonClip
+from kimi_pretrain.optim.qk_clip import factors, scale_heads_
+from kimi_pretrain.optim.replica_group import ReplicaGroup
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a weight is read as matrices, each orthogonalised by itself.
+
+    Args:
+        rows: of each part of a fused weight, in order: (d, d, d) for a fused QKV; () is one part.
+        blocks: the parts repeat so often. The same part of all blocks is one matrix: rows (64, 32)
+            and 16 blocks are all heads' content rows and all heads' rotary rows.
+        stacked: the first axis counts matrices, as of experts [experts, rows, columns].
+    """
+
+    rows: tuple[int, ...] = ()
+    blocks: int = 1
+    stacked: bool = False
+
+    def pieces(self, name: str, shape: Sequence[int]) -> tuple[Piece, ...]:
+        """Return the pieces of a weight, as rows of the matrix [rows of the whole stack, columns].
+
+        Raises:
+            ValueError: the weight has no such parts.
+        """
+        if len(shape) < 2 + self.stacked or 0 in shape or (self.stacked and self.blocks > 1):
+            raise ValueError(
+                f"optimizer: '{name}' {tuple(shape)} cannot be read as {self}: a matrix has two "
+                "dimensions or more, a stack three or more and one block"
+            )
+        stack, total = (shape[0], shape[1]) if self.stacked else (1, shape[0])
+        parts = self.rows or (total // self.blocks,)
+        if total != self.blocks * sum(parts):
+            raise ValueError(
+                f"optimizer: '{name}' {tuple(shape)} has {total} rows, {self} has "
+                f"{self.blocks} x {parts} = {self.blocks * sum(parts)}"
+            )
+        return tuple(
+            Piece(f"{matrix}.{part}", self.blocks, matrix * total + start, matrix * total + stop)
+            for matrix in range(stack)
+            for part, (start, stop) in enumerate(pairwise(accumulate(parts, initial=0)))
+        )
+
+
+Treatment = Literal["muon", "adamw"] | Split
+Rules = Mapping[str, Treatment] | Callable[[str, Tensor], Treatment]
+
+
+Rows = str | tuple[str, int, int]  # a parameter, or (its name, first row, end row)
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """The query and key rows of one attention layer's heads, for QK-Clip.
+
+    Args:
+        query: parameter name, or (name, first row, end row) of a fused one. The rows are those of
+            head 0, then head 1, ...
+        key: likewise. None where heads share their keys (GQA, MQA): the query takes all of gamma.
+        rope_rows: of each query head, behind the others, that meet a key shared by all heads (the
+            rotary rows of latent attention).
+        value_rows: of each key head, behind the key's, that are values (latent attention's kv_b).
+    """
+
+    query: Rows
+    key: Rows | None
+    rope_rows: int = 0
+    value_rows: int = 0
+
+
+class MuonClip(torch.optim.Optimizer):
+    """Muon with AdamW's update RMS for matrices, AdamW for the rest, and QK-Clip.
+
+    State is fp32, or fp64 for fp64 parameters; parameters below fp32 get an fp32 master. A
+    parameter without a gradient is left alone in that step.
+
+    Args:
+        params: `model.named_parameters()`, or parameter groups whose "params" are named so.
+        lr: learning rate, shared by Muon and AdamW (updates have RMS 0.2 either way).
+        rules: what trains a parameter. A mapping from patterns ("blocks.*.weight", first match
+            counts) to "muon", "adamw" or a `Split`, or a function of name and parameter. "muon" is
+            one matrix, of a convolution one row per output channel. Embeddings and output heads
+            should be "adamw". Parameters below two dimensions need no rule: they are AdamW's.
+        weight_decay: decoupled, of every parameter.
+        momentum: of Muon.
+        nesterov: of Muon.
+        betas: of AdamW.
+        eps: of AdamW.
+        attention: layers for `qk_clip`.
+        qk_clip_threshold: attention logit above which a head is clipped.
+        process_group: ranks with equal parameters that divide state and updates; None is this
+            process alone. All of them construct, step and clip together.
+        ns_steps: Newton-Schulz iterations.
+        ns_dtype: precision of their products.
+        bucket_elements: elements updated and broadcast at a time.
+
+    Raises:
+        ValueError: parameters without names, no rule for one, a split that does not fit, a value
+            out of range, or ranks with different parameters.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        rules: Rules,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        attention: Sequence[AttentionHeads] = (),
+        qk_clip_threshold: float = 100.0,
+        process_group: ProcessGroup | None = None,
+        ns_steps: int = 5,
+        ns_dtype: Literal["float32", "bfloat16"] = "bfloat16",
+        bucket_elements: int = 2**23,
+    ):
+        defaults = GroupValues(lr, weight_decay, momentum, nesterov, betas, eps)._asdict()
+        super().__init__(params, defaults)
+        self._params = _by_name(self.param_groups)
+        splits = {name: _split(name, param, rules) for name, param in self._params.items()}
+        self._stacked = frozenset(name for name, split in splits.items() if split and split.stacked)
+        table = _RuleTable(
+            (name, _rule(name, param, str(number), splits[name]))
+            for number, group in enumerate(self.param_groups)
+            for name, param in zip(group["param_names"], group["params"], strict=True)
+        )
+        named = [
+            NamedTensor(name, self._matrix(name, param), self._gradient(name), "dense")
+            for name, param in self._params.items()
+        ]
+        self._matrices = {tensor.name: tensor.data for tensor in named}
+        self._attention, self._threshold = tuple(attention), qk_clip_threshold
+        _check_attention(self._attention, self._params)
+        self._values = _Values(self.param_groups, ns_steps, ns_dtype, bucket_elements)
+        self._group = ReplicaGroup.of(process_group)
+        self._core = DistributedMuonClip(named, {"dense": process_group}, self._values, table)
+        self._show_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Used by the constructor only.
+
+        Raises:
+            ValueError: no names, or a value out of range.
+            RuntimeError: the optimizer is built: its division among ranks is fixed.
+        """
+        if hasattr(self, "_core"):
+            raise RuntimeError("MuonClip: give all parameter groups when it is constructed")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if "param_names" not in group:
+            raise ValueError(
+                "MuonClip: rules go by name; give model.named_parameters(), or groups "
+                "{'params': [(name, parameter), ...]}"
+            )
+        _check_values(group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters; with a process group a collective call.
+
+        Raises:
+            RuntimeError: a parameter's memory was replaced since construction.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for name, param in self._params.items():
+            if param.data_ptr() != self._matrices[name].data_ptr():
+                raise RuntimeError(
+                    f"MuonClip: the memory of '{name}' was replaced, so updates would be lost. "
+                    "Move or load the model (model.to, load_state_dict(assign=True)) before "
+                    "the optimizer is constructed"
+                )
+        if self._core.steps == 0:
+            self._core.sync_masters()  # weights may have been loaded since construction
+        self._values.param_groups = self.param_groups
+        without = {name for name, param in self._params.items() if param.grad is None}
+        self._core.step(1.0, without=without)
+        self._show_state()
+        return loss
+
+    @torch.no_grad()
+    def qk_clip(self, max_logits: Tensor) -> int:
+        """Shrink query and key weights of heads whose logits exceeded the threshold, after `step`.
+
+        Kimi K2, arXiv:2507.20534, section 2.1. With a process group a collective call: the maxima
+        of all ranks count, and all ranks clip alike.
+
+        Args:
+            max_logits: [layers, heads] largest softmax input (scaled) of each head on this rank
+                since the last step, in the order of `attention`; -inf where there was none.
+
+        Returns:
+            Number of heads clipped.
+
+        Raises:
+            ValueError: another number of layers, or rows that heads do not divide.
+        """
+        if max_logits.ndim != 2 or len(max_logits) != len(self._attention):
+            raise ValueError(
+                f"qk-clip: maxima are {tuple(max_logits.shape)}, expected [layers, heads] of the "
+                f"{len(self._attention)} layers given as attention"
+            )
+        # Infinity stands for NaN, which a maximum over ranks may drop: both mean "no factor".
+        maxima = max_logits.detach().double()
+        maxima = self._group.maximum(maxima.masked_fill(maxima.isnan(), torch.inf))
+        gamma = factors(maxima, self._threshold)
+        for heads, own in zip(self._attention, gamma):
+            if bool((own < 1).any()):
+                self._clip(heads, own)
+        return int((gamma < 1).sum())
+
+    def sync_masters(self) -> None:
+        """Copy parameters into fp32 masters, after they were changed outside of the optimizer."""
+        self._core.sync_masters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, with the state of the parameters that this rank owns.
+
+        Without a process group that is the whole state. See `full_state_dict`.
+        """
+        return super().state_dict()
+
+    def full_state_dict(self, to: int = 0) -> dict[str, Any] | None:
+        """Return the state dict of all ranks, on the CPU; a collective call.
+
+        Args:
+            to: index in the process group of the rank that gets it; the others get None.
+        """
+        own = self.state_dict()
+        own["state"] = {
+            index: {part: value.cpu() for part, value in state.items()}
+            for index, state in own["state"].items()
+        }
+        found = self._group.gather_to(own["state"], to)
+        if found is None:
+            return None
+        merged = {index: state for states in found for index, state in states.items()}
+        return own | {"state": {index: merged[index] for index in sorted(merged)}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this rank owns, of any number of ranks; others' entries are ignored.
+
+        Values are copied as they are: torch would cast fp32 state to a bf16 parameter's dtype.
+        Parameters are matched by order, as in torch.
+
+        Raises:
+            ValueError: other groups, an entry that is missing, or one of another shape or dtype.
+                Nothing has been changed then.
+        """
+        groups = state_dict["param_groups"]
+        sizes, own = ([len(g["params"]) for g in some] for some in (groups, self.param_groups))
+        if sizes != own:
+            raise ValueError(f"MuonClip: groups of {sizes} parameters in the state, {own} here")
+        saved = [index for group in groups for index in group["params"]]
+        entries, done = {}, dict.fromkeys(self._params, 0)
+        for index, (name, param) in zip(saved, self._params.items(), strict=True):
+            for part, value in state_dict["state"].get(index, {}).items():
+                if part == "step":
+                    done[name] = int(value)
+                else:
+                    fits = value.shape == param.shape
+                    key = f"optim.{_CORE_NAMES.get(part, part)}.{name}"
+                    entries[key] = self._matrix(name, value) if fits else value
+        most = max(done.values(), default=0)
+        self._core.load_state_dict({"optim.step": torch.tensor(most), **entries})
+        self._core.missed = Counter({name: most - steps for name, steps in done.items()})
+        super().load_state_dict({**state_dict, "state": {}})
+        self._show_state()
+
+    def _matrix(self, name: str, x: Tensor) -> Tensor:
+        """View a parameter as the update sees it: a stack as one matrix of all its rows."""
+        return x.detach().flatten(0, 1) if name in self._stacked else x.detach()
+
+    def _gradient(self, name: str) -> Callable[[], Tensor]:
+        def gradient() -> Tensor:
+            found = self._params[name].grad
+            assert found is not None  # `step` leaves such parameters out
+            return self._matrix(name, found)
+
+        return gradient
+
+    def _show_state(self) -> None:
+        """Let torch see the state: views of the core's tensors, in the parameters' shapes."""
+        for name, param in self._params.items():
+            if parts := self._core.parts(name):
+                done = self._core.steps - self._core.missed[name]
+                self.state[param] = {"step": torch.tensor(float(done))} | {
+                    _TORCH_NAMES.get(part, part): tensor.view(param.shape)
+                    for part, tensor in parts.items()
+                }
+
+    def _clip(self, heads: AttentionHeads, gamma: Tensor) -> None:
+        shared = gamma if heads.key is None else gamma.sqrt()
+        self._scale(heads.query, shared, heads.rope_rows, gamma)
+        if heads.key is not None:
+            self._scale(heads.key, shared, heads.value_rows, None)
+
+    def _scale(self, rows: Rows, content: Tensor, other_rows: int, other: Tensor | None) -> None:
+        name, start, stop = (rows, 0, None) if isinstance(rows, str) else rows
+        self._core.change_weight(
+            name, lambda weight: scale_heads_(weight[start:stop], content, other_rows, other)
+        )
+
+
+_TORCH_NAMES = {"momentum": "momentum_buffer"}
+_CORE_NAMES = {theirs: ours for ours, theirs in _TORCH_NAMES.items()}
+
+
+@dataclass
+class _Values:
+    """The `UpdateSettings` of torch's parameter groups, as they are at each step."""
+
+    param_groups: list[dict[str, Any]]
+    ns_steps: int
+    ns_dtype: Literal["float32", "bfloat16"]
+    bucket_elements: int
+    matrices: Literal["muon", "adamw"] = "muon"
+    shard_state: bool = True
+    measure_orthogonality: bool = False
+
+    def group_values(self, group: str, lr: float) -> GroupValues:
+        own = self.param_groups[int(group)]
+        values = GroupValues(**{name: own[name] for name in GroupValues._fields})
+        return values._replace(lr=lr * float(values.lr))
+
+
+class _RuleTable(dict[str, Rule]):
+    """The `TensorRules` of known parameters; the group of a rule is the number of torch's."""
+
+    def rule_of(self, name: str, shape: Sequence[int], matrices: str = "muon") -> Rule:
+        return self[name]
+
+
+def _by_name(groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.nn.Parameter]:
+    pairs = [pair for group in groups for pair in zip(group["param_names"], group["params"])]
+    if len(found := dict(pairs)) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"MuonClip: {[n for n in names if names[n] > 1]} given twice")
+    return found
+
+
+def _split(name: str, param: Tensor, rules: Rules) -> Split | None:
+    """Return the matrices of a parameter; None: it is AdamW's."""
+    if callable(rules):
+        found = rules(name, param)
+    elif param.ndim < 2:
+        return None
+    else:
+        found = next((rule for at, rule in rules.items() if fnmatchcase(name, at)), None)
+    if found == "adamw" or isinstance(found, Split):
+        return None if found == "adamw" else found
+    if found == "muon" and param.ndim != 3:
+        return Split()
+    raise ValueError(
+        f"MuonClip: the rule for '{name}' {tuple(param.shape)} is {found!r}; give 'muon', 'adamw' "
+        "or a Split (of three dimensions Split(stacked=True) for a stack of matrices, Split() for "
+        "a convolution). Embeddings and output heads are usually AdamW's"
+    )
+
+
+def _rule(name: str, param: Tensor, group: str, split: Split | None) -> Rule:
+    if split is None:
+        return Rule("adamw", group)
+    return Rule("muon", group, split.pieces(name, param.shape))
+
+
+def _check_attention(layers: Sequence[AttentionHeads], names: Collection[str]) -> None:
+    for rows in (rows for layer in layers for rows in (layer.query, layer.key) if rows):
+        if (name := rows if isinstance(rows, str) else rows[0]) not in names:
+            raise ValueError(f"qk-clip: there is no parameter '{name}'")
+
+
+def _check_values(group: Mapping[str, Any]) -> None:
+    for name, value, holds in (
+        ("lr", group["lr"], group["lr"] >= 0),
+        ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0),
+        ("momentum", group["momentum"], 0 <= group["momentum"] < 1),
+        ("betas", group["betas"], all(0 <= beta < 1 for beta in group["betas"])),
+        ("eps", group["eps"], group["eps"] > 0),
+    ):
+        if not holds:
+            raise ValueError(f"MuonClip: {name} is {value}, which is out of range")
