@@ -27,7 +27,7 @@ def overhead(root: Path, repeats: int = 5) -> dict[str, float]:
     """Microseconds per image, the best of some repeats that take turns."""
     store = FolderStore(root / "ours")
     with SampleStream(store, [read_index(store, PAIRS)], StreamConfig(batch_size=SAMPLES)) as s:
-        jpegs = [media[0] for media in next(s).media]
+        jpegs = [media[0] for media in next(s.batches()).media]
     times = {"pillow_us": float("inf"), "read_image_us": float("inf")}
     for _ in range(repeats):
         times["pillow_us"] = min(times["pillow_us"], _microseconds(by_pillow, jpegs))

@@ -22,6 +22,8 @@ def load(modes: Sequence[str]) -> None:
 
     if "pixels" in modes:
         import torch  # noqa: F401
+
+        import moonvit3d.media  # noqa: F401
     pyarrow.array(["x"])  # the first one imports pandas, where there is one
 
 
@@ -41,7 +43,6 @@ def build(job: Job) -> Any:
         # A timed pass ends with its last sample, so nothing is fetched that is not handed out.
         num_samples=job.limit * job.world if job.timed or job.place == "s3" else None,
         check=job.extra.get("check", True),
-        decode=job.mode == "pixels",
         workers=job.workers,
     )
     transform = stacked if job.mode == "pixels" else None
@@ -56,14 +57,16 @@ class Pass:
         self._finish = MODES[mode]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(self._finish, self.stream)
+        return map(self._finish, self.stream.batches())
 
 
 def stacked(batch: Any) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    pixels = torch.from_numpy(np.stack([media[0] for media in batch.media]))
+    from moonvit3d.media import read_image
+
+    pixels = torch.from_numpy(np.stack([read_image(media[0]) for media in batch.media]))
     return {"ids": list(map(int, batch.key)), "x": pixels, "cap": batch.document}
 
 

@@ -2,7 +2,8 @@
 
 Bytes with another checksum are read again, past any cache: they may have changed on the way. What
 stays wrong is raised by `read_checked`, and listed by `read_parts` for who can go on without it.
-Only `data verify` and `SampleStream`, which read in ways of their own, compare for themselves.
+Only `data verify` and `SampleStream` read in their own ways and compare for themselves; the stream
+reads what differs again through here.
 """
 
 import json

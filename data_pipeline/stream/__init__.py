@@ -1,1 +1,1 @@
-"""Raw samples in an exact order, without packing or a model."""
+"""The source of a webdataset pipeline: samples in an exact order, without packing or a model."""

@@ -1,45 +1,32 @@
-"""Batches of samples out of the parts of a stretch: bytes, checked, and pixels where wanted."""
+"""Turns the parts of a stretch into batches, or into the samples that webdataset reads."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from isal.isal_zlib import crc32  # zlib's numbers in a fraction of its time
+from isal.isal_zlib import adler32, crc32  # zlib's numbers in a fraction of its time
 from numpy.typing import NDArray
 
 from data_pipeline.index.manifest import IndexMismatch
-from data_pipeline.stream.extents import Parts
-from data_pipeline.stream.stretch import DOCUMENT, Stretch
-from moonvit3d.geometry import KIND_IMAGE
-from moonvit3d.media import MediaError, read_image, read_video
+from data_pipeline.index.reads import Part, read_checked
+from data_pipeline.store.open import Span, Store
+from data_pipeline.stream.extents import HEADER, Parts
+from data_pipeline.stream.stretch import Stretch
 
-
-class Sample(NamedTuple):
-    """One sample.
-
-    Attributes:
-        source: name of the source.
-        key: its key there.
-        document: bytes of its JSON, or the JSON parsed.
-        media: bytes of each media file, or its pixels: uint8 [H, W, 3] of an image, a tuple of
-            uint8 [t, H, W, 3] of a video's chunks.
-    """
-
-    source: str
-    key: str
-    document: Any
-    media: tuple[Any, ...]
+_CHECKSUM = slice(148, 156)  # of a tar header, which counts as eight spaces in it
 
 
 @dataclass(slots=True)
 class Batch:
-    """One rank's samples of a step, as columns of n entries; iterates over `Sample`s.
+    """One rank's samples of a step, as columns of n entries.
 
     Attributes:
         position: position of the step's first sample in the stream, the same on all ranks.
-        source, key, document, media: as in `Sample`.
+        source: names of the sources.
+        key: keys of the samples there.
+        document: bytes of each JSON document.
+        media: bytes of each media file.
         index: int64 [n] number of each sample in its source's index.
         epoch: int64 [n] how often its source had been gone through before.
     """
@@ -47,30 +34,29 @@ class Batch:
     position: int
     source: list[str]
     key: list[str]
-    document: list[Any]
-    media: list[tuple[Any, ...]]
+    document: list[bytes]
+    media: list[tuple[bytes, ...]]
     index: NDArray[np.int64]
     epoch: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.key)
 
-    def __iter__(self) -> Iterator[Sample]:
-        return map(Sample, self.source, self.key, self.document, self.media)
-
 
 class Assembly:
-    """A stretch as steps, ready to be made into batches, in any order and from any thread.
+    """A stretch as steps, which are read in any order and from any thread.
 
     Args:
         stretch: its samples, step by step, equally many in each.
         parts: their bytes.
         keys: their keys [n].
         names: of the sources.
+        store: where the shards lie; damaged bytes are read from it again.
         first: position of the first step's first sample in the stream.
         num_steps: steps in the stretch.
+        stride: positions from the first sample of a step to that of the next.
         batch_size: samples of a step, over all ranks.
-        check, parse, decode: see `data_pipeline.stream.stream.StreamConfig`.
+        check: compare all bytes with their CRC-32.
     """
 
     def __init__(
@@ -79,42 +65,36 @@ class Assembly:
         parts: Parts,
         keys: list[str],
         names: Sequence[str],
+        store: Store,
         *,
         first: int,
         num_steps: int,
+        stride: int,
         batch_size: int,
         check: bool,
-        parse: bool,
-        decode: bool,
     ) -> None:
-        self.first, self.num_steps, self.batch_size = first, num_steps, batch_size
-        self._stretch, self._parts, self._keys = stretch, parts, keys
+        self.first, self.num_steps, self.stride = first, num_steps, stride
+        self._stretch, self._parts, self._keys, self._store = stretch, parts, keys, store
         self._names = np.array(names, object)[stretch.source].tolist()
         self._ptr = stretch.part_ptr.tolist()
         self._crc = stretch.crc.tolist()
-        self._check, self._parse, self._decode = check, parse, decode
+        self._check, self._batch_size = check, batch_size
         self._per_step = len(keys) // num_steps
 
     def end(self, step: int) -> int:
         """The position after a step of the stretch."""
-        return self.first + (step + 1) * self.batch_size
+        return self.first + step * self.stride + self._batch_size
 
     def batch(self, step: int) -> Batch:
-        """Make the batch of a step; waits for its bytes.
+        """Read a step; waits for its bytes.
 
         Raises:
-            StoreError, IndexMismatch, MediaError: as `SampleStream.__next__` says.
+            StoreError, IndexMismatch: as `SampleStream` says.
         """
         begin, end = step * self._per_step, (step + 1) * self._per_step
-        first = self._ptr[begin]
-        bodies: list[Any] = self._parts.read(first, self._ptr[end])
-        if self._check and list(map(crc32, bodies)) != self._crc[first : self._ptr[end]]:
-            raise self._damaged(first, bodies)
-        if self._parse or self._decode:
-            bodies = [self._open(first + at, body) for at, body in enumerate(bodies)]
-        starts = [part - first for part in self._ptr[begin : end + 1]]
+        bodies, starts = self._bodies(begin, end)
         return Batch(
-            position=self.first + step * self.batch_size,
+            position=self.first + step * self.stride,
             source=self._names[begin:end],
             key=self._keys[begin:end],
             document=[bodies[a] for a in starts[:-1]],
@@ -123,28 +103,47 @@ class Assembly:
             epoch=self._stretch.epoch[begin:end],
         )
 
-    def _open(self, part: int, body: bytes) -> Any:
-        kind = self._stretch.kind[part]
-        try:
-            if kind == DOCUMENT:
-                return json.loads(body) if self._parse else body
-            if not self._decode:
-                return body
-            if kind == KIND_IMAGE:
-                return read_image(body)
-            return tuple(frames for frames, _ in read_video(body))
-        except MediaError as error:
-            raise MediaError(f"{self._where(part)}: {error}") from error
-        except ValueError as error:
-            raise IndexMismatch(f"{self._where(part)}: the document is not JSON") from error
+    def samples(self, step: int) -> list[dict[str, Any]]:
+        """Read a step as the samples that webdataset's tar reader makes of the shards.
 
-    def _damaged(self, first: int, bodies: Sequence[bytes]) -> IndexMismatch:
-        found = map(crc32, bodies)
-        part, crc = next((p, c) for p, c in enumerate(found, first) if c != self._crc[p])
-        return IndexMismatch(
-            f"{self._where(part)}: CRC-32 is {crc:08x}, expected {self._crc[part]:08x}; restore "
-            "the shard or ingest the source again"
-        )
+        Raises:
+            StoreError, IndexMismatch: as `SampleStream` says.
+        """
+        begin, end = step * self._per_step, (step + 1) * self._per_step
+        bodies, starts = self._bodies(begin, end)
+        first = self._ptr[begin]
+        headers = self._parts.headers(first, self._ptr[end])
+        samples: list[dict[str, Any]] = []
+        for key, a, b in zip(self._keys[begin:end], starts, starts[1:]):
+            shard = self._stretch.shards[int(self._stretch.slot[first + a])].key
+            sample: dict[str, Any] = {"__key__": key, "__url__": f"{self._store.uri}/{shard}"}
+            for at in range(a, b):
+                name = member_name(headers[at])
+                if name is None or not name.startswith(f"{key}."):
+                    raise IndexMismatch(
+                        f"{self._where(first + at)}: its tar header is damaged; restore the shard "
+                        "or ingest the source again"
+                    )
+                sample[name[len(key) + 1 :].lower()] = bodies[at]
+            samples.append(sample)
+        return samples
+
+    def _bodies(self, begin: int, end: int) -> tuple[list[bytes], list[int]]:
+        """Checked bytes of the parts of samples begin ... end - 1, and where each begins in it."""
+        first, last = self._ptr[begin], self._ptr[end]
+        bodies = self._parts.read(first, last)
+        if self._check and list(map(crc32, bodies)) != self._crc[first:last]:
+            bodies = [self._intact(part, body) for part, body in enumerate(bodies, first)]
+        return bodies, [part - first for part in self._ptr[begin : end + 1]]
+
+    def _intact(self, part: int, body: bytes) -> bytes:
+        """Read a part again if it is damaged; what stays so raises IndexMismatch."""
+        stretch, crc = self._stretch, self._crc[part]
+        if crc32(body) == crc:
+            return body
+        shard = stretch.shards[stretch.slot[part]].key
+        span = Span(shard, int(stretch.offset[part]), int(stretch.length[part]))
+        return read_checked(self._store, [Part(span, crc, self._where(part))])[0]
 
     def _where(self, part: int) -> str:
         stretch = self._stretch
@@ -153,3 +152,14 @@ class Assembly:
         number = part - self._ptr[at] - 1
         what = "document" if number < 0 else f"media file {number}"
         return f"source {self._names[at]!r}, sample {self._keys[at]!r} in {shard!r}, {what}"
+
+
+def member_name(header: bytes) -> str | None:
+    """The name in a ustar header of 512 bytes; None if the header's own checksum is wrong."""
+    # Started at 0, the low half of an Adler-32 is the sum of the bytes modulo 65521.
+    total = (adler32(header, 0) & 0xFFFF) - (adler32(header[_CHECKSUM], 0) & 0xFFFF) + 8 * ord(" ")
+    try:
+        intact = len(header) == HEADER and (total - int(header[148:154], 8)) % 65521 == 0
+        return header[:100].rstrip(b"\0").decode() if intact else None
+    except ValueError:
+        return None

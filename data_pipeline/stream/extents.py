@@ -1,7 +1,7 @@
 """The bytes of a stretch's parts: from files of a folder, from whole shards, or from ranges.
 
-Neither `prepare` ever waits: it begins to fetch, and the part that is asked for first waits for
-what it needs. So one stretch can be on its way while another is being used.
+`prepare` starts the requests and does not wait; `read` waits for what it needs. So one stretch is
+fetched while another is in use.
 """
 
 import os
@@ -17,26 +17,32 @@ from numpy.typing import NDArray
 from data_pipeline.index.columns import ShardInfo
 from data_pipeline.store.objects import check_key
 from data_pipeline.store.open import FolderStore, Store, StoreError
-from data_pipeline.stream.stretch import Stretch
+from data_pipeline.stream.stretch import Stretch, by_first_use
 
-# A request costs about as much as reading on for this long: neighbours this close are read as one.
+# A request costs about as much as reading this many bytes: closer neighbours are read as one.
 MAX_GAP = 256 << 10
-# A larger read is cut up and its pieces fetched side by side.
+# A larger read is split into pieces that are fetched in parallel.
 MAX_PIECE = 32 << 20
 # Longer than any sum of the store's own timeouts and retries; reached only if something hangs.
 PATIENCE_S = 1800.0
 _KEPT_FILES = 256
+# The tar header, with the member's name, lies just before the bytes of every part.
+HEADER = 512
 
 
 class Parts(Protocol):
-    """The parts of one stretch."""
+    """The parts of one stretch; every method may be called from any thread."""
 
     def read(self, first: int, end: int) -> list[bytes]:
-        """The bytes of parts first ... end - 1; waits for them. From any thread.
+        """The bytes of parts first ... end - 1; waits for them.
 
         Raises:
             StoreError: naming the shard.
         """
+        ...
+
+    def headers(self, first: int, end: int) -> list[bytes]:
+        """The tar headers, 512 bytes each, of parts that have been read."""
         ...
 
 
@@ -48,18 +54,18 @@ class Extents(Protocol):
         ...
 
     def close(self) -> None:
-        """End all threads and let go of everything kept."""
+        """End all threads and free what is kept."""
         ...
 
 
 def open_extents(store: Store, whole: bool, memory_bytes: int, threads: int) -> Extents:
-    """The right ones for a store.
+    """Choose by the kind of store.
 
     Args:
         store: where the shards lie.
         whole: read whole shards and keep them while there is room, not only the ranges needed.
-        memory_bytes: how much of whole shards is kept.
-        threads: requests at the same time.
+        memory_bytes: limit of the whole shards kept.
+        threads: concurrent requests.
     """
     if isinstance(store, FolderStore):
         return FileExtents(store)
@@ -67,10 +73,9 @@ def open_extents(store: Store, whole: bool, memory_bytes: int, threads: int) -> 
 
 
 class FileExtents:
-    """Reads every part from its file when asked: no memory, no threads; the kernel has the cache.
+    """Reads every part from its file when asked: no memory, no threads, the kernel's cache.
 
-    By call and not through a memory map: a shard cut short under a map would end the process
-    without a word.
+    By `pread` and not through a memory map: a shard truncated under a map is a SIGBUS.
     """
 
     def __init__(self, store: FolderStore) -> None:
@@ -94,7 +99,7 @@ class FileExtents:
                 try:
                     file = _File(self._store.root / check_key(info.key))
                 except OSError:
-                    self._store.get(info.key, 0, 1)  # says in its own words what is wrong
+                    self._store.get(info.key, 0, 1)  # raises the store's own error
                     raise
                 self._files[info.key] = file
                 if len(self._files) > _KEPT_FILES:
@@ -103,7 +108,7 @@ class FileExtents:
 
 
 class _File:
-    """A file descriptor that closes itself when the last stretch is done with it."""
+    """A file descriptor, closed with the last stretch that uses it."""
 
     __slots__ = ("handle",)
 
@@ -138,8 +143,13 @@ class _FileParts:
             bodies = [self._whole(first + at, body) for at, body in enumerate(bodies)]
         return bodies
 
+    def headers(self, first: int, end: int) -> list[bytes]:
+        handles = [self._handles[slot] for slot in self._slot[first:end]]
+        offsets = [offset - HEADER for offset in self._offset[first:end]]
+        return list(map(os.pread, handles, [HEADER] * len(handles), offsets))
+
     def _whole(self, part: int, body: bytes) -> bytes:
-        """Read on: a file system may give less than asked for; none at all is the file's end."""
+        """Continue a short read, which a file system may return; 0 bytes is the end of file."""
         offset, length = self._offset[part], self._length[part]
         slot = self._slot[part]
         while len(body) < length:
@@ -155,13 +165,13 @@ class _FileParts:
 
 
 class StoreExtents:
-    """Fetches by a few large requests in the background."""
+    """Fetches with a few large requests in the background."""
 
     def __init__(self, store: Store, whole: bool, memory_bytes: int, threads: int) -> None:
         self._store, self._keeps_whole = store, whole
         self._room = memory_bytes
         self._kept: OrderedDict[str, tuple[Future[bytes], int]] = OrderedDict()
-        # Pieces of a large read have threads of their own: waiting for them must not starve them.
+        # Pieces of a large read have their own threads: waiting for them must not starve them.
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shard")
         self._pieces = ThreadPoolExecutor(threads, thread_name_prefix="piece")
 
@@ -170,7 +180,9 @@ class StoreExtents:
         if self._keeps_whole:
             futures = [self._whole(info) for info in stretch.shards]
             return _BufferParts(futures, stretch.slot, stretch.offset, stretch.length)
-        shard, offset, length, owner = ranges(stretch.slot, stretch.offset, stretch.length, MAX_GAP)
+        shard, offset, length, owner = ranges(
+            stretch.slot, stretch.offset - HEADER, stretch.length + HEADER, MAX_GAP
+        )
         futures = [
             self._pool.submit(self._fetch, stretch.shards[number].key, begin, count)
             for number, begin, count in zip(shard.tolist(), offset.tolist(), length.tolist())
@@ -225,6 +237,10 @@ class _BufferParts:
         bounds = zip(buffers, self._start[first:end], self._end[first:end])
         return [bodies[number][begin:stop] for number, begin, stop in bounds]
 
+    def headers(self, first: int, end: int) -> list[bytes]:
+        bounds = zip(self._buffer[first:end], self._start[first:end])
+        return [self._bodies[number][start - HEADER : start] for number, start in bounds]
+
 
 def ranges(
     shard: NDArray[np.int64], offset: NDArray[np.int64], length: NDArray[np.int64], max_gap: int
@@ -247,11 +263,7 @@ def ranges(
     tails = np.append(heads, order.size)[1:] - 1
     owner = np.empty(order.size, np.int64)
     owner[order] = number
-    # By first use, so that what is needed first is asked for first.
-    first_use = np.full(heads.size, order.size)
-    np.minimum.at(first_use, number, order)
-    by_use = np.argsort(first_use)
-    rank = np.empty_like(by_use)
-    rank[by_use] = np.arange(by_use.size)
     length_ = reach[tails] - base[heads] - begin[heads]
-    return shard_[heads][by_use], begin[heads][by_use], length_[by_use], rank[owner]
+    # By first use, so that what is needed first is asked for first.
+    owner, used = by_first_use(owner)
+    return shard_[heads][used], begin[heads][used], length_[used], owner

@@ -113,7 +113,7 @@ WALLS: dict[str, set[str]] = {
     "boto3": {"data_pipeline.store.open"},
     "botocore": {"data_pipeline.store.open"},
     # The bytes of samples have one door, where they are compared with the index; `data verify`
-    # compares for itself, and `SampleStream` (which reads its own way) too.
+    # compares for itself; `SampleStream` reads in its own way, and again here what differs.
     "data_pipeline.store.open.get_many": {
         "data_pipeline.index.reads", "data_pipeline.inspect.shard",
     },

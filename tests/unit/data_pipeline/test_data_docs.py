@@ -2,16 +2,13 @@
 
 import ast
 import dataclasses
-import io
 import re
 import shlex
 from fractions import Fraction
 
-import numpy as np
 import pytest
 import typer
 import yaml
-from PIL import Image
 
 from data_pipeline.augment.config import (
     AffineConfig,
@@ -22,12 +19,8 @@ from data_pipeline.augment.config import (
 )
 from data_pipeline.cache.cached_store import CacheConfig
 from data_pipeline.config import MAX_PREFETCH, BlendStage, DataConfig
-from data_pipeline.ingest.ingest import ingest
-from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
 from data_pipeline.plan.blend import UNITS, SourceTotals, weights_for_ratio
 from data_pipeline.plan.planner import QUARANTINE_DELAY
-from data_pipeline.store.open import FolderStore
-from data_pipeline.text import Tokenizer, train_ranks
 from kimi_pretrain.config import ConfigError, parse_config
 from launch.cli.main import app
 from moonvit3d.geometry import PatchLimits
@@ -241,54 +234,6 @@ def test_messages_of_the_table_are_those_of_the_code():
         parts = [re.escape(part.strip()) for part in message.split("...") if part.strip()]
         pattern = re.compile(".*".join(parts), re.DOTALL)
         assert any(map(pattern.search, known)), message
-
-
-# Examples in Python ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """Sources of the names that the examples use, in a folder "corpus"; returns its parent."""
-    folder = tmp_path_factory.mktemp("docs")
-    store = FolderStore(folder / "corpus")
-    words = ["tide", "comes", "in", "twice", "a", "day", "and", "goes", "out", "as", "often"]
-    draw = np.random.default_rng(0)
-
-    def text():
-        return TextSegment(" ".join(draw.choice(words, draw.integers(4, 40))))
-
-    def image():
-        out = io.BytesIO()
-        pixels = draw.integers(0, 256, (60, 90, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(out, "PNG")
-        return ImageSegment(out.getvalue(), "png")
-
-    ranks = train_ranks([" ".join(words)], 270)
-    store.put("tokenizer/tokenizer.tiktoken", ranks)
-    tokenizer = Tokenizer(ranks, "words")
-    pairs = [CrudeSample(f"c{i}", [image(), text()]) for i in range(12)]
-    ingest(pairs, store, "captions", tokenizer, category="caption")
-    ingest([CrudeSample(f"w{i}", [text()]) for i in range(30)], store, "web", tokenizer)
-    return folder
-
-
-def test_python_examples_run(corpus, monkeypatch, capsys):
-    monkeypatch.chdir(corpus)
-    rows, raw = blocks("python")
-    scope = {}
-    exec(rows, scope)
-    assert scope["tokens"].shape == scope["mask"].shape == (8, 512)
-    assert scope["mask"].any()
-    assert scope["patches"] > 0
-    assert scope["state"]["step"] == 3
-    assert len(str(scope["state"])) < 500
-    scope = {}
-    exec(raw, scope)
-    assert len(scope["batch"]) == 16
-    assert scope["state"]["position"] == 16
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 16
-    assert sum("(60, 90, 3)" in line for line in printed) in (10, 11)
 
 
 def test_the_page_keeps_its_width():

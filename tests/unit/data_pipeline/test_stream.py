@@ -1,4 +1,5 @@
 import json
+import pickle
 import tarfile
 import threading
 from dataclasses import replace
@@ -6,6 +7,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+import webdataset as wds
 
 from data_pipeline.index.columns import ShardInfo, SourceIndex
 from data_pipeline.index.manifest import IndexMismatch, read_index, write_index
@@ -14,12 +16,12 @@ from data_pipeline.plan.blend import UNITS, append_segment, blend
 from data_pipeline.plan.order import ShardOrder
 from data_pipeline.store.objects import Span
 from data_pipeline.store.open import FolderStore, MissingKey, StoreError
+from data_pipeline.stream import stream as stream_module
+from data_pipeline.stream.batches import member_name
 from data_pipeline.stream.extents import ranges
-from data_pipeline.stream.stream import Batch, SampleStream, StreamConfig
+from data_pipeline.stream.stream import SampleStream, StreamConfig
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO
-from moonvit3d.media import MediaError, read_image, read_video
 from tests.resume import assert_resumes_anywhere, fingerprint
-from tests.unit.data_pipeline.media import encoded, mp4, noise
 
 CONFIG = StreamConfig(batch_size=6, seed=5, shard_window=2)
 
@@ -94,15 +96,34 @@ def built(tmp_path_factory):
 
 def plain(batch):
     """What a batch holds, as comparable values."""
-    return [
-        (*sample, int(index), int(epoch))
-        for sample, index, epoch in zip(batch, batch.index, batch.epoch, strict=True)
-    ]
+    columns = (batch.source, batch.key, batch.document, batch.media, batch.index, batch.epoch)
+    return [(*sample, int(index), int(epoch)) for *sample, index, epoch in zip(*columns)]
 
 
 def taken(stream, steps):
     with stream:
-        return [plain(batch) for batch in islice(stream, steps)]
+        return [plain(batch) for batch in islice(stream.batches(), steps)]
+
+
+class Stepping:
+    """A stream with the `next` that the shared test of resuming wants, by batches or samples."""
+
+    def __init__(self, stream, taken=SampleStream.batches):
+        self.stream, self._taken, self._running = stream, taken, None
+
+    def __next__(self):
+        self._running = self._running or self._taken(self.stream)
+        return next(self._running)
+
+    def state_dict(self):
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state):
+        self.stream.load_state_dict(state)
+        self._running = None
+
+    def close(self):
+        self.stream.close()
 
 
 def slowly(store, indices, shares, config, positions):
@@ -181,7 +202,9 @@ def test_it_resumes_anywhere(built, workers):
     store, indices = built
     config = replace(BLENDED, workers=workers)
     assert_resumes_anywhere(
-        lambda: SampleStream(store, indices, config), 12, lambda batch: fingerprint(plain(batch))
+        lambda: Stepping(SampleStream(store, indices, config)),
+        12,
+        lambda batch: fingerprint(plain(batch)),
     )
 
 
@@ -189,7 +212,7 @@ def test_it_goes_on_with_another_world_size_batch_and_blend_of_the_state(built):
     store, indices = built
     whole = sum(taken(SampleStream(store, indices, BLENDED), 40), [])
     stream = SampleStream(store, indices, BLENDED, 1, 2)
-    list(islice(stream, 9))
+    list(islice(stream.batches(), 9))
     state = json.loads(json.dumps(stream.state_dict()))
     other = replace(CONFIG, batch_size=10, shares=None)
     ranks = []
@@ -206,7 +229,7 @@ def test_the_state_is_small_and_the_same_on_all_ranks(built):
     for rank in range(2):
         stream = SampleStream(store, indices, BLENDED, rank, 2)
         for share in (3, 5, 9, 17):
-            next(stream)
+            next(stream.batches())
             stream.reweigh(SHARES | {"pics": share})
         states.append(json.dumps(stream.state_dict()))
     assert states[0] == states[1]
@@ -217,9 +240,9 @@ def test_a_new_blend_holds_from_the_next_step_on(built):
     store, indices = built
     before = sum(taken(SampleStream(store, indices, BLENDED), 10), [])
     stream = SampleStream(store, indices, BLENDED)
-    found = [plain(next(stream)) for _ in range(10)]
+    found = [plain(batch) for batch in islice(stream.batches(), 10)]
     stream.reweigh({"pics": 1, "words": 98, "clips": 1})
-    found += [plain(next(stream)) for _ in range(30)]
+    found += [plain(batch) for batch in islice(stream.batches(), 30)]
     assert sum(found[:10], []) == before
     after = sum(found[10:], [])
     assert 0.95 < np.mean([sample[0] == "words" for sample in after]) <= 0.99
@@ -230,7 +253,7 @@ def test_a_new_blend_holds_from_the_next_step_on(built):
 
     other = SampleStream(store, indices, BLENDED)
     other.load_state_dict(stream.state_dict())
-    assert plain(next(other)) == plain(next(stream))
+    assert plain(next(other.batches())) == plain(next(stream.batches()))
 
 
 def test_a_new_blend_before_the_first_step_takes_the_place_of_the_first_one(built):
@@ -284,7 +307,7 @@ def test_shards_are_asked_for_in_the_order_of_their_first_use(built):
     remote = Remote(store)
     config = replace(CONFIG, shard_window=4, batch_size=27, num_samples=27, threads=1)
     with SampleStream(remote, indices[:1], config) as stream:
-        used = indices[0].shard[next(stream).index].tolist()
+        used = indices[0].shard[next(stream.batches()).index].tolist()
     first_uses = [indices[0].shards[number].key for number in dict.fromkeys(used)]
     assert [span.key for span in remote.reads] == first_uses
     assert first_uses != sorted(first_uses)
@@ -305,7 +328,7 @@ def test_with_little_memory_not_much_is_kept(built):
     largest = max(shard.size for shard in indices[0].shards)
     config = replace(CONFIG, shard_window=1, memory_bytes=2 * largest)
     stream = SampleStream(Remote(store), indices[:1], config)
-    for _ in islice(stream, 30):
+    for _ in islice(stream.batches(), 30):
         kept = stream._extents._kept.values()
         assert sum(size for _, size in kept) <= largest or len(kept) == 1
     stream.close()
@@ -317,7 +340,7 @@ def test_damage_is_one_clear_error_and_moves_nothing(tmp_path, remote):
     index = write_source(store, "pics", [6, 6])
     config = replace(CONFIG, shard_window=1, num_samples=12)
     stream = SampleStream(Remote(store) if remote else store, [index], config)
-    first = plain(next(stream))
+    first = plain(next(stream.batches()))
     second_shard = index.shards[1 - index.shard[int(first[0][-2])]]
     good = store.get(second_shard.key)
     spoilt = next(s for s in range(12) if index.shard[s] != index.shard[first[0][-2]] and s % 2)
@@ -328,13 +351,13 @@ def test_damage_is_one_clear_error_and_moves_nothing(tmp_path, remote):
     fresh.load_state_dict(state)
     where = rf"'pics', sample 'pics-{spoilt:03d}' in .*media file 0"
     with pytest.raises(IndexMismatch, match=where):
-        next(fresh)
+        next(fresh.batches())
     assert fresh.state_dict() == state
     store.put(second_shard.key, good)
     fresh.close()
     fresh = SampleStream(store, [index], config)
     fresh.load_state_dict(state)
-    assert plain(next(fresh)) == plain(next(stream))
+    assert plain(next(fresh.batches())) == plain(next(stream.batches()))
 
 
 def test_without_the_check_damage_goes_unseen(tmp_path):
@@ -347,15 +370,9 @@ def test_without_the_check_damage_goes_unseen(tmp_path):
         SampleStream(store, [index], CONFIG) as stream,
         pytest.raises(IndexMismatch, match="CRC-32"),
     ):
-        next(stream)
+        next(stream.batches())
     found = taken(SampleStream(store, [index], replace(CONFIG, check=False)), 1)
     assert sum(sample[2].startswith(b"[") for sample in found[0]) == 1
-    parsing = replace(CONFIG, check=False, parse=True)
-    with (
-        SampleStream(store, [index], parsing) as stream,
-        pytest.raises(IndexMismatch, match="JSON"),
-    ):
-        next(stream)
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -369,50 +386,16 @@ def test_a_lost_or_short_shard_is_one_clear_error(tmp_path, remote, workers):
     stream = SampleStream(source, [index], replace(CONFIG, workers=workers))
     (tmp_path / key).write_bytes(good[: len(good) // 2])
     with pytest.raises(StoreError, match=key):
-        next(stream)
+        next(stream.batches())
     (tmp_path / key).unlink()
     (tmp_path / key).with_suffix(".old").write_bytes(good)
     stream.close()
     stream = SampleStream(source, [index], replace(CONFIG, workers=workers))
     with pytest.raises(MissingKey, match=key):
-        next(stream)
+        next(stream.batches())
     (tmp_path / key).write_bytes(good)
-    assert len(next(stream)) == 6, "once the shard is back, the same step is tried again"
+    assert len(next(stream.batches())) == 6, "once the shard is back, the same step is tried again"
     stream.close()
-
-
-def test_documents_and_media_can_be_opened(tmp_path):
-    store = FolderStore(tmp_path)
-    pictures = [encoded(noise(28 + i, 40, i), "JPEG") for i in range(8)]
-    pics = write_source(store, "pics", [4, 4], body=pictures.__getitem__)
-    clips = write_source(store, "clips", [4], kinds=(KIND_VIDEO,), body=lambda _: mp4(18))
-    chunks = [frames for frames, _ in read_video(mp4(18))]
-    config = StreamConfig(batch_size=12, parse=True, decode=True)
-    batch = next(SampleStream(store, [pics, clips], config))
-    assert isinstance(batch, Batch)
-    seen = set()
-    for (source, key, document, media), number in zip(batch, batch.index):
-        seen.add(key)
-        assert document["segments"][0]["text"] == f"{source} {number}"
-        if number % 2 == 0:
-            assert media == ()
-        elif source == "pics":
-            assert np.array_equal(media[0], read_image(pictures[number]))
-        else:
-            assert len(media[0]) == len(chunks) > 1
-            assert all(map(np.array_equal, media[0], chunks))
-    assert len(seen) == 12
-
-
-def test_a_medium_that_does_not_decode_names_its_sample(tmp_path):
-    store = FolderStore(tmp_path)
-    index = write_source(store, "pics", [2], body=lambda _: b"\xff\xd8\xff no picture")
-    complaint = r"'pics', sample 'pics-001' in .*, media file 0: JPEG"
-    with (
-        SampleStream(store, [index], replace(CONFIG, decode=True)) as stream,
-        pytest.raises(MediaError, match=complaint),
-    ):
-        next(stream)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -420,7 +403,7 @@ def test_a_transform_is_handed_every_batch(built, workers):
     store, indices = built
     config = replace(BLENDED, workers=workers)
     with SampleStream(store, indices, config, transform=lambda b: (b.position, b.key)) as stream:
-        found = list(islice(stream, 9))
+        found = list(islice(stream.batches(), 9))
     whole = taken(SampleStream(store, indices, BLENDED), 9)
     assert found == [(6 * i, [sample[1] for sample in step]) for i, step in enumerate(whole)]
 
@@ -429,9 +412,220 @@ def test_closing_ends_the_threads(built):
     store, indices = built
     before = threading.active_count()
     with SampleStream(Remote(store), indices, replace(BLENDED, workers=2)) as stream:
-        next(stream)
+        next(stream.batches())
         assert threading.active_count() > before
     assert threading.active_count() == before
+
+
+# As the source of a webdataset pipeline -----------------------------------------------------------
+
+
+def by_webdataset(store, indices):
+    """(url, key) -> the sample, as webdataset's own reader has it, but for the path of a file."""
+    urls = [f"{store.uri}/{shard.key}" for index in indices for shard in index.shards]
+    found = wds.WebDataset(urls, shardshuffle=False, empty_check=False)
+    samples = [{k: v for k, v in sample.items() if k != "__local_path__"} for sample in found]
+    return {(sample["__url__"], sample["__key__"]): sample for sample in samples}
+
+
+def test_the_samples_are_those_of_webdatasets_reader_in_our_order(built):
+    store, indices = built
+    expected = by_webdataset(store, indices)
+    with SampleStream(store, indices, BLENDED) as stream:
+        found = list(islice(stream, 240))
+    for sample in found:
+        own = expected[sample["__url__"], sample["__key__"]]
+        assert sample == own
+        assert list(sample) == list(own)
+    assert [s["__key__"] for s in found] == [
+        sample[1] for step in taken(SampleStream(store, indices, BLENDED), 40) for sample in step
+    ]
+    assert {len(sample) for sample in found} == {3, 4, 5}
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 40_000])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_are_the_same_from_whole_shards_and_from_ranges(built, workers, memory_bytes):
+    store, indices = built
+    config = replace(BLENDED, memory_bytes=memory_bytes, workers=workers)
+    remote = Remote(store)
+    remote.uri = store.uri
+    with SampleStream(remote, indices, config) as one, SampleStream(store, indices, BLENDED) as two:
+        assert list(islice(one, 240)) == list(islice(two, 240))
+
+
+def test_it_stands_first_in_a_pipeline(built):
+    store, indices = built
+    stages = wds.decode("pil"), wds.to_tuple("__key__", "json"), wds.batched(6)
+    with SampleStream(store, indices, replace(BLENDED, num_samples=27)) as stream:
+        found = list(wds.DataPipeline(stream, *stages))
+        assert list(wds.DataPipeline(stream, *stages)) == [], "it goes on where it was"
+    assert [len(keys) for keys, _ in found] == [6, 6, 6, 6, 3]
+    for keys, documents in found:
+        texts = [document["segments"][0]["text"] for document in documents]
+        assert texts == [f"{key[:-4]} {int(key[-3:])}" for key in keys]
+
+
+def test_samples_resume_after_every_step_and_begin_a_step_again(built):
+    store, indices = built
+    with SampleStream(store, indices, BLENDED) as stream:
+        whole = list(islice(stream, 60))
+    for count in range(20):
+        with SampleStream(store, indices, BLENDED) as stream:
+            list(islice(stream, count))
+            state = stream.state_dict()
+            assert state["position"] == count // 6 * 6
+        with SampleStream(store, indices, BLENDED) as other:
+            other.load_state_dict(state)
+            assert list(islice(other, 30)) == whole[count // 6 * 6 :][:30]
+
+
+@pytest.mark.parametrize("num_samples", [None, 64, 60])
+@pytest.mark.parametrize(("num_workers", "world_size"), [(1, 1), (2, 1), (3, 1), (3, 2), (5, 3)])
+def test_workers_take_every_so_manieth_step(
+    built, monkeypatch, num_workers, world_size, num_samples
+):
+    """The DataLoader takes a batch of each worker in turn: all together are the order of one."""
+    store, indices = built
+    config = replace(BLENDED, num_samples=num_samples)
+    alone = taken(SampleStream(store, indices, config), 11)
+    for first in (0, 2):
+        ranks = []
+        for rank in range(world_size):
+            steps = {}
+            for worker in range(num_workers):
+                monkeypatch.setattr(
+                    stream_module, "data_loader_worker", lambda w=worker: (w, num_workers)
+                )
+                with SampleStream(store, indices, config, rank, world_size) as stream:
+                    stream.load_state_dict(stream.state_dict() | {"position": 6 * first})
+                    found = [plain(batch) for batch in islice(stream.batches(), 11)]
+                steps |= {first + worker + n * num_workers: step for n, step in enumerate(found)}
+            ranks.append([steps[number] for number in sorted(steps)][: 11 - first])
+        assert [sum(step, []) for step in zip(*ranks, strict=True)] == alone[first:]
+
+
+class Loader:
+    """Batches of samples, as a DataLoader would hand them over, some read ahead."""
+
+    def __init__(self, stream, batch_size):
+        self.batch_size, self._samples = batch_size, list(islice(pickled(stream), 90))
+
+    def __iter__(self):
+        for begin in range(0, len(self._samples), self.batch_size):
+            yield self._samples[begin : begin + self.batch_size]
+
+
+def pickled(stream):
+    return pickle.loads(pickle.dumps(stream))
+
+
+def test_a_loader_that_reads_ahead_is_followed(built):
+    store, indices = built
+    config = replace(BLENDED, num_samples=64)
+    names = [index.name for index in indices]
+    whole = list(SampleStream(store.uri, names, config))
+    stream = SampleStream(store.uri, names, config)
+    for number, batch in enumerate(stream.follow(Loader(stream, 6)), 1):
+        state = stream.state_dict()
+        assert state["position"] == min(6 * number, 64)
+        assert batch == whole[6 * number - 6 : 6 * number]
+        other = SampleStream(store.uri, names, config)
+        other.load_state_dict(json.loads(json.dumps(state)))
+        assert list(islice(other, 9)) == whole[6 * number :][:9]
+    assert number == 11
+    with pytest.raises(ValueError, match=r"batch_size is 4; rank 0 of 1 has 6 of the 6"):
+        next(stream.follow(Loader(stream, 4)))
+
+
+def test_an_iterator_of_before_does_not_go_on_after_a_move(built):
+    store, indices = built
+    with SampleStream(store, indices, BLENDED) as stream:
+        state = stream.state_dict()
+        for running in (iter(stream), stream.batches(), stream.follow(Loader(stream, 6))):
+            next(running)
+            stream.load_state_dict(state)
+            with pytest.raises(RuntimeError, match="moved or iterated anew"):
+                list(islice(running, 6))
+        first, second = stream.batches(), stream.batches()
+        next(first), next(second)
+        with pytest.raises(RuntimeError, match="moved or iterated anew"):
+            next(first)
+
+
+def test_a_worker_does_not_begin_again_in_the_middle(built, monkeypatch):
+    store, indices = built
+    monkeypatch.setattr(stream_module, "data_loader_worker", lambda: (1, 2))
+    with SampleStream(store, indices, replace(BLENDED, num_samples=36)) as stream:
+        assert len(list(stream)) == 18
+        assert list(stream) == []
+    with SampleStream(store, indices, BLENDED) as stream:
+        list(islice(stream, 8))
+        with pytest.raises(ValueError, match="persistent_workers=False"):
+            next(iter(stream))
+
+
+def test_another_process_opens_its_own_store(built):
+    store, indices = built
+    with SampleStream(store, indices, BLENDED) as stream:
+        again = pickled(stream)
+        assert again._store is None
+        assert list(islice(again, 20)) == list(islice(stream, 20))
+        stream._pid = 1  # as after a fork
+        files = stream._extents
+        next(stream.batches())
+        assert stream._extents is not files
+    remote = SampleStream(Remote(store), indices, BLENDED)
+    remote._pid = 1
+    with pytest.raises(ValueError, match="the root's URI"):
+        next(remote.batches())
+
+
+def test_ranks_without_samples_are_refused(built):
+    store, indices = built
+    with (
+        SampleStream(store, indices, BLENDED, 0, 8) as stream,
+        pytest.raises(ValueError, match="batch_size is 6 for 8 ranks"),
+    ):
+        next(iter(stream))
+
+
+def test_bytes_damaged_on_their_way_are_read_again(built):
+    store, indices = built
+    whole = taken(SampleStream(store, indices, BLENDED), 9)
+
+    class Noisy(Remote):
+        def get(self, key, offset=0, length=None, *, etag=None):
+            data = super().get(key, offset, length)
+            large = offset == 0 and length is not None and length > 5000
+            return data[:520] + bytes([data[520] ^ 1]) + data[521:] if large else data
+
+    noisy = Noisy(store)
+    assert taken(SampleStream(noisy, indices, BLENDED), 9) == whole
+    assert any(span.offset for span in noisy.reads), "some part was read alone"
+
+
+def test_a_damaged_tar_header_is_one_clear_error(tmp_path):
+    store = FolderStore(tmp_path)
+    index = write_source(store, "pics", [2])
+    good = store.get(index.shards[0].key)
+    at = int(index.item_offset[0]) - 512 + len("pics-001.0.")
+    assert good[at : at + 3] == b"bin"
+    store.put(index.shards[0].key, good[:at] + b"t" + good[at + 1 :])
+    stream = SampleStream(store, [index], replace(CONFIG, batch_size=2))
+    with pytest.raises(IndexMismatch, match=r"'pics-001' in .*media file 0: its tar header"):
+        next(iter(stream))
+
+
+def test_names_are_those_of_headers():
+    for length in (1, 50, 99):
+        info = tarfile.TarInfo("k" * length)
+        info.size, info.mode = 12345 * length, 0o444
+        header = info.tobuf(tarfile.USTAR_FORMAT)
+        assert member_name(header) == info.name
+        for at in (0, 99, 130, 150, 300):
+            assert member_name(header[:at] + b"\xff" + header[at + 1 :]) is None
+        assert member_name(header[:-1]) is None
 
 
 @pytest.mark.parametrize(
