@@ -1,6 +1,6 @@
 """Starts real processes on small configurations and brings back what they computed."""
 
-from tests import ROOT
+from tests import ROOT, fork_server
 import json
 import os
 import subprocess
@@ -8,13 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from launch.local import torchrun
 
 WORKER = Path(__file__).parent / "worker.py"
 
@@ -65,53 +63,24 @@ def run_jobs(
     out.mkdir(parents=True, exist_ok=True)
     plain = {name: (action, [*SMALL, *overrides]) for name, (action, overrides) in jobs.items()}
     (out / "jobs.json").write_text(json.dumps(plain))
-    done = run_torchrun(processes, [str(WORKER), str(out)], timeout)
+    script = [str(WORKER), str(out)]
+    if processes == 1:
+        done = fork_server.run(script, timeout)
+    else:
+        done = fork_server.run_ranks([script] * processes, timeout)
     assert done.returncode == 0, f"{', '.join(jobs)} failed:\n{(done.stdout + done.stderr)[-6000:]}"
     return torch.load(out / "result.pt", weights_only=False)
 
 
-def run_torchrun(
-    processes: int, script: Sequence[str], timeout: float
-) -> subprocess.CompletedProcess[str]:
-    """Run a script with its arguments by torchrun, or as it is in one process."""
-    nodes = torchrun.Nodes(processes)
-    base = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    with TemporaryDirectory() as folder:
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-        launcher += torchrun.meeting(nodes, Path(folder))
-        return subprocess.run(
-            [sys.executable, *(launcher if processes > 1 else []), *script],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env=torchrun.environment(base, nodes, 1, Path(folder)),
-            cwd=ROOT,
-            check=False,
-        )
-
-
 def run_ranks(script: str | Path, world: int, folder: Path, timeout: float = 100.0) -> list[Any]:
-    """Run `script RANK WORLD FOLDER` once for each rank, without torchrun; see `join_ranks`.
+    """Run `script RANK WORLD FOLDER` once for each rank; see `join_ranks`.
 
     Returns:
         what each rank saved as FOLDER/rankN.pt.
     """
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"
-    }  # fmt: skip
-    logs = [folder / f"rank{rank}.log" for rank in range(world)]
-    processes = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, str(script), str(rank), str(world), str(folder)]
-        with log.open("w") as file:
-            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
-    try:
-        codes = [process.wait(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * world, "\n".join(log.read_text()[-2000:] for log in logs)
+    commands = [[str(script), str(rank), str(world), str(folder)] for rank in range(world)]
+    done = fork_server.run_ranks(commands, timeout)
+    assert done.returncode == 0, done.stdout[-6000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
 
 
@@ -139,24 +108,23 @@ def train(
     timeout: float = 150.0,
     cwd: Path | None = None,
 ):
-    """Run `kimi-pretrain train` on the small configuration, as a person would, from a folder.
+    """Run `kimi-pretrain train` on the small configuration, as a person would.
+
+    Args:
+        cwd: start it from this folder, in a Python of its own; otherwise it is a fork.
 
     Returns:
         the finished process, whatever its exit code.
     """
-    command = [  # -P: as the installed command, which does not look into the working folder
-        sys.executable, "-P", "-m", "launch.cli", "train", "--config", "tiny_cpu",
-        "--run-dir", str(run_dir), *SMALL, *overrides,
+    arguments = [
+        "-m", "launch.cli", "train", "--config", "tiny_cpu", "--run-dir", str(run_dir), *SMALL,
+        *overrides, *(("--resume", str(resume)) if resume is not None else ()),
     ]  # fmt: skip
-    if resume is not None:
-        command += ["--resume", str(resume)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    if cwd is None:
+        return fork_server.run(arguments, timeout)
+    # -P: as the installed command, which does not look into the working folder
     return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-        cwd=cwd,
-        check=False,
-    )
+        [sys.executable, "-P", *arguments],
+        capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+    )  # fmt: skip

@@ -4,13 +4,11 @@ In processes of its own: the engine patches torch for the whole process.
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from kimi_pretrain.optim.config import GROUPS
-from tests import ROOT
+from tests import fork_server
 from tests.dist.jobs import SMALL, layout, run_job
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
@@ -34,11 +32,8 @@ def read_table(lines: list[str]) -> list[dict[str, str]]:
 @pytest.mark.parametrize("preset", COUNTS)
 def test_counts_and_balance_of_the_presets(preset, tmp_path):
     table = tmp_path / "tensors.tsv"
-    command = [
-        sys.executable, "-m", "launch.cli", "train", "--config", f"configs/{preset}.yaml",
-        "--dry-run", "--json", "--table", str(table),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    arguments = ["--config", f"configs/{preset}.yaml", "--dry-run", "--json", "--table", str(table)]
+    done = fork_server.run(["-m", "launch.cli", "train", *arguments], 150)
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     result = json.loads(last)
@@ -91,7 +86,6 @@ def check_one_t(result: dict, lines: list[str]) -> None:
 
 
 LAYOUT = layout(pp=2, vpp=2, dp=2, ep=2)
-# Several dry runs in one process: to start one takes longer than they do.
 SCRIPT = """
 import json, sys
 from kimi_pretrain.tools import dry_run
@@ -119,8 +113,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def tables() -> dict:
     """The small job's table, and those of variants of it."""
-    command = [sys.executable, "-c", SCRIPT, *SMALL, *LAYOUT]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = fork_server.run(["-c", SCRIPT, *SMALL, *LAYOUT], 150)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.dist.jobs import run_torchrun
+from tests import fork_server
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 
 def test_four_processes_exchange_and_add_up():
-    done = run_torchrun(4, ["tests/dist/exchange_case.py"], timeout=100)
+    done = fork_server.run_ranks([["tests/dist/exchange_case.py"]] * 4, timeout=100)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert done.stdout.count("passed") == 5

@@ -1,9 +1,7 @@
 """`kimi-pretrain verify dep` as a person runs it: it passes what is right and finds every fault."""
 
 import json
-import os
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from safetensors.numpy import load_file
 
 from kimi_pretrain.verify.dep_compare import GROUPS
 from kimi_pretrain.verify.dep_faults import FAULTS
-from tests import ROOT
+from tests import fork_server
 from tests.dist.jobs import SMALL, layout
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
@@ -19,16 +17,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 ENCODER = {group for group in GROUPS if group.startswith("vision")} | {"projector"}
 
 
-def run_python(*arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True, text=True, timeout=200, env=environment, check=False,
-    )  # fmt: skip
-
-
 def verify(*arguments: str) -> subprocess.CompletedProcess:
-    return run_python("-m", "launch.cli", "verify", "dep", "--json", *arguments)
+    return fork_server.run(["-m", "launch.cli", "verify", "dep", "--json", *arguments], 200)
 
 
 def told(done: subprocess.CompletedProcess) -> dict:
@@ -151,7 +141,7 @@ for name in ("kimi_k25_1t", "moonlight_16b_a3b"):
     result = dry_run(small)
     print(len(result.stages), result.language_model, result.vision_tower)
 """
-    done = run_python("-c", code)
+    done = fork_server.run(["-c", code], 200)
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines()[-2:]:
         stages, language, vision = map(int, line.split())

@@ -1,13 +1,11 @@
 """`kimi-pretrain verify resume` as a person runs it: it passes what is right, finds every fault."""
 
 import json
-import os
 import subprocess
-import sys
 
 import pytest
 
-from tests import ROOT
+from tests import fork_server
 from tests.dist.jobs import SMALL, layout, read_metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
@@ -26,11 +24,7 @@ SIGNS = {
 
 
 def verify(*arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "launch.cli", "verify", "resume", "--json", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=560, env=environment, check=False
-    )
+    return fork_server.run(["-m", "launch.cli", "verify", "resume", "--json", *arguments], 560)
 
 
 def told(done: subprocess.CompletedProcess) -> dict:

@@ -5,7 +5,7 @@ epsilon of 1e-6 whatever the configuration says, the engine (as Megatron-Core, v
 the configuration's: with norm_eps=1e-6 both are the same, with 1e-5 they part by some 1e-5.
 """
 
-from tests import ROOT
+from tests import ROOT, fork_server
 import json
 import math
 import os
@@ -313,10 +313,7 @@ def test_an_evaluation_counts_what_it_says(work, data_root, tmp_path):
     runs = [["--source", "texts"], ["--source", "mixed"], ["--source", "mixed", "--texts"],
             ["--source", "bare"], ["--source", "bare", "--texts"]]  # fmt: skip
     asked = json.dumps([[*run, *given] for run in runs])
-    done = subprocess.run(
-        [sys.executable, "-c", EVALUATE, asked], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=200,
-    )  # fmt: skip
+    done = fork_server.run(["-c", EVALUATE, asked], 200)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [code for code, _, _ in found] == [0, 0, 0, 2, 2], found

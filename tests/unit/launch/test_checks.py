@@ -10,7 +10,7 @@ from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.preflight import check_start
 from launch.cli.main import app
 from launch.local import supervise
-from tests import ROOT
+from tests import ROOT, fork_server
 from tests.dist.jobs import SMALL, layout
 
 COMMANDS = {
@@ -82,8 +82,8 @@ def test_a_login_node_may_not_reach_the_data(nothing_starts, tmp_path):
     assert told.exit_code == 2
     assert "add --unchecked" in told.stderr
     # In a process of its own: a dry run builds the model with the engine.
-    command = [sys.executable, "-m", "launch.cli", "train", "--dry-run", "--config", "tiny_cpu"]
-    done = subprocess.run([*command, given[-1]], capture_output=True, text=True, check=False)
+    command = ["-m", "launch.cli", "train", "--dry-run", "--config", "tiny_cpu", given[-1]]
+    done = fork_server.run(command, 50)
     assert done.returncode == 0, done.stderr
     assert f"data.root={tmp_path}/elsewhere is not on this machine" in done.stdout + done.stderr
 

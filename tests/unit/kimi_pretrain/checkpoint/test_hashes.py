@@ -61,6 +61,7 @@ def test_copies_are_sent_once_and_in_bounded_pieces(monkeypatch):
     class Counting(Mesh):
         def __init__(self, mesh: Mesh):
             super().__init__(mesh.rank, mesh._threads)
+            self.from_first = mesh.from_first  # what it sends is no hash
 
         def gather(self, value: Any) -> list[Any]:
             sent[self.rank].append(pickle.dumps(value))
