@@ -10,7 +10,7 @@ RUN_DIR ?= runs/demo
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-dist test-fault slurm-lab slurm-lab-end bench check fix
+.PHONY: help setup demo test test-all test-unit test-dist test-fault slurm-lab slurm-lab-end bench check fix
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -33,9 +33,13 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 demo: $(STAMP) ## train a tiny Kimi on real data, resume it, measure it (RUN_DIR=, ARGS="train.steps=40")
 	$(BIN)/kimi-pretrain demo --run-dir $(RUN_DIR) $(ARGS)
 
-# Two at a time on two cores: many tests wait, for servers, timeouts or other processes.
+# Two at a time on two cores: many tests wait, for servers, timeouts or other processes. Files go out
+# in their order, so that the long ones (tests/dist, tests/fault) begin first and none ends alone.
 test: $(STAMP) ## all tests but the slow ones (ARGS="-k digits" to choose)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses=4 --dist=loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder $(ARGS)
+
+test-all: test ## all tests, then the slow ones: repetitions of a proof, short forms of benchmarks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
 test-unit: $(STAMP) ## tests without processes and servers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" tests/unit $(ARGS)

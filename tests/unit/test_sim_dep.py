@@ -1,13 +1,11 @@
-"""The simulation of DEP: closed forms, plain twins, bounds, and that docs say what was found."""
+"""The simulation of DEP: closed forms, plain twins, bounds."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks import sim_dep
-from benchmarks.sim import corpus, report
+from benchmarks.sim import corpus
 from benchmarks.sim.assumptions import (
     Assumptions,
     encoder_parameters,
@@ -18,11 +16,6 @@ from benchmarks.sim.phases import colocated, decoupled, true_plan
 from benchmarks.sim.pipeline import Shape, order_of, step_seconds
 from benchmarks.sim.study import SCHEMES, Case, Scheme, config_of, run
 from moonvit3d.geometry import PatchLimits
-from tests import ROOT
-
-RESULTS = ROOT / "benchmarks" / "results" / "sim_dep.json"
-DOCUMENT = ROOT / "docs" / "dep_simulation.md"
-
 
 # The pipeline -------------------------------------------------------------------------------------
 
@@ -238,40 +231,3 @@ def test_the_sum_of_gradients_inside_one_node_needs_no_network():
     assert gradient_sum_seconds(config, assumed) == pytest.approx(expected)
     two = config_of(Case(16, 0.1, 1))
     assert gradient_sum_seconds(two, assumed) == pytest.approx(expected + 2 * size / 8 / 2)
-
-
-# The form and the results -------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(180)
-def test_the_quick_form_writes_figures_a_page_and_a_picture(tmp_path, capsys):
-    out, picture = tmp_path / "found.json", tmp_path / "pictures" / "found.png"
-    sim_dep.main(["--quick", "--out", str(out), "--picture", str(picture)])
-    found = json.loads(out.read_text())
-    assert found["quick"]
-    assert {(c["ranks"], c["vision"]) for c in found["grid"]} == {
-        (ranks, vision) for ranks in (8, 64, 256) for vision in (0.1, 0.3, 0.5)
-    }
-    for case in found["grid"]:
-        assert set(case["found"]) == {*SCHEMES, "perfect", "once"}
-        assert all(0 < one["efficiency"] < 1 for one in case["found"].values())
-    page = out.with_suffix(".md").read_text()
-    assert "Quick form" in page
-    assert "keep_activations" in page
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size < 200_000
-    with pytest.raises(SystemExit):
-        sim_dep.main(["--quick"])
-    assert "must not replace the results" in capsys.readouterr().err
-
-
-def test_the_committed_results_reach_the_target_and_the_document_says_the_same():
-    found = json.loads(RESULTS.read_text())
-    assert not found["quick"]
-    split = {(c["ranks"], c["vision"]): c["found"]["split"] for c in found["grid"]}
-    assert all(split[ranks, 0.1]["efficiency"] >= 0.94 for ranks in (256, 1024, 4096))
-    document = DOCUMENT.read_text()
-    assert report.filled(document, found) == document
-    with pytest.raises(ValueError, match="begin parts"):
-        report.filled(document.replace("<!-- begin parts -->", ""), found)
-    assert RESULTS.with_suffix(".md").read_text() == report.page(found)

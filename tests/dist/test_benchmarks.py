@@ -1,0 +1,65 @@
+"""The short form of every benchmark runs to its end; the runs that it compares are comparable."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.muonclip.settings import (
+    ADAMW,
+    MUON,
+    MUONCLIP,
+    PRESET,
+    RATES,
+    Plan,
+    Run,
+    control_runs,
+    overrides_of,
+)
+from kimi_pretrain.config import load_config
+from tests import ROOT
+
+# Benchmark -> its arguments beside --quick and --out, and what its result file must hold.
+SHORT = {
+    "bench_dep.py": (["--work", "{}/work", "--picture", "{}/memory.png"], ("timing", "memory")),
+    "bench_loader.py": (["--work", "{}", "--count", "400"], ("speed", "resume", "elastic")),
+    "bench_muonclip.py": (["--work", "{}/work", "--pictures", "{}"], ("runs", "targets")),
+    "bench_muon.py": ([], ("layers", "accuracy", "targets")),
+    "sim_dep.py": (["--picture", "{}/found.png"], ("grid",)),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SHORT)
+def test_the_short_form_measures_everything(name, tmp_path):
+    arguments, parts = SHORT[name]
+    out = tmp_path / "found.json"
+    command = [sys.executable, f"benchmarks/{name}", "--quick", "--out", str(out)]
+    command += [argument.format(tmp_path) for argument in arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    assert all(found[part] for part in parts)
+    assert out.with_suffix(".md").exists()
+
+
+def test_runs_differ_in_what_they_are_compared_for_and_in_nothing_else():
+    def settings(optimizer):
+        run = Run(RATES, optimizer, 0.02, 3)
+        return load_config(PRESET, overrides_of(run, Plan(), "/corpus")).model_dump(mode="json")
+
+    found = {name: settings(name) for name in (ADAMW, MUON, MUONCLIP)}
+    for name, values in found.items():
+        optim = values["optim"]
+        assert optim.pop("qk_clip_threshold") == (30.0 if name == MUONCLIP else None)
+        assert optim.pop("matrices") == ("adamw" if name == ADAMW else "muon")
+    assert found[ADAMW] == found[MUON] == found[MUONCLIP]
+    assert found[MUON]["data"]["seed"] == found[MUON]["train"]["seed"] == 3
+    for run in control_runs(Plan(), 0.005):
+        optim = load_config(PRESET, overrides_of(run, Plan(), "/corpus")).optim
+        assert optim.matrices == "adamw"
+        rates = [optim.lr_of(name, optim.lr) for name in ("embedding", "head", "attention")]
+        assert rates == [0.005, 0.005, run.lr]
