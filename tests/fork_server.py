@@ -26,17 +26,10 @@ from types import ModuleType
 from typing import IO, Any
 
 import psutil
-import pyarrow
 
 from launch.local.job import MEETING
 from tests import ROOT
 
-# What a training imports, also inside functions. None of it is ever run as `python -m`.
-PRELOADED = (
-    "kimi_pretrain.train", "kimi_pretrain.engine.backbone", "kimi_pretrain.verify.jobs",
-    "kimi_pretrain.tools.evaluate", "launch.cli.main", "launch.local.start", "moonvit3d.media",
-    "numpy.random", "pyarrow.dataset", "tests.dist.worker", "torch.utils.tensorboard",
-)  # fmt: skip
 _LARGEST = 1 << 18  # bytes of a message: a command and its environment
 _LINGER_S = 5.0  # that the other ranks of a job have when one has failed
 
@@ -210,9 +203,7 @@ def become(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    for name in PRELOADED:
-        import_module(name)
-    pyarrow.array([[1]]).value_lengths().to_numpy(zero_copy_only=False)  # has pandas imported
+    import_module("tests.preloaded")
     threads = {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
     # A fork has one thread alone. jemalloc (of pyarrow) minds forks, and starts its own again.
     assert len(threads - {"jemalloc_bg_thd"}) == threading.active_count() == 1, threads
