@@ -97,10 +97,6 @@ def touch_later(file: Path, after_s: float) -> None:
     file.touch()
 
 
-def touch(file: Path) -> None:
-    file.touch()
-
-
 def broken_setup() -> Callable[[Any], Any]:
     raise FileNotFoundError("no bucket 'b'")
 
@@ -123,14 +119,14 @@ def die(how: str, marks: Path, times: int) -> str:
     if how == "orphan":  # a child that keeps the worker's socket open
         child = os.fork()
         if child == 0:
-            time.sleep(20)
+            time.sleep(80)
             os._exit(0)
         (marks / f"{attempt}-{os.getpid()}").write_text(str(child))
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(80)
     return "unreachable"
 
 
 def hang(marks: Path) -> None:
     (marks / f"{os.getpid()}").touch()
-    time.sleep(60)
+    time.sleep(80)

@@ -64,7 +64,7 @@ def start(function, *args) -> multiprocessing.Process:
     return process
 
 
-def wait_until(condition, seconds: float = 20.0) -> None:
+def wait_until(condition, seconds: float = 50.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not come about"

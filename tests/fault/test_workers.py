@@ -33,7 +33,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for file in found for child in file.read_text().split()]
 
 
-def wait_until(condition, seconds=10.0):
+def wait_until(condition, seconds=50.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come about"
@@ -48,7 +48,7 @@ def test_a_job_whose_worker_dies_is_done_by_another(how, tmp_path, capfd):
     with Workers(calls, 2, timeout_s=30) as workers:
         got = list(workers.run(jobs, **PLENTY))
         assert workers.stats.restarts == 1
-    assert time.monotonic() - begin < 15  # the orphan, if there is one, holds on for longer
+    assert time.monotonic() - begin < 50  # the orphan, if there is one, holds on for longer
     orphans = [mark.read_text() for mark in tmp_path.iterdir() if mark.stat().st_size]
     assert len(orphans) == (how == "orphan")
     for orphan in orphans:
@@ -139,14 +139,14 @@ def test_a_stopped_worker_is_replaced_after_the_timeout(tmp_path):
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_closing_in_the_middle_ends_everything_soon(ahead, tmp_path):
     others = set(children_of(os.getpid()))  # servers of other tests
-    workers = Workers(calls, 2, timeout_s=20)
+    workers = Workers(calls, 2, timeout_s=60)
     workers.run([(partial(hang, tmp_path), 1)] * 4, max_bytes=99, max_jobs=ahead)
     wait_until(lambda: len(list(tmp_path.iterdir())) == min(ahead, 2))
     pids = set(children_of(os.getpid())) - others
     assert len(pids) >= 2
     begin = time.monotonic()
     workers.close()
-    assert time.monotonic() - begin < 15  # of the 20 that a worker may take
+    assert time.monotonic() - begin < 50  # of the 60 that a job takes
     left = pids & set(children_of(os.getpid()))  # a zombie would be among them
     assert not left
 
@@ -200,7 +200,7 @@ total = sum(workers.run([(partial(int, i), 1) for i in range(9)], max_bytes=9, m
 say(total)
 """
     with script(tmp_path, body, "-X", "dev") as running:
-        out, err = running.communicate(timeout=20)
+        out, err = running.communicate(timeout=50)
     assert (running.returncode, out, err) == (0, "36\n", "")
     assert group_is_gone(running.pid)
 
@@ -219,7 +219,7 @@ for make in (lambda: Workers(setup, 1), lambda: list(
         say(error)
 """
     with script(tmp_path, body) as running:
-        out, err = running.communicate(timeout=20)
+        out, err = running.communicate(timeout=50)
     assert (running.returncode, err) == (0, "")
     first, second = out.splitlines()
     assert first.startswith("setup refers to 'setup' of the main script, which workers do not imp")
@@ -253,8 +253,8 @@ def test_an_interrupt_ends_all_and_prints_nothing_of_workers(tmp_path, body, mom
             wait_until(lambda: len(marks_in(tmp_path)) == 2)
         begin = time.monotonic()
         os.killpg(running.pid, signal.SIGINT)
-        out, err = running.communicate(timeout=20)
-    assert time.monotonic() - begin < 15  # of the 20 that a worker may take
+        out, err = running.communicate(timeout=50)
+    assert time.monotonic() - begin < 50  # of the 60 that a job takes
     if body == HANDLES:
         assert (running.returncode, out, err) == (3, "interrupted\n", "")
     else:
@@ -280,8 +280,8 @@ list(workers.run(jobs[:3], max_bytes=9, max_jobs=4))
         assert len(pids) == 3
         assert set(marks_in(tmp_path)) <= set(pids)
         running.kill()
-        _, err = running.communicate(timeout=20)
-        wait_until(lambda: not any(map(is_alive, pids)), 6)
+        _, err = running.communicate(timeout=50)
+        wait_until(lambda: not any(map(is_alive, pids)))
     assert err == ""
     new = set(os.listdir("/dev/shm")) - shared
     assert not [name for name in new if "shm_transport" in name or "pym" in name]
@@ -293,14 +293,14 @@ workers = Workers(calls, 2)
 list(workers.run([(partial(time.sleep, 0.1), 1)] * 2, max_bytes=9, max_jobs=4))
 if os.fork() == 0:  # holds the sockets of its parent open
     os.close(1), os.close(2)
-    time.sleep(15)
+    time.sleep(80)
     os._exit(0)
 list(workers.run(jobs, max_bytes=9, max_jobs=4))
 """
     with script(tmp_path, body, "-W", "ignore") as running:
         wait_until(lambda: len(marks_in(tmp_path)) == 2)
         running.kill()  # its output stays open as long as the fork lives
-        wait_until(lambda: not any(map(is_alive, marks_in(tmp_path))), 7)
+        wait_until(lambda: not any(map(is_alive, marks_in(tmp_path))))
         os.killpg(running.pid, signal.SIGKILL)
 
 
@@ -316,5 +316,5 @@ os.waitpid(child, 0)
 say(first == list(workers.run(job, max_bytes=9, max_jobs=4)))
 """
     with script(tmp_path, body, "-W", "ignore") as running:
-        out, err = running.communicate(timeout=20)
+        out, err = running.communicate(timeout=50)
     assert (running.returncode, out, err) == (0, "True\n", "")

@@ -93,7 +93,7 @@ HEADERS = {
 
 @pytest.mark.parametrize("what", HEADERS)
 @pytest.mark.parametrize("packed", [False, True], ids=["tar", "tgz"])
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_an_absurd_header_is_a_damaged_file(what, packed, tmp_path):
     """What came before it is used; ingest neither crashes nor waits."""
     # Of the sample just before it nobody knows whether more of it would have followed.

@@ -103,7 +103,7 @@ def test_nothing_is_drawn_by_default():
 
 
 @given(st.integers(0, 2**31), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_draw_depends_on_its_own_image_only(seed, data):
     num = data.draw(st.integers(2, 40))
     order = data.draw(st.permutations(range(num)))
@@ -204,7 +204,7 @@ def test_a_line_of_text_stays_on_its_canvas():
 
 
 @given(st.integers(0, 10**6), st.integers(1, 80_000), st.integers(1, 1000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_outputs_are_never_larger_than_their_source(seed, height, width):
     draws = some_draws(EVERYTHING, 30, height, width, seed)
     left, top, right, bottom = draws.crop.T

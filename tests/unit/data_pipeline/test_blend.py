@@ -44,7 +44,7 @@ def test_no_prefix_is_a_draw_off_for_one_large_source_among_many_small_equal_one
     assert prefix_error((UNITS - 100 * 256, *[256] * 100), UNITS) < 1
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=12), st.integers(0, 2))
 def test_no_prefix_is_a_draw_off_for_any_weights(shares, zeros):
     weights = (*apportion([Fraction(s) for s in shares], UNITS), *[0] * zeros)

@@ -97,7 +97,7 @@ def spans():
 def test_any_reads_give_the_bytes_of_the_inner_store(opened, inner, tiers):
     stores = [opened(**TIERS[tiers]), opened(**TIERS[tiers])]
 
-    @settings(max_examples=60, deadline=None, database=None)
+    @settings(max_examples=60)
     @given(spans(), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
     def check(requests, threads, forget, rng):
         wanted = [DATA[offset : offset + length] for _, offset, length in requests]
@@ -497,7 +497,7 @@ def test_threads_fetch_each_block_once(opened, inner, monkeypatch):
     get = inner.get
 
     def slow(*args, **kwargs):
-        time.sleep(0.02)
+        time.sleep(0.3)  # until all have come to it
         return get(*args, **kwargs)
 
     monkeypatch.setattr(inner, "get", slow)

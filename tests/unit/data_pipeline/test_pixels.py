@@ -166,7 +166,7 @@ numbers = st.floats(-50, 50).map(lambda value: round(value, 3))
 
 
 @given(st.tuples(*[numbers] * 6), st.tuples(numbers, numbers))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_inverse_undoes(values, point):
     a, b, c, d, e, f = values
     if abs(a * e - b * d) < 1:

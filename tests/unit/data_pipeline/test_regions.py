@@ -135,7 +135,7 @@ UPRIGHT = some_draws(GEOMETRY, 50, 70, 100, seed=1, allowed=False)
 
 
 @given(st.lists(regions(), max_size=30))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_all_at_once_equal_one_by_one_bit_for_bit(given_regions):
     draws = UPRIGHT if any(shape == TURN for shape, *_ in given_regions) else MIRRORED
     matrices = draws.matrices()
@@ -161,7 +161,7 @@ def test_all_at_once_equal_one_by_one_bit_for_bit(given_regions):
 
 
 @given(regions())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_survives_lies_in_the_frame(region):
     shape, points, image, visible = region
     draws = UPRIGHT
@@ -198,7 +198,7 @@ def test_thousandths():
 
 
 @given(st.integers(1, 8000), st.integers(0, 2**20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_thousandths_round_down_exactly(width, place):
     x = width * 64 * place // 2**20 / 64
     number = int(to_thousandths([[x, 0]], width, 1)[0, 0])

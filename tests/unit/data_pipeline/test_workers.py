@@ -26,7 +26,6 @@ from tests.worker_jobs import (
     memory_files,
     sleepy,
     throw,
-    touch,
     touch_later,
 )
 
@@ -47,7 +46,7 @@ def pair():
         yield workers
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=50.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come about"
@@ -226,7 +225,7 @@ def test_an_error_is_raised_in_its_place(pair, kind, type_, message, ahead):
 
 def test_after_an_error_no_job_is_begun(crew, tmp_path):
     jobs = [(partial(throw, "value"), 1)]
-    jobs += [(partial(touch, tmp_path / str(i)), 1) for i in range(100)]
+    jobs += [(partial(touch_later, tmp_path / str(i), 0.05), 1) for i in range(100)]
     with pytest.raises(ValueError, match="no 7"):
         next(crew.run(iter(jobs), max_bytes=10**9, max_jobs=200))
     list(crew.run([(partial(int, 1), 1)] * 6, **PLENTY))  # all have finished with the former run
@@ -305,10 +304,10 @@ def test_a_job_that_hangs_is_named_and_its_worker_replaced(tmp_path):
 
 def test_the_time_of_a_job_counts_from_its_beginning():
     def jobs():
-        time.sleep(0.7)
-        yield partial(time.sleep, 0.7), 1
+        time.sleep(1.6)
+        yield partial(time.sleep, 1.6), 1
 
-    with Workers(calls, 0, timeout_s=1.2) as workers:
+    with Workers(calls, 0, timeout_s=3.0) as workers:
         assert list(workers.run(jobs(), **PLENTY)) == [None]
 
 
@@ -319,7 +318,7 @@ def test_an_iterator_that_hangs_is_named():
         yield partial(int, 3), 1
         release.wait(20)
 
-    with Workers(calls, 0, timeout_s=0.5) as workers:
+    with Workers(calls, 0, timeout_s=2.0) as workers:
         run = workers.run(jobs(), **PLENTY)
         assert next(run) == 3
         with pytest.raises(TimeoutError, match="for job 1: the iterator of jobs has not given it"):

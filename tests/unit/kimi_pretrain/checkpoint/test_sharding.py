@@ -72,7 +72,7 @@ def test_bytes_are_balanced(layout):
     assert max(loads) <= max(max(sole), total / len(everyone)) + 140
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIZES, st.integers(1, 3))
 def test_near_the_best_division_of_what_all_hold(sizes, ranks):
     """Against all divisions: Graham's bound for longest-first, 4/3 - 1/(3 ranks)."""

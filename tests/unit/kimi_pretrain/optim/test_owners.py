@@ -58,7 +58,7 @@ ROWS = st.lists(st.integers(1, 40), min_size=1, max_size=14)
 LOADS = st.lists(st.integers(0, 400_000), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=ROWS, widths=ROWS, loads=LOADS, seed=st.integers(0, 99))
 def test_every_tensor_has_one_owner_whatever_the_order(rows, widths, loads, seed):
     tensors = [matrix(i, size) for i, size in enumerate(rows)]
@@ -71,7 +71,7 @@ def test_every_tensor_has_one_owner_whatever_the_order(rows, widths, loads, seed
     assert choose_owners(tensors, before, SMALL, CONFIG) == owners
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=ROWS, loads=LOADS)
 def test_never_worse_than_longest_first_and_within_its_bound(rows, loads):
     tensors = [matrix(i, size) for i, size in enumerate(rows)]

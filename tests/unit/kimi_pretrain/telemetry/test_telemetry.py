@@ -132,16 +132,6 @@ def test_where_memory_cannot_be_measured_nothing_fails(tmp_path):
     assert clock.peak_bytes == {}
 
 
-def test_measuring_costs_well_under_a_millisecond():
-    clock, costs = PhaseClock(CPU), []
-    for _ in range(200):
-        start = time.perf_counter()
-        with clock.phase("a"):
-            pass
-        costs.append(time.perf_counter() - start)
-    assert np.median(costs) < 3e-4  # 25 microseconds on an idle core
-
-
 # ---- useful FLOPs
 
 LANGUAGE = {
