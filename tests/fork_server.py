@@ -3,19 +3,23 @@
 To start Python with both takes five seconds of a core, a fork of a process that has them a
 hundredth of one. A command runs as `python ...` would: with arguments, environment, folder, output
 and exit code (or signal) of its own. The server has one thread and has computed nothing, so no test
-sees another's state. Where the start itself is tested (torchrun, signals) it stays a real one.
+sees another's state. torchrun's ranks are forks, too, where torchrun itself was started by one.
+Where the start itself is tested (`started`, the campaign) it stays a real one.
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -23,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import psutil
 
@@ -32,6 +36,24 @@ from tests import ROOT
 
 _LARGEST = 1 << 18  # bytes of a message: a command and its environment
 _LINGER_S = 5.0  # that the other ranks of a job have when one has failed
+
+# What torchrun starts in Python's place (PYTHON_EXEC): has a fork do it, hands signals on to that,
+# and ends as it does. If it is killed, the server kills the fork.
+_STAND_IN = """#!{python} -IS
+import json, os, signal, socket, sys
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.connect({address!r})
+job = dict(arguments=sys.argv[1:], environment=dict(os.environ), cwd=os.getcwd())
+socket.send_fds(connection, [json.dumps(job).encode()], [1, 2])
+pid = int(connection.recv(64))
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: os.kill(pid, number))
+code = int(connection.recv(64))
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
 
 
 class Fork:
@@ -58,20 +80,23 @@ class Fork:
 
 
 @cache
-def _server() -> socket.socket:
-    """Return the connection to this process's server, which ends with this process."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LARGEST)
+def _server() -> Path:
+    """Start this process's server, which ends with this process; returns its folder."""
+    folder = TemporaryDirectory(prefix="forks-")
+    address, stand_in = f"{folder.name}/server", Path(folder.name, "python")
+    stand_in.write_text(_STAND_IN.format(python=sys.executable, address=address))
+    stand_in.chmod(0o700)
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     environment |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     server = subprocess.Popen(
-        [sys.executable, "-P", "-m", "tests.fork_server", str(theirs.fileno())],
-        pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=ROOT, env=environment,
+        [sys.executable, "-P", "-m", "tests.fork_server", address],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment,
     )  # fmt: skip
-    theirs.close()
-    atexit.register(lambda: (ours.shutdown(socket.SHUT_RDWR), server.wait()))
-    return ours
+    assert server.stdin is not None
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    atexit.register(lambda: (server.communicate(), folder.cleanup()))
+    return Path(folder.name)
 
 
 def start(
@@ -79,28 +104,26 @@ def start(
     output: IO[Any],
     errors: IO[Any],
     environment: Mapping[str, str] | None = None,
-    cwd: Path = ROOT,
 ) -> Fork:
     """Start `python ARGUMENTS`: a script, or a module by -m, or code by -c."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    values = {**os.environ, "PYTHONWARNINGS": "ignore", **(environment or {})}
-    job = {"arguments": list(arguments), "environment": values, "cwd": str(cwd)}
-    message = json.dumps(job).encode()
-    assert len(message) < _LARGEST, len(message)
-    files = [theirs.fileno(), output.fileno(), errors.fileno()]
-    socket.send_fds(_server(), [message], files)
-    theirs.close()
-    return Fork(ours)
+    own = {"PYTHONWARNINGS": "ignore", "PYTHON_EXEC": str(_server() / "python")}
+    values = {**os.environ, **own, **(environment or {})}
+    job = {"arguments": list(arguments), "environment": values, "cwd": str(ROOT)}
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(str(_server() / "server"))
+    files = [output.fileno(), errors.fileno()]
+    socket.send_fds(connection, [json.dumps(job).encode()], files)
+    return Fork(connection)
 
 
-def run(arguments: Sequence[str], timeout: float, **more: Any) -> subprocess.CompletedProcess[str]:
+def run(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS` to its end; see `start`.
 
     Raises:
         subprocess.TimeoutExpired: it took longer; it is ended.
     """
     with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
-        fork = start(arguments, output, errors, **more)
+        fork = start(arguments, output, errors)
         code = fork.wait(timeout)
         told = [file.seek(0) or file.read() for file in (output, errors)]
         if code is None:
@@ -146,42 +169,46 @@ def run_ranks(
     return subprocess.CompletedProcess(list(commands[0]), failed[0] if failed else 0, told, "")
 
 
-def serve(control: socket.socket) -> dict[str, Any] | None:
+def serve(listener: socket.socket) -> dict[str, Any] | None:
     """Fork for every message; returns in each fork, with its message, and at the end with None."""
-    running: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of a process
+    running: dict[int, tuple[int, int, socket.socket]] = {}  # by both descriptors to watch
     waiting = select.poll()
-    waiting.register(control, select.POLLIN)
+    waiting.register(listener, select.POLLIN)
+    waiting.register(0, select.POLLIN)  # closed when the tests have ended
     while True:
         for ready, _ in waiting.poll():
-            if ready in running:
-                pid, connection = running.pop(ready)
-                waiting.unregister(ready)
-                os.close(ready)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with suppress(BrokenPipeError):  # nobody waits any more
-                    connection.send(str(code).encode())
-                connection.close()
-                continue
-            message, descriptors, _, _ = socket.recv_fds(control, _LARGEST, 3)
-            if not message:
+            if ready == 0:
                 return None
-            pid = os.fork()
-            if pid == 0:
-                control.close()
-                os.dup2(descriptors[1], 1)
-                os.dup2(descriptors[2], 2)
-                for descriptor in (*descriptors, *running):
-                    os.close(descriptor)
-                for _, connection in running.values():
-                    connection.close()
-                return json.loads(message)
-            connection = socket.socket(fileno=descriptors[0])
-            for descriptor in descriptors[1:]:
-                os.close(descriptor)
-            connection.send(str(pid).encode())
-            watched = os.pidfd_open(pid)
-            running[watched] = pid, connection
-            waiting.register(watched, select.POLLIN)
+            if ready == listener.fileno():
+                connection, _ = listener.accept()
+                message, (output, errors), _, _ = socket.recv_fds(connection, _LARGEST, 2)
+                pid = os.fork()
+                if pid == 0:
+                    for file, number in ((output, 1), (errors, 2)):
+                        os.dup2(file, number)
+                    for file in (output, errors, connection.fileno(), listener.fileno(), *running):
+                        os.close(file)
+                    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                    return json.loads(message)
+                os.close(output)
+                os.close(errors)
+                connection.send(str(pid).encode())
+                entry = pid, os.pidfd_open(pid), connection
+                for watched in (entry[1], connection.fileno()):
+                    running[watched] = entry
+                    waiting.register(watched, select.POLLIN)
+            elif ready in running:
+                pid, ended, connection = running[ready]
+                if ready == connection.fileno():  # who asked is gone
+                    os.kill(pid, signal.SIGKILL)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with suppress(OSError):
+                    connection.send(str(code).encode())
+                for watched in (ended, connection.fileno()):
+                    del running[watched]
+                    waiting.unregister(watched)
+                os.close(ended)
+                connection.close()
 
 
 def become(job: dict[str, Any]) -> None:
@@ -189,17 +216,36 @@ def become(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["cwd"])
-    what, *rest = job["arguments"]
-    if what in ("-m", "-c"):
-        sys.argv = [what if what == "-c" else rest[0], *rest[1:]]
-        if what == "-m":
-            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        else:
-            main = sys.modules["__main__"] = ModuleType("__main__")
-            exec(compile(rest[0], "<string>", "exec"), vars(main))
+    what, *rest = [one for one in job["arguments"] if one != "-u"]
+    if what == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif what == "-c":
+        sys.argv = [what, *rest[1:]]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(main))
     else:
         sys.argv = [what, *rest]
         runpy.run_path(what, run_name="__main__")
+
+
+def end(job: dict[str, Any]) -> NoReturn:
+    """Do the job and end as Python does, but for taking down modules, whose pages others share."""
+    code: object = 0
+    try:
+        become(job)
+    except SystemExit as error:
+        code = error.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
 
 
 if __name__ == "__main__":
@@ -207,6 +253,12 @@ if __name__ == "__main__":
     threads = {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
     # A fork has one thread alone. jemalloc (of pyarrow) minds forks, and starts its own again.
     assert len(threads - {"jemalloc_bg_thd"}) == threading.active_count() == 1, threads
-    asked = serve(socket.socket(fileno=int(sys.argv[1])))
+    doors = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    doors.bind(sys.argv[1])
+    doors.listen(64)
+    gc.freeze()  # forks leave alone what is here, so its pages stay shared
+    print("ready", flush=True)
+    asked = serve(doors)
     if asked is not None:
-        become(asked)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        end(asked)
