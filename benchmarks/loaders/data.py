@@ -17,9 +17,9 @@ from benchmarks.loaders.job import PAIRS, PROSE
 from data_pipeline.ingest.ingest import CrudeSample, ImageSegment, TextSegment, ingest
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
-from launch.demo.keyed import generator
+from launch.demo.generator import generator
 from launch.demo.photos import CAPTIONS, opaque, package_file
-from launch.demo.texts import prose_texts, text_samples
+from launch.demo.python_texts import prose_texts, text_samples
 
 SEED = 2026
 SIDE = 224

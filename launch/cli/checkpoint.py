@@ -8,7 +8,7 @@ import typer
 
 from data_pipeline.store.addresses import check_local
 from launch.cli.options import ConfigOption, JsonOption, Overrides
-from launch.local.errors import told_plainly
+from launch.local.user_errors import one_line_errors
 
 if TYPE_CHECKING:
     from kimi_pretrain.weights.hf_config import SpecialIds
@@ -46,7 +46,7 @@ def inspect(
     kimi-pretrain checkpoint inspect s3://bucket/run/step_00001000 --json
     kimi-pretrain checkpoint inspect runs/demo --tensors '*.layers.0.self_attn.*'
     """
-    with told_plainly():
+    with one_line_errors():
         from kimi_pretrain.reliability.run_history import latest_in
         from kimi_pretrain.weights.report import figures, report
         from kimi_pretrain.weights.stored import open_stored
@@ -75,7 +75,7 @@ def verify(uri: CheckpointArgument, as_json: JsonOption = False) -> None:
     kimi-pretrain checkpoint verify runs/demo/checkpoints/step_00000220
     kimi-pretrain checkpoint verify s3://bucket/run --json
     """
-    with told_plainly():
+    with one_line_errors():
         from kimi_pretrain.checkpoint.storage_read import open_checkpoint
         from kimi_pretrain.reliability.run_history import latest_in
         from kimi_pretrain.weights.stored import stored_checkpoint
@@ -125,7 +125,7 @@ def diff(
         --weights --most 5
     kimi-pretrain checkpoint diff exported/ moonlight/ --weights
     """
-    with told_plainly():
+    with one_line_errors():
         from kimi_pretrain.reliability.run_history import latest_in
         from kimi_pretrain.weights.compare import compare, state_difference
         from kimi_pretrain.weights.stored import open_stored
@@ -181,7 +181,7 @@ def export(
     kimi-pretrain checkpoint export s3://bucket/run k25/ --as kimi_k25 --int4 \\
         --tokenizer kimi.tiktoken
     """
-    with told_plainly():
+    with one_line_errors():
         from kimi_pretrain.weights.export import ExportOptions, plan
         from kimi_pretrain.weights.export import export as write
         from kimi_pretrain.weights.shards import GIB
@@ -249,7 +249,7 @@ def import_(
     kimi-pretrain checkpoint import kimi-k2.5/ s3://bucket/k25 \\
         --config kimi_k25_1t
     """
-    with told_plainly():
+    with one_line_errors():
         from kimi_pretrain.config import load_config
         from kimi_pretrain.weights.intake import plan, write
         from launch.cli import checkpoint_view as view

@@ -8,7 +8,7 @@ import typer
 
 from launch.cli import data_inspect
 from launch.cli.options import EndpointOption, JsonOption
-from launch.local.errors import told_plainly
+from launch.local.user_errors import one_line_errors
 
 data = typer.Typer(help="Make sources and look at them.", no_args_is_help=True)
 
@@ -72,7 +72,7 @@ def ingest(
     kimi-pretrain data ingest boxes.jsonl --to /data/corpus --name boxes \\
         --category grounding --tokenizer kimi.tiktoken --json
     """
-    with told_plainly():
+    with one_line_errors():
         from data_pipeline.ingest.ingest import ingest as write_source
         from data_pipeline.ingest.ordered import WorkerDied
         from data_pipeline.ingest.readers import open_inputs
@@ -149,7 +149,7 @@ def reindex(
     kimi-pretrain data reindex s3://corpus/pairs --name pairs_k2 \\
         --tokenizer tokenizer/kimi.tiktoken
     """
-    with told_plainly():
+    with one_line_errors():
         from data_pipeline.ingest.ordered import WorkerDied
         from data_pipeline.ingest.reindex import reindex as count_anew
         from data_pipeline.store.open import open_store
@@ -225,7 +225,7 @@ def tokenizer(
         --to s3://corpus --name mixed --vocab-size 65536
     kimi-pretrain data tokenizer --given kimi.tiktoken --to /data --name kimi
     """
-    with told_plainly():
+    with one_line_errors():
         from data_pipeline.store.open import open_store
         from data_pipeline.text import NUM_SPECIAL, train_ranks
         from launch.cli.sources import rank_file, store_tokenizer, training_texts
@@ -288,7 +288,7 @@ def show_index(
     \b
     kimi-pretrain data show-index s3://corpus/digits
     """
-    with told_plainly():
+    with one_line_errors():
         from data_pipeline.index.manifest import read_index
         from data_pipeline.store.open import open_store
         from launch.cli.sources import split_source

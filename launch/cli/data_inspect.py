@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch.cli.options import EndpointOption, JsonOption
-from launch.local.errors import told_plainly
+from launch.local.user_errors import one_line_errors
 
 if TYPE_CHECKING:
     from data_pipeline.index.columns import SourceIndex
@@ -58,7 +58,7 @@ def verify(
         --report problems.jsonl
     kimi-pretrain data verify s3://corpus --sample-share 0.01 --json
     """
-    with told_plainly():
+    with one_line_errors():
         from data_pipeline.inspect.verify import Checks
         from launch.cli.data_findings import Findings
         from launch.cli.sources import named_tokenizer, open_sources
@@ -138,7 +138,7 @@ def stats(
     kimi-pretrain data stats /data/corpus --source photos --seq-len 4096 \\
         --no-duplicates --json
     """
-    with told_plainly():
+    with one_line_errors():
         from data_pipeline.index.manifest import read_index
         from data_pipeline.inspect.stats import source_stats, totals
         from launch.cli.sources import open_sources
@@ -156,7 +156,7 @@ def stats(
             "duplicates": _duplicates(store, indices) if duplicates else None,
         }
         if out is not None:
-            from launch.pages.stats import stats_page
+            from launch.pages.stats_page import stats_page
 
             _write(out, stats_page(found, f"Sources at {store.uri}"))
         _print_stats(found)
@@ -259,7 +259,7 @@ def show(
         --out photo.html
     kimi-pretrain data show /data/corpus --source pages --first 20
     """
-    with told_plainly():
+    with one_line_errors():
         if config is not None:
             from launch.cli.data_show import find_anomaly, show_rows
 

@@ -20,8 +20,8 @@ from data_pipeline.store.open import Store
 from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.anomaly_guard import sample_names
 from launch.cli.sources import find_sample, open_sources
-from launch.pages.rows import Step, rows_page
-from launch.pages.samples import Sample, samples_page
+from launch.pages.rows_page import Step, rows_page
+from launch.pages.samples_page import StoredSample, samples_page
 
 
 def find_anomaly(file: Path, step: int | None) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def show_samples(
     numbers = numbers or list(range(min(first, index.num_samples)))
     documents = read_samples(store, index, numbers)
     samples = [
-        Sample(number, document, _files(store, index, number))
+        StoredSample(number, document, _files(store, index, number))
         for number, document in zip(numbers, documents, strict=True)
     ]
     return samples_page(index, samples, f"Samples of {name}")

@@ -8,8 +8,8 @@ import typer
 
 from data_pipeline.store.addresses import check_local
 from launch.cli.options import ConfigOption, JsonOption, Overrides
-from launch.local.errors import told_plainly
 from launch.local.signals import end_in_order
+from launch.local.user_errors import one_line_errors
 
 
 def demo(
@@ -30,7 +30,7 @@ def demo(
     kimi-pretrain demo --run-dir runs/short train.steps=40 checkpoint.every=20
     """
     end_in_order()
-    with told_plainly():
+    with one_line_errors():
         check_local("--run-dir", run_dir)
         from launch.demo.run import run_demo
 

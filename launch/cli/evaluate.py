@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from launch.cli.options import ConfigOption, JsonOption, Overrides
-from launch.local.errors import told_plainly
 from launch.local.quiet import quiet_libraries
+from launch.local.user_errors import one_line_errors
 
 
 def evaluate(
@@ -36,7 +36,7 @@ def evaluate(
         data.root=/where/the/corpus/is
     """
     quiet_libraries()
-    with told_plainly():
+    with one_line_errors():
         from kimi_pretrain.config import load_config
         from kimi_pretrain.tools.evaluate import evaluate as measure
 

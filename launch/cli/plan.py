@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch.cli.options import ConfigOption, JsonOption, Overrides
-from launch.local.errors import told_plainly
+from launch.local.user_errors import one_line_errors
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
@@ -45,7 +45,7 @@ def plan(
     kimi-pretrain plan --config tiny_cpu --calibrate --max-seconds 30
     kimi-pretrain plan --config my.yaml --calibrate --json --out cost.json
     """
-    with told_plainly():
+    with one_line_errors():
         from kimi_pretrain.config import load_config
 
         loaded = load_config(config, overrides or ())

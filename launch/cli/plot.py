@@ -8,7 +8,7 @@ import typer
 
 from kimi_pretrain.tools.run_plots import draw
 from launch.cli.options import JsonOption
-from launch.local.errors import told_plainly
+from launch.local.user_errors import one_line_errors
 
 
 def plot(
@@ -28,7 +28,7 @@ def plot(
     kimi-pretrain plot runs/train
     kimi-pretrain plot /shared/runs/a --out pictures/
     """
-    with told_plainly():
+    with one_line_errors():
         found = draw(run, out or run)
         for name, why in found["left_out"].items():
             typer.echo(f"not drawn: {name}: {why}", err=True)

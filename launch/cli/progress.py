@@ -26,7 +26,7 @@ from launch.pages.html import num_bytes
 LINE_SECONDS = 30.0
 
 
-class Lines:
+class _Lines:
     """Prints a line, but not more often than every so many seconds."""
 
     def __init__(self, console: Console, seconds: float | None = None):
@@ -65,7 +65,7 @@ def shown(
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        lines = Lines(console)
+        lines = _Lines(console)
         yield lambda *done: lines(line(*done))
         return
     columns = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.local.errors import told_plainly
+from launch.local.user_errors import one_line_errors
 
 if TYPE_CHECKING:
     from launch.local.s3_server import S3Server
@@ -79,7 +79,7 @@ def start(
         --category caption --tokenizer kimi.tiktoken
     kimi-pretrain s3 start --folder /data/s3 --port 8333 --bucket corpus
     """
-    with told_plainly(), _held(folder):
+    with one_line_errors(), _held(folder):
         former = _read(folder)
         if former is not None and _began(former.pid) == former.began:
             for what, asked, has in (
@@ -104,7 +104,7 @@ def stop(folder: FolderOption = DEFAULT) -> None:
     kimi-pretrain s3 stop
     kimi-pretrain s3 stop --folder /data/s3
     """
-    with told_plainly():
+    with one_line_errors():
         if not folder.is_dir():
             raise ValueError(f"{folder}: no such folder, so no server was started there")
         with _held(folder):

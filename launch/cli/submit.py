@@ -11,8 +11,8 @@ import typer
 
 from data_pipeline.store.addresses import check_local
 from launch.cli.options import ConfigOption, JsonOption, Overrides
-from launch.local.errors import told_plainly
 from launch.local.job import LATEST, Job
+from launch.local.user_errors import one_line_errors
 from launch.slurm import queue as slurm_queue
 from launch.slurm import script as slurm
 from launch.slurm.options import SlurmOptions
@@ -102,7 +102,7 @@ def submit(
         --parsable)
     kimi-pretrain submit --config two.yaml --run-dir /shared/runs/two --after $job
     """
-    with told_plainly():
+    with one_line_errors():
         from kimi_pretrain.config import load_config
 
         loaded = load_config(config, overrides or ())

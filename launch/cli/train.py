@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from launch.cli.options import ConfigOption, JsonOption, Overrides
-from launch.local.errors import told_plainly
 from launch.local.job import Job
 from launch.local.quiet import quiet_libraries
+from launch.local.user_errors import one_line_errors
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
@@ -63,7 +63,7 @@ def train(
     kimi-pretrain train --config configs/kimi_k25_1t.yaml --dry-run
     kimi-pretrain train --config kimi_k25_1t --dry-run --table tensors.tsv
     """
-    with told_plainly():
+    with one_line_errors():
         from kimi_pretrain.config import load_config
 
         job = Job(config, str(run_dir), tuple(overrides or ()), resume, or_start=or_start)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from launch.cli.options import ConfigOption, JsonOption, Overrides
-from launch.local.errors import told_plainly
 from launch.local.signals import end_in_order
+from launch.local.user_errors import one_line_errors
 
 if TYPE_CHECKING:
     from launch.verify.verification import Verification
@@ -78,7 +78,7 @@ def dep(
     kimi-pretrain verify dep --config my.yaml --shrink --plant swapped-items
     """
     end_in_order()
-    with told_plainly():
+    with one_line_errors():
         from launch.verify.dep import VerifyDep
 
         asked = config, overrides, shrink, processes, keep
@@ -135,7 +135,7 @@ def resume(
         "layout.pp=1 layout.dp=4"
     """
     end_in_order()
-    with told_plainly():
+    with one_line_errors():
         from launch.verify.resume import VerifyResume, chosen_layout
 
         kind = VerifyResume(steps, stop_after, chosen_layout(other_layout, layouts))

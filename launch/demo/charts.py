@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
 from launch.demo.digits import png
-from launch.demo.keyed import generator
+from launch.demo.generator import generator
 from launch.demo.photos import package_file
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from data_pipeline.ingest.samples import CrudeSample, TextSegment, VideoSegment
-from launch.demo.keyed import generator
+from launch.demo.generator import generator
 from launch.demo.photos import package_file
 
 CAPTIONS = {

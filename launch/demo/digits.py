@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from data_pipeline.ingest.samples import CrudeSample, ImageSegment, RegionSegment, TextSegment
-from launch.demo.keyed import generator
+from launch.demo.generator import generator
 
 CELL = 28
 INK = 24
@@ -52,7 +52,7 @@ class Scans:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PageLayout:
     """Where the digits of one page stand, in pixels.
 
     Attributes:
@@ -89,7 +89,7 @@ def split(scans: Scans, seed: int) -> tuple[Scans, Scans]:
     )
 
 
-def draw_layout(rng: np.random.Generator, num_digits: int, big: bool) -> Layout:
+def draw_layout(rng: np.random.Generator, num_digits: int, big: bool) -> PageLayout:
     """Place `num_digits` cells as a block of columns and rows somewhere on a page.
 
     Args:
@@ -113,10 +113,10 @@ def draw_layout(rng: np.random.Generator, num_digits: int, big: bool) -> Layout:
     row, col = np.divmod(np.arange(num_digits), cols)
     corner = np.stack([(left + col) * CELL, (top + row) * CELL], axis=1)
     corner = corner + rng.integers(0, JITTER + 1, size=(num_digits, 2))
-    return Layout(page_cols * CELL, page_rows * CELL, np.concatenate([corner, corner + INK], 1))
+    return PageLayout(page_cols * CELL, page_rows * CELL, np.concatenate([corner, corner + INK], 1))
 
 
-def draw_page(layout: Layout, pixels: np.ndarray) -> np.ndarray:
+def draw_page(layout: PageLayout, pixels: np.ndarray) -> np.ndarray:
     """Paint scans [digits, 24, 24] into their boxes; returns uint8 [height, width]."""
     page = np.zeros((layout.height, layout.width), np.uint8)
     for (left, top, right, bottom), scan in zip(layout.boxes.tolist(), pixels):

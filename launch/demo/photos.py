@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
-from launch.demo.keyed import generator
+from launch.demo.generator import generator
 
 # What the photographs show; the file names alone would make poor captions.
 CAPTIONS = {

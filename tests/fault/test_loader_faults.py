@@ -13,7 +13,7 @@ from data_pipeline.cache.cached_store import CacheConfig
 from data_pipeline.index.manifest import read_index
 from data_pipeline.loader import Loader, LoaderError
 from data_pipeline.store.open import AccessDenied, FolderStore, MissingKey, StoreError, open_store
-from launch.local.errors import user_message
+from launch.local.user_errors import user_message
 from tests.fault.fault_proxy import Fault
 from tests.resume import fingerprint
 from tests.unit.data_pipeline.every_kind import CONFIG, build

@@ -17,8 +17,8 @@ from data_pipeline.ingest.readers import open_inputs
 from data_pipeline.ingest.sample_templates import TEMPLATES, expand_record
 from data_pipeline.ingest.samples import Refused, RegionSegment
 from launch.demo import digits
-from launch.demo.pages import render
 from launch.demo.photos import package_file
+from launch.demo.rendered_text import render
 from tests import ROOT
 from tests.unit.data_pipeline.media import encoded, mp4, noise
 

@@ -8,7 +8,7 @@ from data_pipeline.ingest.samples import CrudeSample, RegionSegment, TextSegment
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 from launch.demo import digits
-from launch.demo.pages import rendered_pages
+from launch.demo.rendered_text import rendered_pages
 from tests.unit.data_pipeline.media import mp4
 
 TOKENIZER_KEY = "tokenizer/tiny.tiktoken"

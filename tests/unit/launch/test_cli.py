@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.cli.main import app
-from launch.local.errors import user_message
+from launch.local.user_errors import user_message
 
 runner = CliRunner()
 

@@ -13,7 +13,7 @@ from PIL import Image
 from data_pipeline.store.open import open_store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import load_config
-from launch.demo import clips, photos, texts
+from launch.demo import clips, photos, python_texts
 from launch.demo.corpus import (
     LIMITS,
     MOST_TOKENS,
@@ -23,7 +23,7 @@ from launch.demo.corpus import (
     build_corpus,
     tail_share,
 )
-from launch.demo.keyed import generator
+from launch.demo.generator import generator
 
 SIZE = CorpusSize(
     digits=200,
@@ -166,17 +166,17 @@ def test_every_text_sample_fits_a_row(built):
 
 
 def test_text_is_cut_without_loss():
-    text = next(iter(texts.code_texts(50_000))) + "x" * 3000 + "\n" + "y" * 20
-    pieces = list(texts.chunks(text))
+    text = next(iter(python_texts.code_texts(50_000))) + "x" * 3000 + "\n" + "y" * 20
+    pieces = list(python_texts.chunks(text))
     assert "".join(pieces) == text
-    assert max(map(len, pieces)) <= texts.CHUNK_CHARS
-    parts = list(texts.fitting(text, 100, list))
+    assert max(map(len, pieces)) <= python_texts.CHUNK_CHARS
+    parts = list(python_texts.fitting(text, 100, list))
     assert "".join(parts) == text
     assert max(map(len, parts)) <= 100
 
 
 def test_bounded_takes_whole_texts_and_cuts_the_last():
-    assert list(texts.bounded(iter(["ab", "cdé", "never"]), 5)) == ["ab", "cd"]
+    assert list(python_texts.bounded(iter(["ab", "cdé", "never"]), 5)) == ["ab", "cd"]
 
 
 def test_piece_of_a_short_clip_takes_what_there_is():

@@ -27,7 +27,7 @@ from launch.cli.data_show import show_rows
 from launch.cli.main import app
 from launch.pages import tokens
 from launch.pages.pictures import unpatchify
-from launch.pages.plots import shares
+from launch.pages.svg_plots import shares
 from moonvit3d.geometry import PatchLimits
 from moonvit3d.preprocess import image_patches, video_patches
 from tests.unit.data_pipeline.media import noise

@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 
 from data_pipeline.ingest.ingest import ImageSegment, TextSegment
 from launch.demo import digits
-from launch.demo.keyed import generator
+from launch.demo.generator import generator
 
 
 @pytest.fixture(scope="module")

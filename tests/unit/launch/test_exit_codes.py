@@ -19,8 +19,8 @@ from kimi_pretrain.reliability.anomaly_guard import AnomalyError
 from kimi_pretrain.reliability.exit_report import first_exit_report, step_faults
 from kimi_pretrain.reliability.run_lock import FormerStart, RunLocked
 from launch.local import worker
-from launch.local.errors import exit_code, told_plainly, user_message
 from launch.local.job import Job
+from launch.local.user_errors import exit_code, one_line_errors, user_message
 
 
 def wrapped(inner: Exception, outer: type[Exception], *, hidden: bool) -> Exception:
@@ -90,7 +90,7 @@ def test_an_error_of_a_full_disk_that_names_no_file_names_the_line(tmp_path):
 
 @pytest.mark.parametrize(("error", "code"), [(AWAY, 75), (REFUSED, 2)])
 def test_commands_end_with_it(error, code, capsys):
-    with pytest.raises(typer.Exit) as end, told_plainly():
+    with pytest.raises(typer.Exit) as end, one_line_errors():
         raise error
     assert (end.value.exit_code, capsys.readouterr().err) == (code, f"error: {error}\n")
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from launch.cli.main import app
 from launch.local import start
-from launch.local.errors import exit_code, user_message
 from launch.local.start import check_rendezvous
+from launch.local.user_errors import exit_code, user_message
 
 
 @pytest.fixture

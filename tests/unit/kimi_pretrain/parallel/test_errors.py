@@ -8,7 +8,7 @@ from data_pipeline.store.open import StoreUnavailable
 from kimi_pretrain.checkpoint.errors import CheckpointUnavailable
 from kimi_pretrain.parallel.errors import Outcome
 from kimi_pretrain.reliability.run_lock import RunLocked
-from launch.local.errors import exit_code
+from launch.local.user_errors import exit_code
 
 
 class Demanding(ValueError):

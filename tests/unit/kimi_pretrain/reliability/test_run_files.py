@@ -20,7 +20,7 @@ from kimi_pretrain.reliability.run_lock import run_id, take
 from kimi_pretrain.reliability.status import Status, mark_failed, read_status, write_status
 from kimi_pretrain.reliability.watchdog import Watchdog
 from kimi_pretrain.telemetry.run_dir import MetricsWriter, log_to
-from launch.local.errors import told_plainly
+from launch.local.user_errors import one_line_errors
 
 FULL = Path("/dev/full")  # opens, and has no room for anything that is written
 
@@ -162,7 +162,7 @@ def test_a_file_that_cannot_be_written_is_named(full_disk):
 
 def test_a_run_that_begins_on_a_full_disk_says_so_in_one_line(full_disk, capfd):
     for begin, name in ((take, "lock"), (run_id, "run.json")):
-        with pytest.raises(typer.Exit) as end, told_plainly():
+        with pytest.raises(typer.Exit) as end, one_line_errors():
             begin(full_disk)
         assert end.value.exit_code == 2
         told = f"error: {full_disk / name}: No space left on device\n"

@@ -1,8 +1,8 @@
-"""Which errors are the user's to mend, and how they are shown: one line, no traceback.
+"""Which errors are user errors, and how they are shown: in one line, without a traceback.
 
-Exit codes: 0 finished, or stopped in order (`status.json` says which); 2 the user's to mend, and a
-restart would come to it again; 75 no progress in time, or a store or shared folder that does not
-answer; any other a fault, such as a dead process. After the last two a restart helps.
+Exit codes: 0 finished, or stopped in order (`status.json` says which); 2 user error, a retry fails
+again; 75 no progress in time, or a store or shared folder that does not answer; any other a fault,
+such as a dead process. After the last two a restart can help.
 """
 
 import errno
@@ -17,11 +17,7 @@ import typer
 from kimi_pretrain.reliability.exit_report import FAULT, NO_PROGRESS, USER_ERROR, is_foreign
 from kimi_pretrain.reliability.stack_inspection import where
 
-__all__ = ["EXIT_CODE", "NO_PROGRESS", "told_plainly", "user_message"]
-
-EXIT_CODE = USER_ERROR
-# A full disk, a folder that may not be written, and a path with a file where a folder is expected
-# are not faults of this program.
+# A full disk, no right to write, a file in the place of a folder: no faults of this program.
 STORAGE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
@@ -29,15 +25,14 @@ STORAGE = (
 
 
 def user_message(error: BaseException) -> str | None:
-    """Return the line to show for an error in the user's input, or None for any other error.
+    """Return the line to show for a user error, or None for any other error.
 
-    Bad values, missing files and everything the object store refuses are the user's; anything else
-    is a fault of this program and keeps its traceback, a ValueError without a class of this
-    project's that comes up in a step or in its loader as well
-    (`kimi_pretrain.reliability.exit_report.is_foreign`).
+    Bad values, missing files and whatever the object store refuses are user errors. Anything else
+    is a fault of this program and keeps its traceback; so does a ValueError of a step or its loader
+    that this project did not raise (`kimi_pretrain.reliability.exit_report.is_foreign`).
     """
     if isinstance(error, FileNotFoundError) and error.filename is not None:
-        return f"{error.filename}: no such file or folder"  # without its number
+        return f"{error.filename}: no such file or folder"  # without the errno
     if isinstance(error, ValueError | FileNotFoundError):
         return " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno in STORAGE:
@@ -48,7 +43,7 @@ def user_message(error: BaseException) -> str | None:
             f"MASTER_PORT={port}: another program listens there on {socket.gethostname()}, where "
             "the ranks are to meet; choose another port"
         )
-    # Imported late: the store brings boto3, and the commonest errors need neither.
+    # Imported late: the store imports boto3, and the most frequent errors need neither.
     from data_pipeline.index.manifest import IndexMismatch
     from data_pipeline.loader import LoaderError
     from data_pipeline.store.open import StoreError
@@ -63,22 +58,22 @@ def user_message(error: BaseException) -> str | None:
 
 
 def _port_in_use(error: BaseException) -> bool:
-    """Whether rank 0 could not open the store where ranks meet; torch is not loaded to know."""
+    """Whether rank 0 could not open the ranks' store; compared by name, so torch is not loaded."""
     return type(error).__name__ == "DistNetworkError" and "EADDRINUSE" in str(error)
 
 
 def _place(error: BaseException) -> str:
-    """Return the line of this project that met an error of the disk which names no file."""
+    """Return the line of this project that raised a disk error without a file name."""
     lines = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
     return f"a file written at {where(lines[::-1])}"
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code that goes with an error of which `user_message` tells in one line.
+    """Return the exit code of an error that `user_message` shows in one line.
 
-    A store or shared folder that does not answer may do so after a restart, whatever became of its
-    error on the way. A loader's worker that died, of want of memory as a rule, is a dead process as
-    any other; where it comes again, who restarts gives up after some times without progress.
+    The whole chain of causes is looked at. A store or shared folder that does not answer may answer
+    after a restart: 75. A loader's worker that died, usually for lack of memory, is a dead process
+    like any other: 1. If it dies again, restarts end after some failures without progress.
     """
     from data_pipeline.workers.workers import WorkerDied
 
@@ -86,17 +81,17 @@ def exit_code(error: BaseException) -> int:
     while cause is not None:
         if isinstance(cause, WorkerDied):
             return FAULT
-        if _passes(cause) or _port_in_use(cause):  # the batch script looks for a port again
+        if _passes(cause) or _port_in_use(cause):  # the batch script takes another port
             return NO_PROGRESS
         cause = cause.__cause__ or cause.__context__
-    return EXIT_CODE
+    return USER_ERROR
 
 
 def _passes(error: BaseException) -> bool:
-    """Whether a restart may not meet this error.
+    """Whether a restart may get past this error.
 
-    Without a number an OSError says nothing of a file system (a picture that is none is one), and
-    a lock or a process that was asked for is no fault.
+    Not counted are an OSError without errno, which is not of a file system (PIL raises one for a
+    broken image), and errors of locks and processes.
     """
     from kimi_pretrain.checkpoint.errors import passing
     from kimi_pretrain.reliability.run_lock import FormerStart
@@ -108,8 +103,8 @@ def _passes(error: BaseException) -> bool:
 
 
 @contextmanager
-def told_plainly() -> Iterator[None]:
-    """Turn an error that the user can mend into one line and its exit code."""
+def one_line_errors() -> Iterator[None]:
+    """Show a user error as one line on stderr, and exit with its code; let others pass."""
     try:
         yield
     except (typer.Exit, typer.Abort):

@@ -12,8 +12,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
 from launch.demo.digits import png
-from launch.demo.keyed import generator
-from launch.demo.texts import topics
+from launch.demo.generator import generator
+from launch.demo.python_texts import topics
 
 FONT_SIZES = (11, 13, 16)
 WIDTHS = (20, 32, 48)

@@ -31,7 +31,7 @@ LEGEND = (
 
 
 @dataclass(frozen=True)
-class Sample:
+class StoredSample:
     """One sample as it lies in its shard: its number in the index, document, and media files."""
 
     number: int
@@ -39,7 +39,7 @@ class Sample:
     files: Mapping[int, bytes]
 
 
-def samples_page(index: SourceIndex, samples: Sequence[Sample], title: str) -> str:
+def samples_page(index: SourceIndex, samples: Sequence[StoredSample], title: str) -> str:
     """Return the page of some samples of a source."""
     body = [LEGEND]
     for sample in samples:
@@ -47,7 +47,7 @@ def samples_page(index: SourceIndex, samples: Sequence[Sample], title: str) -> s
     return page(title, body, STYLE)
 
 
-def _sample(index: SourceIndex, sample: Sample) -> Iterator[str]:
+def _sample(index: SourceIndex, sample: StoredSample) -> Iterator[str]:
     at = sample.number
     shard = index.shards[index.shard[at]].key
     first, end = int(index.piece_ptr[at]), int(index.piece_ptr[at + 1])
@@ -99,7 +99,7 @@ def _line(kind: str, words: str, learnt: bool, mark: str = "") -> str:
 
 def _medium(
     index: SourceIndex,
-    sample: Sample,
+    sample: StoredSample,
     segment: Mapping[str, Any],
     regions: Sequence[Mapping[str, Any]],
 ) -> str:

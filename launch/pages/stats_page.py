@@ -5,7 +5,7 @@ from typing import Any
 
 from data_pipeline.inspect.stats import PERCENTILES
 from launch.pages.html import amount, num_bytes, page, percent, table, text
-from launch.pages.plots import histogram, shares
+from launch.pages.svg_plots import histogram, shares
 
 STYLE = ".plots { display: flex; flex-wrap: wrap; gap: .5rem 1.5rem; }\n"
 _KINDS = {"media": "media files", "samples": "samples"}

@@ -159,13 +159,13 @@ class _Document:
             region,
         )
 
-    def _part(self, part: tokens.Part) -> str:
+    def _part(self, part: tokens.TokenRun) -> str:
         if part.kind == "media":
             return self._medium(part)
         inside = self._tokens(part.start, part.stop, part.number if part.kind == "region" else None)
         return f'<span title="{text(part.note)}">{inside}</span>' if part.note else inside
 
-    def _medium(self, part: tokens.Part) -> str:
+    def _medium(self, part: tokens.TokenRun) -> str:
         """The picture in place of its pads."""
         step = self._step
         items, item = step.batch.plan.items, self._items[part.number]
