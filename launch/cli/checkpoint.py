@@ -1,4 +1,4 @@
-"""`kimi-pretrain checkpoint ...`: look at checkpoints, and bring weights in and out."""
+"""`kimi-pretrain checkpoint ...`: inspect checkpoints, import and export weights."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kimi_pretrain.weights.hf_config import SpecialIds
 
 checkpoint = typer.Typer(
-    help="Look at checkpoints, and bring weights in and out.", no_args_is_help=True
+    help="Inspect checkpoints, import and export weights.", no_args_is_help=True
 )
 
 CheckpointArgument = Annotated[

@@ -1,4 +1,4 @@
-"""What `kimi-pretrain checkpoint` shows: tables."""
+"""Prints the tables of `kimi-pretrain checkpoint`."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def plain_bytes(count: int) -> str:
-    """Return "1.5 GiB"."""
+    """Return a size for reading, such as "1.5 GiB" (powers of 1024)."""
     size = float(count)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -67,7 +67,7 @@ def _print_count(name: str, count: dict[str, Any]) -> None:
 
 
 def print_figures(found: "Iterable[TensorFigures]", *, quiet: bool) -> Iterator[dict[str, Any]]:
-    """Print a line for each tensor as it comes; yields plain values."""
+    """Print a line for each tensor as it is read; yields its figures for JSON."""
     if not quiet:
         typer.echo(f"{'norm':>12s} {'largest':>11s}  {'type':9s} {'shape':16s} name")
     for one in found:
@@ -81,12 +81,12 @@ def print_figures(found: "Iterable[TensorFigures]", *, quiet: bool) -> Iterator[
 
 
 def as_plain(one: "TensorDifference") -> dict[str, Any]:
-    """Return a difference as plain values."""
+    """Return a difference for JSON."""
     return _finite(asdict(one))
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinities: null stands for them."""
+    """Replace infinities and NaN by None, because JSON has neither."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
@@ -100,7 +100,7 @@ def print_differences(
     b: "StoredTensors",
     most: int,
 ) -> None:
-    """Print the first `most` of them, and the verdict."""
+    """Print the first `most` differences, and whether the two are the same."""
     typer.echo(f"A {a.where}: {len(a.headers):,} tensors")
     typer.echo(f"B {b.where}: {len(b.headers):,} tensors")
     for one in found[:most]:
@@ -129,7 +129,7 @@ def _told(one: "TensorDifference") -> str:
 
 
 def print_export(summary: dict[str, Any], widened: bool, tokenizer: bool) -> None:
-    """Print what was written, and what a person should know of it."""
+    """Print what was exported, and where precision or special ids come from."""
     kind = f"{summary['dtype']}, routed experts INT4" if summary["int4"] else summary["dtype"]
     typer.echo(
         f"{summary['folder']}: {summary['tensors']:,} tensors, {plain_bytes(summary['bytes'])} "
@@ -148,7 +148,7 @@ def print_export(summary: dict[str, Any], widened: bool, tokenizer: bool) -> Non
 
 
 def print_import(summary: dict[str, Any]) -> None:
-    """Print what was made."""
+    """Print what was imported."""
     kind = f" ({summary['quantized']}, dequantised)" if summary["quantized"] else ""
     typer.echo(
         f"{summary['checkpoint']}: {summary['tensors']:,} tensors, "

@@ -1,4 +1,4 @@
-"""`kimi-pretrain data ...`: make sources and look at them."""
+"""`kimi-pretrain data ...`: make sources, check them and show what they hold."""
 
 import json
 import os
@@ -54,14 +54,14 @@ def ingest(
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a source of crude data: shards, index and manifest.
+    """Make a source of raw data: shards, index and manifest.
 
-    What cannot be used is left out, counted by reason, and listed in
-    NAME/rejected.jsonl; if it is more than --max-rejected, the ingest ends, and the
-    same command with a higher share goes on. If it is interrupted or killed, the
-    same command goes on where it was. A finished source never changes: more data
-    of the same kind is another source beside it. docs/data_format.md shows what
-    the inputs may look like.
+    Samples that cannot be used are rejected, counted by reason, and listed in
+    NAME/rejected.jsonl. If their share exceeds --max-rejected, the ingest ends; the
+    same command with a higher share continues it. The same command also continues
+    an ingest that was interrupted or killed. A finished source never changes: more
+    data of the same kind is another source beside it. docs/data_format.md shows
+    what the inputs may look like.
 
     \b
     kimi-pretrain data ingest photos/ --to s3://corpus --name pairs \\
@@ -139,11 +139,11 @@ def reindex(
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Count a source's tokens anew with another tokenizer, without reading its media.
+    """Count a source's tokens again with another tokenizer, without reading its media.
 
-    The source stays as it is, because runs may be reading it. The new one has an
-    index and a manifest of its own, and the shards of the old one: keep those as
-    long as either is used.
+    The source does not change, because runs may be reading it. The new source has
+    an index and a manifest of its own and shares the old one's shards: keep those
+    as long as either is used.
 
     \b
     kimi-pretrain data reindex s3://corpus/pairs --name pairs_k2 \\
@@ -213,11 +213,11 @@ def tokenizer(
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a tokenizer (byte pairs, Kimi's layout), or take a given one, for one's own sources.
+    """Train a tokenizer (byte pairs, Kimi's layout) for your sources, or store a given one.
 
-    Of samples with media the texts are used. Each input gives an equal part of
-    --max-mb, from its beginning. The same inputs in the same order give the same
-    file.
+    Of samples with media the texts are used. Each input contributes an equal part
+    of --max-mb, from its beginning. The same inputs in the same order give the
+    same file.
 
     \b
     kimi-pretrain data tokenizer books/ notes.jsonl --to s3://corpus
@@ -258,14 +258,14 @@ def tokenizer(
 
 
 def _use_endpoint(endpoint: str | None) -> None:
-    """For all stores that will be opened, by workers too, which inherit the environment."""
+    """Set the endpoint of all stores, also of workers: they inherit the environment."""
     if endpoint:
         os.environ["AWS_ENDPOINT_URL"] = endpoint
 
 
 def _num_workers(asked: int | None) -> int:
     cores = len(os.sched_getaffinity(0))
-    # With one core a second process would only cost.
+    # On one core a second process would cost time and gain none.
     return (cores if cores > 1 else 0) if asked is None else asked
 
 

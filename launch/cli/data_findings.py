@@ -1,4 +1,4 @@
-"""Problems of sources, collected as they are found and told in groups."""
+"""Problems of sources that `kimi-pretrain data verify` finds: counted, and listed by kind."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from launch.pages.html import num_bytes
 
 
 class Findings:
-    """Counts of all problems, the first few of each kind, and all of them in a file.
+    """Counts all problems, keeps the first of each kind, and writes all into a file if asked.
 
-    Memory does not grow with the number of problems.
+    Memory is bounded by the number of kinds and sources.
 
     Args:
-        first: how many problems of a kind to keep for each source.
+        first: number of problems of a kind to keep for each source.
         report: file for all of them, one JSON object a line; None writes none.
 
     """
@@ -50,7 +50,7 @@ class Findings:
         return sum(self._counts.values())
 
     def add_report(self, source: str, report: ShardReport) -> None:
-        """Take in what was checked of a shard."""
+        """Add what was checked in a shard, and its problems."""
         checked = self._checked.setdefault(source, Counter())
         checked.update(
             shards=bool(report.shard),
@@ -62,7 +62,7 @@ class Findings:
             self.add(problem)
 
     def add(self, problem: Problem) -> None:
-        """Take in a problem."""
+        """Add a problem."""
         self._checked.setdefault(problem.source, Counter())
         group = (problem.source, problem.kind)
         self._counts[group] += 1
@@ -73,7 +73,7 @@ class Findings:
             self._lines.write(problem.as_json() + "\n")
 
     def lines(self) -> Iterator[str]:
-        """Tell everything, source by source and kind by kind."""
+        """Yield the lines of the report, by source and kind."""
         for source, checked in sorted(self._checked.items()):
             problems = sum(n for (name, _), n in self._counts.items() if name == source)
             yield (
@@ -94,7 +94,7 @@ class Findings:
                     yield f"    ... and {count - self._first:,} more"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same for JSON."""
+        """Return the report for JSON."""
         return {
             "problems": self.total,
             "sources": {

@@ -1,4 +1,4 @@
-"""`kimi-pretrain data verify | stats | show`: whether sources are sound, and what is in them."""
+"""`kimi-pretrain data verify | stats | show`: check sources, and show what they hold."""
 
 import json
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ def _verify_source(
     how: "tuple[Tokenizer | None, float, bool, int]",
     findings: Any,
 ) -> None:
-    """Check one source under a bar of its bytes."""
+    """Check one source, with a progress bar."""
     from data_pipeline.inspect.verify import Checks, Problem, open_source, verify_source
     from launch.cli.progress import byte_bar
     from launch.cli.sources import num_shard_bytes, own_tokenizer
@@ -167,7 +167,7 @@ def stats(
 def _limits(
     config: str | None, seq_len: int | None, image: int | None, frame: int | None
 ) -> "tuple[PatchLimits, int | None]":
-    """Limits and row length: of the options, else of the config, else the defaults."""
+    """Return limits and row length: from the options, else the config, else the defaults."""
     from dataclasses import replace
 
     from moonvit3d.geometry import PatchLimits

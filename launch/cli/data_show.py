@@ -1,4 +1,4 @@
-"""What `kimi-pretrain data show` reads before it writes its page."""
+"""Reads the rows or samples of `kimi-pretrain data show`, and makes its page of them."""
 
 import json
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ from launch.pages.samples_page import StoredSample, samples_page
 
 
 def find_anomaly(file: Path, step: int | None) -> dict[str, Any]:
-    """Return a line of a run's anomalies.jsonl.
+    """Return an entry of a run's anomalies.jsonl.
 
     Args:
-        file: of the run.
-        step: as in metrics.jsonl, counted from 1; None: the last one.
+        file: the anomalies.jsonl.
+        step: as in metrics.jsonl, counted from 1; None for the last entry.
 
     Raises:
-        ValueError: no line of this step, or no line at all.
+        ValueError: no entry of this step, or none at all.
         FileNotFoundError: no such file.
 
     """
@@ -53,20 +53,21 @@ def show_rows(
     rows: range,
     anomaly: dict[str, Any] | None = None,
 ) -> str:
-    """Return the page of some rows of a step, read as a run of one process reads them.
+    """Return the HTML page of some rows of a step, read as a run of one process reads them.
 
     Args:
         config: YAML file or preset.
         overrides: `section.key=value`.
-        step: which step of a run from the start; nothing is taken to be in quarantine.
-        rows: which rows of it; those beyond the last are left out.
-        anomaly: line of anomalies.jsonl: its step, as the run had it.
+        step: number from 0, of a run that has put no sample into quarantine.
+        rows: numbers of rows in the step; those beyond the last are ignored.
+        anomaly: entry of anomalies.jsonl; shows its step, as the run had it, in place of `step`.
 
     Raises:
-        ValueError: the config cannot run, the step has no such row, or is not that of the anomaly.
+        ValueError: the config cannot run, the step has no such row, or its samples are not those of
+            the anomaly.
 
     """
-    # One step is wanted: no other process, nothing fetched ahead, nothing left on the disk.
+    # For a single step: no worker processes, no prefetch, no cache on disk.
     data = replace(load_config(config, overrides).data, workers=0, prefetch_steps=0, cache=None)
     if rows.start >= data.rows_per_step:
         raise ValueError(f"--first-row {rows.start}: a step has {data.rows_per_step} rows")
@@ -95,7 +96,7 @@ def show_rows(
 
 
 def _check_samples(loader: Loader, plan: GlobalPlan, anomaly: dict[str, Any]) -> None:
-    """Refuse to show other samples than those that the run had written down."""
+    """Refuse to show other samples than those that the run recorded."""
     pairs = zip_longest(sample_names(plan, loader.indices), anomaly["samples"])
     for place, (found, wanted) in enumerate(pairs):
         if found != wanted:
@@ -114,7 +115,7 @@ def _title(anomaly: dict[str, Any]) -> str:
 
 
 def _documents(store: Store, bad: Sequence, request: StepRequest) -> dict[int, dict]:
-    """Read the documents of the samples that can be used."""
+    """Return {sample: document} of the samples that are not damaged."""
     damaged = {entry.sample for entry in bad if entry.item is None}
     reads = [read for read in request.texts if read.sample not in damaged]
     bodies = read_checked(store, reads)
@@ -124,14 +125,14 @@ def _documents(store: Store, bad: Sequence, request: StepRequest) -> dict[int, d
 def show_samples(
     uri: str, endpoint: str | None, source: str, keys: Sequence[str], first: int
 ) -> str:
-    """Return the page of some samples of a source.
+    """Return the HTML page of some samples of a source.
 
     Args:
-        uri: where the source lies.
-        endpoint: of an object store.
+        uri: root of the source.
+        endpoint: of the object store; None for the environment's.
         source: its name.
-        keys: of the samples; without any the first ones are shown.
-        first: how many.
+        keys: of the samples; empty for the first ones.
+        first: how many of those.
 
     Raises:
         ValueError: no such source or sample.
@@ -151,7 +152,7 @@ def show_samples(
 
 
 def _files(store: Store, index: SourceIndex, number: int) -> dict[int, bytes]:
-    """Read a sample's media files: number of the file -> bytes."""
+    """Return {number of the file: bytes} of a sample's media."""
     lines = [
         line
         for line in range(int(index.item_ptr[number]), int(index.item_ptr[number + 1]))

@@ -1,4 +1,4 @@
-"""`kimi-pretrain eval`: what a checkpoint reads off held-out pages, or its loss on texts."""
+"""`kimi-pretrain eval`: accuracy of a checkpoint on held-out pages of digits, or loss on texts."""
 
 import json
 from typing import Annotated
@@ -28,7 +28,7 @@ def evaluate(
     Of a source without media, and with --texts: loss and perplexity over all
     tokens of whole texts that the model is trained to write.
 
-    What was counted, and what was left out and why, is told (docs/METRICS.md).
+    It says what was counted, and what was left out and why (docs/METRICS.md).
 
     \b
     kimi-pretrain eval --config runs/demo/config.yaml --checkpoint \\

@@ -1,6 +1,6 @@
 """The `kimi-pretrain` command. Heavy modules are imported inside the commands, so help is instant.
 
-What the user can mend is told in one line (exit code 2); anything else keeps its traceback.
+A user error is shown in one line (exit code 2); any other error keeps its traceback.
 """
 
 import os
@@ -48,7 +48,7 @@ app.command()(demo)
 
 
 def print_version(wanted: bool) -> None:
-    """Print the versions that a report of a fault needs, without importing what they are of."""
+    """Print the versions that a bug report needs, without importing the packages."""
     if wanted:
         typer.echo(f"kimi-pretrain {__version__}")
         for name in ("torch", "megatron-core"):
@@ -69,14 +69,14 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Take the options that stand before a command."""
+    """Take the options before a command's name."""
 
 
 def main() -> None:
-    """Run the command line; the console script's entry.
+    """Run the command line; the entry point of the console script.
 
-    What it starts with `python -m` (torchrun, ranks, writers) would otherwise look for modules in
-    the working folder first, and take a `random.py` there for the library's.
+    PYTHONSAFEPATH is for what it starts with `python -m` (torchrun, ranks, writers): without it a
+    `random.py` in the working folder would be imported in place of the library's.
     """
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored by the shell
@@ -84,7 +84,7 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if "kimi_pretrain.engine" in sys.modules:  # an evaluation has had process groups
+        if "kimi_pretrain.engine" in sys.modules:  # an evaluation has opened process groups
             from launch.local.worker import leave
 
             leave(end.code if isinstance(end.code, int) else int(end.code is not None))

@@ -1,4 +1,4 @@
-"""`kimi-pretrain plan`: what a run's media will cost, before it starts; and how to price them."""
+"""`kimi-pretrain plan`: predicts the encoder's load per rank, or calibrates its cost model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`kimi-pretrain plot`: the pictures of a run, from what it has left in its folder so far."""
+"""`kimi-pretrain plot`: plots of a run, from what its folder holds so far."""
 
 import json
 from pathlib import Path

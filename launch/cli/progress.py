@@ -1,6 +1,6 @@
 """Progress of long commands: a bar on a terminal; in a file or a pipe a line now and then.
 
-All of it goes to stderr, so that what a command prints stays what was asked for.
+It goes to stderr, so that stdout holds the command's result alone.
 """
 
 import threading
@@ -27,14 +27,14 @@ LINE_SECONDS = 30.0
 
 
 class _Lines:
-    """Prints a line, but not more often than every so many seconds."""
+    """Prints a line at most every `seconds`; `LINE_SECONDS` unless given."""
 
     def __init__(self, console: Console, seconds: float | None = None):
         self._console, self._told = console, time.monotonic()
         self._seconds = LINE_SECONDS if seconds is None else seconds
 
     def __call__(self, text: str) -> None:
-        """Print a line if it is time for one."""
+        """Print a line, or drop it if the last one is too recent."""
         if time.monotonic() >= self._told + self._seconds:
             self._told = time.monotonic()
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -90,7 +90,7 @@ def _counting_bar(
 
 @contextmanager
 def item_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how many of how many are done; yields what to call with (done, in all)."""
+    """Show a count; yields what to call with (number done, number in all)."""
     with _counting_bar(title, MofNCompleteColumn(), "{:,}".format) as show:
         yield show
 

@@ -1,8 +1,8 @@
-"""`kimi-pretrain s3 ...`: an S3 server on this machine for one's own use.
+"""`kimi-pretrain s3 ...`: an S3 server on this machine for your own use.
 
-It is the demo's (`launch.local.s3_server`), but lasts until it is stopped. Its folder holds the
-data, `credentials.env` (for the shell, readable by its owner alone) and `server.json`, which says
-which process it is: the number alone could be another's after a while, so its start is noted, too.
+It is the demo's server (`launch.local.s3_server`), but runs until it is stopped. Its folder holds
+the data, `credentials.env` (for the shell, readable by its owner alone) and `server.json`, which
+names its process: by id and start time, because an id alone may later be another process's.
 """
 
 import fcntl
@@ -24,10 +24,10 @@ from launch.local.user_errors import one_line_errors
 if TYPE_CHECKING:
     from launch.local.s3_server import S3Server
 
-s3 = typer.Typer(help="An S3 server on this machine, for one's own use.", no_args_is_help=True)
+s3 = typer.Typer(help="An S3 server on this machine, for your own use.", no_args_is_help=True)
 
 CREDENTIALS = "credentials.env"
-STOP_S = 15.0  # to end in order, before it is killed
+STOP_S = 15.0  # after TERM, before it is killed
 FolderOption = Annotated[Path, typer.Option(help="Where data and credentials are kept.")]
 DEFAULT = Path("runs/s3")
 
@@ -37,8 +37,8 @@ class Running:
     """A server that was started.
 
     Attributes:
-        pid: its process.
-        began: the boot and the moment at which that began; see `_began`.
+        pid: id of its process.
+        began: boot and start time of that process; see `_began`.
         endpoint: its URL.
         bucket: that it was started with.
     """
@@ -152,7 +152,7 @@ def _shell_lines(server: "S3Server") -> str:
 
 
 def _keys(folder: Path) -> tuple[str | None, str | None]:
-    """Return the keys of the last start, so that shells that have them need no others."""
+    """Return the keys of the last start, which remain valid in shells that have them."""
     file = folder / CREDENTIALS
     if not file.is_file():
         return None, None
@@ -175,7 +175,7 @@ def _read(folder: Path) -> Running | None:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file that only its owner may read, all of it or nothing."""
+    """Write a file atomically, readable by its owner alone."""
     unfinished = file.with_suffix(".partial")
     unfinished.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -186,7 +186,7 @@ def _write(file: Path, text: str) -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Keep other starts and stops of this folder out."""
+    """Lock the folder against other starts and stops."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     lock = os.open(folder / "lock", flags, 0o600)
@@ -198,9 +198,9 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _began(pid: int) -> str | None:
-    """Return when a process began: this boot, and the clock ticks since it (proc(5), field 22).
+    """Return when a process began: id of the boot and clock ticks since it (proc(5), field 22).
 
-    None if there is no such process, or it has ended and only waits to be noticed.
+    None if there is no such process, or it is a zombie.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -211,13 +211,13 @@ def _began(pid: int) -> str | None:
 
 
 def _end(server: Running) -> bool:
-    """End exactly this process, and wait for that; whether it was there."""
+    """End this very process and wait for its end; whether it was running."""
     try:
         handle = os.pidfd_open(server.pid)
     except ProcessLookupError:
         return False
     with closing(os.fdopen(handle, closefd=True)):
-        # The handle keeps to the process it was opened for; so what is compared is what is ended.
+        # The handle refers to one process for good, so the one compared is the one ended.
         if _began(server.pid) != server.began:
             return False
         for number, seconds in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):

@@ -1,4 +1,4 @@
-"""Finding what a person means: sources under a URI, a source's tokenizer, a sample by its key."""
+"""Finds what an argument names: sources under a URI, a source's tokenizer, a sample by its key."""
 
 import difflib
 import hashlib
@@ -22,7 +22,7 @@ from data_pipeline.text import Tokenizer
 from launch.cli.progress import byte_bar
 
 ALL = "all"
-# Looking for a similar key among more than this would take longer than the answer is worth.
+# Keys compared for "did you mean": with more it would take too long.
 _KEYS_COMPARED = 20_000
 
 
@@ -33,7 +33,7 @@ def split_source(uri: str) -> tuple[str, str]:
 
 
 def open_sources(uri: str, endpoint: str | None, wanted: Sequence[str]) -> tuple[Store, list[str]]:
-    """Open what a URI means, and choose sources of it.
+    """Open the root that a URI names, and choose sources in it.
 
     Args:
         uri: a root that holds sources, or one source itself.
@@ -44,7 +44,7 @@ def open_sources(uri: str, endpoint: str | None, wanted: Sequence[str]) -> tuple
         The store of the root, and the names, sorted.
 
     Raises:
-        ValueError: there is no source, or none of a name; tells the nearest.
+        ValueError: there is no source, or none of a wanted name; suggests the nearest.
         StoreError: the store cannot be read.
 
     """
@@ -78,7 +78,7 @@ def find_sample(index: SourceIndex, key: str) -> int:
     """Return the number of a sample.
 
     Raises:
-        ValueError: there is none of this key; tells the nearest.
+        ValueError: there is none of this key; suggests the nearest.
 
     """
     keys = pa.array(index.key, pa.string())
@@ -105,7 +105,7 @@ def named_tokenizer(name: str, store: Store, endpoint: str | None) -> Tokenizer:
 
 
 def rank_file(name: str, store: Store, endpoint: str | None) -> tuple[str, bytes]:
-    """Read a rank file as `named_tokenizer` does; returns the file's name and its content."""
+    """Return name and content of a rank file, found as by `named_tokenizer`."""
     if "://" in name:
         folder, _, file = name.rpartition("/")
         return file, open_store(folder, endpoint=endpoint).get(file)
@@ -120,7 +120,7 @@ def rank_file(name: str, store: Store, endpoint: str | None) -> tuple[str, bytes
 
 
 def store_tokenizer(store: Store, name: str, ranks: bytes) -> Tokenizer:
-    """Put a rank file where `data.tokenizer` and `data ingest --tokenizer` look for it.
+    """Store a rank file where `data.tokenizer` and `data ingest --tokenizer` find it.
 
     Args:
         store: of the root of sources.
@@ -131,8 +131,8 @@ def store_tokenizer(store: Store, name: str, ranks: bytes) -> Tokenizer:
         The tokenizer; its name is that of the file.
 
     Raises:
-        ValueError: it is no complete rank file, or another one has this name: sources may have been
-            counted with that.
+        ValueError: it is no complete rank file, or another file has this name, with which sources
+            may have been counted.
 
     """
     file = f"{name}.tiktoken"
@@ -159,12 +159,12 @@ def training_texts(
     *,
     follow_links: bool = False,
 ) -> Iterator[Iterator[str]]:
-    """Open inputs to train a tokenizer on; tells how much text is read and what is left out.
+    """Open inputs to train a tokenizer on; shows how much text is read and what is left out.
 
     Args:
         inputs: finished sources, or raw inputs as `data ingest` takes them.
         category: of the raw ones.
-        num_bytes: most of all texts together, an equal part for each input.
+        num_bytes: at most, of all texts together; an equal part for each input.
         endpoint: of an object store, None for the environment's.
         follow_links: links may lead out of an input's folder.
 
@@ -194,7 +194,7 @@ def training_texts(
 def _texts_of(
     where: str, category: str, endpoint: str | None, skipped: Counter[str], *, follow_links: bool
 ) -> Iterator[str]:
-    """Open one input; what is not there is told now, not when its turn comes."""
+    """Open one input now, so that a missing one fails before any text is read."""
     if ("://" in where or Path(where).is_dir()) and not where.endswith(RAW_FILES):
         found = open_store(where, endpoint=endpoint)
         if _exists(found, "manifest.json"):
@@ -205,7 +205,7 @@ def _texts_of(
 
 
 def own_tokenizer(store: Store, index: SourceIndex) -> Tokenizer | None:
-    """Look under tokenizer/ of the root for the rank file that a source was made with."""
+    """Return the tokenizer that a source was made with, if it is under tokenizer/ of the root."""
     for key in store.list("tokenizer/"):
         data = store.get(key)
         if hashlib.sha256(data).hexdigest() == index.tokenizer_hash:

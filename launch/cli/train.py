@@ -83,7 +83,7 @@ def train(
 
 
 def print_end(run_dir: Path, code: int) -> None:
-    """Print how a training ended, for programs: what its status.json says, as one line."""
+    """Print how a training ended as one line of JSON: exit code and status.json."""
     from kimi_pretrain.reliability.status import read_status
 
     status = read_status(run_dir)
@@ -92,7 +92,7 @@ def print_end(run_dir: Path, code: int) -> None:
 
 
 def check_table(table: Path, dry_run: bool) -> None:
-    """Refuse a table that cannot be written, before the model is built."""
+    """Refuse a --table file that cannot be written, before the model is built."""
     if not dry_run:
         raise ValueError(f"--table {table} is written by a dry run; add --dry-run")
     if not table.parent.is_dir() or table.is_dir():
@@ -100,7 +100,7 @@ def check_table(table: Path, dry_run: bool) -> None:
 
 
 def print_dry_run(config: "Config", as_json: bool, table: Path | None) -> None:
-    """Build the model on the meta device; print what it amounts to, and who owns what."""
+    """Build the model on the meta device; print its sizes, and which rank owns which tensor."""
     quiet_libraries()
     from kimi_pretrain.config import describe
 
@@ -118,7 +118,7 @@ def print_dry_run(config: "Config", as_json: bool, table: Path | None) -> None:
 
 
 def check_data(config: "Config") -> None:
-    """Look at the data of a dry run, which often has none: where it is on this machine."""
+    """Check the data of a dry run, if this machine has them."""
     from kimi_pretrain.reliability.preflight import check_start, data_is_here
 
     if data_is_here(config):
