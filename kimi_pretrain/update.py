@@ -44,7 +44,7 @@ class UpdateReport:
             -inf where no document was seen.
         clipped_heads: heads that QK-Clip shrank, of the whole model.
         skipped_steps: steps of the run that were not applied, this one included.
-        own: of the tensors whose update this rank makes; `step_stats.together` joins those of all
+        own: of the tensors that this rank updates; `step_stats.merge_figures` joins those of all
             ranks for the line of metrics.
         verdict: what the guard found.
         copies: hashes of some of this rank's tensors, as they were in the step.

@@ -1,6 +1,6 @@
-"""The updated weights, from their owners to all copies, in buckets that travel under the next work.
+"""Broadcasts updated weights from their owners in buckets, overlapped with the next update.
 
-See `distributed` for the round of launch, compute and finish.
+See `muonclip` for the round of launch, compute and finish.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from kimi_pretrain.optim.replica_group import ReplicaGroup
 
 @dataclass
 class WeightBucket:
-    """Tensors of one owner that are updated, then sent, together; all of one dtype."""
+    """Tensors of one owner and one dtype that are updated, then broadcast, together."""
 
     replicas: str
     owner: int
@@ -25,20 +25,20 @@ class WeightBucket:
 
     @property
     def elements(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return sum(tensor.data.numel() for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Tensors on their way, as one. `unpack` are those into which it still has to be copied."""
+    """A collective in flight, of a flat tensor; `unpack`: where to copy its parts at the end."""
 
     work: Work
     flat: Tensor
     unpack: Sequence[Tensor]
 
     def finish(self) -> None:
-        """Wait for it, and copy what came in to its places."""
+        """Wait for the collective and copy the result to its destinations."""
         self.work.wait()
         sizes = [tensor.numel() for tensor in self.unpack]
         for tensor, part in zip(self.unpack, self.flat.split(sizes) if sizes else ()):
@@ -51,12 +51,16 @@ def cut_rounds(
     owners: Mapping[str, int],
     limits: Mapping[str, int],
 ) -> list[list[WeightBucket]]:
-    """Round k of a group and dtype holds the k-th bucket of each owner, in the owners' order.
+    """Cut the tensors into rounds of buckets.
 
-    Inside an owner, equal shapes lie side by side so that they share a Newton-Schulz call.
+    Round k of a group and dtype holds the k-th bucket of each owner, in the owners' order. Within
+    an owner, equal shapes are adjacent so that they share a Newton-Schulz call.
 
     Args:
-        limits: most elements of a bucket, by replica group; a larger tensor goes alone.
+        named: tensors of this rank.
+        rules: name -> rule.
+        owners: name -> index of the owner in its replica group.
+        limits: most elements of a bucket, by replica group; a larger tensor has its own.
     """
     lanes: dict[tuple[str, str], dict[int, list[WeightBucket]]] = {}
     for t in sorted(named, key=lambda t: (rules[t.name].kind, tuple(t.data.shape), t.name)):
@@ -72,9 +76,9 @@ def cut_rounds(
     return rounds
 
 
-def launch(bucket: WeightBucket, members: ReplicaGroup) -> Transfer:
-    """Start to send (owner) or to receive (others) a bucket."""
-    mine = bucket.owner == members.index
+def launch(bucket: WeightBucket, group: ReplicaGroup) -> Transfer:
+    """Start the broadcast of a bucket from its owner; returns at once."""
+    mine = bucket.owner == group.index
     data = [tensor.data.detach() for tensor in bucket.tensors]
     in_place = len(data) == 1 and data[0].is_contiguous()
     if in_place:  # a large tensor: no staging memory, no copies
@@ -83,13 +87,13 @@ def launch(bucket: WeightBucket, members: ReplicaGroup) -> Transfer:
         flat = torch.cat([x.reshape(-1) for x in data])
     else:
         flat = data[0].new_empty(bucket.elements)
-    source = members.ranks[bucket.owner]
-    work = dist.broadcast(flat, source, group=members.group, async_op=True)
-    assert work is not None  # async_op gives a handle to every member
+    source = group.ranks[bucket.owner]
+    work = dist.broadcast(flat, source, group=group.group, async_op=True)
+    assert work is not None  # async_op gives a handle to every rank of the group
     return Transfer(work, flat, [] if mine or in_place else data)
 
 
-def finish(parcels: Sequence[Transfer]) -> None:
-    """Wait for a round and copy what came in into the model."""
-    for parcel in parcels:
-        parcel.finish()
+def finish(transfers: Sequence[Transfer]) -> None:
+    """Wait for a round and copy received weights into the model."""
+    for transfer in transfers:
+        transfer.finish()

@@ -1,9 +1,9 @@
 """Which optimizer trains a tensor, in which parameter group, and how it is cut into matrices.
 
-Everything here is decided by name and shape, so every rank comes to the same answer without
-talking. Names are those of the Hugging Face checkpoint of Kimi K2.5. Kimi orthogonalises the parts
-of a fused projection by themselves (Moonlight, arXiv:2502.16982, fig. 9 and 10): a query projection
-is one matrix of all heads' content rows and one of all heads' rotary rows, and so on.
+All of it follows from name and shape, so all ranks agree without communication. Names are those of
+the Hugging Face checkpoint of Kimi K2.5. Kimi orthogonalises the parts of a fused projection
+separately (Moonlight, arXiv:2502.16982, fig. 9 and 10): a query projection is one matrix of all
+heads' content rows and one of all heads' rotary rows, and so on.
 """
 
 import re
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that say where one kind of row ends inside a fused projection."""
+    """The sizes by which fused projections of Kimi's checkpoint are cut."""
 
     num_heads: int
     qk_nope_dim: int
@@ -59,8 +59,8 @@ class NamedTensor:
     Args:
         name: checkpoint name, unique on a rank; ranks of one replica group hold the same names.
         data: view into a model parameter, updated in place.
-        grad: returns the gradient, same shape as data. When the optimizer steps it is the sum over
-            the replica group on the tensor's owner, and nothing of use on the other members.
+        grad: returns the gradient, same shape as data. When the optimizer steps, it has to be the
+            sum over the replica group on the tensor's owner; on other ranks it is not read.
         replicas: name of the process group whose ranks hold an identical copy.
     """
 

@@ -1,14 +1,13 @@
-"""Who owns what: each tensor's state and update belong to one member of its replica group.
+"""Chooses which rank of a replica group owns each tensor: keeps its state and updates it.
 
-Pure functions of names, shapes and loads, so that all members find the same owners by themselves.
-Groups are divided one after the other, each on top of what its members have: their parts of the
-groups before, and a mean share of those to come. So a rank that is busy with attention matrices
-gets fewer experts, and the encoder goes to stages with few layers. Within a group, Muon tensors go
-by the operations of Newton-Schulz, which are what takes the time, and then AdamW tensors by bytes
-of optimizer state, which are what they cost. Both go to the least loaded member, largest first
-(Graham's longest processing time, at most 4/3 of the best division), and then the most loaded
-member gives away, or swaps, what lowers its load. Whole matrices are the grain: no division goes
-below max(mean, largest matrix).
+Pure functions of names, shapes and loads, so all ranks compute the same owners. Groups are divided
+one after the other. The load of a rank is what it owns of the groups before, and a mean share of
+those to come: a rank that is busy with attention matrices gets fewer experts, and the encoder goes
+to stages with few layers. Within a group, Muon tensors are divided by the operations of
+Newton-Schulz, which take the time; then AdamW tensors by bytes of optimizer state. Both go to the
+least loaded rank, largest first (Graham's longest processing time, at most 4/3 of the best
+division). Then the most loaded rank gives away, or swaps, what lowers its load. Whole matrices are
+the unit: no division goes below max(mean, largest matrix).
 """
 
 import re
@@ -36,7 +35,7 @@ Kind = Literal["muon", "adamw"]
 
 @dataclass(frozen=True)
 class TensorSize:
-    """What the choice of an owner needs to know of a tensor.
+    """Size of a tensor, from which its cost follows.
 
     Args:
         name: checkpoint name.
@@ -61,7 +60,7 @@ class TensorSize:
 
 @dataclass(frozen=True)
 class OwnerLoad:
-    """What a rank owns: floating-point operations of Newton-Schulz a step, bytes of state."""
+    """Load of a rank by what it owns: Newton-Schulz FLOPs a step, bytes of optimizer state."""
 
     flops: int = 0
     state_bytes: int = 0
@@ -79,20 +78,20 @@ def choose_owners(
     model: TensorRules,
     config: UpdateSettings,
 ) -> dict[str, int]:
-    """Give each tensor of one replica group to one of its members.
+    """Give each tensor of one replica group to one of its ranks.
 
     Args:
-        tensors: what the members hold, all the same; names are unique.
-        loads: what each member has of other groups, in the group's order: what it owns of those
-            before in `ORDER`, and `share_of` those that are still to be divided.
+        tensors: of every rank of the group; names are unique.
+        loads: of each rank, in the group's order: what it owns of groups before in `ORDER`, and
+            `share_of` those that are still to be divided.
         model: the rules of its tensors.
-        config: for the number of Newton-Schulz steps, and what trains matrices.
+        config: `ns_steps` and `matrices` are read.
 
     Returns:
         name -> index of the owner in `loads`. Independent of the order of `tensors`.
 
     Raises:
-        ValueError: a tensor that no rule covers, or no member.
+        ValueError: a tensor that no rule covers, or an empty group.
     """
     if not loads:
         raise ValueError(f"optimizer: {len(tensors)} tensors and no member to own them")
@@ -109,7 +108,7 @@ def choose_owners(
 def share_of(
     tensors: Sequence[TensorSize], num_members: int, model: TensorRules, config: UpdateSettings
 ) -> OwnerLoad:
-    """Return what a member of a group may expect to own: the mean, before it is known."""
+    """Return the mean load of a group's ranks: what each may expect before the division."""
     costs = costs_of(tensors, model, config).values()
     whole = sum((cost.load for cost in costs), OwnerLoad())
     return OwnerLoad(whole.flops // num_members, whole.state_bytes // num_members)
@@ -122,21 +121,21 @@ def load_of(
     model: TensorRules,
     config: UpdateSettings,
 ) -> OwnerLoad:
-    """Return what one member owns of a group's tensors, by `choose_owners`' answer."""
+    """Return the load of one rank (index `member`) after `choose_owners`."""
     mine = [tensor for tensor in tensors if owners[tensor.name] == member]
     return sum((cost.load for cost in costs_of(mine, model, config).values()), OwnerLoad())
 
 
 @dataclass(frozen=True)
 class Cost:
-    """How a tensor is trained, and what this costs its owner."""
+    """The rule of a tensor and the load it is for its owner."""
 
     rule: Rule
     load: OwnerLoad
 
     @property
     def is_muon(self) -> bool:
-        """Whether Newton-Schulz runs on it."""
+        """Whether it is updated by Muon."""
         return self.rule.kind == "muon"
 
 
@@ -145,8 +144,8 @@ def costs_of(
 ) -> dict[str, Cost]:
     """Return each tensor's rule and cost by name.
 
-    The rule is looked up once for tensors that differ in numbers of layer, block and expert only:
-    a 1T model has 70,000 of them.
+    Looked up once for tensors that differ only in numbers of layer, block and expert: a 1T model
+    has 70,000 tensors.
 
     Raises:
         ValueError: names a tensor that no rule covers.

@@ -1,28 +1,27 @@
-"""Each gradient is summed to its owner alone, while the last backward pass is still running.
+"""Reduces each gradient to its owner, overlapped with the last backward pass.
 
-The owner of a tensor is the only rank that updates it, so nobody else needs its gradient. A
-reduction to one member moves n - 1 times the bytes over a group of n, as ZeRO-1's reduce-scatter
-of the same gradients does, and half of what an all-reduce does.
+The owner of a tensor is the only rank that updates it, so no other rank needs the sum. A reduction
+to one rank moves n - 1 times the bytes over a group of n, like the reduce-scatter of ZeRO-1 and
+half as much as an all-reduce.
 
-    cut       the tensors, in the order in which a backward pass completes them, into segments; the
-              tensors of a segment that have the same owner travel together, as a bucket
-    launch    a segment's buckets as soon as all its gradients are complete, without waiting
-    finish    launch what is left, wait for everything
+    cut       tensors, in the order in which a backward pass completes their gradients, into
+              segments; tensors of a segment with the same owner form a bucket
+    launch    the buckets of a segment as soon as all its gradients are complete, without waiting
+    finish    launch the rest, wait for everything
 
-No rank can wait for ever for another:
+Deadlock is impossible:
 
 - Segments are cut by names, shapes and groups, which are the same on all ranks of a pipeline stage;
-  owners are not (each slice of the experts has its own). In a segment the buckets go by group, then
-  by owner. So all ranks launch in one order of (segment, group, bucket), and of the reductions that
-  are not complete, the first in this order is one that all its members come to.
-- Nothing here waits inside a backward pass. All-to-alls of experts and collectives of shared rows
-  need their own peers to come to them, and these do, whatever reductions are on their way.
-- A tensor may stay without a gradient on one rank. Its segment, and those after it, then leave that
-  rank at the end, in the same order.
+  owners are not (each slice of the experts has its own). Within a segment, buckets are ordered by
+  group, then by owner. So all ranks launch in one order of (segment, group, bucket), and the first
+  incomplete reduction in this order is one that all its ranks reach.
+- Nothing here waits inside a backward pass. All-to-alls of experts and other collectives of the
+  backward pass only need their own peers, which reach them whatever reductions are in flight.
+- A tensor may have no gradient on one rank. There its segment, and those after it, are launched at
+  the end, in the same order.
 
-The sums are made in place where a bucket lies in one piece of memory, as a large tensor alone
-does, and else in a copy of the bucket's size, which goes as soon as its sum is seen to be complete.
-A gradient is valid on its owner only.
+Sums are made in place where a bucket is contiguous in memory, as a large tensor alone is; otherwise
+in a copy, which is freed once its sum is complete. A gradient is valid on its owner only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,11 +40,11 @@ from kimi_pretrain.optim.replica_group import ReplicaGroup
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Gradients that travel together: of one replica group, one dtype and one owner.
+    """Gradients reduced together: of one replica group, one dtype and one owner.
 
     Attributes:
         replicas: name of the group.
-        owner: rank in the whole job that needs the sum; None: every member does.
+        owner: global rank that needs the sum; None: all ranks of the group.
         tensors: in the order of the backward pass.
     """
 
@@ -75,7 +74,7 @@ def buckets_of(
 
     Args:
         segment: tensors in the order of the backward pass.
-        owners: name -> rank in the whole job; None: the sums go to every member.
+        owners: name -> global rank; None: all ranks of the group get the sums.
     """
 
     def key(tensor: NamedTensor) -> tuple[str, int, str]:
@@ -89,21 +88,21 @@ def buckets_of(
 
 
 class GradientReduction:
-    """The sums of one rank's gradients over its replicas, once a step.
+    """Sums the gradients of one rank over its replica groups, once a step.
 
     Args:
         tensors: in the order in which a backward pass completes their gradients; the same order,
             but for the names of experts, on all ranks of a pipeline stage.
-        owners: name -> rank in the whole job that needs the sum; None: every rank does.
+        owners: name -> global rank that needs the sum; None: every rank does.
         groups: name in `NamedTensor.replicas` -> the ranks whose gradients make up the sum. It may
             be a part of the ranks that hold a copy (of tensor-parallel ranks, each of which has the
             whole gradient, one is enough): a sum whose owner is not among them is not made here.
-        bucket_elements: at most so many elements travel together, but for a larger tensor.
+        bucket_elements: most elements of a bucket; a larger tensor has its own.
 
     Attributes:
-        early_buckets: of the last step, buckets that left before `launch_rest`.
-        bytes_moved: of the last step, what the sums to this rank took over the network: n - 1 times
-            their size. Over all ranks: what the job moved.
+        early_buckets: of the last step, buckets launched before `launch_rest`.
+        bytes_moved: of the last step, by the sums to this rank: n - 1 times their size. Summed over
+            ranks: what the job moved.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class GradientReduction:
         groups: Mapping[str, ProcessGroup | None],
         bucket_elements: int,
     ):
-        self._members = {name: ReplicaGroup.of(group) for name, group in sorted(groups.items())}
+        self._groups = {name: ReplicaGroup.of(group) for name, group in sorted(groups.items())}
         segments = cut_segments(tensors, bucket_elements)
         self._names = [frozenset(tensor.name for tensor in segment) for segment in segments]
         self._segment_of = {name: k for k, names in enumerate(self._names) for name in names}
@@ -122,12 +121,15 @@ class GradientReduction:
             for segment in segments
         ]
         self.early_buckets = self.bytes_moved = 0
-        self._start_again()
+        self._reset()
 
     def ready(self, name: str) -> None:
-        """Say that a gradient is complete on this rank, in the order in which it happens.
+        """Mark a gradient as complete on this rank, and launch what can be launched now.
 
-        Launches whatever can leave now. Not to be called before the step's last backward pass.
+        Only in the last backward pass of a step: gradients accumulate before.
+
+        Raises:
+            RuntimeError: it was marked before in this step.
         """
         segment = self._segment_of[name]
         if name not in self._missing[segment]:
@@ -141,64 +143,64 @@ class GradientReduction:
         self._early = self._sent
 
     def launch_rest(self) -> None:
-        """Launch what is left, also gradients that were never said to be ready."""
+        """Launch the remaining buckets; called once all gradients are complete."""
         while self._launched < len(self._names):
             self._launch_segment()
 
     def finish(self) -> None:
         """Wait until every sum that this rank owns is in the gradient's own memory."""
         self.launch_rest()
-        for parcel in self._parcels:
-            parcel.finish()
+        for transfer in self._transfers:
+            transfer.finish()
         self.early_buckets, self.bytes_moved = self._early, self._moved
-        self._start_again()
+        self._reset()
 
-    def _start_again(self) -> None:
+    def _reset(self) -> None:
         self._missing = [set(names) for names in self._names]
         self._launched = self._early = self._sent = self._moved = 0
-        self._parcels: list[Transfer] = []  # on their way
+        self._transfers: list[Transfer] = []  # in flight
 
     def _takes_part(self, bucket: GradientBucket) -> bool:
-        ranks = self._members[bucket.replicas].ranks
+        ranks = self._groups[bucket.replicas].ranks
         return len(ranks) > 1 and (bucket.owner is None or bucket.owner in ranks)
 
     def _launch_segment(self) -> None:
-        self._let_go()
+        self._free_completed()
         for bucket in self._buckets[self._launched]:
-            parcel, moved = _launch(bucket, self._members[bucket.replicas])
-            self._parcels.append(parcel)
+            transfer, moved = _launch(bucket, self._groups[bucket.replicas])
+            self._transfers.append(transfer)
             self._moved += moved
             self._sent += 1
         self._launched += 1
 
-    def _let_go(self) -> None:
-        """Give back the copies of sums that are complete; waits for none."""
+    def _free_completed(self) -> None:
+        """Copy back and free sums that are complete; waits for none."""
         waiting = []
-        for parcel in self._parcels:
-            if parcel.work.is_completed():
-                parcel.finish()
+        for transfer in self._transfers:
+            if transfer.work.is_completed():
+                transfer.finish()
             else:
-                waiting.append(parcel)
-        self._parcels = waiting
+                waiting.append(transfer)
+        self._transfers = waiting
 
 
 @torch.no_grad()
-def _launch(bucket: GradientBucket, members: ReplicaGroup) -> tuple[Transfer, int]:
-    """Start to sum a bucket, and return what is on its way and how many bytes; nobody waits."""
+def _launch(bucket: GradientBucket, group: ReplicaGroup) -> tuple[Transfer, int]:
+    """Start to sum a bucket; return the transfer and the bytes it moves to this rank."""
     gradients = [tensor.grad() for tensor in bucket.tensors]
     flat = _in_one_piece(gradients)
     staged = flat is None
     if flat is None:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    others = len(members.ranks) - 1
+    others = len(group.ranks) - 1
     if bucket.owner is None:
-        work = dist.all_reduce(flat, group=members.group, async_op=True)
-        mine, moved = True, 2 * others * flat.nbytes // len(members.ranks)
+        work = dist.all_reduce(flat, group=group.group, async_op=True)
+        mine, moved = True, 2 * others * flat.nbytes // len(group.ranks)
     else:
-        work = dist.reduce(flat, bucket.owner, group=members.group, async_op=True)
-        mine = bucket.owner == members.ranks[members.index]
+        work = dist.reduce(flat, bucket.owner, group=group.group, async_op=True)
+        mine = bucket.owner == group.ranks[group.index]
         moved = others * flat.nbytes if mine else 0
-    assert work is not None  # async_op gives a handle to every member
+    assert work is not None  # async_op gives a handle to every rank of the group
     return Transfer(work, flat, gradients if staged and mine else []), moved
 
 
@@ -210,5 +212,5 @@ def _in_one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
         if before.data_ptr() + before.nbytes != after.data_ptr():
             return None
         if before.untyped_storage().data_ptr() != after.untyped_storage().data_ptr():
-            return None  # neighbours by chance, of two allocations
+            return None  # adjacent by chance: two allocations
     return tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))

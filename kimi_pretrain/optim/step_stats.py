@@ -1,8 +1,8 @@
-"""What one optimizer step tells: sizes of the updates, how orthogonal they are, what that took.
+"""Statistics of an optimizer step: RMS and orthogonality of updates, time in Newton-Schulz.
 
-A rank counts the tensors that it owns, without waiting for the device. `StepStats.figures` reads
-everything at once as plain numbers, which travel with the rank's other measurements; `together`
-makes the figures of the whole model from those of all ranks.
+`StepStats` collects them on the device over the tensors that a rank owns. `StepStats.figures` reads
+them at once as plain numbers, part of the per-rank report; `merge_figures` makes those of the whole
+model.
 """
 
 import time
@@ -16,13 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class UpdateFigures:
-    """Plain numbers of a step: of one rank, or of all of them (`together`).
+    """Plain numbers of a step: of one rank, or of the model (`merge_figures`).
 
     Attributes:
         squares: parameter group -> sum of squares of its updates, before the learning rate.
-        elements: parameter group -> how many numbers these are.
+        elements: parameter group -> number of elements updated.
         newton_schulz_seconds: time in orthogonalisation.
-        orthogonality_error: the largest; None where none was measured.
+        orthogonality_error: the largest; None if not measured.
     """
 
     squares: dict[str, float] = field(default_factory=dict)
@@ -40,17 +40,17 @@ class UpdateFigures:
         }
 
 
-def together(everyone: Iterable[UpdateFigures]) -> UpdateFigures:
+def merge_figures(ranks: Iterable[UpdateFigures]) -> UpdateFigures:
     """Return the figures of the model from those of all ranks, in the order of the ranks.
 
-    Sums of squares and counts are added up, so a group's RMS is that of all its numbers whoever
-    owns them (where every rank updates everything: counted alike, so the same). Seconds are those
-    of the slowest rank, the error is the largest; a NaN of any rank stays one.
+    Sums of squares and counts are added, so a group's RMS is over all its elements whoever owns
+    them (and the same where every rank updates everything). Seconds are those of the slowest rank,
+    the error is the largest; a NaN of any rank is kept.
     """
     squares: dict[str, float] = {}
     elements: dict[str, int] = {}
     seconds, errors = 0.0, []
-    for one in everyone:
+    for one in ranks:
         for group, square in one.squares.items():
             squares[group] = squares.get(group, 0.0) + square
             elements[group] = elements.get(group, 0) + one.elements[group]
@@ -67,7 +67,7 @@ def together(everyone: Iterable[UpdateFigures]) -> UpdateFigures:
 
 @dataclass
 class Stopwatch:
-    """Adds up the time of what runs inside it; on CUDA the device's, without waiting for it."""
+    """Sums the time of code sections; on CUDA by events, without synchronising."""
 
     device: torch.device
     _seconds: float = 0.0
@@ -75,7 +75,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Add the time spent inside."""
+        """Add the time of the section."""
         if self.device.type == "cuda":
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
@@ -88,7 +88,7 @@ class Stopwatch:
             self._seconds += time.perf_counter() - start
 
     def seconds(self) -> float:
-        """Return the sum; waits for the device."""
+        """Return the sum; synchronises the device."""
         if self._events:
             torch.cuda.synchronize(self.device)
         return self._seconds + sum(a.elapsed_time(b) for a, b in self._events) / 1000
@@ -96,7 +96,7 @@ class Stopwatch:
 
 @dataclass
 class StepStats:
-    """What one step did on this rank, over the tensors it owns.
+    """Collects the statistics of one step on this rank, over the tensors it owns.
 
     Args:
         device: where the updates are made.
@@ -123,19 +123,19 @@ class StepStats:
             self._elements[group] = self._elements.get(group, 0) + update.numel()
 
     def orthogonality(self, error: Tensor) -> None:
-        """Take in orthogonality errors (`newton_schulz.orthogonality_error`), of any shape."""
+        """Add orthogonality errors (`newton_schulz.orthogonality_error`), of any shape."""
         self._errors.append(error.detach().double().amax())
 
     def clock(self) -> AbstractContextManager[None]:
-        """Count the time spent inside as Newton-Schulz's."""
+        """Return a context whose time is counted as Newton-Schulz's."""
         return self._newton_schulz.running()
 
     def figures(self) -> UpdateFigures:
-        """Return everything as plain numbers: one transfer, which waits for the device."""
+        """Return everything as plain numbers: one transfer, which synchronises the device."""
         groups = sorted(group for group, squares in self._squares.items() if squares)
         sums = [torch.stack(self._squares[group]).sum() for group in groups]
-        told = sums + self._errors
-        values: list[float] = torch.stack(told).tolist() if told else []
+        scalars = sums + self._errors
+        values: list[float] = torch.stack(scalars).tolist() if scalars else []
         return UpdateFigures(
             dict(zip(groups, values)),
             {group: self._elements[group] for group in groups},

@@ -19,7 +19,7 @@ from kimi_pretrain.dep.assign import load_per_rank, max_over_mean, round_robin
 from kimi_pretrain.dep.memory_limit import GIB
 from kimi_pretrain.dep.planner import grids_of
 from kimi_pretrain.dep.vision_plan import VisionPlan
-from kimi_pretrain.optim.step_stats import UpdateFigures, together
+from kimi_pretrain.optim.step_stats import UpdateFigures, merge_figures
 from kimi_pretrain.parallel.ranks import scopes
 from kimi_pretrain.telemetry.exposed import exposed
 from kimi_pretrain.telemetry.mfu import Peak, peak_flops, step_flops, utilisation
@@ -170,7 +170,7 @@ def _optimizer(update: "UpdateReport", everyone: Sequence[RankMetrics]) -> dict[
 
     A maximum is None where no document was seen.
     """
-    model = together(record.update for record in everyone)
+    model = merge_figures(record.update for record in everyone)
     return {
         "max_logit": _seen(update.max_logit),
         "max_logits": [_seen(logit) for logit in update.max_logits.tolist()],

@@ -1,7 +1,7 @@
-"""The optimizer's work and state of a whole job divided among its ranks, found in one process.
+"""Who owns which tensor in a whole job, computed in one process for a dry run.
 
-The same choice as the running job's (`optim.owners`), for every replica group of the job, and what
-it comes to: who is busiest, what travels, and how much better whole matrices could be divided.
+The same choice as the running job's (`optim.owners`), for every replica group of the job; the
+busiest rank, the bytes moved, and the best division possible with whole matrices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ class PlannedGroup:
 
     Args:
         replicas: "dense", "expert" or "encoder"; a job has many groups of the first two.
-        ranks: in the whole job, in the process group's order.
-        tensors: what each of them holds.
+        ranks: global ranks, in the process group's order.
+        tensors: held by each of them.
     """
 
     replicas: str
@@ -42,9 +42,9 @@ class Division:
 
     Attributes:
         groups: in the order in which they were divided.
-        costs: of each group, name -> how the tensor is trained and what this costs.
-        owners: of each group, name -> rank in the whole job; None where every rank updates all
-            that it holds (`optim.shard_state` off).
+        costs: of each group, name -> the tensor's rule and load.
+        owners: of each group, name -> global rank; None where every rank updates all it holds
+            (`optim.shard_state` off).
         loads: of each rank of the job.
     """
 
@@ -84,7 +84,7 @@ def divide(
 def _sums(
     num_ranks: int, groups: Sequence[PlannedGroup], loads: Sequence[OwnerLoad]
 ) -> list[OwnerLoad]:
-    """Return of each rank the sum of one load for each group it is in."""
+    """Return each rank's sum of the loads of its groups."""
     found = [OwnerLoad()] * num_ranks
     for group, load in zip(groups, loads, strict=True):
         for rank in group.ranks:
@@ -107,20 +107,20 @@ class Balance(NamedTuple):
 
 
 def balance(figures: Sequence[float]) -> Balance:
-    """Return the balance of one figure a rank."""
+    """Return the balance of a figure of which each rank has one."""
     largest, mean = max(figures), sum(figures) / len(figures)
     return Balance(largest, mean, list(figures).index(largest), largest / mean if mean else 1.0)
 
 
 class Traffic(NamedTuple):
-    """Bytes that leave a rank in a step on account of the optimizer.
+    """Bytes that a rank sends in a step for the optimizer.
 
-    A ring or a chain over n members moves (n - 1) / n of the tensors a member, as ZeRO-1's
-    reduce-scatter and all-gather do.
+    A ring over n ranks moves (n - 1) / n of the tensors per rank, as ZeRO-1's reduce-scatter and
+    all-gather do.
 
     Attributes:
-        gradients: summed to their owners, fp32 (fp64 for fp64 weights).
-        weights: sent to all copies, in their own dtype.
+        gradients: reduced to their owners, fp32 (fp64 for fp64 weights).
+        weights: broadcast to all copies, in their own dtype.
     """
 
     gradients: float
@@ -134,7 +134,7 @@ def traffic(division: Division) -> list[Traffic]:
         share = (len(group.ranks) - 1) / len(group.ranks)
         gradients = share * sum(t.elements * max(4, t.itemsize) for t in group.tensors)
         weights = share * sum(t.elements * t.itemsize for t in group.tensors)
-        if owners is None:  # all-reduce: summed, then spread, and nothing to send after the update
+        if owners is None:  # gradients are all-reduced, weights are not sent
             gradients, weights = 2 * gradients, 0.0
         for rank in group.ranks:
             before = found[rank]
@@ -158,11 +158,11 @@ def largest_tensor(division: Division) -> Largest:
 
 
 def least_possible(division: Division) -> float:
-    """Return Newton-Schulz operations below which no division of whole tensors brings the largest.
+    """Return a lower bound on the largest rank's Newton-Schulz operations, with whole tensors.
 
     Tensors of a group stay on its ranks, and so do those of groups inside it: their mean is one
-    bound. A group's largest tensor has to lie on some rank, which is in smaller groups as well: the
-    mean of such a group together with this tensor is the other.
+    bound. A group's largest tensor is on some rank, which is in smaller groups as well: the mean of
+    such a group together with this tensor is the other.
     """
     works = [[cost.load.flops for cost in costs.values()] for costs in division.costs]
     sums = [sum(work) for work in works]
@@ -182,7 +182,7 @@ def least_possible(division: Division) -> float:
 def _least_with(
     most: int, ranks: Sequence[int], smaller: Sequence[Sequence[tuple[int, int]]]
 ) -> float:
-    """Return the bound of a tensor of `most` operations where it does the least harm."""
+    """Return the bound by a tensor of `most` operations, on the rank where it is lowest."""
     return min(
         max([most, *((work + most) / n for work, n in smaller[rank] if n < len(ranks))])
         for rank in ranks

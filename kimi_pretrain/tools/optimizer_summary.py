@@ -1,4 +1,4 @@
-"""What the division of the optimizer comes to: figures, advice, and the folded table, as text.
+"""Figures of the optimizer's division among ranks, advice, and the folded table, as text.
 
 Means are over all ranks of the job. Ranks of different pipeline stages cannot share work, so that
 stages with more layers than the mean are above it whatever the owners are.
@@ -27,7 +27,7 @@ class StageLoad(NamedTuple):
     """The optimizer's load on the ranks of one pipeline stage.
 
     Attributes:
-        own_flops: mean operations of what only this stage holds: its layers, not the encoder.
+        own_flops: mean operations of this stage's layers, without the encoder.
     """
 
     stage: int
@@ -43,14 +43,14 @@ class OptimizerSummary:
 
     Attributes:
         ranks: of the job.
-        flops: of Newton-Schulz on a rank.
-        least_possible: no division of whole tensors brings the largest of `flops` below this.
+        flops: of Newton-Schulz, per rank.
+        least_possible: lower bound of the largest of `flops` with whole tensors.
         largest_tensor: the one that takes the most operations.
-        state_bytes: on a rank.
-        gradient_bytes: that leave a rank, to be summed to the owners.
-        weight_bytes: that leave a rank, updated weights to the copies.
+        state_bytes: per rank.
+        gradient_bytes: sent by a rank to reduce gradients to owners.
+        weight_bytes: sent by a rank to broadcast updated weights.
         stages: the same by pipeline stage.
-        table: what happens to each tensor.
+        table: treatment of each tensor.
     """
 
     ranks: int
@@ -163,7 +163,7 @@ def summary_lines(summary: OptimizerSummary) -> Iterator[str]:
 
 
 def advice(summary: OptimizerSummary) -> Iterator[str]:
-    """Yield what an uneven division of Newton-Schulz comes from, and what would mend it."""
+    """Yield causes of an uneven division of Newton-Schulz, and remedies."""
     flops = summary.flops
     if flops.ratio <= GOOD_BALANCE:
         return

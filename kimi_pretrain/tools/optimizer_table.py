@@ -1,7 +1,7 @@
-"""The table of what happens to each tensor, for people to read before a run.
+"""The table of each tensor's optimizer, matrices and owner, to be read before a run.
 
-Whole it has a line a tensor, 70,000 of them for a 1T model; folded, tensors that differ in the
-numbers of layer, block and expert only are one line.
+In full it has a line per tensor, 70,000 for a 1T model. Folded, tensors that differ only in numbers
+of layer, block and expert share a line.
 """
 
 import re
@@ -16,12 +16,12 @@ class Assignment(NamedTuple):
     """One tensor of the model.
 
     Attributes:
-        pieces: what is orthogonalised by itself, as 'q_nope [8192, 1536]'; AdamW has none.
+        pieces: matrices orthogonalised separately, as 'q_nope [8192, 1536]'; AdamW has none.
         trained_by: "muon" or "adamw".
         group: parameter group, see `OptimConfig.groups`.
         replicas: "dense", "expert" or "encoder".
-        copies: ranks that hold it.
-        owner: rank in the whole job; None where all that hold it update it.
+        copies: number of ranks that hold it.
+        owner: global rank; None where every holder updates it.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Assignment(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """Tensors that are alike but for their numbers.
+    """Tensors that differ only in their numbers.
 
     Attributes:
-        name: with ranges in the place of numbers: 'layers.1-60.mlp.experts.0-383'.
-        tensors: how many.
-        owners: ranks as ranges; 'each' where all that hold a tensor update it.
-        like: one of them, for all that they have in common.
+        name: with ranges for numbers: 'layers.1-60.mlp.experts.0-383'.
+        tensors: number of tensors.
+        owners: ranks as ranges; 'each' where every holder updates a tensor.
+        like: one of them.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Folded(NamedTuple):
 
 
 def assignments(division: Division) -> list[Assignment]:
-    """Return a line for each tensor of the job: in the model's order, the encoder's first."""
+    """Return the assignment of each tensor of the job, in the model's order, encoder first."""
     rows: list[Assignment] = []
     for group, costs, owners in zip(division.groups, division.costs, division.owners, strict=True):
         for tensor in group.tensors:
@@ -68,7 +68,7 @@ def assignments(division: Division) -> list[Assignment]:
                     owner=None if owners is None else owners[tensor.name],
                 )
             )
-    return sorted(rows, key=_place)
+    return sorted(rows, key=_sort_key)
 
 
 def _pieces(tensor: TensorSize, cost: Cost) -> Iterator[str]:
@@ -82,8 +82,8 @@ _PARTS = ("vision_tower.", "mm_projector.", "language_model.model.embed_tokens."
 _LAST = ("language_model.model.norm.", "language_model.lm_head.")
 
 
-def _place(row: Assignment) -> tuple[int, list[int], str]:
-    """Where a tensor stands: by the data's way through the model, then by numbers, then by name."""
+def _sort_key(row: Assignment) -> tuple[int, list[int], str]:
+    """Sort key: order of the forward pass, then numbers, then name."""
     for number, prefix in enumerate(_PARTS):
         if row.name.startswith(prefix):
             return number, _numbers(row.name), row.name
@@ -96,7 +96,7 @@ def _numbers(name: str) -> list[int]:
 
 
 def fold(rows: Sequence[Assignment]) -> list[Folded]:
-    """Put tensors together that differ in numbers of layer, block and expert, and owner, only."""
+    """Group tensors that differ only in numbers of layer, block and expert, and in owner."""
     alike: dict[tuple[object, ...], list[Assignment]] = {}
     for row in rows:
         alike.setdefault((NUMBERED.sub("#", row.name), *row[1:-1]), []).append(row)
@@ -148,7 +148,7 @@ def folded_lines(rows: Sequence[Folded]) -> Iterator[str]:
 
 
 def _trained_by(row: Assignment) -> str:
-    """'muon' for a matrix as it is; else with the rows of its pieces, or the matrix it becomes."""
+    """Return 'muon' for a whole matrix; else with the rows of its pieces, or its reshaped size."""
     if len(row.pieces) < 2:
         reshaped = [piece for piece in row.pieces if piece != f"whole {list(row.shape)}"]
         return f"{row.trained_by}: {reshaped[0]}" if reshaped else row.trained_by
@@ -166,7 +166,7 @@ def _shortened(owners: str, longest: int = 24) -> str:
 
 
 def tab_separated(rows: Sequence[Assignment]) -> Iterator[str]:
-    """Yield the whole table, a tensor a line, columns between tabs, names first."""
+    """Yield the full table as tab-separated lines, a header first."""
     yield "\t".join(Assignment._fields)
     for row in rows:
         cells = (

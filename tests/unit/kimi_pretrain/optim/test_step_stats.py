@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_pretrain.optim.newton_schulz import orthogonalise, update_scale
-from kimi_pretrain.optim.step_stats import StepStats, UpdateFigures, together
+from kimi_pretrain.optim.step_stats import StepStats, UpdateFigures, merge_figures
 
 CPU = torch.device("cpu")
 
@@ -36,12 +36,12 @@ def test_the_rms_of_a_group_is_that_of_all_its_numbers_whoever_owns_them():
         report_of({"experts": experts, "attention": attention[1:]}),
         report_of({"attention": []}),  # owns nothing
     ]
-    whole = together(report.figures() for report in split)
+    whole = merge_figures(report.figures() for report in split)
     assert whole.update_rms == pytest.approx(wanted)
     assert list(whole.update_rms) == ["attention", "experts"]
     assert whole.elements == {"attention": 48 + 9 + 7, "experts": 40}
     # Where every rank updates everything, all count alike.
-    assert together([alone] * 3).update_rms == pytest.approx(wanted)
+    assert merge_figures([alone] * 3).update_rms == pytest.approx(wanted)
 
 
 def test_counting_twice_adds_up():
@@ -62,9 +62,9 @@ def test_the_worst_error_and_the_slowest_rank():
     seconds = report.figures().newton_schulz_seconds
     assert seconds > 0
     others = [UpdateFigures(newton_schulz_seconds=9.0), UpdateFigures(orthogonality_error=0.3)]
-    found = together([*others, report.figures()])
+    found = merge_figures([*others, report.figures()])
     assert (found.newton_schulz_seconds, found.orthogonality_error) == (9.0, 0.5)
-    assert together([UpdateFigures()]).orthogonality_error is None
+    assert merge_figures([UpdateFigures()]).orthogonality_error is None
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -76,7 +76,7 @@ def test_an_error_that_is_no_number_stays_one(place):
         report.orthogonality(torch.tensor(error))
     assert math.isnan(report.figures().orthogonality_error or 0.0)
     ranks = [UpdateFigures(orthogonality_error=error) for error in errors]
-    assert math.isnan(together(ranks).orthogonality_error or 0.0)
+    assert math.isnan(merge_figures(ranks).orthogonality_error or 0.0)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 256), (384, 96), (24, 512)])
