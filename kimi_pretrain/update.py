@@ -90,37 +90,6 @@ class Update:
         backbone.reduction = self.optimizer.gradient_reduction(order, groups)
         encoder.sums.to_owners(self.optimizer.owner_ranks("encoder"))
 
-    def resume(self, steps: int, updates: int) -> None:
-        """Continue after `steps` steps of a run, of which `updates` were applied."""
-        self.optimizer.steps = updates
-        self.skipped_steps = steps - updates
-
-    def check_replicas(self) -> None:
-        """Compare a checksum of every tensor over the ranks that hold a copy of it.
-
-        Copies that differ at the start train on, with wrong gradients and no other sign.
-
-        Raises:
-            RuntimeError: names the first tensor that differs.
-        """
-        if found := self.differing(lambda tensor: tensor.data):
-            raise RuntimeError(f"{found[0]} is not the same on all ranks that hold a copy of it")
-
-    def differing(self, value: Callable[[NamedTensor], Tensor]) -> list[str]:
-        """Return the tensors whose copies have values of different norms. Collective.
-
-        The answer is the same within a replica group.
-        """
-        found: list[str] = []
-        for group in sorted(self.mesh.groups):
-            held = [tensor for tensor in self.named if tensor.replicas == group]
-            norms = [
-                float(torch.linalg.vector_norm(value(tensor), dtype=torch.float64))
-                for tensor in held
-            ]
-            found += [held[at].name for at in self.mesh.differing(group, norms)]
-        return found
-
     def run(self, loss_tokens: int, loss: float) -> UpdateReport:
         """Update all parameters from the summed gradients of a step, unless the guard rejects it.
 
@@ -192,3 +161,34 @@ class Update:
                 self.shape,
             )
         return int(clipped.sum())
+
+    def resume(self, steps: int, updates: int) -> None:
+        """Continue after `steps` steps of a run, of which `updates` were applied."""
+        self.optimizer.steps = updates
+        self.skipped_steps = steps - updates
+
+    def check_replicas(self) -> None:
+        """Compare a checksum of every tensor over the ranks that hold a copy of it.
+
+        Copies that differ at the start train on, with wrong gradients and no other sign.
+
+        Raises:
+            RuntimeError: names the first tensor that differs.
+        """
+        if found := self.differing(lambda tensor: tensor.data):
+            raise RuntimeError(f"{found[0]} is not the same on all ranks that hold a copy of it")
+
+    def differing(self, value: Callable[[NamedTensor], Tensor]) -> list[str]:
+        """Return the tensors whose copies have values of different norms. Collective.
+
+        The answer is the same within a replica group.
+        """
+        found: list[str] = []
+        for group in sorted(self.mesh.groups):
+            held = [tensor for tensor in self.named if tensor.replicas == group]
+            norms = [
+                float(torch.linalg.vector_norm(value(tensor), dtype=torch.float64))
+                for tensor in held
+            ]
+            found += [held[at].name for at in self.mesh.differing(group, norms)]
+        return found

@@ -19,11 +19,11 @@ from kimi_pretrain.dep import sharded
 from kimi_pretrain.dep.memory_limit import cut, kept_chunks
 from kimi_pretrain.dep.reduce import GradientSum
 from kimi_pretrain.dep.vision_plan import Shares
+from moonvit3d import packing
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.geometry import num_tokens
 from moonvit3d.memory import activation_bytes
 from moonvit3d.model import VisionEncoder, initialise
-from moonvit3d.packing import chunks
 
 Grid = tuple[int, int, int]
 Pixels = Mapping[int, NDArray[np.uint8]]
@@ -87,31 +87,31 @@ class DecoupledEncoder:
     def begin(
         self, shares: Shares, grids: NDArray[np.int64], pixels: Pixels, room_bytes: int = 0
     ) -> "EncoderPass":
-        """Return a step's work on this rank.
+        """Cut a step's work on this rank into chunks.
 
         Args:
-            shares: what it encodes, in order; shared items come first.
+            shares: what this rank encodes, in order; shared items come first.
             grids: patch grids (frames, height, width) of all items of the step, [items, 3].
             pixels: item -> uint8 [patches, 3, 14, 14], for items that this rank has fetched.
-            room_bytes: for activations, the largest chunk's included; 0 keeps none.
+            room_bytes: for activations, those of the largest chunk included; 0 keeps none.
         """
         table: list[Grid] = [(int(t), int(h), int(w)) for t, h, w in grids[shares.item]]
         cuts = cut(shares, [t * h * w for t, h, w in table], self.budget)
         sizes = [self._activation_bytes(shares, table, one) for one in cuts]
-        # A rank's room is known to itself alone, but a shared item has to be computed again by all
-        # its ranks or by none, or some would wait for the others' all-to-alls: it is never kept.
+        # Room is known to each rank alone, but a shared item has to be recomputed by all its ranks
+        # or by none, or some would wait for the others' all-to-alls: its graph is never kept.
         shared = int((shares.parts > 1).sum())
         kept = kept_chunks(sizes, room_bytes if self.trainable else 0, shared)
-        runs = []
+        chunks = []
         for one, keep in zip(cuts, kept, strict=True):
             items, parts = shares.item[one].tolist(), int(shares.parts[one.start])
-            runs.append(_Run(items, table[one], parts, keep))
-        return EncoderPass(self, runs, pixels)
+            chunks.append(_Chunk(items, table[one], parts, keep))
+        return EncoderPass(self, chunks, pixels)
 
     def encode(self, pixels: list[NDArray[np.uint8]], grids: list[Grid]) -> Tensor:
         """Encode whole items inside the graph, in chunks: the co-located baseline."""
-        runs = chunks((t * h * w for t, h, w in grids), self.budget)
-        return torch.cat([self.module(self.tensor(pixels[run]), grids[run]) for run in runs])
+        cuts = packing.chunks((t * h * w for t, h, w in grids), self.budget)
+        return torch.cat([self.module(self.tensor(pixels[one]), grids[one]) for one in cuts])
 
     def tensor(self, pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
         """Return the patches of several items as one tensor on the device, uint8."""
@@ -123,8 +123,8 @@ class DecoupledEncoder:
 
 
 @dataclass
-class _Run:
-    """A chunk: whole items, or this rank's part of a shared one, with what is kept of it."""
+class _Chunk:
+    """Whole items, or this rank's part of a shared one, and what is kept until the backward."""
 
     items: list[int]
     grids: list[Grid]
@@ -143,87 +143,89 @@ class EncoderPass:
 
     Attributes:
         encoder: whose weights are used.
-        runs: the chunks.
+        chunks: in the order of the shares.
         pixels: what this rank has fetched.
     """
 
     encoder: DecoupledEncoder
-    runs: list[_Run]
+    chunks: list[_Chunk]
     pixels: Pixels
 
     @property
     def kept_patches(self) -> int:
         """Patches whose activations are kept from the forward to the backward pass."""
-        kept = [run for run in self.runs if run.keep]  # whole items alone
-        return sum(t * h * w for run in kept for t, h, w in run.grids)
+        kept = [chunk for chunk in self.chunks if chunk.keep]  # whole items alone
+        return sum(t * h * w for chunk in kept for t, h, w in chunk.grids)
 
     def forward(self) -> Tensor:
-        """Encode everything, keeping the outputs alone where there is no room (phase 2).
+        """Encode all chunks; the graph is kept where there is room, else outputs alone (phase 2).
 
         Returns:
             [tokens, hidden]: the embeddings of the shares, one after the other.
         """
         outputs = [torch.empty(0, self.encoder.config.out_width, dtype=self.encoder.dtype)]
         outputs[0] = outputs[0].to(self.encoder.device)
-        for run in self.runs:
-            with torch.set_grad_enabled(run.keep):
-                output = self._encode(run)
-            run.output, run.tokens = (output if run.keep else None), len(output)
+        for chunk in self.chunks:
+            with torch.set_grad_enabled(chunk.keep):
+                output = self._encode(chunk)
+            chunk.output, chunk.tokens = (output if chunk.keep else None), len(output)
             if self.encoder.check_recompute:
-                run.hash = hash_of(output)
+                chunk.hash = hash_of(output)
             outputs.append(output.detach())
         return torch.cat(outputs)
 
     def backward(self, gradients: Tensor) -> None:
-        """Push gradients through each chunk, computed again unless it was kept (phase 6).
+        """Backpropagate through each chunk, recomputed unless its graph was kept (phase 6).
 
-        The sum over all ranks begins while the last chunk is still going backward; see
+        The sum over all ranks begins during the backward of the last chunk; see
         `GradientSum.finish`.
 
         Args:
             gradients: [tokens, hidden], of the loss with respect to the forward's output.
         """
         start = 0
-        for number, run in enumerate(self.runs):
-            output = self._encode(run) if run.output is None else run.output
+        for number, chunk in enumerate(self.chunks):
+            output = self._encode(chunk) if chunk.output is None else chunk.output
             if self.encoder.check_recompute:
-                self._check(run, output)
-            if number == len(self.runs) - 1 and run.parts == 1:
-                # A shared item's ranks talk in every layer: the sum waits until they are done, so
-                # that no rank can wait in one group for a rank that waits in the other.
+                self._check(chunk, output)
+            if number == len(self.chunks) - 1 and chunk.parts == 1:
+                # Ranks that share an item communicate in every layer: the sum starts after that,
+                # or ranks could wait for each other in two groups.
                 self.encoder.sums.overlap()
-            torch.autograd.backward(output, gradients[start : start + run.tokens])
-            start += run.tokens
-            run.output = run.features = run.pixels = None
+            torch.autograd.backward(output, gradients[start : start + chunk.tokens])
+            start += chunk.tokens
+            chunk.output = chunk.features = chunk.pixels = None
         assert start == len(gradients), (start, gradients.shape)
 
-    def _encode(self, run: _Run) -> Tensor:
+    def _encode(self, chunk: _Chunk) -> Tensor:
         module = self.encoder.module
-        if run.parts > 1:
-            if run.pixels is None:
-                run.pixels = self._scattered(run)
-            return sharded.encode(module, run.pixels, run.grids[0], self.encoder.blocks[run.parts])
+        if chunk.parts > 1:
+            if chunk.pixels is None:
+                chunk.pixels = self._scattered(chunk)
+            return sharded.encode(
+                module, chunk.pixels, chunk.grids[0], self.encoder.blocks[chunk.parts]
+            )
         if self.encoder.tower_is_trained or not self.encoder.trainable:
-            return module(self._packed(run), run.grids)
-        if run.features is None:  # of a frozen tower: smaller than its activations, and final
+            return module(self._packed(chunk), chunk.grids)
+        if chunk.features is None:  # of a frozen tower: smaller than its activations, and final
             with torch.no_grad():
-                run.features = module.vision_tower(self._packed(run), run.grids)
-        return module.mm_projector(run.features, [num_tokens(*grid) for grid in run.grids])
+                chunk.features = module.vision_tower(self._packed(chunk), chunk.grids)
+        return module.mm_projector(chunk.features, [num_tokens(*grid) for grid in chunk.grids])
 
-    def _packed(self, run: _Run) -> Tensor:
-        return self.encoder.tensor([self.pixels[item] for item in run.items])
+    def _packed(self, chunk: _Chunk) -> Tensor:
+        return self.encoder.tensor([self.pixels[item] for item in chunk.items])
 
-    def _scattered(self, run: _Run) -> Tensor:
-        group = self.encoder.blocks[run.parts]
-        mine = self.pixels.get(run.items[0])
-        return sharded.scatter_patches(mine, run.grids[0], group, self.encoder.device)
+    def _scattered(self, chunk: _Chunk) -> Tensor:
+        group = self.encoder.blocks[chunk.parts]
+        mine = self.pixels.get(chunk.items[0])
+        return sharded.scatter_patches(mine, chunk.grids[0], group, self.encoder.device)
 
-    def _check(self, run: _Run, output: Tensor) -> None:
-        if hash_of(output) != run.hash:
+    def _check(self, chunk: _Chunk, output: Tensor) -> None:
+        if hash_of(output) != chunk.hash:
             raise RuntimeError(
-                f"the recomputed embeddings of items {run.items} differ from those of the forward "
-                "pass, which the backbone has seen: a kernel whose result is not repeatable, or "
-                "weights that were changed inside the step"
+                f"the recomputed embeddings of items {chunk.items} differ from those of the "
+                "forward pass, which the backbone has seen: a kernel whose result is not "
+                "repeatable, or weights that were changed inside the step"
             )
 
 

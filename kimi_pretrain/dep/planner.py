@@ -1,7 +1,8 @@
 """Phase 0 for the encoder: from the plan of a step to which rank encodes which medium. Pure.
 
-The rows of a step say which replica needs an item, the layout which of its first-stage ranks, the
-cost model what encoding it takes; `dep.assign` spreads the items over the ranks.
+The rows of a step say which replica needs an item, the layout which of its first-stage ranks, and
+the cost model its price in seconds; `dep.assign` spreads the items over the ranks, and
+`dep.vision_plan` derives who sends which tokens to whom.
 """
 
 import threading
@@ -23,20 +24,6 @@ from kimi_pretrain.parallel.sequence import SequenceParts
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
-def grids_of(plan: GlobalPlan) -> NDArray[np.int64]:
-    """Return the patch grids (frames, height, width) of a plan's items, int64 [items, 3]."""
-    items = plan.items
-    return np.stack([items.frames, items.grid_h, items.grid_w], axis=1).astype(np.int64)
-
-
-def cost_model(config: Config) -> CostModel:
-    """Return the configured cost model, or the one counted in FLOPs."""
-    given = config.dep.cost
-    if given is None:
-        return CostModel.from_flops(config.model.vision, config.dep.flops_per_second)
-    return CostModel(given.per_patch, given.per_patch_squared, given.per_item)
-
-
 class VisionPlanner:
     """Plans the vision work of steps; caches the last few, which loader and step both ask for.
 
@@ -52,9 +39,9 @@ class VisionPlanner:
         self.costs = cost_model(config)
         layout, rows = config.layout, config.train.rows_per_microbatch
         self.parts = SequenceParts(rows * config.data.seq_len, layout.cp, layout.tp)
-        remembered = 2 + config.data.prefetch_steps
-        self._known: deque[tuple[GlobalPlan, VisionPlan]] = deque(maxlen=remembered)
-        self._lock = threading.Lock()  # the loader asks from a thread of its own
+        most = 2 + config.data.prefetch_steps
+        self._recent: deque[tuple[GlobalPlan, VisionPlan]] = deque(maxlen=most)
+        self._lock = threading.Lock()  # the loader calls from its own thread
 
     def plan(self, plan: GlobalPlan) -> VisionPlan:
         """Assign the items of a global batch to ranks.
@@ -63,19 +50,19 @@ class VisionPlanner:
             TooMuchMemory: a rank's media would take more memory than `dep.memory_limit_gib`.
         """
         with self._lock:
-            for known, vision in self._known:
-                if known is plan:
+            for planned, vision in self._recent:
+                if planned is plan:
                     return vision
         vision = self._plan(plan)
         limit = self.config.dep.memory_limit_gib
         if limit is not None:
             check_memory(self.memory(plan, vision), int(limit * GIB), plan.step)
         with self._lock:
-            self._known.append((plan, vision))
+            self._recent.append((plan, vision))
         return vision
 
     def memory(self, plan: GlobalPlan, vision: VisionPlan) -> NDArray[np.int64]:
-        """Return the memory that the step's media take on each rank, int64 [ranks], in bytes."""
+        """Return the bytes that the step's media take on each rank, int64 [ranks]."""
         size, config = ITEMSIZE[self.config.train.dtype], self.config
         budget = config.dep.max_patches_per_chunk
         return vision_bytes(vision, grids_of(plan), config.model.vision, size, budget)
@@ -99,6 +86,7 @@ class VisionPlanner:
         )
 
     def _destinations(self, plan: GlobalPlan) -> Destinations:
+        """Return which first-stage ranks need each item, and where in their microbatches."""
         rows_per_replica = plan.num_rows // self.config.layout.dp
         replica, row = np.divmod(plan.items.row.astype(np.int64), rows_per_replica)
         microbatch, row = np.divmod(row, self.config.train.rows_per_microbatch)
@@ -131,3 +119,17 @@ class VisionPlanner:
             found = place(costs[items], wanted, homes, near, dep.split_efficiency)
             rank[items], parts[items] = ranks[found.rank], found.parts
         return Placement(rank, parts)
+
+
+def grids_of(plan: GlobalPlan) -> NDArray[np.int64]:
+    """Return the patch grids (frames, height, width) of a plan's items, int64 [items, 3]."""
+    items = plan.items
+    return np.stack([items.frames, items.grid_h, items.grid_w], axis=1).astype(np.int64)
+
+
+def cost_model(config: Config) -> CostModel:
+    """Return the configured cost model, or the one counted in FLOPs."""
+    given = config.dep.cost
+    if given is None:
+        return CostModel.from_flops(config.model.vision, config.dep.flops_per_second)
+    return CostModel(given.per_patch, given.per_patch_squared, given.per_item)

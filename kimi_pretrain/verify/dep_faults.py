@@ -31,7 +31,7 @@ def _doubled_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> Non
 
         def twice(gradients: Tensor) -> None:
             factors = torch.ones(len(gradients), 1).to(gradients)
-            factors[: work.runs[0].tokens] = 2.0
+            factors[: work.chunks[0].tokens] = 2.0
             backward(gradients * factors)  # linear: the chunk's gradients count twice
 
         if run.mesh.rank == rank:

@@ -87,7 +87,7 @@ def test_every_bucket_leaves_once_a_step_when_it_is_complete(sent):
         go_back(work, work.forward())
         early = len(sent)
         encoder.sums.finish()
-        assert len(work.runs) > 2
+        assert len(work.chunks) > 2
         assert len(sent) > 3
         assert early > 0  # while the last chunk went backward
         assert sum(part.numel() for part in sent) == encoder.sums.buffer.numel()
@@ -119,7 +119,7 @@ def test_shared_items_are_scattered_once_and_never_kept(frozen, monkeypatch):
     monkeypatch.setattr(sharded, "encode", lambda *args: encoded.append(1) or encode(*args))
     encoder = made_encoder(blocks={2: dist.group.WORLD}, frozen=frozen, check_recompute=True)
     work = begun(encoder, num_shared=2, room=ROOM)
-    assert [run.keep for run in work.runs][:2] == [False, False]
+    assert [run.keep for run in work.chunks][:2] == [False, False]
     assert work.kept_patches == GRIDS[2:].prod(1).sum()
     go_back(work, work.forward())
     assert len(scattered) == 2
@@ -138,7 +138,7 @@ def test_a_graph_is_made_once_and_only_where_it_is_used(room, passes):
     out = work.forward()
     assert not out.requires_grad
     go_back(work, out)
-    assert graphs == [False] * len(work.runs) * (passes - 1) + [True] * len(work.runs)
+    assert graphs == [False] * len(work.chunks) * (passes - 1) + [True] * len(work.chunks)
 
 
 @pytest.mark.parametrize("room", [0, ROOM])
@@ -147,12 +147,12 @@ def test_nothing_is_held_that_nobody_will_read(room, frozen):
     encoder = made_encoder(frozen=frozen, blocks={2: dist.group.WORLD})
     work = begun(encoder, num_shared=1, room=room)
     out = work.forward()
-    for run in work.runs:
+    for run in work.chunks:
         assert (run.output is not None) == run.keep
         assert (run.features is not None) == (frozen == ["vision_tower"] and run.parts == 1)
     if encoder.trainable:
         go_back(work, out)
-        assert all(run.output is run.features is run.pixels is None for run in work.runs)
+        assert all(run.output is run.features is run.pixels is None for run in work.chunks)
 
 
 def test_gradients_of_bfloat16_add_up_in_float32():

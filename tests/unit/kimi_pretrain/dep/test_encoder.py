@@ -54,7 +54,7 @@ def one_step(encoder: DecoupledEncoder, room: int = 0):
 def test_equals_the_encoder_in_the_graph(dtype):
     encoder = made_encoder(dtype)
     work, out, grads = one_step(encoder)
-    assert len(work.runs) > 2
+    assert len(work.chunks) > 2
     pixels = made_pixels()
     whole = torch.from_numpy(np.concatenate([pixels[item] for item in range(len(GRIDS))]))
     plain = made_encoder(dtype).module  # no hooks of ours have seen its gradients before
@@ -100,7 +100,7 @@ def test_frozen_parts_get_no_gradient_and_the_others_the_same(frozen, monkeypatc
     assert all(torch.equal(grads[name], whole_grads[name]) for name in left)
     # A frozen tower runs once for each chunk; its outputs wait for the projector's backward pass.
     again = 1 if "vision_tower" in frozen else 2
-    assert len(towers) == again * len(work.runs)
+    assert len(towers) == again * len(work.chunks)
 
 
 def test_a_recompute_that_differs_is_told():
