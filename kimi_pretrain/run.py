@@ -13,7 +13,7 @@ from data_pipeline.loader import Loader
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.load import STEPS, load
 from kimi_pretrain.checkpoint.manifest import RunState
-from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_place
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.planner import VisionPlanner
@@ -114,7 +114,7 @@ class Run:
 
     def save(self, root: str | os.PathLike[str]) -> str:
         """Write a checkpoint of the step that was just done, and wait for it; returns its URI."""
-        checkpoints = Checkpoints(open_place(root), self.config, self.mesh)
+        checkpoints = CheckpointSaver(open_place(root), self.config, self.mesh)
         checkpoints.begin(self.tensors(), self.run_state())
         uri = checkpoints.finish()
         checkpoints.close()

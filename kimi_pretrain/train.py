@@ -19,7 +19,7 @@ from data_pipeline.loader import LoaderError, StepBatch
 from data_pipeline.plan.planner import DataUsedUp
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
-from kimi_pretrain.checkpoint.scheduler import Saves
+from kimi_pretrain.checkpoint.scheduler import CheckpointScheduler
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place
 from kimi_pretrain.config import Config, describe
 from kimi_pretrain.dep.memory_limit import TooMuchMemory
@@ -97,7 +97,7 @@ def train(
         prepare(run)
     if mesh.rank == 0:
         _log_start(run, run_dir)
-    saves = Saves(place, owner, run, watchdog.enter, found and found.uri, before)
+    saves = CheckpointScheduler(place, owner, run, watchdog.enter, found and found.uri, before)
     run.update.before_change = saves.before_update
     recorder = Recorder(config, run_dir, mesh, run.step, run.loader.indices)
     recorder.status("running", run.step, saves.uri)
@@ -119,7 +119,11 @@ def train(
 
 
 def _train_steps(
-    run: Run, recorder: Recorder, saves: Saves, watchdog: Watchdog, stop: Callable[[], str | None]
+    run: Run,
+    recorder: Recorder,
+    saves: CheckpointScheduler,
+    watchdog: Watchdog,
+    stop: Callable[[], str | None],
 ) -> str | None:
     """Train step by step; returns why it stopped before the last step, or None."""
     config, mesh = run.config, run.mesh
@@ -153,7 +157,7 @@ def _train_steps(
     return _save_and_stop(saves, reason)
 
 
-def _next_batch(run: Run, saves: Saves) -> StepBatch:
+def _next_batch(run: Run, saves: CheckpointScheduler) -> StepBatch:
     """Return the next step's batch; if there can be none, save what was trained so far and raise.
 
     The data is used up, or a step does not fit into memory: with more memory or smaller chunks the
@@ -170,7 +174,7 @@ def _next_batch(run: Run, saves: Saves) -> StepBatch:
 
 
 def _rank_report(
-    run: Run, report: StepReport, seconds: float, saves: Saves, stop: str | None
+    run: Run, report: StepReport, seconds: float, saves: CheckpointScheduler, stop: str | None
 ) -> RankReport:
     """Return this rank's report of a step that took `seconds`."""
     for bad in report.bad:
@@ -186,7 +190,9 @@ def _rank_report(
     )
 
 
-def _check_guard(run: Run, report: StepReport, saves: Saves, recorder: Recorder) -> None:
+def _check_guard(
+    run: Run, report: StepReport, saves: CheckpointScheduler, recorder: Recorder
+) -> None:
     """Raise on all ranks if the guard ends the run; a save under way is finished first."""
     update = report.update
     try:
@@ -200,7 +206,7 @@ def _check_guard(run: Run, report: StepReport, saves: Saves, recorder: Recorder)
         raise
 
 
-def _save_and_stop(saves: Saves, reason: str | None) -> str | None:
+def _save_and_stop(saves: CheckpointScheduler, reason: str | None) -> str | None:
     """Save what was trained, also in a run that saves nothing else; returns why it stopped.
 
     Raises:

@@ -22,7 +22,7 @@ from benchmarks.checkpoint import disk
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.manifest import RunState
-from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import load_config
 
@@ -73,7 +73,7 @@ class Measured:
         self.tensors = held(mesh.rank, mesh.world_size, mib)
         self.config = load_config("tiny_cpu", ("checkpoint.keep_last=1",))
         self.place = open_place(root / "checkpoints")
-        self.saver = Checkpoints(self.place, self.config, mesh)  # type: ignore[arg-type]
+        self.saver = CheckpointSaver(self.place, self.config, mesh)  # type: ignore[arg-type]
         self.step = 0
         self.source = Path("/dev/shm") / f"bench_checkpoint_{os.getpid()}"
         with self.source.open("wb") as file:
@@ -141,7 +141,7 @@ class Measured:
         begun = time.perf_counter() - start
         self._compute()
         start = time.perf_counter()
-        self.saver.copied()  # the update would come now
+        self.saver.wait_staged()  # the update would come now
         stall = self.together(begun + time.perf_counter() - start)
         during = self._steps(lambda: self.saver.under_way is None)
         alone = (alone + self._steps(lambda: True)) / 2

@@ -1,9 +1,9 @@
-"""Reads what several ranks hold alike once, and hands it on: a job's ranks do not crowd the store.
+"""Collective reads: replicated tensors are read from storage once, and broadcast.
 
-Of the vision encoder each rank of a job holds a copy, of attention and shared experts each rank of
-a stage: thousands that open the same hundreds of files keep a file system, or an object store,
-busy for minutes. So each such tensor is read by one of its holders, in turns, and sent to the rest
-over the network that the gradients take, too.
+Each rank of a job holds a copy of the vision encoder, each rank of a stage one of attention and
+shared experts: thousands of ranks that open the same hundreds of files keep a file system, or an
+object store, busy for minutes. So each such tensor is read by one of its holders, in turns, and
+broadcast to the others over the network of the gradients.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,14 +21,16 @@ _THREADS = 4
 T = TypeVar("T")
 
 
-def my_turn(names: Iterable[str], copies: Mapping[str, str], mesh: "Mesh | None") -> list[str]:
-    """Return the tensors that this rank reads, sorted: what it alone holds, and its part of copies.
+def tensors_to_read(
+    names: Iterable[str], copies: Mapping[str, str], mesh: "Mesh | None"
+) -> list[str]:
+    """Return the tensors that this rank reads, sorted: its own, and its share of the copies.
 
     Args:
         names: of what this rank holds.
         copies: name -> group of ranks ("dense", "expert", "encoder") that hold identical copies;
-            the same on all ranks of the group. What is not in there each holder reads.
-        mesh: None: a process alone, which reads everything.
+            the same on all ranks of the group. Other tensors are read by each holder.
+        mesh: None: this process alone, which reads everything.
     """
     held = sorted(names)
     if mesh is None:
@@ -40,7 +42,7 @@ def my_turn(names: Iterable[str], copies: Mapping[str, str], mesh: "Mesh | None"
     return sorted(mine)
 
 
-def read_together(
+def read_and_broadcast(
     tensors: Mapping[str, Tensor],
     copies: Mapping[str, str],
     mesh: "Mesh | None",
@@ -51,30 +53,30 @@ def read_together(
 
     Args:
         tensors: what this rank holds, by name.
-        copies, mesh: see `my_turn`.
+        copies, mesh: see `tensors_to_read`.
         read: fills the tensor of a name; called from several threads.
         order: of names, in which they are read: neighbours in a file one after the other.
 
     Raises:
         CheckpointError, StoreError: a tensor could not be read, on any rank; the same on all.
     """
-    mine = sorted(my_turn(tensors, copies, mesh), key=order)
+    mine = sorted(tensors_to_read(tensors, copies, mesh), key=order)
 
     def fill() -> None:
         with ThreadPoolExecutor(_THREADS) as pool:
             for _ in pool.map(read, mine):
                 pass
 
-    on_all(fill, mesh)
+    on_all_ranks(fill, mesh)
     if mesh is not None:
         for group, names in sorted(_by_group(sorted(tensors), copies).items()):
             mesh.broadcast_copies(group, [tensors[name] for name in names])
 
 
-def on_all(work: Callable[[], T], mesh: "Mesh | None") -> list[T]:
-    """Do this rank's part of something; returns what all ranks' (small) parts came to. Collective.
+def on_all_ranks(work: Callable[[], T], mesh: "Mesh | None") -> list[T]:
+    """Run `work` on every rank; returns the (small) results of all ranks. Collective.
 
-    What fails on any rank is raised on all: the others would wait for it.
+    An error on any rank is raised on all: the others would wait for it.
 
     Raises:
         Exception: of the first rank that failed.

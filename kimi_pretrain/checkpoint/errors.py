@@ -1,11 +1,11 @@
-"""The errors of this room, and which faults pass."""
+"""The errors of checkpoints, and which of them are transient."""
 
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Errors of files that come again until somebody does something about them.
-_LASTING = {
+# Errors of files that a retry meets again until somebody mends their cause.
+_PERMANENT = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
 }
@@ -19,37 +19,37 @@ class CheckpointError(ValueError):
 
 
 class CheckpointUnavailable(CheckpointError):
-    """A place of checkpoints that does not answer now, and may later. Says nothing of damage."""
+    """A place of checkpoints does not answer now, but may later. No sign of damage."""
 
 
-def passing(error: BaseException) -> bool:
-    """Whether a later attempt may not meet this error: a store or a shared folder that is away.
+def is_transient(error: BaseException) -> bool:
+    """Whether a retry may succeed: a store or a shared folder does not answer at the moment.
 
     A server that is being replaced answers ESTALE, EIO, ETIMEDOUT and others for a while.
     """
     if isinstance(error, OSError):
-        return error.errno not in _LASTING
+        return error.errno not in _PERMANENT
     # Imported late: it brings boto3.
     from data_pipeline.store.open import StoreUnavailable
 
     return isinstance(error, StoreUnavailable | CheckpointUnavailable)
 
 
-def kind_of(error: BaseException) -> type[CheckpointError]:
-    """Return the class that tells of an error met at a place of checkpoints."""
-    return CheckpointUnavailable if passing(error) else CheckpointError
+def error_class(error: BaseException) -> type[CheckpointError]:
+    """Return the class for an error at a place of checkpoints: whether it is transient."""
+    return CheckpointUnavailable if is_transient(error) else CheckpointError
 
 
 @contextmanager
-def told_of(where: str) -> Iterator[None]:
-    """Turn errors of a store or a disk into ours, of the kind that says whether they pass."""
+def storage_errors(where: str) -> Iterator[None]:
+    """Turn errors of a store or a disk at `where` into a `CheckpointError`; see `error_class`."""
     from data_pipeline.store.open import StoreError
 
     try:
         yield
     except OSError as error:
-        told = f"{error.filename or where}: {error.strerror or error}"
-        raise kind_of(error)(told) from error
+        message = f"{error.filename or where}: {error.strerror or error}"
+        raise error_class(error)(message) from error
     except StoreError as error:
-        told = str(error) if where in str(error) else f"{where}: {error}"
-        raise kind_of(error)(told) from error
+        message = str(error) if where in str(error) else f"{where}: {error}"
+        raise error_class(error)(message) from error

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
-from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, passing
+from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, is_transient
 from kimi_pretrain.checkpoint.manifest import Fingerprint
 from moonvit3d.safetensors_io import SafetensorsError, TensorEntry, header_length, parse_header
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _PIECE = 8 << 20
 _AHEAD = 4  # pieces on their way at a time
 
-# Called with so many bytes that were just read.
-Progress = Callable[[int], None]
+# Called with the number of bytes that were just read or written.
+OnBytes = Callable[[int], None]
 
 
 class CheckpointUnreadable(CheckpointError):
@@ -59,7 +59,7 @@ class Files(Protocol):
         """Fill `out`, writable bytes, from `offset`. Raises as `read`."""
         ...
 
-    def fingerprint(self, name: str, progress: Progress | None = None) -> Fingerprint:
+    def fingerprint(self, name: str, progress: OnBytes | None = None) -> Fingerprint:
         """Return size and SHA-256 of a file. Raises as `read`."""
         ...
 
@@ -102,7 +102,7 @@ class FolderFiles:
                     raise _too_short(self.where(name), offset, len(out), done)
                 done += got
 
-    def fingerprint(self, name: str, progress: Progress | None = None) -> Fingerprint:
+    def fingerprint(self, name: str, progress: OnBytes | None = None) -> Fingerprint:
         """See `Files.fingerprint`."""
         size = self.size(name)
         if size is None:
@@ -162,7 +162,7 @@ class StoreFiles:
             out[done : done + len(piece)] = piece
             done += len(piece)
 
-    def fingerprint(self, name: str, progress: Progress | None = None) -> Fingerprint:
+    def fingerprint(self, name: str, progress: OnBytes | None = None) -> Fingerprint:
         """See `Files.fingerprint`."""
         size = self.size(name)
         if size is None:
@@ -197,7 +197,7 @@ def read_ahead(read: Callable[[int, int], bytes], offset: int, length: int) -> I
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def fingerprint_of(pieces: Iterator[bytes], progress: Progress | None = None) -> Fingerprint:
+def fingerprint_of(pieces: Iterator[bytes], progress: OnBytes | None = None) -> Fingerprint:
     """Return size and SHA-256 of bytes that come in pieces."""
     digest, size = hashlib.sha256(), 0
     for piece in pieces:
@@ -256,7 +256,7 @@ def _answering() -> Iterator[None]:
 
 
 def _failed(where: str, error: OSError) -> CheckpointError:
-    kind = CheckpointUnavailable if passing(error) else CheckpointUnreadable
+    kind = CheckpointUnavailable if is_transient(error) else CheckpointUnreadable
     return kind(f"{where}: {error.strerror or error}")
 
 

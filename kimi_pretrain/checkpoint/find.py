@@ -10,9 +10,9 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kimi_pretrain.checkpoint.collective_read import from_first, on_all
-from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, told_of
-from kimi_pretrain.checkpoint.files import CheckpointUnreadable, Progress
+from kimi_pretrain.checkpoint.collective_read import from_first, on_all_ranks
+from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, storage_errors
+from kimi_pretrain.checkpoint.files import CheckpointUnreadable, OnBytes
 from kimi_pretrain.checkpoint.manifest import MANIFEST, check_fits, share_of_files
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place, open_checkpoint
 
@@ -28,7 +28,7 @@ def find(
     place: Place,
     config: "Config",
     mesh: "Mesh | None",
-    progress: Progress | None = None,
+    progress: OnBytes | None = None,
     own: bool = False,
 ) -> Checkpoint | None:
     """Return the verified checkpoint to go on from; None: there is none yet. Collective.
@@ -74,7 +74,7 @@ def verified(
     found: Checkpoint,
     config: "Config",
     mesh: "Mesh | None" = None,
-    progress: Progress | None = None,
+    progress: OnBytes | None = None,
 ) -> Checkpoint:
     """Return a checkpoint after every file of it was hashed. Collective; see `find`.
 
@@ -90,7 +90,7 @@ def _problems(
     found: Checkpoint,
     config: "Config",
     mesh: "Mesh | None",
-    progress: Progress | None,
+    progress: OnBytes | None,
     listed: bool = False,
 ) -> list[str]:
     """What is damaged, the same on all ranks; raises what says nothing of damage.
@@ -102,13 +102,13 @@ def _problems(
     if told is not None:
         return [told]
     found.know(texts)
-    everyone = on_all(partial(_damaged, found, config, mesh, progress), mesh)
+    everyone = on_all_ranks(partial(_damaged, found, config, mesh, progress), mesh)
     problems = [problem for part in everyone for problem in part]
     return list(dict.fromkeys(problems))  # a bad manifest is seen by all
 
 
 def _damaged(
-    found: Checkpoint, config: "Config", mesh: "Mesh | None", progress: Progress | None
+    found: Checkpoint, config: "Config", mesh: "Mesh | None", progress: OnBytes | None
 ) -> list[str]:
     """What is damaged of the manifest, or of this rank's share of the files."""
     rank, world_size = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
@@ -117,15 +117,15 @@ def _damaged(
     except CheckpointError as error:
         return [str(error)]
     if rank == 0:
-        found.warn_of_age()
+        found.warn_if_unhashed()
     check_fits(manifest, config, found.uri)
-    with told_of(found.uri):
+    with storage_errors(found.uri):
         return found.verify(share_of_files(manifest, rank, world_size), progress)
 
 
 def _texts(found: Checkpoint, listed: bool) -> tuple[dict[str, bytes], str | None]:
     """Return manifest and index, or what is damaged of them."""
-    with told_of(found.uri):
+    with storage_errors(found.uri):
         try:
             return found.texts(), None
         except (CheckpointUnavailable, CheckpointUnreadable):
@@ -144,7 +144,7 @@ def _is_first(mesh: "Mesh | None") -> bool:
 
 
 def _steps_of(place: Place, own: bool) -> list[int]:
-    with told_of(place.uri):
+    with storage_errors(place.uri):
         if own:
             place.recover()
         return place.steps()

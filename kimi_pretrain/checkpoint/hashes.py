@@ -1,9 +1,8 @@
 """SHA-256 of what a run remembers, so that two runs can be compared.
 
-Every rank hashes what it holds. Of thousands of ranks most hold copies of what others hold, and all
-their hashes together would fill a device: so they first tell each other one digest of all they
-have. Of ranks with equal ones the first sends its hashes on, in pieces of bounded size, and rank 0
-reads them.
+Every rank hashes what it holds. Of thousands of ranks most hold copies, and all their hashes
+together would fill a device: so the ranks first exchange one digest each. Of ranks with equal
+digests the first sends its hashes to rank 0, in pieces of bounded size.
 """
 
 import hashlib
@@ -37,22 +36,22 @@ def hash_tensors(tensors: Mapping[str, Tensor], mesh: "Mesh") -> dict[str, str]:
     """
     mine = {name: hash_tensor(tensor) for name, tensor in tensors.items()}
     everyone: list[Any] = mesh.gather(digest(mine))
-    speakers = _speakers(everyone)
-    sent = zlib.compress(json.dumps(mine).encode()) if mesh.rank in speakers else b""
+    senders = _senders(everyone)
+    sent = zlib.compress(json.dumps(mine).encode()) if mesh.rank in senders else b""
     parts = _to_first(sent, mesh)
     found: dict[str, str] = {}
 
     def merge() -> None:
-        found.update(_merged((rank, json.loads(zlib.decompress(parts[rank]))) for rank in speakers))
+        found.update(_merged((rank, json.loads(zlib.decompress(parts[rank]))) for rank in senders))
 
     mesh.from_first(merge)
     return found
 
 
-def _speakers(everyone: Sequence[str]) -> list[int]:
-    """Return the ranks whose hashes are all there is to know: the first with each digest.
+def _senders(everyone: Sequence[str]) -> list[int]:
+    """Return the first rank with each digest: their hashes are all that there are.
 
-    A copy that differs has another digest, so that both are heard.
+    A copy that differs has another digest, so that both are among them.
     """
     first: dict[str, int] = {}
     for rank, said in enumerate(everyone):

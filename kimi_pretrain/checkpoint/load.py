@@ -1,7 +1,7 @@
 """Fills a run's tensors from a checkpoint of any layout.
 
 Because a name means the same whole matrix in every layout, each rank reads what it needs, straight
-into the tensors' own memory; of what several hold alike, each a part (`together`).
+into the tensors' own memory; of replicated tensors, each holder a part (`collective_read`).
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kimi_pretrain.checkpoint.collective_read import my_turn, on_all, read_together
+from kimi_pretrain.checkpoint.collective_read import (
+    on_all_ranks,
+    read_and_broadcast,
+    tensors_to_read,
+)
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import RunState
 from kimi_pretrain.checkpoint.storage_read import Checkpoint
@@ -40,7 +44,7 @@ def load(
         tensors: what this rank holds, by checkpoint name.
         progress: called after each tensor that this rank has read.
         mesh: of the job; None: this process alone.
-        copies: name -> group of ranks that hold identical copies; see `together.my_turn`.
+        copies: name -> group of ranks that hold identical copies; see `tensors_to_read`.
 
     Raises:
         CheckpointError: a tensor is not there, or of another shape or type, or the optimizer's
@@ -48,8 +52,8 @@ def load(
             before a tensor does. The same on all ranks.
     """
     copies = copies or {}
-    mine = {name: tensors[name] for name in my_turn(tensors, copies, mesh)}
-    on_all(lambda: _check(checkpoint, tensors, mine), mesh)
+    mine = {name: tensors[name] for name in tensors_to_read(tensors, copies, mesh)}
+    on_all_ranks(lambda: _check(checkpoint, tensors, mine), mesh)
     weight_map = checkpoint.weight_map()
 
     def read(name: str) -> None:
@@ -59,7 +63,7 @@ def load(
     def place(name: str) -> tuple[str, int]:
         return weight_map[name], checkpoint.entry(name).offset
 
-    read_together(tensors, copies, mesh, read, place)
+    read_and_broadcast(tensors, copies, mesh, read, place)
     return checkpoint.manifest().state
 
 

@@ -8,9 +8,11 @@ no other file of a checkpoint says which step it is, or where the data goes on.
 
 import hashlib
 import json
+import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Literal
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
@@ -30,6 +32,9 @@ MOST_INDEX_BYTES = 512 << 20
 _STEP = re.compile(r"step_(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+# Those whose versions a manifest states.
+PACKAGES = ("kimi-pretrain", "torch", "megatron-core", "numpy")
 
 Contents = Literal["all", "weights"]
 
@@ -109,6 +114,17 @@ def manifest_of(
         versions=dict(versions),
         files=dict(files),
     )
+
+
+def installed_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
+    """Return package -> version, and that of Python; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
 
 
 def digest(value: Any) -> str:

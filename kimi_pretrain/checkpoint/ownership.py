@@ -1,4 +1,4 @@
-"""Whose a checkpoint place is: `owner.json`, which is looked at before every commit."""
+"""Which run owns a checkpoint place: `owner.json`, which is checked before every commit."""
 
 import json
 from collections.abc import Mapping
@@ -8,14 +8,14 @@ OWNER = "owner.json"
 
 
 class Owner(NamedTuple):
-    """Whose a place is, as its owner.json says: the run's id, and what tells this start of it."""
+    """The owner of a place, as in owner.json: the run's id, and an id of this start of it."""
 
     run: str
     start: str
 
 
-def told_owner(uri: str, text: str, run: str, start: str | None = None) -> str | None:
-    """Return why a place is not this run's, by the text of its owner.json; None: it is.
+def ownership_conflict(uri: str, text: str, run: str, start: str | None = None) -> str | None:
+    """Return why a place is not this run's, from the text of its owner.json; None: it is.
 
     Args:
         uri: of the place.

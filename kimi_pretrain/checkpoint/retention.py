@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 
-def kept(
+def steps_to_keep(
     steps: Iterable[int],
     keep_last: int | None,
     keep_every: int | None,

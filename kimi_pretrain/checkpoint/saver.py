@@ -1,14 +1,13 @@
-"""Saves checkpoints while training goes on; see `Checkpoints`.
+"""Saves checkpoints while training goes on; see `CheckpointSaver`.
 
-What killed runs have left is removed by rank 0's writer from its start on, beside all else. A save
-in numbered steps:
+From its start on, rank 0's writer also removes what killed runs have left. The steps of a save:
 
-1. begin      every rank copies what it is to write aside (`aside`); of what changes in the update
-              alone a thread does, while the next step runs, and `copied` waits before the update
-2. write      its writer process (`writer`) hashes and writes the files, in the background
-3. advance    the ranks tell each other how far they are, in the one gather of a training step
-4. commit     when all have written, rank 0's writer puts manifest.json: it is complete
-5. retire     what need not be kept is removed, and nobody waits for it
+1. begin      every rank stages (copies) its share; a thread stages what changes in the update
+              alone, while the next step runs, and `wait_staged` waits before the update
+2. write      its writer process hashes and writes the files, in the background
+3. advance    the ranks exchange their progress, in the one gather of a training step
+4. commit     when all have written, rank 0's writer writes manifest.json: the save is complete
+5. retire     what need not be kept is removed; nothing waits for it
 
 What fails on one rank fails the save as a whole, on all ranks alike, and training goes on.
 """
@@ -16,18 +15,23 @@ What fails on one rank fails the save as a whole, on all ranks alike, and traini
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from kimi_pretrain.checkpoint import sharding
-from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, kind_of
-from kimi_pretrain.checkpoint.manifest import INDEX, Fingerprint, RunState, manifest_of
-from kimi_pretrain.checkpoint.progress import Progress
-from kimi_pretrain.checkpoint.staging import Aside, Copying
+from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, error_class
+from kimi_pretrain.checkpoint.manifest import (
+    INDEX,
+    Fingerprint,
+    RunState,
+    installed_versions,
+    manifest_of,
+)
+from kimi_pretrain.checkpoint.staging import BackgroundCopy, StagingBuffers
 from kimi_pretrain.checkpoint.storage_read import Place
-from kimi_pretrain.checkpoint.versions import versions
-from kimi_pretrain.checkpoint.writer_client import Hand
+from kimi_pretrain.checkpoint.writer_client import WriterClient
 
 if TYPE_CHECKING:
     from kimi_pretrain.checkpoint.ownership import Owner
@@ -39,23 +43,45 @@ log = logging.getLogger("kimi_pretrain.checkpoint")
 _MIB = 1 << 20
 _POLL_S = 0.2
 _SOON_S = 5.0
-# So long a save waits for what is still being removed: a new writer's tidying takes it up again.
+# A save waits so long for pending deletions: after that a new writer is started, which goes on.
 _REMOVAL_S = 30.0
 _LAST_REMOVAL_S = 300.0  # at the end there is none
 
 
-class Checkpoints:
+@dataclass(frozen=True)
+class SaveProgress:
+    """How far one rank's writer is with the save that is under way; small, and picklable.
+
+    Attributes:
+        phase: "writing"; "written"; "committed", of rank 0 alone; or "failed".
+        bytes_done: written so far.
+        files: what was written; reported once, and empty later.
+        error: why it failed, in one line.
+        transient: whether a later run may do better: the place does not answer, or the process was
+            killed.
+        warnings: of the writer.
+    """
+
+    phase: Literal["writing", "written", "committed", "failed"]
+    bytes_done: int = 0
+    files: Mapping[str, Fingerprint] = field(default_factory=dict)
+    error: str | None = None
+    transient: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+class CheckpointSaver:
     """Writes a run's checkpoints from all ranks, in the background.
 
-        checkpoints.begin(tensors, state, still)         # copies aside
+        saver.begin(tensors, state, unchanged)     # stages a copy
         ...
-        checkpoints.copied()                             # before what is `still` changes
+        saver.wait_staged()                        # before what is `unchanged` changes
         ...
-        everyone = mesh.gather(checkpoints.progress())   # part of the step's own gather
-        done = checkpoints.advance(everyone)             # the URI of what is complete now, or None
+        everyone = mesh.gather(saver.progress())   # part of the step's own gather
+        done = saver.advance(everyone)             # the URI of what is complete now, or None
         ...
-        checkpoints.finish()                             # wait for the last one
-        checkpoints.close()
+        saver.finish()                             # wait for the last one
+        saver.close()
 
     `begin` and `finish` must be called by all ranks together, with the same state. A synchronous
     save is `begin` and `finish`.
@@ -64,8 +90,8 @@ class Checkpoints:
         place: a folder that all ranks see, or an object store.
         config: of the run.
         mesh: of the job; only its rank, world size, device and `gather` are used.
-        alive: called whenever a rank that waits has seen bytes being written; so a slow save can
-            be told from one that hangs.
+        alive: called whenever a rank that waits has seen bytes being written, so that a watchdog
+            can tell a slow save from one that hangs.
         owner: who must own the place when a checkpoint is committed; None: whoever does.
 
     Attributes:
@@ -93,24 +119,24 @@ class Checkpoints:
         self.seconds: dict[str, float] = {}
         self.uri: str | None = None
         self.under_way: int | None = None
-        self._aside: Aside | None = None
-        self._copying: Copying | None = None
-        self._hand: Hand | None = None
+        self._staging: StagingBuffers | None = None
+        self._background_copy: BackgroundCopy | None = None
+        self._writer: WriterClient | None = None
         self._state: RunState | None = None
         self._saved: RunState | None = None  # of `uri`
         self._phase: Literal["writing", "committing"] = "writing"
-        self._files: dict[str, Fingerprint] = {}  # of all ranks, so far; rank 0 alone needs them
-        self._said = False  # whether all ranks know of this one's files
+        self._files: dict[str, Fingerprint] = {}  # of all ranks, so far; used by rank 0 alone
+        self._files_reported = False  # whether this rank's files have gone through a gather
         self._began = 0.0
         self._seen_bytes = 0
         self._failures = 0
         self._failure: CheckpointError | None = None
 
     def prepare(self, tensors: Mapping[str, Tensor], step: int | None = None) -> None:
-        """Agree on who writes what, and take the memory for it. Collective; `begin` does it too.
+        """Agree on who writes what, and allocate staging memory. Collective; `begin` does it too.
 
-        Called before the first step, it tells early when memory does not suffice, and the first
-        save stalls no longer than others.
+        Called before the first step, it fails early where memory does not suffice, and the first
+        save stalls no longer than later ones.
 
         Args:
             tensors: as for `begin`.
@@ -119,112 +145,116 @@ class Checkpoints:
         Raises:
             CheckpointError: not enough memory; the same on all ranks.
         """
-        everyone: list[Any] = self.mesh.gather(sharding.packed(_sizes(tensors)))
-        sizes = sharding.unpacked(everyone)
+        everyone: list[Any] = self.mesh.gather(sharding.compressed(_sizes(tensors)))
+        sizes = sharding.decompressed(everyone)
         weights = sharding.weight_map(sizes, self.config.checkpoint.file_mib * _MIB)
         texts: dict[str, bytes] = {}
         if self.mesh.rank == 0:
             total = sum({name: size for held in sizes for name, size in held.items()}.values())
             texts[INDEX] = sharding.index_text(weights, total).encode()
-        self._let_go(0.0)
+        self._release(0.0)
         problem: str | None = None
         kind: type[CheckpointError] = CheckpointError
         try:
-            files = sharding.files_of(weights, self.mesh.rank)
-            self._aside = Aside(files, tensors, texts, self.mesh.device)
-            self._hand = self._start(step)
+            files = sharding.files_of_rank(weights, self.mesh.rank)
+            self._staging = StagingBuffers(files, tensors, texts, self.mesh.device)
+            self._writer = self._start(step)
         except (CheckpointError, OSError) as error:
-            problem, kind = str(error), kind_of(error)
-        told: list[Any] = self.mesh.gather((problem, kind))
-        if problems := _of_ranks([problem for problem, _ in told]):
-            self._let_go(0.0)
-            raise next(kind for problem, kind in told if problem)(problems)
+            problem, kind = str(error), error_class(error)
+        outcomes: list[Any] = self.mesh.gather((problem, kind))
+        if problems := _by_rank([problem for problem, _ in outcomes]):
+            self._release(0.0)
+            raise next(kind for problem, kind in outcomes if problem)(problems)
 
     def begin(
         self,
         tensors: Mapping[str, Tensor],
         state: RunState,
-        still: Callable[[str], bool] | None = None,
+        unchanged: Callable[[str], bool] | None = None,
     ) -> None:
-        """Copy the tensors aside and start writing them. Collective.
+        """Stage a copy of the tensors and start writing it. Collective.
 
-        Waits for an earlier save first. A state that was saved before by this object is not saved
+        Waits for an earlier save first. A state that this object has saved before is not saved
         again.
 
         Args:
             tensors: what this rank holds, by name; equal names hold equal values on all ranks.
             state: the same on all ranks.
-            still: tells of a name whether its tensor stays as it is until `copied` has returned;
-                all others, None: all, may change as soon as this returns.
+            unchanged: whether the tensor of a name stays as it is until `wait_staged` has returned;
+                the others may change as soon as this returns. None: all may.
 
         Raises:
             CheckpointError: too many saves in a row have failed, or there is no memory for the
                 first one; the same on all ranks.
         """
         start = time.monotonic()
-        self._settle()
-        self._make_way(state.step)
-        ready = self._aside is not None and self._aside.holds(tensors)
+        self._await_save()
+        self._await_removals(state.step)
+        ready = self._staging is not None and self._staging.holds(tensors)
         everyone: list[Any] = self.mesh.gather((ready, state == self._saved))
         if all(same for _, same in everyone):
             return
         if not all(ready for ready, _ in everyone):
             self.prepare(tensors, state.step)
-        assert self._aside is not None  # `prepare` has raised otherwise
-        self._state, self._phase, self._files, self._said = state, "writing", {}, False
+        assert self._staging is not None  # `prepare` has raised otherwise
+        self._state, self._phase, self._files, self._files_reported = state, "writing", {}, False
         self.under_way, self._failure, self._seen_bytes = state.step, None, 0
-        if still is None:
-            self._aside.copy(tensors)
-            self._give_write()
+        if unchanged is None:
+            self._staging.copy(tensors)
+            self._send_write()
         else:
-            self._aside.copy(tensors, lambda name: not still(name))
-            self._copying = Copying(self._aside, tensors, still, self.mesh.device)
+            self._staging.copy(tensors, lambda name: not unchanged(name))
+            self._background_copy = BackgroundCopy(
+                self._staging, tensors, unchanged, self.mesh.device
+            )
         self._began = time.monotonic()
         self.seconds = {"stall": self._began - start}
 
     @property
-    def copying(self) -> bool:
-        """Whether `copied` has something to wait for, or to do."""
-        return self._copying is not None
+    def staging(self) -> bool:
+        """Whether `wait_staged` has something to wait for, or to do."""
+        return self._background_copy is not None
 
-    def copied(self) -> None:
-        """Wait until everything is copied aside, and let the writer begin.
+    def wait_staged(self) -> None:
+        """Wait until everything is staged, and let the writer begin.
 
-        Called before anything changes that was `still` when the save began.
+        Called before anything changes that was `unchanged` when the save began.
         """
-        if self._copying is None:
+        if self._background_copy is None:
             return
         start = time.monotonic()
-        self._copying.wait()
-        self._copying = None
-        self._give_write()
+        self._background_copy.wait()
+        self._background_copy = None
+        self._send_write()
         self.seconds["stall"] += time.monotonic() - start
 
-    def progress(self, wait: float = 0.0) -> Progress | None:
+    def progress(self, wait: float = 0.0) -> SaveProgress | None:
         """Return how far this rank is; None: nothing is under way.
 
         Args:
             wait: seconds to wait for the writer, if it has something to do.
         """
-        if self.under_way is None or self._hand is None:
+        if self.under_way is None or self._writer is None:
             return None
-        self.copied()
-        hand = self._hand
-        hand.poll(wait)
-        told, hand.told = tuple(hand.told), []
-        if hand.failed is not None:
-            return Progress("failed", hand.bytes_done, {}, hand.failed, hand.passing, told)
-        if hand.done is None:
-            return Progress("writing", hand.bytes_done, told=told)
+        self.wait_staged()
+        writer = self._writer
+        writer.poll(wait)
+        warnings, writer.warnings = tuple(writer.warnings), []
+        if writer.failed is not None:
+            return SaveProgress(
+                "failed", writer.bytes_done, {}, writer.failed, writer.transient, warnings
+            )
+        if writer.done is None:
+            return SaveProgress("writing", writer.bytes_done, warnings=warnings)
         if self._phase == "committing" and self.mesh.rank == 0:
-            return Progress("committed", hand.bytes_done, told=told)
-        # Thousands of ranks: what one of them has written goes through the gather once.
-        written = {} if self._said else hand.done["value"]
+            return SaveProgress("committed", writer.bytes_done, warnings=warnings)
+        # There may be thousands of ranks: each rank's files go through the gather once.
+        written = {} if self._files_reported else writer.done["value"]
         files = {name: Fingerprint(**found) for name, found in written.items()}
-        return Progress("written", hand.bytes_done, files, told=told)
+        return SaveProgress("written", writer.bytes_done, files, warnings=warnings)
 
-    def advance(self, everyone: Sequence[Progress | None]) -> str | None:
-        """Take in what all ranks said; commit when all have written. The same on all ranks.
+    def advance(self, everyone: Sequence[SaveProgress | None]) -> str | None:
+        """Handle the progress of all ranks; commit when all have written. The same on all ranks.
 
         Args:
             everyone: `progress` of all ranks, in their order.
@@ -238,19 +268,19 @@ class Checkpoints:
         """
         if self.under_way is None:
             return None
-        said = [progress for progress in everyone if progress is not None]
-        assert len(said) == self.mesh.world_size, "ranks do not agree on what is under way"
-        self._tell(said)
-        self._remember(said)
+        reports = [progress for progress in everyone if progress is not None]
+        assert len(reports) == self.mesh.world_size, "ranks do not agree on what is under way"
+        self._log_all_warnings(reports)
+        self._collect_files(reports)
         if self._phase == "committing":
-            if said[0].phase == "committed":
+            if reports[0].phase == "committed":
                 return self._complete()
-            if said[0].phase == "failed":
-                self._fail(said[:1])
-        elif all(progress.phase in ("written", "failed") for progress in said):
-            # One that fails early must not have its files removed under those that still write.
-            if any(progress.error for progress in said):
-                self._fail(said)
+            if reports[0].phase == "failed":
+                self._fail(reports[:1])
+        elif all(progress.phase in ("written", "failed") for progress in reports):
+            # Files of a rank that fails early stay while others still write theirs.
+            if any(progress.error for progress in reports):
+                self._fail(reports)
             else:
                 self._commit()
         return None
@@ -266,7 +296,7 @@ class Checkpoints:
                 what a later run may not meet); the same on all ranks.
         """
         waiting = self.under_way
-        self._settle()
+        self._await_save()
         if waiting is not None and self._failure is not None:
             raise self._failure
         return self.uri
@@ -275,13 +305,13 @@ class Checkpoints:
         """End the writer; a save that is not complete is abandoned.
 
         Args:
-            hurry: end in seconds, and leave what is still being removed to the next run.
+            hurry: end in seconds, and leave pending deletions to the next run.
         """
         self.under_way = None
-        self._let_go(None if hurry else self._at_most(_LAST_REMOVAL_S))
+        self._release(None if hurry else self._at_most(_LAST_REMOVAL_S))
 
-    def _settle(self) -> None:
-        """Wait for the save that is under way, as the loop would, but without steps between."""
+    def _await_save(self) -> None:
+        """Wait for the save that is under way, as the training loop does between its steps."""
         while self.under_way is not None:
             everyone: list[Any] = self.mesh.gather(self.progress(_POLL_S))
             done = sum(progress.bytes_done for progress in everyone if progress is not None)
@@ -290,56 +320,56 @@ class Checkpoints:
                 self._alive()
             self.advance(everyone)
 
-    def _make_way(self, step: int) -> None:
-        """Let the writer end what it is removing, before any rank begins to write.
+    def _await_removals(self, step: int) -> None:
+        """Wait for the writer's pending deletions, before any rank begins to write.
 
-        The same step may be saved again: its new files must not go with the old ones.
+        The same step may be saved again: its new files must not be removed with the old ones.
         """
-        if self._hand is None:
+        if self._writer is None:
             return
         until = time.monotonic() + self._at_most(_REMOVAL_S)
         self._await_job(until)
-        if self._hand.tidying:
-            self._hand.send("spare", step=step)
+        if self._writer.tidying:
+            self._writer.send("protect", step=step)
             self._await_job(until)
 
     def _await_job(self, until: float) -> None:
-        assert self._hand is not None
-        self._hand.poll()
-        while self._hand.busy:
+        assert self._writer is not None
+        self._writer.poll()
+        while self._writer.busy:
             if time.monotonic() > until:
-                self._hand.close(0.0)  # another writer is started
+                self._writer.close(0.0)  # another writer is started
                 return
-            self._hand.poll(_POLL_S)
+            self._writer.poll(_POLL_S)
             self._alive()
 
     def _at_most(self, seconds: float) -> float:
-        """Bound what rank 0 does alone: for the watchdogs of the others it stands still."""
+        """Bound what rank 0 does alone: to the watchdogs of the others it makes no progress."""
         return min(seconds, self.config.train.timeout_seconds / 2)
 
-    def _start(self, step: int | None) -> Hand:
-        """Start a writer; rank 0's tidies up, also what a killed one of this run has left."""
-        assert self._aside is not None
-        hand = Hand(self.place, tuple(self._aside.fds.values()))
+    def _start(self, step: int | None) -> WriterClient:
+        """Start a writer; rank 0's also removes what killed runs, this one's too, have left."""
+        assert self._staging is not None
+        writer = WriterClient(self.place, tuple(self._staging.fds.values()))
         if self.mesh.rank == 0:
-            if step is not None:  # other ranks may begin with it at any moment
-                hand.send("spare", step=step)
-            hand.send("tidy", owner=self._owner)
-        return hand
+            if step is not None:  # other ranks may begin to write it at any moment
+                writer.send("protect", step=step)
+            writer.send("tidy", owner=self._owner)
+        return writer
 
-    def _give_write(self) -> None:
-        """Let the writer begin; it is started anew if it has ended."""
-        assert self._aside is not None
-        if self._hand is None or not self._hand.alive:
-            if self._hand is not None:
-                self._hand.close(0.0)
-                self._log(self._hand.told)
-            self._hand = self._start(self.under_way)
+    def _send_write(self) -> None:
+        """Let the writer begin; a new one is started if it has ended."""
+        assert self._staging is not None
+        if self._writer is None or not self._writer.alive:
+            if self._writer is not None:
+                self._writer.close(0.0)
+                self._log_warnings(self._writer.warnings)
+            self._writer = self._start(self.under_way)
         files = [
-            {"name": name, "fd": self._aside.fds[name], "bytes": size}
-            for name, size in self._aside.sizes.items()
+            {"name": name, "fd": self._staging.fds[name], "bytes": size}
+            for name, size in self._staging.sizes.items()
         ]
-        self._hand.send("write", step=self.under_way, files=files)
+        self._writer.send("write", step=self.under_way, files=files)
 
     def _commit(self) -> None:
         """Phase 4: rank 0 completes the checkpoint."""
@@ -347,10 +377,10 @@ class Checkpoints:
         if self.mesh.rank != 0:
             return
         assert self._state is not None
-        assert self._hand is not None
-        manifest = manifest_of(self.config, self._state, self._files, versions()).text()
+        assert self._writer is not None
+        manifest = manifest_of(self.config, self._state, self._files, installed_versions()).text()
         step, files = self.under_way, sorted(self._files)
-        self._hand.send("commit", step=step, manifest=manifest, files=files, owner=self._owner)
+        self._writer.send("commit", step=step, manifest=manifest, files=files, owner=self._owner)
 
     def _complete(self) -> str:
         assert self.under_way is not None
@@ -359,25 +389,25 @@ class Checkpoints:
         self.seconds["background"] = time.monotonic() - self._began
         self._saved, self.under_way, self._failures = self._state, None, 0
         if self.mesh.rank == 0:
-            assert self._hand is not None
+            assert self._writer is not None
             log.info("checkpoint %s is complete", self.uri)
-            # Nobody waits for it; what is told of it is heard with the next job's answers.
+            # Nothing waits for it; its warnings come with the replies to the next job.
             keeping = {"keep_last": keep.keep_last, "keep_every": keep.keep_every}
-            self._hand.send("retire", step=step, **keeping)
+            self._writer.send("retire", step=step, **keeping)
         return self.uri
 
-    def _fail(self, said: Sequence[Progress]) -> None:
+    def _fail(self, reports: Sequence[SaveProgress]) -> None:
         step, limit = self.under_way, self.config.checkpoint.failures
-        passing = any(progress.passing for progress in said)
-        kind = CheckpointUnavailable if passing else CheckpointError
-        reason = _of_ranks([progress.error for progress in said])
+        transient = any(progress.transient for progress in reports)
+        kind = CheckpointUnavailable if transient else CheckpointError
+        reason = _by_rank([progress.error for progress in reports])
         self.under_way = None
         self._failures += 1
         self._failure = kind(f"the checkpoint of step {step} could not be written: {reason}")
         if self.mesh.rank == 0:
-            if self._hand is not None and self._hand.alive:
-                self._hand.send("remove_torn", step=step)
-                self._hand.poll(_SOON_S)  # as a rule; else the next save waits for it
+            if self._writer is not None and self._writer.alive:
+                self._writer.send("remove_torn", step=step)
+                self._writer.poll(_SOON_S)  # as a rule; else the next save waits for it
             log.warning(
                 "%s; training goes on, failed saves in a row: %d, allowed: %d",
                 self._failure, self._failures, limit - 1,
@@ -388,40 +418,40 @@ class Checkpoints:
                 f"(checkpoint.failures={limit}), so the run stops"
             )
 
-    def _remember(self, said: Sequence[Progress]) -> None:
-        """Note the files that ranks tell of; a report that is not taken in here is repeated."""
-        if said[self.mesh.rank].phase == "written":
-            self._said = True
+    def _collect_files(self, reports: Sequence[SaveProgress]) -> None:
+        """Collect the files that ranks report; a report that is not handled here is repeated."""
+        if reports[self.mesh.rank].phase == "written":
+            self._files_reported = True
         if self.mesh.rank == 0:
-            for progress in said:
+            for progress in reports:
                 self._files.update(progress.files)
 
-    def _tell(self, said: Sequence[Progress]) -> None:
+    def _log_all_warnings(self, reports: Sequence[SaveProgress]) -> None:
         if self.mesh.rank == 0:
-            for rank, progress in enumerate(said):
-                for warning in progress.told:
+            for rank, progress in enumerate(reports):
+                for warning in progress.warnings:
                     log.warning("rank %d: %s", rank, warning)
 
-    def _log(self, told: Sequence[str]) -> None:
-        for warning in told:
+    def _log_warnings(self, warnings: Sequence[str]) -> None:
+        for warning in warnings:
             log.warning("rank %d: %s", self.mesh.rank, warning)
 
-    def _let_go(self, patience: float | None) -> None:
-        if self._copying is not None:
-            self._copying.wait()
-            self._copying = None
-        if self._hand is not None:
-            self._hand.close(patience, self._alive)
-            self._log(self._hand.told)
-        if self._aside is not None:
-            self._aside.close()
-        self._hand = self._aside = None
+    def _release(self, patience: float | None) -> None:
+        if self._background_copy is not None:
+            self._background_copy.wait()
+            self._background_copy = None
+        if self._writer is not None:
+            self._writer.close(patience, self._alive)
+            self._log_warnings(self._writer.warnings)
+        if self._staging is not None:
+            self._staging.close()
+        self._writer = self._staging = None
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
 
 
-def _of_ranks(errors: Sequence[Any]) -> str:
-    """Join what went wrong on some ranks; "" if nothing did."""
-    return "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(errors) if told)
+def _by_rank(errors: Sequence[Any]) -> str:
+    """Join the errors of ranks; "" if there is none."""
+    return "; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error)

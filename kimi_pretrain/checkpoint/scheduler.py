@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from kimi_pretrain.checkpoint.errors import CheckpointError, told_of
-from kimi_pretrain.checkpoint.saver import Checkpoints, Progress
+from kimi_pretrain.checkpoint.errors import CheckpointError, storage_errors
+from kimi_pretrain.checkpoint.saver import CheckpointSaver, SaveProgress
 from kimi_pretrain.checkpoint.storage_read import Place
-from kimi_pretrain.checkpoint.storage_write import open_sink, set_aside_later
+from kimi_pretrain.checkpoint.storage_write import abandon_later_checkpoints, open_storage_writer
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("kimi_pretrain.checkpoint.scheduler")
 
 
-class Saved(Protocol):
-    """What is saved: a run, as far as a checkpoint is concerned."""
+class SavedRun(Protocol):
+    """What saving needs of a run."""
 
     config: "Config"
     mesh: "Mesh"
@@ -46,14 +46,14 @@ class Saved(Protocol):
         ...
 
 
-class Saves:
-    """Saves a run when it is due. Everything here but `progress` and `seconds` is collective.
+class CheckpointScheduler:
+    """Saves a run when it is due. All methods but `progress` and `seconds` are collective.
 
     Args:
         place: of the checkpoints.
         owner: of the place: this start of the run.
         run: whose tensors and state are saved.
-        watch: told of every progress of a save that is waited for.
+        watch: called on every progress of a save that is waited for.
         uri: of the checkpoint that the run goes on from.
         before: the last step of the checkpoints in the place that it has behind it; those of later
             steps are of another course.
@@ -66,25 +66,25 @@ class Saves:
         self,
         place: Place,
         owner: "Owner",
-        run: Saved,
+        run: SavedRun,
         watch: Callable[[str], object],
         uri: str | None = None,
         before: int = 0,
     ):
         self.place, self.run, self.uri, self._before = place, run, uri, before
         self.config, self._watch = run.config, watch
-        self._checkpoints: Checkpoints | None = None
+        self._saver: CheckpointSaver | None = None
         self._owner = owner
         self._seconds: dict[str, float] = {}
         # Steps of the last save that began, and of the last that is complete: as the run begins,
         # nothing is to be saved.
-        self._begun = self._saved = run.step
+        self._begun_step = self._saved_step = run.step
         if self.config.checkpoint.every is not None:
             self._open()
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> SaveProgress | None:
         """Return how far this rank is with a save, for the step's gather."""
-        return self._checkpoints.progress() if self._checkpoints else None
+        return self._saver.progress() if self._saver else None
 
     def seconds(self) -> dict[str, float]:
         """Return what saving took since the last call; see `RankMetrics.save`."""
@@ -93,13 +93,13 @@ class Saves:
 
     def before_update(self) -> None:
         """Wait until a save that has begun needs the tensors no longer; not collective."""
-        if self._checkpoints is not None and self._checkpoints.copying:
+        if self._saver is not None and self._saver.staging:
             start = time.monotonic()
-            self._checkpoints.copied()
+            self._saver.wait_staged()
             self._add("stall", time.monotonic() - start)
 
-    def after_step(self, everyone: Sequence[Progress | None]) -> bool:
-        """Go on with the save under way, and begin one if it is due.
+    def after_step(self, everyone: Sequence[SaveProgress | None]) -> bool:
+        """Continue the save under way, and begin one if it is due.
 
         Args:
             everyone: the progress of all ranks.
@@ -110,15 +110,15 @@ class Saves:
         Raises:
             CheckpointError: too many saves in a row have failed.
         """
-        before = self._saved
-        if self._checkpoints is not None:
-            self._note(self._checkpoints.advance(everyone))
+        before = self._saved_step
+        if self._saver is not None:
+            self._note(self._saver.advance(everyone))
         every, step = self.config.checkpoint.every, self.run.step
         if every and step % every == 0 and step < self.config.train.steps:  # the last: `now`
             self._begin()
             if not self.config.checkpoint.asynchronous:
                 self._wait()
-        return self._saved != before
+        return self._saved_step != before
 
     def now(self) -> None:
         """Save the run as it is, unless this step is saved already, and wait until it is complete.
@@ -127,10 +127,10 @@ class Saves:
             CheckpointError: it could not be saved, after as many attempts as are allowed.
         """
         for left in reversed(range(self.config.checkpoint.failures)):
-            if self._saved == self.run.step:
+            if self._saved_step == self.run.step:
                 return
             try:
-                if self._begun != self.run.step or not self._under_way():
+                if self._begun_step != self.run.step or not self._under_way():
                     self._begin()
                 self._wait()
             except CheckpointError as error:
@@ -148,55 +148,57 @@ class Saves:
             self._wait()
 
     def close(self, *, hurry: bool = False) -> None:
-        """End the writer; what it still removes is waited for, unless there is no time."""
-        if self._checkpoints is not None:
-            self._checkpoints.close(hurry=hurry)
+        """End the writer; waits for pending deletions unless `hurry`."""
+        if self._saver is not None:
+            self._saver.close(hurry=hurry)
 
     def _under_way(self) -> bool:
-        return self._checkpoints is not None and self._checkpoints.under_way is not None
+        return self._saver is not None and self._saver.under_way is not None
 
-    def _open(self) -> Checkpoints:
-        self.run.mesh.from_first(self._set_aside)
-        self._checkpoints = Checkpoints(
-            self.place, self.config, self.run.mesh, self._saving, owner=self._owner
+    def _open(self) -> CheckpointSaver:
+        self.run.mesh.from_first(self._abandon_later)
+        self._saver = CheckpointSaver(
+            self.place, self.config, self.run.mesh, self._report_saving, owner=self._owner
         )
-        self._checkpoints.prepare(self.run.tensors())
-        return self._checkpoints
+        self._saver.prepare(self.run.tensors())
+        return self._saver
 
-    def _set_aside(self) -> None:
-        """Set aside what is of another course than the one that the run goes on with.
+    def _abandon_later(self) -> None:
+        """Mark checkpoints as abandoned that are not on the course that the run continues.
 
-        Not only at the first save: a run that is killed before it must not come back to these.
+        Before the first save: a run that is killed before it must not come back to them.
         """
-        with told_of(self.place.uri):
-            for told in set_aside_later(self.place, open_sink(self.place), self._before):
-                log.warning("%s", told)
+        with storage_errors(self.place.uri):
+            for warning in abandon_later_checkpoints(
+                self.place, open_storage_writer(self.place), self._before
+            ):
+                log.warning("%s", warning)
 
     def _begin(self) -> None:
-        self._saving()
+        self._report_saving()
         start = time.monotonic()
-        checkpoints = self._checkpoints or self._open()
-        checkpoints.begin(self.run.tensors(), self.run.run_state(), self.run.changes_late)
-        self._note(checkpoints.uri)  # of the save before, which it waited for
-        self._begun = self.run.step
+        saver = self._saver or self._open()
+        saver.begin(self.run.tensors(), self.run.run_state(), self.run.changes_late)
+        self._note(saver.uri)  # of the save before, which it waited for
+        self._begun_step = self.run.step
         self._add("stall", time.monotonic() - start)
 
     def _wait(self) -> None:
-        assert self._checkpoints is not None
-        self._saving()
+        assert self._saver is not None
+        self._report_saving()
         start = time.monotonic()
-        self._note(self._checkpoints.finish())
+        self._note(self._saver.finish())
         self._add("stall", time.monotonic() - start)
 
     def _note(self, uri: str | None) -> None:
-        """Note that the save that began last is complete, if it is."""
+        """Record that the save that began last is complete, if it is."""
         if uri is not None and uri != self.uri:
-            assert self._checkpoints is not None
-            self.uri, self._saved = uri, self._begun
-            self._seconds["background"] = self._checkpoints.seconds.get("background", 0.0)
-            log.info("saved %s: %s", uri, self._checkpoints.seconds)
+            assert self._saver is not None
+            self.uri, self._saved_step = uri, self._begun_step
+            self._seconds["background"] = self._saver.seconds.get("background", 0.0)
+            log.info("saved %s: %s", uri, self._saver.seconds)
 
-    def _saving(self) -> None:
+    def _report_saving(self) -> None:
         self._watch("8 save")
 
     def _add(self, what: str, seconds: float) -> None:

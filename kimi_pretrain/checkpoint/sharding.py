@@ -1,10 +1,9 @@
-"""Who writes what: every tensor by one of the ranks that hold it, bytes balanced, in files.
+"""Shards the saving of a checkpoint: which rank writes which tensor, and into which file.
 
-Pure functions of names and sizes, so that all ranks come to the same plan by themselves. What one
-rank alone holds (optimizer state of its own tensors, as a rule) it must write. What several hold
-(weights of a replica group) goes, the largest first, to the one of them that has least to write so
-far; tensors with few holders come before those with many, because the latter can still even out
-what the former leave (Graham's longest processing time first).
+Pure functions of names and sizes, so that all ranks come to the same plan by themselves. A tensor
+that one rank alone holds (optimizer state, as a rule) is written by that rank. A replicated one is
+written by the holder with the fewest bytes so far, the largest tensor first (LPT, `balance`);
+tensors with few holders come first, because those with many can still even out the loads.
 """
 
 import json
@@ -17,7 +16,7 @@ from moonvit3d.safetensors_io import split_by_size
 Sizes = Mapping[str, int]  # tensor -> bytes
 
 
-def choose_writers(everyone: Sequence[Sizes]) -> dict[str, int]:
+def assign_writers(everyone: Sequence[Sizes]) -> dict[str, int]:
     """Return tensor -> the rank that writes it.
 
     Args:
@@ -41,7 +40,7 @@ def choose_writers(everyone: Sequence[Sizes]) -> dict[str, int]:
     return dict(zip(names, writers, strict=True))
 
 
-def cut(sizes: Sizes, limit: int) -> list[list[str]]:
+def split_into_files(sizes: Sizes, limit: int) -> list[list[str]]:
     """Divide one rank's tensors among files; by name, so that neighbours are read together."""
     return split_by_size(dict(sorted(sizes.items())), limit)
 
@@ -59,18 +58,18 @@ def weight_map(everyone: Sequence[Sizes], limit: int) -> dict[str, str]:
         limit: bytes of a file; see `cut`.
     """
     mine: list[dict[str, int]] = [{} for _ in everyone]
-    for name, writer in choose_writers(everyone).items():
+    for name, writer in assign_writers(everyone).items():
         mine[writer][name] = everyone[writer][name]
     found = {
         name: file_name(rank, number)
         for rank, sizes in enumerate(mine)
-        for number, names in enumerate(cut(sizes, limit))
+        for number, names in enumerate(split_into_files(sizes, limit))
         for name in names
     }
     return dict(sorted(found.items()))
 
 
-def files_of(weights: Mapping[str, str], rank: int) -> dict[str, list[str]]:
+def files_of_rank(weights: Mapping[str, str], rank: int) -> dict[str, list[str]]:
     """Return file -> its tensors, of the files that one rank writes."""
     prefix = file_name(rank, 0).rpartition("_")[0] + "_"
     files: dict[str, list[str]] = {}
@@ -90,11 +89,11 @@ def index_text(weights: Mapping[str, str], total: int) -> str:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(weights)}) + "\n"
 
 
-def packed(sizes: Sizes) -> bytes:
-    """Return sizes in few bytes: names repeat themselves, and every rank gets those of all."""
+def compressed(sizes: Sizes) -> bytes:
+    """Return sizes in few bytes: names repeat themselves, and every rank receives those of all."""
     return zlib.compress(json.dumps(dict(sizes)).encode())
 
 
-def unpacked(everyone: Iterable[bytes]) -> list[dict[str, int]]:
-    """Return what `packed` was given, of all ranks."""
+def decompressed(everyone: Iterable[bytes]) -> list[dict[str, int]]:
+    """Return what `compressed` was given, of all ranks."""
     return [json.loads(zlib.decompress(part)) for part in everyone]

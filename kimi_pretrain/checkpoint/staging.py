@@ -1,11 +1,11 @@
-"""Tensors copied aside into memory that the writer process shares: what a save costs training.
+"""Staging: tensors are copied into memory shared with the writer process; all that training pays.
 
-Each file of a checkpoint is one memfd, laid out as the file will be, so that a copy of the tensors
-is all there is to do; the header never changes. Memory is kept from save to save: it costs as much
-as this rank's share of a checkpoint, and later saves meet no page faults.
+Each file of a checkpoint is one memfd, laid out as the file will be: a save copies the tensors, the
+header never changes. Memory is kept from save to save: it is as large as this rank's share of a
+checkpoint, and later saves meet no page faults.
 
-Most tensors change in one phase of a step alone, the update. A thread copies them while the step
-runs up to there (`Copying`), so that training as a rule does not wait at all.
+Most tensors change in the update alone. A thread copies them while the step runs up to there
+(`BackgroundCopy`), so that training as a rule does not wait at all.
 """
 
 import logging
@@ -32,13 +32,13 @@ from moonvit3d.safetensors_io import (
 log = logging.getLogger("kimi_pretrain.checkpoint")
 
 
-class Aside:
-    """The files of one rank in memory.
+class StagingBuffers:
+    """The files of one rank, in memory.
 
     Args:
         files: file -> names of its tensors.
         tensors: all of them, for their types and shapes.
-        texts: other files whole, that stay as they are.
+        texts: content of other files, which never changes.
         device: of the tensors; memory is pinned for a CUDA device.
 
     Attributes:
@@ -93,7 +93,7 @@ class Aside:
         return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
 
     def _pin(self, buffer: Tensor) -> None:
-        """Let the device copy straight into it, several times faster."""
+        """Page-lock it: the device copies into it directly, several times faster."""
         failed = _cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
         if int(failed):
             log.warning("memory for checkpoints cannot be pinned (%s): saves stall longer", failed)
@@ -101,7 +101,7 @@ class Aside:
             self._pinned.append(buffer)
 
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these are the tensors, by name, type and shape, that it was made for."""
+        """Whether the buffers fit these tensors by name, type and shape."""
         return all(
             name in tensors
             and (tensors[name].dtype, tensors[name].shape) == (target.dtype, target.shape)
@@ -112,7 +112,7 @@ class Aside:
     def copy(
         self, tensors: Mapping[str, Tensor], which: Callable[[str], bool] = lambda name: True
     ) -> None:
-        """Copy those tensors in of which `which(name)` holds; they may change when this returns."""
+        """Copy the tensors for which `which(name)` is true; they may change when this returns."""
         streams = set()
         for name, target in self._targets.items():
             if which(name):
@@ -124,7 +124,7 @@ class Aside:
             stream.synchronize()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for buffer in self._pinned:
             _cudart().cudaHostUnregister(buffer.data_ptr())
         self._pinned, self._targets = [], {}
@@ -147,16 +147,16 @@ def _cudart() -> Any:
     return torch.cuda.cudart()
 
 
-class Copying:
-    """A thread that copies tensors aside which do not change until `wait` has returned.
+class BackgroundCopy:
+    """A thread that stages tensors, which must not change until `wait` has returned.
 
-    On a CUDA device it does so on a stream of its own, after what had been asked of the device
-    before: the step's own work goes on beside it.
+    On a CUDA device it uses a stream of its own, which waits for the work queued before it and runs
+    beside the step's own work.
     """
 
     def __init__(
         self,
-        aside: Aside,
+        buffers: StagingBuffers,
         tensors: Mapping[str, Tensor],
         which: Callable[[str], bool],
         device: torch.device,
@@ -173,12 +173,12 @@ class Copying:
 
         def work() -> None:
             try:
-                if threads is None:  # a new thread would take a context of the node's first GPU
+                if threads is None:  # a new thread would open a context on the node's first GPU
                     torch.cuda.set_device(device)
                 else:  # a new thread would begin with one for each core
                     torch.set_num_threads(threads)
                 with context:
-                    aside.copy(tensors, which)
+                    buffers.copy(tensors, which)
             except BaseException as error:
                 self._error = error
 

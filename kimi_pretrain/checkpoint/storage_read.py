@@ -19,7 +19,7 @@ from kimi_pretrain.checkpoint.files import (
     CheckpointUnreadable,
     Files,
     FolderFiles,
-    Progress,
+    OnBytes,
     StoreFiles,
     read_header,
     size_of,
@@ -104,7 +104,7 @@ class Checkpoint:
             raise
         return []
 
-    def warn_of_age(self) -> None:
+    def warn_if_unhashed(self) -> None:
         """Log it where the manifest is of the time before it had a hash of its own."""
         if not self.manifest().hashed:
             log.warning(
@@ -229,7 +229,7 @@ class Checkpoint:
         return tensor
 
     def verify(
-        self, files: Iterable[str] | None = None, progress: Progress | None = None
+        self, files: Iterable[str] | None = None, progress: OnBytes | None = None
     ) -> list[str]:
         """Read files and compare them with the manifest.
 
@@ -259,7 +259,7 @@ class Checkpoint:
                 problems.append(problem)
         return problems
 
-    def _problem(self, name: str, wanted: Fingerprint, progress: Progress | None) -> str | None:
+    def _problem(self, name: str, wanted: Fingerprint, progress: OnBytes | None) -> str | None:
         where, size = self._files.where(name), self._files.size(name)
         if size is None and not self.is_complete():
             raise CheckpointUnavailable(

@@ -1,31 +1,30 @@
 """Where files of checkpoints are written, committed and removed: a folder, or an object store.
 
-Used by the writer process of each rank and by tools; knows no torch.
+Used by the writer process of each rank and by tools; does not import torch.
 
 In a folder the files of a save lie in `step_x.partial`; rank 0's commit writes manifest.json,
 makes everything durable and renames. In an object store nothing can be renamed: manifest.json is
 the commit. Whoever writes a step again takes the manifest of the earlier one away first.
 
-What is removed is no checkpoint any more before its first file goes: a folder is renamed, in an
-object store the manifest goes first.
+What is removed stops being a checkpoint before its first file is deleted: a folder is renamed, in
+an object store the manifest is deleted first.
 """
 
 import errno
-import fcntl
-import hashlib
 import itertools
-import mmap
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kimi_pretrain.checkpoint.errors import CheckpointError, kind_of
+from kimi_pretrain.checkpoint.disk_write import OnBytes, StagedFile, sync_folder, write_durably
+from kimi_pretrain.checkpoint.errors import CheckpointError, error_class
 from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, step_name, step_of
-from kimi_pretrain.checkpoint.steps import Steps
 from kimi_pretrain.checkpoint.storage_read import REPLACED, Place
 
 if TYPE_CHECKING:
@@ -37,22 +36,59 @@ ABANDONED = "manifest.abandoned.json"
 _ABANDONED = ".abandoned_"  # and a number
 _MARKS = "manifest."  # as MANIFEST and ABANDONED begin
 _PARTIAL, _LEAVING = ".partial", ".leaving"
-_BLOCK = 16 << 20
-_ALIGNED = 4096
 _DELETES = 16  # at a time, in an object store
 _SEEN_S = 30.0  # so long may a shared file system take to show another node's file
 
-Written = Callable[[int], None]  # called with the bytes that were just written
+
+class ProtectedSteps:
+    """The steps that this run writes or removes itself; they are not tidied up. Thread-safe.
+
+    Whoever tidies up asks here before it removes anything of a step, and never removes one that
+    another job has begun with.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._protected: set[int] = set()
+        self._removing: int | None = None
+
+    def protect(self, step: int) -> None:
+        """Protect a step from now on; waits while something of it is being removed."""
+        with self._changed:
+            self._protected.add(step)
+            self._changed.wait_for(lambda: self._removing != step)
+
+    def is_protected(self, step: int) -> bool:
+        """Whether a step is protected."""
+        with self._changed:
+            return step in self._protected
+
+    @contextmanager
+    def removing(self, step: int) -> Iterator[bool]:
+        """Yield whether a step may be removed; if so, `protect` waits for the end of the block.
+
+        One thread alone removes.
+        """
+        with self._changed:
+            assert self._removing is None, self._removing
+            free = step not in self._protected
+            self._removing = step if free else None
+        try:
+            yield free
+        finally:
+            with self._changed:
+                self._removing = None
+                self._changed.notify_all()
 
 
-class Sink(Protocol):
+class StorageWriter(Protocol):
     """Writes checkpoints under one place. Files of a step may be written from several threads."""
 
     def open_step(self, step: int) -> None:
         """Make ready for files of a step; every process that writes some calls it first."""
         ...
 
-    def write(self, step: int, name: str, source: "Source", written: Written) -> Fingerprint:
+    def write(self, step: int, name: str, source: StagedFile, on_bytes: OnBytes) -> Fingerprint:
         """Write a file and make it durable.
 
         Raises:
@@ -74,61 +110,22 @@ class Sink(Protocol):
         ...
 
     def abandon(self, step: int) -> str:
-        """Take a complete checkpoint out of the run's line; returns what has become of it."""
+        """Mark a complete checkpoint as abandoned; returns where it is now, for a message."""
         ...
 
-    def tidy(self, steps: Steps) -> None:
-        """Remove what killed runs have left behind, but of the steps that are spared."""
+    def tidy(self, steps: ProtectedSteps) -> None:
+        """Remove what killed runs have left behind, except of protected steps."""
         ...
 
 
-class Source:
-    """A file in memory (memfd) that is to be written.
-
-    Args:
-        fd: its descriptor; it stays open.
-        size: bytes.
-    """
-
-    def __init__(self, fd: int, size: int) -> None:
-        self.fd, self.size = fd, size
-        self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else b""
-
-    @property
-    def view(self) -> memoryview:
-        """Its bytes, aligned to a page."""
-        return memoryview(self._map)
-
-    @property
-    def path(self) -> str:
-        """A name under which this process can open it."""
-        return f"/proc/self/fd/{self.fd}"
-
-    def sha256(self) -> str:
-        """Return the hash of its bytes; other threads run meanwhile."""
-        digest, view = hashlib.sha256(), self.view
-        for begin in range(0, self.size, _BLOCK):
-            digest.update(view[begin : begin + _BLOCK])
-        return digest.hexdigest()
-
-
-def source_of(data: bytes) -> Source:
-    """Return bytes as a file in memory."""
-    fd = os.memfd_create("checkpoint")
-    done = 0
-    while done < len(data):
-        done += os.write(fd, memoryview(data)[done:])
-    return Source(fd, len(data))
-
-
-def open_sink(place: Place) -> Sink:
+def open_storage_writer(place: Place) -> StorageWriter:
     """Return where the checkpoints of a place are written."""
     if place.folder is not None:
-        return FolderSink(place, place.folder)
-    return StoreSink(place)
+        return FolderWriter(place, place.folder)
+    return StoreWriter(place)
 
 
-class FolderSink:
+class FolderWriter:
     """A local folder, or one that all nodes see."""
 
     def __init__(self, place: Place, root: Path) -> None:
@@ -141,25 +138,25 @@ class FolderSink:
         return self.root / f"{step_name(step)}{_PARTIAL}"
 
     def open_step(self, step: int) -> None:
-        """See `Sink.open_step`."""
+        """See `StorageWriter.open_step`."""
         try:
             self._partial(step).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _failed(self._partial(step), error) from None
 
-    def write(self, step: int, name: str, source: Source, written: Written) -> Fingerprint:
-        """See `Sink.write`; the hash is computed beside the writing."""
+    def write(self, step: int, name: str, source: StagedFile, on_bytes: OnBytes) -> Fingerprint:
+        """See `StorageWriter.write`; the hash is computed beside the writing."""
         path = self._partial(step) / name
         with ThreadPoolExecutor(1) as beside:
             digest = beside.submit(source.sha256)
             try:
-                write_durably(path, source.view, written)
+                write_durably(path, source.view, on_bytes)
             except OSError as error:
                 raise _failed(path, error) from None
             return Fingerprint(source.size, digest.result())
 
     def commit(self, step: int, manifest: str, files: Iterable[str]) -> str:
-        """See `Sink.commit`."""
+        """See `StorageWriter.commit`."""
         partial, final = self._partial(step), self._final(step)
         replaced = self.root / f"{step_name(step)}{REPLACED}"
         expected = set(files)
@@ -169,14 +166,14 @@ class FolderSink:
                 if entry.name not in expected:  # of an earlier try with other ranks
                     entry.unlink()
             write_durably(partial / MANIFEST, memoryview(manifest.encode()), lambda _: None)
-            _sync_folder(partial)
+            sync_folder(partial)
             if (final / ABANDONED).is_file():  # by an earlier version, which left it its name
                 os.replace(final, self._free_name(step))
             elif final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
                 os.replace(final, replaced)  # `Place.recover` puts it back if this is the end
             os.replace(partial, final)
-            _sync_folder(self.root)
+            sync_folder(self.root)
         except OSError as error:
             raise _failed(final, error) from None
         shutil.rmtree(replaced, ignore_errors=True)
@@ -194,18 +191,18 @@ class FolderSink:
             time.sleep(0.1)
 
     def remove(self, step: int) -> None:
-        """See `Sink.remove`."""
+        """See `StorageWriter.remove`."""
         leaving = self.root / f"{step_name(step)}{_LEAVING}"
         shutil.rmtree(leaving, ignore_errors=True)
         os.replace(self._final(step), leaving)  # it is no checkpoint any more
         shutil.rmtree(leaving)
 
     def remove_torn(self, step: int) -> None:
-        """See `Sink.remove_torn`."""
+        """See `StorageWriter.remove_torn`."""
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def abandon(self, step: int) -> str:
-        """See `Sink.abandon`; whole, so that `--resume` can go back to it."""
+        """See `StorageWriter.abandon`; whole, so that `--resume` can go back to it."""
         kept = self._free_name(step)
         os.replace(self._final(step), kept)
         return f"kept as {kept}"
@@ -215,8 +212,8 @@ class FolderSink:
         names = (self.root / f"{step_name(step)}{_ABANDONED}{n}" for n in itertools.count(1))
         return next(name for name in names if not name.exists())
 
-    def tidy(self, steps: Steps) -> None:
-        """See `Sink.tidy`."""
+    def tidy(self, steps: ProtectedSteps) -> None:
+        """See `StorageWriter.tidy`."""
         for name in self._place.folders():
             folder = self.root / name
             step = step_of(folder.stem)
@@ -229,7 +226,7 @@ class FolderSink:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-class StoreSink:
+class StoreWriter:
     """A prefix of an object store."""
 
     def __init__(self, place: Place) -> None:
@@ -240,15 +237,15 @@ class StoreSink:
         return self._place.store
 
     def open_step(self, step: int) -> None:
-        """See `Sink.open_step`: from here on an earlier checkpoint of this step is none."""
+        """See `StorageWriter.open_step`; an earlier checkpoint of this step ceases to be one."""
         self._guarded(lambda: self._store.delete(f"{step_name(step)}/{MANIFEST}"))
 
-    def write(self, step: int, name: str, source: Source, written: Written) -> Fingerprint:
-        """See `Sink.write`; large files go up in parts, each checked by the server."""
+    def write(self, step: int, name: str, source: StagedFile, on_bytes: OnBytes) -> Fingerprint:
+        """See `StorageWriter.write`; large files go up in parts, each checked by the server."""
         key = f"{step_name(step)}/{name}"
         with ThreadPoolExecutor(1) as beside:
             digest = beside.submit(source.sha256)
-            info = self._guarded(lambda: self._store.put_file(key, source.path, written))
+            info = self._guarded(lambda: self._store.put_file(key, source.path, on_bytes))
             if info.size != source.size:
                 raise CheckpointError(
                     f"{self._store.uri}/{key}: {info.size} bytes arrived of {source.size}"
@@ -256,7 +253,7 @@ class StoreSink:
             return Fingerprint(source.size, digest.result())
 
     def commit(self, step: int, manifest: str, files: Iterable[str]) -> str:
-        """See `Sink.commit`."""
+        """See `StorageWriter.commit`."""
         prefix, expected = step_name(step), set(files)
 
         def put() -> None:
@@ -274,12 +271,12 @@ class StoreSink:
         return f"{self._store.uri}/{prefix}"
 
     def remove(self, step: int) -> None:
-        """See `Sink.remove`."""
+        """See `StorageWriter.remove`."""
         self._store.delete(f"{step_name(step)}/{MANIFEST}")
         self.remove_torn(step)
 
     def remove_torn(self, step: int) -> None:
-        """See `Sink.remove_torn`; a commit whose answer was lost has put the manifest, too."""
+        """See `StorageWriter.remove_torn`; also after a commit whose reply was lost."""
         self._store.delete(f"{step_name(step)}/{MANIFEST}")
         keys = [f"{step_name(step)}/{name}" for name in self._names(step)]
         with ThreadPoolExecutor(_DELETES) as pool:  # one after the other, thousands take minutes
@@ -287,25 +284,25 @@ class StoreSink:
                 pass
 
     def abandon(self, step: int) -> str:
-        """See `Sink.abandon`; its files stay until the new course comes to this step."""
+        """See `StorageWriter.abandon`; its files stay until the new course comes to this step."""
         prefix = step_name(step)
         self._store.put(f"{prefix}/{ABANDONED}", self._store.get(f"{prefix}/{MANIFEST}"))
         self._store.delete(f"{prefix}/{MANIFEST}")
         return f"its {MANIFEST} is {ABANDONED} now"
 
-    def tidy(self, steps: Steps) -> None:
-        """See `Sink.tidy`; uploads that were never completed cost money and are nowhere listed."""
+    def tidy(self, steps: ProtectedSteps) -> None:
+        """See `StorageWriter.tidy`; also uploads never completed: not listed, but paid for."""
         from data_pipeline.store.open import S3Store
 
         def is_ours(key: str) -> bool:
             step = step_of(key.partition("/")[0])
-            return step is None or steps.spared(step)
+            return step is None or steps.is_protected(step)
 
         if isinstance(self._store, S3Store):
-            # Other ranks may be uploading files: of steps that were spared before they began.
+            # Other ranks may be uploading files: of steps that were protected before they began.
             self._store.remove_uploads("step_", but=is_ours)
         for folder in self._place.folders():
-            if (step := step_of(folder)) is None or steps.spared(step):
+            if (step := step_of(folder)) is None or steps.is_protected(step):
                 continue
             # Short where it is a checkpoint, as most are; all its files may be thousands.
             marks = self._store.list(f"{folder}/{_MARKS}")
@@ -325,75 +322,22 @@ class StoreSink:
         try:
             return action()
         except StoreError as error:
-            raise kind_of(error)(str(error)) from None
+            raise error_class(error)(str(error)) from None
 
 
-def set_aside_later(place: Place, sink: Sink, step: int) -> list[str]:
-    """Take checkpoints of later steps out of the run's line; returns what is to be told of them.
+def abandon_later_checkpoints(place: Place, writer: StorageWriter, step: int) -> list[str]:
+    """Mark checkpoints of later steps as abandoned; returns a warning for each.
 
-    They are of a course that the run has left by going on from an earlier one: "latest" must not
-    go back to them.
+    The run has left them behind by going on from an earlier one: "latest" must not go back to them.
     """
-    told = []
+    warnings = []
     for later in (found for found in place.steps() if found > step):
-        kept = sink.abandon(later)
-        told.append(
+        kept = writer.abandon(later)
+        warnings.append(
             f"checkpoint of step {later} is of an abandoned course of this run: latest will not "
             f"take it ({kept})"
         )
-    return told
-
-
-def write_durably(path: Path, data: memoryview, written: Written) -> None:
-    """Write a file past the page cache where it can be, and wait until it is on the disk.
-
-    The bytes of a checkpoint are not read again soon: in the page cache they would push out what
-    is, and its write-back is slower than the disk.
-
-    Args:
-        path: of the file.
-        data: aligned to a page where it is large.
-        written: called with the bytes that were just written.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    fd = os.open(path, flags, 0o644)
-    try:
-        done, whole = 0, len(data) - len(data) % _ALIGNED
-        direct = len(data) >= _BLOCK and _set_direct(fd, True)
-        while done < len(data):
-            if direct and done >= whole:
-                direct = _set_direct(fd, False)
-            stop = min(done + _BLOCK, whole if direct else len(data))
-            try:
-                count = os.write(fd, data[done:stop])
-            except OSError as error:
-                if not direct or error.errno != errno.EINVAL:
-                    raise
-                direct = _set_direct(fd, False)  # a file system with rules of its own
-                continue
-            done += count
-            written(count)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _set_direct(fd: int, direct: bool) -> bool:
-    """Switch writing past the page cache; returns what is the case then."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
-    except OSError:  # a file system without it
-        return False
-    return direct
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    return warnings
 
 
 def _is_torn(names: Iterable[str]) -> bool:
@@ -408,4 +352,4 @@ def _failed(path: Path, error: OSError) -> CheckpointError:
     hint = ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "; free some space, or lower checkpoint.keep_last"
-    return kind_of(error)(f"{path}: {error.strerror or error}{hint}")
+    return error_class(error)(f"{path}: {error.strerror or error}{hint}")

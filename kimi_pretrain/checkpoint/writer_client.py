@@ -1,4 +1,4 @@
-"""A rank's side of its writer process: starts it, gives it jobs, takes its answers in."""
+"""A rank's side of its writer process: starts it, sends it jobs, reads its replies."""
 
 import json
 import os
@@ -15,43 +15,43 @@ from kimi_pretrain.checkpoint.storage_read import Place
 
 _PATIENCE_S = 10.0
 _TICK_S = 0.5
-# Jobs that nobody waits for, but that are better done; a later run would do them as well.
+# Jobs that nothing waits for; a later run would do them as well.
 _REMOVALS = ("tidy", "retire", "remove_torn")
 _ROOT = Path(__file__).parent.parent.parent
-# Sent to all processes of a job when it has to end: the rank saves, and its writer must be there.
-_SHIELDED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+# Sent to all processes of a job when it has to end: the rank saves then, and needs its writer.
+_BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 
 
-class Hand:
-    """One writer process and the job it has.
+class WriterClient:
+    """A writer process and its present job.
 
     Args:
         place: where it writes.
-        fds: the memory that it reads.
+        fds: descriptors of the staging memory that it reads.
 
     Attributes:
         bytes_done: of the present job.
-        done: {"value": what the job answered}; None while it is under way.
+        done: {"value": what the job returned}; None while it is under way.
         failed: why it failed, in one line; None otherwise.
         passing: whether a later run may do better: the place does not answer, or the process is
             gone.
-        tidying: whether it removes what killed runs have left, beside its jobs; as far as `poll`
-            has heard.
-        told: warnings that have come in since they were last taken.
+        tidying: whether it removes what killed runs have left, beside its jobs, as of the last
+            `poll`.
+        warnings: that have come in; who reads them empties the list.
     """
 
     def __init__(self, place: Place, fds: Sequence[int]):
-        self._job, self._rest, self._does = 0, b"", ""
+        self._job, self._partial_line, self._job_kind = 0, b"", ""
         self.bytes_done = 0
         self.done: dict[str, Any] | None = None
         self.failed: str | None = None
-        self.passing = self.tidying = False
-        self.told: list[str] = []
+        self.transient = self.tidying = False
+        self.warnings: list[str] = []
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         given = [str(os.getpid()), place.uri, str(place.patience)]
         command = [sys.executable, "-m", "kimi_pretrain.checkpoint.writer_process", *given]
         # Blocked here, they are blocked in the child from its first moment.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             self._process = subprocess.Popen(
                 command,
@@ -80,27 +80,27 @@ class Hand:
         return bool(self._job) and self.done is None and self.failed is None
 
     def send(self, do: str, **values: Any) -> None:
-        """Give the process a job, to do after the one before; only its answers count from now on.
+        """Send the process a job, to do after the one before; replies to earlier jobs are dropped.
 
-        If the process is gone, the job has failed.
+        If the process has ended, the job has failed.
         """
         self._job += 1
-        self._does, self.tidying = do, self.tidying or do == "tidy"
-        self.bytes_done, self.done, self.failed, self.passing = 0, None, None, False
+        self._job_kind, self.tidying = do, self.tidying or do == "tidy"
+        self.bytes_done, self.done, self.failed, self.transient = 0, None, None, False
         line = json.dumps({"do": do, "id": self._job, **values}).encode() + b"\n"
         try:
             assert self._process.stdin is not None
             while line:
                 line = line[self._process.stdin.write(line) :]
         except BrokenPipeError:
-            self._gone()
+            self._on_exit()
 
     def poll(self, seconds: float = 0.0) -> None:
-        """Take in what the process has answered; wait up to `seconds` for a job's end."""
+        """Read the replies of the process; wait up to `seconds` for a job's end."""
         self._listen(seconds, lambda: self.busy)
 
     def _listen(self, seconds: float, wanted: Callable[[], bool]) -> None:
-        """Take in what there is, and for up to `seconds` what comes while more is `wanted`."""
+        """Read the replies that are there, and for up to `seconds` those to come while `wanted`."""
         assert self._process.stdout is not None
         if self._process.stdout.closed:
             return
@@ -111,20 +111,20 @@ class Hand:
         while answers.poll(1000 * max(0.0, until - time.monotonic()) if wanted() else 0):
             data = os.read(fd, 1 << 20)
             if not data:
-                self._gone()
+                self._on_exit()
                 return
-            *lines, self._rest = (self._rest + data).split(b"\n")
+            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
             for line in lines:
-                self._take(json.loads(line))
+                self._handle(json.loads(line))
 
     def close(
         self, patience: float | None = None, alive: Callable[[], None] = lambda: None
     ) -> None:
-        """End the process; files that are being written are lost. Once closed, it stays so.
+        """End the process; files that are being written are lost. Closing twice is fine.
 
         Args:
-            patience: seconds that it may take to end what it is removing; None: a few.
-            alive: called while that is waited for.
+            patience: seconds to wait for pending deletions; None: a few.
+            alive: called while waiting.
         """
         if self._process.stdout is None or self._process.stdout.closed:
             return
@@ -147,11 +147,11 @@ class Hand:
 
     @property
     def _removing(self) -> bool:
-        return self._does in _REMOVALS if self.busy else self.tidying
+        return self._job_kind in _REMOVALS if self.busy else self.tidying
 
-    def _take(self, answer: dict[str, Any]) -> None:
-        if "told" in answer:
-            self.told.append(answer["told"])
+    def _handle(self, answer: dict[str, Any]) -> None:
+        if "warning" in answer:
+            self.warnings.append(answer["warning"])
         elif "tidied" in answer:
             self.tidying = False
         elif answer["id"] != self._job:
@@ -159,15 +159,15 @@ class Hand:
         elif "bytes" in answer:
             self.bytes_done += answer["bytes"]
         elif "failed" in answer:
-            self.failed, self.passing = answer["failed"], answer["passing"]
-            self.tidying = self.tidying and self._does != "tidy"
+            self.failed, self.transient = answer["failed"], answer["transient"]
+            self.tidying = self.tidying and self._job_kind != "tidy"
         else:
             self.done = {"value": answer["done"]}
 
-    def _gone(self) -> None:
+    def _on_exit(self) -> None:
         self.tidying = False
-        if not self.busy:  # what it had to do is done
+        if not self.busy:  # it had no job left
             return
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self.failed, self.passing = f"the process that writes checkpoints {how}", True
+        self.failed, self.transient = f"the process that writes checkpoints {how}", True

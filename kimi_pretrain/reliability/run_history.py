@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kimi_pretrain.checkpoint.errors import told_of
+from kimi_pretrain.checkpoint.errors import storage_errors
 from kimi_pretrain.checkpoint.manifest import MANIFEST, step_name
 from kimi_pretrain.checkpoint.ownership import Owner
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place, open_place
@@ -50,7 +50,7 @@ def latest_in(uri: str | os.PathLike[str]) -> str:
     if place.folder is not None and (place.folder / MANIFEST).is_file():
         return text
     for root in (text, *_places_of_run(place.folder)):
-        with told_of(root):
+        with storage_errors(root):
             steps = open_place(root).steps()
         if steps:
             return f"{root}/{step_name(steps[-1])}"
@@ -108,7 +108,7 @@ def check_unused(place: Place) -> None:
         ValueError: says what can be done.
         CheckpointError: the place cannot be read.
     """
-    with told_of(place.uri):
+    with storage_errors(place.uri):
         steps = place.steps()
     if steps:
         raise ValueError(
@@ -174,7 +174,7 @@ def check_latest(run_dir: Path, place: Place, or_start: bool) -> None:
         ValueError, CheckpointError: as `check_place`, `check_may_begin`; the place cannot be read.
     """
     check_place(run_dir, place)
-    with told_of(place.uri):
+    with storage_errors(place.uri):
         empty = not place.folders()
     if empty:
         check_may_begin(run_dir, place, or_start)
@@ -236,7 +236,7 @@ def check_way_back(place: Place, step: int) -> None:
     """
     if place.folder is not None:
         return
-    with told_of(place.uri):
+    with storage_errors(place.uri):
         later = [found for found in place.steps() if found > step]
     if later:
         raise ValueError(

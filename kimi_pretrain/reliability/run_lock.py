@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from kimi_pretrain.checkpoint.ownership import OWNER, Owner, told_owner
+from kimi_pretrain.checkpoint.ownership import OWNER, Owner, ownership_conflict
 from kimi_pretrain.reliability.exit_report import NO_PROGRESS, ExitReport, write_exit_report
 from kimi_pretrain.reliability.run_files import naming, write_whole
 
@@ -250,7 +250,7 @@ def claim(place: "Place", run_dir: Path, check: Callable[[], object] = lambda: N
         CheckpointUnavailable: it does not answer.
     """
     from data_pipeline.store.open import StoreError  # brings boto3, which few need
-    from kimi_pretrain.checkpoint.errors import CheckpointUnavailable, passing
+    from kimi_pretrain.checkpoint.errors import CheckpointUnavailable, is_transient
 
     mine = Owner(run_id(run_dir), secrets.token_hex(8))
     try:
@@ -258,7 +258,7 @@ def claim(place: "Place", run_dir: Path, check: Callable[[], object] = lambda: N
             raise RunLocked(told)
         return mine
     except (OSError, StoreError) as error:
-        kind = CheckpointUnavailable if passing(error) else RunLocked
+        kind = CheckpointUnavailable if is_transient(error) else RunLocked
         raise kind(f"{place.uri} cannot be written: {error}") from None
 
 
@@ -297,7 +297,9 @@ def _claim(place: "Place", run_dir: Path, mine: Owner, check: Callable[[], objec
         check()
         _own(place, mine.run, wanted)
         text = place.read_text(OWNER) or ""  # another run may have come at the same time
-    told = told_owner(place.uri, text, mine.run) or _told_copy(place, json.loads(text), run_dir)
+    told = ownership_conflict(place.uri, text, mine.run) or _told_copy(
+        place, json.loads(text), run_dir
+    )
     if told is None and text != wanted:
         check()
         place.write_text(OWNER, wanted)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.loader import StepBatch
-from kimi_pretrain.checkpoint.saver import Progress
+from kimi_pretrain.checkpoint.saver import SaveProgress
 from kimi_pretrain.config import Config
 from kimi_pretrain.reliability.anomaly_guard import Verdict, anomaly
 from kimi_pretrain.reliability.replica_check import CopyHash, check_copies
@@ -48,7 +48,7 @@ class RankReport:
     metrics: RankMetrics
     verdict: Verdict
     stop: str | None = None
-    save: Progress | None = None
+    save: SaveProgress | None = None
     unusable: tuple[tuple[int, int | None, str], ...] = ()
     copies: tuple[CopyHash, ...] = ()
 

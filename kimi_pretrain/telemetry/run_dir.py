@@ -8,13 +8,11 @@ import io
 import json
 import logging
 import os
-import platform
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,8 @@ from tensorboard.compat.proto.summary_pb2 import (
 )
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from kimi_pretrain.checkpoint.manifest import PACKAGES as MANIFEST_PACKAGES
+from kimi_pretrain.checkpoint.manifest import installed_versions
 from kimi_pretrain.config import Config, dump_config
 from kimi_pretrain.dep.memory_limit import GIB
 from kimi_pretrain.reliability.anomaly_guard import finite
@@ -40,10 +40,7 @@ from kimi_pretrain.telemetry.jsonl import abandoned, cut_after
 from kimi_pretrain.telemetry.metrics import RankMetrics
 from kimi_pretrain.telemetry.phases import Span, phase_of
 
-PACKAGES = (
-    "kimi-pretrain", "torch", "megatron-core", "numpy", "pillow", "av", "boto3", "tiktoken",
-    "transformer-engine",
-)  # fmt: skip
+PACKAGES = (*MANIFEST_PACKAGES, "pillow", "av", "boto3", "tiktoken", "transformer-engine")
 
 log = logging.getLogger("kimi_pretrain.telemetry.run_dir")
 
@@ -73,8 +70,7 @@ def describe_environment(folder: Path, config: Config) -> None:
     """Write config.yaml, versions.json, and git.json with diff.patch where there is a checkout."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.yaml", dump_config(config))
-    versions = {name: _version(name) for name in PACKAGES}
-    versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
+    versions = {**installed_versions(PACKAGES), "cuda": torch.version.cuda}
     write_whole(folder / "versions.json", json.dumps(versions, indent=1) + "\n")
     checkout = Path(__file__).parent.parent.parent
     if (checkout / ".git").exists():
@@ -267,13 +263,6 @@ def _event(row: int, name: str, span: Span, category: str) -> dict[str, Any]:
     start, end = span
     times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
     return {"name": name, "cat": category, "ph": "X", "pid": row, "tid": 0, **times}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _git(checkout: Path, *arguments: str) -> bytes:

@@ -12,13 +12,20 @@ from math import prod
 import torch
 from torch import Tensor
 
+from kimi_pretrain.checkpoint.disk_write import StagedFile, staged_file
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.manifest import INDEX, Fingerprint, RunState, manifest_of, step_name
-from kimi_pretrain.checkpoint.saver import versions
-from kimi_pretrain.checkpoint.sharding import cut, file_name, index_text
-from kimi_pretrain.checkpoint.staging import Aside
+from kimi_pretrain.checkpoint.manifest import (
+    INDEX,
+    Fingerprint,
+    RunState,
+    installed_versions,
+    manifest_of,
+    step_name,
+)
+from kimi_pretrain.checkpoint.sharding import file_name, index_text, split_into_files
+from kimi_pretrain.checkpoint.staging import StagingBuffers
 from kimi_pretrain.checkpoint.storage_read import open_place
-from kimi_pretrain.checkpoint.storage_write import Sink, Source, open_sink, source_of
+from kimi_pretrain.checkpoint.storage_write import StorageWriter, open_storage_writer
 from kimi_pretrain.config import Config
 from kimi_pretrain.weights.fit import fitting
 from kimi_pretrain.weights.matching import Weights, match
@@ -116,18 +123,19 @@ def write(found: Intake, place: str, progress: Callable[[int], None] = lambda _:
             f"{place}/{begun[0]} is there already, left by an import that was killed or still at "
             "work: remove it, or choose another place"
         )
-    sink = open_sink(target)
-    sink.open_step(0)
+    writer = open_storage_writer(target)
+    writer.open_step(0)
     try:
-        files = dict(_write_files(found, sink, progress))
+        files = dict(_write_files(found, writer, progress))
         weight_map = {name: file for file, (_, names) in files.items() for name in names}
         index = index_text(dict(sorted(weight_map.items())), found.nbytes).encode()
         prints = {file: fingerprint for file, (fingerprint, _) in files.items()}
-        prints[INDEX] = sink.write(0, INDEX, source_of(index), lambda _: None)
-        manifest = manifest_of(found.config, RunState(0, 0), prints, versions(), "weights")
-        return sink.commit(0, manifest.text(), prints)
+        prints[INDEX] = writer.write(0, INDEX, staged_file(index), lambda _: None)
+        versions = installed_versions()
+        manifest = manifest_of(found.config, RunState(0, 0), prints, versions, "weights")
+        return writer.commit(0, manifest.text(), prints)
     except BaseException:
-        sink.remove_torn(0)
+        writer.remove_torn(0)
         raise
 
 
@@ -148,26 +156,30 @@ class _Reading(Mapping[str, Tensor]):
 
 
 def _write_files(
-    found: Intake, sink: Sink, progress: Callable[[int], None]
+    found: Intake, writer: StorageWriter, progress: Callable[[int], None]
 ) -> Iterator[tuple[str, tuple[Fingerprint, list[str]]]]:
     """Write all tensors; yields file -> its fingerprint and tensors."""
     limit = min(found.config.checkpoint.file_mib, MOST_FILE_MIB) << 20
-    for number, names in enumerate(cut(found.sizes, limit)):
+    for number, names in enumerate(split_into_files(found.sizes, limit)):
         file = file_name(0, number)
-        yield file, (_write_file(found, sink, file, names, progress), names)
+        yield file, (_write_file(found, writer, file, names, progress), names)
 
 
 def _write_file(
-    found: Intake, sink: Sink, file: str, names: list[str], progress: Callable[[int], None]
+    found: Intake,
+    writer: StorageWriter,
+    file: str,
+    names: list[str],
+    progress: Callable[[int], None],
 ) -> Fingerprint:
     shapes, config = model_shapes(found.config.model), found.config
     shaped = {
         name: torch.empty(shapes[name], dtype=dtype_of(name, config), device="meta")
         for name in names
     }
-    aside = Aside({file: names}, shaped, {}, torch.device("cpu"))
+    staging = StagingBuffers({file: names}, shaped, {}, torch.device("cpu"))
     try:
-        aside.copy(_Reading(found))
-        return sink.write(0, file, Source(aside.fds[file], aside.sizes[file]), progress)
+        staging.copy(_Reading(found))
+        return writer.write(0, file, StagedFile(staging.fds[file], staging.sizes[file]), progress)
     finally:
-        aside.close()
+        staging.close()

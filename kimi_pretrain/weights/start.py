@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kimi_pretrain.checkpoint.collective_read import from_first, on_all, read_together
+from kimi_pretrain.checkpoint.collective_read import from_first, on_all_ranks, read_and_broadcast
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import MANIFEST, share_of_files
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint
@@ -69,7 +69,7 @@ class Start:
             mesh: of the run.
             tensors: what this rank holds by checkpoint name, of the model and of the optimizer: of
                 this the master copies are filled.
-            copies: name -> group of ranks that hold identical copies; see `together.my_turn`.
+            copies: name -> group of ranks that hold identical copies; see `tensors_to_read`.
             alive: called whenever something was read.
 
         Raises:
@@ -77,7 +77,7 @@ class Start:
                 finite.
         """
         _check_hashes(self.weights, mesh, alive)
-        self.weights.stored.take_for_verified()
+        self.weights.stored.mark_verified()
         if mesh.rank == 0:
             for line in self.lines():
                 log.info("%s", line)
@@ -94,7 +94,7 @@ class Start:
             tensor.copy_(self.weights.read(name.removeprefix(MASTER), tensor.dtype))
             alive()
 
-        read_together(wanted, copies, mesh, read, place)
+        read_and_broadcast(wanted, copies, mesh, read, place)
 
     def _takes(self, name: str) -> bool:
         """Whether a tensor of the run, a weight or its master copy, is filled."""
@@ -133,6 +133,6 @@ def _check_hashes(weights: Weights, mesh: "Mesh", alive: Callable[[], None]) -> 
     checkpoint = open_checkpoint(weights.stored.where)
     checkpoint.know({MANIFEST: manifest.text().encode()})  # as rank 0 has read it
     mine = share_of_files(manifest, mesh.rank, mesh.world_size)
-    everyone = on_all(lambda: checkpoint.verify(mine, lambda _: alive()), mesh)
+    everyone = on_all_ranks(lambda: checkpoint.verify(mine, lambda _: alive()), mesh)
     if problems := [told for part in everyone for told in part]:
         raise CheckpointError(f"train.start_from: {'; '.join(problems)}")

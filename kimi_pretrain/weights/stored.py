@@ -96,7 +96,7 @@ class StoredTensors:
         if self.manifest is not None:
             self._verified.check((CHECKPOINT_INDEX, self.headers[name].file))
 
-    def take_for_verified(self) -> None:
+    def mark_verified(self) -> None:
         """Say that all files were hashed already: the ranks of a job share that."""
         if self.manifest is not None:
             self._verified.whole |= self.manifest.files.keys()
@@ -164,7 +164,7 @@ def stored_checkpoint(checkpoint: Checkpoint) -> StoredTensors:
     Raises:
         CheckpointError: it is not complete, or damaged.
     """
-    checkpoint.warn_of_age()
+    checkpoint.warn_if_unhashed()
     files = checkpoint.weight_map()
     with ThreadPoolExecutor(_THREADS) as pool:  # each file's header is read once, several at a time
         list(pool.map(checkpoint.header, sorted(set(files.values()))))

@@ -93,13 +93,13 @@ def _passes(error: BaseException) -> bool:
     Not counted are an OSError without errno, which is not of a file system (PIL raises one for a
     broken image), and errors of locks and processes.
     """
-    from kimi_pretrain.checkpoint.errors import passing
+    from kimi_pretrain.checkpoint.errors import is_transient
     from kimi_pretrain.reliability.run_lock import FormerStart
 
     if isinstance(error, OSError):
         answers = BlockingIOError | ProcessLookupError | ChildProcessError | InterruptedError
-        return error.errno is not None and not isinstance(error, answers) and passing(error)
-    return isinstance(error, FormerStart) or passing(error)
+        return error.errno is not None and not isinstance(error, answers) and is_transient(error)
+    return isinstance(error, FormerStart) or is_transient(error)
 
 
 @contextmanager

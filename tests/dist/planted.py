@@ -142,16 +142,16 @@ def draws(run: Any, step: int) -> None:
 
 def slow_copy(run: Any, step: int) -> None:
     """Tensors are still being copied aside for a save when the next step wants to change them."""
-    from kimi_pretrain.checkpoint.staging import Aside
+    from kimi_pretrain.checkpoint.staging import StagingBuffers
 
-    copy = Aside.copy
+    copy = StagingBuffers.copy
 
     def late(aside: Any, tensors: Any, which: Any = lambda name: True) -> None:
         if threading.current_thread() is not threading.main_thread():
             time.sleep(3)
         copy(aside, tensors, which)
 
-    Aside.copy = late
+    StagingBuffers.copy = late
 
 
 def term_at_the_start(run: Any, step: int) -> None:

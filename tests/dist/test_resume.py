@@ -13,7 +13,7 @@ import torch
 
 from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.storage_read import open_place
-from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.status import read_status
 from moonvit3d.model import VisionEncoder, initialise
@@ -185,7 +185,7 @@ def test_four_processes_one_and_four_again(straight, data_root, tmp_path):
     tensors = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
     state = load(saved, tensors)
     config = load_config("tiny_cpu", (*SMALL, *ONE))
-    alone = Checkpoints(open_place(tmp_path / "alone"), config, Alone())  # type: ignore[arg-type]
+    alone = CheckpointSaver(open_place(tmp_path / "alone"), config, Alone())  # type: ignore[arg-type]
     alone.begin(tensors, state)
     uri = alone.finish()
     alone.close()

@@ -13,10 +13,9 @@ from data_pipeline.store.multipart import md5_of
 from data_pipeline.store.open import StoreUnavailable, open_store
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.find import find
-from kimi_pretrain.checkpoint.saver import Checkpoints
-from kimi_pretrain.checkpoint.steps import Steps
+from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import open_place
-from kimi_pretrain.checkpoint.storage_write import open_sink
+from kimi_pretrain.checkpoint.storage_write import ProtectedSteps, open_storage_writer
 from tests.fault.fault_proxy import Fault
 from tests.unit.kimi_pretrain.checkpoint import ranks
 
@@ -35,8 +34,8 @@ def place(s3_environment, proxy, monkeypatch, request):
     found.close()
 
 
-def save(place, step: int, size: int = 64, *overrides: str) -> Checkpoints:
-    saver = Checkpoints(place, ranks.config(*overrides), ranks.alone())
+def save(place, step: int, size: int = 64, *overrides: str) -> CheckpointSaver:
+    saver = CheckpointSaver(place, ranks.config(*overrides), ranks.alone())
     saver.begin(ranks.tensors(step, size), ranks.state(step, step))
     return saver
 
@@ -62,7 +61,7 @@ def test_saved_found_and_loaded(place):
     config = ranks.config("checkpoint.keep_last=2")
 
     def work(mesh):
-        saver = Checkpoints(place, config, mesh)
+        saver = CheckpointSaver(place, config, mesh)
         for step in (1, 2, 3):
             saver.begin(ranks.tensors(step), ranks.state(step, step))
             uri = saver.finish()
@@ -108,7 +107,7 @@ def test_what_a_killed_writer_has_uploaded_is_taken_back(place, proxy):
     saver.begin(ranks.tensors(2, LARGE), ranks.state(2, 2))
     while not any("partNumber=2" in request.path for request in proxy.requests):
         assert saver.progress(0.05).phase == "writing"
-    os.kill(saver._hand.pid, signal.SIGKILL)
+    os.kill(saver._writer.pid, signal.SIGKILL)
     with pytest.raises(CheckpointError, match="killed by signal 9"):
         saver.finish()
     assert uploads(place)  # listed nowhere else, and paid for
@@ -126,9 +125,9 @@ def test_tidying_up_leaves_alone_what_is_being_uploaded(place):
     for name in ("step_00000001/old", "step_00000002/of_another_rank"):
         store._request("create_multipart_upload", name, {"Key": f"{prefix}/{name}"})
     assert len(uploads(place)) == 2
-    steps = Steps()
-    steps.spare(2)
-    open_sink(place).tidy(steps)
+    steps = ProtectedSteps()
+    steps.protect(2)
+    open_storage_writer(place).tidy(steps)
     assert uploads(place) == [f"{prefix}/step_00000002/of_another_rank"]
     store.remove_uploads("step_", but=lambda key: False)
     assert uploads(place) == []
@@ -171,7 +170,7 @@ def test_a_store_that_is_gone_fails_the_save_and_training_goes_on(place, proxy, 
     """On all ranks alike; the next save, when it is back, is complete."""
 
     def work(mesh):
-        saver = Checkpoints(open_place(place.uri, patience=1.0), ranks.config(), mesh)
+        saver = CheckpointSaver(open_place(place.uri, patience=1.0), ranks.config(), mesh)
         saver.begin(ranks.tensors(1), ranks.state(1, 1))
         saver.finish()
         mesh.gather(proxy.faults.append(gone) if mesh.rank == 0 else None)
@@ -196,7 +195,7 @@ def test_secrets_are_nowhere(place, s3_environment, capfd):
     saver = save(place, 1)
     saver.finish()
     secret = s3_environment.environment()["AWS_SECRET_ACCESS_KEY"].encode()
-    assert secret not in Path(f"/proc/{saver._hand.pid}/cmdline").read_bytes()
+    assert secret not in Path(f"/proc/{saver._writer.pid}/cmdline").read_bytes()
     saver.close()
     for key in place.store.list():
         assert secret not in place.store.get(key)

@@ -64,8 +64,9 @@ ROOMS: dict[str, set[str]] = {
         "kimi_pretrain.telemetry.phases", "kimi_pretrain.update", "data_pipeline",
     },
     "kimi_pretrain.telemetry": {
-        *BASE, "kimi_pretrain.checkpoint.saver", "kimi_pretrain.dep", "kimi_pretrain.engine.mesh",
-        "kimi_pretrain.optim", "kimi_pretrain.parallel", "kimi_pretrain.reliability",
+        *BASE, "kimi_pretrain.checkpoint.manifest", "kimi_pretrain.checkpoint.saver",
+        "kimi_pretrain.dep", "kimi_pretrain.engine.mesh", "kimi_pretrain.optim",
+        "kimi_pretrain.parallel", "kimi_pretrain.reliability",
         "kimi_pretrain.step", "kimi_pretrain.telemetry.phases", "kimi_pretrain.update",
         "data_pipeline", "moonvit3d",
     },

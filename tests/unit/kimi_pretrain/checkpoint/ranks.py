@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kimi_pretrain.checkpoint.manifest import RunState
-from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import load_config
 from kimi_pretrain.parallel.errors import Outcome
@@ -134,7 +134,7 @@ def change_manifest(folder, change: Callable[[Any], object], text=sealed) -> Non
 
 def save(folder, *steps: int, overrides: tuple[str, ...] = (), size: int = 64) -> None:
     """Write checkpoints of these steps from one rank; the values of step n are those of seed n."""
-    checkpoints = Checkpoints(open_place(folder), config(*overrides), alone())  # type: ignore
+    checkpoints = CheckpointSaver(open_place(folder), config(*overrides), alone())  # type: ignore
     try:
         for step in steps:
             checkpoints.begin(tensors(step, size), state(step, step))

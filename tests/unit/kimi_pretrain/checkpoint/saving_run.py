@@ -6,7 +6,7 @@ Prints its writer's pid first, then every step whose checkpoint is complete.
 import sys
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import open_place
 from tests.unit.kimi_pretrain.checkpoint import ranks
 
@@ -15,9 +15,9 @@ SIZE = 100_000  # 23 MB: written in several parts
 
 def main() -> None:
     place, config = open_place(sys.argv[1]), ranks.config("checkpoint.keep_last=2")
-    saver = Checkpoints(place, config, ranks.alone())
+    saver = CheckpointSaver(place, config, ranks.alone())
     saver.prepare(ranks.tensors(0, SIZE))
-    print(saver._hand.pid, flush=True)
+    print(saver._writer.pid, flush=True)
     first = max(place.steps(), default=0) + 1
     for step in range(first, first + int(sys.argv[2])):
         saver.begin(ranks.tensors(step, SIZE), ranks.state(step, step))

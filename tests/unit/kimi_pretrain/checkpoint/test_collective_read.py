@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data_pipeline.store.open import AccessDenied
-from kimi_pretrain.checkpoint.collective_read import my_turn, on_all
+from kimi_pretrain.checkpoint.collective_read import on_all_ranks, tensors_to_read
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_place
@@ -55,9 +55,9 @@ def test_each_copy_is_read_by_one_rank(saved, monkeypatch, world_size):
 def test_turns_are_shared_out_within_a_group():
     names = ["b", "a", "d", "c", "own"]
     copies = {"a": "dense", "b": "dense", "c": "expert", "d": "dense", "other": "dense"}
-    found = ranks.on_ranks(2, lambda mesh: my_turn(names, copies, mesh))
+    found = ranks.on_ranks(2, lambda mesh: tensors_to_read(names, copies, mesh))
     assert found == [["a", "c", "d", "own"], ["b", "own"]]
-    assert my_turn(names, copies, None) == sorted(names)
+    assert tensors_to_read(names, copies, None) == sorted(names)
 
 
 @pytest.mark.parametrize("broken", ["a shape", "a file"])
@@ -107,6 +107,6 @@ def test_whatever_the_error_no_rank_waits_for_the_one_that_met_it(error):
                 raise error
 
         with pytest.raises(type(error), match=str(error.args[-1])):
-            on_all(fail, mesh)
+            on_all_ranks(fail, mesh)
 
     ranks.on_ranks(3, work)

@@ -10,14 +10,13 @@ import time
 import pytest
 
 from kimi_pretrain.checkpoint import storage_write
+from kimi_pretrain.checkpoint.disk_write import staged_file
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
 from kimi_pretrain.checkpoint.ownership import OWNER, Owner
-from kimi_pretrain.checkpoint.progress import Progress
-from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.saver import CheckpointSaver, SaveProgress
 from kimi_pretrain.checkpoint.storage_read import Place, open_place
-from kimi_pretrain.checkpoint.storage_write import source_of
-from kimi_pretrain.checkpoint.writer_client import Hand
-from kimi_pretrain.checkpoint.writer_process import Answers, serve
+from kimi_pretrain.checkpoint.writer_client import WriterClient
+from kimi_pretrain.checkpoint.writer_process import Replies, serve
 from tests.unit.kimi_pretrain.checkpoint import ranks
 
 MINE = Owner("mine", "s1")
@@ -27,13 +26,13 @@ def served(place: Place, **job) -> dict:
     """The last answer of a writer in this process to one job."""
     come, go = os.pipe()
     with os.fdopen(come) as answers:
-        serve([json.dumps({"id": 1, **job})], place, Answers(go))
+        serve([json.dumps({"id": 1, **job})], place, Replies(go))
         os.close(go)
         return json.loads(answers.read().splitlines()[-1])
 
 
 @pytest.mark.parametrize(
-    ("fault", "passing", "told"),
+    ("fault", "transient", "told"),
     [
         (OSError(errno.ESTALE, "Stale file handle"), True, "Stale file handle"),
         (OSError(errno.EIO, "Input/output error"), True, "Input/output error"),
@@ -44,15 +43,15 @@ def served(place: Place, **job) -> dict:
     ],
     ids=lambda value: str(value) if isinstance(value, Exception) else "",
 )
-def test_a_shared_folder_that_fails_over_passes(tmp_path, monkeypatch, capfd, fault, passing, told):
+def test_errors_of_a_shared_folder(tmp_path, monkeypatch, capfd, fault, transient, told):
     def fail(*_) -> None:
         raise fault
 
     monkeypatch.setattr(storage_write, "write_durably", fail)
-    source = source_of(b"tensors")
+    source = staged_file(b"tensors")
     files = [{"name": "rank_00000_000.safetensors", "fd": source.fd, "bytes": source.size}]
     answer = served(open_place(tmp_path), do="write", step=1, files=files)
-    assert answer["passing"] is passing
+    assert answer["transient"] is transient
     assert told in answer["failed"]
     if isinstance(fault, OSError):
         assert "step_00000001.partial/rank_00000_000.safetensors: " in answer["failed"]
@@ -64,23 +63,23 @@ def test_an_error_that_nobody_foresaw_passes_if_its_kind_does(tmp_path, monkeypa
         def fail(*_, fault=fault) -> None:
             raise fault
 
-        monkeypatch.setattr(storage_write.FolderSink, "remove_torn", fail)
+        monkeypatch.setattr(storage_write.FolderWriter, "remove_torn", fail)
         answer = served(open_place(tmp_path), do="remove_torn", step=1)
         assert type(fault).__name__ in answer["failed"]
-        assert answer["passing"] is isinstance(fault, OSError)
+        assert answer["transient"] is isinstance(fault, OSError)
 
 
-def save(place: Place, owner: Owner | None = None, *overrides: str) -> Checkpoints:
+def save(place: Place, owner: Owner | None = None, *overrides: str) -> CheckpointSaver:
     """Begin to save step 1 from one rank."""
     mesh = ranks.alone()
-    saver = Checkpoints(place, ranks.config(*overrides), mesh, owner=owner)  # type: ignore
+    saver = CheckpointSaver(place, ranks.config(*overrides), mesh, owner=owner)  # type: ignore
     saver.begin(ranks.tensors(1), ranks.state(1))
     return saver
 
 
-def stop_before(saver: Checkpoints, job: str, monkeypatch) -> Hand:
+def stop_before(saver: CheckpointSaver, job: str, monkeypatch) -> WriterClient:
     """Have the writer stopped (SIGSTOP) right before it gets a job of this kind."""
-    hand = saver._hand
+    hand = saver._writer
     assert hand is not None
     plain = hand.send
 
@@ -102,14 +101,14 @@ def test_a_removal_that_is_given_up_leaves_a_hand_that_is_not_busy(tmp_path, mon
     assert hand.busy
     for _ in range(2):  # saved already, so no new writer is started
         saver.begin(ranks.tensors(1), ranks.state(1))
-        assert saver._hand is hand
+        assert saver._writer is hand
         assert not hand.busy
         assert not hand.alive
         hand.poll()
         hand.close()
     assert hand.failed is not None
     saver.begin(ranks.tensors(2), ranks.state(2))
-    assert saver._hand is not hand
+    assert saver._writer is not hand
     assert saver.finish() == str(tmp_path / "step_00000002")
     saver.close()
 
@@ -135,7 +134,7 @@ def test_what_was_written_is_told_once_and_again_if_it_was_not_heard(tmp_path):
     """A gather whose answers are not taken in, as where the loop ends in between, loses nothing."""
 
     def work(mesh) -> list[list[int]]:
-        saver = Checkpoints(open_place(tmp_path), ranks.config(), mesh)
+        saver = CheckpointSaver(open_place(tmp_path), ranks.config(), mesh)
         saver.begin(ranks.tensors(1), ranks.state(1))
         counts: list[list[int]] = []
         until, unheard = time.monotonic() + 60, 0
@@ -143,7 +142,7 @@ def test_what_was_written_is_told_once_and_again_if_it_was_not_heard(tmp_path):
             assert time.monotonic() < until
             if mesh.rank == 1 and not unheard:  # so that rank 0 has written long before
                 time.sleep(0.5)
-            everyone: list[Progress] = mesh.gather(saver.progress(0.05))
+            everyone: list[SaveProgress] = mesh.gather(saver.progress(0.05))
             counts.append([len(progress.files) for progress in everyone])
             if unheard == 0 and sum(counts[-1]):
                 unheard = 1
@@ -204,7 +203,7 @@ def test_an_owner_who_cannot_be_read_is_no_owner_who_left(tmp_path, monkeypatch)
     place = open_place(tmp_path)
     monkeypatch.setattr(Place, "read_text", fail)
     answer = commit(place, MINE)
-    assert answer["passing"]
+    assert answer["transient"]
     assert "owner.json: [Errno 116] Stale file handle" in answer["failed"]
 
 
@@ -214,7 +213,7 @@ def test_writers_that_are_killed_are_worth_a_restart(tmp_path):
     for step in (1, 2):
         if step > 1:
             saver.begin(ranks.tensors(step), ranks.state(step))
-        hand = saver._hand
+        hand = saver._writer
         assert hand is not None
         os.kill(hand.pid, signal.SIGKILL)
         hand._process.wait()

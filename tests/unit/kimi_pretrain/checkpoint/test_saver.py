@@ -19,16 +19,16 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.hashes import hash_tensor
 from kimi_pretrain.checkpoint.load import load
-from kimi_pretrain.checkpoint.saver import Checkpoints
-from kimi_pretrain.checkpoint.staging import Aside
+from kimi_pretrain.checkpoint.saver import CheckpointSaver
+from kimi_pretrain.checkpoint.staging import StagingBuffers
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
 from moonvit3d.safetensors_io import torch_dtypes
 from tests import ROOT
 from tests.unit.kimi_pretrain.checkpoint import ranks
 
 
-def checkpoints(folder, mesh, *overrides: str) -> Checkpoints:
-    return Checkpoints(open_place(folder), ranks.config(*overrides), mesh)
+def checkpoints(folder, mesh, *overrides: str) -> CheckpointSaver:
+    return CheckpointSaver(open_place(folder), ranks.config(*overrides), mesh)
 
 
 def every_type(rank: int) -> dict[str, torch.Tensor]:
@@ -96,22 +96,22 @@ def test_tensors_may_change_while_they_are_written(tmp_path):
 
 def test_what_is_still_is_copied_while_training_goes_on(tmp_path, monkeypatch):
     """The copy is held up until training asks for its end: nothing waits for it before."""
-    may_go_on, copy = threading.Event(), Aside.copy
+    may_go_on, copy = threading.Event(), StagingBuffers.copy
 
     def slow(aside, tensors, which):
         if threading.current_thread() is not threading.main_thread():
             assert may_go_on.wait(30)
         copy(aside, tensors, which)
 
-    monkeypatch.setattr(Aside, "copy", slow)
+    monkeypatch.setattr(StagingBuffers, "copy", slow)
     saver = checkpoints(tmp_path, ranks.alone())
     held = {"early": torch.zeros(1000), "late": torch.zeros(1000)}
     saver.begin(held, ranks.state(1), lambda name: name == "late")
     held["early"].fill_(1)  # may change at once
     held["late"].fill_(2)  # forbidden, and so tells when it was copied
     may_go_on.set()
-    saver.copied()
-    assert not saver.copying
+    saver.wait_staged()
+    assert not saver.staging
     held["late"].fill_(3)
     uri = saver.finish()
     saver.close()
@@ -126,11 +126,11 @@ def test_a_copy_that_fails_is_told(tmp_path, monkeypatch):
         if which("late"):
             raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(Aside, "copy", fail)
+    monkeypatch.setattr(StagingBuffers, "copy", fail)
     saver = checkpoints(tmp_path, ranks.alone())
     saver.begin({"late": torch.zeros(3)}, ranks.state(1), lambda name: True)
     with pytest.raises(RuntimeError, match="the device is gone"):
-        saver.copied()
+        saver.wait_staged()
 
 
 def test_the_loop_brings_a_save_to_its_end(tmp_path):
@@ -205,9 +205,9 @@ def test_what_is_saved_already_is_not_saved_again(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
 
 
-def kill_writer(saver: Checkpoints, number: int) -> None:
-    assert saver._hand is not None
-    ranks.strike(saver._hand.pid, number)
+def kill_writer(saver: CheckpointSaver, number: int) -> None:
+    assert saver._writer is not None
+    ranks.strike(saver._writer.pid, number)
 
 
 def test_a_killed_writer_fails_the_save_on_all_ranks_and_training_goes_on(tmp_path, caplog):
@@ -238,13 +238,13 @@ def test_a_killed_writer_fails_the_save_on_all_ranks_and_training_goes_on(tmp_pa
     assert "training goes on" in caplog.text
 
 
-def fail_and_try_again(tmp_path, monkeypatch, meanwhile) -> Checkpoints:
+def fail_and_try_again(tmp_path, monkeypatch, meanwhile) -> CheckpointSaver:
     """Let a save of step 1 fail, stop the process that removes what is left of it, save again."""
     monkeypatch.setattr("kimi_pretrain.checkpoint.saver._SOON_S", 0.0)
     monkeypatch.setattr("kimi_pretrain.checkpoint.writer_client._PATIENCE_S", 0.2)
     saver = checkpoints(tmp_path, ranks.alone(), "checkpoint.failures=2")
     saver.prepare(ranks.tensors(1))
-    hand = saver._hand
+    hand = saver._writer
     assert hand is not None
     (tmp_path / "step_00000001.partial").write_text("in the way")
     saver.begin(ranks.tensors(1), ranks.state(1))
@@ -281,8 +281,8 @@ def test_a_removal_that_never_ends_is_given_up_with_its_process(tmp_path, monkey
     monkeypatch.setattr("kimi_pretrain.checkpoint.saver._REMOVAL_S", 0.3)
     stopped = []
     saver = fail_and_try_again(tmp_path, monkeypatch, stopped.append)
-    assert saver._hand is not None
-    assert saver._hand.pid != stopped[0].pid
+    assert saver._writer is not None
+    assert saver._writer.pid != stopped[0].pid
     assert not stopped[0].alive
     saver.close()
 
@@ -357,8 +357,8 @@ def test_a_file_that_may_not_grow_fails_the_save(tmp_path):
     """The same without root: the writer may write 100 kB to a file."""
     saver = checkpoints(tmp_path, ranks.alone())
     saver.prepare(ranks.tensors(1, 2000))
-    assert saver._hand is not None
-    resource.prlimit(saver._hand.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    assert saver._writer is not None
+    resource.prlimit(saver._writer.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
     saver.begin(ranks.tensors(1, 2000), ranks.state(1))
     with pytest.raises(CheckpointError, match=r"rank_00000_000.safetensors: File too large"):
         saver.finish()
@@ -372,15 +372,15 @@ def test_a_writer_is_shielded_from_the_job_s_signals_and_dies_with_its_rank(tmp_
 import os, signal, sys, time
 from tests.unit.kimi_pretrain.checkpoint import ranks
 from kimi_pretrain.checkpoint.storage_read import open_place
-from kimi_pretrain.checkpoint.saver import Checkpoints
-saver = Checkpoints(open_place({str(tmp_path)!r}), ranks.config(), ranks.alone())
+from kimi_pretrain.checkpoint.saver import CheckpointSaver
+saver = CheckpointSaver(open_place({str(tmp_path)!r}), ranks.config(), ranks.alone())
 saver.prepare(ranks.tensors(1))
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-    os.kill(saver._hand.pid, number)
+    os.kill(saver._writer.pid, number)
 saver.begin(ranks.tensors(1), ranks.state(1))
 saver.finish()
-os.kill(saver._hand.pid, signal.SIGSTOP)  # so it does not hear that stdin is closed
-print(saver._hand.pid, flush=True)
+os.kill(saver._writer.pid, signal.SIGSTOP)  # so it does not hear that stdin is closed
+print(saver._writer.pid, flush=True)
 time.sleep(60)
 """
     rank = subprocess.Popen(

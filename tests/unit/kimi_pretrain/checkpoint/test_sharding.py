@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_pretrain.checkpoint.sharding import (
-    choose_writers,
-    cut,
-    files_of,
-    packed,
-    unpacked,
+    assign_writers,
+    compressed,
+    decompressed,
+    files_of_rank,
+    split_into_files,
     weight_map,
 )
 
@@ -53,7 +53,7 @@ def test_every_layout_writes_everything_once(layout):
     weights = weight_map(everyone, limit=300)
     seen: list[str] = []
     for rank, mine in enumerate(everyone):
-        for file, names in files_of(weights, rank).items():
+        for file, names in files_of_rank(weights, rank).items():
             assert file.startswith(f"rank_{rank:05d}_")
             assert set(names) <= set(mine)
             seen += names
@@ -64,7 +64,7 @@ def test_every_layout_writes_everything_once(layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_bytes_are_balanced(layout):
     everyone = held(*layout)
-    writers = choose_writers(everyone)
+    writers = assign_writers(everyone)
     loads = [sum(m[n] for n in m if writers[n] == rank) for rank, m in enumerate(everyone)]
     sole = [sum(m[n] for n in m if sum(n in o for o in everyone) == 1) for m in everyone]
     total = sum({n: s for m in everyone for n, s in m.items()}.values())
@@ -77,7 +77,7 @@ def test_bytes_are_balanced(layout):
 def test_near_the_best_division_of_what_all_hold(sizes, ranks):
     """Against all divisions: Graham's bound for longest-first, 4/3 - 1/(3 ranks)."""
     everyone = [sizes] * ranks
-    writers = choose_writers(everyone)
+    writers = assign_writers(everyone)
     loads = [sum(sizes[n] for n in sizes if writers[n] == rank) for rank in range(ranks)]
     best = min(
         max(sum(s for s, w in zip(sizes.values(), given) if w == rank) for rank in range(ranks))
@@ -90,17 +90,17 @@ def test_the_plan_does_not_depend_on_the_order_of_names():
     everyone = held(2, 2, 2, True)
     turned = [dict(reversed(mine.items())) for mine in everyone]
     assert weight_map(everyone, 300) == weight_map(turned, 300)
-    assert unpacked(packed(mine) for mine in everyone) == everyone
+    assert decompressed(compressed(mine) for mine in everyone) == everyone
 
 
 def test_one_name_means_one_tensor():
     with pytest.raises(ValueError, match="'a' has 2 bytes on rank 1 and 1 on rank 0"):
-        choose_writers([{"a": 1}, {"a": 2}])
+        assign_writers([{"a": 1}, {"a": 2}])
 
 
 @given(SIZES, st.integers(1, 50))
 def test_files_are_of_about_the_wanted_size(sizes, limit):
-    files = cut(sizes, limit)
+    files = split_into_files(sizes, limit)
     assert [name for names in files for name in names] == sorted(sizes)
     for names in files:
         assert len(names) == 1 or sum(sizes[name] for name in names) <= limit

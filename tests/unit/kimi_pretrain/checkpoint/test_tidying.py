@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from kimi_pretrain.checkpoint import storage_write
+from kimi_pretrain.checkpoint.disk_write import staged_file
 from kimi_pretrain.checkpoint.ownership import OWNER
-from kimi_pretrain.checkpoint.saver import Checkpoints
-from kimi_pretrain.checkpoint.steps import Steps
+from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import Place, open_place
-from kimi_pretrain.checkpoint.storage_write import open_sink, source_of
-from kimi_pretrain.checkpoint.writer_client import Hand
-from kimi_pretrain.checkpoint.writer_process import Answers, Writer
+from kimi_pretrain.checkpoint.storage_write import ProtectedSteps, open_storage_writer
+from kimi_pretrain.checkpoint.writer_client import WriterClient
+from kimi_pretrain.checkpoint.writer_process import Replies, WriterProcess
 from tests.unit.kimi_pretrain.checkpoint import ranks
 
 FILES = ("index.json", "rank_00000_000.safetensors", "rank_00001_000.safetensors")
@@ -36,14 +36,14 @@ def writer_of(place: Place):
             return []
 
     try:
-        yield Writer(place, Answers(go)), answers
+        yield WriterProcess(place, Replies(go)), answers
     finally:
         os.close(come)
         os.close(go)
 
 
 def write_job(step: int) -> dict:
-    source = source_of(b"tensors")
+    source = staged_file(b"tensors")
     file = {"name": FILES[1], "fd": source.fd, "bytes": source.size}
     return {"do": "write", "step": step, "files": [file]}
 
@@ -71,15 +71,15 @@ def torn(place: Place, step: int) -> str:
     return f"step_{step:08d}" + (".partial" if place.folder is not None else "")
 
 
-def test_what_is_torn_goes_and_what_is_spared_stays(place):
+def test_what_is_torn_goes_and_what_is_protected_stays(place):
     for step in (1, 2, 3):
         fill(place, torn(place, step), *FILES)
     fill(place, "step_00000004", *FILES, "manifest.json")
     fill(place, "step_00000005", *FILES, "manifest.abandoned.json")
     fill(place, "step_by_step.partial", "mine")
-    steps = Steps()
-    steps.spare(2)
-    open_sink(place).tidy(steps)
+    steps = ProtectedSteps()
+    steps.protect(2)
+    open_storage_writer(place).tidy(steps)
     assert place.folders() == sorted(
         [torn(place, 2), "step_00000004", "step_00000005", "step_by_step.partial"]
     )
@@ -103,7 +103,7 @@ def test_a_removal_that_was_cut_off_is_ended_by_the_next_run(place, monkeypatch)
             (place.folder / "step_00000001.leaving" / FILES[1]).unlink()
         raise Killed
 
-    sink = open_sink(place)
+    sink = open_storage_writer(place)
     if place.folder is None:
         plain_delete = place.store.delete
         monkeypatch.setattr(sink, "remove_torn", half)
@@ -118,7 +118,7 @@ def test_a_removal_that_was_cut_off_is_ended_by_the_next_run(place, monkeypatch)
     monkeypatch.undo()
     assert place.steps() == [2]
     assert len(place.folders()) == 2
-    open_sink(place).tidy(Steps())
+    open_storage_writer(place).tidy(ProtectedSteps())
     assert place.folders() == ["step_00000002"]
 
 
@@ -127,27 +127,27 @@ def test_an_interrupted_replacement_is_undone(tmp_path):
     fill(place, "step_00000001.replaced", *FILES, "manifest.json")
     fill(place, "step_00000002.replaced", *FILES, "manifest.json")
     fill(place, "step_00000002", *FILES, "manifest.json")
-    open_sink(place).tidy(Steps())
+    open_storage_writer(place).tidy(ProtectedSteps())
     assert place.folders() == ["step_00000001", "step_00000002"]
 
 
-def test_a_step_is_spared_only_when_nothing_of_it_is_being_removed():
-    steps, spared = Steps(), threading.Event()
+def test_a_step_is_protected_only_when_nothing_of_it_is_being_removed():
+    steps, protected = ProtectedSteps(), threading.Event()
 
-    def spare() -> None:
-        steps.spare(1)
-        spared.set()
+    def protect() -> None:
+        steps.protect(1)
+        protected.set()
 
-    other = threading.Thread(target=spare)
+    other = threading.Thread(target=protect)
     with steps.removing(1) as free:
         assert free
-        steps.spare(2)  # of another step: at once
+        steps.protect(2)  # of another step: at once
         other.start()
-        assert not spared.wait(0.2)
-    assert spared.wait(60)
+        assert not protected.wait(0.2)
+    assert protected.wait(60)
     other.join()
     for step in (1, 2):
-        assert steps.spared(step)
+        assert steps.is_protected(step)
         with steps.removing(step) as free:
             assert not free
 
@@ -169,9 +169,9 @@ def test_tidying_holds_up_no_save(tmp_path, monkeypatch):
     with writer_of(place) as (writer, answers):
         writer.do({"do": "tidy", "owner": None})
         assert reached.wait(60)
-        told = writer.do(write_job(8))
-        assert list(told) == [FILES[1]]
-        commit = {"do": "commit", "step": 8, "manifest": "{}", "files": [*told], "owner": None}
+        written = writer.do(write_job(8))
+        assert list(written) == [FILES[1]]
+        commit = {"do": "commit", "step": 8, "manifest": "{}", "files": [*written], "owner": None}
         assert writer.do(commit) == str(tmp_path / "step_00000008")
         assert place.folders() == ["step_00000007.partial", "step_00000008"]
         assert not any("tidied" in answer for answer in answers())
@@ -194,9 +194,9 @@ def test_nothing_is_tidied_at_another_run_s_place(tmp_path):
     fill(place, "step_00000007.partial", *FILES)  # its save under way
     with writer_of(place) as (writer, answers):
         writer._tidy(("mine", "s1"))
-        told, end = answers()
-    assert "tidying up failed" in told["told"]
-    assert "checkpoints of another run (other" in told["told"]
+        written, end = answers()
+    assert "tidying up failed" in written["warning"]
+    assert "checkpoints of another run (other" in written["warning"]
     assert end["tidied"]
     assert place.folders() == ["step_00000007.partial"]
 
@@ -205,10 +205,10 @@ def test_a_run_tidies_up_before_its_first_save(tmp_path):
     """From the start on; the end of the run waits for it."""
     place = open_place(tmp_path)
     fill(place, "step_00000007.partial", *FILES)
-    saver = Checkpoints(place, ranks.config(), ranks.alone())  # type: ignore[arg-type]
+    saver = CheckpointSaver(place, ranks.config(), ranks.alone())  # type: ignore[arg-type]
     saver.prepare(ranks.tensors(1))
-    assert saver._hand is not None
-    assert saver._hand.tidying
+    assert saver._writer is not None
+    assert saver._writer.tidying
     saver.close()
     assert place.folders() == []
 
@@ -220,7 +220,7 @@ def test_a_step_that_is_saved_while_its_place_is_tidied_is_whole(tmp_path):
         fill(place, f"step_{step:08d}.partial", *FILES)
 
     def work(mesh) -> None:
-        saver = Checkpoints(open_place(tmp_path), ranks.config(), mesh)
+        saver = CheckpointSaver(open_place(tmp_path), ranks.config(), mesh)
         saver.begin(ranks.tensors(39), ranks.state(39))  # the last that is tidied
         saver.finish()
         saver.begin(ranks.tensors(40), ranks.state(40))
@@ -233,41 +233,41 @@ def test_a_step_that_is_saved_while_its_place_is_tidied_is_whole(tmp_path):
         assert place.checkpoint(step).verify() == []
 
 
-def test_a_step_is_spared_before_any_rank_begins_with_it(tmp_path, monkeypatch):
+def test_a_step_is_protected_before_any_rank_begins_with_it(tmp_path, monkeypatch):
     """A new writer hears of it before it tidies; one that tidies has agreed before the gather."""
     sent: list[tuple[str, int | None]] = []
-    plain = Hand.send
+    plain = WriterClient.send
 
-    def send(hand: Hand, do: str, **values) -> None:
+    def send(writer: WriterClient, do: str, **values) -> None:
         sent.append((do, values.get("step")))
-        plain(hand, do, **values)
+        plain(writer, do, **values)
 
     class Mesh(ranks.Mesh):
         def gather(self, value: object) -> list[object]:
             # By then other ranks may begin to write, with a new writer after `prepare`.
             sent.append(("gather", None))
-            hand = saver._hand
-            assert hand is None or not (hand.busy and hand._does == "spare")
+            writer = saver._writer
+            assert writer is None or not (writer.busy and writer._job_kind == "protect")
             return super().gather(value)
 
-    monkeypatch.setattr(Hand, "send", send)
+    monkeypatch.setattr(WriterClient, "send", send)
     mesh = Mesh(0, ranks.Threads(1))
-    saver = Checkpoints(open_place(tmp_path), ranks.config(), mesh)  # type: ignore[arg-type]
+    saver = CheckpointSaver(open_place(tmp_path), ranks.config(), mesh)  # type: ignore[arg-type]
     saver.begin(ranks.tensors(5), ranks.state(5))  # starts a writer
     jobs = [job for job in sent if job[0] != "gather"]
-    assert jobs == [("spare", 5), ("tidy", None), ("write", 5)]
+    assert jobs == [("protect", 5), ("tidy", None), ("write", 5)]
     saver.finish()
-    hand = saver._hand
-    assert hand is not None
+    writer = saver._writer
+    assert writer is not None
     until = time.monotonic() + 60
-    while hand.tidying or hand.busy:
+    while writer.tidying or writer.busy:
         assert time.monotonic() < until
-        hand.poll(0.1)
-    hand.tidying = True  # as if it took long
+        writer.poll(0.1)
+    writer.tidying = True  # as if it took long
     sent.clear()
     saver.begin(ranks.tensors(6), ranks.state(6))
-    assert sent == [("spare", 6), ("gather", None), ("write", 6)]
-    hand.tidying = False
+    assert sent == [("protect", 6), ("gather", None), ("write", 6)]
+    writer.tidying = False
     saver.finish()
     saver.close()
 
@@ -279,6 +279,6 @@ def test_of_what_a_lost_commit_may_have_completed_the_manifest_goes_first(monkey
         place.store.put(f"step_00000004/{name}", b"x")
     gone, plain = [], place.store.delete
     monkeypatch.setattr(place.store, "delete", lambda key: gone.append(key) or plain(key))
-    open_sink(place).remove_torn(4)
+    open_storage_writer(place).remove_torn(4)
     assert gone[0] == "step_00000004/manifest.json"
     assert place.store.list() == []

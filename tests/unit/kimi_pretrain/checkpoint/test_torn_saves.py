@@ -15,7 +15,7 @@ import torch
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
-from kimi_pretrain.checkpoint.saver import Checkpoints
+from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import open_place
 from tests import ROOT
 from tests.unit.kimi_pretrain.checkpoint import ranks, saving_run
@@ -68,15 +68,17 @@ def kill_runs(folder: Path, kills: int, seed: int) -> None:
 def kill_writers(folder: Path, kills: int, seed: int) -> int:
     """Kill the writer alone, while the run goes on; returns how many saves were complete before."""
     draw, complete, newest = random.Random(seed), 0, 0
-    saver = Checkpoints(open_place(folder), ranks.config("checkpoint.keep_last=2"), ranks.alone())  # type: ignore
+    saver = CheckpointSaver(
+        open_place(folder), ranks.config("checkpoint.keep_last=2"), ranks.alone()
+    )  # type: ignore
     for step in range(1, kills + 1):
         saver.begin(ranks.tensors(step, saving_run.SIZE), ranks.state(step, step))
-        assert saver._hand is not None
+        assert saver._writer is not None
         while saver.progress(0.001).phase == "writing":  # type: ignore[union-attr]
             if (folder / f"step_{step:08d}.partial").exists():
                 break
         time.sleep(draw.uniform(0.0, 0.04))
-        os.kill(saver._hand.pid, signal.SIGKILL)
+        os.kill(saver._writer.pid, signal.SIGKILL)
         with suppress(CheckpointError):
             saver.finish()
             complete += 1

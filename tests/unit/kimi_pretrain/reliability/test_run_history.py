@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kimi_pretrain.checkpoint.ownership import Owner
-from kimi_pretrain.checkpoint.scheduler import Saves
+from kimi_pretrain.checkpoint.scheduler import CheckpointScheduler
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.run_history import (
@@ -173,7 +173,9 @@ def test_what_goes_on_from_elsewhere_has_nothing_here_behind_it(tmp_path, monkey
         found = SimpleNamespace(uri=str(uri), step=step)
         assert line_before(place, found) == before, uri
     run = SimpleNamespace(config=load_config("tiny_cpu", ["checkpoint.every=null"]), step=3)
-    Saves(place, Owner("run", "start"), run, lambda phase: None, before=-1)._set_aside()
+    CheckpointScheduler(
+        place, Owner("run", "start"), run, lambda phase: None, before=-1
+    )._abandon_later()
     assert place.steps() == []
     assert (own / "step_00000002.abandoned_1" / "manifest.json").is_file()
 

@@ -1,0 +1,105 @@
+"""Files in memory that are to be written, and how they get to a disk past the page cache."""
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+from pathlib import Path
+
+from kimi_pretrain.checkpoint.files import OnBytes
+
+_BLOCK = 16 << 20
+_ALIGNED = 4096
+
+
+class StagedFile:
+    """A file in memory (memfd) that is to be written.
+
+    Args:
+        fd: its descriptor; it stays open.
+        size: bytes.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd, self.size = fd, size
+        self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else b""
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes, aligned to a page."""
+        return memoryview(self._map)
+
+    @property
+    def path(self) -> str:
+        """A name under which this process can open it."""
+        return f"/proc/self/fd/{self.fd}"
+
+    def sha256(self) -> str:
+        """Return the hash of its bytes; releases the GIL."""
+        digest, view = hashlib.sha256(), self.view
+        for begin in range(0, self.size, _BLOCK):
+            digest.update(view[begin : begin + _BLOCK])
+        return digest.hexdigest()
+
+
+def staged_file(data: bytes) -> StagedFile:
+    """Return bytes as a file in memory."""
+    fd = os.memfd_create("checkpoint")
+    done = 0
+    while done < len(data):
+        done += os.write(fd, memoryview(data)[done:])
+    return StagedFile(fd, len(data))
+
+
+def write_durably(path: Path, data: memoryview, on_bytes: OnBytes) -> None:
+    """Write a file past the page cache where it can be, and wait until it is on the disk.
+
+    The bytes of a checkpoint are not read again soon: in the page cache they would push out what
+    is, and its write-back is slower than the disk.
+
+    Args:
+        path: of the file.
+        data: aligned to a page where it is large.
+        on_bytes: called with the bytes that were just written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o644)
+    try:
+        done, whole = 0, len(data) - len(data) % _ALIGNED
+        direct = len(data) >= _BLOCK and _set_direct(fd, True)
+        while done < len(data):
+            if direct and done >= whole:
+                direct = _set_direct(fd, False)
+            stop = min(done + _BLOCK, whole if direct else len(data))
+            try:
+                count = os.write(fd, data[done:stop])
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                direct = _set_direct(fd, False)  # a file system with rules of its own
+                continue
+            done += count
+            on_bytes(count)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _set_direct(fd: int, direct: bool) -> bool:
+    """Switch O_DIRECT; returns whether it is on now."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+    except OSError:  # a file system without it
+        return False
+    return direct
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
