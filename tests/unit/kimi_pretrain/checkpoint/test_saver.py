@@ -278,9 +278,13 @@ def test_a_step_is_saved_again_when_its_leftovers_are_removed(tmp_path, monkeypa
 
 
 def test_a_removal_that_never_ends_is_given_up_with_its_process(tmp_path, monkeypatch):
-    monkeypatch.setattr("kimi_pretrain.checkpoint.saver._REMOVAL_S", 0.3)
     stopped = []
-    saver = fail_and_try_again(tmp_path, monkeypatch, stopped.append)
+
+    def lose_patience(writer) -> None:  # not before: a slow machine's first save would run into it
+        stopped.append(writer)
+        monkeypatch.setattr("kimi_pretrain.checkpoint.saver._REMOVAL_S", 0.3)
+
+    saver = fail_and_try_again(tmp_path, monkeypatch, lose_patience)
     assert saver._writer is not None
     assert saver._writer.pid != stopped[0].pid
     assert not stopped[0].alive
