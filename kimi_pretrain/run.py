@@ -25,7 +25,7 @@ from kimi_pretrain.reliability.preflight import check_item_sizes, read_sources
 from kimi_pretrain.reliability.replica_check import Replicas
 from kimi_pretrain.step import TrainStep, needs
 from kimi_pretrain.update import Update
-from kimi_pretrain.weights.start import open_start
+from kimi_pretrain.weights.initial_weights import open_initial_weights
 
 log = logging.getLogger("kimi_pretrain.train")
 
@@ -52,7 +52,7 @@ class Run:
     ):
         if resume is not None and not isinstance(resume, Checkpoint):
             resume = find(resume, open_place(resume), config, mesh)
-        start = open_start(config, mesh) if resume is None else None
+        start = open_initial_weights(config, mesh) if resume is None else None
         self.config, self.mesh, self._watch = config, mesh, watch
         watch("open the data")
         self.planner = VisionPlanner(config)

@@ -35,23 +35,12 @@ _METADATA = "__metadata__"
 _MAX_DIMS = 64
 # The format's name of a type: bytes of one element, torch's name.
 _TYPES = {
-    "F64": (8, "float64"),
-    "F32": (4, "float32"),
-    "F16": (2, "float16"),
-    "BF16": (2, "bfloat16"),
-    "I64": (8, "int64"),
-    "I32": (4, "int32"),
-    "I16": (2, "int16"),
-    "I8": (1, "int8"),
-    "U64": (8, "uint64"),
-    "U32": (4, "uint32"),
-    "U16": (2, "uint16"),
-    "U8": (1, "uint8"),
-    "BOOL": (1, "bool"),
-    "C64": (8, "complex64"),
-    "F8_E4M3": (1, "float8_e4m3fn"),
-    "F8_E5M2": (1, "float8_e5m2"),
-}
+    "F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16"),
+    "I64": (8, "int64"), "I32": (4, "int32"), "I16": (2, "int16"), "I8": (1, "int8"),
+    "U64": (8, "uint64"), "U32": (4, "uint32"), "U16": (2, "uint16"), "U8": (1, "uint8"),
+    "BOOL": (1, "bool"), "C64": (8, "complex64"),
+    "F8_E4M3": (1, "float8_e4m3fn"), "F8_E5M2": (1, "float8_e5m2"),
+}  # fmt: skip
 
 
 class SafetensorsError(ValueError):

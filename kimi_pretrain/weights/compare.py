@@ -10,7 +10,7 @@ from torch import Tensor
 from kimi_pretrain.checkpoint.manifest import first_difference
 from kimi_pretrain.weights.matching import OPTIMIZER
 from kimi_pretrain.weights.shapes import LANGUAGE, VISION
-from kimi_pretrain.weights.stored import StoredTensors
+from kimi_pretrain.weights.weight_reader import WeightReader
 
 _PART = 1 << 24  # numbers that are widened at a time
 
@@ -40,14 +40,14 @@ class TensorDifference:
     first: tuple[list[int], float, float] | None = None
 
 
-def canonical(stored: StoredTensors, *, weights_only: bool) -> dict[str, str]:
+def canonical(reader: WeightReader, *, weights_only: bool) -> dict[str, str]:
     """Return name -> stored name, under which folders of different origin can be compared.
 
     Args:
         weights_only: leave the optimizer out.
     """
     names: dict[str, str] = {}
-    for name in stored.headers:
+    for name in reader.headers:
         if name.startswith(OPTIMIZER):
             if not weights_only:
                 names[name] = name
@@ -59,8 +59,8 @@ def canonical(stored: StoredTensors, *, weights_only: bool) -> dict[str, str]:
 
 
 def compare(
-    a: StoredTensors,
-    b: StoredTensors,
+    a: WeightReader,
+    b: WeightReader,
     *,
     weights_only: bool = False,
     progress: Callable[[int, int], object] = lambda done, total: None,
@@ -77,9 +77,9 @@ def compare(
     in_a, in_b = (canonical(x, weights_only=weights_only) for x in (a, b))
     names = sorted(in_a.keys() | in_b.keys())
     for done, name in enumerate(names, 1):
-        for stored, held in ((a, in_a), (b, in_b)):
+        for reader, held in ((a, in_a), (b, in_b)):
             if name in held:
-                stored.verify(held[name])
+                reader.verify(held[name])
         if name not in in_b:
             yield TensorDifference(name, "only in A")
         elif name not in in_a:
@@ -95,7 +95,7 @@ def compare(
 
 
 def _of_headers(
-    name: str, a: StoredTensors, in_a: str, b: StoredTensors, in_b: str
+    name: str, a: WeightReader, in_a: str, b: WeightReader, in_b: str
 ) -> TensorDifference | None:
     left, right = a.headers[in_a], b.headers[in_b]
     if left.shape != right.shape:
@@ -159,7 +159,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def state_difference(a: StoredTensors, b: StoredTensors) -> str | None:
+def state_difference(a: WeightReader, b: WeightReader) -> str | None:
     """Return where two checkpoints' states (step, loader and so on) differ first, or None."""
     if a.manifest is None or b.manifest is None:
         return None

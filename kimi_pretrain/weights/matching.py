@@ -15,7 +15,7 @@ from torch import Tensor
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.weights import fp8, int4
 from kimi_pretrain.weights.shapes import LANGUAGE, VISION, Shapes
-from kimi_pretrain.weights.stored import Header, StoredTensors, more
+from kimi_pretrain.weights.weight_reader import TensorHeader, WeightReader, and_more
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OPTIMIZER = "optim."
@@ -30,13 +30,13 @@ class Weights:
     """Stored tensors matched with a model's.
 
     Attributes:
-        stored: where they lie.
+        reader: of the folder that holds them.
         sources: name in the model -> the stored tensor, or those that make up a quantised matrix:
             two of FP8, three of INT4.
         absent: parts of the model of which nothing is stored: the vision encoder's, or none.
     """
 
-    stored: StoredTensors
+    reader: WeightReader
     sources: Mapping[str, tuple[str, ...]]
     absent: tuple[str, ...]
 
@@ -56,28 +56,28 @@ class Weights:
         tensor = self._made(sources)
         if torch.promote_types(tensor.dtype, dtype) == dtype:
             return tensor.to(dtype)  # widening changes no number
-        return check_finite(tensor.to(dtype), self.stored.place(sources[0]))
+        return check_finite(tensor.to(dtype), self.reader.place(sources[0]))
 
     def from_master(self, name: str, dtype: torch.dtype) -> bool:
         """Whether `read` takes the optimizer's master copy of a tensor."""
-        held = self.stored.headers.get(MASTER + name)
-        now = self.stored.headers[self.sources[name][0]].dtype
+        held = self.reader.headers.get(MASTER + name)
+        now = self.reader.headers[self.sources[name][0]].dtype
         return held is not None and torch.promote_types(now, dtype) != now
 
     def _made(self, sources: tuple[str, ...]) -> Tensor:
-        first = self.stored.read(sources[0])
+        first = self.reader.read(sources[0])
         if len(sources) == 1:
-            return check_finite(first, self.stored.place(sources[0]))
-        scale = self.stored.read(sources[1])
+            return check_finite(first, self.reader.place(sources[0]))
+        scale = self.reader.read(sources[1])
         if len(sources) == 2:
-            return check_finite(fp8.dequantize(first, scale), self.stored.place(sources[0]))
-        tensor, shape = int4.dequantize(first, scale), self.stored.read(sources[2])
+            return check_finite(fp8.dequantize(first, scale), self.reader.place(sources[0]))
+        tensor, shape = int4.dequantize(first, scale), self.reader.read(sources[2])
         if shape.tolist() != list(tensor.shape):
             raise CheckpointError(
-                f"{self.stored.place(sources[2])} is {shape.tolist()}, {sources[0]} holds "
+                f"{self.reader.place(sources[2])} is {shape.tolist()}, {sources[0]} holds "
                 f"{list(tensor.shape)}"
             )
-        return check_finite(tensor, self.stored.place(sources[1]))
+        return check_finite(tensor, self.reader.place(sources[1]))
 
     @property
     def quantized(self) -> str | None:
@@ -104,7 +104,7 @@ def check_finite(tensor: Tensor, where: str) -> Tensor:
     return tensor
 
 
-def match(stored: StoredTensors, shapes: Shapes) -> Weights:
+def match(reader: WeightReader, shapes: Shapes) -> Weights:
     """Find every tensor of a model among the stored ones.
 
     The vision encoder may be absent, but only whole.
@@ -116,7 +116,7 @@ def match(stored: StoredTensors, shapes: Shapes) -> Weights:
         CheckpointError: tensors missing, unexpected, of another shape or no floats: one message,
             with the first of each kind and how many more there are.
     """
-    headers = stored.headers
+    headers = reader.headers
     prefixed = any(name.startswith(LANGUAGE) for name in headers)
     absent = () if any(name.startswith(VISION) for name in headers) else VISION
     wanted = {name: shape for name, shape in shapes.items() if not name.startswith(absent)}
@@ -130,15 +130,15 @@ def match(stored: StoredTensors, shapes: Shapes) -> Weights:
     ]
     wrong = [told for name in wanted for told in _wrong(sources[name], wanted[name], headers)]
     if wrong:
-        problems.append(wrong[0] + more(len(wrong) - 1))
+        problems.append(wrong[0] + and_more(len(wrong) - 1))
     if problems:
         hint = _hint(headers)
-        raise CheckpointError(f"{stored.where} does not fit the model: {'; '.join(problems)}{hint}")
+        raise CheckpointError(f"{reader.where} does not fit the model: {'; '.join(problems)}{hint}")
     parts = tuple(part.rstrip(".") for part in absent)
-    return Weights(stored, sources, parts)
+    return Weights(reader, sources, parts)
 
 
-def _sources(name: str, headers: Mapping[str, Header]) -> tuple[str, ...]:
+def _sources(name: str, headers: Mapping[str, TensorHeader]) -> tuple[str, ...]:
     base, _, last = name.rpartition(".")
     packed = tuple(f"{base}.{part}" for part in int4.PARTS)
     if name not in headers and last == "weight" and packed[0] in headers:
@@ -149,7 +149,9 @@ def _sources(name: str, headers: Mapping[str, Header]) -> tuple[str, ...]:
     return (name,)
 
 
-def _unexpected(headers: Mapping[str, Header], sources: Iterable[tuple[str, ...]]) -> Iterable[str]:
+def _unexpected(
+    headers: Mapping[str, TensorHeader], sources: Iterable[tuple[str, ...]]
+) -> Iterable[str]:
     known = {name for some in sources for name in some}
     for name in headers:
         if name not in known and not name.startswith(OPTIMIZER) and not name.endswith(DERIVED):
@@ -165,7 +167,7 @@ def _told(kind: str, names: Iterable[str]) -> list[str]:
 
 
 def _wrong(
-    sources: tuple[str, ...], shape: tuple[int, ...], headers: Mapping[str, Header]
+    sources: tuple[str, ...], shape: tuple[int, ...], headers: Mapping[str, TensorHeader]
 ) -> Iterable[str]:
     """Say what is wrong with the stored tensors of one of the model's."""
     try:
@@ -201,7 +203,7 @@ def _type(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _hint(headers: Mapping[str, Header]) -> str:
+def _hint(headers: Mapping[str, TensorHeader]) -> str:
     if any("language_model.model.blocks." in name for name in headers):
         return (
             "; these are the names that save_pretrained of transformers' Kimi K2.5 class gets "

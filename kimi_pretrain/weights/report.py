@@ -12,7 +12,7 @@ from kimi_pretrain.weights import fp8
 from kimi_pretrain.weights.int4 import PARTS
 from kimi_pretrain.weights.matching import OPTIMIZER
 from kimi_pretrain.weights.shapes import part_of
-from kimi_pretrain.weights.stored import CONFIG, Header, StoredTensors
+from kimi_pretrain.weights.weight_reader import CONFIG, TensorHeader, WeightReader
 
 _PART = 1 << 24  # numbers that are widened at a time
 
@@ -31,7 +31,7 @@ class Count:
     bytes: int = 0
     dtypes: tuple[str, ...] = ()
 
-    def add(self, name: str, header: Header) -> None:
+    def add(self, name: str, header: TensorHeader) -> None:
         """Take in a tensor."""
         packed, *others = PARTS
         dtype = "int4" if name.endswith(packed) else str(header.dtype).removeprefix("torch.")
@@ -57,7 +57,7 @@ class TensorFigures:
     not_finite: int
 
 
-def report(stored: StoredTensors) -> dict[str, Any]:
+def report(reader: WeightReader) -> dict[str, Any]:
     """Return what a folder of weights holds, as plain values; headers alone were read.
 
     Returns:
@@ -66,7 +66,7 @@ def report(stored: StoredTensors) -> dict[str, Any]:
     """
     parts: dict[str, Count] = {}
     optimizer: dict[str, Count] = {}
-    for name, header in stored.headers.items():
+    for name, header in reader.headers.items():
         if name.startswith(OPTIMIZER):
             kind = name.split(".")[1]
             optimizer.setdefault(kind, Count()).add(name, header)
@@ -74,19 +74,19 @@ def report(stored: StoredTensors) -> dict[str, Any]:
             parts.setdefault(part_of(name), Count()).add(name, header)
     counted = (count.numbers for part, count in parts.items() if part != "routing biases")
     found: dict[str, Any] = {
-        "uri": stored.where,
-        "kind": "hugging_face" if stored.manifest is None else "checkpoint",
-        "tensors": len(stored.headers),
+        "uri": reader.where,
+        "kind": "hugging_face" if reader.manifest is None else "checkpoint",
+        "tensors": len(reader.headers),
         "parameters": sum(counted),
         "parts": {part: asdict(parts[part]) for part in sorted(parts)},
         "optimizer": {kind: asdict(optimizer[kind]) for kind in sorted(optimizer)},
     }
-    return found | (_of_folder(stored) if stored.manifest is None else _of_manifest(stored))
+    return found | (_of_folder(reader) if reader.manifest is None else _of_manifest(reader))
 
 
-def _of_folder(stored: StoredTensors) -> dict[str, Any]:
-    config = stored.config or {}
-    headers = stored.headers.values()
+def _of_folder(reader: WeightReader) -> dict[str, Any]:
+    config = reader.config or {}
+    headers = reader.headers.values()
     return {
         "files": len({header.file for header in headers}),
         "bytes": sum(math.prod(h.shape) * h.dtype.itemsize for h in headers),
@@ -94,8 +94,8 @@ def _of_folder(stored: StoredTensors) -> dict[str, Any]:
     }
 
 
-def _of_manifest(stored: StoredTensors) -> dict[str, Any]:
-    manifest = stored.manifest
+def _of_manifest(reader: WeightReader) -> dict[str, Any]:
+    manifest = reader.manifest
     assert manifest is not None
     state = manifest.state
     return {
@@ -106,16 +106,16 @@ def _of_manifest(stored: StoredTensors) -> dict[str, Any]:
         "contents": manifest.contents,
         "dtype": manifest.dtype,
         "layout": manifest.layout,
-        "seq_len": seq_len(stored),
+        "seq_len": seq_len(reader),
         "loader": _position(state.loader),
         "versions": manifest.versions,
         "model": manifest.model,
     }
 
 
-def seq_len(stored: StoredTensors) -> int | None:
+def seq_len(reader: WeightReader) -> int | None:
     """Return the length of the rows that a checkpoint was trained on, if it says so."""
-    loader = {} if stored.manifest is None else stored.manifest.state.loader
+    loader = {} if reader.manifest is None else reader.manifest.state.loader
     packing = loader.get("packing")
     found = packing.get("seq_len") if isinstance(packing, dict) else None
     return found if isinstance(found, int) else None
@@ -130,23 +130,23 @@ def _position(loader: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def figures(stored: StoredTensors, pattern: str) -> Iterator[TensorFigures]:
+def figures(reader: WeightReader, pattern: str) -> Iterator[TensorFigures]:
     """Read the tensors whose names match a pattern of * and ?, one at a time.
 
     Raises:
         ValueError: no name matches.
     """
-    names = fnmatch.filter(stored.headers, pattern)
+    names = fnmatch.filter(reader.headers, pattern)
     if not names:
-        first = next(iter(stored.headers), "none")
+        first = next(iter(reader.headers), "none")
         raise ValueError(
-            f"--tensors {pattern}: none of {len(stored.headers):,} names matches (the first is "
+            f"--tensors {pattern}: none of {len(reader.headers):,} names matches (the first is "
             f"{first}); '*' stands for anything, dots too"
         )
     for name in names:
-        header = stored.headers[name]
+        header = reader.headers[name]
         square, largest, bad = 0.0, 0.0, 0
-        for part in stored.read(name).reshape(-1).split(_PART):
+        for part in reader.read(name).reshape(-1).split(_PART):
             numbers = part.double()
             square += float(numbers.square().sum())
             largest = max(largest, float(numbers.abs().max()) if len(numbers) else 0.0)

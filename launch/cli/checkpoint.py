@@ -49,10 +49,10 @@ def inspect(
     with one_line_errors():
         from kimi_pretrain.reliability.run_history import latest_in
         from kimi_pretrain.weights.report import figures, report
-        from kimi_pretrain.weights.stored import open_stored
+        from kimi_pretrain.weights.weight_reader import open_weights
         from launch.cli import checkpoint_view as view
 
-        stored = open_stored(latest_in(uri))
+        stored = open_weights(latest_in(uri))
         found = report(stored)
         if tensors is not None:
             found["listed"] = list(view.print_figures(figures(stored, tensors), quiet=as_json))
@@ -78,7 +78,7 @@ def verify(uri: CheckpointArgument, as_json: JsonOption = False) -> None:
     with one_line_errors():
         from kimi_pretrain.checkpoint.storage_read import open_checkpoint
         from kimi_pretrain.reliability.run_history import latest_in
-        from kimi_pretrain.weights.stored import stored_checkpoint
+        from kimi_pretrain.weights.weight_reader import checkpoint_weights
         from launch.cli.checkpoint_view import plain_bytes
         from launch.cli.progress import byte_bar
 
@@ -89,7 +89,7 @@ def verify(uri: CheckpointArgument, as_json: JsonOption = False) -> None:
             with byte_bar("verify", sum(files.values())) as advance:
                 problems = found.verify(progress=advance)
         if not problems:
-            tensors = len(stored_checkpoint(found).headers)
+            tensors = len(checkpoint_weights(found).headers)
         total = sum(files.values())
         if as_json:
             told = {"uri": found.uri, "passed": not problems, "problems": problems}
@@ -128,11 +128,11 @@ def diff(
     with one_line_errors():
         from kimi_pretrain.reliability.run_history import latest_in
         from kimi_pretrain.weights.compare import compare, state_difference
-        from kimi_pretrain.weights.stored import open_stored
+        from kimi_pretrain.weights.weight_reader import open_weights
         from launch.cli import checkpoint_view as view
         from launch.cli.progress import item_bar
 
-        left, right = (open_stored(latest_in(uri)) for uri in (a, b))
+        left, right = (open_weights(latest_in(uri)) for uri in (a, b))
         with item_bar("diff") as progress:
             found = list(compare(left, right, weights_only=weights_only, progress=progress))
         state = None if weights_only else state_difference(left, right)
@@ -182,9 +182,9 @@ def export(
         --tokenizer kimi.tiktoken
     """
     with one_line_errors():
-        from kimi_pretrain.weights.export import ExportOptions, plan
-        from kimi_pretrain.weights.export import export as write
-        from kimi_pretrain.weights.shards import GIB
+        from kimi_pretrain.weights.hf_export import ExportOptions, plan
+        from kimi_pretrain.weights.hf_export import export as write
+        from kimi_pretrain.weights.weight_writer import GIB
         from launch.cli import checkpoint_view as view
         from launch.cli.progress import byte_bar
 
@@ -207,7 +207,7 @@ def export(
             write(found, out, options, advance, extra)
         summary = {
             "folder": str(out),
-            "from": found.weights.stored.where,
+            "from": found.weights.reader.where,
             "tensors": len(found.tensors),
             "bytes": total,
             "dtype": found.dtype,
@@ -251,7 +251,7 @@ def import_(
     """
     with one_line_errors():
         from kimi_pretrain.config import load_config
-        from kimi_pretrain.weights.intake import plan, write
+        from kimi_pretrain.weights.hf_import import plan, write
         from launch.cli import checkpoint_view as view
         from launch.cli.progress import byte_bar
 

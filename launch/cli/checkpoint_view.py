@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from kimi_pretrain.weights.compare import TensorDifference
     from kimi_pretrain.weights.report import TensorFigures
-    from kimi_pretrain.weights.stored import StoredTensors
+    from kimi_pretrain.weights.weight_reader import WeightReader
 
 
 def plain_bytes(count: int) -> str:
@@ -96,8 +96,8 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 def print_differences(
     found: "Sequence[TensorDifference]",
     state: str | None,
-    a: "StoredTensors",
-    b: "StoredTensors",
+    a: "WeightReader",
+    b: "WeightReader",
     most: int,
 ) -> None:
     """Print the first `most` differences, and whether the two are the same."""

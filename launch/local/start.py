@@ -200,9 +200,9 @@ def _check_weights(config: "Config") -> None:
 
         check_vision_weights(config)
     if config.train.start_from is not None:
-        from kimi_pretrain.weights.start import open_start
+        from kimi_pretrain.weights.initial_weights import open_initial_weights
 
-        open_start(config)
+        open_initial_weights(config)
 
 
 def tell_end(job: Job, code: int, message: str | None) -> None:

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 
 from data_pipeline.text import NUM_SPECIAL, train_ranks
-from kimi_pretrain.weights import export
-from kimi_pretrain.weights.stored import open_stored
+from kimi_pretrain.weights import hf_export
+from kimi_pretrain.weights.weight_reader import open_weights
 from tests.dist.deepseek import deepseek_v3
 from tests.dist.jobs import SMALL, layout, run_jobs
 from tests.dist.weights_case import BORDERS, GRID, inputs
@@ -143,8 +143,8 @@ def exported(folder, case, kind, **options):
     """Export what the job saved; returns the folder."""
     out = folder / f"{case.name} as {kind}"
     if not out.exists():
-        chosen = export.ExportOptions(kind, file_bytes=200_000, **options)
-        export.export(export.plan(folder / case.name, chosen), out, chosen)
+        chosen = hf_export.ExportOptions(kind, file_bytes=200_000, **options)
+        hf_export.export(hf_export.plan(folder / case.name, chosen), out, chosen)
     return out
 
 
@@ -215,7 +215,7 @@ def test_released_names_and_int4_are_read(work):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_names_shapes_and_types_are_those_of_the_engine(work, case):
-    from kimi_pretrain.weights.intake import dtype_of
+    from kimi_pretrain.weights.hf_import import dtype_of
     from kimi_pretrain.weights.shapes import model_shapes
 
     _, found, _ = work
@@ -257,7 +257,7 @@ def test_ranks_of_any_layout_start_with_the_weights_and_nothing_else(data_root, 
         assert sum(rank["moments"] for rank in ranks) == 0
         assert found[name]["steps"] == (0, 0, 0)
         assert bool(sum(rank["masters"] for rank in ranks)) == (name != "wider")
-    masters = open_stored(place / "step_00000002")
+    masters = open_weights(place / "step_00000002")
     told = [masters.read(n) for n in masters.headers if n.startswith("optim.master.")]
     assert any(not torch.equal(t, t.bfloat16().float()) for t in told), "masters say no more"
 

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from data_pipeline.store.open import open_store
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint
-from kimi_pretrain.weights import export, intake
-from kimi_pretrain.weights.start import open_start
+from kimi_pretrain.weights import hf_export, hf_import
+from kimi_pretrain.weights.initial_weights import open_initial_weights
 from tests.fault.fault_proxy import Fault
 from tests.unit.kimi_pretrain.weights.weight_folders import (
     random_weights,
@@ -40,17 +40,17 @@ def test_from_a_bucket_into_a_bucket_and_out(tmp_path, s3_environment, proxy, mo
     slow = Fault("slowdown", method="", times=None, p=0.2)
     proxy.faults.append(slow)
 
-    uri = intake.write(intake.plan(f"{root}/hf", config), f"{root}/place")
+    uri = hf_import.write(hf_import.plan(f"{root}/hf", config), f"{root}/place")
     assert uri == f"{root}/place/step_00000000"
     assert open_checkpoint(uri).verify() == []
-    start = open_start(small_config(f"train.start_from={root}/place"))  # the newest there
+    start = open_initial_weights(small_config(f"train.start_from={root}/place"))  # the newest there
     assert start is not None
-    assert start.weights.stored.where == uri
+    assert start.weights.reader.where == uri
     for name, tensor in weights.items():
         assert torch.equal(start.weights.read(name, torch.float32), tensor.float()), name
 
-    options = export.ExportOptions("kimi_k25", max_positions=128)
-    export.export(export.plan(uri, options), tmp_path / "out", options)
+    options = hf_export.ExportOptions("kimi_k25", max_positions=128)
+    hf_export.export(hf_export.plan(uri, options), tmp_path / "out", options)
     found = tensors_in(tmp_path / "out")
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())

@@ -23,7 +23,7 @@ from data_pipeline.text import Tokenizer, train_ranks
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
 from kimi_pretrain.config import ConfigError, load_config
-from kimi_pretrain.weights.stored import open_stored
+from kimi_pretrain.weights.weight_reader import open_weights
 from moonvit3d import media
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits, grid
 from moonvit3d.media import MediaError
@@ -260,7 +260,7 @@ def test_weights_of_a_stranger_name_files_of_their_folder_alone(tmp_path):
         with pytest.raises(ValueError, match="want JSON whose weight_map names each tensor's file"):
             inspect(folder)
         with pytest.raises(CheckpointError) as error:
-            open_stored(folder)
+            open_weights(folder)
         assert "\n" not in str(error.value)
 
 
@@ -270,10 +270,10 @@ def test_weights_that_are_a_pickle_are_refused(tmp_path):
     with pytest.raises(ValueError, match="not a whole safetensors file"):
         inspect(file)
     with pytest.raises(CheckpointError):
-        open_stored(tmp_path)
+        open_weights(tmp_path)
     file.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="never read here"):
-        open_stored(tmp_path)
+        open_weights(tmp_path)
     assert not (tmp_path / "made").exists()
 
 

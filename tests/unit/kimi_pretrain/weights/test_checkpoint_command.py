@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from kimi_pretrain.weights import intake
+from kimi_pretrain.weights import hf_import
 from kimi_pretrain.weights.compare import compare_numbers
 from launch.cli.main import app
 from tests.unit.kimi_pretrain.weights.weight_folders import (
@@ -34,7 +34,7 @@ def last_json(result):
 @pytest.fixture
 def checkpoint(tmp_path):
     folder = write_folder(tmp_path / "hf", random_weights(CONFIG), 2)
-    return intake.write(intake.plan(folder, CONFIG), str(tmp_path / "run" / "checkpoints"))
+    return hf_import.write(hf_import.plan(folder, CONFIG), str(tmp_path / "run" / "checkpoints"))
 
 
 def test_inspect_shows_parts_and_state(checkpoint, tmp_path):

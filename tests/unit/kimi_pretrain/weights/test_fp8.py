@@ -7,7 +7,7 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from kimi_pretrain.weights import fp8
-from kimi_pretrain.weights.fit import fitting
+from kimi_pretrain.weights.compatibility import open_compatible
 from tests.unit.kimi_pretrain.weights.weight_folders import (
     language_alone,
     random_weights,
@@ -70,7 +70,7 @@ def folder_of(path, config, change=None):
 def test_a_released_model_is_read(tmp_path):
     config = small_config()
     folder, meant = folder_of(tmp_path / "fp8", config)
-    weights, _ = fitting(folder, config.model)
+    weights, _ = open_compatible(folder, config.model)
     assert weights.quantized == "FP8"
     assert sum(len(sources) == 2 for sources in weights.sources.values()) > 10
     for name, tensor in meant.items():
@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_named(tmp_path, damage):
     config = small_config()
     folder, _ = folder_of(tmp_path / "fp8", config, change)
     with pytest.raises(ValueError, match=told):
-        fitting(folder, config.model)
+        open_compatible(folder, config.model)
 
 
 def test_a_weight_that_is_no_number_is_named(tmp_path):
@@ -116,7 +116,7 @@ def test_a_weight_that_is_no_number_is_named(tmp_path):
     def spoil(stored) -> None:
         stored[NAME].view(torch.uint8)[3, 5] = 127
 
-    weights, _ = fitting(folder_of(tmp_path / "fp8", config, spoil)[0], config.model)
+    weights, _ = open_compatible(folder_of(tmp_path / "fp8", config, spoil)[0], config.model)
     with pytest.raises(ValueError, match=r"o_proj\.weight\[3, 5\] is nan: expected finite"):
         weights.read(f"language_model.{NAME}", torch.bfloat16)
 

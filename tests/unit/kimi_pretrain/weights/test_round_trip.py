@@ -9,11 +9,12 @@ from safetensors import safe_open
 
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint
 from kimi_pretrain.config import load_config
-from kimi_pretrain.weights import export, intake, shards
+from kimi_pretrain.weights import hf_export, hf_import, weight_writer
 from kimi_pretrain.weights.hf_config import SpecialIds, config_json, differences
 from kimi_pretrain.weights.shapes import BIAS, model_shapes, part_of
-from kimi_pretrain.weights.shards import OutputTensor
-from kimi_pretrain.weights.stored import open_stored
+from kimi_pretrain.weights.weight_reader import open_weights
+from kimi_pretrain.weights.weight_writer import OutputTensor
+from moonvit3d.safetensors_io import TensorEntry
 from tests.unit.kimi_pretrain.checkpoint.ranks import change_manifest
 from tests.unit.kimi_pretrain.weights.weight_folders import (
     dequantized_by_hand,
@@ -28,13 +29,13 @@ from tests.unit.kimi_pretrain.weights.weight_folders import (
 def imported(tmp_path, config, weights, **written):
     """A checkpoint of the weights, made by an import."""
     folder = write_folder(tmp_path / "hf", weights, **written)
-    return intake.write(intake.plan(folder, config), str(tmp_path / "checkpoints"))
+    return hf_import.write(hf_import.plan(folder, config), str(tmp_path / "checkpoints"))
 
 
 def exported(source, out, kind="kimi_k25", **options):
-    chosen = export.ExportOptions(kind, max_positions=128, **options)
-    found = export.plan(source, chosen)
-    export.export(found, out, chosen)
+    chosen = hf_export.ExportOptions(kind, max_positions=128, **options)
+    found = hf_export.plan(source, chosen)
+    hf_export.export(found, out, chosen)
     return found
 
 
@@ -67,8 +68,8 @@ def test_import_then_export_changes_no_bit(tmp_path, dtype, files):
     equal(read_all(tmp_path / "out"), weights)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 4
-    again = intake.plan(tmp_path / "out", config)
-    folder = intake.write(again, str(tmp_path / "again"))
+    again = hf_import.plan(tmp_path / "out", config)
+    folder = hf_import.write(again, str(tmp_path / "again"))
     assert open_checkpoint(folder).manifest().contents == "weights"
     equal(read_all(tmp_path / "again" / "step_00000000"), weights)
 
@@ -79,12 +80,12 @@ def test_the_language_model_alone_goes_out_and_in(tmp_path):
     source = imported(tmp_path, config, weights)
     exported(source, tmp_path / "out", "deepseek_v3")
     equal(read_all(tmp_path / "out"), language_alone(weights))
-    encoder = intake.plan(tmp_path / "out", config, vision=str(tmp_path / "hf"))
-    intake.write(encoder, str(tmp_path / "again"))
+    encoder = hf_import.plan(tmp_path / "out", config, vision=str(tmp_path / "hf"))
+    hf_import.write(encoder, str(tmp_path / "again"))
     equal(read_all(tmp_path / "again" / "step_00000000"), weights)
-    alone = intake.plan(tmp_path / "out", config)
+    alone = hf_import.plan(tmp_path / "out", config)
     assert alone.absent == ("vision_tower", "mm_projector")
-    intake.write(alone, str(tmp_path / "alone"))
+    hf_import.write(alone, str(tmp_path / "alone"))
     with pytest.raises(ValueError, match="holds no vision_tower: kimi_k25 is the whole model"):
         exported(tmp_path / "alone", tmp_path / "whole")
 
@@ -96,8 +97,8 @@ def test_int4_goes_out_and_comes_in_as_what_it_stands_for(tmp_path):
     exported(source, tmp_path / "out", int4=True, file_bytes=30_000)
     stored = read_all(tmp_path / "out")
     assert stored["language_model.lm_head.weight"].dtype == torch.bfloat16
-    folder = intake.write(intake.plan(tmp_path / "out", config), str(tmp_path / "again"))
-    found = open_stored(folder)
+    folder = hf_import.write(hf_import.plan(tmp_path / "out", config), str(tmp_path / "again"))
+    found = open_weights(folder)
     for name, tensor in weights.items():
         base = name.removesuffix(".weight")
         if ".mlp.experts." in name:
@@ -111,7 +112,7 @@ def test_int4_comes_in_under_kimis_names_and_moonlights(tmp_path):
     config = small_config()
     stored, meant = with_int4(random_weights(config))
     for prefix, tensors in (("k25", stored), ("alone", language_alone(stored))):
-        found = intake.plan(write_folder(tmp_path / prefix, tensors, 2), config)
+        found = hf_import.plan(write_folder(tmp_path / prefix, tensors, 2), config)
         assert found.weights.quantized == "INT4"
         for name, tensor in meant.items():
             if name in found.sizes:
@@ -163,22 +164,22 @@ def test_an_interrupted_export_leaves_nothing(tmp_path):
         imported(tmp_path, config, weights)
     assert [p.name for p in (tmp_path / "checkpoints").glob("*")] == []
     good = write_folder(tmp_path / "good", random_weights(config))
-    source = intake.write(intake.plan(good, config), str(tmp_path / "place"))
-    chosen = export.ExportOptions("kimi_k25", max_positions=1)
-    found = export.plan(source, chosen)
+    source = hf_import.write(hf_import.plan(good, config), str(tmp_path / "place"))
+    chosen = hf_export.ExportOptions("kimi_k25", max_positions=1)
+    found = hf_export.plan(source, chosen)
 
     def fail(count):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export.export(found, tmp_path / "out", chosen, fail)
+        hf_export.export(found, tmp_path / "out", chosen, fail)
     assert not list(tmp_path.glob("out*"))
     assert save.exists()
     for taken, call in (
-        (tmp_path / "out.partial", lambda: export.export(found, tmp_path / "out", chosen)),
+        (tmp_path / "out.partial", lambda: hf_export.export(found, tmp_path / "out", chosen)),
         (
             tmp_path / "new" / "step_00000000.partial",
-            lambda: intake.write(intake.plan(good, config), str(tmp_path / "new")),
+            lambda: hf_import.write(hf_import.plan(good, config), str(tmp_path / "new")),
         ),
     ):
         taken.mkdir(parents=True)
@@ -192,33 +193,34 @@ def test_nothing_is_written_over(tmp_path):
     config = small_config()
     source = imported(tmp_path, config, random_weights(config))
     with pytest.raises(ValueError, match="holds checkpoints already"):
-        intake.write(intake.plan(tmp_path / "hf", config), str(tmp_path / "checkpoints"))
+        hf_import.write(hf_import.plan(tmp_path / "hf", config), str(tmp_path / "checkpoints"))
     with pytest.raises(ValueError, match="is there already"):
         exported(source, tmp_path / "hf")
     with pytest.raises(ValueError, match="is a checkpoint already"):
-        intake.plan(source, config)
+        hf_import.plan(source, config)
     with pytest.raises(ValueError, match="no checkpoint of ours"):
-        export.plan(tmp_path / "hf", export.ExportOptions("kimi_k25"))
+        hf_export.plan(tmp_path / "hf", hf_export.ExportOptions("kimi_k25"))
 
 
 def test_an_import_agrees_with_config_json(tmp_path):
     config = small_config()
     folder = write_folder(tmp_path / "hf", random_weights(config), config={"rms_norm_eps": 1e-6})
     with pytest.raises(ValueError, match=r"norm_eps is 1e-05: set the configuration's keys"):
-        intake.plan(folder, config)
-    intake.plan(folder, small_config("model.language.norm_eps=1e-6"))
+        hf_import.plan(folder, config)
+    hf_import.plan(folder, small_config("model.language.norm_eps=1e-6"))
 
 
 def test_one_tensor_at_a_time_is_asked_for(tmp_path):
     """A file is begun before its last tensor is made: nothing waits for a whole file."""
-    outputs = [OutputTensor.of(f"t{i}", f"s{i}", (1000,), torch.float32) for i in range(10)]
+    entry = TensorEntry("F32", (1000,))
+    outputs = [OutputTensor(f"t{i}", f"s{i}", entry) for i in range(10)]
     events = []
 
     def make(source):
         events.append(source)
         return {f"t{source[1:]}": torch.full((1000,), float(source[1:]))}
 
-    shards.write(tmp_path, outputs, make, 12_000, lambda count: events.append(count))
+    weight_writer.write(tmp_path, outputs, make, 12_000, lambda count: events.append(count))
     assert events == [event for i in range(10) for event in (f"s{i}", 4000)]
     found = read_all(tmp_path)
     assert all(found[f"t{i}"].eq(i).all() for i in range(10))
@@ -277,7 +279,7 @@ def test_int4_and_float32_do_not_go_together(tmp_path):
     with pytest.raises(ValueError, match="--int4 with --dtype float32"):
         exported(source, tmp_path / "out", int4=True)
     with pytest.raises(ValueError, match="give --max-positions"):
-        export.plan(source, export.ExportOptions("kimi_k25"))
+        hf_export.plan(source, hf_export.ExportOptions("kimi_k25"))
 
 
 def test_the_released_checkpoint_has_so_many_tensors():
@@ -292,7 +294,7 @@ def test_a_store_of_objects_takes_an_import_and_gives_an_export(tmp_path):
     config = small_config()
     weights = random_weights(config)
     folder = write_folder(tmp_path / "hf", weights)
-    uri = intake.write(intake.plan(folder, config), "memory://weights/place")
+    uri = hf_import.write(hf_import.plan(folder, config), "memory://weights/place")
     assert uri == "memory://weights/place/step_00000000"
     assert open_checkpoint(uri).verify() == []
     exported("memory://weights/place", tmp_path / "out")  # its newest

@@ -9,17 +9,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
-import torch
 from torch import Tensor
 
 from moonvit3d.safetensors_io import (
     INDEX,
     TensorEntry,
-    entry_of,
     is_aligned,
     layout_of,
     split_by_size,
@@ -30,8 +27,7 @@ from moonvit3d.safetensors_io import (
 GIB = 1 << 30
 
 
-@dataclass(frozen=True)
-class OutputTensor:
+class OutputTensor(NamedTuple):
     """A tensor to write.
 
     Attributes:
@@ -42,11 +38,6 @@ class OutputTensor:
     name: str
     source: str
     entry: TensorEntry
-
-    @staticmethod
-    def of(name: str, source: str, shape: tuple[int, ...], dtype: torch.dtype) -> "OutputTensor":
-        """Return a tensor to write, by torch's type."""
-        return OutputTensor(name, source, entry_of(name, shape, dtype))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from kimi_pretrain.weights import fp8, int4
 from kimi_pretrain.weights.hf_config import Differences, differences
 from kimi_pretrain.weights.matching import Weights, match
 from kimi_pretrain.weights.shapes import model_shapes
-from kimi_pretrain.weights.stored import StoredTensors, more, open_stored
+from kimi_pretrain.weights.weight_reader import WeightReader, and_more, open_weights
 
 # Of the configuration's keys: what is a size although not every shape shows it, ...
 _HEADS = (
@@ -30,7 +30,9 @@ _SETTINGS = (
 )
 
 
-def fitting(uri: str | os.PathLike[str], model: ModelConfig) -> tuple[Weights, tuple[str, ...]]:
+def open_compatible(
+    uri: str | os.PathLike[str], model: ModelConfig
+) -> tuple[Weights, tuple[str, ...]]:
     """Open weights and match them with a model; headers are read, no tensor.
 
     Args:
@@ -43,27 +45,27 @@ def fitting(uri: str | os.PathLike[str], model: ModelConfig) -> tuple[Weights, t
         FileNotFoundError: nothing there.
         CheckpointError: they do not fit; one message, with the first reason and how many more.
     """
-    stored = open_stored(latest_in(uri))
-    found = _differences(stored, model)
+    reader = open_weights(latest_in(uri))
+    found = _differences(reader, model)
     if found.sizes:
         raise CheckpointError(
-            f"{stored.where} is of another model: {found.sizes[0]}{more(len(found.sizes) - 1)}"
+            f"{reader.where} is of another model: {found.sizes[0]}{and_more(len(found.sizes) - 1)}"
         )
-    return match(stored, model_shapes(model)), found.settings
+    return match(reader, model_shapes(model)), found.settings
 
 
-def _differences(stored: StoredTensors, model: ModelConfig) -> Differences:
-    if stored.manifest is not None:
-        return compare_models(stored.manifest.model, model)
-    if stored.config is None:
+def _differences(reader: WeightReader, model: ModelConfig) -> Differences:
+    if reader.manifest is not None:
+        return compare_models(reader.manifest.model, model)
+    if reader.config is None:
         return Differences((), ())
-    where = f"{stored.where}/config.json"
-    text = stored.config.get("text_config") or stored.config
-    quantized = text.get("quantization_config") or stored.config.get("quantization_config")
+    where = f"{reader.where}/config.json"
+    text = reader.config.get("text_config") or reader.config
+    quantized = text.get("quantization_config") or reader.config.get("quantization_config")
     if quantized:
         of_fp8 = isinstance(quantized, dict) and quantized.get("quant_method") == "fp8"
         (fp8 if of_fp8 else int4).check_scheme(quantized, where)
-    found = differences(stored.config, model)
+    found = differences(reader.config, model)
     return Differences(
         *(tuple(f"{where}: {told}" for told in x) for x in (found.sizes, found.settings))
     )

@@ -19,8 +19,9 @@ from kimi_pretrain.weights.hf_config import Kind, SpecialIds, config_json
 from kimi_pretrain.weights.matching import Weights, match
 from kimi_pretrain.weights.report import seq_len
 from kimi_pretrain.weights.shapes import BIAS, LANGUAGE, is_routed_expert, model_shapes
-from kimi_pretrain.weights.shards import GIB, OutputTensor, new_folder, write, write_json
-from kimi_pretrain.weights.stored import CONFIG, open_stored
+from kimi_pretrain.weights.weight_reader import CONFIG, open_weights
+from kimi_pretrain.weights.weight_writer import GIB, OutputTensor, new_folder, write, write_json
+from moonvit3d.safetensors_io import entry_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -78,24 +79,24 @@ def plan(uri: str | os.PathLike[str], options: ExportOptions) -> Export:
         FileNotFoundError, ValueError: no checkpoint of ours, damaged, or options that do not go
             together.
     """
-    stored = open_stored(latest_in(uri))
-    if stored.manifest is None:
-        raise CheckpointError(f"{stored.where}: no checkpoint of ours: there is no manifest.json")
-    model = ModelConfig.model_validate(stored.manifest.model)
-    weights = match(stored, model_shapes(model))
-    dtype = options.dtype or {"bfloat16": "bfloat16"}.get(stored.manifest.dtype, "float32")
+    reader = open_weights(latest_in(uri))
+    if reader.manifest is None:
+        raise CheckpointError(f"{reader.where}: no checkpoint of ours: there is no manifest.json")
+    model = ModelConfig.model_validate(reader.manifest.model)
+    weights = match(reader, model_shapes(model))
+    dtype = options.dtype or {"bfloat16": "bfloat16"}.get(reader.manifest.dtype, "float32")
     if options.int4 and dtype != "bfloat16":
         raise ValueError(f"--int4 with --dtype {dtype}: what is not INT4 is bfloat16 then")
     if options.kind == "kimi_k25" and weights.absent:
         raise ValueError(
-            f"{stored.where} holds no {weights.absent[0]}: kimi_k25 is the whole model; export the "
+            f"{reader.where} holds no {weights.absent[0]}: kimi_k25 is the whole model; export the "
             "language model with --as deepseek_v3"
         )
     names = [n for n in weights.sources if options.kind == "kimi_k25" or n.startswith(LANGUAGE)]
     shapes, wide = model_shapes(model), DTYPES[dtype]
     outputs = [out for name in names for out in _outputs(name, shapes[name], wide, options)]
     masters = [name for name in names if weights.from_master(name, _dtype_of(name, wide))]
-    types = {stored.headers[name].dtype for name in names if not name.endswith(BIAS)}
+    types = {reader.headers[name].dtype for name in names if not name.endswith(BIAS)}
     narrow = any(torch.promote_types(wide, found) != found for found in types)
     ids = options.ids or SpecialIds(model.language.vocab_size - 256)
     return Export(
@@ -105,7 +106,7 @@ def plan(uri: str | os.PathLike[str], options: ExportOptions) -> Export:
             model,
             options.kind,
             dtype=dtype,
-            max_positions=options.max_positions or _positions(model, seq_len(stored)),
+            max_positions=options.max_positions or _positions(model, seq_len(reader)),
             ids=ids,
             quantized=options.int4,
         ),
@@ -160,7 +161,7 @@ def _outputs(
 ) -> list[OutputTensor]:
     out_name = _out_name(name, options.kind)
     if not _is_int4(name, options):
-        return [OutputTensor.of(out_name, name, shape, _dtype_of(name, wide))]
+        return [OutputTensor(out_name, name, entry_of(name, shape, _dtype_of(name, wide)))]
     try:
         shapes = int4.packed_shapes(shape)
     except ValueError as error:
@@ -168,7 +169,7 @@ def _outputs(
     types = (torch.int32, torch.bfloat16, torch.int32)
     base = out_name.removesuffix(".weight")
     return [
-        OutputTensor.of(f"{base}.{part}", name, shapes[part], dtype)
+        OutputTensor(f"{base}.{part}", name, entry_of(name, shapes[part], dtype))
         for part, dtype in zip(int4.PARTS, types, strict=True)
     ]
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ _THREADS = 16  # files whose headers are read at a time
 
 
 @dataclass(frozen=True)
-class Header:
+class TensorHeader:
     """What a stored tensor is.
 
     Attributes:
@@ -55,7 +55,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class StoredTensors:
+class WeightReader:
     """The tensors of a folder. Headers are read at once, tensors when asked for.
 
     May be sent to other processes, which then read no headers.
@@ -68,7 +68,7 @@ class StoredTensors:
     """
 
     where: str
-    headers: Mapping[str, Header]
+    headers: Mapping[str, TensorHeader]
     config: Mapping[str, Any] | None = None
     manifest: Manifest | None = None
 
@@ -122,12 +122,12 @@ class StoredTensors:
 class _Verified:
     """Which files of a checkpoint were found to be as they were written."""
 
-    def __init__(self, stored: StoredTensors):
-        assert stored.manifest is not None
+    def __init__(self, reader: WeightReader):
+        assert reader.manifest is not None
         self.whole: set[str] = set()
         self._lock = threading.Lock()
-        self._checkpoint = open_checkpoint(stored.where)
-        self._checkpoint.know({MANIFEST: stored.manifest.text().encode()})
+        self._checkpoint = open_checkpoint(reader.where)
+        self._checkpoint.know({MANIFEST: reader.manifest.text().encode()})
 
     def check(self, files: tuple[str, ...]) -> None:
         with self._lock:
@@ -138,7 +138,7 @@ class _Verified:
                     self.whole.add(file)
 
 
-def open_stored(uri: str | os.PathLike[str]) -> StoredTensors:
+def open_weights(uri: str | os.PathLike[str]) -> WeightReader:
     """Read the headers of a folder: a checkpoint of ours, or Hugging Face's safetensors.
 
     Args:
@@ -150,7 +150,7 @@ def open_stored(uri: str | os.PathLike[str]) -> StoredTensors:
     """
     files, names = _folder(uri)
     if MANIFEST in names:
-        return stored_checkpoint(open_checkpoint(uri))
+        return checkpoint_weights(open_checkpoint(uri))
     if INDEX in names:
         return _hugging_face(files, _indexed(files, names), names)
     if SINGLE in names:
@@ -158,7 +158,7 @@ def open_stored(uri: str | os.PathLike[str]) -> StoredTensors:
     raise _no_weights(files.uri, names)
 
 
-def stored_checkpoint(checkpoint: Checkpoint) -> StoredTensors:
+def checkpoint_weights(checkpoint: Checkpoint) -> WeightReader:
     """Return the tensors of a checkpoint of ours, the optimizer's among them.
 
     Raises:
@@ -169,10 +169,10 @@ def stored_checkpoint(checkpoint: Checkpoint) -> StoredTensors:
     with ThreadPoolExecutor(_THREADS) as pool:  # each file's header is read once, several at a time
         list(pool.map(checkpoint.header, sorted(set(files.values()))))
     headers = {name: _header(checkpoint.entry(name), files[name]) for name in checkpoint.names()}
-    return StoredTensors(checkpoint.uri, headers, manifest=checkpoint.manifest())
+    return WeightReader(checkpoint.uri, headers, manifest=checkpoint.manifest())
 
 
-def more(count: int) -> str:
+def and_more(count: int) -> str:
     """Say how many others there are, after the first that a message names."""
     return f" (and {count:,} more)" if count > 0 else ""
 
@@ -213,21 +213,22 @@ def _no_weights(where: str, names: list[str]) -> Exception:
 
 def _hugging_face(
     files: Files, wanted: Mapping[str, set[str] | None], names: list[str]
-) -> StoredTensors:
+) -> WeightReader:
     """Read headers; `wanted` says which tensors of which file, None for all of them."""
-    headers: dict[str, Header] = {}
+    headers: dict[str, TensorHeader] = {}
     with ThreadPoolExecutor(_THREADS) as pool:
-        read = dict(zip(wanted, pool.map(partial(_entries, files), wanted), strict=True))
+        entries = pool.map(lambda file: read_header(files, file, files.size(file)), wanted)
+        read = dict(zip(wanted, entries, strict=True))
     for file, some in wanted.items():
         held = read[file]
         if lost := sorted((some or set()) - held.keys()):
             raise CheckpointError(
                 f"{files.where(file)}: no tensor {lost[0]!r}, where {INDEX} says it is"
-                f"{more(len(lost) - 1)}"
+                f"{and_more(len(lost) - 1)}"
             )
         headers |= {name: _header(held[name], file) for name in (held if some is None else some)}
     config = _json(files, CONFIG, _MOST_CONFIG_BYTES) if CONFIG in names else None
-    return StoredTensors(files.uri, dict(sorted(headers.items())), config)
+    return WeightReader(files.uri, dict(sorted(headers.items())), config)
 
 
 def _indexed(files: Files, names: list[str]) -> dict[str, set[str] | None]:
@@ -251,10 +252,6 @@ def _indexed(files: Files, names: list[str]) -> dict[str, set[str] | None]:
     return dict(sorted(wanted.items()))
 
 
-def _entries(files: Files, file: str) -> dict[str, TensorEntry]:
-    return read_header(files, file, files.size(file))
-
-
 def _json(files: Files, name: str, most: int) -> dict[str, Any]:
     where, size = files.where(name), files.size(name) or 0
     if size > most:
@@ -265,5 +262,5 @@ def _json(files: Files, name: str, most: int) -> dict[str, Any]:
     return found
 
 
-def _header(entry: TensorEntry, file: str) -> Header:
-    return Header(entry.shape, torch_dtype(entry.dtype), file, entry.offset)
+def _header(entry: TensorEntry, file: str) -> TensorHeader:
+    return TensorHeader(entry.shape, torch_dtype(entry.dtype), file, entry.offset)

@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 
 from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.run_history import latest_in
-from kimi_pretrain.weights import intake
-from kimi_pretrain.weights.fit import fitting
-from kimi_pretrain.weights.start import open_start
-from kimi_pretrain.weights.stored import open_stored
+from kimi_pretrain.weights import hf_import
+from kimi_pretrain.weights.compatibility import open_compatible
+from kimi_pretrain.weights.initial_weights import open_initial_weights
+from kimi_pretrain.weights.weight_reader import open_weights
 from tests.unit.kimi_pretrain.weights.weight_folders import (
     language_alone,
     random_weights,
@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.mark.parametrize("files", [1, 3])
 def test_tensors_are_read_as_they_were_written(tmp_path, files):
-    stored = open_stored(write_folder(tmp_path / "hf", WEIGHTS, files))
+    stored = open_weights(write_folder(tmp_path / "hf", WEIGHTS, files))
     assert list(stored.headers) == sorted(WEIGHTS)
     assert all(torch.equal(stored.read(name), tensor) for name, tensor in WEIGHTS.items())
 
@@ -41,7 +41,7 @@ def test_a_store_of_objects_is_read_too(tmp_path):
     store = open_store("memory://weights/hf")
     for file in folder.iterdir():
         store.put(file.name, file.read_bytes())
-    weights, _ = fitting("memory://weights/hf", CONFIG.model)
+    weights, _ = open_compatible("memory://weights/hf", CONFIG.model)
     name = "language_model.lm_head.weight"
     assert torch.equal(weights.read(name, torch.float32), WEIGHTS[name])
 
@@ -55,12 +55,12 @@ def test_what_one_rank_has_found_the_others_read(tmp_path, where):
     if where != "folder":
         for file in folder.iterdir():
             open_store(where).put(file.name, file.read_bytes())
-    found = fitting(folder if where == "folder" else where, CONFIG.model)
+    found = open_compatible(folder if where == "folder" else where, CONFIG.model)
     name = "language_model.lm_head.weight"
     found[0].read(name, torch.float32)  # its files are open now
     weights, settings = pickle.loads(pickle.dumps(found))
     assert settings == found[1]
-    assert weights.stored == found[0].stored
+    assert weights.reader == found[0].reader
     for name, tensor in WEIGHTS.items():
         assert torch.equal(weights.read(name, torch.float32), tensor.float())
 
@@ -70,14 +70,14 @@ def test_pickles_are_refused_unread(tmp_path, name):
     """The file is no pickle at all: nobody has tried to load it."""
     (tmp_path / name).write_bytes(b"not a pickle")
     with pytest.raises(ValueError, match=f"{name}: pickled weights can run any code"):
-        open_stored(tmp_path)
+        open_weights(tmp_path)
 
 
 def test_an_index_that_names_pickles_is_refused(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "a.bin"}}))
     with pytest.raises(ValueError, match="only safetensors are read, never pickles"):
-        open_stored(tmp_path)
+        open_weights(tmp_path)
 
 
 @pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", 7])
@@ -87,14 +87,14 @@ def test_an_index_leads_nowhere_else(tmp_path, file):
     folder.mkdir()
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
     with pytest.raises(ValueError, match="is no file name"):
-        open_stored(folder)
+        open_weights(folder)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": []}', "{}", "[" * 100_000])
 def test_a_damaged_index_is_named(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(ValueError, match=re.escape(str(tmp_path / INDEX))):
-        open_stored(tmp_path)
+        open_weights(tmp_path)
 
 
 def test_missing_and_cut_files_are_named(tmp_path):
@@ -103,10 +103,10 @@ def test_missing_and_cut_files_are_named(tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole[:-5])
     with pytest.raises(ValueError, match=re.escape(str(file))):
-        open_stored(folder)
+        open_weights(folder)
     file.unlink()
     with pytest.raises(ValueError, match=f"{re.escape(str(file))}: missing"):
-        open_stored(folder)
+        open_weights(folder)
 
 
 def test_a_tensor_that_is_not_where_the_index_says(tmp_path):
@@ -115,14 +115,14 @@ def test_a_tensor_that_is_not_where_the_index_says(tmp_path):
     index["weight_map"]["language_model.extra"] = "model-00001-of-00002.safetensors"
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match="no tensor 'language_model.extra', where"):
-        open_stored(folder)
+        open_weights(folder)
 
 
 def test_nothing_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such folder"):
-        open_stored(tmp_path / "none")
+        open_weights(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match=r"no weights: expected .*found 0 other files"):
-        open_stored(tmp_path)
+        open_weights(tmp_path)
 
 
 # Against a model -------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_nothing_there(tmp_path):
 def problem(tmp_path, weights, **written):
     folder = write_folder(tmp_path / "hf", weights, **written)
     with pytest.raises(ValueError) as error:
-        fitting(folder, CONFIG.model)
+        open_compatible(folder, CONFIG.model)
     assert str(folder) in str(error.value)
     return str(error.value)
 
@@ -169,7 +169,7 @@ def test_an_int4_matrix_that_states_another_shape(tmp_path):
     stored, _ = with_int4(WEIGHTS)
     base = "language_model.model.layers.1.mlp.experts.2.up_proj.weight"
     stored[f"{base}_shape"] = torch.tensor([64, 32], dtype=torch.int32)
-    weights, _ = fitting(write_folder(tmp_path / "hf", stored), CONFIG.model)
+    weights, _ = open_compatible(write_folder(tmp_path / "hf", stored), CONFIG.model)
     with pytest.raises(ValueError, match=r"weight_shape is \[64, 32\].*holds \[32, 64\]"):
         weights.read(base, torch.float32)
 
@@ -179,7 +179,7 @@ def test_a_number_that_is_not_finite_is_named(tmp_path):
     name = "language_model.model.norm.weight"
     weights[name] = WEIGHTS[name].clone()
     weights[name][7] = torch.nan
-    found, _ = fitting(write_folder(tmp_path / "hf", weights), CONFIG.model)
+    found, _ = open_compatible(write_folder(tmp_path / "hf", weights), CONFIG.model)
     with pytest.raises(ValueError, match=re.escape(f"{name}[7] is nan: expected finite")):
         found.read(name, torch.float32)
 
@@ -187,7 +187,7 @@ def test_a_number_that_is_not_finite_is_named(tmp_path):
 def test_a_number_too_large_for_the_type_is_named(tmp_path):
     name = "language_model.model.norm.weight"
     weights = WEIGHTS | {name: torch.full((64,), 3.4e38)}
-    found, _ = fitting(write_folder(tmp_path / "hf", weights), CONFIG.model)
+    found, _ = open_compatible(write_folder(tmp_path / "hf", weights), CONFIG.model)
     with pytest.raises(ValueError, match=re.escape(f"{name}[0] is inf")):
         found.read(name, torch.bfloat16)
 
@@ -195,7 +195,7 @@ def test_a_number_too_large_for_the_type_is_named(tmp_path):
 def test_the_language_model_alone_has_the_same_names_without_a_prefix(tmp_path):
     alone = language_alone(WEIGHTS)
     alone["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)  # some releases have it
-    weights, _ = fitting(write_folder(tmp_path / "hf", alone), CONFIG.model)
+    weights, _ = open_compatible(write_folder(tmp_path / "hf", alone), CONFIG.model)
     assert weights.absent == ("vision_tower", "mm_projector")
     name = "language_model.model.layers.1.mlp.experts.3.down_proj.weight"
     assert torch.equal(weights.read(name, torch.float32), WEIGHTS[name])
@@ -236,14 +236,14 @@ def test_another_architecture_is_refused(tmp_path, key, value, told):
     """Every shape fits, and the model would be another."""
     folder = write_folder(tmp_path / "hf", WEIGHTS, config={"text_config": {key: value}})
     with pytest.raises(ValueError, match=re.escape(told)):
-        fitting(folder, CONFIG.model)
+        open_compatible(folder, CONFIG.model)
 
 
 def test_other_settings_are_told_and_allowed(tmp_path):
     scaling = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
     stated = {"rope_theta": 50000.0, "rms_norm_eps": 1e-6, "rope_scaling": scaling}
     folder = write_folder(tmp_path / "hf", WEIGHTS, config=stated)
-    _, settings = fitting(folder, CONFIG.model)
+    _, settings = open_compatible(folder, CONFIG.model)
     assert [told.split(": ")[1].split(" is ")[0] for told in settings] == [
         "rms_norm_eps",
         "rope_theta",
@@ -257,29 +257,31 @@ def test_other_settings_are_told_and_allowed(tmp_path):
 def test_start_from_says_where_and_why(tmp_path):
     config = load_config("tiny_cpu", [f"train.start_from={tmp_path / 'none'}"])
     with pytest.raises(FileNotFoundError, match=r"train\.start_from: .*no such folder"):
-        open_start(config)
-    assert open_start(load_config("tiny_cpu")) is None
+        open_initial_weights(config)
+    assert open_initial_weights(load_config("tiny_cpu")) is None
 
 
 def test_a_checkpoint_of_other_heads_is_refused_and_of_another_yarn_told(tmp_path):
     """What a head is divided into leaves no trace in most shapes."""
     folder = write_folder(tmp_path / "hf", WEIGHTS)
-    place = intake.write(intake.plan(folder, CONFIG), str(tmp_path / "place"))
+    place = hf_import.write(hf_import.plan(folder, CONFIG), str(tmp_path / "place"))
     swapped = ("model.language.qk_nope_dim=8", "model.language.qk_rope_dim=8")
     with pytest.raises(ValueError, match=r"model\.language\.qk_nope_dim was 12, here it is 8"):
-        fitting(place, small_config(*swapped, "model.language.v_dim=16").model)
+        open_compatible(place, small_config(*swapped, "model.language.v_dim=16").model)
     config = small_config(f"train.start_from={place}", "model.language.yarn={factor: 4.0}")
-    start = open_start(config)
+    start = open_initial_weights(config)
     assert start is not None
     assert "set otherwise than there: model.language.yarn was None" in start.lines()[-1]
 
 
 def test_start_from_tells_what_the_encoder_starts_from(tmp_path):
     folder = write_folder(tmp_path / "hf", language_alone(WEIGHTS))
-    start = open_start(small_config(f"train.start_from={folder}"))
+    start = open_initial_weights(small_config(f"train.start_from={folder}"))
     assert start is not None
     assert "no vision_tower or mm_projector there: the encoder from the seed" in start.lines()
-    start = open_start(small_config(f"train.start_from={folder}", "train.vision_weights=v"))
+    start = open_initial_weights(
+        small_config(f"train.start_from={folder}", "train.vision_weights=v")
+    )
     assert start is not None
     assert "the encoder from train.vision_weights=v" in start.lines()
 

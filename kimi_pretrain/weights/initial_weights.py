@@ -20,7 +20,7 @@ from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import MANIFEST, share_of_files
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint
 from kimi_pretrain.config import Config
-from kimi_pretrain.weights.fit import fitting
+from kimi_pretrain.weights.compatibility import open_compatible
 from kimi_pretrain.weights.matching import MASTER, Weights
 from kimi_pretrain.weights.shapes import VISION
 
@@ -45,11 +45,11 @@ class Start:
 
     def lines(self) -> list[str]:
         """Return what a person should know of it."""
-        stored = self.weights.stored
+        reader = self.weights.reader
         kind = "a Hugging Face folder"
-        if stored.manifest is not None:
-            kind = f"the checkpoint of step {stored.manifest.state.step}"
-        lines = [f"weights from {kind}, {stored.where}; optimizer, schedule and data begin anew"]
+        if reader.manifest is not None:
+            kind = f"the checkpoint of step {reader.manifest.state.step}"
+        lines = [f"weights from {kind}, {reader.where}; optimizer, schedule and data begin anew"]
         if self.keep_encoder is not None:
             lines.append(f"the encoder from train.vision_weights={self.keep_encoder}")
         elif self.weights.absent:
@@ -77,12 +77,12 @@ class Start:
                 finite.
         """
         _check_hashes(self.weights, mesh, alive)
-        self.weights.stored.mark_verified()
+        self.weights.reader.mark_verified()
         if mesh.rank == 0:
             for line in self.lines():
                 log.info("%s", line)
         wanted = {name: tensor for name, tensor in tensors.items() if self._takes(name)}
-        sources, headers = self.weights.sources, self.weights.stored.headers
+        sources, headers = self.weights.sources, self.weights.reader.headers
 
         def place(name: str) -> tuple[str, tuple[str, ...]]:
             source = sources[name.removeprefix(MASTER)]
@@ -104,7 +104,7 @@ class Start:
         return weight in self.weights.sources
 
 
-def open_start(config: Config, mesh: "Mesh | None" = None) -> Start | None:
+def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> Start | None:
     """Match `train.start_from` with the model, by headers alone; None: it is not set. Collective.
 
     Rank 0 reads the headers, and decides which checkpoint is the newest of a run, for all.
@@ -119,7 +119,7 @@ def open_start(config: Config, mesh: "Mesh | None" = None) -> Start | None:
     if uri is None:
         return None
     try:
-        weights, settings = from_first(partial(fitting, uri, config.model), mesh)
+        weights, settings = from_first(partial(open_compatible, uri, config.model), mesh)
         return Start(weights, settings, encoder)
     except (CheckpointError, FileNotFoundError) as error:
         raise type(error)(f"train.start_from: {error}") from None
@@ -127,10 +127,10 @@ def open_start(config: Config, mesh: "Mesh | None" = None) -> Start | None:
 
 def _check_hashes(weights: Weights, mesh: "Mesh", alive: Callable[[], None]) -> None:
     """Compare a checkpoint's files with its manifest, each on one rank."""
-    manifest = weights.stored.manifest
+    manifest = weights.reader.manifest
     if manifest is None:
         return
-    checkpoint = open_checkpoint(weights.stored.where)
+    checkpoint = open_checkpoint(weights.reader.where)
     checkpoint.know({MANIFEST: manifest.text().encode()})  # as rank 0 has read it
     mine = share_of_files(manifest, mesh.rank, mesh.world_size)
     everyone = on_all_ranks(lambda: checkpoint.verify(mine, lambda _: alive()), mesh)

@@ -27,17 +27,17 @@ from kimi_pretrain.checkpoint.staging import StagingBuffers
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.checkpoint.storage_write import StorageWriter, open_storage_writer
 from kimi_pretrain.config import Config
-from kimi_pretrain.weights.fit import fitting
+from kimi_pretrain.weights.compatibility import open_compatible
 from kimi_pretrain.weights.matching import Weights, match
 from kimi_pretrain.weights.shapes import BIAS, VISION, Shapes, model_shapes
-from kimi_pretrain.weights.stored import more, open_stored
+from kimi_pretrain.weights.weight_reader import and_more, open_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 MOST_FILE_MIB = 1024  # a file is held in memory
 
 
 @dataclass(frozen=True)
-class Intake:
+class ImportPlan:
     """What is to be written, all checks done.
 
     Attributes:
@@ -70,7 +70,7 @@ def dtype_of(name: str, config: Config) -> torch.dtype:
     return torch.float32 if name.endswith(BIAS) else DTYPES[config.train.dtype]
 
 
-def plan(uri: str | os.PathLike[str], config: Config, vision: str | None = None) -> Intake:
+def plan(uri: str | os.PathLike[str], config: Config, vision: str | None = None) -> ImportPlan:
     """Match a folder with a configuration; only headers are read.
 
     Args:
@@ -82,11 +82,11 @@ def plan(uri: str | os.PathLike[str], config: Config, vision: str | None = None)
         FileNotFoundError: nothing there.
         ValueError: they do not fit, or config.json states other settings than the configuration.
     """
-    weights, settings = fitting(uri, config.model)
-    if weights.stored.manifest is not None:
-        raise CheckpointError(f"{weights.stored.where} is a checkpoint already")
+    weights, settings = open_compatible(uri, config.model)
+    if weights.reader.manifest is not None:
+        raise CheckpointError(f"{weights.reader.where} is a checkpoint already")
     if settings:
-        told = settings[0] + more(len(settings) - 1)
+        told = settings[0] + and_more(len(settings) - 1)
         raise CheckpointError(f"{told}: set the configuration's keys to agree")
     shapes = model_shapes(config.model)
     encoder = None
@@ -96,20 +96,20 @@ def plan(uri: str | os.PathLike[str], config: Config, vision: str | None = None)
         encoder = _encoder(vision, shapes)
     names = [*weights.sources, *(encoder.sources if encoder else ())]
     sizes = {n: dtype_of(n, config).itemsize * prod(shapes[n]) for n in sorted(names)}
-    return Intake(config, weights, encoder, sizes, () if encoder else weights.absent)
+    return ImportPlan(config, weights, encoder, sizes, () if encoder else weights.absent)
 
 
 def _encoder(uri: str, shapes: Shapes) -> Weights:
     """Match the encoder alone; a language model beside it is not looked at."""
-    stored = open_stored(uri)
-    headers = {name: at for name, at in stored.headers.items() if name.startswith(VISION)}
+    reader = open_weights(uri)
+    headers = {name: at for name, at in reader.headers.items() if name.startswith(VISION)}
     if not headers:
         raise CheckpointError(f"--vision {uri}: no {' or '.join(VISION)} there")
     wanted = {name: shape for name, shape in shapes.items() if name.startswith(VISION)}
-    return match(replace(stored, headers=headers), wanted)
+    return match(replace(reader, headers=headers), wanted)
 
 
-def write(found: Intake, place: str, progress: Callable[[int], None] = lambda _: None) -> str:
+def write(found: ImportPlan, place: str, progress: Callable[[int], None] = lambda _: None) -> str:
     """Write the checkpoint of step 0 under a place; returns its URI.
 
     Raises:
@@ -142,7 +142,7 @@ def write(found: Intake, place: str, progress: Callable[[int], None] = lambda _:
 class _Reading(Mapping[str, Tensor]):
     """Tensors that are read when they are asked for."""
 
-    def __init__(self, found: Intake):
+    def __init__(self, found: ImportPlan):
         self.found = found
 
     def __getitem__(self, name: str) -> Tensor:
@@ -156,7 +156,7 @@ class _Reading(Mapping[str, Tensor]):
 
 
 def _write_files(
-    found: Intake, writer: StorageWriter, progress: Callable[[int], None]
+    found: ImportPlan, writer: StorageWriter, progress: Callable[[int], None]
 ) -> Iterator[tuple[str, tuple[Fingerprint, list[str]]]]:
     """Write all tensors; yields file -> its fingerprint and tensors."""
     limit = min(found.config.checkpoint.file_mib, MOST_FILE_MIB) << 20
@@ -166,7 +166,7 @@ def _write_files(
 
 
 def _write_file(
-    found: Intake,
+    found: ImportPlan,
     writer: StorageWriter,
     file: str,
     names: list[str],
