@@ -26,15 +26,15 @@ OnBytes = Callable[[int], None]
 
 
 class CheckpointUnreadable(CheckpointError):
-    """A file that may not be read here: the user's to mend, and says nothing of damage."""
+    """A file that this user may not read: a user error, no sign of damage."""
 
 
 class Files(Protocol):
     """Reads files by their plain name. May be called from any thread.
 
-    All methods raise `CheckpointUnavailable` for what a later attempt may not meet,
-    `CheckpointUnreadable` for what is in the way of a file of a folder, and what `Store.get` raises
-    for a store that refuses. Any other `CheckpointError` tells of damage.
+    All methods raise `CheckpointUnavailable` where a retry may succeed, `CheckpointUnreadable` for
+    a file of a folder that may not be read, and what `Store.get` raises where a store refuses. Any
+    other `CheckpointError` means damage.
     """
 
     uri: str
@@ -235,7 +235,7 @@ def size_of(path: Path) -> int | None:
     Not `Path.is_file`, which takes some errors of a shared folder for "not there".
 
     Raises:
-        OSError: it cannot be told.
+        OSError: the file system does not say.
     """
     try:
         found = os.stat(path)
@@ -246,7 +246,7 @@ def size_of(path: Path) -> int | None:
 
 @contextmanager
 def _answering() -> Iterator[None]:
-    """Tell of a store that does not answer; what it refuses stays the store's own error."""
+    """Raise `CheckpointUnavailable` for a store that does not answer; refusals pass unchanged."""
     from data_pipeline.store.open import StoreUnavailable
 
     try:

@@ -1,8 +1,8 @@
-"""Which checkpoint a run goes on from: found by manifests alone, and verified before anything else.
+"""Finds the checkpoint that a run resumes from, by manifests alone, and verifies its files.
 
-All ranks come to the same answer: rank 0 looks which checkpoints there are and reads what they say
-of themselves, because a shared file system may show the others something older, and thousands of
-ranks that read one file keep it busy. Every file is hashed by one rank.
+All ranks come to the same answer: rank 0 lists the checkpoints and reads their manifests, because a
+shared file system may show other ranks an older state, and thousands of ranks that read one file
+keep it busy. Every file is hashed by one rank.
 """
 
 import logging
@@ -57,14 +57,14 @@ def find(
         problems = _problems(found, config, mesh, progress, listed=True)
         if not problems:
             return found
-        told = "; ".join(problems)
+        damage = "; ".join(problems)
         if not config.resume.fallback:
             raise CheckpointError(
-                f"the newest checkpoint is damaged: {told}. To go on from the one before it, set "
+                f"the newest checkpoint is damaged: {damage}. To go on from the one before it, set "
                 "resume.fallback=true"
             )
         if _is_first(mesh):
-            log.warning("passing over a damaged checkpoint: %s", told)
+            log.warning("passing over a damaged checkpoint: %s", damage)
     if steps:
         raise CheckpointError(f"{place.uri}: all {len(steps)} checkpoints are damaged; see the log")
     return None
@@ -93,14 +93,14 @@ def _problems(
     progress: OnBytes | None,
     listed: bool = False,
 ) -> list[str]:
-    """What is damaged, the same on all ranks; raises what says nothing of damage.
+    """What is damaged, the same on all ranks; errors that are no sign of damage are raised.
 
     Args:
         listed: whether it was complete a moment ago.
     """
-    texts, told = from_first(partial(_texts, found, listed), mesh)
-    if told is not None:
-        return [told]
+    texts, problem = from_first(partial(_texts, found, listed), mesh)
+    if problem is not None:
+        return [problem]
     found.know(texts)
     everyone = on_all_ranks(partial(_damaged, found, config, mesh, progress), mesh)
     problems = [problem for part in everyone for problem in part]

@@ -1,9 +1,9 @@
-"""What a checkpoint says of itself: manifest.json, written last, so that it marks completeness.
+"""manifest.json: the state, model and files of a checkpoint; written last, it marks completeness.
 
-Pure: text in, values out. Whatever stands in a manifest is checked before it is believed, for it
-may come from anywhere: names of files must be plain names inside the folder, numbers must be
-numbers, and a text of absurd size is not parsed at all. It ends with a SHA-256 of its own values:
-no other file of a checkpoint says which step it is, or where the data goes on.
+Pure: text in, values out. A manifest may come from anywhere, so it is checked before it is used:
+names of files must be plain names inside the folder, numbers must be numbers, and a text of absurd
+size is not parsed at all. It ends with a SHA-256 of its own values: no other file of a checkpoint
+holds the step and the loader's position.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ Contents = Literal["all", "weights"]
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run remembers besides tensors.
+    """The state of a run besides tensors.
 
     Attributes:
         step: steps done.
@@ -219,7 +219,7 @@ def check_step(manifest: Manifest, folder: str, where: str) -> None:
     """Refuse a manifest that is not of the step after which its folder is named.
 
     Args:
-        folder: its name; one that names no step says nothing.
+        folder: its name; one that is no step's name is not checked.
         where: name of the manifest, for messages.
 
     Raises:

@@ -15,7 +15,7 @@ def steps_to_keep(
     Args:
         steps: of the complete checkpoints.
         keep_last: so many of the newest stay; None: all of them.
-        keep_every: those whose step it divides stay as well; None: no others.
+        keep_every: those whose step it divides are kept as well; None: no others.
         good: the checkpoint that is known to be sound (it was written or verified just now). It
             stays, and so many before it count as the newest: a damaged one after it, which a run
             that fell back has left behind, must not push it out.

@@ -1,7 +1,7 @@
 """Where checkpoints lie: a folder or an object store, and one checkpoint in it, for reading.
 
-What is written and removed goes through `sink`. A checkpoint is there when its manifest.json is;
-everything else under a step's name is a torn save, and nobody takes it.
+`storage_write` writes and removes. A checkpoint exists once its manifest.json does; everything else
+under a step's name is an incomplete save, which is never read.
 """
 
 import logging
@@ -81,7 +81,7 @@ class Checkpoint:
         return manifest
 
     def manifest(self) -> Manifest:
-        """Return what the checkpoint says of itself.
+        """Return the manifest.
 
         Raises:
             CheckpointError: it is not complete, or its manifest is damaged.
@@ -89,7 +89,7 @@ class Checkpoint:
         return self._manifest
 
     def manifest_problems(self) -> list[str]:
-        """Return what is damaged of a manifest that is there, in a line or none.
+        """Return what is damaged of a manifest that is there: one line, or none.
 
         Raises:
             CheckpointError: there is none, or it cannot be read.
@@ -105,7 +105,7 @@ class Checkpoint:
         return []
 
     def warn_if_unhashed(self) -> None:
-        """Log it where the manifest is of the time before it had a hash of its own."""
+        """Log a warning where the manifest is of a version without a hash of its own."""
         if not self.manifest().hashed:
             log.warning(
                 "%s: its %s was written without a hash of its own: damage to the step or to the "
@@ -159,7 +159,7 @@ class Checkpoint:
         }
 
     def know(self, texts: Mapping[str, bytes]) -> None:
-        """Take these for manifest and index, and read neither: another rank has done it."""
+        """Use these as manifest and index, and read neither: another rank has read them."""
         self._texts = dict(texts)
 
     def weight_map(self) -> dict[str, str]:
@@ -243,8 +243,8 @@ class Checkpoint:
 
         Raises:
             CheckpointError: the manifest itself is missing or damaged.
-            CheckpointUnavailable, CheckpointUnreadable: a file cannot be read, which tells nothing
-                of it; or the whole checkpoint, known from another rank, is not seen from here.
+            CheckpointUnavailable, CheckpointUnreadable: a file cannot be read, which is no sign
+                of damage; or the whole checkpoint, known from another rank, is not seen from here.
         """
         expected = self.manifest().files
         problems = []
@@ -267,8 +267,8 @@ class Checkpoint:
                 "just now: this machine does not see the place, or something removes checkpoints"
             )
         if size != wanted.bytes:
-            told = "missing" if size is None else f"{size} bytes"
-            return f"{where}: {told}, expected {wanted.bytes} bytes"
+            found = "missing" if size is None else f"{size} bytes"
+            return f"{where}: {found}, expected {wanted.bytes} bytes"
         found = self._files.fingerprint(name, progress)
         if found == wanted:
             return None
@@ -335,10 +335,10 @@ class Place:
         return True
 
     def recover(self) -> None:
-        """Give a folder its name back that a killed run was about to replace by a newer one.
+        """Restore the name of a folder that a killed run was about to replace by a newer one.
 
-        Only where the place belongs to the caller: what it looks like in the middle of another
-        run's save is the same.
+        Only where the place belongs to the caller: in the middle of another run's save it looks the
+        same.
         """
         if self.folder is None:
             return
@@ -357,7 +357,7 @@ class Place:
         """Return the text of a small file beside the checkpoints; None: it is not there.
 
         Raises:
-            OSError, StoreError: it cannot be told. An owner who is not seen is not "no owner".
+            OSError, StoreError: it cannot be read, which does not mean that it is not there.
         """
         if self.folder is not None:
             try:

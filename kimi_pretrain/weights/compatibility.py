@@ -1,7 +1,7 @@
-"""Whether weights of some origin are those of a configuration's model; told before any is read.
+"""Checks weights against a configuration's model by headers and config.json, before any is read.
 
-What the weights cannot be used with is an error: another shape, another number of heads. What only
-changes what the model computes with them is told: a later stage of training may change YaRN on
+Sizes that differ are an error: another shape, another number of heads. Settings that only change
+what the model computes with the weights are reported: a later stage of training may change YaRN on
 purpose.
 """
 
@@ -18,12 +18,12 @@ from kimi_pretrain.weights.matching import Weights, match
 from kimi_pretrain.weights.shapes import model_shapes
 from kimi_pretrain.weights.weight_reader import WeightReader, and_more, open_weights
 
-# Of the configuration's keys: what is a size although not every shape shows it, ...
+# Keys of the configuration that are sizes, although not every shape shows them, ...
 _HEADS = (
     *("language.num_heads", "language.qk_nope_dim", "language.qk_rope_dim", "language.v_dim"),
     "vision.heads",
 )
-# ... and what changes what is computed.
+# ... and settings that change what is computed.
 _SETTINGS = (
     *("language.experts_per_token", "language.routed_scaling_factor", "language.norm_eps"),
     *("language.rope_theta", "language.yarn", "vision.norm_eps", "vision.rope_theta"),
@@ -39,7 +39,7 @@ def open_compatible(
         uri: folder or s3:// URI of a checkpoint, of a run or of Hugging Face safetensors.
 
     Returns:
-        the weights, and in words what was set otherwise where they come from.
+        the weights, and messages about settings that differ where they come from.
 
     Raises:
         FileNotFoundError: nothing there.
@@ -67,7 +67,7 @@ def _differences(reader: WeightReader, model: ModelConfig) -> Differences:
         (fp8 if of_fp8 else int4).check_scheme(quantized, where)
     found = differences(reader.config, model)
     return Differences(
-        *(tuple(f"{where}: {told}" for told in x) for x in (found.sizes, found.settings))
+        *(tuple(f"{where}: {text}" for text in x) for x in (found.sizes, found.settings))
     )
 
 

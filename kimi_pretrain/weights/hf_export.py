@@ -1,6 +1,6 @@
-"""A checkpoint as a Hugging Face folder: files, index and config.json, whatever the model's size.
+"""Exports a checkpoint as a Hugging Face folder: files, index and config.json.
 
-One tensor at a time is in memory.
+One tensor at a time is in memory, whatever the model's size.
 """
 
 import os
@@ -48,7 +48,7 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportPlan:
     """What is to be written, all checks done.
 
     Attributes:
@@ -69,7 +69,7 @@ class Export:
     first_special_id: int
 
 
-def plan(uri: str | os.PathLike[str], options: ExportOptions) -> Export:
+def plan(uri: str | os.PathLike[str], options: ExportOptions) -> ExportPlan:
     """Check everything that can be wrong with an export; only headers are read.
 
     Args:
@@ -99,7 +99,7 @@ def plan(uri: str | os.PathLike[str], options: ExportOptions) -> Export:
     types = {reader.headers[name].dtype for name in names if not name.endswith(BIAS)}
     narrow = any(torch.promote_types(wide, found) != found for found in types)
     ids = options.ids or SpecialIds(model.language.vocab_size - 256)
-    return Export(
+    return ExportPlan(
         weights,
         tuple(outputs),
         config_json(
@@ -118,7 +118,7 @@ def plan(uri: str | os.PathLike[str], options: ExportOptions) -> Export:
 
 
 def export(
-    found: Export,
+    found: ExportPlan,
     out: Path,
     options: ExportOptions,
     progress: Callable[[int], object] = lambda _: None,

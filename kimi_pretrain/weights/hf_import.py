@@ -1,7 +1,7 @@
-"""A Hugging Face folder as a checkpoint of ours, of weights alone.
+"""Imports a Hugging Face folder as a checkpoint of this project, of weights alone.
 
-Everything is checked before anything is written. A file at a time is in memory, and goes where
-checkpoints go: a folder or an object store, with hashes and the manifest last.
+Everything is checked before anything is written. One file at a time is in memory; it is written
+like a checkpoint's: to a folder or an object store, with hashes and the manifest last.
 """
 
 import os
@@ -44,7 +44,7 @@ class ImportPlan:
         weights: matched with the model.
         vision: the encoder's, from elsewhere.
         sizes: tensor -> bytes.
-        absent: parts of the model that stay out.
+        absent: parts of the model that are left out.
     """
 
     config: Config
@@ -86,8 +86,8 @@ def plan(uri: str | os.PathLike[str], config: Config, vision: str | None = None)
     if weights.reader.manifest is not None:
         raise CheckpointError(f"{weights.reader.where} is a checkpoint already")
     if settings:
-        told = settings[0] + and_more(len(settings) - 1)
-        raise CheckpointError(f"{told}: set the configuration's keys to agree")
+        differing = settings[0] + and_more(len(settings) - 1)
+        raise CheckpointError(f"{differing}: set the configuration's keys to agree")
     shapes = model_shapes(config.model)
     encoder = None
     if vision is not None:

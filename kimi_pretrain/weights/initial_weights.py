@@ -1,9 +1,9 @@
 """A run's first weights from a checkpoint or a Hugging Face folder: `train.start_from`.
 
-Weights alone: optimizer, schedule and data begin anew. Under any layout each rank reads a part of
-what it holds, and gets the rest from others. Master copies of the optimizer, where the run has
-some, take the most exact numbers that are stored: another run's masters, or the weights in a wider
-type.
+Weights alone: optimizer, schedule and data start from zero. Under any layout each rank reads a part
+of what it holds, and receives the rest from others. Master copies of the optimizer, where the run
+has some, take the most exact numbers that are stored: another run's masters, or the weights in a
+wider type.
 """
 
 import logging
@@ -31,11 +31,11 @@ log = logging.getLogger("kimi_pretrain.weights")
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialWeights:
     """Where a fresh run's weights come from, matched with its model.
 
     Attributes:
-        settings: what was set otherwise there, in words.
+        settings: messages about settings that differ there.
         keep_encoder: `train.vision_weights`, which the encoder has then.
     """
 
@@ -44,7 +44,7 @@ class Start:
     keep_encoder: str | None
 
     def lines(self) -> list[str]:
-        """Return what a person should know of it."""
+        """Return what to log of it."""
         reader = self.weights.reader
         kind = "a Hugging Face folder"
         if reader.manifest is not None:
@@ -54,7 +54,7 @@ class Start:
             lines.append(f"the encoder from train.vision_weights={self.keep_encoder}")
         elif self.weights.absent:
             lines.append(f"no {' or '.join(self.weights.absent)} there: the encoder from the seed")
-        return lines + [f"set otherwise than there: {told}" for told in self.settings]
+        return lines + [f"set otherwise than there: {text}" for text in self.settings]
 
     def fill(
         self,
@@ -104,7 +104,7 @@ class Start:
         return weight in self.weights.sources
 
 
-def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> Start | None:
+def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> InitialWeights | None:
     """Match `train.start_from` with the model, by headers alone; None: it is not set. Collective.
 
     Rank 0 reads the headers, and decides which checkpoint is the newest of a run, for all.
@@ -120,7 +120,7 @@ def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> Start | 
         return None
     try:
         weights, settings = from_first(partial(open_compatible, uri, config.model), mesh)
-        return Start(weights, settings, encoder)
+        return InitialWeights(weights, settings, encoder)
     except (CheckpointError, FileNotFoundError) as error:
         raise type(error)(f"train.start_from: {error}") from None
 
@@ -134,5 +134,5 @@ def _check_hashes(weights: Weights, mesh: "Mesh", alive: Callable[[], None]) -> 
     checkpoint.know({MANIFEST: manifest.text().encode()})  # as rank 0 has read it
     mine = share_of_files(manifest, mesh.rank, mesh.world_size)
     everyone = on_all_ranks(lambda: checkpoint.verify(mine, lambda _: alive()), mesh)
-    if problems := [told for part in everyone for told in part]:
+    if problems := [problem for part in everyone for problem in part]:
         raise CheckpointError(f"train.start_from: {'; '.join(problems)}")

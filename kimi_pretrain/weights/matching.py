@@ -125,10 +125,10 @@ def match(reader: WeightReader, shapes: Shapes) -> Weights:
         for name in wanted
     }
     problems = [
-        *_told("missing", (s[0] for s in sources.values() if s[0] not in headers)),
-        *_told("unexpected", _unexpected(headers, sources.values())),
+        *_count("missing", (s[0] for s in sources.values() if s[0] not in headers)),
+        *_count("unexpected", _unexpected(headers, sources.values())),
     ]
-    wrong = [told for name in wanted for told in _wrong(sources[name], wanted[name], headers)]
+    wrong = [problem for name in wanted for problem in _wrong(sources[name], wanted[name], headers)]
     if wrong:
         problems.append(wrong[0] + and_more(len(wrong) - 1))
     if problems:
@@ -158,7 +158,7 @@ def _unexpected(
             yield name
 
 
-def _told(kind: str, names: Iterable[str]) -> list[str]:
+def _count(kind: str, names: Iterable[str]) -> list[str]:
     """ "3 tensors missing, first 'a'", or nothing."""
     if not (found := list(names)):
         return []

@@ -4,8 +4,8 @@ A Hugging Face folder has one `model.safetensors`, or several files and an index
 tensor is where. A checkpoint of ours has a manifest besides. Either lies on a disk or in an object
 store. Nothing is executed: a folder of pickles is refused.
 
-A checkpoint's manifest holds the SHA-256 of its files: none of its tensors is handed out before its
-file was compared with that. Hugging Face folders have no hashes.
+A checkpoint's manifest holds the SHA-256 of its files: no tensor is returned before its file was
+compared with that. Hugging Face folders have no hashes.
 """
 
 import os
@@ -40,7 +40,7 @@ _THREADS = 16  # files whose headers are read at a time
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a stored tensor is.
+    """Type, shape and place of a stored tensor.
 
     Attributes:
         dtype: torch's.
@@ -73,7 +73,7 @@ class WeightReader:
     manifest: Manifest | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is open, and what was verified: each process does so for itself."""
+        """Leave out open files and what was verified: each process does both for itself."""
         left_out = ("_files", "_verified")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
@@ -97,7 +97,7 @@ class WeightReader:
             self._verified.check((CHECKPOINT_INDEX, self.headers[name].file))
 
     def mark_verified(self) -> None:
-        """Say that all files were hashed already: the ranks of a job share that."""
+        """Take all files for verified: the ranks of a job have shared the hashing."""
         if self.manifest is not None:
             self._verified.whole |= self.manifest.files.keys()
 
