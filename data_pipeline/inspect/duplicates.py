@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.reads import Part, document_of, medium_of, read_checked
 from data_pipeline.keyed import mix
-from data_pipeline.plan.csr import sums
+from data_pipeline.plan.csr import row_sums
 from data_pipeline.store.open import Store
 
 _BATCH_BYTES = 32 << 20
@@ -151,7 +151,7 @@ def _sample_key(index: SourceIndex) -> NDArray[np.uint64]:
     """uint64 [N], equal where documents and media, in any order, agree in lengths and CRCs."""
     media = mix(_filter_key(index.item_length, index.item_crc)).astype(np.int64)
     with np.errstate(over="ignore"):
-        own = sums(media, index.item_ptr).astype(np.uint64)
+        own = row_sums(media, index.item_ptr).astype(np.uint64)
     return _filter_key(index.json_length, index.json_crc) ^ mix(own)
 
 

@@ -1,13 +1,13 @@
-"""Lists of different lengths laid end to end: row i of `values` is values[ptr[i]:ptr[i + 1]]."""
+"""Rows of different lengths in CSR form: row i of `values` is values[ptr[i]:ptr[i + 1]]."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-def gather(
+def gather_rows(
     ptr: NDArray[np.int64], rows: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (places in the values of the chosen rows int64 [k], their own ptr int64 [n + 1]).
+    """Return (indices of the chosen rows' values int64 [k], their own ptr int64 [n + 1]).
 
     Args:
         ptr: int64 [N + 1].
@@ -19,7 +19,7 @@ def gather(
     return np.repeat(first - own[:-1], count) + np.arange(own[-1]), own
 
 
-def sums(values: NDArray[np.integer], ptr: NDArray[np.int64]) -> NDArray[np.int64]:
+def row_sums(values: NDArray[np.integer], ptr: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the sum of each row, int64 [n]; an empty row has 0."""
     running = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
     return running[ptr[1:]] - running[ptr[:-1]]

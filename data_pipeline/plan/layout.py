@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.index.columns import PIECE_ITEM, SourceIndex
-from data_pipeline.plan.csr import gather, sums
+from data_pipeline.plan.csr import gather_rows, row_sums
 from moonvit3d.geometry import PatchLimits, grids, num_tokens
 
 # Below this many patches (16 tokens) a picture is no longer worth reading.
@@ -41,7 +41,7 @@ class Layout:
 
     def of(self, samples: NDArray[np.integer]) -> "Layout":
         """Return the layout of some of the samples, by their place in this one."""
-        at, ptr = gather(self.item_ptr, samples)
+        at, ptr = gather_rows(self.item_ptr, samples)
         return Layout(
             self.length[samples],
             self.vision[samples],
@@ -103,8 +103,8 @@ def lay_out(
         level: [n] shrink level of each sample's media, 0 for the limits as they are.
         changes: what augmentation makes of these samples; None leaves them as stored.
     """
-    pieces, piece_ptr = gather(index.piece_ptr, samples)
-    items, item_ptr = gather(index.item_ptr, samples)
+    pieces, piece_ptr = gather_rows(index.piece_ptr, samples)
+    items, item_ptr = gather_rows(index.item_ptr, samples)
     if changes is None:
         tokens = index.piece_tokens[pieces].astype(np.int64)
         height, width = index.item_height[items], index.item_width[items]
@@ -131,8 +131,8 @@ def lay_out(
     # Tokens before a sample's first piece; an empty sample at the very end has none.
     base = np.append(before, tokens.sum())[piece_ptr[:-1]]
     return Layout(
-        length=2 + sums(tokens, piece_ptr),
-        vision=sums(pads, item_ptr),
+        length=2 + row_sums(tokens, piece_ptr),
+        vision=row_sums(pads, item_ptr),
         item_ptr=item_ptr,
         item=items,
         tokens=pads.astype(np.int32),

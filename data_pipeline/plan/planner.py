@@ -29,7 +29,7 @@ from data_pipeline.config import MAX_PREFETCH, DataConfig
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.names import listed
 from data_pipeline.plan.blend import Segment, append_segment, blend
-from data_pipeline.plan.csr import gather
+from data_pipeline.plan.csr import gather_rows
 from data_pipeline.plan.mixture import Mixer, Mixture
 from data_pipeline.plan.pack import PackedWindow, pack_window
 from data_pipeline.plan.source import DataUsedUp, Drawn, Source
@@ -288,7 +288,7 @@ class Planner:
         """
         counts = np.concatenate([np.diff(part.layout.item_ptr) for part in parts])
         ptr = np.concatenate([[0], np.cumsum(counts)])
-        item, item_ptr = gather(ptr, at)
+        item, item_ptr = gather_rows(ptr, at)
         line = np.concatenate([part.layout.item for part in parts])[item]
         grid = np.concatenate([part.layout.grid for part in parts])[item]
         start = np.concatenate([part.layout.start for part in parts])[item]

@@ -15,7 +15,7 @@ from data_pipeline.augment.config import AugmentConfig
 from data_pipeline.augment.draws import Draw, Draws, choose_variants, draw, media_keys, sample_keys
 from data_pipeline.augment.regions import survivors, written
 from data_pipeline.index.columns import PIECE_REGION, SourceIndex
-from data_pipeline.plan.csr import gather, sums
+from data_pipeline.plan.csr import gather_rows, row_sums
 from data_pipeline.plan.layout import Changes
 from moonvit3d.geometry import KIND_IMAGE
 
@@ -83,7 +83,7 @@ class Variation:
         index, config = self._index, self._config
         applied = np.ones(len(samples), np.bool_) if applied is None else applied
         keys = sample_keys(self._seed, index.name, samples, epochs)
-        pieces, piece_ptr = gather(index.piece_ptr, samples)
+        pieces, piece_ptr = gather_rows(index.piece_ptr, samples)
         variant = np.zeros(pieces.size, np.int64)
         if config.variants:
             place = np.arange(pieces.size) - np.repeat(piece_ptr[:-1], np.diff(piece_ptr))
@@ -91,7 +91,7 @@ class Variation:
             chosen = choose_variants(piece_keys, index.piece_variants[pieces])
             variant = np.where(np.repeat(applied, np.diff(piece_ptr)), chosen, 0)
 
-        items, item_ptr = gather(index.item_ptr, samples)
+        items, item_ptr = gather_rows(index.item_ptr, samples)
         image = np.flatnonzero(index.item_kind[items] == KIND_IMAGE)
         owner = np.repeat(np.arange(len(samples)), np.diff(item_ptr))[image]
         at = items[image]
@@ -116,8 +116,8 @@ class Variation:
     ) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.bool_]]:
         """Move the samples' regions with their pictures; those left alone keep all of them."""
         index = self._index
-        regions, region_ptr = gather(index.region_ptr, samples)
-        points, _ = gather(index.point_ptr, samples)
+        regions, region_ptr = gather_rows(index.region_ptr, samples)
+        points, _ = gather_rows(index.point_ptr, samples)
         places = np.stack([index.point_x[points], index.point_y[points]], axis=1).astype(np.float64)
         if not regions.size:
             return np.ones(0, np.bool_), places, np.zeros(len(samples), np.bool_)
@@ -135,14 +135,14 @@ class Variation:
         still = ~np.repeat(applied, np.diff(region_ptr))
         keep = keep | still
         moved = np.where(np.repeat(still, count)[:, None], places, moved)
-        lost = (np.diff(region_ptr) > 0) & (sums(keep.astype(np.int64), region_ptr) == 0)
+        lost = (np.diff(region_ptr) > 0) & (row_sums(keep.astype(np.int64), region_ptr) == 0)
         return keep, moved, lost
 
     def changes(self, samples: NDArray[np.integer], chance: Chance) -> Changes:
         """Return what the chance means for the sizes of those samples."""
         index = self._index
-        pieces, _ = gather(index.piece_ptr, samples)
-        items, _ = gather(index.item_ptr, samples)
+        pieces, _ = gather_rows(index.piece_ptr, samples)
+        items, _ = gather_rows(index.item_ptr, samples)
         tokens = index.piece_tokens[pieces].astype(np.int64)
         other = np.flatnonzero(chance.variant)
         if other.size:
@@ -165,14 +165,15 @@ class Variation:
         """Return what happens to each of samples [n], `applied` [n] as the plan has it."""
         index = self._index
         chance = self.chance(samples, epochs, applied)
-        owner = np.searchsorted(gather(index.item_ptr, samples)[1], chance.image, side="right") - 1
-        media = index.item_media[gather(index.item_ptr, samples)[0][chance.image]]
+        items, item_ptr = gather_rows(index.item_ptr, samples)
+        owner = np.searchsorted(item_ptr, chance.image, side="right") - 1
+        media = index.item_media[items[chance.image]]
         draws: list[dict[int, Draw]] = [{} for _ in samples]
         for number, (sample, file) in enumerate(zip(owner.tolist(), media.tolist())):
             one = chance.draws.one(number)
             if not one.is_nothing:
                 draws[sample][file] = one
-        variants = np.split(chance.variant, gather(index.piece_ptr, samples)[1][1:-1])
+        variants = np.split(chance.variant, gather_rows(index.piece_ptr, samples)[1][1:-1])
         return [
             Detail(tuple(chosen.tolist()), found, numbers)
             for chosen, found, numbers in zip(variants, draws, self._numbers(samples, chance))
@@ -183,7 +184,7 @@ class Variation:
     ) -> list[tuple[tuple[int, ...] | None, ...]]:
         """Return the numbers that are written for each region of each sample."""
         index = self._index
-        regions, region_ptr = gather(index.region_ptr, samples)
+        regions, region_ptr = gather_rows(index.region_ptr, samples)
         numbers: list[tuple[int, ...] | None] = []
         if regions.size:
             which = self._picture(samples, regions, region_ptr, chance.image)
@@ -204,7 +205,7 @@ class Variation:
         image: NDArray[np.int64],
     ) -> NDArray[np.int64]:
         """Return which of the samples' images each region lies in."""
-        _, item_ptr = gather(self._index.item_ptr, samples)
+        _, item_ptr = gather_rows(self._index.item_ptr, samples)
         owner = np.repeat(np.arange(len(samples)), np.diff(region_ptr))
         # Regions lie in images alone, so it is found.
         return np.searchsorted(image, item_ptr[owner] + self._index.region_item[regions])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.index.columns import ShardInfo, SourceIndex
 from data_pipeline.plan.blend import Segment, blend
-from data_pipeline.plan.csr import gather, sums
+from data_pipeline.plan.csr import gather_rows, row_sums
 from data_pipeline.plan.order import ShardOrder
 
 
@@ -88,10 +88,10 @@ def locate(
         picked, epoch[chosen] = order.samples(draw[chosen]) if chosen.size else (chosen, 0)
         sample[chosen] = picked
         shard[chosen] = first_shard[number] + index.shard[picked]
-        items, own = gather(index.item_ptr, picked)
+        items, own = gather_rows(index.item_ptr, picked)
         # The chunks of a video name one file; its first chunk stands for it.
         is_file = index.item_chunk[items] == 0
-        files[chosen] = sums(is_file, own)
+        files[chosen] = row_sums(is_file, own)
         found.append((chosen, items[is_file]))
     part_ptr = np.concatenate([[0], np.cumsum(files + 1)])
     offset, length = np.empty(part_ptr[-1], np.int64), np.empty(part_ptr[-1], np.int64)
@@ -100,7 +100,7 @@ def locate(
         at, picked = part_ptr[chosen], sample[chosen]
         offset[at], length[at] = index.json_offset[picked], index.json_length[picked]
         crc[at] = index.json_crc[picked]
-        parts, own = gather(part_ptr, chosen)
+        parts, own = gather_rows(part_ptr, chosen)
         at = np.delete(parts, own[:-1])  # without the documents: the media
         crc[at] = index.item_crc[items]
         offset[at], length[at] = index.item_offset[items], index.item_length[items]

@@ -2,8 +2,6 @@
 
 import io
 import json
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,13 +12,7 @@ from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
 from data_pipeline.store.open import FolderStore
 from data_pipeline.stream.stream import SampleStream, StreamConfig
 from data_pipeline.text import Tokenizer, train_ranks
-
-PAGES = Path(__file__).parents[3] / "docs" / "alone"
-
-
-def code_of(page):
-    (code,) = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), flags=re.DOTALL)
-    return code
+from tests import ROOT, docs
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +48,7 @@ def in_the_folder(corpus, monkeypatch):
 
 
 def test_the_loader_alone():
-    scope = {}
-    exec(code_of("loader.md"), scope)
+    scope = docs.run("alone/loader.md")
     assert scope["tokens"].shape == scope["mask"].shape == (8, 512)
     assert scope["mask"].any()
     assert scope["patches"] > 0
@@ -67,8 +58,7 @@ def test_the_loader_alone():
 
 @pytest.mark.parametrize("num_workers", [2, 0, 3])  # as it stands, and others for the same batches
 def test_the_stream_alone(num_workers):
-    scope = {}
-    exec(code_of("stream.md").replace("num_workers=2", f"num_workers={num_workers}"), scope)
+    scope = docs.run("alone/stream.md", {"num_workers=2": f"num_workers={num_workers}"})
     assert scope["sizes"] == [(90, 60)] * 16
     assert scope["state"]["position"] == 80
     config = StreamConfig(batch_size=80, shares={"captions": 2, "scans": 1}, seed=7)
@@ -80,7 +70,8 @@ def test_the_stream_alone(num_workers):
 
 
 def test_the_pages_are_short():
-    for page in ("stream.md", "loader.md"):
-        lines = (PAGES / page).read_text().splitlines()
+    for page in ("alone/stream.md", "alone/loader.md"):
+        lines = (ROOT / "docs" / page).read_text().splitlines()
         assert not [line for line in lines if len(line) > 100]
-    assert len(code_of("stream.md").strip().splitlines()) <= 14
+        (code,) = docs.blocks(page)
+        assert len(code.splitlines()) <= 16
