@@ -5,7 +5,7 @@ All other facts are there. configs/ stays at the top level of the checkout and t
 
 from setuptools import find_packages, setup
 
-ROOMS = ("data_pipeline", "kimi_pretrain", "launch", "moonvit3d")
+ROOMS = ("data_pipeline", "kimi_pretrain", "launch", "moonvit3d", "typed_config")
 
 setup(
     packages=[

@@ -72,7 +72,7 @@ def config_of(args: argparse.Namespace) -> DataConfig:
         root="made up",
         sources=shares,
         vision_token_ratio=0.3,
-        schedule=[BlendStage(10**11, shares, 0.4)],
+        schedule=[BlendStage(after_tokens=10**11, sources=shares, vision_token_ratio=0.4)],
         seq_len=4096,
         rows_per_step=args.rows,
         augment={

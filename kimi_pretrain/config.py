@@ -1,12 +1,13 @@
 """The whole configuration of a run: typed, strict, defaults < YAML file < `key=value` overrides.
 
-A section's type lives beside the code that uses it (`moonvit3d.config`, `data_pipeline.config`,
-`kimi_pretrain.optim.config`), the rest in `kimi_pretrain.sections`; here they are put together. An
-unknown key is an error that names its path and the nearest key that exists. `describe()` prints the
-arithmetic that follows from the few numbers a person states.
+A section lies beside the code that reads it (`parallel.layout`, `weights.model_config`,
+`dep.config`, `optim.config`, `checkpoint.config`, `reliability.config`, `data_pipeline.config`,
+`moonvit3d.config`); here they are joined, with `train`, whose reader starts Megatron-Core. What
+several sections decide together is checked here. An unknown key is an error that names its path and
+the nearest key that exists. `describe()` prints the arithmetic that follows from the few numbers a
+person states.
 """
 
-import dataclasses
 import difflib
 import re
 import reprlib
@@ -14,26 +15,21 @@ import types
 import typing
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from data_pipeline.config import DataConfig
 from data_pipeline.store.addresses import split_place
+from kimi_pretrain.checkpoint.config import CheckpointConfig, ResumeConfig
+from kimi_pretrain.dep.config import DepConfig
 from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.schedule import describe_schedule, stretches
-from kimi_pretrain.sections import (
-    CheckpointConfig,
-    DepConfig,
-    GuardConfig,
-    LanguageConfig,
-    LayoutConfig,
-    ModelConfig,
-    ResumeConfig,
-    Section,
-    TrainConfig,
-)
+from kimi_pretrain.parallel.layout import LayoutConfig, check_stages
+from kimi_pretrain.reliability.config import GuardConfig
+from kimi_pretrain.weights.model_config import LanguageConfig, ModelConfig
+from typed_config.section import Section, problems
 
 # A value in a message: YAML's aliases let a few lines stand for a billion entries.
 _SHORT = reprlib.Repr()
@@ -75,18 +71,77 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 )
 
 
+class TrainConfig(Section):
+    """The loop: length, precision, what is measured."""
+
+    steps: int = Field(gt=0)
+    """Length of the run. [optimizer steps; kimi_pretrain/train.py]"""
+    rows_per_microbatch: int = Field(default=1, gt=0)
+    """Rows that go through the model together. Not only a matter of speed: the routers' balance
+    loss is taken over each microbatch, all its rows together.
+    [rows; kimi_pretrain/step.py]"""
+    seed: int = 0
+    """Seed of the weights. [-; kimi_pretrain/model.py]"""
+    vision_weights: str | None = None
+    """A safetensors checkpoint (a file, or a folder that every node sees) that the encoder starts
+    from, in any layout that `moonvit3d.weights` knows: Kimi K2.5's own, or SigLIP's.
+    [-; kimi_pretrain/dep/weights.py]"""
+    start_from: str | None = None
+    """Where all weights start from: a checkpoint, a run's folder (its latest one) or a Hugging Face
+    folder of K2, Moonlight or K2.5, with a fresh optimizer, schedule and data; docs/WEIGHTS.md.
+    Where vision_weights is given too, the encoder is from there.
+    [-; kimi_pretrain/weights/start.py]"""
+    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    """Precision of weights and activations. [-; kimi_pretrain/engine/model_builder.py]"""
+    attention: Literal["portable", "transformer_engine"] = "portable"
+    """transformer_engine takes that library's fused kernels for the language model.
+    [-; kimi_pretrain/engine/model_builder.py]"""
+    print_every: int = Field(default=10, gt=0)
+    """Where output goes into a file or a pipe, every so many steps are told in a line.
+    [steps; kimi_pretrain/telemetry/recorder.py]"""
+    pictures: bool = True
+    """Draw the run once it is finished, as `kimi-pretrain plot` does. [-; launch/local/start.py]"""
+    trace_step: int | None = Field(default=None, gt=0)
+    """Step to write a profile of; changes nothing. null: none.
+    [step; kimi_pretrain/telemetry/recorder.py]"""
+    efficiency_pairs: int = Field(default=0, ge=0)
+    """Pairs of steps, with and without media, that are timed after the last step; changes nothing.
+    [pairs; kimi_pretrain/train.py]"""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """A collective or a read that takes longer ends the run. [s; kimi_pretrain/train.py]"""
+    threads: int | None = Field(default=None, gt=0)
+    """CPU threads of a process, for torch; null leaves torch's choice.
+    [threads; kimi_pretrain/train.py]"""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """What MFU divides by; null: the data sheet's of a known GPU.
+    [TFLOP/s per GPU; kimi_pretrain/telemetry/flops.py]"""
+    frozen: list[Literal["vision_tower", "projector", "language_model"]] = Field(
+        default_factory=list
+    )
+    """Parts that are not trained. [-; kimi_pretrain/model.py]"""
+
+
 class Config(Section):
     """Everything a run needs; written resolved into its run folder."""
 
     model: ModelConfig
+    """Sizes of the encoder and of the language model. [-; kimi_pretrain/model.py]"""
     layout: LayoutConfig
+    """How the processes are arranged. [-; kimi_pretrain/engine/mesh.py]"""
     data: DataConfig
+    """Sources, shares, rows and how they are read. [-; data_pipeline/loader.py]"""
     optim: OptimConfig
+    """Optimizer and learning rate. [-; kimi_pretrain/update.py]"""
     dep: DepConfig = DepConfig()
+    """The Decoupled Encoder Process. [-; kimi_pretrain/dep/planner.py]"""
     train: TrainConfig
+    """The loop. [-; kimi_pretrain/train.py]"""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is saved. [-; kimi_pretrain/checkpoint/scheduler.py]"""
     resume: ResumeConfig = ResumeConfig()
+    """How a run goes on. [-; kimi_pretrain/checkpoint/find.py]"""
     guard: GuardConfig = GuardConfig()
+    """Steps that would harm the model. [-; kimi_pretrain/reliability/anomaly_guard.py]"""
 
     def tokens_per_step(self) -> int:
         """Return the tokens of a global batch, padding of its rows included."""
@@ -97,7 +152,7 @@ class Config(Section):
         return self.data.rows_per_step // (self.layout.dp * self.train.rows_per_microbatch)
 
     @model_validator(mode="after")
-    def _check(self) -> "Config":
+    def _check(self) -> Self:
         check_layout(self)
         check_dep(self)
         check_attention(self)
@@ -149,7 +204,7 @@ def check_layout(config: Config) -> None:
             f"multiple of layout.pp={layout.pp}: interleaved 1F1B runs them in groups of pp"
         )
     if layout.stages is not None:
-        _check_stages(layout.stages, chunks, language.num_layers)
+        check_stages(layout.stages, chunks, language.num_layers)
     elif language.num_layers % chunks:
         raise ValueError(
             f"model.language.num_layers={language.num_layers} does not divide over layout.pp="
@@ -232,30 +287,6 @@ def _check_widths(tp: int, language: LanguageConfig) -> None:
             raise ValueError(f"model.language.{name}={width} is not a multiple of layout.tp={tp}")
 
 
-def _check_stages(stages: str, chunks: int, num_layers: int) -> None:
-    found = expand_stages(stages)
-    where = f'layout.stages="{stages}"'
-    if len(found) != chunks:
-        raise ValueError(f"{where} has {len(found)} chunks; layout.pp x layout.vpp is {chunks}")
-    if (layers := "".join(found).count("t")) != num_layers:
-        raise ValueError(f"{where} has {layers} layers; model.language.num_layers is {num_layers}")
-    if not re.fullmatch("Et*L", "".join(found)):
-        raise ValueError(
-            f'{where}: expected "E" (embedding) first, "L" (loss) last and "t" (layers) between'
-        )
-
-
-def expand_stages(stages: str) -> list[str]:
-    """Return the chunks of a layout string: "Et|(tt|)*2tL" -> ["Et", "tt", "tt", "tL"]."""
-    repeated = re.compile(r"\(([^()]*)\)\*(\d+)|([Et|L])\*(\d+)")
-    text = stages.replace(" ", "").replace(",", "")
-    while match := repeated.search(text):
-        group, times, single, many = match.groups()
-        piece = group * int(times) if times else single * int(many)
-        text = text[: match.start()] + piece + text[match.end() :]
-    return text.split("|")
-
-
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     """Read a YAML file (or the name of a shipped preset), apply overrides, check everything.
 
@@ -283,7 +314,7 @@ def parse_config(values: dict[str, Any], where: str = "config") -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{where}: " + "; ".join(_plain(error))) from None
+        raise ConfigError(f"{where}: " + "; ".join(problems(error, _SHORT.repr))) from None
 
 
 def find_config(path: str | Path) -> Path:
@@ -353,17 +384,6 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     values[last] = _parse_yaml(text, f"override {override!r}")
 
 
-def _fields(section: Any) -> dict[str, Any] | None:
-    """Return field name -> type of a section type, or None for a plain value's type."""
-    for candidate in (section, *typing.get_args(section)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return {name: field.annotation for name, field in candidate.model_fields.items()}
-        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
-            hints = typing.get_type_hints(candidate)
-            return {field.name: hints[field.name] for field in dataclasses.fields(candidate)}
-    return None
-
-
 def _unknown_keys(section: Any, values: Any, where: str) -> typing.Iterator[str]:
     if typing.get_origin(section) in (typing.Union, types.UnionType):
         # Of a list, a name or nothing, say, the form that was written.
@@ -380,9 +400,12 @@ def _unknown_keys(section: Any, values: Any, where: str) -> typing.Iterator[str]
         for name, value in entries:
             yield from _unknown_keys(inner, value, f"{where}{name}.")
         return
-    known = _fields(section)
-    if known is None or not isinstance(values, dict):
+    kinds = (kind for kind in (section, *typing.get_args(section)) if isinstance(kind, type))
+    kind = next((kind for kind in kinds if issubclass(kind, Section)), None)
+    if kind is None or not isinstance(values, dict):
         return
+    hints = typing.get_type_hints(kind)  # without Annotated
+    known = {name: hints[name] for name in kind.model_fields}
     for key, value in typing.cast(dict[str, Any], values).items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
@@ -390,14 +413,3 @@ def _unknown_keys(section: Any, values: Any, where: str) -> typing.Iterator[str]
             yield f"unknown key {where}{key}; {hint}"
         else:
             yield from _unknown_keys(known[key], value, f"{where}{key}.")
-
-
-def _plain(error: ValidationError) -> typing.Iterator[str]:
-    for problem in error.errors():
-        # In <> stands which form of a value was read; it is nothing that the user wrote.
-        parts = [str(part) for part in problem["loc"] if not str(part).startswith("<")]
-        path = ".".join(parts)
-        message = problem["msg"].removeprefix("Value error, ").removeprefix(f"{path}: ")
-        value = problem["input"]
-        shown = "" if isinstance(value, dict | BaseModel) else f" (got {_SHORT.repr(value)})"
-        yield f"{path + ': ' if path else ''}{message}{shown}"

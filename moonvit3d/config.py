@@ -5,62 +5,55 @@ patch side (14), the 2x2 merge and the 4 frames of a chunk are fixed in ``geomet
 would change every token count.
 """
 
-import math
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from typed_config.section import Finite, Section
 
 ROPE_PAIRS = 4  # a head is cut into groups of (x pair, y pair) = 4 channels
 
 
-@dataclass(frozen=True)
-class MoonViTConfig:
-    """Sizes of the encoder.
+class MoonViTConfig(Section):
+    """Sizes of the encoder and its projector; a size that no encoder can have is refused."""
 
-    Args:
-        width: channels of the tower.
-        depth: number of blocks.
-        heads: attention heads; ``width / heads`` must be a multiple of 4 (2-D rotary pairs).
-        mlp_width: hidden channels of a block's MLP.
-        pos_grid: side of the square learned position grid, in patches.
-        pos_init_std: standard deviation of the position grid at initialisation. 1.0 is the
-            default of Kimi's code, where the weights come from a checkpoint; from-scratch runs
-            with small configs use 0.02.
-        projector_width: hidden channels of the projector; 0 means ``4 * width``, as in Kimi.
-        out_width: channels of the language model.
-        norm_eps: epsilon of every LayerNorm.
-        rope_theta: base of the rotary frequencies.
+    width: int = Field(default=1152, gt=0)
+    """Width of the tower; a multiple of 4 x heads (2-D rotary pairs).
+    [channels; moonvit3d/block.py]"""
+    depth: int = Field(default=27, ge=0)
+    """Blocks of the tower. [blocks; moonvit3d/model.py]"""
+    heads: int = Field(default=16, gt=0)
+    """Attention heads. [heads; moonvit3d/block.py]"""
+    mlp_width: int = Field(default=4304, gt=0)
+    """Hidden width of a block's MLP. [channels; moonvit3d/block.py]"""
+    pos_grid: int = Field(default=64, gt=0)
+    """Side of the square learned position grid. [patches; moonvit3d/model.py]"""
+    pos_init_std: Finite = Field(default=1.0, ge=0)
+    """Standard deviation of the position grid at initialisation. 1.0 is the default of Kimi's code,
+    where weights come from a checkpoint; from-scratch runs of small models use 0.02.
+    [-; moonvit3d/model.py]"""
+    projector_width: int = Field(default=0, ge=0)
+    """Hidden width of the projector; 0 is 4 x width, as in Kimi.
+    [channels; moonvit3d/projector.py]"""
+    out_width: int = Field(default=7168, gt=0)
+    """Width of the language model, model.language.hidden_size.
+    [channels; moonvit3d/projector.py]"""
+    norm_eps: Finite = Field(default=1e-5, gt=0)
+    """Epsilon of every LayerNorm. [-; moonvit3d/block.py]"""
+    rope_theta: Finite = Field(default=10000.0, gt=0)
+    """Base of the rotary frequencies. [-; moonvit3d/model.py]"""
 
-    Raises:
-        ValueError: a size that no encoder can have, with the numbers.
-    """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-    width: int = 1152
-    depth: int = 27
-    heads: int = 16
-    mlp_width: int = 4304
-    pos_grid: int = 64
-    pos_init_std: float = 1.0
-    projector_width: int = 0
-    out_width: int = 7168
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.projector_width == 0:
             object.__setattr__(self, "projector_width", 4 * self.width)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            may_be_zero = field.name in ("depth", "pos_init_std")
-            if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
-                raise ValueError(f"MoonViTConfig.{field.name} = {value}: must be positive")
         if self.width % (ROPE_PAIRS * self.heads):
             raise ValueError(
-                f"MoonViTConfig.width = {self.width} does not divide into heads = {self.heads} of "
+                f"width = {self.width} does not divide into heads = {self.heads} of "
                 f"a multiple of {ROPE_PAIRS} channels (2-D rotary needs x and y pairs); use a "
                 f"width that is a multiple of {ROPE_PAIRS * self.heads}"
             )
+        return self
 
     @property
     def head_dim(self) -> int:

@@ -12,10 +12,13 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+from pydantic import Field
+
+from typed_config.section import Section
 
 PATCH = 14  # pixels on a patch's side
 MERGE = 2  # patches on a token's side
@@ -27,21 +30,15 @@ KIND_IMAGE = 0
 KIND_VIDEO = 1
 
 
-@dataclass(frozen=True)
-class PatchLimits:
-    """Upper bounds, in patches: of an image, of one video frame, and of any item's side."""
+class PatchLimits(Section):
+    """Most patches of an image, of a video frame and of a side; larger media are shrunk."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-    image: int = 16384
-    frame: int = 4096
-    side: int = 512
-
-    def __post_init__(self) -> None:
-        if min(self.image, self.frame) < 1:
-            raise ValueError(f"PatchLimits {self.image}, {self.frame}: must be at least 1 patch")
-        if self.side < MERGE or self.side % MERGE:
-            raise ValueError(f"PatchLimits.side = {self.side}: must be a positive multiple of 2")
+    image: int = Field(default=16384, ge=1)
+    """Most patches of an image. [patches; moonvit3d/geometry.py]"""
+    frame: int = Field(default=4096, ge=1)
+    """Most patches of one frame of a video. [patches; moonvit3d/geometry.py]"""
+    side: int = Field(default=512, ge=MERGE, multiple_of=MERGE)
+    """Most patches on a side of any medium. [patches; moonvit3d/geometry.py]"""
 
 
 def resized(width: int, height: int, patch_limit: int, side_limit: int) -> tuple[int, int]:

@@ -10,7 +10,6 @@ timed here.
 
 import ctypes
 import gc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +51,11 @@ def _curve(
     """Return the peaks of steps whose microbatches are one row with N images, for each N."""
     train = config.train.model_copy(update={"rows_per_microbatch": 1})
     dep = config.dep.model_copy(update={"max_patches_per_chunk": CHUNK})
-    data = replace(config.data, **pages)
+    data = config.data.replace(**pages)
     config = config.model_copy(update={"data": data, "train": train, "dep": dep})
     bench, points = None, []
     for count in counts:
-        data = replace(config.data, sources={f"pages_{count}": 1.0})
+        data = config.data.replace(sources={f"pages_{count}": 1.0})
         config = config.model_copy(update={"data": data})
         (batch,) = fetch(config, 1)
         items, rows = len(batch.plan.items.row), batch.plan.num_rows

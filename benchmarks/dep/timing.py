@@ -11,9 +11,9 @@ from benchmarks.dep.settings import ALONE, DEP, SETTINGS, TEXT_ONLY
 from benchmarks.dep.variants import Bench, Variant, fetch
 from data_pipeline.loader import StepBatch
 from kimi_pretrain.config import Config
+from kimi_pretrain.dep.config import CostConfig
 from kimi_pretrain.dep.vision_plan import VisionPlan
 from kimi_pretrain.engine.mesh import Mesh
-from kimi_pretrain.sections import CostConfig
 from kimi_pretrain.telemetry.phases import seconds_of_phases
 from kimi_pretrain.tools.calibrate import calibrate
 

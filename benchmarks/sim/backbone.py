@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from benchmarks.sim.assumptions import Assumptions
 from benchmarks.sim.pipeline import Shape, step_seconds
-from kimi_pretrain.config import Config, expand_stages
-from kimi_pretrain.sections import LanguageConfig
+from kimi_pretrain.config import Config
+from kimi_pretrain.parallel.layout import expand_stages
+from kimi_pretrain.weights.model_config import LanguageConfig
 
 Floats = NDArray[np.float64]
 

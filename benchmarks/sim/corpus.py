@@ -7,7 +7,7 @@ sizes are all that it needs.
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def steps(data: DataConfig, count: int, mix: Mix) -> Iterator[GlobalPlan]:
         mix: sizes of the media.
     """
     indices = [media_source(mix, data.limits, data.seq_len), text_source(data.seed)]
-    planner = Planner(indices, replace(data, sources={MEDIA: 1.0, TEXT: 1.0}))
+    planner = Planner(indices, data.replace(sources={MEDIA: 1.0, TEXT: 1.0}))
     state = planner.state_dict()
     for _ in range(count):
         plan, state = planner.plan(state)

@@ -22,9 +22,10 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from data_pipeline.cache import node as cache_node
 from data_pipeline.cache.blocks import (
@@ -41,6 +42,7 @@ from data_pipeline.cache.tier import Tier
 from data_pipeline.store import objects
 from data_pipeline.store.addresses import check_local
 from data_pipeline.store.objects import ObjectInfo, Span, Store, StoreError, StoreStats
+from typed_config.section import Section
 
 log = logging.getLogger("data_pipeline.cache.cached_store")
 
@@ -48,32 +50,29 @@ log = logging.getLogger("data_pipeline.cache.cached_store")
 RUN_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class CacheConfig:
-    """The cache of a node. Processes that give the same values share one.
-
-    Attributes:
-        folder: where blocks lie on the local disk; they outlive the run. None: no disk tier.
-        disk_bytes: limit of that folder.
-        memory_bytes: limit of the node's shared memory (/dev/shm) for blocks, for all processes
-            together; removed when the last of them ends. 0: no memory tier.
-        block_bytes: what is fetched and kept at once. Larger makes fewer requests; a node that
-            reads only few samples of each shard (many nodes) wants smaller ones.
-        wait_s: how long to wait for another process that fetches the same blocks.
-
-    Raises:
-        ValueError: naming the field, its value and what is allowed.
-    """
-
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+class CacheConfig(Section):
+    """The cache of a node. Processes that give the same values share one."""
 
     folder: str | None = None
-    disk_bytes: int = 64 << 30
-    memory_bytes: int = 0
-    block_bytes: int = 4 << 20
-    wait_s: float = 600.0
+    """Where blocks lie on the local disk; they outlive the run. null: no disk tier.
+    [-; data_pipeline/cache/cached_store.py]"""
+    disk_bytes: int = Field(default=64 << 30, le=1 << 60)
+    """Limit of that folder; a tier holds at least 4 blocks.
+    [bytes; data_pipeline/cache/cached_store.py]"""
+    memory_bytes: int = Field(default=0, ge=0, le=1 << 60)
+    """Limit of the node's shared memory (/dev/shm) for blocks, for all processes together; removed
+    when the last of them ends. 0: no memory tier.
+    [bytes; data_pipeline/cache/cached_store.py]"""
+    block_bytes: int = Field(default=4 << 20, ge=1 << 10, le=1 << 30)
+    """What is fetched and kept at once. Larger makes fewer requests; a node that reads only few
+    samples of each shard (many nodes) wants smaller ones.
+    [bytes; data_pipeline/cache/cached_store.py]"""
+    wait_s: float = Field(default=600.0, gt=0, le=86400)
+    """How long to wait for another process that fetches the same blocks.
+    [s; data_pipeline/cache/cached_store.py]"""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.folder is None and not self.memory_bytes:
             raise ValueError(
                 "cache: neither folder nor memory_bytes is given; name a folder, give "
@@ -83,25 +82,16 @@ class CacheConfig:
             raise ValueError("cache: folder is empty; name a folder, or null for no disk tier")
         if self.folder is not None:
             check_local("cache: folder", self.folder)
-        _check_int("block_bytes", self.block_bytes, 1 << 10, 1 << 30)
         # Several may write a block at the same time, and each needs room.
         least = 4 * (self.block_bytes + 4096)
-        _check_int("disk_bytes", self.disk_bytes, least, 1 << 60)
-        if self.memory_bytes != 0:
-            _check_int("memory_bytes", self.memory_bytes, least, 1 << 60, " (0: no memory tier)")
-        number = isinstance(self.wait_s, int | float) and not isinstance(self.wait_s, bool)
-        if not number or not 0 < self.wait_s <= 86400:
-            raise ValueError(
-                f"cache: wait_s is {self.wait_s!r}; allowed: seconds above 0, at most 86400"
-            )
-
-
-def _check_int(name: str, value: int, low: int, high: int, note: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(
-            f"cache: {name} is {value!r}; allowed: an integer from {low} to {high}{note}; a tier "
-            "holds at least 4 blocks"
-        )
+        for name, note in (("disk_bytes", ""), ("memory_bytes", ", or 0 (no memory tier)")):
+            value = getattr(self, name)
+            if value < least and (value or not note):
+                raise ValueError(
+                    f"cache: {name} is {value}; allowed: at least {least}{note}; a tier holds at "
+                    "least 4 blocks"
+                )
+        return self
 
 
 class CachedStore:

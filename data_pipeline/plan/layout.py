@@ -76,7 +76,7 @@ def limits_at(limits: PatchLimits, level: int) -> PatchLimits:
         max(min(MIN_PATCHES, value), value * 9**level // 10**level)
         for value in (limits.image, limits.frame)
     )
-    return PatchLimits(image, frame, limits.side)
+    return PatchLimits(image=image, frame=frame, side=limits.side)
 
 
 def num_levels(limits: PatchLimits) -> int:

@@ -59,7 +59,11 @@ class Mixer:
             int(Fraction(str(config.max_epochs[name])) * n) if name in config.max_epochs else None
             for name, n in zip(self._names, units)
         ]
-        first = BlendStage(1, config.sources, config.vision_token_ratio)
+        first = BlendStage(
+            after_tokens=1,
+            sources=config.sources,
+            vision_token_ratio=config.vision_token_ratio,
+        )
         self._stages = ((0, first), *((stage.after_tokens, stage) for stage in config.schedule))
         self._ratio = config.vision_token_ratio
 

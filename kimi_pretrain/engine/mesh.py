@@ -23,8 +23,8 @@ from megatron.core import parallel_state, tensor_parallel
 
 from kimi_pretrain.engine import host
 from kimi_pretrain.parallel.errors import Outcome
+from kimi_pretrain.parallel.layout import LayoutConfig
 from kimi_pretrain.parallel.rendezvous import meeting_store
-from kimi_pretrain.sections import LayoutConfig
 
 T = TypeVar("T")
 

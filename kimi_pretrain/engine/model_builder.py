@@ -27,7 +27,8 @@ from kimi_pretrain.engine.latent_attention import (
     PlainQueryAttention,
 )
 from kimi_pretrain.engine.packed_attention import PackedCoreAttention
-from kimi_pretrain.sections import LanguageConfig, LayoutConfig
+from kimi_pretrain.parallel.layout import LayoutConfig
+from kimi_pretrain.weights.model_config import LanguageConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

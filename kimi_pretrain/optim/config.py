@@ -6,13 +6,12 @@ or the released toy code state them.
 
 import difflib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, get_args
 
-from pydantic import Discriminator, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from kimi_pretrain.optim.recipes import RECIPES, Segment
+from typed_config.section import Finite, Section
 
 Group = Literal[
     "embedding",
@@ -41,22 +40,27 @@ Schedule = Annotated[
     Annotated[str, Tag(NAMED)] | Annotated[list[Segment], Tag(LISTED)],
     Discriminator(_named_or_listed),
 ]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-@dataclass(frozen=True)
-class GroupConfig:
-    """What one parameter group has of its own.
+def _above_0(limit: float | None) -> float | None:
+    if limit is not None and not limit > 0:
+        raise ValueError("must be positive (or null to switch it off)")
+    return limit
 
-    Args:
-        lr_scale: its learning rate is the schedule's times this. 0 freezes the group (attention is
-            not clipped then, either).
-        weight_decay: instead of the general one; None keeps that.
-    """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
+Limit = Annotated[float | None, AfterValidator(_above_0)]
 
-    lr_scale: float = 1.0
-    weight_decay: float | None = None
+
+class GroupConfig(Section):
+    """What one parameter group has of its own."""
+
+    lr_scale: Finite = Field(default=1.0, ge=0)
+    """Its learning rate is the schedule's times this. 0 freezes the group (attention is not clipped
+    then, either).
+    [-; kimi_pretrain/optim/muon.py]"""
+    weight_decay: Finite | None = Field(default=None, ge=0)
+    """Instead of the general one; null keeps that. [-; kimi_pretrain/optim/muon.py]"""
 
 
 class GroupValues(NamedTuple):
@@ -115,65 +119,72 @@ _PLAIN = GroupConfig()
 _RAMP = ("lr", "min_lr", "warmup_steps", "stable_steps", "decay_steps")
 
 
-@dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(Section):
     """Settings of MuonClip, of AdamW for what Muon does not train, and of the schedule.
 
-    Args:
-        lr: peak learning rate, shared by Muon and AdamW (Muon's update is scaled to AdamW's size).
-        min_lr: learning rate at the end of the decay and after it.
-        warmup_steps: linear warm-up, lr is reached on the last of these steps.
-        stable_steps: steps at lr after the warm-up. 0 gives a plain cosine schedule.
-        decay_steps: steps from lr down to min_lr. 0 gives a constant schedule.
-        decay: shape of the descent.
-        schedule: the learning rate as a list of segments, or the name of a published recipe; then
-            the six fields above are not given. None: they are all given (decay has a default).
-        matrices: what trains weight matrices. "adamw": every tensor is AdamW's, for comparison.
-        weight_decay: decoupled, of every tensor (norms too), never scaled by a matrix' shape.
-        groups: learning rate and weight decay of single parameter groups; see GROUPS.
-        momentum: mu of M = mu*M + G.
-        nesterov: orthogonalise mu*M + G (Moonlight) instead of M (Algorithm 1 of K2).
-        ns_steps: Newton-Schulz iterations.
-        ns_dtype: precision of the Newton-Schulz products.
-        adam_betas: decay of AdamW's two moments.
-        adam_eps: added to AdamW's denominator.
-        max_grad_norm: global gradient norm above which the caller scales down; None is off.
-        qk_clip_threshold: attention logit above which a head is clipped; None is off.
-        shard_state: each tensor's state and update on one owner among its replicas (ZeRO-1).
-            False: every rank keeps all state and does every update, the plain twin.
-        bucket_elements: gradients are summed, and weights updated and sent, this many elements at a
-            time. A tensor that is larger goes alone. Bounds the staging memory of weights to
-            2 * group size * this; copies of gradients go as their sums are complete.
-        measure_orthogonality: report how far Muon's updates are from orthogonal.
-
-    Raises:
-        ValueError: a value outside its range, an unknown group or recipe, or both or neither of
-            `schedule` and the fields above it.
+    docs/MUONCLIP.md explains them.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
     lr: float | None = None
+    """Peak learning rate, shared by Muon and AdamW (Muon's update is scaled to AdamW's size).
+    [-; kimi_pretrain/optim/schedule.py]"""
     min_lr: float | None = None
-    warmup_steps: int | None = None
-    stable_steps: int | None = None
-    decay_steps: int | None = None
+    """Learning rate at the end of the decay and after it. [-; kimi_pretrain/optim/schedule.py]"""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Linear warm-up; lr is reached on the last of these steps.
+    [optimizer steps; kimi_pretrain/optim/schedule.py]"""
+    stable_steps: int | None = Field(default=None, ge=0)
+    """Steps at lr after the warm-up. 0 gives a plain cosine schedule.
+    [optimizer steps; kimi_pretrain/optim/schedule.py]"""
+    decay_steps: int | None = Field(default=None, ge=0)
+    """Steps from lr down to min_lr. 0 gives a constant schedule.
+    [optimizer steps; kimi_pretrain/optim/schedule.py]"""
     decay: Literal["cosine", "linear"] = "cosine"
+    """Shape of the descent. [-; kimi_pretrain/optim/schedule.py]"""
     schedule: Schedule | None = None
+    """The learning rate as a list of segments, or the name of a published recipe (k2, moonlight);
+    then the six keys above are not given. null: they are all given (decay has a default).
+    [-; kimi_pretrain/optim/schedule.py]"""
     matrices: Literal["muon", "adamw"] = "muon"
-    weight_decay: float = 0.1
-    groups: dict[str, GroupConfig] = field(default_factory=dict)
-    momentum: float = 0.95
+    """What trains weight matrices. "adamw": every tensor is AdamW's, for comparison.
+    [-; kimi_pretrain/optim/groups.py]"""
+    weight_decay: Finite = Field(default=0.1, ge=0)
+    """Decoupled, of every tensor (norms too), never scaled by a matrix' shape.
+    [-; kimi_pretrain/optim/muon.py]"""
+    groups: dict[str, GroupConfig] = Field(default_factory=dict)
+    """Parameter group -> its own learning rate and weight decay. The groups are embedding, head,
+    norms, attention, dense_mlp, experts, shared_experts, router, vision_tower and projector.
+    [-; kimi_pretrain/optim/muon.py]"""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """mu of M = mu*M + G. [-; kimi_pretrain/optim/muon.py]"""
     nesterov: bool = True
-    ns_steps: int = 5
+    """Orthogonalise mu*M + G (Moonlight) instead of M (Algorithm 1 of K2).
+    [-; kimi_pretrain/optim/muon.py]"""
+    ns_steps: int = Field(default=5, ge=1)
+    """Newton-Schulz iterations. [iterations; kimi_pretrain/optim/batched.py]"""
     ns_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    adam_eps: float = 1e-8
-    max_grad_norm: float | None = 1.0
-    qk_clip_threshold: float | None = 100.0
+    """Precision of the Newton-Schulz products. [-; kimi_pretrain/optim/batched.py]"""
+    adam_betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
+    """Decay of AdamW's two moments. [-; kimi_pretrain/optim/muon.py]"""
+    adam_eps: float = Field(default=1e-8, gt=0)
+    """Added to AdamW's denominator. [-; kimi_pretrain/optim/muon.py]"""
+    max_grad_norm: Limit = 1.0
+    """Global gradient norm above which gradients are scaled down; null is off.
+    [-; kimi_pretrain/update.py]"""
+    qk_clip_threshold: Limit = 100.0
+    """Attention logit above which a head is clipped (QK-Clip); null is off.
+    [logit; kimi_pretrain/update.py]"""
     shard_state: bool = True
-    bucket_elements: int = 2**23
+    """Each tensor's state and update on one owner among its replicas (ZeRO-1). false: every rank
+    keeps all state and does every update, the plain twin.
+    [-; kimi_pretrain/optim/muonclip.py]"""
+    bucket_elements: int = Field(default=2**23, ge=1)
+    """Gradients are summed, and weights updated and sent, this many elements at a time; a tensor
+    that is larger goes alone. Bounds the staging memory of weights to 2 * group size * this; copies
+    of gradients go as their sums are complete.
+    [elements; kimi_pretrain/optim/muonclip.py]"""
     measure_orthogonality: bool = True
+    """Report how far Muon's updates are from orthogonal. [-; kimi_pretrain/optim/muonclip.py]"""
 
     def lr_of(self, group: str, lr: float) -> float:
         """Return the learning rate of a parameter group where the schedule says `lr`."""
@@ -195,36 +206,18 @@ class OptimConfig:
             self.adam_eps,
         )
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         _check_ramp(self)
         _check_schedule(self)
-        _check_groups(self.groups)
-        _require(
-            self.matrices in ("muon", "adamw"),
-            f"matrices must be 'muon' or 'adamw', got {self.matrices!r}",
-        )
-        _require_not_negative("weight_decay", self.weight_decay)
-        _require(0 <= self.momentum < 1, f"momentum must lie in [0, 1), got {self.momentum}")
-        _require(self.ns_steps >= 1, f"ns_steps must be at least 1, got {self.ns_steps}")
-        _require(
-            self.ns_dtype in ("float32", "bfloat16"),
-            f"ns_dtype must be 'float32' or 'bfloat16', got {self.ns_dtype!r}",
-        )
-        _require(
-            len(self.adam_betas) == 2 and all(0 <= beta < 1 for beta in self.adam_betas),
-            f"adam_betas must be two numbers in [0, 1), got {self.adam_betas}",
-        )
-        _require(self.adam_eps > 0, f"adam_eps must be positive, got {self.adam_eps}")
-        for name in ("max_grad_norm", "qk_clip_threshold"):
-            limit = getattr(self, name)
+        for name in self.groups:
+            near = difflib.get_close_matches(name, GROUPS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
             _require(
-                limit is None or limit > 0,
-                f"{name} must be positive (or null to switch it off), got {limit}",
+                name in GROUPS,
+                f"groups names '{name}'; the parameter groups are {', '.join(GROUPS)}{hint}",
             )
-        _require(
-            self.bucket_elements >= 1,
-            f"bucket_elements must be at least 1, got {self.bucket_elements}",
-        )
+        return self
 
 
 def _check_ramp(config: OptimConfig) -> None:
@@ -242,12 +235,6 @@ def _check_ramp(config: OptimConfig) -> None:
     lr, min_lr = config.lr or 0.0, config.min_lr or 0.0
     _require(0 < lr < math.inf, f"lr must be positive, got {config.lr}")
     _require(0 <= min_lr <= lr, f"min_lr must lie in [0, lr={lr}], got {config.min_lr}")
-    for name in ("warmup_steps", "stable_steps", "decay_steps"):
-        _require_not_negative(name, getattr(config, name))
-    _require(
-        config.decay in ("cosine", "linear"),
-        f"decay must be 'cosine' or 'linear', got {config.decay!r}",
-    )
 
 
 def _check_schedule(config: OptimConfig) -> None:
@@ -262,23 +249,6 @@ def _check_schedule(config: OptimConfig) -> None:
             any(segment.lr > 0 for segment in config.schedule),
             "schedule has no segment with a positive lr: nothing would be trained",
         )
-
-
-def _check_groups(groups: Mapping[str, GroupConfig]) -> None:
-    for name, group in groups.items():
-        near = difflib.get_close_matches(name, GROUPS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        _require(
-            name in GROUPS,
-            f"groups names '{name}'; the parameter groups are {', '.join(GROUPS)}{hint}",
-        )
-        _require_not_negative(f"groups.{name}.lr_scale", group.lr_scale)
-        if group.weight_decay is not None:
-            _require_not_negative(f"groups.{name}.weight_decay", group.weight_decay)
-
-
-def _require_not_negative(name: str, value: float) -> None:
-    _require(0 <= value < math.inf, f"{name} must not be negative, got {value}")
 
 
 def _require(holds: bool, complaint: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kimi_pretrain.optim.config import Group
 
 if TYPE_CHECKING:
-    from kimi_pretrain.sections import ModelConfig
+    from kimi_pretrain.weights.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -6,50 +6,47 @@ that a recipe means the same at any batch size; `schedule.py` evaluates them.
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from typed_config.section import Section
 
 Shape = Literal["linear", "cosine", "constant"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """One stretch of a schedule; exactly one of steps, tokens and until_tokens says how long.
-
-    Args:
-        lr: learning rate that the segment ends with, exactly: the rate of its last step.
-        shape: of the way there. "linear": a straight line. "cosine": half a cosine wave, flat at
-            both ends. "constant": jumps to lr at once and stays.
-        steps: length in optimizer steps. 0 is allowed and only sets what the next one begins with.
-        tokens: length in tokens of the global batch, a whole number.
-        until_tokens: end of the segment, in tokens since the start of training.
-
-    Raises:
-        ValueError: a value outside its range, or not exactly one length.
-    """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
+class Segment(Section):
+    """One stretch of a schedule; exactly one of steps, tokens and until_tokens says how long."""
 
     lr: float
+    """Learning rate that the segment ends with, exactly: the rate of its last step.
+    [-; kimi_pretrain/optim/schedule.py]"""
     shape: Shape
+    """Of the way there. "linear": a straight line. "cosine": half a cosine wave, flat at both ends.
+    "constant": jumps to lr at once and stays.
+    [-; kimi_pretrain/optim/schedule.py]"""
     steps: int | None = None
+    """Length. 0 is allowed and only sets what the next one begins with.
+    [optimizer steps; kimi_pretrain/optim/recipes.py]"""
     tokens: float | None = None
+    """Length in tokens of the global batch, a whole number.
+    [tokens; kimi_pretrain/optim/recipes.py]"""
     until_tokens: float | None = None
+    """End of the segment, counted from the start of training.
+    [tokens; kimi_pretrain/optim/recipes.py]"""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         where = f"segment {self.told()}"
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise ValueError(f"{where}: lr must be a number >= 0, got {self.lr}")
-        if self.shape not in get_args(Shape):
-            raise ValueError(
-                f"{where}: shape must be one of {', '.join(get_args(Shape))}, got {self.shape!r}"
-            )
         lengths = [self.steps, self.tokens, self.until_tokens]
         given = [length for length in lengths if length is not None]
         if len(given) != 1:
             raise ValueError(f"{where}: give exactly one of steps, tokens and until_tokens")
         if not (math.isfinite(given[0]) and given[0] >= 0 and given[0] == int(given[0])):
             raise ValueError(f"{where}: its length must be a whole number >= 0, got {given[0]}")
+        return self
 
     def told(self) -> str:
         """Return the segment as one writes it: {steps: 500, lr: 0.0002, shape: linear}."""

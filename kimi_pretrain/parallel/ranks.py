@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kimi_pretrain.config import Config, replicas_per_scope
-from kimi_pretrain.sections import LayoutConfig
+from kimi_pretrain.parallel.layout import LayoutConfig
 
 Ints = NDArray[np.int64]
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from data_pipeline.index.columns import SourceIndex
     from data_pipeline.plan.step_plan import GlobalPlan
-    from kimi_pretrain.sections import GuardConfig
+    from kimi_pretrain.reliability.config import GuardConfig
 
 # AdamW's average of squares overflows from 1.8e19 on and then stands still for good; Muon squares
 # sums of up to 1 / (1 - momentum) gradients. Nothing that trains comes near.

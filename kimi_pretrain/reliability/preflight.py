@@ -7,7 +7,7 @@ that the configuration and the indices decide. Nothing here loads torch.
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,23 @@ from moonvit3d.geometry import grids
 log = logging.getLogger("kimi_pretrain.reliability.preflight")
 
 
-def check_start(config: Config, steps: int = 1, patience: float | None = None) -> list[GlobalPlan]:
+@dataclass(frozen=True)
+class Checked:
+    """What was found sound.
+
+    Attributes:
+        indices: of all sources, in the order of `data.source_names`.
+        plans: of the first steps.
+    """
+
+    tokenizer: Tokenizer
+    indices: list[SourceIndex]
+    plans: list[GlobalPlan]
+
+
+def check_start(
+    config: Config, steps: int = 1, patience: float | None = None, *, data_alone: bool = False
+) -> Checked:
     """Find what a run could not start with, or not take its first steps with.
 
     Reads the tokenizer, the indices and what lies at `checkpoint.place`, builds nothing and writes
@@ -36,9 +52,7 @@ def check_start(config: Config, steps: int = 1, patience: float | None = None) -
         config: of the run.
         steps: to plan, from the first; 0 for a run that goes on from a checkpoint.
         patience: most seconds to wait for a store that does not answer; None: `data.patience`.
-
-    Returns:
-        the plans of those steps.
+        data_alone: for who shows by itself what is too large, and saves nothing.
 
     Raises:
         ValueError: tokenizer, sources, shares, sizes, memory or the place are not as they must be.
@@ -47,8 +61,10 @@ def check_start(config: Config, steps: int = 1, patience: float | None = None) -
     """
     wait = config.data.patience if patience is None else min(patience, config.data.patience)
     # Without its cache: that belongs to the run's own processes.
-    store = open_data(replace(config.data, cache=None, patience=wait))
-    _, indices = read_sources(config, store)
+    store = open_data(config.data.replace(cache=None, patience=wait))
+    tokenizer, indices = read_sources(config, store)
+    if data_alone:
+        return Checked(tokenizer, indices, [])
     check_item_sizes(config, indices)
     planner, vision = Planner(indices, config.data), VisionPlanner(config)
     plans, state = list[GlobalPlan](), planner.state_dict()
@@ -58,7 +74,7 @@ def check_start(config: Config, steps: int = 1, patience: float | None = None) -
         plans.append(plan)
     if config.checkpoint.place is not None:
         _check_place(config.checkpoint.place, wait)
-    return plans
+    return Checked(tokenizer, indices, plans)
 
 
 def read_sources(config: Config, store: Store) -> tuple[Tokenizer, list[SourceIndex]]:

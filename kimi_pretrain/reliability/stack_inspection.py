@@ -20,7 +20,7 @@ from types import FrameType
 Lines = Sequence[tuple[str, int, str]]
 
 ROOT = Path(__file__).parent.parent.parent
-ROOMS = ("kimi_pretrain", "data_pipeline", "moonvit3d", "launch", "tests")
+ROOMS = ("kimi_pretrain", "data_pipeline", "moonvit3d", "typed_config", "launch", "tests")
 # Python files that wait for other ranks, and calls that wait for what was begun elsewhere.
 COLLECTIVES = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_communication")
 WAITING_CALLS = (".wait(", "synchronize(", ".barrier(", ".gather(", "all_reduce(", "all_gather")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kimi_pretrain.sections import LanguageConfig, ModelConfig
+from kimi_pretrain.weights.model_config import LanguageConfig, ModelConfig
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.flops import flops
 from moonvit3d.geometry import MERGE, PATCH, num_tokens

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from data_pipeline.access import open_data
 from data_pipeline.plan.planner import GlobalPlan, Planner
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.memory_limit import GIB, MIB
 from kimi_pretrain.dep.places import Moved, seconds_of_part
 from kimi_pretrain.dep.planner import ITEMSIZE, VisionPlanner
 from kimi_pretrain.dep.vision_plan import Ints, VisionPlan
-from kimi_pretrain.reliability.preflight import read_sources
+from kimi_pretrain.reliability.preflight import check_start
 
 ASSIGNS = ("owner", "round_robin", "balanced")  # the values of dep.assign
 BINDS = 1.02  # slowest over mean from which on the largest item is worth a word
@@ -109,9 +108,8 @@ def predict(
         ValueError: the config's data or layout cannot be planned.
         StoreError: data.root cannot be read.
     """
-    store = open_data(config.data)
     progress(0.0, "reading the index")
-    _, indices = read_sources(config, store)
+    indices = check_start(config, steps=0, data_alone=True).indices
     planner = Planner(indices, config.data)
     own = _with_dep(config, memory_limit_gib=None)  # what goes over it is to be seen, not refused
     plain = {"placement": "decoupled", "memory_limit_gib": None}

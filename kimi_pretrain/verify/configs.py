@@ -15,7 +15,8 @@ from typing import Any
 
 from data_pipeline.store.addresses import split_place
 from kimi_pretrain.config import Config, ConfigError, parse_config
-from kimi_pretrain.sections import DepConfig, LayoutConfig
+from kimi_pretrain.dep.config import DepConfig
+from kimi_pretrain.parallel.layout import LayoutConfig
 
 
 def decoupled(config: Config) -> Config:

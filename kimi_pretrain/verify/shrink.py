@@ -8,11 +8,11 @@ stay, there are several microbatches and several chunks of media. Pure.
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kimi_pretrain.config import Config, parse_config
-from kimi_pretrain.sections import LayoutConfig
+from kimi_pretrain.parallel.layout import LayoutConfig
 
 SEQ_LEN = 512
 LAYERS = 4
@@ -141,7 +141,7 @@ def _data(config: Config, layout: LayoutConfig, per_microbatch: int) -> dict[str
         "cache": None,
         # Small pictures bring fewer tokens: a ratio could not be reached. Shares always can.
         "vision_token_ratio": None,
-        "schedule": [asdict(replace(stage, vision_token_ratio=None)) for stage in data.schedule],
+        "schedule": [stage.model_dump() | {"vision_token_ratio": None} for stage in data.schedule],
     }
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.reliability.run_history import latest_in
-from kimi_pretrain.sections import ModelConfig
 from kimi_pretrain.weights import fp8, int4
 from kimi_pretrain.weights.hf_config import Differences, differences
 from kimi_pretrain.weights.matching import Weights, match
+from kimi_pretrain.weights.model_config import ModelConfig
 from kimi_pretrain.weights.shapes import model_shapes
 from kimi_pretrain.weights.weight_reader import WeightReader, and_more, open_weights
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kimi_pretrain.sections import LanguageConfig, ModelConfig
 from kimi_pretrain.weights.int4 import QUANTIZATION
+from kimi_pretrain.weights.model_config import LanguageConfig, ModelConfig
 from moonvit3d.config import MoonViTConfig
 
 Kind = Literal["kimi_k25", "deepseek_v3"]

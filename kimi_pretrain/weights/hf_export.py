@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.reliability.run_history import latest_in
-from kimi_pretrain.sections import ModelConfig
 from kimi_pretrain.weights import int4
 from kimi_pretrain.weights.hf_config import Kind, SpecialIds, config_json
 from kimi_pretrain.weights.matching import Weights, match
+from kimi_pretrain.weights.model_config import ModelConfig
 from kimi_pretrain.weights.report import seq_len
 from kimi_pretrain.weights.shapes import BIAS, LANGUAGE, is_routed_expert, model_shapes
 from kimi_pretrain.weights.weight_reader import CONFIG, open_weights

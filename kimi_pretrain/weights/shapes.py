@@ -7,7 +7,7 @@ gives them to the parameters of the engine.
 
 from collections.abc import Iterator
 
-from kimi_pretrain.sections import LanguageConfig, ModelConfig
+from kimi_pretrain.weights.model_config import LanguageConfig, ModelConfig
 from moonvit3d.layouts import released_shapes
 
 LANGUAGE = "language_model."

@@ -168,7 +168,6 @@ def _limits(
     config: str | None, seq_len: int | None, image: int | None, frame: int | None
 ) -> "tuple[PatchLimits, int | None]":
     """Return limits and row length: from the options, else the config, else the defaults."""
-    from dataclasses import replace
 
     from moonvit3d.geometry import PatchLimits
 
@@ -178,7 +177,7 @@ def _limits(
 
         loaded = load_config(config).data
         limits, seq_len = loaded.limits, seq_len or loaded.seq_len
-    limits = replace(limits, image=image or limits.image, frame=frame or limits.frame)
+    limits = limits.replace(image=image or limits.image, frame=frame or limits.frame)
     return limits, seq_len
 
 

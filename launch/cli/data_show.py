@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def show_rows(
 
     """
     # For a single step: no worker processes, no prefetch, no cache on disk.
-    data = replace(load_config(config, overrides).data, workers=0, prefetch_steps=0, cache=None)
+    data = load_config(config, overrides).data.replace(workers=0, prefetch_steps=0, cache=None)
     if rows.start >= data.rows_per_step:
         raise ValueError(f"--first-row {rows.start}: a step has {data.rows_per_step} rows")
     rows = range(rows.start, min(rows.stop, data.rows_per_step))

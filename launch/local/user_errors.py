@@ -33,6 +33,11 @@ def user_message(error: BaseException) -> str | None:
     """
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"{error.filename}: no such file or folder"  # without the errno
+    if type(error).__name__ == "ValidationError":  # of a section; pydantic is loaded then
+        from typed_config.section import ValidationError, problems
+
+        if isinstance(error, ValidationError):
+            return "; ".join(problems(error))
     if isinstance(error, ValueError | FileNotFoundError):
         return " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno in STORAGE:

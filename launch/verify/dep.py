@@ -61,7 +61,7 @@ class VerifyDep(Verification):
         Raises:
             ValueError: the last step has no media.
         """
-        *_, last = check_start(config, self.steps)
+        *_, last = check_start(config, self.steps).plans
         if not len(last.items.row):
             raise ValueError(
                 "the step to compare holds no media, so there is nothing to verify; raise "

@@ -2,7 +2,7 @@
 
 import torch
 
-from kimi_pretrain.sections import CostConfig
+from kimi_pretrain.dep.config import CostConfig
 from tests.dist.deepseek import deepseek_v3
 
 

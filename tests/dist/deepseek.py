@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kimi_pretrain.sections import LanguageConfig
+from kimi_pretrain.weights.model_config import LanguageConfig
 
 
 def deepseek_v3(language: LanguageConfig, length: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ CONFIG = OptimConfig(
     ns_dtype="float32",
     bucket_elements=1200,  # a few tensors: many rounds even here
 )
-TWIN = dataclasses.replace(CONFIG, shard_state=False)
+TWIN = CONFIG.replace(shard_state=False)
 STEPS, SAVE_AT, GO_ON_TO, CLIP_AT, CLIP_LAYER = 20, 4, 8, 5, 1
 NUM_EXPERTS = 4
 # Its gradient comes from the first member of a group alone; the others' backward never reaches it.
@@ -258,7 +258,7 @@ def scenarios(share: Share, folder: Path) -> dict[str, Any]:
         job = Job(share, config=config).load(saved)
         results[scenario] = job.train(SAVE_AT, GO_ON_TO).save()
     for scenario, elements in (("one bucket", 10**6), ("one tensor a bucket", 1)):
-        config = dataclasses.replace(CONFIG, bucket_elements=elements)
+        config = CONFIG.replace(bucket_elements=elements)
         results[scenario] = Job(share, config=config).train(0, SAVE_AT).save()
     return results | half_precision(share) | sums(share)
 

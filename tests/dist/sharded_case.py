@@ -145,7 +145,7 @@ def refusals(group: dist.ProcessGroup, alone: dist.ProcessGroup) -> dict[str, st
     """
     grid, cpu = GRIDS["image"], torch.device("cpu")
     pixels = pixels_of(grid).numpy()
-    six_heads = encoder_of(torch.float32, replace(SMALL, heads=6))
+    six_heads = encoder_of(torch.float32, SMALL.replace(heads=6))
     calls = {
         "heads": lambda: sharded.encode(six_heads, pixels_of(grid), grid, group),
         "patches": lambda: sharded.encode(encoder_of(torch.float32), pixels_of(grid), grid, group),

@@ -119,7 +119,7 @@ def test_the_report_holds_the_worst_orthogonality_error():
             errors.append((1 - values.square()).square().mean().sqrt().item())
     assert len(errors) > 20
     assert figures.orthogonality_error == pytest.approx(max(errors), rel=1e-2)
-    silent = dataclasses.replace(CONFIG, measure_orthogonality=False)
+    silent = CONFIG.replace(measure_orthogonality=False)
     job = Job(ALONE, config=silent)
     job.backward(0)
     assert job.optimizer.step(1e-2).figures().orthogonality_error is None
@@ -146,7 +146,7 @@ def test_adamw_in_parts_changes_no_bit(monkeypatch, elements, dtype):
         sizes.append(weight.numel())
         return adamw_update(weight, *args)
 
-    adamw = dataclasses.replace(CONFIG, matrices="adamw")
+    adamw = CONFIG.replace(matrices="adamw")
     whole = Job(ALONE, dtype, adamw).train(0, 3).save()
     monkeypatch.setattr(muonclip, "adamw_update", update)
     monkeypatch.setattr(muonclip, "ADAMW_ELEMENTS", elements)

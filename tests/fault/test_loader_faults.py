@@ -4,7 +4,6 @@ Each fault is tried without and with the node's cache, which must not keep what 
 """
 
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -34,7 +33,7 @@ def corpus(s3_server, tmp_path_factory):
         remote = open_store(root, endpoint=s3_server.endpoint)
         for key in folder.list():
             remote.put(key, folder.get(key))
-    with Loader(replace(CONFIG, root=folder.uri), folder, indices, tokenizer) as loader:
+    with Loader(CONFIG.replace(root=folder.uri), folder, indices, tokenizer) as loader:
         expected = [digest(next(loader)) for _ in range(STEPS)]
     return root, folder, expected
 
@@ -51,8 +50,7 @@ def config(request, corpus, s3_environment, proxy, tmp_path):
         cache = CacheConfig(
             folder=str(tmp_path / "cache"), memory_bytes=0, block_bytes=8 << 10, wait_s=30
         )
-    return replace(
-        CONFIG,
+    return CONFIG.replace(
         root=corpus[0],
         endpoint=proxy.endpoint,
         cache=cache,
@@ -134,7 +132,7 @@ def copy(corpus, s3_environment, proxy, request, config):
     remote = open_store(root, endpoint=s3_environment.endpoint)
     for key in folder.list():
         remote.put(key, folder.get(key))
-    config = replace(config, root=root, patience=2.0)
+    config = config.replace(root=root, patience=2.0)
     store = open_data(config)
     indices = [read_index(store, name) for name in config.source_names]
     loader = Loader(config, store, indices, open_tokenizer(config, store))
@@ -185,7 +183,7 @@ def test_credentials_that_stay_expired_stop_with_one_sentence(loader, proxy):
 
 
 def test_a_server_that_stays_away_stops_with_one_sentence(corpus, config, proxy):
-    config = replace(config, patience=1.5)
+    config = config.replace(patience=1.5)
     store = open_data(config)
     indices = [read_index(store, name) for name in config.source_names]
     with Loader(config, store, indices, open_tokenizer(config, store)) as loader:

@@ -10,7 +10,7 @@ import pytest
 
 from tests import ROOT
 
-PACKAGES = ("moonvit3d", "data_pipeline", "kimi_pretrain", "launch")
+PACKAGES = ("typed_config", "moonvit3d", "data_pipeline", "kimi_pretrain", "launch")
 
 BUILD = "import sys, setuptools.build_meta as backend; print(backend.build_wheel(sys.argv[1]))"
 

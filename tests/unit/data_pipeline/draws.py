@@ -14,16 +14,16 @@ from data_pipeline.augment.draws import draw, media_keys, sample_keys
 GEOMETRY = AugmentConfig(
     flip=0.5,
     turn=0.5,
-    affine=AffineConfig(0.5, degrees=20, scale=(0.8, 1.25), shear=0.15, shift=0.05),
-    crop=CropConfig(0.5, area=(0.3, 1.0), aspect=(0.6, 1.6), rescale=(0.5, 1.0)),
+    affine=AffineConfig(probability=0.5, degrees=20, scale=(0.8, 1.25), shear=0.15, shift=0.05),
+    crop=CropConfig(probability=0.5, area=(0.3, 1.0), aspect=(0.6, 1.6), rescale=(0.5, 1.0)),
 )
 EVERYTHING = AugmentConfig(
     flip=GEOMETRY.flip,
     turn=GEOMETRY.turn,
     affine=GEOMETRY.affine,
     crop=GEOMETRY.crop,
-    colour=ColourConfig(0.5, brightness=0.3, contrast=0.4, saturation=0.5, gamma=0.2),
-    jpeg=JpegConfig((30, 95), 0.5),
+    colour=ColourConfig(probability=0.5, brightness=0.3, contrast=0.4, saturation=0.5, gamma=0.2),
+    jpeg=JpegConfig(quality=(30, 95), probability=0.5),
     variants=True,
 )
 

@@ -33,7 +33,13 @@ CONFIG = DataConfig(
     seq_len=96,
     rows_per_step=12,
     vision_token_ratio=0.25,
-    schedule=[BlendStage(6_000, {"boxes": 1.0, "captions": 2.0, "web": 1.0}, 0.2)],
+    schedule=[
+        BlendStage(
+            after_tokens=6_000,
+            sources={"boxes": 1.0, "captions": 2.0, "web": 1.0},
+            vision_token_ratio=0.2,
+        )
+    ],
     max_epochs={"clips": 6.0},
     augment={
         "boxes": AugmentConfig(

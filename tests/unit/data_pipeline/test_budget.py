@@ -108,7 +108,13 @@ def test_the_default_folder_is_of_one_s_own(tmp_path, monkeypatch, planted):
     tmp_path.chmod(0o1777)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = tmp_path / f"kimi-pretrain-{os.getuid()}"
-    config = DataConfig("s3://bucket/x", {"a": 1.0}, 128, 8, requests_per_second=5)
+    config = DataConfig(
+        root="s3://bucket/x",
+        sources={"a": 1.0},
+        seq_len=128,
+        rows_per_step=8,
+        requests_per_second=5,
+    )
     if planted == "open":
         own.mkdir()
         own.chmod(0o777)

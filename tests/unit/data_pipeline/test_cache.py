@@ -713,13 +713,13 @@ def test_a_vanished_disk_folder_is_tried_again_later(opened, inner, tmp_path, ca
     [
         ({}, "neither folder nor memory_bytes"),
         ({"folder": " "}, "folder is empty"),
-        ({"folder": "x", "block_bytes": 100}, "block_bytes is 100; allowed: an integer from 1024"),
+        ({"folder": "x", "block_bytes": 100}, "block_bytes\n.* equal to 1024"),
         ({"folder": "x", "disk_bytes": 1 << 20}, "disk_bytes is 1048576; allowed"),
         ({"memory_bytes": 1 << 20}, "memory_bytes is 1048576; allowed"),
-        ({"memory_bytes": -1}, "memory_bytes is -1; allowed"),
-        ({"memory_bytes": True}, "memory_bytes is True; allowed"),
-        ({"folder": "x", "wait_s": 0}, "wait_s is 0; allowed: seconds above 0"),
-        ({"folder": "x", "wait_s": float("nan")}, "wait_s is nan; allowed"),
+        ({"memory_bytes": -1}, "memory_bytes\n.* equal to 0"),
+        ({"memory_bytes": True}, "memory_bytes\n.* valid integer"),
+        ({"folder": "x", "wait_s": 0}, "wait_s\n.* greater than 0"),
+        ({"folder": "x", "wait_s": float("nan")}, "wait_s\n"),
     ],
 )
 def test_bad_configs_are_refused(config, message):
@@ -737,7 +737,7 @@ def test_all_tiers_are_read_when_none_is_written(opened, inner, monkeypatch):
 
 def test_unknown_config_keys_are_refused():
     adapter = TypeAdapter(CacheConfig)
-    assert adapter.validate_python({"folder": "x"}) == CacheConfig("x")
+    assert adapter.validate_python({"folder": "x"}) == CacheConfig(folder="x")
     with pytest.raises(ValidationError, match="disk_byte\n"):
         adapter.validate_python({"folder": "x", "disk_byte": 3})
 

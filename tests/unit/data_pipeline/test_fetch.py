@@ -22,7 +22,7 @@ REGION = re.compile(r"fox\[(\d{3}),(\d{3}),(\d{3}),(\d{3})\]")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("every kind")
     tokenizer, indices = build(FolderStore(folder))
-    config = replace(CONFIG, root=str(folder), rows_per_step=120)
+    config = CONFIG.replace(root=str(folder), rows_per_step=120)
     return config, tokenizer, indices
 
 

@@ -162,7 +162,7 @@ def test_i1_rows_are_the_same_for_every_world_thread_count_and_depth(
     make, prefetch, threads, world
 ):
     """The union of what the ranks of a world hold is the step, whatever reads it."""
-    config = replace(CONFIG, prefetch_steps=prefetch, fetch_threads=threads)
+    config = CONFIG.replace(prefetch_steps=prefetch, fetch_threads=threads)
 
     def needs(rank):
         # rows by replica; media by a rule that has nothing to do with the rows
@@ -194,12 +194,12 @@ STREAM: dict[str, list[str]] = {}
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_resumes_anywhere(make, prefetch):
-    config = replace(CONFIG, prefetch_steps=prefetch)
+    config = CONFIG.replace(prefetch_steps=prefetch)
     assert_resumes_anywhere(lambda: make(config), 5, step_digest)
 
 
 def test_state_is_what_was_handed_out_and_small(make):
-    loader = make(replace(CONFIG, prefetch_steps=6))
+    loader = make(CONFIG.replace(prefetch_steps=6))
     start = loader.state_dict()
     for step in range(3):
         assert loader.state_dict()["step"] == step
@@ -222,7 +222,7 @@ def test_never_more_steps_ahead_than_asked_for(make):
         planned.append(plan.step)
         return everything(plan)
 
-    loader = make(replace(CONFIG, prefetch_steps=2), needs)
+    loader = make(CONFIG.replace(prefetch_steps=2), needs)
     for step in range(4):
         next(loader)
         deadline = time.monotonic() + 10
@@ -235,7 +235,7 @@ def test_never_more_steps_ahead_than_asked_for(make):
 def test_only_what_is_needed_is_read(make, built):
     store = Recording(built[0])
     loader = make(
-        replace(CONFIG, prefetch_steps=0),
+        CONFIG.replace(prefetch_steps=0),
         lambda plan: Needs(np.array([], int), np.array([], int)),
         store,
     )
@@ -254,7 +254,7 @@ def test_only_what_is_needed_is_read(make, built):
 
 def test_chunks_of_a_video_share_one_read(make, built):
     clips = [index for index in built[1] if index.name == "clips"]
-    config = replace(CONFIG, prefetch_steps=0, sources={"clips": 1.0})
+    config = CONFIG.replace(prefetch_steps=0, sources={"clips": 1.0})
     loader = make(config, indices=clips)
     batch = next(loader)
     samples, items, index = batch.plan.samples, batch.plan.items, loader.indices[0]
@@ -330,7 +330,7 @@ def test_media_of_another_size_are_bad_items(make, built):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_damaged_text_is_a_bad_sample_and_the_rest_is_whole(make, built, tokenizer, prefetch):
     clean = next(make())
-    config = replace(CONFIG, prefetch_steps=prefetch)
+    config = CONFIG.replace(prefetch_steps=prefetch)
     plan, sample, index, at = find(make(), "web")
     repair = corrupt(built[0], index, index.json_offset[at], index.shard[at], index.json_length[at])
     try:
@@ -370,7 +370,7 @@ def test_an_error_of_the_store_is_raised_in_its_step_and_the_order_goes_on(make,
     for _ in range(5):
         expected.append(step_digest(next(clean)))
     store = Recording(built[0])
-    loader = make(replace(CONFIG, prefetch_steps=prefetch), store=store)
+    loader = make(CONFIG.replace(prefetch_steps=prefetch), store=store)
     got = [step_digest(next(loader)) for _ in range(2)]
     store.faults.append(StoreUnavailable("web/000000.tar: gone for a moment"))
 
@@ -391,7 +391,7 @@ def test_close_ends_the_threads_even_in_the_middle_of_a_read(make, built):
     before = set(threading.enumerate())
     store = Recording(built[0])
     store.gate = threading.Event()
-    loader = make(replace(CONFIG, prefetch_steps=3), store=store)
+    loader = make(CONFIG.replace(prefetch_steps=3), store=store)
     taken = []
     consumer = threading.Thread(target=lambda: taken.append(next(loader)))
     consumer.start()
@@ -415,7 +415,7 @@ def test_another_tokenizer_or_state_is_refused(make, built, tokenizer):
     with pytest.raises(IndexMismatch, match="'clips' was made with tokenizer 'test'"):
         Loader(CONFIG, FolderStore(built[0]), built[1], other)
     loader = make()
-    state = make(replace(CONFIG, seed=4)).state_dict()
+    state = make(CONFIG.replace(seed=4)).state_dict()
     with pytest.raises(ValueError, match="state field 'seed' is 4, this run has 3"):
         loader.load_state_dict(state)
     assert next(loader).plan.step == 0
@@ -434,7 +434,7 @@ def test_waiting_is_measured(make, built):
 def test_text_only_sources_make_steps_without_media(make, built):
     web = [index for index in built[1] if index.name == "web"]
     assert isinstance(web[0], SourceIndex)
-    batch = next(make(replace(CONFIG, sources={"web": 1.0}), indices=web))
+    batch = next(make(CONFIG.replace(sources={"web": 1.0}), indices=web))
     assert batch.plan.items.item.size == batch.plan.vision_tokens == 0
     assert not batch.media
     assert batch.rows.loss_mask.any()

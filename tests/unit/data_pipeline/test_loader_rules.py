@@ -33,13 +33,13 @@ REGION = re.compile(r"fox\[(\d{3}),(\d{3}),(\d{3}),(\d{3})\]")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("every kind")
     tokenizer, indices = build(FolderStore(folder))
-    return replace(CONFIG, root=str(folder), rows_per_step=60), tokenizer, indices
+    return CONFIG.replace(root=str(folder), rows_per_step=60), tokenizer, indices
 
 
 def fetched_steps(corpus, steps, store=None, indices=None, **changes):
     """Yield (planner, plan, request, fetched) of the first steps under a changed config."""
     config, tokenizer, built = corpus
-    planner = Planner(indices or built, replace(config, **changes))
+    planner = Planner(indices or built, config.replace(**changes))
     fetcher = Fetcher(store or FolderStore(config.root), tokenizer, 2)
     state = planner.state_dict()
     for _ in range(steps):
@@ -219,7 +219,7 @@ class Wrong:
 def test_bytes_wrong_on_the_way_are_read_again(corpus, tmp_path, what, cached, times):
     """READS reads in all; a cache must not answer the later ones with what it kept."""
     config, tokenizer, indices = corpus
-    planner = Planner(indices, replace(config, rows_per_step=4))
+    planner = Planner(indices, config.replace(rows_per_step=4))
     plan, _ = planner.plan(planner.state_dict())
     request = resolve(planner, plan, everything(plan))
     struck = getattr(request, what)[0]

@@ -1,6 +1,5 @@
 """The blend of a whole training: schedule, epoch caps, and what a state holds of it."""
 
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -29,7 +28,7 @@ UNITS_OF = [500, 2000, 9000]
 
 
 def mixture_of(**changes):
-    config = replace(CONFIG, **changes)
+    config = CONFIG.replace(**changes)
     return Mixer(config, TOTALS, UNITS_OF).mixture()
 
 
@@ -40,7 +39,7 @@ def test_one_segment_without_schedule_or_caps():
 
 
 def test_a_stage_begins_at_the_first_border_after_its_tokens():
-    later = BlendStage(30_000, {"b": 1.0, "c": 1.0})
+    later = BlendStage(after_tokens=30_000, sources={"b": 1.0, "c": 1.0})
     mixture = mixture_of(schedule=[later])
     first, second = mixture.segments
     assert second.weights[0] == 0
@@ -93,12 +92,11 @@ def test_a_ratio_that_cannot_be_kept_ends_the_data():
 
 def test_the_rest_is_the_same_from_any_segment_on():
     """What a state holds (the segments begun) is enough to know the others."""
-    config = replace(
-        CONFIG,
+    config = CONFIG.replace(
         max_epochs={"a": 1.0, "c": 3.0},
         schedule=[
-            BlendStage(5_000, {"a": 1.0, "b": 1.0, "c": 1.0}),
-            BlendStage(60_000, {"b": 1.0, "c": 1.0}),
+            BlendStage(after_tokens=5_000, sources={"a": 1.0, "b": 1.0, "c": 1.0}),
+            BlendStage(after_tokens=60_000, sources={"b": 1.0, "c": 1.0}),
         ],
     )
     mixer = Mixer(config, TOTALS, UNITS_OF)
@@ -115,13 +113,13 @@ def planner_of(**changes):
         made_index("b", [60], 2, media=0.4, text=(3, 30), side=100),
         made_index("c", [300], 3),
     ]
-    return Planner(indices, replace(CONFIG, **changes))
+    return Planner(indices, CONFIG.replace(**changes))
 
 
 def test_a_run_goes_through_its_stages_and_ends_in_order():
     planner = planner_of(
         max_epochs={"a": 2.0, "b": 4.0, "c": 3.0},
-        schedule=[BlendStage(9_000, {"b": 1.0, "c": 1.0})],
+        schedule=[BlendStage(after_tokens=9_000, sources={"b": 1.0, "c": 1.0})],
     )
     state, epochs, plans = planner.state_dict(), {0: 0, 1: 0, 2: 0}, []
     with pytest.raises(DataUsedUp, match="the data ends at position"):  # noqa: PT012
@@ -139,7 +137,7 @@ def test_a_run_goes_through_its_stages_and_ends_in_order():
     for state, expected in plans[:: len(plans) // 9]:
         fresh = planner_of(
             max_epochs={"a": 2.0, "b": 4.0, "c": 3.0},
-            schedule=[BlendStage(9_000, {"b": 1.0, "c": 1.0})],
+            schedule=[BlendStage(after_tokens=9_000, sources={"b": 1.0, "c": 1.0})],
         )
         fresh.load_state_dict(state)
         assert fresh.plan(state)[0].content_hash() == expected
@@ -147,8 +145,9 @@ def test_a_run_goes_through_its_stages_and_ends_in_order():
 
 def test_a_new_source_may_come_in_with_a_stage():
     indices = [made_index("a", [40], 1), made_index("late", [50], 5)]
-    config = replace(
-        CONFIG, sources={"a": 1.0}, schedule=[BlendStage(5_000, {"a": 1.0, "late": 1.0})]
+    config = CONFIG.replace(
+        sources={"a": 1.0},
+        schedule=[BlendStage(after_tokens=5_000, sources={"a": 1.0, "late": 1.0})],
     )
     planner = Planner(indices, config)
     state, seen = planner.state_dict(), []
@@ -162,13 +161,21 @@ def test_a_new_source_may_come_in_with_a_stage():
 def test_bad_schedules_and_caps_are_refused():
     for changes, message in [
         ({"max_epochs": {"x": 1}}, "max_epochs names x, which no source is called; there are: "),
-        ({"max_epochs": {"a": 0}}, r"max_epochs\['a'\] is 0"),
-        ({"schedule": [BlendStage(5, {"a": 1}), BlendStage(5, {"b": 1})]}, "they must increase"),
+        ({"max_epochs": {"a": 0}}, "max_epochs.a\n.* greater than 0"),
+        (
+            {
+                "schedule": [
+                    BlendStage(after_tokens=5, sources={"a": 1}),
+                    BlendStage(after_tokens=5, sources={"b": 1}),
+                ]
+            },
+            "they must increase",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
-            replace(CONFIG, **changes)
-    with pytest.raises(ValueError, match="after_tokens is 0"):
-        BlendStage(0, {"a": 1.0})
+            CONFIG.replace(**changes)
+    with pytest.raises(ValueError, match="after_tokens\n.* greater than or equal to 1"):
+        BlendStage(after_tokens=0, sources={"a": 1.0})
 
 
 def test_a_change_that_lies_in_the_past_is_refused():
@@ -178,7 +185,7 @@ def test_a_change_that_lies_in_the_past_is_refused():
     while state["window"] < 9:
         _, state = plain.plan(state)
     for changes in (
-        {"schedule": [BlendStage(1_500, {"b": 1.0, "c": 1.0})]},
+        {"schedule": [BlendStage(after_tokens=1_500, sources={"b": 1.0, "c": 1.0})]},
         {"max_epochs": {"a": 2.0}},
     ):
         changed = planner_of(**changes)
@@ -188,7 +195,7 @@ def test_a_change_that_lies_in_the_past_is_refused():
         moved = changed.with_own_blend(state)
         changed.load_state_dict(moved)
         assert changed.plan(moved)[0].step == state["step"]
-    ahead = planner_of(schedule=[BlendStage(900_000, {"b": 1.0, "c": 1.0})])
+    ahead = planner_of(schedule=[BlendStage(after_tokens=900_000, sources={"b": 1.0, "c": 1.0})])
     ahead.load_state_dict(state)  # what lies ahead may be changed at any time
     assert ahead.plan(state)[0].content_hash() == plain.plan(state)[0].content_hash()
 
@@ -196,14 +203,20 @@ def test_a_change_that_lies_in_the_past_is_refused():
 def test_what_would_never_come_is_refused():
     with pytest.raises(ValueError, match=r"sources \['a'\] would never be drawn.*pack_window=64"):
         planner_of(max_epochs={"a": 0.1})
-    stages = [BlendStage(10, {"b": 1.0, "c": 1.0}), BlendStage(20, {"a": 1.0, "c": 1.0})]
+    stages = [
+        BlendStage(after_tokens=10, sources={"b": 1.0, "c": 1.0}),
+        BlendStage(after_tokens=20, sources={"a": 1.0, "c": 1.0}),
+    ]
     with pytest.raises(ValueError, match=r"stages of the schedule after \[10\] tokens are over"):
         planner_of(schedule=stages)
 
 
 def test_a_stage_keeps_the_ratio_unless_it_has_its_own():
     shares = {"b": 1.0, "c": 1.0}
-    stages = [BlendStage(9_000, shares), BlendStage(30_000, shares, 0.02)]
+    stages = [
+        BlendStage(after_tokens=9_000, sources=shares),
+        BlendStage(after_tokens=30_000, sources=shares, vision_token_ratio=0.02),
+    ]
     planner = planner_of(vision_token_ratio=0.04, schedule=stages)
     ratios = []
     for segment in planner.mixture.segments:

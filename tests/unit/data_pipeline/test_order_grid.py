@@ -7,7 +7,6 @@ every kind of sample, augmentation, split texts, a schedule and a cap on epochs.
 
 import hashlib
 import json
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -30,7 +29,7 @@ ROWS = 192  # of a step; every world divides it
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("every kind")
     tokenizer, indices = build(FolderStore(folder))
-    config = replace(CONFIG, root=str(folder), rows_per_step=ROWS, prefetch_steps=3)
+    config = CONFIG.replace(root=str(folder), rows_per_step=ROWS, prefetch_steps=3)
     return config, tokenizer, indices
 
 
@@ -82,7 +81,7 @@ def reference(corpus):
     config, tokenizer, indices = corpus
     digests, states = [], []
     with Loader(
-        replace(config, prefetch_steps=0), FolderStore(config.root), indices, tokenizer
+        config.replace(prefetch_steps=0), FolderStore(config.root), indices, tokenizer
     ) as loader:
         for _ in range(STEPS + 2):
             states.append(loader.state_dict())
@@ -140,13 +139,13 @@ def test_a_loader_with_workers_gives_the_same_and_resumes_with_another_number(
     config, tokenizer, indices = corpus
     digests, states = reference
     store = FolderStore(config.root)
-    with Loader(replace(config, workers=num_workers), store, indices, tokenizer) as loader:
+    with Loader(config.replace(workers=num_workers), store, indices, tokenizer) as loader:
         for step in range(3):
             batch = next(loader)
             assert digest_of(batch.plan, [batch]) == digests[step]
         saved = loader.state_dict()
         assert saved == states[3]
-    other = replace(config, workers=3 - num_workers, prefetch_steps=1)
+    other = config.replace(workers=3 - num_workers, prefetch_steps=1)
     with Loader(other, store, indices, tokenizer) as loader:
         loader.load_state_dict(saved)
         batch = next(loader)

@@ -216,7 +216,7 @@ def test_jpeg_is_lossy_by_its_quality_and_leaves_things_in_place():
     pixels = photo(64, 96)
     errors = []
     for quality in (95, 60, 20):
-        draws = some_draws(AugmentConfig(jpeg=JpegConfig((quality, quality))), 1, 64, 96)
+        draws = some_draws(AugmentConfig(jpeg=JpegConfig(quality=(quality, quality))), 1, 64, 96)
         out = apply(draws.one(0), pixels).astype(float)
         errors.append(np.abs(out - pixels).mean())
     assert 0 < errors[0] < errors[1] < errors[2] < 12

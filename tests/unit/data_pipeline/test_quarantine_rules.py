@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,7 +50,7 @@ def texts(tmp_path_factory):
 
 def text_loader(texts, **changes):
     store, tokenizer, indices = texts
-    return Loader(replace(TEXTS, **changes), store, indices, tokenizer)
+    return Loader(TEXTS.replace(**changes), store, indices, tokenizer)
 
 
 class Taken:
@@ -207,7 +206,7 @@ def made():
     ],
 )
 def test_a_state_of_a_run_with_other_rules_is_refused_by_field(made, field, value):
-    one, other = Planner(made, PLANNED), Planner(made, replace(PLANNED, **{field: value}))
+    one, other = Planner(made, PLANNED), Planner(made, PLANNED.replace(**{field: value}))
     for planner, state in ((one, other.state_dict()), (other, one.state_dict())):
         with pytest.raises(ValueError, match=f"state field 'packing.{field}'"):
             planner.load_state_dict(state)
@@ -216,9 +215,7 @@ def test_a_state_of_a_run_with_other_rules_is_refused_by_field(made, field, valu
 
 
 def test_a_state_of_other_decoders_is_refused_unless_the_config_lets_it(made):
-    strict, lenient = (
-        Planner(made, replace(PLANNED, same_decoders=same)) for same in (True, False)
-    )
+    strict, lenient = (Planner(made, PLANNED.replace(same_decoders=same)) for same in (True, False))
     state = strict.state_dict()
     assert "pillow" in state["decoders"]
     old = state | {"decoders": "pillow 1.0 av 2.0"}
@@ -226,7 +223,7 @@ def test_a_state_of_other_decoders_is_refused_unless_the_config_lets_it(made):
         strict.load_state_dict(old)
     lenient.load_state_dict(old)
     # A run that did not compare them left none: nothing can be held against it.
-    unnamed = Planner(made, replace(PLANNED, same_decoders=False)).state_dict()
+    unnamed = Planner(made, PLANNED.replace(same_decoders=False)).state_dict()
     assert unnamed["decoders"] is None
     strict.load_state_dict(unnamed)
 
@@ -248,7 +245,7 @@ def test_a_change_of_shares_keeps_the_quarantine(made):
     planner.quarantine(1, 5, 0)
     _, state = planner.plan(planner.state_dict())
     state = planner.with_quarantine(state)
-    other = Planner(made, replace(PLANNED, vision_token_ratio=0.1))
+    other = Planner(made, PLANNED.replace(vision_token_ratio=0.1))
     moved = other.with_own_blend(state)
     assert moved["blend"] != state["blend"]
     assert moved["quarantine"] == [[1, 5, 0]]
@@ -258,9 +255,8 @@ def test_a_change_of_shares_keeps_the_quarantine(made):
 
 
 def test_a_stage_of_the_schedule_has_its_own_share_of_media(made):
-    stage = BlendStage(60_000, dict(PLANNED.sources), 0.35)
-    config = replace(
-        PLANNED,
+    stage = BlendStage(after_tokens=60_000, sources=dict(PLANNED.sources), vision_token_ratio=0.35)
+    config = PLANNED.replace(
         vision_token_ratio=0.08,
         schedule=[stage],
         augment={},

@@ -1,7 +1,5 @@
 """Lengths under augmentation; split, shrunk, refused samples; quarantine: against plain twins."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -86,7 +84,7 @@ def test_epochs_differ_and_a_seed_too(index):
     for found, drawn in zip(lengths, (one, two)):
         found[drawn.sample] = drawn.layout.length
     assert (lengths[0] != lengths[1]).sum() > 50
-    other = Source(index, replace(CONFIG, seed=12)).draw(np.arange(n))
+    other = Source(index, CONFIG.replace(seed=12)).draw(np.arange(n))
     mine = np.zeros(n)
     mine[other.sample] = other.layout.length
     assert (lengths[0] != mine).sum() > 50
@@ -124,7 +122,7 @@ def test_details_say_what_the_plan_counted(index):
     assert moved > 50
 
 
-TEXTS = replace(CONFIG, sources={"web": 1.0}, augment={}, seq_len=50)
+TEXTS = CONFIG.replace(sources={"web": 1.0}, augment={}, seq_len=50)
 
 
 def test_texts_are_split_into_whole_rows_and_a_rest():
@@ -144,14 +142,14 @@ def test_texts_are_split_into_whole_rows_and_a_rest():
         assert (lengths - 2).sum() == index.text_tokens[sample]
         assert source.is_split(sample) == (mine.sum() > 1)
     assert part_span(2, 50) == slice(96, 144)
-    refusing = Source(index, replace(TEXTS, split_text=False))
+    refusing = Source(index, TEXTS.replace(split_text=False))
     assert refusing.counts["refused"] == counts["split"]
     assert refusing.num_units == 50
 
 
 def test_pictures_are_shrunk_no_further_than_needed():
     index = made_index("shots", [80], 3, media=0.4, text=(3, 40), video=0.2, side=1500)
-    config = replace(CONFIG, sources={"shots": 1.0}, augment={}, seq_len=80)
+    config = CONFIG.replace(sources={"shots": 1.0}, augment={}, seq_len=80)
     source = Source(index, config)
     assert source.counts["shrunk"] > 10
     levels = num_levels(LIMITS)
@@ -167,7 +165,7 @@ def test_pictures_are_shrunk_no_further_than_needed():
             assert source.level[sample] == 0
     drawn = source.draw(np.arange(source.num_units))
     assert drawn.layout.length.max() <= 80
-    none = Source(index, replace(config, shrink_media=False))
+    none = Source(index, config.replace(shrink_media=False))
     assert none.counts["shrunk"] == 0
     assert none.counts["refused"] == source.counts["refused"] + source.counts["shrunk"]
 
@@ -192,7 +190,7 @@ def planned(planner, state, steps):
 
 def test_quarantine_fills_places_from_its_step_on_and_never_before():
     index = made_index("web", [8, 8], 2, text=(3, 30))
-    config = replace(TEXTS, sources={"web": 1.0}, rows_per_step=3, pack_window=16)
+    config = TEXTS.replace(sources={"web": 1.0}, rows_per_step=3, pack_window=16)
     clean, _ = planned(Planner([index], config), Planner([index], config).state_dict(), 200)
 
     planner = Planner([index], config)
@@ -219,7 +217,7 @@ def test_quarantine_fills_places_from_its_step_on_and_never_before():
 
 def test_a_source_wholly_in_quarantine_is_an_error():
     index = made_index("web", [2], 2, text=(3, 30))
-    planner = Planner([index], replace(TEXTS, rows_per_step=1, pack_window=4))
+    planner = Planner([index], TEXTS.replace(rows_per_step=1, pack_window=4))
     for sample in range(2):
         planner.quarantine(0, sample, step=0)
     with pytest.raises(DataUsedUp, match="every sample that fits a row is in quarantine"):
@@ -236,7 +234,7 @@ def test_too_many_unusable_samples_are_an_error_of_the_data(monkeypatch):
 
 @pytest.mark.parametrize("shrink", [True, False])
 def test_what_does_not_fit_a_row_is_told(index, shrink):
-    config = replace(CONFIG, augment={}, shrink_media=shrink, split_text=False, seq_len=120)
+    config = CONFIG.replace(augment={}, shrink_media=shrink, split_text=False, seq_len=120)
     planner = Planner([index], config)
     (source,) = planner.sources
     # By the slow twin: which samples fit as they are, and which at some level of shrinking.
@@ -257,4 +255,4 @@ def test_what_does_not_fit_a_row_is_told(index, shrink):
     assert f"of {index.num_samples} samples {len(refused)} are left out" in notice
     assert repr(index.key_of(refused[0])) in notice
     assert (f"the media of {len(shrunk)} are shrunk" in notice) == shrink
-    assert Planner([index], replace(config, seq_len=source.longest)).notices() == []
+    assert Planner([index], config.replace(seq_len=source.longest)).notices() == []

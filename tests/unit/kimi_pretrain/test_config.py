@@ -7,10 +7,10 @@ from kimi_pretrain.config import (
     ConfigError,
     _parse_yaml,
     dump_config,
-    expand_stages,
     load_config,
     parse_config,
 )
+from kimi_pretrain.parallel.layout import expand_stages
 from tests import ROOT
 
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -22,6 +22,8 @@ from moonvit3d.geometry import (
 )
 
 LIMITS = PatchLimits()
+TIGHT = PatchLimits(image=256, frame=64, side=32)
+ODD = PatchLimits(image=1000, frame=100, side=20)
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +52,7 @@ def random_sizes(count, seed=0):
     return np.concatenate([sizes, pairs])
 
 
-@pytest.mark.parametrize(
-    "limits", [LIMITS, PatchLimits(image=256, frame=64, side=32), PatchLimits(1000, 100, 20)]
-)
+@pytest.mark.parametrize("limits", [LIMITS, TIGHT, ODD])
 def test_scalar_rule_equals_transformers(navit_resize, limits):
     for height, width in random_sizes(1500).tolist():
         for kind, limit in ((KIND_IMAGE, limits.image), (KIND_VIDEO, limits.frame)):
@@ -116,7 +116,7 @@ def test_impossible_items_are_refused(item, message):
 def test_impossible_limits_are_refused():
     with pytest.raises(ValueError, match="multiple of 2"):
         PatchLimits(side=33)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
         PatchLimits(image=0)
 
 

@@ -346,9 +346,9 @@ def test_unsound_packs_are_refused(encoder, patches, grids, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"norm_eps": float("nan")}, "norm_eps = nan"),
+        ({"norm_eps": float("nan")}, "norm_eps\n.* finite number"),
         ({"width": 50}, "multiple of 16"),
-        ({"heads": 0}, "heads = 0"),
+        ({"heads": 0}, "heads\n.* greater than 0"),
         ({"depth": -1}, "depth"),
     ],
 )

@@ -95,13 +95,13 @@ EDGES = [
     Case("widest", NATIVE, ((1, 2, 512), (3, 4, 2), (2, 2, 512))),
     Case(
         "largest_sides_small_table",
-        replace(NATIVE, pos_grid=5),
+        NATIVE.replace(pos_grid=5),
         ((1, 512, 2), (4, 2, 2), (1, 2, 512)),
     ),
-    Case("faint", replace(SMALL, depth=1), ((1, 4, 4), (2, 6, 2), (1, 2, 8)), gain=0.1),
+    Case("faint", SMALL.replace(depth=1), ((1, 4, 4), (2, 6, 2), (1, 2, 8)), gain=0.1),
     Case("one_item", SMALL, ((4, 8, 6),)),
     Case("smallest_item", SMALL, ((1, 2, 2),)),
-    Case("no_blocks", replace(SMALL, depth=0), ((1, 6, 6), (4, 2, 10), (2, 8, 4))),
+    Case("no_blocks", SMALL.replace(depth=0), ((1, 6, 6), (4, 2, 10), (2, 8, 4))),
 ]
 RANDOM = [random_case(seed) for seed in range(NUM_RANDOM)]
 FAINT = [replace(case, name=f"faint{case.seed}", gain=0.1) for case in RANDOM[:NUM_FAINT]]
@@ -430,7 +430,7 @@ def q_and_k_swapped(encoder, patch):
 
 
 def other_rope_theta(encoder, patch):
-    encoder.vision_tower.config = replace(SMALL, rope_theta=9900.0)
+    encoder.vision_tower.config = SMALL.replace(rope_theta=9900.0)
 
 
 def resampled(patch, **how):

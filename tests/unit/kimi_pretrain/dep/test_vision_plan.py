@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from kimi_pretrain.dep.vision_plan import Destinations, VisionPlan, shares_of, spans_of
+from kimi_pretrain.parallel.layout import LayoutConfig
 from kimi_pretrain.parallel.ranks import Ranks
 from kimi_pretrain.parallel.sequence import SequenceParts
-from kimi_pretrain.sections import LayoutConfig
 
 ROW = 96  # tokens of a microbatch
 MICROBATCHES = 3

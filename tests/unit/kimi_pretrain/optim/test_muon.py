@@ -1,7 +1,5 @@
 """The plain optimizer against torch.optim.Muon and AdamW, an fp64 SVD, and planted matrices."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
@@ -28,7 +26,7 @@ from tests.unit.kimi_pretrain.optim.oracles import (
 
 # Where only rounding is between ours and an oracle in fp32, as a part of how far weights moved.
 FP32 = 3e-5
-PLAIN_MOMENTUM = dataclasses.replace(CONFIG, nesterov=False)
+PLAIN_MOMENTUM = CONFIG.replace(nesterov=False)
 
 
 def distance(found: Tensor, expected: Tensor, name: str) -> float:
@@ -52,7 +50,7 @@ def test_muon_in_fp32_equals_torch(nesterov):
 
 @pytest.mark.parametrize("name", sorted(MATRICES))
 def test_muon_in_bf16_equals_torch_within_bf16(name):
-    config = dataclasses.replace(CONFIG, ns_dtype="bfloat16")
+    config = CONFIG.replace(ns_dtype="bfloat16")
     found = train({name: SHAPES[name]}, config)[name]
     assert distance(found, torch_muon(name), name) <= 0.03
 

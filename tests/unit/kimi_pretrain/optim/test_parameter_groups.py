@@ -1,7 +1,5 @@
 """Learning rate and decay of single groups, and AdamW on everything, against torch's optimizers."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
@@ -35,8 +33,8 @@ SETTINGS = {
     "router": GroupConfig(weight_decay=0.0),
     "vision_tower": GroupConfig(lr_scale=0.25),
 }
-GROUPED = dataclasses.replace(CONFIG, groups=SETTINGS)
-EVERYTHING_ADAMW = dataclasses.replace(GROUPED, matrices="adamw")
+GROUPED = CONFIG.replace(groups=SETTINGS)
+EVERYTHING_ADAMW = GROUPED.replace(matrices="adamw")
 
 
 def torch_settings(name: str) -> dict[str, float]:
@@ -89,15 +87,15 @@ def test_norms_decay_like_everything_else_unless_told():
     [
         ({"routers": GroupConfig()}, "did you mean router?"),
         ({"all": GroupConfig()}, ", ".join(GROUPS)),
-        ({"router": GroupConfig(lr_scale=-1.0)}, "groups.router.lr_scale must not be negative"),
-        ({"router": GroupConfig(weight_decay=-0.1)}, "groups.router.weight_decay must not be"),
-        ({"norms": GroupConfig(lr_scale=float("nan"))}, "groups.norms.lr_scale"),
-        ({"norms": GroupConfig(weight_decay=float("inf"))}, "groups.norms.weight_decay"),
+        ({"router": {"lr_scale": -1.0}}, "groups.router.lr_scale\n  Input should be greater than"),
+        ({"router": {"weight_decay": -0.1}}, "groups.router.weight_decay\n"),
+        ({"norms": {"lr_scale": float("nan")}}, "groups.norms.lr_scale\n"),
+        ({"norms": {"weight_decay": float("inf")}}, "groups.norms.weight_decay\n"),
     ],
 )
 def test_a_wrong_group_is_named(groups, told):
     with pytest.raises(ValueError) as error:
-        dataclasses.replace(CONFIG, groups=groups)
+        CONFIG.replace(groups=groups)
     assert told in str(error.value)
 
 

@@ -1,6 +1,5 @@
 """The schedule against numbers by hand, against a walk token by token, and what is refused."""
 
-import dataclasses
 import math
 import random
 
@@ -35,18 +34,18 @@ def test_warm_up_stable_decay_by_hand():
 
 
 def test_linear_decay_by_hand():
-    config = dataclasses.replace(CONFIG, decay="linear", min_lr=0.0)
+    config = CONFIG.replace(decay="linear", min_lr=0.0)
     found = [learning_rate(step, config, 7) for step in range(6, 12)]
     assert found == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
 
 
 def test_decay_without_warm_up_starts_at_the_peak():
-    config = dataclasses.replace(CONFIG, warmup_steps=0, stable_steps=0, decay="linear", min_lr=0)
+    config = CONFIG.replace(warmup_steps=0, stable_steps=0, decay="linear", min_lr=0)
     assert [learning_rate(s, config, 7) for s in range(5)] == [0.75, 0.5, 0.25, 0.0, 0.0]
 
 
 def test_no_warm_up_and_no_decay():
-    config = dataclasses.replace(CONFIG, warmup_steps=0, stable_steps=0, decay_steps=0)
+    config = CONFIG.replace(warmup_steps=0, stable_steps=0, decay_steps=0)
     assert [learning_rate(step, config, 7) for step in (0, 1000)] == [1.0, 1.0]
     with pytest.raises(ValueError, match="step -1"):
         learning_rate(-1, config, 7)
@@ -182,26 +181,26 @@ def test_the_schedule_reads_well():
     [
         ({"lr": 0.0}, "lr must be positive"),
         ({"min_lr": 2.0}, "min_lr must lie"),
-        ({"warmup_steps": -1}, "warmup_steps must not be negative, got -1"),
-        ({"decay": "step"}, "decay must be"),
-        ({"momentum": 1.0}, "momentum must lie"),
+        ({"warmup_steps": -1}, "warmup_steps\n.* equal to 0"),
+        ({"decay": "step"}, "decay\n.* 'cosine' or 'linear'"),
+        ({"momentum": 1.0}, "momentum\n.* less than 1"),
         ({"ns_steps": 0}, "ns_steps"),
         ({"ns_dtype": "float16"}, "ns_dtype"),
         ({"adam_betas": (0.9, 1.0)}, "adam_betas"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"qk_clip_threshold": -1.0}, "qk_clip_threshold"),
-        ({"qk_clip_threshold": 0.0}, "qk_clip_threshold must be positive"),
+        ({"qk_clip_threshold": 0.0}, "qk_clip_threshold\n.* must be positive"),
         ({"weight_decay": -0.1}, "weight_decay"),
         ({"lr": math.nan}, "lr must be positive"),
         ({"lr": math.inf}, "lr must be positive"),
-        ({"matrices": "sgd"}, "matrices must be 'muon' or 'adamw', got 'sgd'"),
+        ({"matrices": "sgd"}, "matrices\n.* 'muon' or 'adamw'"),
         ({"lr": None, "decay_steps": None}, "lr, decay_steps must be given, unless schedule is"),
         ({"schedule": "k2"}, "schedule already says what lr, min_lr, warmup_steps,"),
     ],
 )
 def test_config_refuses(change, complaint):
     with pytest.raises(ValueError, match=complaint):
-        dataclasses.replace(CONFIG, **change)
+        CONFIG.replace(**change)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +230,7 @@ def test_a_schedule_is_given_once(settings, complaint):
         ({"tokens": math.nan}, "whole number >= 0, got nan"),
         ({"steps": 5, "lr": -1.0}, r"{steps: 5, lr: -1.0, shape: linear}: lr must be a number"),
         ({"steps": 5, "lr": math.nan}, "lr must be a number >= 0"),
-        ({"steps": 5, "shape": "step"}, "shape must be one of linear, cosine, constant"),
+        ({"steps": 5, "shape": "step"}, "shape\n.* 'linear', 'cosine' or 'constant'"),
     ],
 )
 def test_a_segment_refuses(values, complaint):
@@ -294,7 +293,7 @@ def test_a_wrong_schedule_in_a_file_is_one_clear_error(override, told):
         ("optim.groups={rooter: {lr_scale: 3}}", "yaml: optim: groups names 'rooter'; the"),
         ("optim.schedule=k2", "yaml: optim: schedule already says what lr, min_lr, warmup_steps,"),
         ("optim.lr=null", "yaml: optim: lr must be given, unless schedule is"),
-        ("optim.qk_clip_threshold=0", "yaml: optim: qk_clip_threshold must be positive"),
+        ("optim.qk_clip_threshold=0", "yaml: optim.qk_clip_threshold: must be positive (or null"),
     ],
 )
 def test_what_contradicts_the_rest_of_a_file_is_one_clear_error(override, told):

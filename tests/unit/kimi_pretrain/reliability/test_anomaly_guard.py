@@ -21,7 +21,7 @@ from kimi_pretrain.reliability.anomaly_guard import (
     finite,
     judge,
 )
-from kimi_pretrain.sections import GuardConfig
+from kimi_pretrain.reliability.config import GuardConfig
 
 GOOD = Verdict()
 SPIKES = GuardConfig(spike="skip", spike_ratio=2.0, spike_window=5)

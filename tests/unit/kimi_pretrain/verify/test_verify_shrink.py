@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from kimi_pretrain.config import load_config
-from kimi_pretrain.sections import LayoutConfig
+from kimi_pretrain.parallel.layout import LayoutConfig
 from kimi_pretrain.verify import configs
 from kimi_pretrain.verify.shrink import shrink
 

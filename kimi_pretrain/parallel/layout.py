@@ -1,0 +1,69 @@
+"""The `layout` section: how the processes are arranged, and which stage has which layers."""
+
+import re
+
+from pydantic import Field
+
+from typed_config.section import Section
+
+
+class LayoutConfig(Section):
+    """How the processes are arranged: pp stages x dp replicas x cp x tp ranks of a row.
+
+    `cp` ranks share the tokens of a row, `tp` ranks the heads and widths of a layer. Experts are
+    spread over `ep` of the dp x cp x tp ranks of a stage.
+    """
+
+    pp: int = Field(default=1, gt=0)
+    """Pipeline stages. [stages; kimi_pretrain/engine/mesh.py]"""
+    vpp: int = Field(default=1, gt=0)
+    """Virtual stages of each pipeline stage (interleaved 1F1B).
+    [chunks; kimi_pretrain/engine/model_builder.py]"""
+    dp: int = Field(default=1, gt=0)
+    """Data-parallel replicas. [replicas; kimi_pretrain/engine/mesh.py]"""
+    ep: int = Field(default=1, gt=0)
+    """Ranks that the experts of a layer are spread over; divides dp x cp x tp.
+    [ranks; kimi_pretrain/engine/mesh.py]"""
+    cp: int = Field(default=1, gt=0)
+    """Context-parallel ranks: they share the tokens of a row.
+    [ranks; kimi_pretrain/engine/mesh.py]"""
+    tp: int = Field(default=1, gt=0)
+    """Tensor-parallel ranks: they share the heads and widths of a layer.
+    [ranks; kimi_pretrain/engine/mesh.py]"""
+    stages: str | None = None
+    """Megatron-Core's layout string ("E" embedding, "t" a layer, "L" the loss, "|" between chunks,
+    "(tt|)*3" repeats), needed where the layers do not divide evenly over pp x vpp chunks.
+    [-; kimi_pretrain/engine/model_builder.py]"""
+
+    def world_size(self) -> int:
+        """Return the number of processes, one per GPU."""
+        return self.pp * self.dp * self.cp * self.tp
+
+
+def expand_stages(stages: str) -> list[str]:
+    """Return the chunks of a layout string: "Et|(tt|)*2tL" -> ["Et", "tt", "tt", "tL"]."""
+    repeated = re.compile(r"\(([^()]*)\)\*(\d+)|([Et|L])\*(\d+)")
+    text = stages.replace(" ", "").replace(",", "")
+    while match := repeated.search(text):
+        group, times, single, many = match.groups()
+        piece = group * int(times) if times else single * int(many)
+        text = text[: match.start()] + piece + text[match.end() :]
+    return text.split("|")
+
+
+def check_stages(stages: str, chunks: int, num_layers: int) -> None:
+    """Refuse a layout string that has not these chunks and layers.
+
+    Raises:
+        ValueError: says what it has.
+    """
+    found = expand_stages(stages)
+    where = f'layout.stages="{stages}"'
+    if len(found) != chunks:
+        raise ValueError(f"{where} has {len(found)} chunks; layout.pp x layout.vpp is {chunks}")
+    if (layers := "".join(found).count("t")) != num_layers:
+        raise ValueError(f"{where} has {layers} layers; model.language.num_layers is {num_layers}")
+    if not re.fullmatch("Et*L", "".join(found)):
+        raise ValueError(
+            f'{where}: expected "E" (embedding) first, "L" (loss) last and "t" (layers) between'
+        )
