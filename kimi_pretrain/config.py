@@ -90,7 +90,7 @@ class TrainConfig(Section):
     """Where all weights start from: a checkpoint, a run's folder (its latest one) or a Hugging Face
     folder of K2, Moonlight or K2.5, with a fresh optimizer, schedule and data; docs/WEIGHTS.md.
     Where vision_weights is given too, the encoder is from there.
-    [-; kimi_pretrain/weights/start.py]"""
+    [-; kimi_pretrain/weights/initial_weights.py]"""
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Precision of weights and activations. [-; kimi_pretrain/engine/model_builder.py]"""
     attention: Literal["portable", "transformer_engine"] = "portable"
@@ -114,7 +114,7 @@ class TrainConfig(Section):
     [threads; kimi_pretrain/train.py]"""
     peak_tflops: float | None = Field(default=None, gt=0)
     """What MFU divides by; null: the data sheet's of a known GPU.
-    [TFLOP/s per GPU; kimi_pretrain/telemetry/flops.py]"""
+    [TFLOP/s per GPU; kimi_pretrain/telemetry/mfu.py]"""
     frozen: list[Literal["vision_tower", "projector", "language_model"]] = Field(
         default_factory=list
     )

@@ -14,6 +14,7 @@ import typer
 
 from kimi_pretrain import __version__
 from launch.cli.checkpoint import checkpoint
+from launch.cli.config import config as config_group
 from launch.cli.data import data
 from launch.cli.demo import demo
 from launch.cli.evaluate import evaluate
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.add_typer(data, name="data")
 app.add_typer(verify, name="verify")
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(config_group, name="config")
 app.add_typer(s3, name="s3")
 app.command()(plan)
 app.command()(plot)

@@ -14,6 +14,7 @@ from tests import ROOT, fork_server
 from tests.dist.jobs import SMALL, layout
 
 COMMANDS = {
+    "check": ["config", "check"],
     "train": ["train"],
     "dry run": ["train", "--dry-run"],
     "verify dep": ["verify", "dep"],
@@ -24,6 +25,7 @@ COMMANDS = {
 }
 WRONG = {
     "ratio": (["data.vision_token_ratio=0.99"], "vision"),
+    "root": (["data.root=/nowhere/corpus"], "/nowhere/corpus"),
     "source": (["data.sources={pictures: 1.0, wordz: 1.0}"], "wordz: no manifest.json"),
     "tokenizer": (["data.tokenizer=other.tiktoken"], "other.tiktoken"),
     "vocabulary": (["model.language.vocab_size=256"], "model.language.vocab_size is 256"),
@@ -36,10 +38,11 @@ WRONG = {
 # `plan` shows in its table what would be too large, `--shrink` changes these values.
 SIZES = {"size", "memory", "place"}
 SAID_BY = {
+    "check": set(WRONG) - {"media"},
     "train": set(WRONG) - {"media"},
-    "dry run": set(WRONG) - {"media"},
+    "dry run": set(WRONG) - {"media", "root"},  # it may be made where the data are not
     "verify dep": set(WRONG),
-    "verify dep, small": {"source", "tokenizer", "media"},
+    "verify dep, small": {"root", "source", "tokenizer", "media"},
     "verify resume": set(WRONG) - {"media"},
     "plan": set(WRONG) - SIZES - {"media"},
     "submit": set(WRONG) - {"media"},

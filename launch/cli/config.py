@@ -1,0 +1,165 @@
+"""`kimi-pretrain config ...`: every key explained, a file to begin with, and what is wrong."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launch.cli.options import ConfigOption, JsonOption, Overrides
+from launch.local.user_errors import one_line_errors
+
+if TYPE_CHECKING:
+    from kimi_pretrain.config import Config
+    from kimi_pretrain.reliability.preflight import Checked
+
+config = typer.Typer(
+    help="Explain the configuration, begin one, and check one.", no_args_is_help=True
+)
+
+
+@config.command()
+def show(
+    overrides: Overrides = None,
+    path: Annotated[
+        str | None,
+        typer.Option("--config", help="YAML file or preset whose values are shown, too."),
+    ] = None,
+    section: Annotated[
+        str | None, typer.Option(help="Show this key and those below it alone.")
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the page docs/CONFIG.md.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show every key: type, default, unit, what it does, and which file reads it.
+
+    With --config also the value that the file and the overrides give it.
+
+    \b
+    kimi-pretrain config show
+    kimi-pretrain config show --section data.cache
+    kimi-pretrain config show --config tiny_cpu layout.dp=1 layout.ep=1
+    kimi-pretrain config show --json
+    kimi-pretrain config show --markdown > docs/CONFIG.md
+    """
+    with one_line_errors():
+        from launch.cli import config_view as view
+
+        if path is None and overrides:
+            raise ValueError(f"{overrides[0]}: overrides change a file; add --config")
+        if markdown:
+            typer.echo(view.markdown(), nl=False)
+            return
+        values = None if path is None else _load(path, overrides).model_dump(mode="json")
+        found = view.chosen(section)
+        if as_json:
+            typer.echo(json.dumps({"keys": view.as_dicts(found, values)}))
+            return
+        for line in view.lines(found, values):
+            typer.echo(line)
+
+
+@config.command()
+def template(
+    out: Annotated[Path | None, typer.Option(help="New file for it; printed unless given.")] = None,
+) -> None:
+    """Print a YAML file for your own data, every key explained.
+
+    It trains a small model in one process after three edits: where the data lie,
+    what the sources are called, and which tokenizer they were ingested with.
+
+    \b
+    kimi-pretrain config template --out my.yaml
+    kimi-pretrain config check --config my.yaml
+    kimi-pretrain train --config my.yaml
+    """
+    with one_line_errors():
+        from launch.cli import config_view as view
+
+        if out is None:
+            typer.echo(view.template(), nl=False)
+            return
+        if out.exists():
+            raise ValueError(f"--out {out}: it is there already; give another name")
+        if not out.parent.is_dir():
+            raise ValueError(f"--out {out}: there is no folder {out.parent}")
+        out.write_text(view.template())
+        typer.echo(f"wrote {out}; edit the lines marked EDIT")
+
+
+@config.command()
+def check(
+    path: ConfigOption,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first.")] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Find what a run could not start with, before any process starts.
+
+    Reads the configuration, the tokenizer, the indices of all sources, and the
+    headers of first weights; plans the first steps as the training does. Finds
+    wrong keys and values, a layout that does not divide, a root or source that
+    is not there, a missing tokenizer or another than the sources were made with,
+    a vocabulary that is too small, shares that cannot be had, media that do not
+    fit, and a place for checkpoints that cannot be written.
+
+    \b
+    kimi-pretrain config check --config my.yaml
+    kimi-pretrain config check --config my.yaml data.root=/data/corpus --steps 8
+    """
+    with one_line_errors():
+        from kimi_pretrain.config import describe
+        from kimi_pretrain.reliability.preflight import check_start
+
+        loaded = _load(path, overrides)
+        checked = check_start(loaded, steps)
+        _check_weights(loaded)
+        typer.echo(describe(loaded))
+        found = _found(loaded, checked)
+        for source, samples in found["sources"].items():
+            typer.echo(f"source {source}: {samples:,} samples")
+        typer.echo(
+            f"tokenizer {loaded.data.tokenizer}: {found['tokenizer_ids']:,} ids; "
+            f"model.language.vocab_size is {loaded.model.language.vocab_size:,}"
+        )
+        for number, step in enumerate(found["steps"]):
+            typer.echo(
+                f"step {number}: {step['samples']:,} samples, {step['media']:,} media in "
+                f"{loaded.data.rows_per_step:,} rows"
+            )
+        typer.echo("sound: nothing that could be known before the start stands in its way")
+        if as_json:
+            typer.echo(json.dumps(found))
+
+
+def _load(path: str, overrides: list[str] | None) -> "Config":
+    from kimi_pretrain.config import load_config
+
+    return load_config(path, overrides or ())
+
+
+def _check_weights(config: "Config") -> None:
+    """Compare the headers of first weights with the model; loads torch if some are named."""
+    if config.train.vision_weights is not None:
+        from kimi_pretrain.dep.weights import check_vision_weights
+
+        check_vision_weights(config)
+    if config.train.start_from is not None:
+        from kimi_pretrain.weights.initial_weights import open_initial_weights
+
+        open_initial_weights(config)
+
+
+def _found(config: "Config", checked: "Checked") -> dict[str, Any]:
+    steps = [
+        {"samples": len(plan.samples.row), "media": len(plan.items.row)} for plan in checked.plans
+    ]
+    return {
+        "processes": config.layout.world_size(),
+        "tokens_per_step": config.tokens_per_step(),
+        "tokenizer_ids": checked.tokenizer.vocab_size,
+        "sources": {index.name: len(index.key) for index in checked.indices},
+        "steps": steps,
+    }
