@@ -57,11 +57,11 @@ def ingest(
     """Make a source of raw data: shards, index and manifest.
 
     Samples that cannot be used are rejected, counted by reason, and listed in
-    NAME/rejected.jsonl. If their share exceeds --max-rejected, the ingest ends; the
-    same command with a higher share continues it. The same command also continues
-    an ingest that was interrupted or killed. A finished source never changes: more
-    data of the same kind is another source beside it. docs/data_format.md shows
-    what the inputs may look like.
+    NAME/rejected.jsonl. If their share exceeds --max-rejected, the ingest ends;
+    the same command with a higher share continues it. The same command also
+    continues an ingest that was interrupted or killed. A finished source never
+    changes: more data of the same kind is another source beside it.
+    docs/data_format.md shows what the inputs may look like.
 
     \b
     kimi-pretrain data ingest photos/ --to s3://corpus --name pairs \\
@@ -213,7 +213,7 @@ def tokenizer(
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a tokenizer (byte pairs, Kimi's layout) for your sources, or store a given one.
+    """Train a tokenizer (byte pairs, Kimi's layout) for your sources, or store one.
 
     Of samples with media the texts are used. Each input contributes an equal part
     of --max-mb, from its beginning. The same inputs in the same order give the

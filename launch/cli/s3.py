@@ -67,10 +67,11 @@ def start(
         str | None, typer.Option(help="Bucket to create; the one of last time, or 'kimi'.")
     ] = None,
 ) -> None:
-    """Start a server on 127.0.0.1 that goes on until it is stopped, and make a bucket.
+    """Start a server on 127.0.0.1 that runs until it is stopped, and make a bucket.
 
-    Keys are made at the first start and kept in FOLDER/credentials.env, which only its owner may
-    read. A later start on the same folder finds data, keys and, where it is free, port again.
+    Keys are made at the first start and kept in FOLDER/credentials.env, which only
+    its owner may read. A later start on the same folder uses the same data, keys
+    and, if it is free, port.
 
     \b
     kimi-pretrain s3 start

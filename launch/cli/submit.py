@@ -15,7 +15,7 @@ from launch.local.job import LATEST, Job
 from launch.local.user_errors import one_line_errors
 from launch.slurm import queue as slurm_queue
 from launch.slurm import script as slurm
-from launch.slurm.options import SlurmOptions
+from launch.slurm.options import SlurmOptions, late_watchdog, nodes_for, parse_seeds
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
@@ -28,12 +28,12 @@ PATIENCE_S = 20.0  # of requests to a store: a login node may not reach it
 def submit(
     config: ConfigOption,
     overrides: Overrides = None,
-    run_dir: Annotated[Path, typer.Option(help="On a file system all nodes share.")] = Path(
+    run_dir: Annotated[Path, typer.Option(help="On a file system that all nodes share.")] = Path(
         "runs/train"
     ),
     resume: Annotated[
         str | None,
-        typer.Option(help='"latest" goes on with the run of the folder; or a checkpoint or run.'),
+        typer.Option(help='"latest" resumes the run of the folder; or a checkpoint or run.'),
     ] = None,
     or_start: Annotated[
         bool,
@@ -46,7 +46,7 @@ def submit(
     cpus_per_task: Annotated[int, typer.Option(min=1)] = 8,
     time: Annotated[str, typer.Option(help="Limit, days-hours:minutes:seconds.")] = "1-00:00:00",
     save_seconds: Annotated[
-        int, typer.Option(min=1, help="What a step and a save take; then a stop is given up.")
+        int, typer.Option(min=1, help="At least a step and a save; then late ranks are given up.")
     ] = 700,
     name: Annotated[str, typer.Option(help="Of the job.")] = "kimi-pretrain",
     partition: Annotated[str | None, typer.Option()] = None,
@@ -59,23 +59,26 @@ def submit(
         typer.Option(help='An array, one run for each train.seed: "1,2,3", "0-4".'),
     ] = None,
     after: Annotated[
-        list[int] | None, typer.Option(help="Job that must have finished well; repeatable.")
+        list[int] | None, typer.Option(help="Number of a job that must succeed first; repeatable.")
     ] = None,
-    module: Annotated[list[str] | None, typer.Option(help="To `module load`; repeatable.")] = None,
-    setup: Annotated[list[str] | None, typer.Option(help="First shell lines; repeatable.")] = None,
+    module: Annotated[list[str] | None, typer.Option(help="For `module load`; repeatable.")] = None,
+    setup: Annotated[
+        list[str] | None, typer.Option(help="Shell line run first; repeatable.")
+    ] = None,
     container: Annotated[str | None, typer.Option(help="Image for srun (pyxis).")] = None,
     mount: Annotated[list[str] | None, typer.Option(help="outside:inside; repeatable.")] = None,
     python: Annotated[
         str | None, typer.Option(help="Interpreter with this package; in a container python3.")
     ] = None,
     requeue: Annotated[
-        bool, typer.Option(help="Go on after time limit, pre-emption, failures and lost nodes.")
+        bool, typer.Option(help="Requeue after time limit, pre-emption, failures, lost nodes.")
     ] = True,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="Failures in a row that save nothing new; then it ends.")
+        int, typer.Option(min=0, help="Failures in a row without a newer checkpoint; then it ends.")
     ] = 3,
     unchecked: Annotated[
-        bool, typer.Option("--unchecked", help="Data and place are out of this machine's reach.")
+        bool,
+        typer.Option("--unchecked", help="Skip the checks of data and checkpoint place."),
     ] = False,
     follow: Annotated[
         bool | None, typer.Option(help="Show the log until the end; on a terminal by default.")
@@ -88,10 +91,10 @@ def submit(
 ) -> None:
     """Submit a training job to SLURM: one rank per srun task, requeued until it has finished.
 
-    When its time is over, or SLURM wants the nodes for others, the ranks save a
-    checkpoint and the job goes back into the queue; it goes on from the newest
-    checkpoint. What is trained is the configuration of now: it is kept in the run
-    folder, and later edits do not reach the job.
+    When its time is over, or SLURM wants the nodes for other jobs, the ranks save
+    a checkpoint and the job is requeued; it continues from the newest checkpoint.
+    The configuration is copied into the run folder now; later edits do not change
+    the job.
 
     \b
     kimi-pretrain submit --config configs/kimi_k25_1t.yaml --dry-run
@@ -109,7 +112,7 @@ def submit(
         check_local("--run-dir", run_dir)
         folder = run_dir.resolve()
         options = SlurmOptions(
-            **spread(loaded.layout.world_size(), gpus_per_node, tasks_per_node),
+            **nodes_for(loaded.layout.world_size(), gpus_per_node, tasks_per_node),
             cpus_per_task=cpus_per_task,
             name=name,
             time=time,
@@ -156,64 +159,6 @@ def submit(
         typer.echo(f"job {number}; its log: {log}")
         if sys.stdout.isatty() if follow is None else follow:
             raise typer.Exit(watch(number, log))
-
-
-def spread(world_size: int, gpus_per_node: int, tasks_per_node: int | None) -> dict[str, int]:
-    """Return the numbers of nodes, tasks and GPUs per node, as fields of `SlurmOptions`.
-
-    Raises:
-        ValueError: the layout does not divide over the nodes.
-
-    """
-    tasks = tasks_per_node or min(max(1, gpus_per_node), world_size)
-    if world_size % tasks:
-        raise ValueError(
-            f"the layout's {world_size} processes (pp x dp x cp x tp) do not divide over "
-            f"nodes of {tasks} tasks; give --tasks-per-node or --gpus-per-node"
-        )
-    gpus = tasks if gpus_per_node else 0
-    return {"nodes": world_size // tasks, "tasks_per_node": tasks, "gpus_per_node": gpus}
-
-
-def late_watchdog(options: SlurmOptions, timeout_seconds: float) -> str | None:
-    """Return a warning if a rank that hangs at a stop is ended before the watchdog names it.
-
-    Args:
-        options: of the job.
-        timeout_seconds: `train.timeout_seconds`, after which the watchdog names such a rank.
-
-    Returns:
-        The warning; None if the watchdog comes in time.
-
-    """
-    if not options.requeue or timeout_seconds < options.stop_seconds:
-        return None
-    return (
-        f"a rank that hangs while the job stops will not be named: the ranks are given up after "
-        f"{options.stop_seconds} s (--save-seconds {options.save_seconds}), the watchdog comes "
-        f"after {timeout_seconds:g} s (train.timeout_seconds); give more of the one or less of "
-        "the other"
-    )
-
-
-def parse_seeds(text: str | None) -> tuple[int, ...]:
-    """Return the seeds of a text such as "1,2,5-8", sorted; none for None.
-
-    Raises:
-        ValueError: the text has another form, or a seed occurs twice.
-
-    """
-    if text is None:
-        return ()
-    found: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f'--seeds {text!r}: expected numbers and ranges, such as "1,2,5-8"')
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    if len(set(found)) < len(found):
-        raise ValueError(f"--seeds {text!r}: a seed stands there twice")
-    return tuple(sorted(found))
 
 
 def check_folder(folder: Path, seeds: tuple[int, ...], resume: str | None) -> None:

@@ -30,11 +30,11 @@ def train(
         typer.Option("--or-start", help="With --resume latest: begin if nothing was ever saved."),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Build it without memory or GPUs, and count.")
+        bool, typer.Option("--dry-run", help="Build the model without memory or GPUs; print sizes.")
     ] = False,
     table: Annotated[
         Path | None,
-        typer.Option(help="With --dry-run: a file for every tensor's optimizer and owner."),
+        typer.Option(help="With --dry-run: file to list every tensor's optimizer and owner in."),
     ] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
     rendezvous: Annotated[
@@ -45,7 +45,7 @@ def train(
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(min=0, help="How often to go on from the last checkpoint after a fault."),
+        typer.Option(min=0, help="How often to restart from the last checkpoint after a fault."),
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:

@@ -1,8 +1,6 @@
-"""Random numbers that depend on a name and on nothing else.
+"""Random generators keyed by (seed, purpose, item), for every choice of the demo corpus.
 
-Every choice of the demo corpus (which scan, where, how large) is drawn from a generator keyed by
-(seed, purpose, item). No global state is touched, so a sample stays the same bytes whatever was
-built before it, in whatever order or process.
+There is no global state, so a sample has the same bytes in whatever order or process it is built.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The last page of a demo: what came out, where it is, what to try next."""
+"""Prints a demo's results: the figures, the files, what to try next."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from rich.table import Table
 
 
 def measured(summary: dict[str, Any]) -> dict[str, str]:
-    """Return the lines about load, time, memory and speed; without what was not measured."""
+    """Return {name: value} of load, time, memory and speed; figures not measured are absent."""
     lines: dict[str, str] = {}
     balance, times = summary["balance_max_over_mean"], summary["step_seconds_median"]
     encoder, memory, speed = (summary[name] for name in ("encoder", "peak_gib", "speed"))
@@ -49,7 +49,7 @@ def measured(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def show(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
-    """Print what came out, where it is and what to try next."""
+    """Print the figures, the files and what to try next."""
     lines = {
         "loss": f"{summary['loss_first']:.2f} -> {summary['loss_last']:.2f} "
         f"in {summary['steps']} steps",

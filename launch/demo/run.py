@@ -1,4 +1,4 @@
-"""The demo: the whole system on real data, on this machine, with nothing left running at the end.
+"""The demo: the whole system on real data on this machine; at the end nothing is left running.
 
 1. An S3 server on the loopback address, with credentials made for this run.
 2. A corpus of images, video and text from installed packages, ingested into it, verified against
@@ -47,24 +47,24 @@ from launch.verify.verification import Request, verify
 
 BUCKET = "kimi-demo"
 HELD_OUT = "digits_heldout"
-# Marks a folder as the demo's own, which a later run may empty.
+# File that marks a folder as a demo's, which a later demo may empty.
 MARKER = ".kimi-pretrain-demo"
 
 
 class DemoError(ValueError):
-    """The demo cannot go on; the message says which part stopped and where its log is."""
+    """A part of the demo failed; the message names it and its log."""
 
 
 def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Run everything and return summary.json's content.
+    """Run the demo; returns the content of summary.json.
 
     Args:
         config_path: YAML file or name of a preset.
-        run_dir: emptied if it is an earlier demo's, refused if it holds anything else.
+        run_dir: emptied if it is an earlier demo's; refused if it holds anything else.
         overrides: `section.key=value`, for example fewer steps.
 
     Raises:
-        DemoError: a part failed; everything that was started has been stopped.
+        DemoError: a part failed; all started processes have been stopped.
 
     """
     console = Console()
@@ -111,10 +111,10 @@ def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -
 
 
 def gpu_overrides(num_gpus: int, config: Config) -> tuple[str, ...]:
-    """Return what a machine with GPUs, but fewer than the layout has processes, must change.
+    """Return the overrides for a machine with GPUs; none without GPUs.
 
-    NCCL wants a GPU for each process. With fewer GPUs the replicas are kept and the pipeline is
-    given up; without any the processes run on the CPU and nothing changes.
+    bfloat16 on GPUs. NCCL needs one GPU per process: with fewer GPUs than the layout's processes
+    the data-parallel replicas are kept, if they fit, and the pipeline is dropped.
     """
     if num_gpus == 0:
         return ()
@@ -133,10 +133,10 @@ def gpu_overrides(num_gpus: int, config: Config) -> tuple[str, ...]:
 
 
 def check_lengths(config: Config) -> None:
-    """Refuse a run that has no checkpoint to resume from in its middle.
+    """Refuse a run without a checkpoint in its middle to resume from.
 
     Raises:
-        ValueError: naming the two numbers.
+        ValueError: names both numbers.
 
     """
     steps, every = config.train.steps, config.checkpoint.every
@@ -167,7 +167,7 @@ def prepare_folder(run_dir: Path) -> None:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
-    """Run an S3 server that has proved to refuse a wrong secret; stopped however this ends.
+    """Run an S3 server that refuses a wrong secret; it is stopped however this ends.
 
     Raises:
         DemoError: it did not start.
@@ -183,7 +183,7 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
 
 @contextmanager
 def environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables, and put back what was there before."""
+    """Set environment variables, and restore them at the end."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -253,7 +253,7 @@ def command(*arguments: str, what: str) -> str:
     line = [sys.executable, "-m", "launch.cli", *arguments]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode:
-        # The command's own last line tells the cause; a traceback ends with it as well.
+        # The last line holds the cause, also of a traceback.
         printed = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         raise DemoError(f"{what} stopped: {printed.splitlines()[-1].removeprefix('error: ')}")
     return done.stdout

@@ -1,4 +1,4 @@
-"""What a demo run amounts to: pure functions from the files of its run folders to summary.json."""
+"""Makes summary.json of the files in a demo's run folders: pure functions."""
 
 import json
 from collections.abc import Iterable, Sequence

@@ -1,12 +1,12 @@
-"""The skeleton of every page, and the few pieces of HTML that pages share.
+"""The frame of every page, and the pieces of HTML that pages share.
 
-Whatever comes from data goes through `text`: a caption may well spell `<script>`.
+Whatever comes from data is escaped by `text`: a caption may contain `<script>`.
 """
 
 import html
 from collections.abc import Iterable, Sequence
 
-# Colours are named once for light and once for dark; drawings use the same names.
+# Every colour has a light and a dark value; drawings use the names.
 STYLE = """
 :root {
   color-scheme: light dark;
@@ -41,7 +41,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.4; }
 
 
 def text(value: object) -> str:
-    """Return a value as text that HTML cannot mistake for markup, in attributes neither."""
+    """Return a value as escaped text, safe in content and in attributes."""
     return html.escape(str(value), quote=True)
 
 
@@ -63,7 +63,7 @@ def page(title: str, body: Iterable[str], style: str = "") -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table of plain values, which are escaped here."""
+    """Return a table; the values are escaped."""
     top = "".join(f"<th>{text(cell)}</th>" for cell in head)
     lines = ("".join(f"<td>{text(cell)}</td>" for cell in row) for row in rows)
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)

@@ -1,4 +1,4 @@
-"""Patches back to a picture, and what is said of it drawn on top, as inline SVG."""
+"""Turns patches back into a picture, and draws regions on it, as inline SVG."""
 
 import base64
 import io
@@ -13,24 +13,24 @@ from PIL import Image
 from launch.pages.html import text
 from moonvit3d.geometry import PATCH
 
-# Longest side in the page; larger pictures are scaled down, smaller ones shown as large as they are
-# but never smaller than this, or nothing could be told apart.
+# Pixels of the longer side on the page: larger pictures are scaled down to LONGEST, smaller ones up
+# to SMALLEST, at most eight times.
 LONGEST, SMALLEST = 448, 140
-# Pictures of fewer pixels are kept without loss.
+# Pictures of at most so many pixels are stored as PNG, others as JPEG.
 _LOSSLESS_PIXELS = 160 * 160
-# Bright enough over pictures, dark enough over a page: one per region, in turn.
+# Of regions, in turn: visible over pictures and over the page.
 COLOURS = ("#e6194b", "#1f77ff", "#109618", "#ff7f0e", "#911eb4", "#008b8b", "#b8860b", "#d6249f")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Something to draw.
+    """A region to draw.
 
     Attributes:
         name: "point", "box" or "polygon".
         points: [(x, y), ...] in pixels of the frame; of a box two corners.
-        number: which region of the document, for its colour.
-        label: shown when one points at it.
+        number: of the region in its document; decides the colour.
+        label: tooltip.
 
     """
 
@@ -41,7 +41,7 @@ class Shape:
 
 
 def unpatchify(patches: NDArray[np.uint8], grid: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Put patches back together: the inverse of the cut in `moonvit3d.preprocess`.
+    """Put patches back together: the inverse of `moonvit3d.preprocess`.
 
     Args:
         patches: uint8 [t * h * w, 3, 14, 14].
@@ -68,16 +68,15 @@ def drawing(
     """Return a picture with shapes on it, as SVG.
 
     Args:
-        pixels: uint8 [H, W, 3], what the model gets, with its padding.
-        frame: (width, height) in pixels of the picture without the padding; a dashed line marks it
-            where there is padding.
-        shapes: in pixels of the frame.
+        pixels: uint8 [H, W, 3], as the model gets it, padding included.
+        frame: (width, height) in pixels without padding; a dashed line marks it if there is any.
+        shapes: to draw, in pixels of the frame.
 
     """
     height, width = pixels.shape[:2]
     scale = min(LONGEST / max(width, height), 1.0)
     scale = max(scale, min(SMALLEST / max(width, height), 8.0))
-    stroke = 1.6 / scale  # so that lines are equally thick on every picture
+    stroke = 1.6 / scale  # lines of equal width on every picture
     inside = "".join(_shape(shape, stroke) for shape in shapes)
     if frame[0] < width or frame[1] < height:
         inside = (

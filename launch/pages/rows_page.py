@@ -1,7 +1,7 @@
-"""The rows of a step as the model gets them: tokens, loss mask, pictures, what is said of them.
+"""The page of a step's rows as the model gets them: tokens, loss mask, pictures, regions.
 
-Tokens, masks and patches are the loader's own. The documents serve to tell which tokens stand for
-what; regions are drawn where the tokens say they are, not where the document has them.
+Tokens, masks and patches are the loader's own. The documents only say what the tokens stand for;
+regions are drawn at the coordinates that the tokens spell, not at those of the document.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,13 +41,13 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Step:
-    """What there is to show of one step.
+    """The data of one step to show.
 
     Attributes:
-        batch: from the loader, with some of the step's rows.
-        request: what of the step those rows need (`data_pipeline.fetch.resolve`).
-        documents: sample of the plan -> its document, where it could be read.
-        indices: sources as the plan numbers them.
+        batch: from the loader, with the rows to show.
+        request: the reads of those rows (`data_pipeline.fetch.resolve`).
+        documents: number of a sample in the plan -> its document, if it could be read.
+        indices: sources in the order of the plan.
         tokenizer: of the sources.
 
     """
@@ -142,7 +142,7 @@ class _Document:
         }  # fmt: skip
 
     def html(self) -> str:
-        """Return the tokens with pictures at their places."""
+        """Return the tokens as HTML, with pictures in place of their pads."""
         pieces, at = [], 0
         for part in self._parts:
             pieces += [self._tokens(at, part.start), self._part(part)]
@@ -250,7 +250,7 @@ def frame_size(file: FileRead, stored: tuple[int, int], limits: PatchLimits) -> 
 
 
 def describe_draw(draw: Draw | None) -> list[str]:
-    """Say in words what augmentation did to an image."""
+    """Describe in words what augmentation did to an image; empty for nothing."""
     if draw is None:
         return []
     left, top, right, bottom = draw.crop

@@ -1,6 +1,6 @@
-"""Raw samples of a source: their documents as stored, with the pictures and what is drawn in them.
+"""The page of samples as stored in a source: documents, pictures, and their regions.
 
-Nothing is augmented and no wording is chosen; pictures are scaled down only to fit the page.
+Nothing is augmented, and all wordings of a text are shown. Pictures are scaled to fit the page.
 """
 
 import json
@@ -17,7 +17,7 @@ from launch.pages.html import num_bytes, page, text
 from launch.pages.pictures import Shape, colour, drawing, unpatchify
 from moonvit3d.geometry import KIND_IMAGE, PatchLimits, grid, resized
 
-# Enough for the page; larger pictures are scaled down by the rule that training uses.
+# Patches, enough for the page; larger pictures are scaled down by training's own rule.
 LIMITS = PatchLimits(image=1600, frame=400)
 
 STYLE = """
@@ -32,7 +32,14 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class StoredSample:
-    """One sample as it lies in its shard: its number in the index, document, and media files."""
+    """A sample as stored in its shard.
+
+    Attributes:
+        number: in the source's index.
+        document: the parsed JSON.
+        files: number of a media file -> its bytes.
+
+    """
 
     number: int
     document: Mapping[str, Any]
@@ -134,7 +141,7 @@ def _medium(
 
 
 def _pictures(data: bytes, index: SourceIndex, items: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """Every picture of a media file in order, by the path that training reads it: [H, W, 3]."""
+    """Yield every picture of a media file in order, uint8 [H, W, 3], decoded as in training."""
     kind = int(index.item_kind[items[0]])
     chunks = [int(index.item_chunk[item]) for item in items]
     shapes = [

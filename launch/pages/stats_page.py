@@ -1,4 +1,4 @@
-"""What sources hold, as a page: a table to compare them, and plots for each."""
+"""The page of `data stats`: a table to compare sources, and plots for each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ _MOST_PLACES = 4
 
 
 def stats_page(found: Mapping[str, Any], title: str) -> str:
-    """Return the page.
+    """Return the HTML page.
 
     Args:
-        found: what `data stats --json` prints: limits, sources, totals, duplicates (or None).
+        found: the object of `data stats --json`: limits, sources, totals, duplicates (or None).
         title: of the page.
 
     """
@@ -110,7 +110,7 @@ def _source(source: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _facts(source: Mapping[str, Any]) -> Iterator[str]:
-    """What is worth a line; nothing of what a source has none of."""
+    """Yield one line for each kind of content that the source has."""
     images, videos = source["images"], source["videos"]
     yield f"{source['category']}; tokenizer {source['tokenizer']['name']}"
     if images["files"]:

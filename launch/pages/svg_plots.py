@@ -1,4 +1,4 @@
-"""Histograms as inline SVG whose lines and letters take the page's colours, light or dark."""
+"""Histograms and stacked bars as inline SVG in the page's colours, light or dark."""
 
 import io
 import re
@@ -13,11 +13,11 @@ from matplotlib.ticker import FuncFormatter
 
 from launch.pages.html import amount
 
-# Colours that no plot means; in the SVG they become those of the page.
+# Placeholder colours, replaced in the SVG by those of the page.
 _INK, _LINE, _BAR = "#010203", "#040506", "#070809"
 _PAGE = {_INK: "currentColor", _LINE: "var(--line)", _BAR: "var(--bar)"}
 _SIZE = (4.6, 2.3)
-# Text stays text: it scales with the page, takes its colour, and can be searched.
+# Text is not drawn as paths: it takes the page's colour and can be searched.
 _STYLE: Any = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # names of sources may hold dollar signs
@@ -33,13 +33,13 @@ _STYLE: Any = {
 
 
 def histogram(found: Mapping[str, Sequence[float]], title: str, unit: str, count: str) -> str:
-    """Return bars of a histogram with logarithmic bins (`data_pipeline.inspect.stats.histogram`).
+    """Return a histogram with logarithmic bins (`data_pipeline.inspect.stats.histogram`).
 
     Args:
         found: counts, edges and zeros.
         title: of the plot.
-        unit: what is measured, along the bottom.
-        count: what is counted, along the side.
+        unit: label of the x axis.
+        count: label of the y axis.
 
     """
     edges, counts = np.array(found["edges"]), np.array(found["counts"])
@@ -49,7 +49,7 @@ def histogram(found: Mapping[str, Sequence[float]], title: str, unit: str, count
         if edges.size:
             places = np.arange(counts.size)
             axes.bar(places, counts, width=0.9, align="edge", color=_BAR)
-            # Every second or fourth edge carries its number, or they would run together.
+            # At most nine edges are labelled, so that labels do not overlap.
             step = max(1, -(-counts.size // 9))
             named = np.arange(0, counts.size + 1, step)
             axes.set_xticks(named, [amount(float(f"{edges[i]:.3g}")) for i in named])

@@ -1,4 +1,4 @@
-"""Tokens of a row as HTML: each as the text it stands for, coloured by whether it is learnt."""
+"""Tokens of a row as HTML: each as its text, coloured if the model is trained to predict it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -28,13 +28,13 @@ STYLE = """
 
 @dataclass(frozen=True)
 class TokenRun:
-    """A run of a sample's tokens that belongs together.
+    """A run of a sample's tokens that comes from one segment.
 
     Attributes:
         kind: "text", "region", or "media" (the pads alone).
-        start, stop: tokens, counted from the sample's bos.
-        number: of the text or region among the document's own; of the item among the sample's.
-        note: for who points at it.
+        start, stop: range of tokens, counted from the sample's BOS.
+        number: index of the text or region in the document, or of the media item in the sample.
+        note: tooltip.
 
     """
 
@@ -48,15 +48,15 @@ class TokenRun:
 def parts(
     segments: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, layout: SampleLayout
 ) -> list[TokenRun]:
-    """Say which tokens of a sample stand for what.
+    """Map a sample's tokens to the segments of its document.
 
     Args:
         segments: of its document.
         tokenizer: of the source.
-        layout: what the plan says of the sample.
+        layout: of the sample, from the plan.
 
     Returns:
-        In order, without overlap; what is between them stands around media and samples.
+        Runs in order, without overlap; tokens between them are markup of media and samples.
 
     """
     if layout.part is not None:
@@ -101,22 +101,20 @@ def spans(
     tokenizer: Tokenizer,
     region: int | None = None,
 ) -> str:
-    """Return tokens as HTML.
-
-    A character may be spread over several tokens; those are shown as one.
+    """Return tokens as HTML; several tokens that form one character are shown as one.
 
     Args:
-        ids: [n].
-        learnt: [n] the model is trained to predict this token.
-        wrong: [n] it is trained to predict another one in its place.
+        ids: [n] token ids.
+        learnt: [n] whether the model is trained to predict this token.
+        wrong: [n] whether it is trained to predict another token in its place.
         tokenizer: of the source.
-        region: number of the region they belong to, for its colour.
+        region: number of the region they belong to; decides the colour. None outside of one.
 
     """
     pieces = []
     for first, end in _characters(ids.tolist(), tokenizer):
         group = ids[first:end].tolist()
-        # Control characters, NUL among them, are no part of HTML.
+        # HTML allows no control characters.
         shown = "".join(c if c in "\n\t" or c >= " " else "\N{SYMBOL FOR NULL}"
                         for c in tokenizer.decode(group))  # fmt: skip
         classes = ["t"]
@@ -148,5 +146,5 @@ def _characters(ids: Sequence[int], tokenizer: Tokenizer) -> list[tuple[int, int
 
 
 def _visible(shown: str) -> str:
-    """Mark line breaks, which would otherwise only be seen by what follows them."""
+    """Escape the text and mark its line breaks."""
     return text(shown).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")

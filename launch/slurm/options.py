@@ -130,3 +130,61 @@ def limit_seconds(text: str) -> int | None:
         numbers = numbers if len(numbers) == 3 else [0, *numbers]
     hours, minutes, seconds = (*numbers, 0, 0)[:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def nodes_for(world_size: int, gpus_per_node: int, tasks_per_node: int | None) -> dict[str, int]:
+    """Return the numbers of nodes, tasks and GPUs per node, as fields of `SlurmOptions`.
+
+    Raises:
+        ValueError: the layout does not divide over the nodes.
+
+    """
+    tasks = tasks_per_node or min(max(1, gpus_per_node), world_size)
+    if world_size % tasks:
+        raise ValueError(
+            f"the layout's {world_size} processes (pp x dp x cp x tp) do not divide over "
+            f"nodes of {tasks} tasks; give --tasks-per-node or --gpus-per-node"
+        )
+    gpus = tasks if gpus_per_node else 0
+    return {"nodes": world_size // tasks, "tasks_per_node": tasks, "gpus_per_node": gpus}
+
+
+def parse_seeds(text: str | None) -> tuple[int, ...]:
+    """Return the seeds of a text such as "1,2,5-8", sorted; none for None.
+
+    Raises:
+        ValueError: the text has another form, or a seed occurs twice.
+
+    """
+    if text is None:
+        return ()
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f'--seeds {text!r}: expected numbers and ranges, such as "1,2,5-8"')
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if len(set(found)) < len(found):
+        raise ValueError(f"--seeds {text!r}: a seed stands there twice")
+    return tuple(sorted(found))
+
+
+def late_watchdog(options: SlurmOptions, timeout_seconds: float) -> str | None:
+    """Return a warning if a rank that hangs at a stop is ended before the watchdog names it.
+
+    Args:
+        options: of the job.
+        timeout_seconds: `train.timeout_seconds`, after which the watchdog names such a rank.
+
+    Returns:
+        The warning; None if the watchdog comes in time.
+
+    """
+    if not options.requeue or timeout_seconds < options.stop_seconds:
+        return None
+    return (
+        f"a rank that hangs while the job stops will not be named: the ranks are given up after "
+        f"{options.stop_seconds} s (--save-seconds {options.save_seconds}), the watchdog comes "
+        f"after {timeout_seconds:g} s (train.timeout_seconds); give more of the one or less of "
+        "the other"
+    )

@@ -107,7 +107,8 @@ def test_directives():
         "exclusive",
     }
     # A signal may come while modules are loaded, which often reads unset variables.
-    order = ("trap 'hear USR1' USR1", "module load cuda/12", "source /env/bin/activate", "set -u")
+    trap = "trap 'on_signal USR1' USR1"
+    order = (trap, "module load cuda/12", "source /env/bin/activate", "set -u")
     assert [lines.index(line) for line in order] == sorted(lines.index(line) for line in order)
     values = shell_values(text)
     assert values["kimi_container"] == "/images/kimi.sqsh"

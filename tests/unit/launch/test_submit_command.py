@@ -13,9 +13,9 @@ from kimi_pretrain.checkpoint import storage_read
 from kimi_pretrain.checkpoint.errors import CheckpointUnavailable
 from kimi_pretrain.config import load_config
 from launch.cli.main import app
-from launch.cli.submit import parse_seeds
 from launch.local.job import Job
 from launch.slurm import queue as slurm_queue
+from launch.slurm.options import parse_seeds
 from launch.slurm.queue import JobState, Tail, parse_job, worst_exit_code
 
 CPU = ("--config", "tiny_cpu", "--gpus-per-node", "0", "--tasks-per-node", "2")

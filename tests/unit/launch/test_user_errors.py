@@ -82,8 +82,8 @@ def test_an_error_of_a_full_disk_that_names_no_file_names_the_line(tmp_path):
     message = user_message(caught.value)
     assert message is not None
     assert re.fullmatch(
-        r"a file written at .* called from tests/unit/launch/test_exit_codes.py:\d+ \(test_an_err.*"
-        r"\): No space left on device", message,
+        r"a file written at .* called from tests/unit/launch/test_user_errors.py:\d+ "
+        r"\(test_an_err.*\): No space left on device", message,
     )  # fmt: skip
     assert exit_code(caught.value) == 2
 
