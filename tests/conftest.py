@@ -4,9 +4,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import ROOT
 
 # The same examples in every run, however long they take on a loaded machine.
 settings.register_profile(
@@ -23,6 +26,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 _ENGINE = "kimi_pretrain.engine"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """pytest skips folders by name (once it skipped tests/dist), and says nothing."""
+    if [Path(argument).resolve() for argument in config.args] != [ROOT / "tests"]:
+        return  # a part was asked for
+    missing = {*(ROOT / "tests").rglob("test_*.py")} - {item.path for item in items}
+    if missing:
+        raise pytest.UsageError(f"not collected: {', '.join(map(str, sorted(missing)))}")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -5,8 +5,6 @@ Plain `ast`: nothing under test is imported, so this runs in a second without to
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -355,16 +353,6 @@ def test_documents_name_files_that_exist(document):
         if not (ROOT / name).exists() and not (document.parent / name).exists()
     ]  # fmt: skip
     assert not missing, f"{document.name} names files that do not exist: {missing}"
-
-
-@pytest.mark.timeout(300)  # it imports every test: minutes on a loaded machine
-def test_every_test_file_is_collected():
-    """pytest skips folders by name (once it skipped tests/dist), and says nothing."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout
-    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
-    missing = {file for file in files if file not in found}
-    assert not missing, sorted(missing)
 
 
 def test_no_placeholder_is_left_in_the_readme():
