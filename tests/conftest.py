@@ -18,6 +18,8 @@ settings.register_profile(
 settings.load_profile("tests")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where a test has more, on cores that others use: spinning took ten times as long as sleeping.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A shell starts background jobs with Ctrl-C ignored, and what they start inherits that; the tests
 # that interrupt their own processes would wait for ever.
@@ -55,3 +57,13 @@ def _the_engine_stays_out() -> Iterator[None]:
     yield
     if not before and _ENGINE in sys.modules:
         raise AssertionError(f"imported {_ENGINE} here: start a process for it")
+
+
+@pytest.fixture(scope="session")
+def data_root(tmp_path_factory) -> Path:
+    """A folder with a small ingested corpus, built once."""
+    from tests.dist import corpus
+
+    root = tmp_path_factory.mktemp("corpus")
+    corpus.build(root)
+    return root

@@ -13,17 +13,9 @@ from data_pipeline.store.open import open_store
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder, initialise
 from moonvit3d.weights import save
-from tests.dist import corpus
 from tests.dist.jobs import layout, read_metrics, run_job, train
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def data_root(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("corpus")
-    corpus.build(root)
-    return root
 
 
 @pytest.fixture

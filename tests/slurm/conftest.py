@@ -1,17 +1,8 @@
-"""A lab for the tests of a file, and the corpus that they train on."""
+"""A lab for the tests of a file."""
 
 import pytest
 
-from tests.dist import corpus
 from tests.slurm.lab import Lab, obstacle
-
-
-@pytest.fixture(scope="session")
-def data_root(tmp_path_factory):
-    """A folder with a small ingested corpus, built once."""
-    root = tmp_path_factory.mktemp("corpus")
-    corpus.build(root)
-    return root
 
 
 @pytest.fixture(scope="module")

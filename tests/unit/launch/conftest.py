@@ -2,12 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist import corpus
-
 
 @pytest.fixture(scope="session")
-def root(tmp_path_factory) -> Path:
-    """A folder with a small ingested corpus, built once."""
-    folder = tmp_path_factory.mktemp("corpus")
-    corpus.build(folder)
-    return folder
+def root(data_root) -> Path:
+    """The small corpus; not to be changed."""
+    return data_root

@@ -1,8 +1,6 @@
 """Packs of bounded size, and that no bit of an item's output hangs on its pack."""
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from moonvit3d import rows
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder, initialise
 from moonvit3d.packing import chunks
+from tests import fork_server
 
 
 def random_encoder(case, dtype):
@@ -97,7 +96,7 @@ def test_company_changes_no_bit_on_several_threads(threads):
         "bad = [b for b in bad if b[1]] + [c for c in range(20, 22) if not t.repeats(c, make)]\n"
         "sys.exit(str(bad) if bad else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = fork_server.run(["-c", code], 100)
     assert done.returncode == 0, done.stderr[-500:]
 
 
