@@ -81,7 +81,7 @@ class TrainConfig(Section):
     loss is taken over each microbatch, all its rows together.
     [rows; kimi_pretrain/step.py]"""
     seed: int = 0
-    """Seed of the weights. [-; kimi_pretrain/model.py]"""
+    """Seed of the weights, and of what is random in a step. [-; kimi_pretrain/model.py]"""
     vision_weights: str | None = None
     """A safetensors checkpoint (a file, or a folder that every node sees) that the encoder starts
     from, in any layout that `moonvit3d.weights` knows: Kimi K2.5's own, or SigLIP's.

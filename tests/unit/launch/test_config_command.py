@@ -7,11 +7,14 @@ import sys
 
 import pytest
 import yaml
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from kimi_pretrain.config import Config, load_config
 from launch.cli import config_view
 from launch.cli.main import app
+from launch.local.user_errors import user_message
+from moonvit3d.geometry import PatchLimits
 from tests import ROOT
 from tests.dist.jobs import SMALL, layout
 from typed_config.reference import Default, keys
@@ -76,6 +79,15 @@ def test_show_tells_every_key_and_the_values_of_a_file():
     }  # fmt: skip
     assert by_key["data.workers"]["default"] == by_key["data.workers"]["value"] == 0
     assert "value" not in by_key["data.augment.<name>.flip"]
+
+
+def test_a_section_that_code_makes_is_refused_in_one_line():
+    with pytest.raises(ValidationError) as error:
+        PatchLimits().replace(side=3, image=0.5)
+    assert user_message(error.value) == (
+        "image: Input should be a valid integer (got 0.5); "
+        "side: Input should be a multiple of 2 (got 3)"
+    )
 
 
 @pytest.mark.parametrize(
