@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moonvit3d import layouts
 from moonvit3d.config import MoonViTConfig
-from moonvit3d.layouts import Header, NameScheme, Part
+from moonvit3d.layouts import NameScheme, Part, TensorHeader
 from moonvit3d.safetensors_io import (
     INDEX,
     SINGLE,
@@ -59,7 +59,7 @@ class Checkpoint:
     prefix: str
     files: Mapping[str, Path]
     handles: Mapping[Path, Any]
-    headers: Mapping[str, Header]
+    headers: Mapping[str, TensorHeader]
     stated: Mapping[str, Any]
 
     def plan(self, config: MoonViTConfig, part: Part | None) -> dict[str, tuple[str, ...]]:
@@ -91,7 +91,7 @@ class Checkpoint:
             pieces.append(piece)
         return layouts.assemble(self.layout, name, pieces, config)
 
-    def of_part(self, part: Part) -> list[Header]:
+    def of_part(self, part: Part) -> list[TensorHeader]:
         """Headers of a part's tensors; every layout that has a projector calls it mm_projector."""
         projector = part == "mm_projector"
         return [h for name, h in self.headers.items() if ("mm_projector." in name) == projector]
@@ -176,7 +176,7 @@ def opened(path: Path) -> Iterator[Checkpoint]:
             code: str = piece.get_dtype()
             known = torch_dtypes().get(code)
             dtype = known if known in layouts.FLOATS else code
-            headers[name] = Header(tuple(piece.get_shape()), dtype)
+            headers[name] = TensorHeader(tuple(piece.get_shape()), dtype)
         stated = _stated(path, handles[path].metadata()) if path in handles else {}
         yield Checkpoint(path, layout, prefix, files, handles, headers, stated)
 

@@ -32,7 +32,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 POSITIONS = "vision_tower.patch_embed.pos_emb.weight"
 
 
-class Header(NamedTuple):
+class TensorHeader(NamedTuple):
     """Shape and type of a stored tensor; a type that torch cannot name stays a string."""
 
     shape: tuple[int, ...]
@@ -161,7 +161,7 @@ def recognise(names: Iterable[str]) -> tuple[NameScheme, str]:
 
 
 def plan(
-    headers: Mapping[str, Header], config: MoonViTConfig, part: Part | None = None
+    headers: Mapping[str, TensorHeader], config: MoonViTConfig, part: Part | None = None
 ) -> tuple[NameScheme, dict[str, tuple[str, ...]]]:
     """Match a checkpoint's tensors with the encoder's, one for one.
 
@@ -197,7 +197,7 @@ def plan(
 
 
 def _check_missing(
-    wanted: Mapping[str, tuple[str, ...]], headers: Mapping[str, Header], layout: NameScheme
+    wanted: Mapping[str, tuple[str, ...]], headers: Mapping[str, TensorHeader], layout: NameScheme
 ) -> None:
     for part in layout.parts:
         sources = [s for name in wanted if part_of(name) == part for s in wanted[name]]
@@ -210,7 +210,12 @@ def _check_missing(
 
 
 def _check_header(
-    source: str, header: Header, name: str, shape: tuple[int, ...], pieces: int, layout: NameScheme
+    source: str,
+    header: TensorHeader,
+    name: str,
+    shape: tuple[int, ...],
+    pieces: int,
+    layout: NameScheme,
 ) -> None:
     want: tuple[int | str, ...] = (shape[0] // pieces, *shape[1:])
     right = header.shape == want
@@ -340,7 +345,7 @@ def _released(
     part: Part | None,
     layouts: tuple[NameScheme, ...],
 ) -> dict[str, Tensor]:
-    headers = {name: Header(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    headers = {name: TensorHeader(tuple(t.shape), t.dtype) for name, t in tensors.items()}
     found, _ = recognise(headers)
     if found not in layouts:
         wanted = " or ".join(layout.name for layout in layouts)

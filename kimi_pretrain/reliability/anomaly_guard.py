@@ -1,4 +1,4 @@
-"""What to do with a step that would harm the model: decided before its update, on all ranks alike.
+"""The anomaly guard: what to do with a step that is not finite or a spike, before its update.
 
     loss, grad_norm  ->  verdict  ->  an update or none  ->  a line in anomalies.jsonl, or the end
 
@@ -6,10 +6,10 @@ A step is "nonfinite" when its loss or its gradient's norm is not a finite numbe
 gradient, as it goes into the optimizer, is above LARGEST_NORM: squares and sums of it would not be
 finite in the optimizer's float32, which never recovers from that. It is a "spike"
 when its loss is above `guard.spike_ratio` times the median of the last `guard.spike_window` losses;
-until so many have been seen nothing is a spike. Both numbers are sums over all ranks, equal on
-each, so that the ranks decide alike without talking. The losses are those of steps that were
-applied: a spike that was skipped does not move the median, one that was only recorded does. They
-are kept in checkpoints, and a resumed run decides as an uninterrupted one.
+before that many losses have been seen nothing is a spike. Both numbers are sums over all ranks,
+equal on each, so all ranks decide alike without communication. The losses are those of applied
+steps: a spike that was skipped does not move the median, one that was only recorded does. They are
+saved in checkpoints, and a resumed run decides as an uninterrupted one.
 
 A skipped step changes nothing: neither weights nor momentum nor routing biases, and the schedule
 stays where it is. Its data is not trained on again.
@@ -36,7 +36,7 @@ Action = Literal["update", "record", "skip", "stop"]
 
 
 class AnomalyError(ValueError):
-    """A step that the configuration does not let pass; says which, and what can be done."""
+    """The guard ends the run (`guard` in the configuration); says at which step and what to do."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def judge(config: "GuardConfig", losses: Sequence[float], loss: float, norm: flo
 
 
 class Guard:
-    """Judges step after step, and remembers what later verdicts depend on.
+    """Judges every step; keeps the state that later verdicts depend on.
 
     Attributes:
         skips_in_row: steps without an update up to the last one.
@@ -94,7 +94,7 @@ class Guard:
         return tuple(self._losses)
 
     def judge(self, loss: float, norm: float) -> Verdict:
-        """Return what is to be done with a step, and take note of it."""
+        """Return the verdict on a step, and update the state."""
         verdict = judge(self.config, self.losses, loss, norm)
         if verdict.applies:
             self.skips_in_row = 0
@@ -106,12 +106,12 @@ class Guard:
         return verdict
 
     def resume(self, losses: Sequence[float], skips_in_row: int) -> None:
-        """Go on from what a checkpoint holds."""
+        """Restore the state of a checkpoint."""
         self._losses = deque(losses, maxlen=self.config.spike_window)
         self.skips_in_row = skips_in_row
 
     def check(self, step: int, verdict: Verdict, loss: float, norm: float) -> None:
-        """End the run where the configuration says so. All ranks come to the same.
+        """Raise if the configuration ends the run here; on all ranks alike.
 
         Raises:
             AnomalyError: the step asks for it, or too many were skipped in a row.

@@ -1,7 +1,7 @@
-"""What is refused, or warned of, before a run becomes expensive.
+"""Preflight checks: what is refused, or warned of, before any process of a run is started.
 
-`check_start` is the one door for whoever starts processes, on this machine or another: it says all
-that the configuration and the indices decide. Nothing here loads torch.
+`check_start` is called by everything that starts processes, on this machine or another: it reports
+all problems that the configuration and the indices decide. Nothing here loads torch.
 """
 
 import logging
@@ -43,7 +43,7 @@ class Checked:
 def check_start(
     config: Config, steps: int = 1, patience: float | None = None, *, data_alone: bool = False
 ) -> Checked:
-    """Find what a run could not start with, or not take its first steps with.
+    """Check that a run can start and take its first steps.
 
     Reads the tokenizer, the indices and what lies at `checkpoint.place`, builds nothing and writes
     nothing.

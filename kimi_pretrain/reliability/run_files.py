@@ -1,7 +1,7 @@
-"""Writes the files of a run folder, so that a disk that is full for a while costs no training.
+"""Writes the files of a run folder; a disk that is full for a while does not end the training.
 
-The run folder tells of a training and is none of it: what cannot be appended now is told once and
-kept in memory for the next attempt, in order and without a gap.
+Records that cannot be appended are logged once and kept in memory for the next attempt, in order
+and without a gap.
 """
 
 import errno
@@ -19,7 +19,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Appended:
-    """A file that records are appended to, each at once; an error of the disk is no error here.
+    """A file to which records are appended at once; disk errors are logged, never raised.
 
     Args:
         file: made when the first record comes.
@@ -106,7 +106,7 @@ def write_whole(file: Path, content: str | bytes, *, in_place: bool = False) -> 
 
 @contextmanager
 def best_effort() -> Iterator[None]:
-    """Log that a file could not be written, and go on; its error names it (`write_whole`)."""
+    """Log an error of writing a file instead of raising it."""
     try:
         yield
     except OSError as error:
@@ -115,7 +115,7 @@ def best_effort() -> Iterator[None]:
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Give an error of the disk the name of the file, which that of a write does not have."""
+    """Add the file's name to an OSError; that of a `write` lacks it."""
     try:
         yield
     except OSError as error:

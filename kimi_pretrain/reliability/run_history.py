@@ -1,7 +1,7 @@
-"""What a run has behind it, by its folder and place: a start must not lose it, nor mix two runs.
+"""Run history: a start must not lose the checkpoints of its run folder, nor mix two runs.
 
-run.json says where the checkpoints of a run lie, so that one which is gone on with from another
-working folder, or with another `checkpoint.place`, does not begin again beside them.
+run.json holds the place of the run's checkpoints, so that a run that is resumed from another
+working folder, or with another `checkpoint.place`, does not start again beside them.
 """
 
 import os
@@ -23,17 +23,17 @@ METRICS = "metrics.jsonl"
 
 
 def place_of(config: "Config", run_dir: Path) -> Place:
-    """Return where the checkpoints of a run lie."""
+    """Return the place of a run's checkpoints."""
     return open_place(config.checkpoint.place or run_dir / "checkpoints")
 
 
 def where(place: Place) -> str:
-    """Return the name of a place that means the same from every working folder."""
+    """Return a name of a place that does not depend on the working folder."""
     return place.uri.rstrip("/") if place.folder is None else str(place.folder.resolve())
 
 
 def noted_place(run_dir: Path) -> str | None:
-    """Return where run.json says that the checkpoints are; None: it does not say.
+    """Return the place of the checkpoints by run.json, or None.
 
     A place inside the run folder is noted relative to it: it goes where the folder goes.
     """

@@ -1,8 +1,8 @@
-"""One run at a time in a run folder, and one run in a checkpoint place.
+"""Run locks: one run at a time in a run folder, and one run in a checkpoint place.
 
-Rank 0 holds a lock (flock) on `lock` in the run folder as long as it lives: the system takes it
-back when the process ends, however it ends. Inside stands who holds it, and its time of change is
-renewed every BEAT_S. A run has an id of its own in `run.json`; a checkpoint place that it writes to
+Rank 0 holds a lock (flock) on `lock` in the run folder while it lives: the system releases it when
+the process ends, however it ends. The file names its holder, and its modification time is renewed
+every BEAT_S. A run has an id of its own in `run.json`; a checkpoint place that it writes to
 carries the id in `owner.json`, which is looked at again before every commit, so that two runs never
 complete checkpoints in one place, on whatever machines they are. It names the run folder, too: a
 copy of a folder has its id, and must not save where the first one does. Where the first folder
@@ -74,7 +74,7 @@ class RunLock:
         self._beat.start()
 
     def release(self) -> None:
-        """Give the folder free."""
+        """Release the folder."""
         self._end.set()
         self._beat.join(1.0)  # a file server that is away may hold it for ever, and the close too
         if not self._beat.is_alive():
@@ -183,7 +183,7 @@ def check_free(run_dir: Path) -> None:
 
 
 def check_folder(run_dir: Path) -> None:
-    """Refuse what can be no run folder.
+    """Refuse a path that cannot be a run folder.
 
     Raises:
         ValueError: a file stands there, or on the way there.

@@ -1,9 +1,9 @@
-"""What the stack of a thread tells: where it is, and whether it waits for other ranks.
+"""Reads a thread's stack: where it is, and whether it waits for other ranks.
 
 With gloo the host waits inside the collective, or in a call that waits for one. On a CUDA device a
 collective is only put into the device's queue, and the host waits later on: wherever something is
 copied from the device, or the queue is full. That is in any code that feeds the device. A rank that
-holds the others up because of the host is not in such code: it reads, sleeps, or waits for a lock,
+blocks the others because of its host is not in such code: it reads, sleeps, or waits for a lock,
 a queue or another process.
 
 A stack is a list of (file, line, function), innermost first. C code has no frame: its caller is the

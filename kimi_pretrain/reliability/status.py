@@ -1,10 +1,10 @@
-"""`status.json` in the run folder: how a run stands, for people and for batch scripts.
+"""`status.json` in the run folder: the state of a run, for people and for batch scripts.
 
     {"state": "stopped", "step": 120, "steps": 500, "reason": "signal SIGUSR1", "checkpoint": ...}
 
-"running", "stopped" (in order: it saved, and there is more to do), "finished" (all steps are done),
-or "failed", as a run also is that was stopped and could not save. A rank that is killed writes
-nothing: then it says "running", and there is more to do.
+"running", "stopped" (saved, more steps to do), "finished" (all steps done), or "failed", also for a
+run that was stopped and could not save. A killed rank writes nothing: the file then still says
+"running", and there is more to do.
 """
 
 import json
@@ -22,7 +22,7 @@ STATES = ("running", "stopped", "finished", "failed")
 
 @dataclass(frozen=True)
 class Status:
-    """How a run stands.
+    """State of a run.
 
     Attributes:
         state: see the module.

@@ -58,7 +58,7 @@ from kimi_pretrain.reliability.status import mark_failed
 
 EARLY = 0.8  # of the time, after which a rank says where it stands
 WRITING_S = 10.0  # that writing may take before the process ends anyway: the disk may hang, too
-SPEAKERS = 16  # ranks that read what all wrote; the others leave GRACE_S later
+READING_RANKS = 16  # ranks that read what all wrote; the others leave GRACE_S later
 GRACE_S = 10.0
 STORE_S = 4.0  # that a store may be silent for a rank that is told to stop
 SCHEDULERS_S = 60.0  # the same where a scheduler says so, and steps may be lost
@@ -81,14 +81,14 @@ def held_after(seconds: float) -> float:
     return seconds + GRACE_S + WRITING_S / 2
 
 
-def speaks(rank: int, world_size: int) -> bool:
-    """Whether a rank looks for the guilty when the job stands still: of few all, of many some."""
-    return rank % -(-world_size // SPEAKERS) == 0
+def reads_reports(rank: int, world_size: int) -> bool:
+    """Whether a rank reads the others' files: all ranks of a small job do, some of a large one."""
+    return rank % -(-world_size // READING_RANKS) == 0
 
 
 @dataclass(frozen=True)
-class Halt:
-    """Where a rank came to a halt.
+class Stall:
+    """Where a rank hangs.
 
     Attributes:
         rank: of the job.
@@ -108,14 +108,14 @@ class Halt:
 
 
 class Watchdog:
-    """Watches this rank; `start` it, tell it of every phase, `stop` it at the end.
+    """Watches this rank: `start`, `enter` at every phase, `stop` at the end.
 
     Args:
         run_dir: folder shared by all ranks.
         rank, world_size: of this process.
         seconds: without progress that are too many.
         leave: ends the process with an exit code.
-        stop: why this rank was told to stop, with the signal's name; None as long as it was not.
+        stop: returns why this rank was asked to stop, with the signal's name, or None.
         workers: whether processes of the loader fetch the data.
     """
 
@@ -130,7 +130,7 @@ class Watchdog:
         workers: bool = False,
     ):
         self.run_dir, self.rank, self.world_size, self.seconds = run_dir, rank, world_size, seconds
-        self._leave, self._speaks, self._stop = leave, speaks(rank, world_size), stop
+        self._leave, self._reads, self._stop = leave, reads_reports(rank, world_size), stop
         self._workers = workers
         self._step, self._place = 0, (0, 0, "start")  # moves so far, step, phase
         self._main = threading.main_thread().ident
@@ -140,8 +140,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> "Watchdog":
-        """Begin to watch."""
-        halt_file(self.run_dir, self.rank).unlink(missing_ok=True)
+        """Start watching."""
+        stall_file(self.run_dir, self.rank).unlink(missing_ok=True)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # somebody reads it
             with suppress(OSError):
                 self._stacks = open_held(self.run_dir, self.rank)
@@ -150,7 +150,7 @@ class Watchdog:
         return self
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -161,16 +161,16 @@ class Watchdog:
                 held_file(self.run_dir, self.rank).unlink(missing_ok=True)
 
     def begin_step(self, step: int) -> None:
-        """Note that a step begins, counted from 1."""
+        """Record the start of a step, counted from 1."""
         self._step = step
 
     def enter(self, phase: str) -> None:
-        """Note that a phase begins, or goes on: this is progress."""
+        """Record that a phase starts or resumes: this is progress."""
         # One assignment: the watching thread sees all of it or nothing.
         self._place = (self._place[0] + 1, self._step, phase)
 
     def progress(self, phase: str) -> Callable[[object], None]:
-        """Return what notes progress within a phase, whatever it is called with."""
+        """Return a callback that records progress within a phase."""
         return lambda _: self.enter(phase)
 
     def _watch(self) -> None:
@@ -196,13 +196,13 @@ class Watchdog:
             if place != seen and told:
                 told = False
                 with suppress(OSError):
-                    halt_file(self.run_dir, self.rank).unlink(missing_ok=True)
+                    stall_file(self.run_dir, self.rank).unlink(missing_ok=True)
             seen = place
             if asked and (why := self._unanswered(place, asked, still)):
                 _in_time(partial(self._say, why))
                 self._leave(NO_PROGRESS)
                 return
-            if still >= self.seconds + (0 if self._speaks else GRACE_S):
+            if still >= self.seconds + (0 if self._reads else GRACE_S):
                 _in_time(partial(self._say_why, seen, still))
                 self._leave(NO_PROGRESS)
                 return
@@ -211,11 +211,11 @@ class Watchdog:
                 _in_time(partial(self._tell, seen, still))
 
     def _tell(self, place: tuple[int, int, str], seconds: float) -> None:
-        """Write for the others where this rank stands, and its stacks for people."""
-        file = halt_file(self.run_dir, self.rank)
+        """Write this rank's position for the other ranks, and its stacks for people."""
+        file = stall_file(self.run_dir, self.rank)
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(".partial")
-        unfinished.write_text(json.dumps(asdict(self._halt(place, seconds))) + "\n")
+        unfinished.write_text(json.dumps(asdict(self._stall(place, seconds))) + "\n")
         unfinished.replace(file)
         with (file.parent / f"stacks_rank_{self.rank}.txt").open("w") as stacks:
             print(f"rank {self.rank}, step {place[1]}, phase {place[2]!r}", file=stacks, flush=True)
@@ -252,43 +252,43 @@ class Watchdog:
             mark_failed(self.run_dir, message)
 
     def _say_why(self, place: tuple[int, int, str], seconds: float) -> None:
-        mine = self._halt(place, seconds)
-        message = stands_still(mine)
+        mine = self._stall(place, seconds)
+        message = stall_message(mine)
         write_exit_report(self.run_dir, self.rank, ExitReport(message, NO_PROGRESS))
-        if self._speaks:  # which the file system may not let it do in time
-            halts = read_halts(self.run_dir, self.world_size)
-            message = describe(mine, halts, self.world_size)
+        if self._reads:  # which the file system may not let it do in time
+            stalls = read_stalls(self.run_dir, self.world_size)
+            message = describe(mine, stalls, self.world_size)
             write_exit_report(self.run_dir, self.rank, ExitReport(message, NO_PROGRESS))
         print(f"error: {message}", file=sys.stderr, flush=True)
 
-    def _halt(self, place: tuple[int, int, str], seconds: float) -> Halt:
+    def _stall(self, place: tuple[int, int, str], seconds: float) -> Stall:
         # The frame of a running thread may go on while it is read; this is for people.
         lines = stack_of(sys._current_frames().get(self._main or 0))
         waiting = waits(lines, on_device=_on_device())
-        return Halt(self.rank, place[1], place[2], seconds, where(lines), waiting)
+        return Stall(self.rank, place[1], place[2], seconds, where(lines), waiting)
 
 
-def halt_file(run_dir: Path, rank: int) -> Path:
-    """Return where a rank writes that it stands still."""
+def stall_file(run_dir: Path, rank: int) -> Path:
+    """Return the file in which a hanging rank reports where it is."""
     return run_dir / "logs" / f"stalled_rank_{rank}.json"
 
 
-def read_halts(run_dir: Path, world_size: int) -> dict[int, Halt]:
-    """Return what the ranks wrote that stand still."""
+def read_stalls(run_dir: Path, world_size: int) -> dict[int, Stall]:
+    """Return the reports of all hanging ranks."""
 
-    def read(rank: int) -> Halt | None:
+    def read(rank: int) -> Stall | None:
         try:
-            return Halt(**json.loads(halt_file(run_dir, rank).read_text()))
+            return Stall(**json.loads(stall_file(run_dir, rank).read_text()))
         except FileNotFoundError:
             return None
 
     with ThreadPoolExecutor(_READERS) as pool:
-        halts = pool.map(read, range(world_size))
-        return {halt.rank: halt for halt in halts if halt is not None}
+        stalls = pool.map(read, range(world_size))
+        return {stall.rank: stall for stall in stalls if stall is not None}
 
 
-def stands_still(mine: Halt) -> str:
-    """Return where this rank came to a halt, in one line."""
+def stall_message(mine: Stall) -> str:
+    """Return in one line where this rank hangs."""
     return (
         f"no progress for {mine.seconds:.0f} s (train.timeout_seconds): rank {mine.rank} is in "
         f"{_at(mine.step, mine.phase)}, at {mine.where}"
@@ -299,48 +299,50 @@ def _at(step: int, phase: str) -> str:
     return f"step {step}, phase {phase!r}" if step else f"phase {phase!r}"
 
 
-def describe(mine: Halt, halts: Mapping[int, Halt], world_size: int) -> str:
+def describe(mine: Stall, stalls: Mapping[int, Stall], world_size: int) -> str:
     """Return the line that ends a run: where this rank waits, and for whom.
 
     Args:
         mine: of this rank.
-        halts: of the ranks that said where they stand, this one perhaps among them.
+        stalls: of the ranks that said where they stand, this one perhaps among them.
         world_size: of the job.
     """
-    told = stands_still(mine)
-    everyone = {**halts, mine.rank: mine}
+    told = stall_message(mine)
+    everyone = {**stalls, mine.rank: mine}
     if silent := [rank for rank in range(world_size) if rank not in everyone]:
         return (
             f"{told}; no word from {_named(silent)}: stopped, dead, cut off, or still working "
             "while others wait"
         )
     guilty = suspects(list(everyone.values()))
-    if world_size == 1 or [halt.rank for halt in guilty] == [mine.rank]:
+    if world_size == 1 or [stall.rank for stall in guilty] == [mine.rank]:
         return f"{told}; it waits for no other rank" if not mine.waits else told
     if not guilty:
         return f"{told}; all {world_size} ranks wait in this phase: a network or a device hangs"
     first = guilty[0]
     return (
-        f"{told}; held up by {_named([halt.rank for halt in guilty])}, in step {first.step}, phase "
-        f"{first.phase!r}, at {first.where}"
+        f"{told}; held up by {_named([stall.rank for stall in guilty])}, in step {first.step}, "
+        f"phase {first.phase!r}, at {first.where}"
     )
 
 
-def suspects(halts: Sequence[Halt]) -> list[Halt]:
+def suspects(stalls: Sequence[Stall]) -> list[Stall]:
     """Return the ranks that hold up the others, when all said where they stand; none if all are
     alike.
     """
-    if busy := [halt for halt in halts if not halt.waits]:
+    if busy := [stall for stall in stalls if not stall.waits]:
         return busy
-    step = min(halt.step for halt in halts)
-    longest = max((halt for halt in halts if halt.step == step), key=lambda halt: halt.seconds)
+    step = min(stall.step for stall in stalls)
+    longest = max(
+        (stall for stall in stalls if stall.step == step), key=lambda stall: stall.seconds
+    )
     place = (longest.step, longest.phase)
-    behind = [halt for halt in halts if (halt.step, halt.phase) == place]
-    return [] if len(behind) == len(halts) else behind
+    behind = [stall for stall in stalls if (stall.step, stall.phase) == place]
+    return [] if len(behind) == len(stalls) else behind
 
 
 def _on_device() -> bool:
-    """Whether this process computes on a CUDA device; torch is not loaded for the question."""
+    """Whether this process computes on a CUDA device; does not import torch."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # it may be loading just now
     begun = getattr(cuda, "is_initialized", None)
     return begun is not None and begun()
@@ -353,7 +355,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _in_time(work: Callable[[], None]) -> None:
-    """Do this, but wait no longer than WRITING_S; a disk that refuses keeps nobody."""
+    """Call `work`, but wait no longer than WRITING_S: a hanging disk must not delay the exit."""
 
     def try_it() -> None:
         with suppress(OSError):

@@ -32,14 +32,14 @@ from kimi_pretrain.reliability.exit_report import (
 from kimi_pretrain.reliability.stack_inspection import ROOT, _ours, stack_of, waits, where
 from kimi_pretrain.reliability.status import read_status
 from kimi_pretrain.reliability.watchdog import (
-    SPEAKERS,
+    READING_RANKS,
     WAIT_FOR_DATA,
-    Halt,
+    Stall,
     Watchdog,
     describe,
-    halt_file,
-    read_halts,
-    speaks,
+    read_stalls,
+    reads_reports,
+    stall_file,
     suspects,
 )
 from launch.local import supervise
@@ -50,10 +50,10 @@ WATCHDOG = "kimi_pretrain.reliability.watchdog"
 
 def halt(rank: int, phase: str = "4 backbone", step: int = 3, seconds: float = 20, **more):
     at = more.get("where", "a.py:1 (f)")
-    return Halt(rank, step, phase, seconds, at, more.get("waits", True))
+    return Stall(rank, step, phase, seconds, at, more.get("waits", True))
 
 
-def told(mine: Halt, *others: Halt, world: int = 4) -> str:
+def told(mine: Stall, *others: Stall, world: int = 4) -> str:
     return describe(mine, {one.rank: one for one in others}, world)
 
 
@@ -98,9 +98,11 @@ def test_a_single_process_is_to_blame_itself():
 
 @pytest.mark.parametrize(("world_size", "count"), [(1, 1), (2, 2), (16, 16), (17, 9), (4096, 16)])
 def test_of_many_ranks_some_look_for_the_guilty(world_size, count):
-    chosen = [rank for rank in range(world_size) if speaks(rank, world_size)]
+    chosen = [rank for rank in range(world_size) if reads_reports(rank, world_size)]
     assert (len(chosen), chosen[0]) == (count, 0)
-    assert max(np.diff([*chosen, world_size])) <= -(-world_size // SPEAKERS)  # all over the job
+    assert max(np.diff([*chosen, world_size])) <= -(
+        -world_size // READING_RANKS
+    )  # all over the job
 
 
 def watched(tmp_path, seconds: float, work, rank: int = 0, world_size: int = 2) -> list[int]:
@@ -135,14 +137,14 @@ def test_a_halt_ends_the_process_with_its_stacks_and_its_reason(tmp_path):
     stacks = (tmp_path / "logs" / "stacks_rank_0.txt").read_text()
     assert "phase '2 vision forward'" in stacks
     assert "in until" in stacks
-    assert read_halts(tmp_path, 2)[0].phase == "2 vision forward"
+    assert read_stalls(tmp_path, 2)[0].phase == "2 vision forward"
 
 
 def test_of_a_large_job_the_others_leave_later_and_say_where_they_stood(tmp_path, monkeypatch):
     monkeypatch.setattr(f"{WATCHDOG}.GRACE_S", 0.6)
     read: list[int] = []
     monkeypatch.setattr(
-        "kimi_pretrain.reliability.watchdog.read_halts", lambda *at: read.append(1) or {}
+        "kimi_pretrain.reliability.watchdog.read_stalls", lambda *at: read.append(1) or {}
     )
     began = time.monotonic()
 
@@ -164,7 +166,7 @@ def test_where_files_hang_a_rank_has_said_at_least_where_it_stood(tmp_path, monk
     monkeypatch.setattr(f"{WATCHDOG}.WRITING_S", 0.3)
     hang = threading.Event()
     monkeypatch.setattr(
-        "kimi_pretrain.reliability.watchdog.read_halts", lambda *at: hang.wait(30) and {}
+        "kimi_pretrain.reliability.watchdog.read_stalls", lambda *at: hang.wait(30) and {}
     )
     done = watched(tmp_path, 0.4, lambda dog: until(lambda: not dog._thread.is_alive()))
     hang.set()
@@ -186,9 +188,9 @@ def test_progress_is_any_new_phase_even_of_the_same_name(tmp_path):
 
 def test_a_rank_that_goes_on_takes_its_word_back(tmp_path):
     def work(dog: Watchdog) -> None:
-        until(halt_file(tmp_path, 0).exists)  # after four fifths of the time
+        until(stall_file(tmp_path, 0).exists)  # after four fifths of the time
         dog.enter("4 backbone")
-        until(lambda: not halt_file(tmp_path, 0).exists())
+        until(lambda: not stall_file(tmp_path, 0).exists())
 
     assert watched(tmp_path, 3.0, work) == []
 
@@ -208,14 +210,14 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path, monkeypa
             threading.Event().wait(0.001)
 
     assert watched(tmp_path, 3e3, work) == []  # ticks of a second, jumps of a thousand
-    assert not halt_file(tmp_path, 0).exists()
+    assert not stall_file(tmp_path, 0).exists()
 
 
 def test_a_new_start_forgets_where_the_last_one_halted(tmp_path):
-    halt_file(tmp_path, 1).parent.mkdir()
-    halt_file(tmp_path, 1).write_text("{}")
+    stall_file(tmp_path, 1).parent.mkdir()
+    stall_file(tmp_path, 1).write_text("{}")
     watched(tmp_path, 60, lambda dog: None, rank=1)
-    assert read_halts(tmp_path, 2) == {}
+    assert read_stalls(tmp_path, 2) == {}
 
 
 def frames(*lines: tuple[str, int, str]) -> list[tuple[str, int, str]]:
@@ -292,7 +294,7 @@ def test_where_files_are_written_only_a_copy_from_the_device_waits():
 def test_of_eight_ranks_on_devices_the_one_that_reads_is_named_alone(guilty):
     stacks = [*list(FEEDING.values())[:7], BUSY[guilty]]
     everyone = [
-        Halt(rank, 3, "4 backbone", 20.0 + rank, where(lines), waits(lines, on_device=True))
+        Stall(rank, 3, "4 backbone", 20.0 + rank, where(lines), waits(lines, on_device=True))
         for rank, lines in enumerate(stacks)
     ]
     for mine in everyone[:7]:
@@ -303,7 +305,7 @@ def test_of_eight_ranks_on_devices_the_one_that_reads_is_named_alone(guilty):
 def test_of_ranks_that_all_wait_for_their_devices_the_earliest_is_named():
     stacks = list(FEEDING.values())
     everyone = [
-        Halt(rank, 3, "4 backbone", 20.0, where(lines), waits(lines, on_device=True))
+        Stall(rank, 3, "4 backbone", 20.0, where(lines), waits(lines, on_device=True))
         for rank, lines in enumerate(stacks)
     ]
     assert suspects(everyone) == []
@@ -316,7 +318,7 @@ def test_a_rank_knows_whether_it_computes_on_a_device(on_device, tmp_path, monke
     monkeypatch.setattr(f"{WATCHDOG}._on_device", lambda: on_device)
     monkeypatch.setattr(f"{WATCHDOG}.stack_of", lambda frame: [OURS])
     dog = Watchdog(tmp_path, 0, 1, 60)
-    assert dog._halt((0, 1, "4 backbone"), 1.0).waits is on_device
+    assert dog._stall((0, 1, "4 backbone"), 1.0).waits is on_device
 
 
 def test_the_watchdog_loads_no_torch():
