@@ -38,6 +38,18 @@ def test_the_path_is_short_numbered_and_there():
     assert sum(lines.values()) <= MOST_LINES, lines
 
 
+def test_the_appendix_names_every_other_module_once():
+    files = [file for _, file in path_of(ARCHITECTURE)]
+    named = appendix_of(ARCHITECTURE)
+    twice = {file for file in named if named.count(file) > 1 or file in files}
+    missing = modules() - set(named) - set(files)
+    gone = set(named) - modules()
+    assert (missing, gone, twice) == (set(), set(), set()), (
+        "one line for each file in docs/ARCHITECTURE.md, appendix: - `path`: what it does; "
+        f"missing {sorted(missing)}, gone {sorted(gone)}, on the path or twice {sorted(twice)}"
+    )
+
+
 def test_the_drawing_has_the_phases_of_the_step():
     step = (ROOT / "kimi_pretrain" / "step.py").read_text()
     table = "\n".join(re.findall(r"^    \d .*", step.split('"""')[1], re.MULTILINE))
