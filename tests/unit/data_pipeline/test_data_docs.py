@@ -230,7 +230,3 @@ def test_messages_of_the_table_are_those_of_the_code():
         parts = [re.escape(part.strip()) for part in message.split("...") if part.strip()]
         pattern = re.compile(".*".join(parts), re.DOTALL)
         assert any(map(pattern.search, known)), message
-
-
-def test_the_page_keeps_its_width():
-    assert not [line for line in PAGE.splitlines() if len(line) > 100]

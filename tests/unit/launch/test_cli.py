@@ -13,13 +13,6 @@ from launch.local.user_errors import user_message
 runner = CliRunner()
 
 
-@pytest.mark.parametrize("command", ["train", "submit", "eval", "demo", "data show-index"])
-def test_help_has_an_example(command):
-    result = runner.invoke(app, [*command.split(), "--help"])
-    assert result.exit_code == 0
-    assert f"kimi-pretrain {command} " in " ".join(result.output.split())
-
-
 def test_help_loads_nothing_heavy():
     code = """
 import sys

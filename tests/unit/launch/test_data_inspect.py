@@ -105,12 +105,6 @@ def check_self_contained(text: str) -> Page:
     return page
 
 
-@pytest.mark.parametrize("command", ["verify", "stats", "show"])
-def test_help_has_an_example(command):
-    result = run(command, "--help")
-    assert f"kimi-pretrain data {command} " in " ".join(result.output.split())
-
-
 # verify -----------------------------------------------------------------------------------------
 
 

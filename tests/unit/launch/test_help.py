@@ -25,6 +25,7 @@ def test_no_line_of_an_example_is_wrapped(path):
     text = inspect.cleandoc(COMMANDS[path].help or "")
     _, found, examples = text.partition("\b\n")
     assert found, "a command's help ends with examples"
+    assert f"kimi-pretrain {' '.join(path)}" in examples
     # A terminal of 80 columns; the panel has a margin of one at each side.
     shown = CliRunner().invoke(app, [*path, "--help"], terminal_width=80, env={"COLUMNS": "80"})
     lines = [line[1:].rstrip() for line in shown.output.splitlines()]

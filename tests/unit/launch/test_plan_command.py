@@ -281,12 +281,6 @@ def test_calibrate_refuses_too_few_sizes():
     assert "cannot be fitted to 2 timings" in one_line_error(result)
 
 
-def test_help_has_examples_and_says_why_the_model_is_in_the_config():
-    text = " ".join(runner.invoke(app, ["plan", "--help"]).output.split())
-    assert "kimi-pretrain plan --config" in text
-    assert "every rank must compute the same plan" in text
-
-
 def test_samples_that_do_not_fit_a_row_are_told(root):
     short = ("data.seq_len=64", "data.split_text=false", "--steps", "1")
     told = [line for line in run(root, *short, *NO_MEDIA).output.splitlines() if "left out" in line]

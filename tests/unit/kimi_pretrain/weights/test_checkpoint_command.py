@@ -224,13 +224,6 @@ def test_files_of_another_kind_are_told(tmp_path):
     assert "1 .safetensors without an index" in run("inspect", tmp_path).output
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "diff", "export", "import"])
-def test_help_has_examples(command):
-    shown = run(command, "--help")
-    assert shown.exit_code == 0
-    assert f"kimi-pretrain checkpoint {command}" in shown.stdout
-
-
 def test_train_refuses_weights_that_are_not_there_before_it_starts_processes(tmp_path):
     start = f"train.start_from={tmp_path / 'none'}"
     arguments = ["train", "--config", "tiny_cpu", "--run-dir", str(tmp_path / "run"), start]
