@@ -21,10 +21,17 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, strict about its keys and their types."""
+    """A part of the configuration: frozen, strict about its keys and their types.
+
+    A ValidationError does not print its input, which may hold a password; `problems` shows values.
+    """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,
     )
 
     def replace(self, **changes: Any) -> Self:

@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from data_pipeline.config import DataConfig
 from kimi_pretrain.config import Config, load_config
 from launch.cli import config_view
 from launch.cli.main import app
@@ -88,6 +89,15 @@ def test_a_section_that_code_makes_is_refused_in_one_line():
         "image: Input should be a valid integer (got 0.5); "
         "side: Input should be a multiple of 2 (got 3)"
     )
+
+
+def test_an_error_does_not_print_what_may_be_secret():
+    endpoint = "http://me:secret@host"
+    with pytest.raises(ValidationError) as error:
+        DataConfig(root="s3://a/b", sources={"a": 1}, seq_len=9, rows_per_step=1, endpoint=endpoint)
+    assert "user name or password" in str(error.value)
+    for told in (str(error.value), user_message(error.value)):
+        assert "secret" not in told
 
 
 @pytest.mark.parametrize(
