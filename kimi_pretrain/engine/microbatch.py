@@ -1,7 +1,8 @@
-"""From a fetched step to the microbatches of this rank's replica, as far as this rank holds them.
+"""Input of phase 4: this rank's part of the microbatches of its replica, from a fetched step.
 
-The plan says where everything is; a rank that reads no text (a middle stage) still builds segment
-borders and padding from it, because every stage attends inside documents.
+Rows are laid end to end as one packed sequence, with the borders of documents. Middle stages read
+no text; they build borders and padding from the plan alone, because every stage attends inside
+documents. Vision embeddings are attached later (`kimi_pretrain.dep.leaves`).
 """
 
 from collections.abc import Callable
@@ -69,11 +70,11 @@ def build_microbatches(
         restart_positions: positions begin at 0 in every document, or in every row.
     """
     rows = replica_rows(batch.plan, mesh)
-    shared = SequenceParts(per_microbatch * batch.plan.seq_len, mesh.num_cp, mesh.num_tp)
+    parts = SequenceParts(per_microbatch * batch.plan.seq_len, mesh.num_cp, mesh.num_tp)
     starts = range(0, len(rows), per_microbatch)
     return [
         _microbatch(
-            batch, rows[start : start + per_microbatch], start, mesh, shared, skipped,
+            batch, rows[start : start + per_microbatch], start, mesh, parts, skipped,
             restart_positions,
         )
         for start in starts
@@ -85,30 +86,30 @@ def _microbatch(
     rows: range,
     first: int,
     mesh: Mesh,
-    shared: SequenceParts,
+    parts: SequenceParts,
     skipped: np.ndarray,
     restart_positions: bool,
 ) -> Microbatch:
     plan, device = batch.plan, mesh.device
     borders, documents = segments(plan, rows)
-    padding = np.zeros(shared.tokens, dtype=np.bool_)
+    padding = np.zeros(parts.tokens, dtype=np.bool_)
     for start, end, document in zip(borders[:-1], borders[1:], documents, strict=True):
         padding[start:end] = not document
     positions = np.concatenate([plan.positions(row, restart_positions) for row in rows])
     packed = PackedRows.of(
-        borders, documents, device, torch.from_numpy(positions), shared, mesh.cp_rank
+        borders, documents, device, torch.from_numpy(positions), parts, mesh.cp_rank
     )
-    microbatch = Microbatch(packed, _taken(padding, shared.positions(mesh.part), device))
+    microbatch = Microbatch(packed, _select(padding, parts.positions(mesh.part), device))
     if batch.rows is not None:
         local = slice(first, first + len(rows))
         loss_mask = batch.rows.loss_mask[local].copy()
         for sample in skipped[np.isin(plan.samples.row[skipped], rows)]:
             row, start = plan.samples.row[sample] - rows.start, plan.samples.start[sample]
             loss_mask[row, start : start + plan.samples.length[sample]] = False
-        mine = shared.positions_cp(mesh.cp_rank)
-        microbatch.tokens = _taken(batch.rows.tokens[local], mine, device)
-        microbatch.labels = _taken(batch.rows.labels[local], mine, device)
-        microbatch.loss_mask = _taken(loss_mask, mine, device)
+        mine = parts.positions_cp(mesh.cp_rank)
+        microbatch.tokens = _select(batch.rows.tokens[local], mine, device)
+        microbatch.labels = _select(batch.rows.labels[local], mine, device)
+        microbatch.loss_mask = _select(loss_mask, mine, device)
     return microbatch
 
 
@@ -126,6 +127,6 @@ def segments(plan: GlobalPlan, rows: range) -> tuple[list[int], list[bool]]:
     return borders, documents
 
 
-def _taken(rows: np.ndarray, places: np.ndarray, device: torch.device) -> Tensor:
+def _select(rows: np.ndarray, places: np.ndarray, device: torch.device) -> Tensor:
     """Return the values at some places of rows laid end to end, [1, places]."""
     return torch.from_numpy(rows.reshape(-1)[places])[None].to(device)
