@@ -4,10 +4,9 @@
     header       JSON: {name: {"dtype", "shape", "data_offsets": [begin, end]}}, padded with spaces
     data         tensors one after the other, without gaps, little-endian, row-major
 
-The `safetensors` library reads local files (`moonvit3d.files`). It does not do what is done here
-(0.8.0): it reads no header alone, as an object store needs it; it writes no file whose tensors come
-one at a time (its issues 291 and 458); and it writes metadata in random order (584), so that equal
-tensors would not give equal files.
+The `safetensors` library (0.8.0) reads local files for `moonvit3d.files`. It does not read a header
+from an object store, cannot write a file whose tensors come one at a time (its issues 291 and 458),
+and writes metadata in random order (584), so that equal tensors give different files.
 
 A header may come from anywhere, so it is checked completely before anything is read by it: known
 types, sizes that fit shapes, no gaps, no overlap, no byte outside the file. Importing this module

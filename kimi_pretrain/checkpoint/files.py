@@ -59,10 +59,6 @@ class Files(Protocol):
         """Fill `out`, writable bytes, from `offset`. Raises as `read`."""
         ...
 
-    def fingerprint(self, name: str, progress: OnBytes | None = None) -> Fingerprint:
-        """Return size and SHA-256 of a file. Raises as `read`."""
-        ...
-
 
 class FolderFiles:
     """The files of a local or shared folder."""
@@ -101,14 +97,6 @@ class FolderFiles:
                 if not got:
                     raise _too_short(self.where(name), offset, len(out), done)
                 done += got
-
-    def fingerprint(self, name: str, progress: OnBytes | None = None) -> Fingerprint:
-        """See `Files.fingerprint`."""
-        size = self.size(name)
-        if size is None:
-            raise _missing(self.where(name))
-        read = partial(self.read, name)
-        return fingerprint_of(read_ahead(read, 0, size), progress)
 
     @contextmanager
     def _open(self, name: str) -> Iterator[BinaryIO]:
@@ -162,13 +150,6 @@ class StoreFiles:
             out[done : done + len(piece)] = piece
             done += len(piece)
 
-    def fingerprint(self, name: str, progress: OnBytes | None = None) -> Fingerprint:
-        """See `Files.fingerprint`."""
-        size = self.size(name)
-        if size is None:
-            raise _missing(self.where(name))
-        return fingerprint_of(read_ahead(partial(self.read, name), 0, size), progress)
-
 
 def read_ahead(read: Callable[[int, int], bytes], offset: int, length: int) -> Iterator[bytes]:
     """Yield bytes in order; a few pieces are read ahead of the one that is waited for.
@@ -197,10 +178,13 @@ def read_ahead(read: Callable[[int, int], bytes], offset: int, length: int) -> I
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def fingerprint_of(pieces: Iterator[bytes], progress: OnBytes | None = None) -> Fingerprint:
-    """Return size and SHA-256 of bytes that come in pieces."""
+def fingerprint(files: Files, name: str, progress: OnBytes | None = None) -> Fingerprint:
+    """Return size and SHA-256 of a file. Raises as `Files.read`."""
+    expected = files.size(name)
+    if expected is None:
+        raise _missing(files.where(name))
     digest, size = hashlib.sha256(), 0
-    for piece in pieces:
+    for piece in read_ahead(partial(files.read, name), 0, expected):
         digest.update(piece)
         size += len(piece)
         if progress is not None:

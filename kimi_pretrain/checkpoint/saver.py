@@ -14,7 +14,7 @@ What fails on one rank fails the save as a whole, on all ranks alike, and traini
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -211,7 +211,7 @@ class CheckpointSaver:
         self.seconds = {"stall": self._began - start}
 
     @property
-    def staging(self) -> bool:
+    def is_staging(self) -> bool:
         """Whether `wait_staged` has something to wait for, or to do."""
         return self._background_copy is not None
 
@@ -270,7 +270,9 @@ class CheckpointSaver:
             return None
         reports = [progress for progress in everyone if progress is not None]
         assert len(reports) == self.mesh.world_size, "ranks do not agree on what is under way"
-        self._log_all_warnings(reports)
+        if self.mesh.rank == 0:
+            for rank, progress in enumerate(reports):
+                _log_warnings(rank, progress.warnings)
         self._collect_files(reports)
         if self._phase == "committing":
             if reports[0].phase == "committed":
@@ -363,7 +365,7 @@ class CheckpointSaver:
         if self._writer is None or not self._writer.alive:
             if self._writer is not None:
                 self._writer.close(0.0)
-                self._log_warnings(self._writer.warnings)
+                _log_warnings(self.mesh.rank, self._writer.warnings)
             self._writer = self._start(self.under_way)
         files = [
             {"name": name, "fd": self._staging.fds[name], "bytes": size}
@@ -426,23 +428,13 @@ class CheckpointSaver:
             for progress in reports:
                 self._files.update(progress.files)
 
-    def _log_all_warnings(self, reports: Sequence[SaveProgress]) -> None:
-        if self.mesh.rank == 0:
-            for rank, progress in enumerate(reports):
-                for warning in progress.warnings:
-                    log.warning("rank %d: %s", rank, warning)
-
-    def _log_warnings(self, warnings: Sequence[str]) -> None:
-        for warning in warnings:
-            log.warning("rank %d: %s", self.mesh.rank, warning)
-
     def _release(self, patience: float | None) -> None:
         if self._background_copy is not None:
             self._background_copy.wait()
             self._background_copy = None
         if self._writer is not None:
             self._writer.close(patience, self._alive)
-            self._log_warnings(self._writer.warnings)
+            _log_warnings(self.mesh.rank, self._writer.warnings)
         if self._staging is not None:
             self._staging.close()
         self._writer = self._staging = None
@@ -450,6 +442,11 @@ class CheckpointSaver:
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+
+
+def _log_warnings(rank: int, warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        log.warning("rank %d: %s", rank, warning)
 
 
 def _by_rank(errors: Sequence[Any]) -> str:

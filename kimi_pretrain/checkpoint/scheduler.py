@@ -93,7 +93,7 @@ class CheckpointScheduler:
 
     def before_update(self) -> None:
         """Wait until a save that has begun needs the tensors no longer; not collective."""
-        if self._saver is not None and self._saver.staging:
+        if self._saver is not None and self._saver.is_staging:
             start = time.monotonic()
             self._saver.wait_staged()
             self._add("stall", time.monotonic() - start)

@@ -21,6 +21,7 @@ from kimi_pretrain.checkpoint.files import (
     FolderFiles,
     OnBytes,
     StoreFiles,
+    fingerprint,
     read_header,
     size_of,
 )
@@ -269,7 +270,7 @@ class Checkpoint:
         if size != wanted.bytes:
             found = "missing" if size is None else f"{size} bytes"
             return f"{where}: {found}, expected {wanted.bytes} bytes"
-        found = self._files.fingerprint(name, progress)
+        found = fingerprint(self._files, name, progress)
         if found == wanted:
             return None
         return f"{where}: sha256 {found.sha256[:16]}..., expected {wanted.sha256[:16]}..."

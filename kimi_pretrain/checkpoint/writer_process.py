@@ -62,7 +62,7 @@ class WriterProcess:
 
     def __init__(self, place: Place, reply: "Replies"):
         self._place, self._reply = place, reply
-        self._sink: StorageWriter = open_storage_writer(place)
+        self._storage: StorageWriter = open_storage_writer(place)
         self._sources: dict[int, StagedFile] = {}
         self._steps = ProtectedSteps()
 
@@ -75,21 +75,21 @@ class WriterProcess:
             return self._write(job)
         if job["do"] == "commit":
             check_owner(self._place, job["owner"])
-            return self._sink.commit(job["step"], job["manifest"], job["files"])
+            return self._storage.commit(job["step"], job["manifest"], job["files"])
         if job["do"] == "retire":
             return self._try("removing old ones", lambda: self._retire(job))
         if job["do"] == "remove_torn":
-            return self._sink.remove_torn(job["step"])
+            return self._storage.remove_torn(job["step"])
         assert job["do"] == "protect", job["do"]
         return None
 
     def _write(self, job: dict[str, Any]) -> dict[str, Any]:
         step = job["step"]
-        self._sink.open_step(step)
+        self._storage.open_step(step)
 
         def write(file: dict[str, Any]) -> dict[str, Any]:
             source = self._source(file["fd"], file["bytes"])
-            return asdict(self._sink.write(step, file["name"], source, self._reply.wrote))
+            return asdict(self._storage.write(step, file["name"], source, self._reply.wrote))
 
         with ThreadPoolExecutor(_FILES) as pool:
             found = list(pool.map(write, job["files"]))
@@ -104,18 +104,18 @@ class WriterProcess:
     def _retire(self, job: dict[str, Any]) -> None:
         """Remove checkpoints that need not be kept; rename those of later steps as abandoned."""
         step = job["step"]
-        for warning in abandon_later_checkpoints(self._place, self._sink, step):
+        for warning in abandon_later_checkpoints(self._place, self._storage, step):
             self._reply.send(warning=warning)
         now = [found for found in self._place.steps() if found <= step]
         stay = steps_to_keep(now, job["keep_last"], job["keep_every"], good=step)
         for old in (found for found in now if found not in stay):
             self._steps.protect(old)
-            self._sink.remove(old)
+            self._storage.remove(old)
 
     def _tidy(self, owner: Sequence[str] | None) -> None:
         def tidy() -> None:
             check_owner(self._place, owner)  # what is torn may be another run's save under way
-            self._sink.tidy(self._steps)
+            self._storage.tidy(self._steps)
 
         with suppress(BrokenPipeError):  # the rank is gone, or needs this process no longer
             self._try("tidying up", tidy)

@@ -14,7 +14,12 @@ from data_pipeline.store.open import (
     StoreUnavailable,
 )
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
-from kimi_pretrain.checkpoint.files import CheckpointUnreadable, FolderFiles, StoreFiles
+from kimi_pretrain.checkpoint.files import (
+    CheckpointUnreadable,
+    FolderFiles,
+    StoreFiles,
+    fingerprint,
+)
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.storage_read import Place, open_place
 from tests.unit.kimi_pretrain.checkpoint import ranks
@@ -96,8 +101,8 @@ def test_what_may_not_be_read_is_the_users_and_no_damage(call, at, root, fail):
 def test_every_way_to_read_a_file_of_a_folder_tells_it_apart(call, number, kind, root, fail):
     files = FolderFiles(root / NEWEST)
     ways = {
-        "stat": [lambda: files.size(FILE), lambda: files.fingerprint(FILE)],
-        "pread": [lambda: files.read(FILE, 0, 9), lambda: files.fingerprint(FILE)],
+        "stat": [lambda: files.size(FILE), lambda: fingerprint(files, FILE)],
+        "pread": [lambda: files.read(FILE, 0, 9), lambda: fingerprint(files, FILE)],
         "preadv": [lambda: files.read_into(FILE, 0, memoryview(bytearray(9)))],
     }
     fail(call, FILE, number)
@@ -175,7 +180,7 @@ def test_every_way_to_read_an_object_tells_of_a_store_that_is_away(store):
         lambda: files.size(FILE),
         lambda: files.read(FILE, 0, 9),
         lambda: files.read_into(FILE, 0, memoryview(bytearray(9))),
-        lambda: files.fingerprint(FILE),
+        lambda: fingerprint(files, FILE),
     ):
         with pytest.raises(CheckpointUnavailable, match="gave up"):
             way()

@@ -79,36 +79,36 @@ def save(place: Place, owner: Owner | None = None, *overrides: str) -> Checkpoin
 
 def stop_before(saver: CheckpointSaver, job: str, monkeypatch) -> WriterClient:
     """Have the writer stopped (SIGSTOP) right before it gets a job of this kind."""
-    hand = saver._writer
-    assert hand is not None
-    plain = hand.send
+    writer = saver._writer
+    assert writer is not None
+    plain = writer.send
 
     def send(do: str, **values) -> None:
         if do == job:
-            ranks.strike(hand.pid, signal.SIGSTOP)
+            ranks.strike(writer.pid, signal.SIGSTOP)
         plain(do, **values)
 
-    monkeypatch.setattr(hand, "send", send)
-    return hand
+    monkeypatch.setattr(writer, "send", send)
+    return writer
 
 
 def test_a_removal_that_is_given_up_leaves_a_hand_that_is_not_busy(tmp_path, monkeypatch):
     """Half of `train.timeout_seconds` is what the watchdogs of the other ranks allow for it."""
     monkeypatch.setattr("kimi_pretrain.checkpoint.saver._REMOVAL_S", 1e6)
     saver = save(open_place(tmp_path), None, "train.timeout_seconds=1")
-    hand = stop_before(saver, "retire", monkeypatch)
+    writer = stop_before(saver, "retire", monkeypatch)
     saver.finish()
-    assert hand.busy
+    assert writer.busy
     for _ in range(2):  # saved already, so no new writer is started
         saver.begin(ranks.tensors(1), ranks.state(1))
-        assert saver._writer is hand
-        assert not hand.busy
-        assert not hand.alive
-        hand.poll()
-        hand.close()
-    assert hand.failed is not None
+        assert saver._writer is writer
+        assert not writer.busy
+        assert not writer.alive
+        writer.poll()
+        writer.close()
+    assert writer.failed is not None
     saver.begin(ranks.tensors(2), ranks.state(2))
-    assert saver._writer is not hand
+    assert saver._writer is not writer
     assert saver.finish() == str(tmp_path / "step_00000002")
     saver.close()
 
@@ -119,14 +119,14 @@ def test_the_end_waits_for_the_last_removal_unless_in_a_hurry(tmp_path, monkeypa
     place = open_place(tmp_path)
     saver = save(place, None, "checkpoint.keep_last=1")
     saver.begin(ranks.tensors(2), ranks.state(2))
-    hand = stop_before(saver, "retire", monkeypatch)
+    writer = stop_before(saver, "retire", monkeypatch)
     saver.finish()
     assert place.steps() == [1, 2]
-    go_on = threading.Timer(1.0, lambda: os.kill(hand.pid, signal.SIGCONT))
+    go_on = threading.Timer(1.0, lambda: os.kill(writer.pid, signal.SIGCONT))
     if not hurry:  # far longer than _PATIENCE_S
         go_on.start()
     saver.close(hurry=hurry)
-    assert not hand.alive
+    assert not writer.alive
     assert place.folders() == [f"step_{n:08d}" for n in ((1, 2) if hurry else (2,))]
 
 
@@ -213,11 +213,11 @@ def test_writers_that_are_killed_are_worth_a_restart(tmp_path):
     for step in (1, 2):
         if step > 1:
             saver.begin(ranks.tensors(step), ranks.state(step))
-        hand = saver._writer
-        assert hand is not None
-        os.kill(hand.pid, signal.SIGKILL)
-        hand._process.wait()
-        hand.done = None  # had it been faster than the kill
+        writer = saver._writer
+        assert writer is not None
+        os.kill(writer.pid, signal.SIGKILL)
+        writer._process.wait()
+        writer.done = None  # had it been faster than the kill
         with pytest.raises(CheckpointUnavailable, match="was killed by signal 9") as error:
             saver.finish()
     assert "checkpoint.failures=2" in str(error.value)

@@ -111,7 +111,7 @@ def test_what_is_still_is_copied_while_training_goes_on(tmp_path, monkeypatch):
     held["late"].fill_(2)  # forbidden, and so tells when it was copied
     may_go_on.set()
     saver.wait_staged()
-    assert not saver.staging
+    assert not saver.is_staging
     held["late"].fill_(3)
     uri = saver.finish()
     saver.close()
@@ -244,23 +244,23 @@ def fail_and_try_again(tmp_path, monkeypatch, meanwhile) -> CheckpointSaver:
     monkeypatch.setattr("kimi_pretrain.checkpoint.writer_client._PATIENCE_S", 0.2)
     saver = checkpoints(tmp_path, ranks.alone(), "checkpoint.failures=2")
     saver.prepare(ranks.tensors(1))
-    hand = saver._writer
-    assert hand is not None
+    writer = saver._writer
+    assert writer is not None
     (tmp_path / "step_00000001.partial").write_text("in the way")
     saver.begin(ranks.tensors(1), ranks.state(1))
-    plain = hand.send
+    plain = writer.send
 
     def send(do: str, **values) -> None:
         if do == "remove_torn":
-            ranks.strike(hand.pid, signal.SIGSTOP)
+            ranks.strike(writer.pid, signal.SIGSTOP)
         plain(do, **values)
 
-    monkeypatch.setattr(hand, "send", send)
+    monkeypatch.setattr(writer, "send", send)
     with pytest.raises(CheckpointError, match="step 1 could not be written"):
         saver.finish()
-    assert hand.busy
+    assert writer.busy
     (tmp_path / "step_00000001.partial").unlink()
-    meanwhile(hand)
+    meanwhile(writer)
     saver.begin(ranks.tensors(1), ranks.state(1))
     assert saver.finish() == str(tmp_path / "step_00000001")
     assert open_place(tmp_path).checkpoint(1).verify() == []
@@ -271,8 +271,8 @@ def fail_and_try_again(tmp_path, monkeypatch, meanwhile) -> CheckpointSaver:
 def test_a_step_is_saved_again_when_its_leftovers_are_removed(tmp_path, monkeypatch):
     """Otherwise the removal takes the new files with it."""
 
-    def go_on(hand) -> None:
-        threading.Timer(0.5, hand._process.send_signal, [signal.SIGCONT]).start()
+    def go_on(writer) -> None:
+        threading.Timer(0.5, writer._process.send_signal, [signal.SIGCONT]).start()
 
     fail_and_try_again(tmp_path, monkeypatch, go_on).close()
 

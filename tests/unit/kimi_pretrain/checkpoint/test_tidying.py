@@ -103,10 +103,10 @@ def test_a_removal_that_was_cut_off_is_ended_by_the_next_run(place, monkeypatch)
             (place.folder / "step_00000001.leaving" / FILES[1]).unlink()
         raise Killed
 
-    sink = open_storage_writer(place)
+    storage = open_storage_writer(place)
     if place.folder is None:
         plain_delete = place.store.delete
-        monkeypatch.setattr(sink, "remove_torn", half)
+        monkeypatch.setattr(storage, "remove_torn", half)
     else:
         plain = shutil.rmtree
         # The first one removes what an earlier removal has left.
@@ -114,7 +114,7 @@ def test_a_removal_that_was_cut_off_is_ended_by_the_next_run(place, monkeypatch)
             storage_write.shutil, "rmtree", lambda *a, **k: plain(*a, **k) if k else half()
         )
     with pytest.raises(Killed):
-        sink.remove(1)
+        storage.remove(1)
     monkeypatch.undo()
     assert place.steps() == [2]
     assert len(place.folders()) == 2
