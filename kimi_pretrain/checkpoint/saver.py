@@ -57,8 +57,7 @@ class SaveProgress:
         bytes_done: written so far.
         files: what was written; reported once, and empty later.
         error: why it failed, in one line.
-        transient: whether a later run may do better: the place does not answer, or the process was
-            killed.
+        transient: whether a retry may succeed: the place does not answer, or the process died.
         warnings: of the writer.
     """
 
@@ -92,7 +91,7 @@ class CheckpointSaver:
         mesh: of the job; only its rank, world size, device and `gather` are used.
         alive: called whenever a rank that waits has seen bytes being written, so that a watchdog
             can tell a slow save from one that hangs.
-        owner: who must own the place when a checkpoint is committed; None: whoever does.
+        owner: who must own the place when a checkpoint is committed; None: anybody.
 
     Attributes:
         seconds: {"stall", "background"} of the last save, on this rank.
@@ -264,7 +263,7 @@ class CheckpointSaver:
 
         Raises:
             CheckpointError: `config.checkpoint.failures` saves in a row have failed
-                (CheckpointUnavailable: the last for what a later run may not meet).
+                (CheckpointUnavailable: a retry may succeed).
         """
         if self.under_way is None:
             return None
@@ -294,8 +293,8 @@ class CheckpointSaver:
             the URI of the last complete checkpoint; None: there is none.
 
         Raises:
-            CheckpointError: the save that was under way has failed (CheckpointUnavailable: for
-                what a later run may not meet); the same on all ranks.
+            CheckpointError: the save that was under way has failed (CheckpointUnavailable: a
+                retry may succeed); the same on all ranks.
         """
         waiting = self.under_way
         self._await_save()

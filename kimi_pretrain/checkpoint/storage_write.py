@@ -85,15 +85,15 @@ class StorageWriter(Protocol):
     """Writes checkpoints under one place. Files of a step may be written from several threads."""
 
     def open_step(self, step: int) -> None:
-        """Make ready for files of a step; every process that writes some calls it first."""
+        """Prepare for files of a step; called first by every process that writes some."""
         ...
 
     def write(self, step: int, name: str, source: StagedFile, on_bytes: OnBytes) -> Fingerprint:
         """Write a file and make it durable.
 
         Raises:
-            CheckpointError: names the file and the reason (CheckpointUnavailable: a later attempt
-                may not meet it).
+            CheckpointError: names the file and the reason (CheckpointUnavailable: a retry may
+                succeed).
         """
         ...
 
@@ -119,7 +119,7 @@ class StorageWriter(Protocol):
 
 
 def open_storage_writer(place: Place) -> StorageWriter:
-    """Return where the checkpoints of a place are written."""
+    """Return the writer of a place."""
     if place.folder is not None:
         return FolderWriter(place, place.folder)
     return StoreWriter(place)
@@ -167,7 +167,7 @@ class FolderWriter:
                     entry.unlink()
             write_durably(partial / MANIFEST, memoryview(manifest.encode()), lambda _: None)
             sync_folder(partial)
-            if (final / ABANDONED).is_file():  # by an earlier version, which left it its name
+            if (final / ABANDONED).is_file():  # of a version that left the name as it was
                 os.replace(final, self._free_name(step))
             elif final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)

@@ -33,8 +33,7 @@ class WriterClient:
         bytes_done: of the present job.
         done: {"value": what the job returned}; None while it is under way.
         failed: why it failed, in one line; None otherwise.
-        passing: whether a later run may do better: the place does not answer, or the process is
-            gone.
+        transient: whether a retry may succeed: the place does not answer, or the process is gone.
         tidying: whether it removes what killed runs have left, beside its jobs, as of the last
             `poll`.
         warnings: that have come in; who reads them empties the list.
