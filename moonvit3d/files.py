@@ -41,7 +41,7 @@ POS_GRID = 64  # Kimi's
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class VisionCheckpoint:
     """Open files whose tensors are read on demand.
 
     Args:
@@ -142,7 +142,7 @@ class Checkpoint:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Checkpoint]:
+def opened(path: Path) -> Iterator[VisionCheckpoint]:
     """Open the files that hold vision tensors and read their headers."""
     path = _find(path)
     with ExitStack() as stack:
@@ -178,7 +178,7 @@ def opened(path: Path) -> Iterator[Checkpoint]:
             dtype = known if known in layouts.FLOATS else code
             headers[name] = TensorHeader(tuple(piece.get_shape()), dtype)
         stated = _stated(path, handles[path].metadata()) if path in handles else {}
-        yield Checkpoint(path, layout, prefix, files, handles, headers, stated)
+        yield VisionCheckpoint(path, layout, prefix, files, handles, headers, stated)
 
 
 def _find(path: Path) -> Path:

@@ -11,7 +11,7 @@ in every layout, a checkpoint of PP2 x DP2 loads into one process and the other 
 manifest comes last: a checkpoint is complete when it is there. Nothing in it is executable.
 
     manifest, retention, sharding, ownership    pure: file contents, what is kept, who writes what
-    files, storage_read, find, load             reading; collective_read: once for all who hold it
+    file_access, storage_read, find, load       reading; collective_read: once for all who hold it
     scheduler, saver, staging, writer_client    saving, on the side of each rank
     writer_process, storage_write, disk_write   writing, in a process of its own beside each rank
 

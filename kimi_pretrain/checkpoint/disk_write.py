@@ -7,7 +7,7 @@ import mmap
 import os
 from pathlib import Path
 
-from kimi_pretrain.checkpoint.files import OnBytes
+from kimi_pretrain.checkpoint.file_access import OnBytes
 
 _BLOCK = 16 << 20
 _ALIGNED = 4096

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kimi_pretrain.checkpoint.collective_read import from_first, on_all_ranks
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, storage_errors
-from kimi_pretrain.checkpoint.files import CheckpointUnreadable, OnBytes
+from kimi_pretrain.checkpoint.file_access import CheckpointUnreadable, OnBytes
 from kimi_pretrain.checkpoint.manifest import MANIFEST, check_fits, share_of_files
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place, open_checkpoint
 

@@ -2,7 +2,7 @@
 
 Pure functions of names and sizes, so that all ranks come to the same plan by themselves. A tensor
 that one rank alone holds (optimizer state, as a rule) is written by that rank. A replicated one is
-written by the holder with the fewest bytes so far, the largest tensor first (LPT, `balance`);
+written by the holder with the fewest bytes so far, the largest tensor first (`parallel.balance`);
 tensors with few holders come first, because those with many can still even out the loads.
 """
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from data_pipeline.store.addresses import split_place
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
-from kimi_pretrain.checkpoint.files import (
+from kimi_pretrain.checkpoint.file_access import (
     CheckpointUnreadable,
     Files,
     FolderFiles,

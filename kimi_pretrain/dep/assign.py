@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kimi_pretrain.dep.balance import (
+from kimi_pretrain.dep.makespan import (
     FEW,
     SMALL,
     balance,

@@ -4,7 +4,7 @@
 comes out under the limit. Two others take an assignment and leave the loads as they are: `rename`
 says which rank does which rank's work, `trade` lets items that take equally long change places.
 
-Work and keys are integers as in `balance`.
+Work and keys are integers as in `makespan`.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from heapq import heappush, heapreplace
 
 import numpy as np
 
-from kimi_pretrain.dep.balance import Ints, summed
+from kimi_pretrain.dep.makespan import Ints, summed
 from kimi_pretrain.parallel.balance import index_bits
 
 NUMBERS = 24  # bits for how many items are of one kind

@@ -11,7 +11,7 @@ and the blocks of one size can be filled as if they were single ranks.
 
 import numpy as np
 
-from kimi_pretrain.dep.balance import (
+from kimi_pretrain.dep.makespan import (
     Floats,
     Ints,
     in_units,

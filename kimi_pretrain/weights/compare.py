@@ -18,7 +18,7 @@ Kind = Literal["only in A", "only in B", "shape", "dtype", "numbers"]
 
 
 @dataclass(frozen=True)
-class TensorDifference:
+class WeightDifference:
     """How a tensor differs.
 
     Attributes:
@@ -64,7 +64,7 @@ def compare(
     *,
     weights_only: bool = False,
     progress: Callable[[int, int], object] = lambda done, total: None,
-) -> Iterator[TensorDifference]:
+) -> Iterator[WeightDifference]:
     """Yield what differs, in the order of names; one tensor of each side is in memory.
 
     Args:
@@ -81,9 +81,9 @@ def compare(
             if name in held:
                 reader.verify(held[name])
         if name not in in_b:
-            yield TensorDifference(name, "only in A")
+            yield WeightDifference(name, "only in A")
         elif name not in in_a:
-            yield TensorDifference(name, "only in B")
+            yield WeightDifference(name, "only in B")
         else:
             found = _of_headers(name, a, in_a[name], b, in_b[name])
             if found is None or found.kind == "dtype":
@@ -96,25 +96,25 @@ def compare(
 
 def _of_headers(
     name: str, a: WeightReader, in_a: str, b: WeightReader, in_b: str
-) -> TensorDifference | None:
+) -> WeightDifference | None:
     left, right = a.headers[in_a], b.headers[in_b]
     if left.shape != right.shape:
-        return TensorDifference(name, "shape", f"{list(left.shape)} and {list(right.shape)}")
+        return WeightDifference(name, "shape", f"{list(left.shape)} and {list(right.shape)}")
     if left.dtype != right.dtype:
         types = (str(dtype).removeprefix("torch.") for dtype in (left.dtype, right.dtype))
-        return TensorDifference(name, "dtype", " and ".join(types))
+        return WeightDifference(name, "dtype", " and ".join(types))
     return None
 
 
-def _both(types: TensorDifference, numbers: TensorDifference | None) -> TensorDifference:
+def _both(types: WeightDifference, numbers: WeightDifference | None) -> WeightDifference:
     """Another type, and what the numbers come to."""
     if numbers is None:
         return types
     fields = {key: value for key, value in vars(numbers).items() if key not in ("kind", "detail")}
-    return TensorDifference(**fields, kind="dtype", detail=types.detail)
+    return WeightDifference(**fields, kind="dtype", detail=types.detail)
 
 
-def compare_numbers(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
+def compare_numbers(name: str, a: Tensor, b: Tensor) -> WeightDifference | None:
     """Compare two tensors of one shape; None: equal bit for bit (of two types: equal numbers)."""
     if a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)):
         return None
@@ -133,7 +133,7 @@ def compare_numbers(name: str, a: Tensor, b: Tensor) -> TensorDifference | None:
     if not count:
         return None
     relative = largest / scale if scale else (0.0 if largest == 0 else torch.inf)
-    return TensorDifference(
+    return WeightDifference(
         name,
         "numbers",
         count=count,

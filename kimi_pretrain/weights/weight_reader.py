@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.files import Files, FolderFiles, StoreFiles, read_header
+from kimi_pretrain.checkpoint.file_access import Files, FolderFiles, StoreFiles, read_header
 from kimi_pretrain.checkpoint.manifest import INDEX as CHECKPOINT_INDEX
 from kimi_pretrain.checkpoint.manifest import (
     MANIFEST,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from kimi_pretrain.weights.compare import TensorDifference
+    from kimi_pretrain.weights.compare import WeightDifference
     from kimi_pretrain.weights.report import TensorFigures
     from kimi_pretrain.weights.weight_reader import WeightReader
 
@@ -80,7 +80,7 @@ def print_figures(found: "Iterable[TensorFigures]", *, quiet: bool) -> Iterator[
         yield _finite(asdict(one))
 
 
-def as_plain(one: "TensorDifference") -> dict[str, Any]:
+def as_plain(one: "WeightDifference") -> dict[str, Any]:
     """Return a difference for JSON."""
     return _finite(asdict(one))
 
@@ -94,7 +94,7 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_differences(
-    found: "Sequence[TensorDifference]",
+    found: "Sequence[WeightDifference]",
     state: str | None,
     a: "WeightReader",
     b: "WeightReader",
@@ -116,7 +116,7 @@ def print_differences(
     typer.echo(f"DIFFERENT: {len(found):,} tensors; largest difference {largest:.4g}")
 
 
-def _told(one: "TensorDifference") -> str:
+def _told(one: "WeightDifference") -> str:
     told = one.kind if one.kind.startswith("only") else f"{one.kind} {one.detail}".rstrip()
     if one.first is None:
         return told

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.files import FolderFiles
+from kimi_pretrain.checkpoint.file_access import FolderFiles
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.manifest import MOST_MANIFEST_BYTES

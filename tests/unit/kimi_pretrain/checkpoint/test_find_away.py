@@ -14,7 +14,7 @@ from data_pipeline.store.open import (
     StoreUnavailable,
 )
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable
-from kimi_pretrain.checkpoint.files import (
+from kimi_pretrain.checkpoint.file_access import (
     CheckpointUnreadable,
     FolderFiles,
     StoreFiles,

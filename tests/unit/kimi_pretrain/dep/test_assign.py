@@ -28,8 +28,8 @@ from kimi_pretrain.dep.assign import (
     place,
     round_robin,
 )
-from kimi_pretrain.dep.balance import balance, least_makespan, lpt, summed, swaps
 from kimi_pretrain.dep.cost import CostModel
+from kimi_pretrain.dep.makespan import balance, least_makespan, lpt, summed, swaps
 from kimi_pretrain.dep.nearby import rename, stay, trade
 from moonvit3d.config import MoonViTConfig
 
@@ -309,7 +309,7 @@ def test_pigeonholes_bound_the_slowest_rank():
 
 
 def test_an_exchange_meets_in_the_middle(monkeypatch):
-    monkeypatch.setattr("kimi_pretrain.dep.balance.ROUNDS", 1)
+    monkeypatch.setattr("kimi_pretrain.dep.makespan.ROUNDS", 1)
     work, base = np.array([10, 6, 5, 3, 2, 1]), np.zeros(2, dtype=np.int64)
     ranks = swaps(np.array([0, 0, 0, 1, 1, 1]), work, base, 14)
     assert sorted(summed(work, ranks, base).tolist()) == [13, 14]  # 10 for 2 or 3

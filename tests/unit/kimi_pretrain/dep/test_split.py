@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from benchmarks.heavy_tail import certified_bound, heavy_tailed_tokens
 from kimi_pretrain.dep.assign import Placement, Places, choose_splits, loads, place
-from kimi_pretrain.dep.balance import in_units
 from kimi_pretrain.dep.cost import CostModel
+from kimi_pretrain.dep.makespan import in_units
 from kimi_pretrain.dep.places import seconds_of_part
 from kimi_pretrain.dep.split import place_blocks, predicted
 from moonvit3d.config import MoonViTConfig

@@ -268,7 +268,7 @@ BUSY = {
     "an import": [("<frozen importlib._bootstrap>", 1, "f"), OURS],
     "a sleep in a test": [(f"{ROOT}/tests/dist/planted.py", 1, "late"), OURS],
     "writing metrics": [(f"{ROOT}/kimi_pretrain/telemetry/run_dir.py", 1, "write"), OURS],
-    "a checkpoint's file": [(f"{ROOT}/kimi_pretrain/checkpoint/files.py", 1, "read"), OURS],
+    "a checkpoint's file": [(f"{ROOT}/kimi_pretrain/checkpoint/file_access.py", 1, "read"), OURS],
     "compiling": [(f"{SITE}/torch/_inductor/scheduler.py", 1, "fuse"), OURS],
 }
 
