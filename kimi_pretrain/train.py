@@ -97,21 +97,23 @@ def train(
         prepare(run)
     if mesh.rank == 0:
         _log_start(run, run_dir)
-    saves = CheckpointScheduler(place, owner, run, watchdog.enter, found and found.uri, before)
-    run.update.before_change = saves.before_update
+    checkpoints = CheckpointScheduler(
+        place, owner, run, watchdog.enter, found and found.uri, before
+    )
+    run.update.before_change = checkpoints.before_update
     recorder = Recorder(config, run_dir, mesh, run.step, run.loader.indices)
-    recorder.status("running", run.step, saves.uri)
+    recorder.status("running", run.step, checkpoints.uri)
     with step_faults():
-        reason = _train_steps(run, recorder, saves, watchdog, stop)
+        reason = _train_steps(run, recorder, checkpoints, watchdog, stop)
     if reason is None:
         watchdog.enter("end")
         write_state_hashes(run, run_dir / "state_hashes.json")
         if config.train.efficiency_pairs:
             measure_efficiency(run, run_dir / "efficiency.json")
     watchdog.enter("end")
-    recorder.status("finished" if reason is None else "stopped", run.step, saves.uri, reason)
+    recorder.status("finished" if reason is None else "stopped", run.step, checkpoints.uri, reason)
     recorder.close()
-    saves.close(hurry=reason is not None)
+    checkpoints.close(hurry=reason is not None)
     run.close()
     mesh.barrier()
     engine_mesh.stop()
@@ -121,7 +123,7 @@ def train(
 def _train_steps(
     run: Run,
     recorder: Recorder,
-    saves: CheckpointScheduler,
+    checkpoints: CheckpointScheduler,
     watchdog: Watchdog,
     stop: Callable[[], str | None],
 ) -> str | None:
@@ -132,32 +134,32 @@ def _train_steps(
         watchdog.begin_step(run.step + 1)
         watchdog.enter(WAIT_FOR_DATA)  # phases 0 and 1 have run ahead
         loader_state, start = run.loader.state_dict(), time.time()
-        batch = _next_batch(run, saves)
+        batch = _next_batch(run, checkpoints)
         fetched = time.time()
         seed_step(config.train.seed, run.step, mesh)
         report = run.train_step.run(batch)  # phases 2 to 7
         run.step += 1
         report.spans[WAIT_FOR_DATA] = (start, fetched)
         watchdog.enter("8 report")
-        mine = _rank_report(run, report, time.time() - start, saves, stop())
+        mine = _rank_report(run, report, time.time() - start, checkpoints, stop())
         everyone: list[Any] = mesh.gather(mine)  # the one collective besides the step's own
         check_agreement(run.step, everyone)
         watchdog.enter("8 record")
         recorder.step(run.step, batch, report, everyone, loader_state)
         if report.skipped.size:  # later windows replace them, on every rank alike
             run.loader.quarantine(batch.plan, report.skipped.tolist())
-        _check_guard(run, report, saves, recorder)
-        if saves.after_step([rank.save for rank in everyone]):
-            recorder.status("running", run.step, saves.uri)
+        _check_guard(run, report, checkpoints, recorder)
+        if checkpoints.after_step([rank.save for rank in everyone]):
+            recorder.status("running", run.step, checkpoints.uri)
         reason = stop_reason(rank.stop for rank in everyone)
     if run.step >= config.train.steps:
         if config.checkpoint.every:
-            saves.now()
+            checkpoints.now()
         return None
-    return _save_and_stop(saves, reason)
+    return _save_and_stop(checkpoints, reason)
 
 
-def _next_batch(run: Run, saves: CheckpointScheduler) -> StepBatch:
+def _next_batch(run: Run, checkpoints: CheckpointScheduler) -> StepBatch:
     """Return the next step's batch; if there can be none, save what was trained so far and raise.
 
     The data is used up, or a step does not fit into memory: with more memory or smaller chunks the
@@ -169,29 +171,29 @@ def _next_batch(run: Run, saves: CheckpointScheduler) -> StepBatch:
         if isinstance(error.__cause__, DataUsedUp | TooMuchMemory):
             # A function of config and step: all ranks are here, and saving is collective.
             log.warning("step %d: %s; saving a checkpoint", run.step, error.__cause__)
-            saves.now()
+            checkpoints.now()
         raise
 
 
 def _rank_report(
-    run: Run, report: StepReport, seconds: float, saves: CheckpointScheduler, stop: str | None
+    run: Run, report: StepReport, seconds: float, checkpoints: CheckpointScheduler, stop: str | None
 ) -> RankReport:
     """Return this rank's report of a step that took `seconds`."""
     for bad in report.bad:
         log.warning("step %d: skipped a sample: %s", run.step, bad.reason)
     first_stage, stats = run.mesh.is_first_stage, run.loader.stats
     return RankReport(
-        rank_metrics(report, seconds, stats, first_stage=first_stage, save=saves.seconds()),
+        rank_metrics(report, seconds, stats, first_stage=first_stage, save=checkpoints.seconds()),
         report.update.verdict,
         stop,
-        saves.progress(),
+        checkpoints.progress(),
         tuple((bad.sample, bad.item, bad.reason) for bad in report.bad),
         report.update.copies,
     )
 
 
 def _check_guard(
-    run: Run, report: StepReport, saves: CheckpointScheduler, recorder: Recorder
+    run: Run, report: StepReport, checkpoints: CheckpointScheduler, recorder: Recorder
 ) -> None:
     """Raise on all ranks if the guard ends the run; a save under way is finished first."""
     update = report.update
@@ -199,14 +201,16 @@ def _check_guard(
         run.update.guard.check(run.step, update.verdict, report.loss, update.grad_norm)
     except AnomalyError:
         try:
-            saves.finish()
+            checkpoints.finish()
         except CheckpointError as error:
             log.warning("the checkpoint under way is not complete: %s", error)
-        recorder.status("running", run.step, saves.uri)  # who catches this adds that it failed
+        recorder.status(
+            "running", run.step, checkpoints.uri
+        )  # who catches this adds that it failed
         raise
 
 
-def _save_and_stop(saves: CheckpointScheduler, reason: str | None) -> str | None:
+def _save_and_stop(checkpoints: CheckpointScheduler, reason: str | None) -> str | None:
     """Save what was trained, also in a run that saves nothing else; returns why it stopped.
 
     Raises:
@@ -214,9 +218,9 @@ def _save_and_stop(saves: CheckpointScheduler, reason: str | None) -> str | None
             restarted, and stopped again without having saved, would repeat the same steps for ever.
     """
     try:
-        saves.now()
+        checkpoints.now()
     except CheckpointError as error:
-        kept = f"go on from {saves.uri}" if saves.uri else "there is no checkpoint yet"
+        kept = f"go on from {checkpoints.uri}" if checkpoints.uri else "there is no checkpoint yet"
         message = f"stopped ({reason}), but the last step could not be saved: {error}; {kept}"
         raise type(error)(message) from error
     return reason

@@ -38,6 +38,22 @@ def test_the_path_is_short_numbered_and_there():
     assert sum(lines.values()) <= MOST_LINES, lines
 
 
+def test_the_page_speaks_of_names_that_exist():
+    """`name` in the lines of a file of the path; `name` (`file`) anywhere before the appendix."""
+    text = ARCHITECTURE.partition("\n## Appendix")[0]
+    entry = r"^\d+\. `([\w./]+)`:(.*?)(?=^\d+\. |^## )"
+    entries = re.findall(entry, text, re.MULTILINE | re.DOTALL)
+    named = [(file, name) for file, about in entries for name in re.findall(r"`(\w+)`", about)]
+    named += [(file, name) for name, file in re.findall(r"`(\w+)`\s\(`([\w./]+)`\)", text)]
+    gone = [
+        (file, name)
+        for file, name in named
+        if not re.search(rf"\b{name}\b", (ROOT / file).read_text())
+    ]
+    assert named
+    assert not gone, gone
+
+
 def test_the_appendix_names_every_other_module_once():
     files = [file for _, file in path_of(ARCHITECTURE)]
     named = appendix_of(ARCHITECTURE)
