@@ -10,10 +10,8 @@ that is stopped ends because it is told to, not because it is shorter.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from data_pipeline.store.addresses import split_place
 from kimi_pretrain.config import Config, ConfigError, parse_config
 from kimi_pretrain.dep.config import DepConfig
 from kimi_pretrain.parallel.layout import LayoutConfig
@@ -67,23 +65,6 @@ def saving_to(config: Config, place: str, **changes: object) -> Config:
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
-def place_beside(config: Config, folder: Path, tag: str) -> str:
-    """Return where the jobs' checkpoints go, so that the user's own are never touched.
-
-    Args:
-        config: the user's.
-        folder: of the verification; taken where the user's runs save into their run folders.
-        tag: tells this verification from others.
-    """
-    place = config.checkpoint.place
-    if place is None:
-        return str(folder / "checkpoints")
-    name = f"verify-resume-{tag}"
-    if split_place("checkpoint.place", place)[0]:
-        return f"{place.rstrip('/')}/{name}"
-    return str(Path(place).resolve() / name)
-
-
 def other_layout(config: Config) -> Config:
     """Return the configuration in another layout: one process; or two, where it has one already.
 
@@ -104,11 +85,7 @@ def other_layout(config: Config) -> Config:
 
 
 def check_other_layout(config: Config, other: Config, overrides: Sequence[str]) -> None:
-    """Refuse another layout that is none, or more than one.
-
-    Args:
-        config: of the jobs.
-        other: the same with `overrides`.
+    """Refuse `overrides` that give another layout that is none, or change more than the layout.
 
     Raises:
         ConfigError: with what to give.

@@ -7,7 +7,7 @@ that the same step can be run again with a planted fault.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class _Job:
                 FAULTS[name].plant(replaced, self._run, vision)
             replaced.put(self._run.update, "run", self._norm_only)
             report = self._step(batch, len(losses) + 1, name)
-        _write(self._run, report, losses, tuple(self._routes.values()), self._folder / name)
+        _write(self._run, report, losses, self._routes.values(), self._folder / name)
 
     def _norm_only(self, loss_tokens: int, loss: float) -> UpdateReport:
         """Stand in for the update: weights and gradients stay, only the norm is taken."""
@@ -109,7 +109,8 @@ class _Job:
         if self._follow is not None:
             followed = read_routes(self._follow / name, number, tokens)
         watch = RouteWatch(self._run, followed, self._ties)
-        with watch.attached():
+        with Replaced() as replaced:
+            watch.attach(replaced)
             report = self._run.train_step.run(batch)
         if followed is None:
             watch.write(self._folder / name, number)
@@ -119,12 +120,9 @@ class _Job:
 
 
 def _write(
-    run: Run,
-    report: StepReport,
-    losses: Sequence[float],
-    routes: tuple[StepRoutes, ...],
+    run: Run, report: StepReport, losses: Sequence[float], routes: Iterable[StepRoutes],
     folder: Path,
-) -> None:
+) -> None:  # fmt: skip
     """Write the gradients of the tensors that this rank owns, and on rank 0 the rest."""
     divisor = max(1, report.loss_tokens)
     mine = (
@@ -134,14 +132,14 @@ def _write(
     )
     write_gradients(folder, run.mesh.rank, mine)
     facts = StepFacts(
-        losses=(*losses, report.loss),
+        losses=[*losses, report.loss],
         grad_norm=report.update.grad_norm,
         loss_tokens=report.loss_tokens,
         vision_tokens=report.vision_tokens,
         items=report.items,
         skipped_samples=len(report.skipped),
-        differing=tuple(differing_copies(run)),
-        routes=routes,
+        differing=differing_copies(run),
+        routes=tuple(routes),
     )
     vision = report.vision
     plan = {

@@ -1,15 +1,15 @@
 """How far two runs of one training step are apart: gradients by parameter group, and counts. Pure.
 
-The error of a parameter is the norm of the difference over the norm of the reference, in fp64. A
-parameter whose reference gradient is zero (an expert that no token chose) must be zero in the other
-run too. A group is judged by its worst parameter, so a fault in one small tensor is not lost in a
-large one.
+A parameter whose reference gradient is zero (an expert that no token chose) must be zero in the
+other run too. A group is judged by its worst parameter, so a fault in one small tensor is not lost
+in a large one.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ _GROUPS = {
     "head": r"language_model\.lm_head\..+",
 }
 GROUPS = tuple(_GROUPS)
+COUNTS = ("loss_tokens", "vision_tokens", "items", "skipped_samples")  # of `StepFacts`
 _PIECE = 1 << 24  # elements compared at a time: fp64 copies of a whole embedding would be gigabytes
 
 
@@ -63,111 +64,67 @@ TOLERANCES = {
 }
 
 
-@dataclass(frozen=True)
-class GradientDifference:
-    """One parameter's gradient in both runs.
+class GradientDifference(NamedTuple):
+    """One parameter's gradient in both runs; `vector`: it has one dimension."""
 
-    Attributes:
-        name: in the checkpoint.
-        error: norm of the difference / norm of the reference; 0 where both are zero, infinite where
-            only the reference is, or where the shapes differ; NaN where a gradient is not finite.
-        found_norm, reference_norm: of the two gradients.
-        vector: it has one dimension.
-    """
-
-    name: str
     error: float
     found_norm: float
     reference_norm: float
-    vector: bool = False
+    vector: bool
 
 
 @dataclass(frozen=True)
 class GroupDifference:
-    """The parameters of one group in both runs.
+    """The parameters of one group in both runs; its error is that of its worst parameter."""
 
-    Attributes:
-        group: one of `GROUPS`.
-        parameters: number of parameters.
-        zero: number of parameters whose reference gradient is zero.
-        error, worst, vector: of the parameter whose error is largest against its tolerance: the
-            error, its name, whether it has one dimension.
-        norm_ratio: norm of the group's gradient / that of the reference (1.0 if both are zero).
-        passed: every parameter is within the tolerance.
-    """
-
-    group: str
-    parameters: int
-    zero: int
-    error: float
-    worst: str
-    norm_ratio: float
-    passed: bool
-    vector: bool = False
+    group: str  # one of `GROUPS`
+    parameters: int  # how many
+    zero: int  # how many of them have a reference gradient of zero
+    error: float  # of the parameter that is worst against its tolerance
+    worst: str  # its name
+    norm_ratio: float  # norm of the group's gradient / of the reference's; 1.0 if both are zero
+    passed: bool  # every parameter is within the tolerance
+    vector: bool = False  # the worst parameter has one dimension
 
 
 @dataclass(frozen=True)
 class StepRoutes:
-    """How a run's choices of experts compare with the reference's, in one step.
+    """How a run's choices of experts compare with the reference's, in one step."""
 
-    Attributes:
-        step: counted from 1.
-        tokens: that were sent to experts in each layer, without padding.
-        at_ties: tokens that chose others at a tie; there the reference followed the run.
-        wrong: tokens that chose others where rounding does not explain it.
-        first_wrong: the first of those, in words.
-    """
-
-    step: int
-    tokens: int
-    at_ties: int
-    wrong: int
-    first_wrong: str | None = None
+    step: int  # counted from 1
+    tokens: int  # that were sent to experts in each layer, without padding
+    at_ties: int  # that chose others at a tie; there the reference followed the run
+    wrong: int  # that chose others where rounding does not explain it
+    first_wrong: str | None = None  # in words
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a run reports of the step, apart from gradients; see `StepReport`.
+    """What a run reports of the step, apart from gradients; see `StepReport`."""
 
-    Attributes:
-        losses: of each step that was run; the gradients are of the last.
-        grad_norm: of the last step's divided gradient, over encoder and backbone.
-        differing: tensors whose copies are not the same on all ranks that hold one.
-        routes: of each step, if this run followed the routes of another.
-    """
-
-    losses: tuple[float, ...]
-    grad_norm: float
+    losses: Sequence[float]  # of each step that was run; the gradients are of the last
+    grad_norm: float  # of the last step's divided gradient, over encoder and backbone
     loss_tokens: int
     vision_tokens: int
     items: int
     skipped_samples: int
-    differing: tuple[str, ...] = ()
-    routes: tuple[StepRoutes, ...] = ()
+    differing: Sequence[str] = ()  # tensors whose copies are not the same on all ranks with one
+    routes: tuple[StepRoutes, ...] = ()  # of each step, if this run followed another's
 
 
 @dataclass(frozen=True)
 class StepComparison(Comparison):
-    """Two runs of a step compared.
-
-    Attributes:
-        loss_errors: relative error of each step's loss.
-        grad_norm_error: relative error of the global gradient norm.
-        counts: name -> (found, reference) of what must be equal.
-        missing, extra: parameters that only the reference has, and that only the run has.
-        differing: as in `StepFacts`, of either run.
-        routes: of each step, from the reference.
-    """
+    """Two runs of a step compared."""
 
     tolerance: Tolerance
     groups: tuple[GroupDifference, ...]
-    loss_errors: tuple[float, ...]
-    grad_norm_error: float
-    counts: Mapping[str, tuple[int, int]]
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-    differing: tuple[str, ...]
-    routes: tuple[StepRoutes, ...] = ()
+    loss_errors: tuple[float, ...]  # relative, of each step
+    grad_norm_error: float  # relative, of the global norm
+    counts: Mapping[str, tuple[int, int]]  # name -> (found, reference) of what must be equal
+    missing: tuple[str, ...]  # parameters that only the reference has
+    extra: tuple[str, ...]  # parameters that only the run has
+    differing: tuple[str, ...]  # as in `StepFacts`, of either run
+    routes: tuple[StepRoutes, ...] = ()  # of each step, from the reference
 
     @property
     def passed(self) -> bool:
@@ -198,8 +155,12 @@ def group_of(name: str) -> str:
     )
 
 
-def difference(name: str, found: Tensor, reference: Tensor) -> GradientDifference:
-    """Compare one parameter's gradients, two tensors of one shape and any dtypes, in fp64."""
+def difference(found: Tensor, reference: Tensor) -> GradientDifference:
+    """Compare one parameter's gradients, of any dtypes, in fp64.
+
+    The error is the norm of the difference / norm of the reference: 0 where both are zero, infinite
+    where only the reference is, or where the shapes differ; NaN where a gradient is not finite.
+    """
     found_norm, reference_norm = _norm(found), _norm(reference)
     if found.shape != reference.shape:
         error = math.inf
@@ -207,7 +168,7 @@ def difference(name: str, found: Tensor, reference: Tensor) -> GradientDifferenc
         error = math.inf if found_norm > 0 else found_norm  # 0, or NaN as it came
     else:
         error = _norm(found, reference) / reference_norm
-    return GradientDifference(name, error, found_norm, reference_norm, reference.dim() < 2)
+    return GradientDifference(error, found_norm, reference_norm, reference.dim() < 2)
 
 
 def compare(
@@ -225,20 +186,16 @@ def compare(
         found_facts, reference_facts: the rest.
         tolerance: what rounding explains.
     """
-    common = sorted(set(found) & set(reference))
-    members: dict[str, list[GradientDifference]] = {group: [] for group in GROUPS}
-    for name in common:
-        members[group_of(name)].append(difference(name, found[name], reference[name]))
-    names = ("loss_tokens", "vision_tokens", "items", "skipped_samples")
-    counts = {name: (getattr(found_facts, name), getattr(reference_facts, name)) for name in names}
-    counts["steps"] = (len(found_facts.losses), len(reference_facts.losses))
+    members: dict[str, dict[str, GradientDifference]] = {group: {} for group in GROUPS}
+    for name in sorted(set(found) & set(reference)):
+        members[group_of(name)][name] = difference(found[name], reference[name])
+    counts = {name: (getattr(found_facts, name), getattr(reference_facts, name)) for name in COUNTS}
+    losses = found_facts.losses, reference_facts.losses
+    counts["steps"] = (len(losses[0]), len(losses[1]))
     return StepComparison(
         tolerance=tolerance,
         groups=tuple(_summary(group, held, tolerance) for group, held in members.items() if held),
-        loss_errors=tuple(
-            relative_error(*pair)
-            for pair in zip(found_facts.losses, reference_facts.losses, strict=False)
-        ),
+        loss_errors=tuple(relative_error(*pair) for pair in zip(*losses, strict=False)),
         grad_norm_error=relative_error(found_facts.grad_norm, reference_facts.grad_norm),
         counts=counts,
         missing=tuple(sorted(set(reference) - set(found))),
@@ -276,21 +233,22 @@ def tolerance_for(train_dtype: str, exchange_dtype: str, steps: int = 1) -> Tole
 
 
 def _summary(
-    group: str, members: Sequence[GradientDifference], tolerance: Tolerance
+    group: str, members: Mapping[str, GradientDifference], tolerance: Tolerance
 ) -> GroupDifference:
     allowed = {True: tolerance.vectors, False: tolerance.matrices}
-    worst = max(members, key=lambda one: _nan_last(one.error / allowed[one.vector]))
-    found = math.hypot(*(one.found_norm for one in members))
-    reference = math.hypot(*(one.reference_norm for one in members))
+    over = {name: one.error / allowed[one.vector] for name, one in members.items()}
+    worst = max(over, key=lambda name: math.inf if math.isnan(over[name]) else over[name])
+    found = math.hypot(*(one.found_norm for one in members.values()))
+    reference = math.hypot(*(one.reference_norm for one in members.values()))
     return GroupDifference(
         group=group,
         parameters=len(members),
-        zero=sum(one.reference_norm == 0 for one in members),
-        error=worst.error,
-        worst=worst.name,
+        zero=sum(one.reference_norm == 0 for one in members.values()),
+        error=members[worst].error,
+        worst=worst,
         norm_ratio=found / reference if reference else (1.0 if found == 0 else math.inf),
-        passed=all(one.error <= allowed[one.vector] for one in members),
-        vector=worst.vector,
+        passed=all(one.error <= allowed[one.vector] for one in members.values()),
+        vector=members[worst].vector,
     )
 
 
@@ -301,7 +259,3 @@ def _norm(x: Tensor, minus: Tensor | None = None) -> float:
         others = minus.reshape(-1).split(_PIECE)
         pieces = (piece - other.double() for piece, other in zip(pieces, others, strict=True))
     return math.sqrt(sum(float(torch.linalg.vector_norm(piece)) ** 2 for piece in pieces))
-
-
-def _nan_last(error: float) -> float:
-    return math.inf if math.isnan(error) else error

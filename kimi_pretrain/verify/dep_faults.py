@@ -5,6 +5,7 @@ them leave the loss as it is.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.dep.vision_plan import Ints, Spans, VisionPlan
-from kimi_pretrain.verify.fault import Fault, Replaced
+from kimi_pretrain.verify.fault import Fault, Replaced, register
 from kimi_pretrain.verify.routes import Replay, TopK
 
 if TYPE_CHECKING:  # listing the faults' names does not load the engine
@@ -21,98 +22,8 @@ if TYPE_CHECKING:  # listing the faults' names does not load the engine
     from kimi_pretrain.engine.microbatch import Microbatch
     from kimi_pretrain.run import Run
 
-
-def _doubled_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    begin, rank = run.encoder.begin, int(vision.shares.rank.min())
-
-    def begin_doubling(*args: Any, **options: Any) -> "EncoderPass":
-        work = begin(*args, **options)
-        backward = work.backward
-
-        def twice(gradients: Tensor) -> None:
-            factors = torch.ones(len(gradients), 1).to(gradients)
-            factors[: work.chunks[0].tokens] = 2.0
-            backward(gradients * factors)  # linear: the chunk's gradients count twice
-
-        if run.mesh.rank == rank:
-            work.backward = twice
-        return work
-
-    replaced.put(run.encoder, "begin", begin_doubling)
-
-
-def _lost_item(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    exchange, item = run.train_step.exchange, _smallest(vision)
-    hand_over = exchange.hand_over
-
-    def losing(embeddings: Tensor, plan: VisionPlan, rank: int) -> Tensor:
-        return _without(hand_over(embeddings, plan, rank), plan.received_by(rank), item)
-
-    replaced.put(exchange, "hand_over", losing)
-
-
-def _lost_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    exchange, item = run.train_step.exchange, _smallest(vision)
-    hand_back = exchange.hand_back
-
-    def losing(gradients: Tensor, plan: VisionPlan, rank: int) -> Tensor:
-        return hand_back(_without(gradients, plan.received_by(rank), item), plan, rank)
-
-    replaced.put(exchange, "hand_back", losing)
-
-
-def _swapped_items(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    """Swap both ways, so that the gradients fit what was seen: only the pictures are wrong."""
-    exchange, pair = run.train_step.exchange, _neighbours(vision)
-    assert pair is not None
-    where, order = pair
-    hand_over, hand_back = exchange.hand_over, exchange.hand_back
-
-    def over(embeddings: Tensor, plan: VisionPlan, rank: int) -> Tensor:
-        received = hand_over(embeddings, plan, rank)
-        return received[torch.from_numpy(order)] if rank == where else received
-
-    def back(gradients: Tensor, plan: VisionPlan, rank: int) -> Tensor:
-        undone = gradients[torch.from_numpy(np.argsort(order))] if rank == where else gradients
-        return hand_back(undone, plan, rank)
-
-    replaced.put(exchange, "hand_over", over)
-    replaced.put(exchange, "hand_back", back)
-
-
-def _wrong_divisor(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    """Weight the last replica's loss by (all loss tokens / its own); the reported loss is right."""
-    mesh, train_step = run.mesh, run.backbone.train_step
-
-    def weighing(microbatches: "list[Microbatch]", aux_scale: float) -> "BackboneResult":
-        masks = [m.loss_mask for m in microbatches if m.loss_mask is not None]
-        mine = sum(int(mask.sum()) for mask in masks) if mesh.counts_loss else 0
-        told: list[Any] = mesh.gather((mesh.replica, mine))
-        own = sum(count for replica, count in told if replica == mesh.num_replicas - 1)
-        factor = sum(count for _, count in told) / max(1, own)
-        if mesh.replica != mesh.num_replicas - 1:
-            return train_step(microbatches, aux_scale)
-        dtype = torch.float64 if run.encoder.dtype == torch.float64 else torch.float32
-        heavy = [
-            m if m.loss_mask is None else replace(m, loss_mask=m.loss_mask.to(dtype) * factor)
-            for m in microbatches
-        ]
-        result = train_step(heavy, aux_scale)
-        return replace(result, loss_sum=result.loss_sum / factor)
-
-    replaced.put(run.backbone, "train_step", weighing)
-
-
-def _unequal_sums(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    sums, last = run.encoder.sums, run.mesh.world_size - 1
-    finish = sums.finish
-
-    def finish_elsewhere() -> None:
-        finish()
-        if run.mesh.rank == last:
-            sums.buffer.mul_(1.5)
-
-    replaced.put(sums, "finish", finish_elsewhere)
+FAULTS: "dict[str, Fault[Run, VisionPlan]]" = {}
+_fault = partial(register, FAULTS)
 
 
 def _next_best(
@@ -124,14 +35,8 @@ def _next_best(
     return scores_TE.gather(1, chosen_TK), chosen_TK
 
 
-def _wrong_expert(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    routers = [router for _, router in run.backbone.routers()]
-    if run.mesh.rank == max(_with_routers(run)):
-        replaced.put(routers[-1], "router_replay", Replay(_next_best))
-
-
 def _with_routers(run: "Run") -> list[int]:
-    """Return the ranks that hold routers; asked by all ranks together."""
+    """Return the ranks that hold routers; a collective call."""
     held: list[Any] = run.mesh.gather(any(True for _ in run.backbone.routers()))
     return [rank for rank, holds in enumerate(held) if holds]
 
@@ -182,9 +87,8 @@ def _no_pair(run: "Run", vision: VisionPlan) -> str | None:
 
 
 def _one_replica(run: "Run", vision: VisionPlan) -> str | None:
-    if run.mesh.num_replicas == 1:
-        return "layout.dp=1: the only replica's tokens are all tokens"
-    return None
+    alone = run.mesh.num_replicas == 1
+    return "layout.dp=1: the only replica's tokens are all tokens" if alone else None
 
 
 def _no_choice(run: "Run", vision: VisionPlan) -> str | None:
@@ -194,31 +98,111 @@ def _no_choice(run: "Run", vision: VisionPlan) -> str | None:
     return None if _with_routers(run) else "no layer has experts"
 
 
-FAULTS: "dict[str, Fault[Run, VisionPlan]]" = {
-    "doubled-gradient": Fault(
-        "the encoder gradients of one chunk of one rank are counted twice",
-        _not_trained, _doubled_gradient,
-    ),
-    "lost-item": Fault(
-        "the embeddings of the smallest item arrive as zeros", _no_media, _lost_item
-    ),
-    "lost-gradient": Fault(
-        "the gradient of the smallest item does not come back", _not_trained, _lost_gradient
-    ),
-    "swapped-items": Fault(
-        "two items arrive in each other's place, and so do their gradients",
-        _no_pair, _swapped_items,
-    ),
-    "wrong-divisor": Fault(
-        "the loss of one replica is divided by its own tokens instead of everyone's",
-        _one_replica, _wrong_divisor,
-    ),
-    "unequal-sums": Fault(
-        "the sums of the encoder's gradients are wrong on one rank", _alone, _unequal_sums
-    ),
-    "wrong-expert": Fault(
-        "one token in 16 of one rank's last router goes to the expert after the best ones",
-        _no_choice, _wrong_expert,
-        own_reference=True,  # which is asked whether to follow it
-    ),
-}  # fmt: skip
+@_fault("the encoder gradients of one chunk of one rank are counted twice", _not_trained)
+def _doubled_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
+    begin, rank = run.encoder.begin, int(vision.shares.rank.min())
+
+    def begin_doubling(*args: Any, **options: Any) -> "EncoderPass":
+        work = begin(*args, **options)
+        backward = work.backward
+
+        def twice(gradients: Tensor) -> None:
+            factors = torch.ones(len(gradients), 1).to(gradients)
+            factors[: work.chunks[0].tokens] = 2.0
+            backward(gradients * factors)  # linear: the chunk's gradients count twice
+
+        if run.mesh.rank == rank:
+            work.backward = twice
+        return work
+
+    replaced.put(run.encoder, "begin", begin_doubling)
+
+
+@_fault("the embeddings of the smallest item arrive as zeros", _no_media)
+def _lost_item(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
+    exchange, item = run.train_step.exchange, _smallest(vision)
+    hand_over = exchange.hand_over
+
+    def losing(embeddings: Tensor, plan: VisionPlan, rank: int) -> Tensor:
+        return _without(hand_over(embeddings, plan, rank), plan.received_by(rank), item)
+
+    replaced.put(exchange, "hand_over", losing)
+
+
+@_fault("the gradient of the smallest item does not come back", _not_trained)
+def _lost_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
+    exchange, item = run.train_step.exchange, _smallest(vision)
+    hand_back = exchange.hand_back
+
+    def losing(gradients: Tensor, plan: VisionPlan, rank: int) -> Tensor:
+        return hand_back(_without(gradients, plan.received_by(rank), item), plan, rank)
+
+    replaced.put(exchange, "hand_back", losing)
+
+
+@_fault("two items arrive in each other's place, and so do their gradients", _no_pair)
+def _swapped_items(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
+    """Swap both ways, so that the gradients fit what was seen: only the pictures are wrong."""
+    exchange, pair = run.train_step.exchange, _neighbours(vision)
+    assert pair is not None
+    where, order = pair
+    hand_over, hand_back = exchange.hand_over, exchange.hand_back
+
+    def over(embeddings: Tensor, plan: VisionPlan, rank: int) -> Tensor:
+        received = hand_over(embeddings, plan, rank)
+        return received[torch.from_numpy(order)] if rank == where else received
+
+    def back(gradients: Tensor, plan: VisionPlan, rank: int) -> Tensor:
+        undone = gradients[torch.from_numpy(np.argsort(order))] if rank == where else gradients
+        return hand_back(undone, plan, rank)
+
+    replaced.put(exchange, "hand_over", over)
+    replaced.put(exchange, "hand_back", back)
+
+
+@_fault("the loss of one replica is divided by its own tokens instead of everyone's", _one_replica)
+def _wrong_divisor(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
+    """Weight the last replica's loss by (all loss tokens / its own); the reported loss is right."""
+    mesh, train_step = run.mesh, run.backbone.train_step
+
+    def weighing(microbatches: "list[Microbatch]", aux_scale: float) -> "BackboneResult":
+        masks = [m.loss_mask for m in microbatches if m.loss_mask is not None]
+        mine = sum(int(mask.sum()) for mask in masks) if mesh.counts_loss else 0
+        counts: list[Any] = mesh.gather((mesh.replica, mine))
+        own = sum(count for replica, count in counts if replica == mesh.num_replicas - 1)
+        factor = sum(count for _, count in counts) / max(1, own)
+        if mesh.replica != mesh.num_replicas - 1:
+            return train_step(microbatches, aux_scale)
+        dtype = torch.float64 if run.encoder.dtype == torch.float64 else torch.float32
+        heavy = [
+            m if m.loss_mask is None else replace(m, loss_mask=m.loss_mask.to(dtype) * factor)
+            for m in microbatches
+        ]
+        result = train_step(heavy, aux_scale)
+        return replace(result, loss_sum=result.loss_sum / factor)
+
+    replaced.put(run.backbone, "train_step", weighing)
+
+
+@_fault("the sums of the encoder's gradients are wrong on one rank", _alone)
+def _unequal_sums(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
+    sums, last = run.encoder.sums, run.mesh.world_size - 1
+    finish = sums.finish
+
+    def finish_elsewhere() -> None:
+        finish()
+        if run.mesh.rank == last:
+            sums.buffer.mul_(1.5)
+
+    replaced.put(sums, "finish", finish_elsewhere)
+
+
+@_fault(
+    "one token in 16 of one rank's last router goes to the expert after the best ones",
+    _no_choice,
+    own_reference=True,  # it must not follow the wrong choice
+)
+def _wrong_expert(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
+    routers = [router for _, router in run.backbone.routers()]
+    if run.mesh.rank == max(_with_routers(run)):
+        replaced.put(routers[-1], "router_replay", Replay(_next_best))

@@ -91,11 +91,8 @@ def read_facts(folder: Path) -> tuple[StepFacts, dict[str, Any]] | str:
     content = json.loads((folder / FACTS).read_text())
     if "obstacle" in content:
         return content["obstacle"]
-    facts = content["step"]
-    for name in ("losses", "differing"):
-        facts[name] = tuple(facts[name])
-    facts["routes"] = tuple(StepRoutes(**step) for step in facts.get("routes", ()))
-    return StepFacts(**facts), content["plan"]
+    routes = tuple(StepRoutes(**step) for step in content["step"].get("routes", ()))
+    return StepFacts(**{**content["step"], "routes": routes}), content["plan"]
 
 
 def compare_jobs(dep: Path, reference: Path, tolerance: Tolerance, faults: Sequence[str]) -> Result:

@@ -41,3 +41,16 @@ class Fault(Generic[*Place]):
     obstacle: Callable[[*Place], str | None]
     plant: Callable[[Replaced, *Place], None]
     own_reference: bool = False
+
+
+def register(
+    faults: dict[str, Fault[*Place]], what: str, obstacle: Callable[[*Place], str | None],
+    *, own_reference: bool = False,
+) -> Callable[[Callable[[Replaced, *Place], None]], None]:  # fmt: skip
+    """Return a decorator that adds a fault to `faults`; `_lost_item` plants "lost-item"."""
+
+    def add(plant: Callable[[Replaced, *Place], None]) -> None:
+        name = plant.__name__.strip("_").replace("_", "-")
+        faults[name] = Fault(what, obstacle, plant, own_reference)
+
+    return add

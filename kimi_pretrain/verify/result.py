@@ -25,20 +25,13 @@ Outcome = Comparison | str  # of a planted fault; a string: why it could not be 
 
 @dataclass(frozen=True)
 class Result:
-    """What a verification found.
+    """What a verification found."""
 
-    Attributes:
-        comparison: of the runs without a fault, or with the fault `planted`.
-        faults: name -> outcome.
-        further: name -> comparison that must pass too; None: not asked for.
-        facts: what was run, in plain values.
-        planted: name of the fault in `comparison`, or None.
-    """
-
-    comparison: Comparison
+    comparison: Comparison  # of the runs without a fault, or with the fault `planted`
     faults: Mapping[str, Outcome] = field(default_factory=dict[str, Outcome])
+    # Name -> comparison that must pass too; None: it was not requested.
     further: Mapping[str, Comparison | None] = field(default_factory=dict[str, Comparison | None])
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what was run, plain values
     planted: str | None = None
 
     @property

@@ -23,9 +23,9 @@ from kimi_pretrain.verify.traces import (
     ValueDifference,
     line_differences,
     numbers_of,
-    state_differences,
     tensor_difference,
     unequal,
+    value_differences,
 )
 
 _STATES = {
@@ -41,33 +41,19 @@ ROUNDING = {"float64": (1e-10, 1e-8), "float32": (1e-5, 1e-3), "bfloat16": (2e-2
 
 @dataclass(frozen=True)
 class ResumeComparison(Comparison):
-    """A resumed run compared with one that was never stopped; tensors in the order of the model.
+    """A resumed run compared with one that was never stopped; tensors in the order of the model."""
 
-    Attributes:
-        stop: step after which the run was stopped.
-        steps: compared after it.
-        numbers: compared in them.
-        tensors: compared at the end.
-        before: what differs in the first step that differs before the stop.
-        restored: values of the state that were not the same when the run went on.
-        restored_tensors: likewise, tensors; None if the runs were not watched.
-        after: what differs in the first step that differs after the stop.
-        end: values of the state that differ at the end.
-        end_tensors: tensors that differ at the end.
-        first: how far the first of them is off, where it could be read.
-    """
-
-    stop: int
-    steps: int
-    numbers: int
-    tensors: int
-    before: tuple[ValueDifference, ...] = ()
-    restored: tuple[ValueDifference, ...] = ()
-    restored_tensors: tuple[str, ...] | None = None
-    after: tuple[ValueDifference, ...] = ()
-    end: tuple[ValueDifference, ...] = ()
+    stop: int  # step after which the run was stopped
+    steps: int  # compared after it
+    numbers: int  # compared in them
+    tensors: int  # compared at the end
+    before: tuple[ValueDifference, ...] = ()  # of the first step that differs before the stop
+    restored: tuple[ValueDifference, ...] = ()  # of the state when the run went on
+    restored_tensors: tuple[str, ...] | None = None  # likewise; None if not watched
+    after: tuple[ValueDifference, ...] = ()  # of the first step that differs after the stop
+    end: tuple[ValueDifference, ...] = ()  # of the state at the end
     end_tensors: tuple[str, ...] = ()
-    first: TensorDifference | None = None
+    first: TensorDifference | None = None  # of the first of `end_tensors`, if both runs have it
 
     @property
     def passed(self) -> bool:
@@ -93,6 +79,11 @@ def compare(
         stop: last step before the stop.
         read: name -> the tensor at the end of both runs; not asked for what only one of them has.
     """
+
+    def first_step(steps: Iterable[int]) -> tuple[ValueDifference, ...]:
+        """Return what differs in the first of the steps in which anything does."""
+        return next(filter(None, (line_differences(s, found, wanted) for s in steps)), ())
+
     after = sorted(step for step in {*found.lines, *wanted.lines} if step > stop)
     before = sorted(step for step in found.lines if step <= stop)
     both = [step for step in after if step in found.lines and step in wanted.lines]
@@ -105,9 +96,9 @@ def compare(
         steps=len(both),
         numbers=sum(len(numbers_of(wanted.lines[step])) for step in both),
         tensors=len(wanted.end.tensors),
-        before=_first_step(found, wanted, before),
-        after=_first_step(found, wanted, after),
-        end=state_differences(end, found.end.state, wanted.end.state),
+        before=first_step(before),
+        after=first_step(after),
+        end=value_differences(end, found.end.state, wanted.end.state),
         end_tensors=end_tensors,
         first=tensor_difference(first, *read(first)) if read and first and held else None,
     )
@@ -115,7 +106,7 @@ def compare(
         mine, other = found.resumed, wanted.resumed
         comparison = replace(
             comparison,
-            restored=state_differences(stop, mine.state, other.state),
+            restored=value_differences(stop, mine.state, other.state),
             restored_tensors=unequal(mine.tensors, other.tensors),
         )
     return comparison
@@ -123,26 +114,17 @@ def compare(
 
 @dataclass(frozen=True)
 class LayoutComparison(Comparison):
-    """A run that went on in another layout compared with one that was never stopped.
+    """A run that went on in another layout compared with one that was never stopped."""
 
-    Attributes:
-        stop: step after which it changed.
-        steps: compared after it.
-        after: what each step read and should not have: counts, and the hash of its plan.
-        loss_errors: relative, step by step.
-        norm_errors: likewise, of the gradient's norm.
-        allowed: for the first step, whose weights are the same; and for the others, which carry
-            the rounding of the updates before them.
-        layout: the other layout, in plain values.
-    """
-
-    stop: int
-    steps: int
-    after: tuple[ValueDifference, ...]
-    loss_errors: tuple[float, ...]
-    norm_errors: tuple[float, ...]
+    stop: int  # step after which the layout changed
+    steps: int  # compared after it
+    after: tuple[ValueDifference, ...]  # what each step read and should not have
+    loss_errors: tuple[float, ...]  # relative, of each step
+    norm_errors: tuple[float, ...]  # likewise, of the gradient's norm
+    # For the first step, whose weights are the same, and for the others, which carry the rounding
+    # of the updates before them.
     allowed: tuple[float, float]
-    layout: Mapping[str, Any]
+    layout: Mapping[str, Any]  # the other layout, in plain values
 
     @property
     def passed(self) -> bool:
@@ -167,8 +149,13 @@ def compare_layouts(
     differing = (line_differences(step, found, wanted) for step in steps)
     read = [one for step in differing for one in step if one.name in (*READ, "line")]
 
+    def error(mine: float | None, other: float | None) -> float:
+        if mine is None or other is None:  # infinite where only one is a number
+            return 0.0 if mine is other else math.inf
+        return relative_error(mine, other)
+
     def errors(name: str) -> tuple[float, ...]:
-        return tuple(_error(found.lines[s][name], wanted.lines[s][name]) for s in both)
+        return tuple(error(found.lines[s][name], wanted.lines[s][name]) for s in both)
 
     return LayoutComparison(
         stop=stop,
@@ -181,31 +168,19 @@ def compare_layouts(
     )
 
 
-def _error(found: float | None, wanted: float | None) -> float:
-    """Return the relative error; infinite where only one is a number."""
-    if found is None or wanted is None:
-        return 0.0 if found is wanted else math.inf
-    return relative_error(found, wanted)
-
-
 def differences(c: ResumeComparison) -> list[str]:
     """Return a sentence for each place that was looked at and is not the same, in order."""
-    told: list[str] = []
-    if c.before:
-        told.append(f"before the stop, {_step(c.before)}")
-    if c.restored:
-        told.append(f"as the run went on after step {c.stop}, {_numbers(c.restored)}")
-    if c.restored_tensors:
-        told.append(f"as the run went on after step {c.stop}, {_tensors(c.restored_tensors)}")
-    if c.after:
-        told.append(_step(c.after))
-    if c.end:
-        told.append(f"at the end, {_numbers(c.end)}")
-    if c.end_tensors:
-        told.append(f"at the end, {_tensors(c.end_tensors, c.tensors)}{_apart(c)}")
-    if not told and not c.passed:
-        told.append("nothing was compared")
-    return told
+    resumed = f"as the run went on after step {c.stop}, "
+    sentences = [
+        c.before and f"before the stop, {_step(c.before)}",
+        c.restored and resumed + _numbers(c.restored),
+        c.restored_tensors and resumed + _tensors(c.restored_tensors),
+        c.after and _step(c.after),
+        c.end and f"at the end, {_numbers(c.end)}",
+        c.end_tensors and f"at the end, {_tensors(c.end_tensors, c.tensors)}{_apart(c)}",
+    ]
+    found = [sentence for sentence in sentences if isinstance(sentence, str)]
+    return found if found or c.passed else ["nothing was compared"]
 
 
 def suggestion(c: ResumeComparison) -> str:
@@ -273,12 +248,12 @@ def _numbers(found: Sequence[ValueDifference]) -> str:
     if first.name == "line":
         missing = "resumed" if not first.found else "uninterrupted"
         return f"the {missing} run never did it"
-    told = f"{first.name} is {_short(first.found)}, was {_short(first.wanted)}"
+    text = f"{first.name} is {_short(first.found)}, was {_short(first.wanted)}"
     others = [one.name for one in found[1:]]
     if len(others) < 2:
-        return told + "".join(f" (so does {name})" for name in others)
+        return text + "".join(f" (so does {name})" for name in others)
     more = f" and {len(others) - 4} more" if len(others) > 4 else ""
-    return f"{told} (so do {', '.join(others[:4])}{more})"
+    return f"{text} (so do {', '.join(others[:4])}{more})"
 
 
 def _tensors(names: Sequence[str], of: int | None = None) -> str:
@@ -293,10 +268,8 @@ def _apart(c: ResumeComparison) -> str:
     if not c.first.elements:
         return " (another shape or type)"
     largest = "not finite" if c.first.largest is None else f"{c.first.largest:.2g}"
-    return (
-        f" ({c.first.differing:,} of its {c.first.elements:,} numbers, the largest difference is "
-        f"{largest})"
-    )
+    count = f"{c.first.differing:,} of its {c.first.elements:,} numbers"
+    return f" ({count}, the largest difference is {largest})"
 
 
 def _short(value: Any) -> str:
@@ -305,11 +278,3 @@ def _short(value: Any) -> str:
         return "missing"
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 24 else f"{text[:12]}..."
-
-
-def _first_step(found: Trace, wanted: Trace, steps: Iterable[int]) -> tuple[ValueDifference, ...]:
-    """Return what differs in the first of the steps in which anything does."""
-    for step in steps:
-        if differing := line_differences(step, found, wanted):
-            return differing
-    return ()

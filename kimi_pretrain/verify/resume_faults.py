@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kimi_pretrain.verify.fault import Fault, Replaced
+from kimi_pretrain.verify.fault import Fault, Replaced, register
 
 if TYPE_CHECKING:  # listing the faults' names does not load the engine
     from kimi_pretrain.engine.backbone import BackboneResult
@@ -20,59 +20,7 @@ if TYPE_CHECKING:  # listing the faults' names does not load the engine
 
 _MOMENTUM = ("optim.momentum.", "optim.exp_avg.")  # Muon's and AdamW's
 _DROPPED = 0.1
-
-
-def _unsaved_rng(replaced: Replaced, run: "Run") -> None:
-    """Leave tokens out of the loss at random, by a generator that nobody saves."""
-    train_step = run.backbone.train_step
-    generator = torch.Generator().manual_seed(0)  # made with the run, as a layer would make it
-
-    def dropping(microbatches: "list[Microbatch]", aux_scale: float) -> "BackboneResult":
-        return train_step([thinned(one) for one in microbatches], aux_scale)
-
-    def thinned(microbatch: "Microbatch") -> "Microbatch":
-        mask = microbatch.loss_mask
-        if mask is None:
-            return microbatch
-        kept = torch.rand(mask.shape, generator=generator) >= _DROPPED
-        return replace(microbatch, loss_mask=mask & kept.to(mask.device))
-
-    replaced.put(run.backbone, "train_step", dropping)
-
-
-def _loader_off_by_one(replaced: Replaced, run: "Run") -> None:
-    step = run.loader.state_dict()["step"]
-    next(run.loader)
-    # A wrong count of steps would be seen by whoever reads the next checkpoint's manifest.
-    run.loader.load_state_dict(run.loader.state_dict() | {"step": step})
-
-
-def _lost_momentum(replaced: Replaced, run: "Run") -> None:
-    _zero(run.update.optimizer.state_dict(), _smallest(run, _momentum))
-
-
-def _lost_expert_bias(replaced: Replaced, run: "Run") -> None:
-    _zero(run.model.tensors(), _smallest(run, _biases))
-
-
-def _lost_master(replaced: Replaced, run: "Run") -> None:
-    run.update.optimizer.sync_masters()
-
-
-def _lost_step_count(replaced: Replaced, run: "Run") -> None:
-    run.update.optimizer.steps = 0
-
-
-def _swapped_states(replaced: Replaced, run: "Run") -> None:
-    """Swap what the optimizer keeps of two tensors of one shape, as a wrong file name would."""
-    pairs: list[Any] = run.mesh.gather(_pair(run))
-    rank = next(rank for rank, pair in enumerate(pairs) if pair is not None)
-    if run.mesh.rank == rank:
-        held = run.update.optimizer.state_dict()
-        one, other = (held[name] for name in pairs[rank])
-        before = one.clone()
-        one.copy_(other)
-        other.copy_(before)
+RESUME_FAULTS: "dict[str, Fault[Run]]" = {}
 
 
 def _zero(tensors: Mapping[str, Tensor], name: str | None) -> None:
@@ -114,59 +62,102 @@ def _pair(run: "Run") -> tuple[str, str] | None:
     return None
 
 
-def _no_momentum(run: "Run") -> str | None:
-    if _smallest(run, _momentum) is None:
-        return "no momentum is kept, or all of it is zero"
-    return None
-
-
-def _no_bias(run: "Run") -> str | None:
-    if _smallest(run, _biases) is None:
-        return "there are no routing biases, or all of them are zero"
-    return None
-
-
-def _no_master(run: "Run") -> str | None:
+def _masters(run: "Run") -> bool:
     held = any(name.startswith("optim.master.") for name in run.update.optimizer.state_dict())
-    if not any(run.mesh.gather(held)):
-        return f"there are no fp32 masters with train.dtype={run.config.train.dtype}"
-    return None
+    return any(run.mesh.gather(held))
 
 
-def _no_update(run: "Run") -> str | None:
-    return None if run.update.optimizer.steps else "no update was done before the stop"
+def _fault(
+    what: str, needs: "Callable[[Run], object]", otherwise: str = "", *, own_reference: bool = False
+) -> Callable[..., None]:
+    """Register a fault of runs that have what it needs; `otherwise` says why others cannot."""
+
+    def obstacle(run: "Run") -> str | None:
+        return None if needs(run) else otherwise.format(run.config.train)
+
+    return register(RESUME_FAULTS, what, obstacle, own_reference=own_reference)
 
 
-def _no_pair(run: "Run") -> str | None:
-    if not any(run.mesh.gather(_pair(run))):
-        return "no process keeps momentum of two tensors of one shape"
-    return None
+@_fault(
+    "tokens are left out of the loss by random numbers whose generator no checkpoint holds",
+    lambda run: True,
+    # It is in the uninterrupted run too: the stop loses only the generator's position.
+    own_reference=True,
+)
+def _unsaved_rng(replaced: Replaced, run: "Run") -> None:
+    """Leave tokens out of the loss at random, by a generator that nobody saves."""
+    train_step = run.backbone.train_step
+    generator = torch.Generator().manual_seed(0)  # made with the run, as a layer would make it
+
+    def dropping(microbatches: "list[Microbatch]", aux_scale: float) -> "BackboneResult":
+        return train_step([thinned(one) for one in microbatches], aux_scale)
+
+    def thinned(microbatch: "Microbatch") -> "Microbatch":
+        mask = microbatch.loss_mask
+        if mask is None:
+            return microbatch
+        kept = torch.rand(mask.shape, generator=generator) >= _DROPPED
+        return replace(microbatch, loss_mask=mask & kept.to(mask.device))
+
+    replaced.put(run.backbone, "train_step", dropping)
 
 
-RESUME_FAULTS: "dict[str, Fault[Run]]" = {
-    "unsaved-rng": Fault(
-        "tokens are left out of the loss by random numbers whose generator no checkpoint holds",
-        lambda run: None, _unsaved_rng,
-        # It is in the uninterrupted run too: the stop loses only the generator's position.
-        own_reference=True,
-    ),
-    "loader-off-by-one": Fault(
-        "the loader goes on one step too far", lambda run: None, _loader_off_by_one
-    ),
-    "lost-momentum": Fault(
-        "the momentum of the smallest tensor begins at zero again", _no_momentum, _lost_momentum
-    ),
-    "lost-expert-bias": Fault(
-        "the routing biases of one layer begin at zero again", _no_bias, _lost_expert_bias
-    ),
-    "lost-master": Fault(
-        "the fp32 masters are made from the rounded weights", _no_master, _lost_master
-    ),
-    "lost-step-count": Fault(
-        "the count of updates begins at zero again", _no_update, _lost_step_count
-    ),
-    "swapped-states": Fault(
-        "the momentum of two tensors of one shape is loaded into each other's place",
-        _no_pair, _swapped_states,
-    ),
-}  # fmt: skip
+@_fault("the loader goes on one step too far", lambda run: True)
+def _loader_off_by_one(replaced: Replaced, run: "Run") -> None:
+    step = run.loader.state_dict()["step"]
+    next(run.loader)
+    # A wrong count of steps would be seen by whoever reads the next checkpoint's manifest.
+    run.loader.load_state_dict(run.loader.state_dict() | {"step": step})
+
+
+@_fault(
+    "the momentum of the smallest tensor begins at zero again",
+    lambda run: _smallest(run, _momentum),
+    "no momentum is kept, or all of it is zero",
+)
+def _lost_momentum(replaced: Replaced, run: "Run") -> None:
+    _zero(run.update.optimizer.state_dict(), _smallest(run, _momentum))
+
+
+@_fault(
+    "the routing biases of one layer begin at zero again",
+    lambda run: _smallest(run, _biases),
+    "there are no routing biases, or all of them are zero",
+)
+def _lost_expert_bias(replaced: Replaced, run: "Run") -> None:
+    _zero(run.model.tensors(), _smallest(run, _biases))
+
+
+@_fault(
+    "the fp32 masters are made from the rounded weights",
+    _masters,
+    "there are no fp32 masters with train.dtype={0.dtype}",
+)
+def _lost_master(replaced: Replaced, run: "Run") -> None:
+    run.update.optimizer.sync_masters()
+
+
+@_fault(
+    "the count of updates begins at zero again",
+    lambda run: run.update.optimizer.steps,
+    "no update was done before the stop",
+)
+def _lost_step_count(replaced: Replaced, run: "Run") -> None:
+    run.update.optimizer.steps = 0
+
+
+@_fault(
+    "the momentum of two tensors of one shape is loaded into each other's place",
+    lambda run: any(run.mesh.gather(_pair(run))),
+    "no process keeps momentum of two tensors of one shape",
+)
+def _swapped_states(replaced: Replaced, run: "Run") -> None:
+    """Swap what the optimizer keeps of two tensors of one shape, as a wrong file name would."""
+    pairs: list[Any] = run.mesh.gather(_pair(run))
+    rank = next(rank for rank, pair in enumerate(pairs) if pair is not None)
+    if run.mesh.rank == rank:
+        held = run.update.optimizer.state_dict()
+        one, other = (held[name] for name in pairs[rank])
+        before = one.clone()
+        one.copy_(other)
+        other.copy_(before)

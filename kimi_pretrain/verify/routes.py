@@ -4,7 +4,7 @@ A token whose last chosen and first refused expert score the same but for roundi
 Two correct runs then differ by far more than rounding, in that token. So the run to verify writes
 down every choice with its margin, and the reference follows it where the token is at a tie in both
 runs, and nowhere else. With the same routes gradients agree to rounding again, and a wrong route is
-told as what it is. (Megatron-Core's `RouterReplay` replays routes in the same place.)
+reported as such. (Megatron-Core's `RouterReplay` replays routes in the same place.)
 
 Each router chooses twice: experts for the token, by biased scores, and those that count in the
 balance loss, by normalised scores alone. So margins are relative to a token's largest score.
@@ -14,8 +14,7 @@ microbatch, E experts, K chosen experts.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +63,7 @@ def at_a_tie(scores_TE: Tensor, chosen_TK: Tensor, margins_T: Tensor, bound: flo
 
 
 class RouteWatch:
-    """Takes part in the choices of one rank's routers during a step; see `watched`.
+    """Records the choices of one rank's routers in a step, and follows another run's at ties.
 
     Args:
         run: whose backbone takes the step.
@@ -75,24 +74,20 @@ class RouteWatch:
     def __init__(self, run: "Run", followed: dict[str, tuple[Tensor, Tensor]] | None, bound: float):
         self._run, self._followed, self._bound = run, followed, bound
         self._where: list[tuple[Tensor, Tensor]] = []  # of each microbatch: places in N, is text
-        self._calls: defaultdict[str, int] = defaultdict(int)
         self._chosen: defaultdict[str, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
         self._ties, self._wrong = set[int](), set[int]()
         self._first: str | None = None
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attach(self, replaced: Replaced) -> None:
         """Listen to the backbone's next step."""
         backbone = self._run.backbone
-        with Replaced() as replaced:
-            replaced.put(backbone, "train_step", partial(self._begin, backbone.train_step))
-            for layer, router in backbone.routers():
-                name = f"layer {layer}"
-                replay = Replay(partial(self._route, name, router.router_replay))
-                replaced.put(router, "router_replay", replay)
-                balance = partial(self._balance, f"{name}, balance", router._apply_seq_aux_loss)
-                replaced.put(router, "_apply_seq_aux_loss", balance)
-            yield
+        replaced.put(backbone, "train_step", partial(self._begin, backbone.train_step))
+        for layer, router in backbone.routers():
+            name = f"layer {layer}"
+            replay = Replay(partial(self._route, name, router.router_replay))
+            replaced.put(router, "router_replay", replay)
+            balance = partial(self._balance, f"{name}, balance", router._apply_seq_aux_loss)
+            replaced.put(router, "_apply_seq_aux_loss", balance)
 
     def write(self, folder: Path, step: int) -> None:
         """Write what this rank's routers chose, to be read by `read_routes`."""
@@ -110,11 +105,9 @@ class RouteWatch:
         return StepRoutes(step, tokens, len(self._ties), len(self._wrong), self._first)
 
     def _begin(
-        self,
-        train_step: "Callable[[list[Microbatch], float], BackboneResult]",
-        microbatches: "list[Microbatch]",
-        aux_scale: float,
-    ) -> "BackboneResult":
+        self, train_step: "Callable[[list[Microbatch], float], BackboneResult]",
+        microbatches: "list[Microbatch]", aux_scale: float,
+    ) -> "BackboneResult":  # fmt: skip
         mesh, config = self._run.mesh, self._run.config
         row = config.train.rows_per_microbatch * config.data.seq_len
         places = torch.from_numpy(SequenceParts(row, mesh.num_cp, mesh.num_tp).positions(mesh.part))
@@ -146,17 +139,24 @@ class RouteWatch:
 
     def _settle(self, name: str, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
         """Return what the tokens of a call choose: in a reference at ties what it follows."""
-        # Megatron-Core's schedules take microbatches in order, and nothing is recomputed.
-        places_T, real_T = self._where[self._calls[name]]
-        self._calls[name] += 1
+        # One call a microbatch: Megatron-Core takes them in order, and recomputes nothing.
+        places_T, real_T = self._where[len(self._chosen[name])]
         scores_TE, own_TK = scores_TE.cpu(), chosen_TK.cpu()
         if self._followed is not None:
             assert name in self._followed, (name, "chose nothing in the run to follow")
-            theirs_TK, margins_T = (told[places_T] for told in self._followed[name])
+            theirs_TK, margins_T = (column[places_T] for column in self._followed[name])
             differs_T = (theirs_TK.sort(1).values != own_TK.sort(1).values).any(1) & real_T
             tie_T = differs_T & at_a_tie(scores_TE, theirs_TK, margins_T, self._bound)
             self._ties.update(places_T[tie_T].tolist())
-            self._tell(name, differs_T & ~tie_T, places_T, theirs_TK, own_TK)
+            wrong_T = differs_T & ~tie_T
+            self._wrong.update(places_T[wrong_T].tolist())
+            if self._first is None and wrong_T.any():
+                at = int(wrong_T.nonzero()[0])
+                row, token = divmod(int(places_T[at]), self._run.config.data.seq_len)
+                theirs, own = (x_TK[at].sort().values.tolist() for x_TK in (theirs_TK, own_TK))
+                self._first = (
+                    f"row {row}, token {token}, {name}: experts {theirs}, the reference {own}"
+                )
             if tie_T.any():
                 own_TK = torch.where(tie_T[:, None], theirs_TK, own_TK)
                 chosen_TK = own_TK.to(chosen_TK.device)
@@ -164,18 +164,6 @@ class RouteWatch:
         kept = places_T[real_T], own_TK[real_T].short(), found_T[real_T].float()
         self._chosen[name].append(kept)
         return chosen_TK
-
-    def _tell(
-        self, name: str, wrong_T: Tensor, places_T: Tensor, theirs_TK: Tensor, own_TK: Tensor
-    ) -> None:
-        self._wrong.update(places_T[wrong_T].tolist())
-        if self._first is None and wrong_T.any():
-            at = int(wrong_T.nonzero()[0])
-            row, token = divmod(int(places_T[at]), self._run.config.data.seq_len)
-            self._first = (
-                f"row {row}, token {token}, {name}: experts {theirs_TK[at].sort().values.tolist()}"
-                f", the reference {own_TK[at].sort().values.tolist()}"
-            )
 
 
 class Replay:
@@ -202,18 +190,17 @@ def read_routes(folder: Path, step: int, tokens: int) -> dict[str, tuple[Tensor,
     Args:
         folder: that the ranks wrote into.
         step: counted from 1.
-        tokens: N; those of which nobody told have the experts -1 and the margin NaN.
+        tokens: N; tokens that no rank wrote have the experts -1 and the margin NaN.
     """
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for file in sorted((folder / FOLDER).glob(f"step_{step}_rank_*.safetensors")):
         content = load_file(file)
         for name in {key.rpartition("/")[0] for key in content}:
-            places, experts, told = (
-                content[f"{name}/{c}"] for c in ("tokens", "experts", "margins")
-            )
+            columns = ("tokens", "experts", "margins")
+            places, experts, margin = (content[f"{name}/{column}"] for column in columns)
             if name not in found:
                 nothing = torch.full((tokens, experts.shape[1]), -1, dtype=torch.int64)
                 found[name] = nothing, torch.full((tokens,), torch.nan)
             found[name][0][places] = experts.long()
-            found[name][1][places] = told
+            found[name][1][places] = margin
     return found

@@ -8,7 +8,6 @@ stay, there are several microbatches and several chunks of media. Pure.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kimi_pretrain.config import Config, parse_config
@@ -35,8 +34,7 @@ class Change(NamedTuple):
     new: Any
 
 
-@dataclass(frozen=True)
-class Shrunk:
+class Shrunk(NamedTuple):
     """The smaller configuration, and what is different in it."""
 
     config: Config

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kimi_pretrain.checkpoint.storage_read import Checkpoint
+from kimi_pretrain.weights.compare import compare_numbers
 
 WATCHED = "watched.jsonl"
 RESUMED = "resumed.json"
@@ -36,7 +36,6 @@ READ = (
 )  # fmt: skip
 _FIRST = (*READ, "loss", "grad_norm", "lr", "applied", "skipped_steps")
 ReadBoth = Callable[[str], tuple[Tensor, Tensor]]  # name -> the tensor of both runs
-_PIECE = 1 << 24  # elements compared at a time
 # Tensors come in the order of the data flow: the first pattern that is found in a name places it.
 _PLACES = (
     r"vision_tower\.patch_embed", r"vision_tower\.", r"mm_projector\.", r"embed_tokens",
@@ -47,34 +46,21 @@ _OPTIMIZER = re.compile(r"optim\.(\w+)\.(.+)")
 
 @dataclass(frozen=True)
 class Moment:
-    """The state of a run between two steps.
+    """The state of a run between two steps."""
 
-    Attributes:
-        tensors: name -> SHA-256, of the model and of the optimizer.
-        state: the rest, in plain values: step, optimizer_steps, loader, losses.
-    """
-
-    tensors: Mapping[str, str] = field(default_factory=dict[str, str])
-    state: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tensors: Mapping[str, str] = field(default_factory=dict[str, str])  # name -> SHA-256
+    state: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the rest: loader, counts
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run left behind.
+    """What a run left behind; `samples`, `began` and `resumed` only if it was watched."""
 
-    Attributes:
-        lines: step -> its line of metrics.
-        samples: step -> hash of its plan; empty if the run was not watched.
-        began: step that the last of its processes went on from; None if it was not watched.
-        resumed: before the first step after the stop; None if it was not watched.
-        end: after the last step.
-    """
-
-    lines: Mapping[int, Mapping[str, Any]]
-    samples: Mapping[int, str] = field(default_factory=dict[int, str])
-    began: int | None = None
-    resumed: Moment | None = None
-    end: Moment = field(default_factory=Moment)
+    lines: Mapping[int, Mapping[str, Any]]  # step -> its line of metrics
+    samples: Mapping[int, str] = field(default_factory=dict[int, str])  # step -> hash of its plan
+    began: int | None = None  # step that the last of its processes went on from
+    resumed: Moment | None = None  # before the first step after the stop
+    end: Moment = field(default_factory=Moment)  # after the last step
 
 
 @dataclass(frozen=True)
@@ -89,18 +75,12 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How far apart two tensors are.
-
-    Attributes:
-        elements: of the tensor; 0 where shapes or types differ, so that none can be compared.
-        differing: elements that are not equal bit for bit.
-        largest: absolute difference; None where one is not finite.
-    """
+    """How far apart two tensors are."""
 
     name: str
-    elements: int
-    differing: int
-    largest: float | None
+    elements: int  # 0 where shapes or types differ, so that none can be compared
+    differing: int  # elements that are not equal bit for bit
+    largest: float | None  # absolute difference; None where one is not finite
 
 
 def read_trace(run_dir: Path, last: Checkpoint | None = None) -> Trace:
@@ -114,14 +94,15 @@ def read_trace(run_dir: Path, last: Checkpoint | None = None) -> Trace:
     Raises:
         FileNotFoundError: the run did not finish.
     """
-    hashes = _read(run_dir / "state_hashes.json")
-    resumed, watched = run_dir / RESUMED, _lines(run_dir / WATCHED)
+    hashes = json.loads((run_dir / "state_hashes.json").read_text())
+    resumed, watched = _lines(run_dir / RESUMED), _lines(run_dir / WATCHED)
+    state = {name: hashes[name] for name in ("step", "loader")}
     return Trace(
         lines={line["step"]: line for line in _lines(run_dir / "metrics.jsonl")},
         samples={line["step"]: line["samples"] for line in watched},
         began=watched[-1]["began"] if watched else None,
-        resumed=Moment(**_read(resumed)) if resumed.is_file() else None,
-        end=Moment(hashes["per_tensor"], _end_state(hashes, last)),
+        resumed=Moment(**resumed[0]) if resumed else None,
+        end=Moment(hashes["per_tensor"], vars(last.manifest().state) if last else state),
     )
 
 
@@ -137,8 +118,8 @@ def line_differences(step: int, found: Trace, wanted: Trace) -> tuple[ValueDiffe
     mine, others = numbers_of(found.lines[step]), numbers_of(wanted.lines[step])
     if found.samples and wanted.samples:  # both were watched
         mine["samples"], others["samples"] = found.samples.get(step), wanted.samples.get(step)
-    differing = _differences(step, mine, others)
     order = {name: place for place, name in enumerate(_FIRST)}
+    differing = value_differences(step, mine, others)
     # A stable sort: those that are not in the table stay in the order of the line.
     return tuple(sorted(differing, key=lambda one: order.get(one.name, len(order))))
 
@@ -151,11 +132,13 @@ def numbers_of(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in _leaves(line) if not _measured(name)}
 
 
-def state_differences(
+def value_differences(
     step: int, found: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> tuple[ValueDifference, ...]:
-    """Return the values of the state ("loader.step") that are not the same."""
-    return _differences(step, dict(_leaves(found)), dict(_leaves(wanted)))
+    """Return the values, of a line or of the state ("loader.step"), that are not the same."""
+    mine, other = dict(_leaves(found)), dict(_leaves(wanted))
+    names = [name for name in {**other, **mine} if not _same(mine, other, name)]
+    return tuple(ValueDifference(step, name, mine.get(name), other.get(name)) for name in names)
 
 
 def unequal(found: Mapping[str, str], wanted: Mapping[str, str]) -> tuple[str, ...]:
@@ -169,15 +152,11 @@ def tensor_difference(name: str, found: Tensor, wanted: Tensor) -> TensorDiffere
     """Return how far two tensors are apart: in bits, so that equal NaNs are equal."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return TensorDifference(name, 0, 0, None)
-    differing, largest = 0, 0.0
-    pieces = (tensor.detach().cpu().reshape(-1).split(_PIECE) for tensor in (found, wanted))
-    for mine, other in zip(*pieces, strict=True):
-        bits = (_bits(mine) != _bits(other)).any(1)
-        differing += int(bits.sum())
-        if bits.any():
-            apart = (mine[bits].double() - other[bits].double()).abs()
-            largest = max(largest, float(apart.nan_to_num(nan=math.inf, posinf=math.inf).max()))
-    return TensorDifference(name, found.numel(), differing, largest if largest < math.inf else None)
+    apart = compare_numbers(name, found, wanted)
+    if apart is None:
+        return TensorDifference(name, found.numel(), 0, 0.0)
+    largest = apart.largest if apart.largest < math.inf else None
+    return TensorDifference(name, apart.total, apart.count, largest)
 
 
 def in_model_order(names: Iterable[str]) -> list[str]:
@@ -187,13 +166,6 @@ def in_model_order(names: Iterable[str]) -> list[str]:
     count of steps comes last. Numbers in a name sort as numbers.
     """
     return sorted(names, key=_key)
-
-
-def _differences(
-    step: int, found: Mapping[str, Any], wanted: Mapping[str, Any]
-) -> tuple[ValueDifference, ...]:
-    names = [name for name in {**wanted, **found} if not _same(found, wanted, name)]
-    return tuple(ValueDifference(step, name, found.get(name), wanted.get(name)) for name in names)
 
 
 def _key(name: str) -> tuple[bool, int, list[tuple[bool, int, str]], str]:
@@ -206,19 +178,9 @@ def _key(name: str) -> tuple[bool, int, list[tuple[bool, int, str]], str]:
     return name.startswith("optim."), place, parts, name
 
 
-def _end_state(hashes: dict[str, Any], last: Checkpoint | None) -> dict[str, Any]:
-    if last is None:
-        return {"step": hashes["step"], "loader": hashes["loader"]}
-    return vars(last.manifest().state)
-
-
 def _lines(file: Path) -> list[dict[str, Any]]:
     """Return the lines of a file; none where it does not exist."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text())
 
 
 def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -243,8 +205,3 @@ def _same(found: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> boo
         return False
     mine, other = found[name], wanted[name]
     return mine == other or (mine != mine and other != other)  # NaN is the same as NaN
-
-
-def _bits(x: Tensor) -> Tensor:
-    """Return [elements, bytes] uint8."""
-    return x.contiguous().view(torch.uint8).reshape(len(x), -1)

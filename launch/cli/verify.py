@@ -6,7 +6,7 @@ and resumed the run that never was? Both start jobs on this machine, one after t
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -81,8 +81,8 @@ def dep(
     with one_line_errors():
         from launch.verify.dep import VerifyDep
 
-        asked = config, overrides, shrink, processes, keep
-        _run(VerifyDep(steps), asked, plant, self_test, as_json)
+        asked = {"shrink": shrink, "processes": processes, "keep": keep}
+        _run(VerifyDep(steps), config, overrides, plant, self_test, as_json, **asked)
 
 
 @verify.command()
@@ -139,27 +139,20 @@ def resume(
         from launch.verify.resume import VerifyResume, chosen_layout
 
         kind = VerifyResume(steps, stop_after, chosen_layout(other_layout, layouts))
-        asked = config, overrides, shrink, processes, keep
-        _run(kind, asked, plant, self_test, as_json)
+        asked = {"shrink": shrink, "processes": processes, "keep": keep}
+        _run(kind, config, overrides, plant, self_test, as_json, **asked)
 
 
 def _run(
-    kind: "Verification",
-    asked: tuple[str, list[str] | None, bool, int, Path | None],
-    plant: str | None,
-    self_test: bool,
-    as_json: bool,
-) -> NoReturn:
+    kind: "Verification", config: str, overrides: list[str] | None, plant: str | None,
+    self_test: bool, as_json: bool, **options: Any,
+) -> NoReturn:  # fmt: skip
     from launch.verify.terminal import Terminal
-    from launch.verify.verification import Request, chosen_faults, verify
+    from launch.verify.verification import chosen_faults, verify
 
     terminal = Terminal()
-    config, overrides, shrink, processes, keep = asked
     faults = chosen_faults(plant, self_test, kind.faults)
-    result = verify(
-        kind,
-        Request(config, tuple(overrides or ()), shrink, processes, faults, keep, terminal.line),
-    )
+    result = verify(kind, config, overrides or (), faults=faults, tell=terminal.line, **options)
     if plant is not None:
         result = result.with_fault(plant)
     terminal.show(kind, result.as_dict())

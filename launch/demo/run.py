@@ -43,7 +43,7 @@ from launch.local.job import Job
 from launch.local.s3_server import S3Server
 from launch.verify.dep import VerifyDep
 from launch.verify.jobs import JobStopped
-from launch.verify.verification import Request, verify
+from launch.verify.verification import verify
 
 BUCKET = "kimi-demo"
 HELD_OUT = "digits_heldout"
@@ -314,8 +314,7 @@ def verify_gradients(config_path: str, overrides: tuple[str, ...], run_dir: Path
 
     """
     try:
-        request = Request(config_path, overrides, faults=tuple(FAULTS))
-        result = verify(VerifyDep(), request).as_dict()
+        result = verify(VerifyDep(), config_path, overrides, faults=tuple(FAULTS)).as_dict()
     except (JobStopped, ValueError) as error:
         raise DemoError(f"verification of gradients stopped: {error}") from error
     (run_dir / "verify_dep.json").write_text(json.dumps(result, indent=1) + "\n")

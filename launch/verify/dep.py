@@ -23,13 +23,6 @@ from launch.verify.terminal import number, table
 from launch.verify.verification import Verification
 from launch.verify.worker import VerifyJob
 
-COUNTS = {
-    "steps": "steps",
-    "loss_tokens": "loss tokens",
-    "vision_tokens": "vision tokens",
-    "items": "media",
-    "skipped_samples": "skipped samples",
-}
 NAMES = {
     "missing": "FAIL: no gradient with DEP",
     "extra": "FAIL: a gradient only with DEP",
@@ -39,20 +32,19 @@ NAMES = {
 
 @dataclass(frozen=True)
 class VerifyDep(Verification):
-    """Whether the step with DEP is the step without it; its fact besides the shared ones: plan.
+    """Whether the step with DEP is the step without it.
 
     Attributes:
         steps: to run; gradients are compared after the last.
     """
 
     steps: int = 1
-    name = "dep"
     faults = FAULTS
-    different = "the step with DEP is not the step without it"
+    same = "the step with DEP is the step without it"
+    different = {"comparison": "the step with DEP is not the step without it"}
 
     def prepare(self, config: Config) -> Config:
         """Return the configuration of the job with DEP."""
-        tolerance_for(config.train.dtype, config.dep.exchange_dtype, self.steps)  # or it is refused
         return configs.decoupled(config)
 
     def run(self, config: Config, jobs: Jobs, faults: Sequence[str]) -> Result:
@@ -61,6 +53,7 @@ class VerifyDep(Verification):
         Raises:
             ValueError: the last step has no media.
         """
+        tolerance = tolerance_for(config.train.dtype, config.dep.exchange_dtype, self.steps)
         *_, last = check_start(config, self.steps).plans
         if not len(last.items.row):
             raise ValueError(
@@ -68,7 +61,6 @@ class VerifyDep(Verification):
                 "data.rows_per_step or the share of the sources with media, or change data.seed"
             )
         jobs.announce(config)
-        tolerance = tolerance_for(config.train.dtype, config.dep.exchange_dtype, self.steps)
         own = [name for name in faults if FAULTS[name].own_reference]
         dep, alone = jobs.folder / "dep", jobs.folder / "reference"
         for folder, planted, follow, its in (
@@ -80,10 +72,6 @@ class VerifyDep(Verification):
             place = str(folder / "config.yaml"), str(folder)
             jobs.run(folder.name, VerifyJob(*place, kind="dep", options=options), its)
         return compare_jobs(dep, alone, tolerance, faults)
-
-    def same(self, result: dict[str, Any]) -> str:
-        """Return the verdict's words."""
-        return "the step with DEP is the step without it"
 
     def lines(self, result: dict[str, Any]) -> list[str | Table]:
         """Return the vision plan, the table of parameter groups, losses, norm and counts."""
@@ -98,7 +86,8 @@ class VerifyDep(Verification):
         counts = []
         for name, (mine, wanted) in comparison["counts"].items():
             wrong = "" if mine == wanted else f" (FAIL: the reference has {wanted:,})"
-            counts.append(f"{COUNTS[name]} {mine:,}{wrong}")
+            shown = "media" if name == "items" else name.replace("_", " ")
+            counts.append(f"{shown} {mine:,}{wrong}")
         found: list[str | Table] = [planned, _groups_table(comparison), f"loss: error {losses}"]
         found.append(f"gradient norm: error {_judged(comparison['grad_norm_error'], bound)}")
         found += [*_routes_lines(comparison["routes"]), "; ".join(counts)]
@@ -106,6 +95,8 @@ class VerifyDep(Verification):
             if names := comparison[key]:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 found.append(f"{text}: {', '.join(names[:3])}{more}")
+        if result["dtype"] == "bfloat16":
+            found.append("bfloat16 can hide small faults, train.dtype=float32 cannot")
         return found
 
     def evidence(self, comparison: dict[str, Any]) -> str:
@@ -114,12 +105,6 @@ class VerifyDep(Verification):
         worst = max(groups, key=lambda group: inf if group["error"] is None else group["error"])
         loss = number(comparison["loss_errors"][-1])
         return f"an error of {number(worst['error'])} in {worst['group']}; loss error {loss}"
-
-    def advice(self, result: dict[str, Any]) -> str:
-        """Return what a coarse type hides."""
-        if result["dtype"] != "bfloat16":
-            return ""
-        return "; bfloat16 can hide small faults, train.dtype=float32 cannot"
 
 
 def _groups_table(comparison: dict[str, Any]) -> Table:
@@ -150,16 +135,17 @@ def _judged(error: float | None, bound: float) -> str:
 
 def _routes_lines(routes: list[dict[str, Any]]) -> list[str]:
     """Return a line for each step in which tokens chose other experts than in the reference."""
+
+    def chose(count: int, step: dict[str, Any]) -> str:
+        who = "one token" if count == 1 else f"{count:,} tokens"
+        what = "another expert" if count == 1 else "other experts"
+        return f"{who} of {step['tokens']:,} chose {what} in step {step['step']}"
+
     found = []
     for step in routes:
-        chose = f"of {step['tokens']:,} chose"
-        if ties := step["at_ties"]:
-            who, what = ("one token", "another expert") if ties == 1 else (
-                f"{ties:,} tokens", "other experts")  # fmt: skip
-            told = f"{who} {chose} {what} in step {step['step']}"
-            found.append(f"{told}: rounding, and the reference followed")
-        if wrong := step["wrong"]:
-            who = "one token" if wrong == 1 else f"{wrong:,} tokens"
-            told = f"{who} {chose} other experts in step {step['step']}"
-            found.append(f"FAIL: {told}, and at no tie: first {step['first_wrong']}")
+        if step["at_ties"]:
+            found.append(f"{chose(step['at_ties'], step)}: rounding, and the reference followed")
+        if step["wrong"]:
+            first = step["first_wrong"]
+            found.append(f"FAIL: {chose(step['wrong'], step)}, and at no tie: first {first}")
     return found

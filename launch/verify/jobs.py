@@ -17,17 +17,11 @@ class JobStopped(ValueError):
 
 @dataclass
 class Jobs:
-    """The jobs of one verification.
+    """The jobs of one verification."""
 
-    Attributes:
-        folder: of all run folders.
-        tell: takes a line of progress.
-        seconds: name -> time that the job took.
-    """
-
-    folder: Path
-    tell: Callable[[str], None]
-    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    folder: Path  # of all run folders
+    tell: Callable[[str], None]  # takes a line of progress
+    seconds: dict[str, float] = field(default_factory=dict[str, float])  # that each job took
 
     def announce(self, config: Config) -> None:
         """Tell what is going to run."""

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
+from data_pipeline.store.addresses import split_place
 from data_pipeline.store.open import open_store
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_place
 from kimi_pretrain.config import Config, dump_config, load_config
@@ -43,8 +42,6 @@ STRAIGHT, STOPPED, ELSEWHERE, FAULTS = "straight", "stopped", "other_layout", "f
 class VerifyResume(Verification):
     """Whether a resumed run is the run that was never stopped.
 
-    Its facts besides the shared ones: elsewhere, stop_after, place, asynchronous.
-
     Attributes:
         steps: of the run that is never stopped.
         stop_after: step after which the other run is stopped.
@@ -54,9 +51,12 @@ class VerifyResume(Verification):
     steps: int = 4
     stop_after: int = 2
     elsewhere: tuple[str, ...] | None = None
-    name = "resume"
     faults = RESUME_FAULTS
-    different = "the resumed run is not the run that was never stopped"
+    same = "the resumed run is the run that was never stopped, bit for bit"
+    different = {
+        "comparison": "the resumed run is not the run that was never stopped",
+        "elsewhere": "in the other layout it is another run",
+    }
 
     def prepare(self, config: Config) -> Config:
         """Return the configuration of all jobs."""
@@ -95,35 +95,23 @@ class VerifyResume(Verification):
         check_machine(other)
         return other
 
-    def same(self, result: dict[str, Any]) -> str:
-        """Return the verdict's words."""
-        layouts = ", and in another layout the same but for rounding" if result["elsewhere"] else ""
-        return f"the resumed run is the run that was never stopped, bit for bit{layouts}"
-
-    def lines(self, result: dict[str, Any]) -> list[str | Table]:
+    def lines(self, result: dict[str, Any]) -> list[str]:
         """Return what was compared, and what differs."""
-        comparison, steps = result["comparison"], result["comparison"]["steps"]
-        told = (
+        c, elsewhere = result["comparison"], result["elsewhere"]
+        compared = (
             f"stopped in step {result['stop_after']} of {result['steps']}, resumed in new "
-            f"processes: compared {comparison['numbers']:,} numbers of {steps} "
-            f"step{'' if steps == 1 else 's'} and {comparison['tensors']:,} tensors"
+            f"processes: compared {c['numbers']:,} numbers of {c['steps']} "
+            f"step{'' if c['steps'] == 1 else 's'} and {c['tensors']:,} tensors"
         )
-        if comparison["restored_tensors"] == []:
-            told += ", these also at the moment the run went on"
-        found: list[str | Table] = [told, *(f"  {line}" for line in comparison["differences"])]
-        if comparison["suggestion"]:
-            found.append(f"  this suggests: {comparison['suggestion']}")
-        return found + (_elsewhere_lines(result["elsewhere"]) if result["elsewhere"] else [])
+        if c["restored_tensors"] == []:
+            compared += ", these also at the moment the run went on"
+        suggested = [f"this suggests: {c['suggestion']}"] if c["suggestion"] else []
+        found = [compared, *(f"  {line}" for line in (*c["differences"], *suggested))]
+        return found + (_elsewhere_lines(elsewhere) if elsewhere else [])
 
     def evidence(self, comparison: dict[str, Any]) -> str:
         """Return the first difference."""
         return next(iter(comparison["differences"]), "")
-
-    def further(self, result: dict[str, Any]) -> str | None:
-        """Return whether the run in the other layout fails."""
-        elsewhere = result["elsewhere"]
-        failed = elsewhere is not None and not elsewhere["passed"]
-        return "in the other layout it is another run" if failed else None
 
 
 def chosen_layout(other_layout: str | None, layouts: bool) -> tuple[str, ...] | None:
@@ -143,21 +131,13 @@ def chosen_layout(other_layout: str | None, layouts: bool) -> tuple[str, ...] | 
 
 @dataclass
 class Runs:
-    """The runs of one verification.
+    """The runs of one verification."""
 
-    Attributes:
-        config: of all of them.
-        jobs: starts them, and has their folder.
-        place: of all checkpoints.
-        stop: step after which a run is stopped.
-        opened: closes what reads checkpoints.
-    """
-
-    config: Config
+    config: Config  # of all of them
     jobs: Jobs
-    place: str
-    stop: int
-    opened: ExitStack = field(default_factory=ExitStack)
+    place: str  # of all checkpoints
+    stop: int  # step after which a run is stopped
+    opened: ExitStack = field(default_factory=ExitStack)  # closes what reads checkpoints
 
     def stop_and_resume(self, faults: Sequence[str]) -> ResumeComparison:
         """Run the three jobs of the comparison, the last of them also with each fault."""
@@ -223,12 +203,9 @@ class Runs:
         faults: Sequence[str] = (), config: Config | None = None,
     ) -> None:  # fmt: skip
         options = {
-            "stop": self.stop,
-            "interrupt": interrupt,
-            "faults": list(faults),
-            "runs": str(self.jobs.folder / FAULTS),
-            "place": f"{self.place}/{FAULTS}",
-        }
+            "stop": self.stop, "interrupt": interrupt, "faults": list(faults),
+            "runs": str(self.jobs.folder / FAULTS), "place": f"{self.place}/{FAULTS}",
+        }  # fmt: skip
         path = self.jobs.folder / folder
         job = VerifyJob(f"{path}.yaml", str(path), resume=resume, kind="resume", options=options)
         saving = configs.saving_to(config or self.config, f"{self.place}/{folder}")
@@ -237,15 +214,23 @@ class Runs:
 
 @contextmanager
 def temporary_place(config: Config, folder: Path) -> Iterator[str]:
-    """Give a place for checkpoints beside the user's own, which is empty again in the end."""
-    place = configs.place_beside(config, folder, uuid.uuid4().hex[:12])
+    """Give a place for checkpoints, beside the user's own if it is not in the run folders.
+
+    It is empty again in the end; `folder` is of the verification, and goes or stays as a whole.
+    """
+    own = config.checkpoint.place
+    if own is None:
+        yield str(folder / "checkpoints")
+        return
+    is_uri = bool(split_place("checkpoint.place", own)[0])
+    beside = own.rstrip("/") if is_uri else str(Path(own).resolve())
+    place = f"{beside}/verify-resume-{uuid.uuid4().hex[:12]}"
     try:
         yield place
     finally:
-        # With a place of the user's; otherwise it goes, or stays, with the folder.
-        if config.checkpoint.place is not None and "://" not in place:
+        if not is_uri:
             shutil.rmtree(place, ignore_errors=True)
-        elif config.checkpoint.place is not None:
+        else:
             store = open_store(place)
             for key in store.list():
                 store.delete(key)
@@ -256,19 +241,15 @@ def _elsewhere_lines(elsewhere: dict[str, Any]) -> list[str]:
     """Return what became of the run that went on in another layout."""
     axes = {name: value for name, value in elsewhere["layout"].items() if value not in (1, None)}
     layout = " ".join(f"{name}={value}" for name, value in axes.items()) or "one process"
-    losses, norms = (
-        ", ".join(number(error) for error in elsewhere[name])
-        for name in ("loss_errors", "norm_errors")
-    )
+    names = ("loss_errors", "norm_errors")
+    losses, norms = (", ".join(number(error) for error in elsewhere[name]) for name in names)
     first, others = elsewhere["allowed"]
-    told = (
+    errors = (
         f"resumed with {layout}: errors of the loss {losses}, of the gradient norm {norms} "
         f"(rounding explains {first:.0e} in the first step, {others:.0e} after it)"
     )
     if not elsewhere["after"]:
-        return [f"{told}; every step read the same samples"]
+        return [f"{errors}; every step read the same samples"]
     one = elsewhere["after"][0]
-    return [
-        told,
-        f"  step {one['step']} read others: {one['name']} is {one['found']}, was {one['wanted']}",
-    ]
+    differs = f"{one['name']} is {one['found']}, was {one['wanted']}"
+    return [errors, f"  step {one['step']} read others: {differs}"]

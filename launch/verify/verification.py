@@ -1,15 +1,13 @@
 """The frame of every verification: load a configuration, check it, run jobs, keep the result.
 
-A kind of verification (`launch.verify.dep`, `launch.verify.resume`) says what is compared and how
-the result is told.
+Its kinds (`launch.verify.dep`, `launch.verify.resume`) say what is compared.
 """
 
 import json
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -22,85 +20,60 @@ from data_pipeline.store.addresses import check_local
 from kimi_pretrain.config import Config, load_config
 from kimi_pretrain.verify.fault import Fault
 from kimi_pretrain.verify.result import Result
-from kimi_pretrain.verify.shrink import Shrunk, shrink
+from kimi_pretrain.verify.shrink import shrink as smaller
 from launch.verify.jobs import Jobs
 
 # Processes on a machine without GPUs: more than this for each core take longer than they are worth.
 PROCESSES_PER_CORE = 4
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a user asks of any verification.
+class Verification:
+    """One kind of verification.
 
     Attributes:
+        faults: that can be planted.
+        same: the last line of a result that passes.
+        different: key of a comparison in the result -> the last line where it fails.
+        steps: to run.
+    """
+
+    faults: ClassVar[Mapping[str, Fault[*tuple[Any, ...]]]]
+    same: ClassVar[str]
+    different: ClassVar[Mapping[str, str]]
+    steps: int
+
+    def prepare(self, config: Config) -> Config:
+        """Return the configuration to run, from the user's."""
+        raise NotImplementedError
+
+    def run(self, config: Config, jobs: Jobs, faults: Sequence[str]) -> Result:
+        """Check what can be checked before any process starts, run the jobs and compare them."""
+        raise NotImplementedError
+
+    def lines(self, result: dict[str, Any]) -> Sequence[str | Table]:
+        """Return what was compared and what differs, from `Result.as_dict()`."""
+        raise NotImplementedError
+
+    def evidence(self, comparison: dict[str, Any]) -> str:
+        """Return what in the comparison shows a planted fault."""
+        raise NotImplementedError
+
+
+def verify(
+    kind: Verification, config: str, overrides: Sequence[str] = (), *, shrink: bool = False,
+    processes: int = 4, faults: Sequence[str] = (), keep: Path | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Result:  # fmt: skip
+    """Run a verification; the facts of its result are put together here, and by its kind.
+
+    Args:
+        kind: what to verify.
         config: YAML file or name of a preset.
         overrides: `section.key=value`.
         shrink: take a small copy of the configuration, of at most `processes` processes.
         faults: names; each is planted in a run of its own.
         keep: empty folder for what is otherwise thrown away.
         tell: takes a line of progress.
-    """
-
-    config: str
-    overrides: tuple[str, ...] = ()
-    shrink: bool = False
-    processes: int = 4
-    faults: tuple[str, ...] = ()
-    keep: Path | None = None
-    tell: Callable[[str], None] = lambda line: None
-
-
-class Verification(ABC):
-    """One kind of verification. Results are told from `Result.as_dict()`.
-
-    Attributes:
-        name: of the command, and of its kind of jobs.
-        faults: that can be planted.
-        different: the last line of a comparison that fails.
-        steps: to run.
-    """
-
-    name: ClassVar[str]
-    faults: ClassVar[Mapping[str, Fault[*tuple[Any, ...]]]]
-    different: ClassVar[str]
-    steps: int
-
-    @abstractmethod
-    def prepare(self, config: Config) -> Config:
-        """Return the configuration to run, from the user's."""
-
-    @abstractmethod
-    def run(self, config: Config, jobs: Jobs, faults: Sequence[str]) -> Result:
-        """Check what can be checked before any process starts, run the jobs and compare them."""
-
-    @abstractmethod
-    def same(self, result: dict[str, Any]) -> str:
-        """Return the last line of a result that passes."""
-
-    @abstractmethod
-    def lines(self, result: dict[str, Any]) -> list[str | Table]:
-        """Return what was compared, and what differs."""
-
-    @abstractmethod
-    def evidence(self, comparison: dict[str, Any]) -> str:
-        """Return what in the comparison shows a planted fault."""
-
-    def further(self, result: dict[str, Any]) -> str | None:
-        """Return what fails besides the comparison and the faults, or None."""
-        return None
-
-    def advice(self, result: dict[str, Any]) -> str:
-        """Return what may have hidden a fault, or nothing."""
-        return ""
-
-
-def verify(kind: Verification, request: Request) -> Result:
-    """Run a verification.
-
-    Returns:
-        Its facts: processes, layout, dtype, steps, changes ([key, old, new] by shrinking), seconds
-        of each job, and those of the kind.
 
     Raises:
         ValueError: the configuration cannot run here.
@@ -110,25 +83,26 @@ def verify(kind: Verification, request: Request) -> Result:
         raise ValueError(
             "verify starts its own processes: run it once, not under torchrun (RANK is set)"
         )
-    user, changes = load_config(request.config, request.overrides), ()
-    if request.shrink:
-        small = shrunk(user, request.processes)
-        user, changes = small.config, small.changes
-    config = kind.prepare(user)
-    check_machine(config)
-    with working_folder(request.keep) as folder:
-        jobs = Jobs(folder, request.tell)
-        result = kind.run(config, jobs, request.faults)
+    chosen, changes = load_config(config, overrides), ()
+    if shrink:
+        small = smaller(chosen, processes).config  # whose cache and limits fit this machine
+        tokenizer = open_tokenizer(small.data, open_data(small.data))
+        chosen, changes = smaller(chosen, processes, tokenizer.vocab_size)
+    prepared = kind.prepare(chosen)
+    check_machine(prepared)
+    with working_folder(keep) as folder:
+        jobs = Jobs(folder, tell)
+        result = kind.run(prepared, jobs, faults)
         facts = {
-            "processes": config.layout.world_size(),
-            "layout": config.layout.model_dump(mode="json"),
-            "dtype": config.train.dtype,
+            "processes": prepared.layout.world_size(),
+            "layout": prepared.layout.model_dump(mode="json"),
+            "dtype": prepared.train.dtype,
             "steps": kind.steps,
             "changes": [list(change) for change in changes],
             "seconds": jobs.seconds,
         }
         result = replace(result, facts={**result.facts, **facts})
-        if request.keep is not None:
+        if keep is not None:
             (folder / "result.json").write_text(json.dumps(result.as_dict(), indent=1) + "\n")
     return result
 
@@ -162,13 +136,6 @@ def check_machine(config: Config) -> None:
             f"with --shrink --processes {min(4, room)}"
             + (", or hide the GPUs with CUDA_VISIBLE_DEVICES=" if gpus else "")
         )
-
-
-def shrunk(config: Config, processes: int) -> Shrunk:
-    """Return a small copy of a configuration, whose vocabulary holds its tokenizer."""
-    small = shrink(config, processes).config  # whose cache and limits fit this machine
-    tokenizer = open_tokenizer(small.data, open_data(small.data))
-    return shrink(config, processes, tokenizer.vocab_size)
 
 
 @contextmanager

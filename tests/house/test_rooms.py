@@ -96,8 +96,8 @@ ROOMS: dict[str, set[str]] = {
     "kimi_pretrain.verify": {
         *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.dep", "kimi_pretrain.engine",
         "kimi_pretrain.parallel", "kimi_pretrain.reliability", "kimi_pretrain.run",
-        "kimi_pretrain.step", "kimi_pretrain.train", "kimi_pretrain.update", "data_pipeline",
-        "moonvit3d",
+        "kimi_pretrain.step", "kimi_pretrain.train", "kimi_pretrain.update",
+        "kimi_pretrain.weights", "data_pipeline", "moonvit3d",
     },
     "launch.pages": {"data_pipeline", "moonvit3d.geometry"},
     "launch.local": {"kimi_pretrain", "data_pipeline", "typed_config"},

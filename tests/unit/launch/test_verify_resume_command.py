@@ -16,7 +16,7 @@ from launch.cli.main import app
 from launch.verify.jobs import Jobs
 from launch.verify.resume import Runs, VerifyResume, temporary_place
 from launch.verify.terminal import Terminal
-from launch.verify.verification import Request, verify
+from launch.verify.verification import verify
 
 CONFIG = load_config("tiny_cpu")
 GOOD = ResumeComparison(stop=2, steps=2, numbers=90, tensors=300, restored_tensors=())
@@ -54,7 +54,7 @@ def test_what_passes_says_what_was_compared(capsys):
         "resumed with dp=2: errors of the loss 1.0e-07, 0.0e+00, of the gradient norm 2.0e-07, "
     )
     assert lines[1].endswith("every step read the same samples")
-    assert lines[2].endswith("bit for bit, and in another layout the same but for rounding")
+    assert lines[2].startswith("PASS")
 
 
 def test_what_fails_says_where(capsys):
@@ -118,7 +118,7 @@ def test_wrong_options_are_told_before_anything_starts(arguments, told):
 def test_it_starts_its_own_processes(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="not under torchrun"):
-        verify(VerifyResume(), Request("tiny_cpu"))
+        verify(VerifyResume(), "tiny_cpu")
 
 
 def test_all_jobs_are_the_user_s_configuration():
@@ -139,14 +139,15 @@ def test_all_jobs_are_the_user_s_configuration():
 
 
 def test_checkpoints_go_beside_the_user_s_own(tmp_path):
-    def place(own: str) -> str:
-        config = configs.saving_to(CONFIG, own)
-        return configs.place_beside(config, tmp_path / "temporary", "tag")
+    def place(config) -> str:
+        with temporary_place(config, tmp_path / "temporary") as found:
+            return found
 
-    assert place("s3://bucket/run/") == "s3://bucket/run/verify-resume-tag"
-    assert place(str(tmp_path / "own")) == str(tmp_path / "own" / "verify-resume-tag")
-    none = configs.place_beside(CONFIG, tmp_path / "temporary", "tag")
-    assert none == str(tmp_path / "temporary" / "checkpoints")
+    for own in ("memory://bucket/run", str(tmp_path / "own")):
+        found = place(configs.saving_to(CONFIG, own + "/"))
+        assert found.startswith(f"{own}/verify-resume-")
+        assert found != place(configs.saving_to(CONFIG, own))
+    assert place(CONFIG) == str(tmp_path / "temporary" / "checkpoints")
 
 
 @pytest.mark.parametrize("own", ["folder", "memory://verify-resume-test/run"])
