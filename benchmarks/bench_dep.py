@@ -69,7 +69,7 @@ class Plan:
         rounds: of the timed part.
         calibrate_seconds: bound on the calibration.
         images: in a microbatch, of the curve.
-        every: how manieth documents of the mix are taken.
+        every: takes every n-th document of the mix.
         quick: whether the figures mean nothing.
     """
 

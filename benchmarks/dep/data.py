@@ -52,7 +52,7 @@ def build_mix(root: Path, config: DataConfig, every: int) -> None:
     Args:
         root: an empty folder.
         config: its limits and row length say where a long document is cut.
-        every: how manieth documents are taken; 1 for all.
+        every: takes every n-th document; 1 for all.
     """
     store, generator = FolderStore(root), _generator(7)
     texts = [_words(generator, WORDS_OF_TEXT) for _ in range(TEXTS)]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kimi_pretrain.reliability.stack_inspection import FILING
 from tests import ROOT
 
 # A room may import itself and what lies under the names listed here, and nothing else of ours.
@@ -364,3 +365,8 @@ def test_configs_say_how_they_are_run():
         head = path.read_text().split("\nmodel:")[0]
         for word in ("command:", "hardware:", "expected:"):
             assert word in head, f"{path.name}: the opening comment lacks {word!r}"
+
+
+def test_files_named_in_code_exist():
+    """`stack_inspection` knows by their paths which files of ours read and write files."""
+    assert [name for name in FILING if not (ROOT / name).exists()] == []

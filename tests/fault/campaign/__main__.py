@@ -2,7 +2,7 @@
 
 Runs are tiny, but nothing in them is simulated: `kimi-pretrain train` as a person starts it,
 torchrun and two or four ranks over gloo, writer processes, folders and a real S3 server behind a
-proxy that breaks its answers. After each fault the run is gone on with and compared with one that
+proxy that breaks its answers. After each fault the run is resumed and compared with one that
 was left alone: every number of its lines that is no time, and the SHA-256 of everything it
 remembers.
 
