@@ -259,6 +259,7 @@ if __name__ == "__main__":
     gc.freeze()  # forks leave alone what is here, so its pages stay shared
     print("ready", flush=True)
     asked = serve(doors)
-    if asked is not None:
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        end(asked)
+    if asked is None:
+        os._exit(0)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    end(asked)

@@ -102,29 +102,9 @@ def read_metrics(folder: Path) -> list[dict]:
 
 
 def train(
-    run_dir: Path,
-    *overrides: str,
-    resume: Path | None = None,
-    timeout: float = 150.0,
-    cwd: Path | None = None,
-):
-    """Run `kimi-pretrain train` on the small configuration, as a person would.
-
-    Args:
-        cwd: start it from this folder, in a Python of its own; otherwise it is a fork.
-
-    Returns:
-        the finished process, whatever its exit code.
-    """
-    arguments = [
-        "-m", "launch.cli", "train", "--config", "tiny_cpu", "--run-dir", str(run_dir), *SMALL,
-        *overrides, *(("--resume", str(resume)) if resume is not None else ()),
-    ]  # fmt: skip
-    if cwd is None:
-        return fork_server.run(arguments, timeout)
-    # -P: as the installed command, which does not look into the working folder
-    return subprocess.run(
-        [sys.executable, "-P", *arguments],
-        capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
-    )  # fmt: skip
+    run_dir: Path, *overrides: str, resume: Path | None = None, timeout: float = 150.0
+) -> subprocess.CompletedProcess[str]:
+    """Run `kimi-pretrain train` on the small configuration; returns it, whatever its exit code."""
+    arguments = ["--config", "tiny_cpu", "--run-dir", str(run_dir), *SMALL, *overrides]
+    arguments += ["--resume", str(resume)] if resume is not None else []
+    return fork_server.run(["-m", "launch.cli", "train", *arguments], timeout)

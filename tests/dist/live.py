@@ -16,15 +16,17 @@ from tests.dist.jobs import SMALL
 
 
 @contextmanager
-def started(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen]:
+def started(
+    run_dir: Path, *arguments: str, cwd: Path | None = None
+) -> Iterator[subprocess.Popen]:
     """Run `kimi-pretrain train` as a person would; it is ended with the test at the latest."""
-    command = [
-        sys.executable, "-m", "launch.cli", "train", "--config", "tiny_cpu",
+    command = [  # -P: as the installed command, which does not look into the working folder
+        sys.executable, "-P", "-m", "launch.cli", "train", "--config", "tiny_cpu",
         "--run-dir", str(run_dir), *SMALL, *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd
     )
     try:
         yield process

@@ -47,17 +47,11 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def straight(data_root, tmp_path_factory):
-    """Six steps in four processes with a checkpoint after the third.
-
-    Started from a folder whose modules have the names of Python's own.
-    """
+    """Six steps in four processes with a checkpoint after the third."""
     folder = tmp_path_factory.mktemp("straight")
     overrides = (f"data.root={data_root}", "train.steps=6", "checkpoint.every=3", *FOUR)
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    for name in ("random", "pickle", "yaml"):
-        (elsewhere / f"{name}.py").write_text("raise SystemExit('not this one')\n")
     more = ("train.trace_step=2", "train.pictures=true", "--json")
-    done = train(folder, *overrides, *more, cwd=elsewhere)
+    done = train(folder, *overrides, *more)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "told.json").write_text(done.stdout.splitlines()[-1])
     assert re.search(r"^step 1/6  loss [\d.]+  [\d,]+ tokens/s  ETA \d", done.stdout, re.MULTILINE)
@@ -88,14 +82,19 @@ class Interrupted:
 
 @pytest.fixture(scope="module")
 def interrupted(data_root, tmp_path_factory):
-    """The same run: a rank hangs after two steps, and when all go on the run is told to end."""
-    folder = tmp_path_factory.mktemp("interrupted")
+    """The same run: a rank hangs after two steps, and when all go on the run is told to end.
+
+    Started from a folder whose modules have the names of Python's own.
+    """
+    folder, elsewhere = (tmp_path_factory.mktemp(name) for name in ("interrupted", "elsewhere"))
+    for name in ("random", "pickle", "yaml"):
+        (elsewhere / f"{name}.py").write_text("raise SystemExit('not this one')\n")
     overrides = (
         f"data.root={data_root}", "train.steps=6", "checkpoint.every=1", *FOUR,
         "checkpoint.asynchronous=false",  # slowly: there must be steps left when it is told to end
         f"train.timeout_seconds={PATIENCE}",
     )  # fmt: skip
-    with started(folder, *overrides, "--max-restarts", "2") as process:
+    with started(folder, *overrides, "--max-restarts", "2", cwd=elsewhere) as process:
         wait_for_steps(folder, 2, process)
         holder, before = ranks(process)[0].pid, open_to_others(process)
         ranks(process)[2].send_signal(signal.SIGSTOP)  # it neither works nor dies
