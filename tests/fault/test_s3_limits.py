@@ -192,7 +192,7 @@ def test_every_request_asks_the_budget_first(uri, proxy, tmp_path):
 
 def test_a_spent_budget_is_waited_for_and_named(uri, proxy, tmp_path):
     with Budget(tmp_path, 2, 1) as budget:
-        store = open_store(uri, endpoint=proxy.endpoint, budget=budget, patience=1.2)
+        store = open_store(uri, endpoint=proxy.endpoint, budget=budget, patience=3.0)
         for i in range(3):
             assert store.get("x", i, 5) == DATA[i : i + 5]
         assert store.stats.budget_wait_s > 0.5

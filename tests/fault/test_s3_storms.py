@@ -29,7 +29,7 @@ def store(s3_environment, proxy, request):
     with_x = open_store(uri)
     with_x.put("x", DATA)
     with_x.close()
-    store = open_store(uri, endpoint=proxy.endpoint, read_timeout=0.5, patience=40)
+    store = open_store(uri, endpoint=proxy.endpoint, read_timeout=2.0, patience=40)
     yield store
     store.close()
 
