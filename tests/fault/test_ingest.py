@@ -173,7 +173,7 @@ def stopped_at(number: int, arguments: list[str], store, how: signal.Signals) ->
         workers = children_of(running.pid)
         assert workers
         running.send_signal(how)
-        code = running.wait(20)
+        code = running.wait(50)
         while any(map(alive, workers)) and time.monotonic() < end:
             time.sleep(0.02)
         assert not [pid for pid in workers if alive(pid)]

@@ -63,8 +63,10 @@ def test_takes_are_counted_and_waits_told(tmp_path):
     with Budget(tmp_path, 5.0, 2) as budget:
         begin = time.monotonic()
         waits = [budget.take("x") for _ in range(4)]
-        assert time.monotonic() - begin >= 2 / 5 - 1e-3  # two were saved, two had to be waited for
-        assert sum(waits) >= 2 / 5 - 0.1
+        took = time.monotonic() - begin
+        assert took >= 2 / 5 - 1e-3  # two were saved, two had to be waited for
+        assert min(waits) >= 0
+        assert sum(waits) <= took
         assert budget.bucket.drawn == 4
 
 
