@@ -11,8 +11,8 @@ from tests import ROOT
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
-    """Return the blocks of a language in a page under docs/, in their order."""
-    text = (ROOT / "docs" / page).read_text()
+    """Return the blocks of a language in a page (path from the root), in their order."""
+    text = (ROOT / page).read_text()
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
@@ -20,7 +20,7 @@ def run(page: str, changes: dict[str, str] | None = None) -> dict[str, Any]:
     """Run all Python of a page as one program, and return its variables.
 
     Args:
-        page: path under docs/.
+        page: path from the root.
         changes: text to replace first, to run the same code on other sizes. Each must be there.
     """
     code, scope = "\n".join(blocks(page)), dict[str, Any]()

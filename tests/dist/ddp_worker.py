@@ -107,7 +107,8 @@ def scenarios(dtype: torch.dtype) -> dict[str, Any]:
 def main(rank: int, world: int, folder: Path) -> None:
     join_ranks(rank, world, folder)
     dtypes = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
-    torch.save({name: scenarios(dtype) for name, dtype in dtypes.items()}, folder / f"rank{rank}.pt")
+    results = {name: scenarios(dtype) for name, dtype in dtypes.items()}
+    torch.save(results, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -50,10 +50,10 @@ def trained(run) -> dict[str, Any]:
 
 def plainly_trained(run) -> dict[str, Any]:
     """The same in one process by the plain optimizer, everything around it written out."""
+    from kimi_pretrain.optim.groups import ModelShape
     from kimi_pretrain.optim.muon import PlainMuon
     from kimi_pretrain.optim.qk_clip import clip_, factors
     from kimi_pretrain.optim.schedule import learning_rate
-    from kimi_pretrain.optim.groups import ModelShape
     from kimi_pretrain.update import UpdateReport
 
     optim, shape = run.config.optim, ModelShape.of(run.config.model)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kimi_pretrain.optim.config import OptimConfig
-from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.optim.groups import ModelShape, NamedTensor
+from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.optim.qk_clip import factors
 from tests.dist.jobs import join_ranks
 

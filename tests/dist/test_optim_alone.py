@@ -7,11 +7,11 @@ import torch
 
 from kimi_pretrain.optim import muonclip
 from kimi_pretrain.optim.config import OptimConfig
-from kimi_pretrain.optim.muonclip import UNSENT_ELEMENTS, DistributedMuonClip
 from kimi_pretrain.optim.groups import NamedTensor, as_matrix, rule_of
-from kimi_pretrain.optim.replica_group import ReplicaGroup
 from kimi_pretrain.optim.muon import adamw_update
+from kimi_pretrain.optim.muonclip import UNSENT_ELEMENTS, DistributedMuonClip
 from kimi_pretrain.optim.newton_schulz import update_scale
+from kimi_pretrain.optim.replica_group import ReplicaGroup
 from kimi_pretrain.optim.step_stats import UpdateFigures
 from tests.dist.optim_worker import ALONE, CONFIG, SHAPE, Job, Toy
 from tests.resume import assert_resumes_anywhere

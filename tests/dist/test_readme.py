@@ -2,18 +2,17 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, docs
 
 
 @pytest.mark.timeout(600)
 def test_own_data_in_ten_minutes(tmp_path):
-    (block,) = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (block,) = docs.blocks("README.md", "bash")
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     command = tmp_path / "bin" / "kimi-pretrain"
     command.parent.mkdir()

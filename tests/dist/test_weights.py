@@ -5,11 +5,10 @@ epsilon of 1e-6 whatever the configuration says, the engine (as Megatron-Core, v
 the configuration's: with norm_eps=1e-6 both are the same, with 1e-5 they part by some 1e-5.
 """
 
-from tests import ROOT, fork_server
+from tests import ROOT, docs, fork_server
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -167,9 +166,7 @@ def test_an_export_generates_text_as_the_documentation_shows(work, capsys):
     out = exported(folder, LATENT, "deepseek_v3")
     page = (ROOT / "docs" / "WEIGHTS.md").read_text()
     (out / "tiktoken.model").write_bytes(train_ranks([page], 768 - NUM_SPECIAL))
-    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    found = {}
-    exec(example.replace('"wide', f'"{out}'), found)
+    found = docs.run("docs/WEIGHTS.md", {'"wide': f'"{out}'})
     assert capsys.readouterr().out.startswith("[BOS]The loader reads")
     ids, length = found["ids"], found["prompt"].shape[1]
     assert length < ids.shape[1] <= length + 20

@@ -12,7 +12,7 @@ def test_muonclip(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     try:
-        scope = docs.run("alone/muonclip.md")
+        scope = docs.run("docs/alone/muonclip.md")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -23,7 +23,7 @@ def test_muonclip(tmp_path, monkeypatch):
 
 
 def test_assignment():
-    scope = docs.run("alone/assignment.md")
+    scope = docs.run("docs/alone/assignment.md")
     assert 1 <= scope["balance"] < 1.02
 
     assert scope["stays"] > 300  # 25 by chance

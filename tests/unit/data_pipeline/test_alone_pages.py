@@ -48,7 +48,7 @@ def in_the_folder(corpus, monkeypatch):
 
 
 def test_the_loader_alone():
-    scope = docs.run("alone/loader.md")
+    scope = docs.run("docs/alone/loader.md")
     assert scope["tokens"].shape == scope["mask"].shape == (8, 512)
     assert scope["mask"].any()
     assert scope["patches"] > 0
@@ -58,7 +58,7 @@ def test_the_loader_alone():
 
 @pytest.mark.parametrize("num_workers", [2, 0, 3])  # as it stands, and others for the same batches
 def test_the_stream_alone(num_workers):
-    scope = docs.run("alone/stream.md", {"num_workers=2": f"num_workers={num_workers}"})
+    scope = docs.run("docs/alone/stream.md", {"num_workers=2": f"num_workers={num_workers}"})
     assert scope["sizes"] == [(90, 60)] * 16
     assert scope["state"]["position"] == 80
     config = StreamConfig(batch_size=80, shares={"captions": 2, "scans": 1}, seed=7)
@@ -70,8 +70,8 @@ def test_the_stream_alone(num_workers):
 
 
 def test_the_pages_are_short():
-    for page in ("alone/stream.md", "alone/loader.md"):
-        lines = (ROOT / "docs" / page).read_text().splitlines()
+    for page in ("docs/alone/stream.md", "docs/alone/loader.md"):
+        lines = (ROOT / page).read_text().splitlines()
         assert not [line for line in lines if len(line) > 100]
         (code,) = docs.blocks(page)
         assert len(code.splitlines()) <= 16

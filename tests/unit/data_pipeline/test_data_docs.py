@@ -23,19 +23,16 @@ from data_pipeline.plan.planner import QUARANTINE_DELAY
 from kimi_pretrain.config import ConfigError, parse_config
 from launch.cli.main import app
 from moonvit3d.geometry import PatchLimits
-from tests import ROOT
+from tests import ROOT, docs
 
 PAGE = (ROOT / "docs" / "DATA.md").read_text()
+EXAMPLES = docs.blocks("docs/DATA.md", "yaml")
 TINY = yaml.safe_load((ROOT / "configs" / "tiny_cpu.yaml").read_text())
 REQUIRED = "required"
 SECTIONS = {
     "affine": AffineConfig, "crop": CropConfig, "colour": ColourConfig, "jpeg": JpegConfig,
     "cache": CacheConfig, "limits": PatchLimits,
 }  # fmt: skip
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 def section(number: int) -> str:
@@ -51,7 +48,7 @@ def with_data(data):
 
 
 def test_yaml_examples_load():
-    whole, *parts = [yaml.safe_load(block) for block in blocks("yaml")]
+    whole, *parts = [yaml.safe_load(block) for block in EXAMPLES]
     first = with_data(whole["data"]).data
     assert first.root == "s3://corpus"
     assert first.cache is not None
@@ -66,7 +63,7 @@ def test_yaml_examples_load():
 
 
 def test_an_example_with_a_wrong_key_would_be_seen():
-    whole = yaml.safe_load(blocks("yaml")[0])["data"]
+    whole = yaml.safe_load(EXAMPLES[0])["data"]
     with pytest.raises(ConfigError, match=r"data\.seq_length; did you mean data\.seq_len"):
         with_data(whole | {"seq_length": 1})
 
@@ -155,7 +152,7 @@ def test_the_example_of_shares_is_right():
         SourceTotals(name, 10, 1000, 750 if name in ("captions", "pages") else 0)
         for name in ("captions", "pages", "web", "code")
     ]
-    shares = yaml.safe_load(blocks("yaml")[0])["data"]["sources"]
+    shares = yaml.safe_load(EXAMPLES[0])["data"]["sources"]
     weights = weights_for_ratio(totals, [shares[total.name] for total in totals], 0.3)
     stated = re.findall(r"(\w+) (\d+)%", section(3).split("0.3 / 0.75")[1].split("A ratio")[0])
     assert [name for name, _ in stated] == [total.name for total in totals]

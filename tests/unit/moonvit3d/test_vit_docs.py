@@ -29,6 +29,6 @@ def test_example_runs(tmp_path, monkeypatch, size, grid):
             file.mux(stream.encode(frame))
         file.mux(stream.encode())
     monkeypatch.chdir(tmp_path)
-    scope = docs.run("alone/moonvit3d.md")
+    scope = docs.run("docs/alone/moonvit3d.md")
     assert scope["grids"] == [grid, (4, 8, 12), (2, 8, 12)]
     assert scope["tokens"].shape == (grid[1] * grid[2] // 4 + 24 + 24, 96)
