@@ -1,8 +1,12 @@
 """MoonViT-3D and its projector: packed patches of images and video chunks in, tokens out.
 
-Kimi K2.5 report, section 4.2. Items of any size, one to four frames each, are packed one after the
-other; attention spans an item's patches in space and time. Parameter names are those of the
-released checkpoint. Weights are undefined until ``initialise`` or a checkpoint fills them.
+    patches [L, 3, 14, 14] -> PatchEmbed -> Encoder -> sd2_tpool -> Projector -> [T, out_width]
+
+Kimi K2.5 report, section 4.2. ``VisionEncoder`` is the whole; read it from the bottom up. Items of
+any size, one to four frames each, are packed one after the other; attention spans an item's patches
+in space and time. Single-device maths: ``share`` is how several devices encode one large item.
+Parameter names are those of the released checkpoint. Weights are undefined until ``initialise`` or
+a checkpoint fills them.
 
 Shape suffixes: L packed patches, C width, T tokens, P rotary pairs.
 """
@@ -155,7 +159,7 @@ class VisionEncoder(nn.Module):
             patches: [L, 3, 14, 14] of all items in order, uint8 pixels or normalised floats.
             grids: (t, h, w) of each item, 1 <= t <= 4, h and w even, or integers [items, 3]; may
                 be empty.
-            max_patches_per_chunk: run packs of at most so many patches, one after the other;
+            max_patches_per_chunk: run packs of at most this many patches, one after the other;
                 without a graph to keep this bounds the memory. None runs everything at once.
 
         Returns:
