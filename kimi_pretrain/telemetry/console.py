@@ -48,7 +48,7 @@ class StepDisplay:
     def __init__(self, first_step: int, steps: int, every: int):
         console = Console()
         self._lines = None if console.is_terminal else StepLines(first_step, steps, every)
-        self._told = time.monotonic()
+        self._shown = time.monotonic()
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -67,7 +67,7 @@ class StepDisplay:
             self._bar.update(self._task, completed=line["step"], loss=line["loss"])
             return
         now = time.monotonic()
-        seconds, self._told = now - self._told, now
+        seconds, self._shown = now - self._shown, now
         text = self._lines.line(line["step"], line["loss"], line["tokens"], seconds)
         if text is not None:
             # Flushed, or a pipe would keep it; a full disk under it is no reason to stop training.

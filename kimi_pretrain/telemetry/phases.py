@@ -161,5 +161,5 @@ def first_start(spans: Spans, phase: str) -> float | None:
 
 
 def last_end(spans: Spans, phase: str) -> float | None:
-    """Return when a phase ended for good; None if it did not run."""
+    """Return when a phase last ended; None if it did not run."""
     return max((end for name, (_, end) in spans.items() if phase_of(name) == phase), default=None)

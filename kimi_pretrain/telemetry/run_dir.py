@@ -1,4 +1,4 @@
-"""What a run leaves behind: resolved config, versions, git state, metrics, logs, a trace.
+"""The run folder: resolved config, versions, git state, metrics, logs, a trace.
 
 Rank 0 writes everything but the logs, of which each rank has its own. No credential is ever
 written: the config holds none, and the environment is not recorded.
@@ -105,14 +105,14 @@ def git_state(checkout: Path) -> tuple[dict[str, Any], bytes]:
 class MetricsWriter:
     """Appends one line a step to metrics.jsonl, the same numbers to TensorBoard.
 
-    Every line is written at once: a killed run keeps all steps it finished. A disk that is full is
-    told and ends nothing (`Appended`). Steps that an earlier start did after the checkpoint are
-    done again: their lines go to metrics.abandoned.jsonl, those of the other files likewise.
+    Every line is written at once: a killed run keeps all steps it finished. A full disk is logged
+    and does not end the run (`Appended`). Steps that an earlier start did after the checkpoint are
+    repeated: their lines go to metrics.abandoned.jsonl, those of the other files likewise.
 
     Args:
         folder: of the run.
         first_step: steps that were done before.
-        display: shows each step to who watches; None shows nothing.
+        display: shows each step on stdout; None shows nothing.
     """
 
     def __init__(self, folder: Path, first_step: int, display: StepDisplay | None = None):
@@ -180,14 +180,14 @@ class _Board:
 
 
 class _LogFile(logging.FileHandler):
-    """A log whose disk may be full for a while: said once, without a traceback for every line."""
+    """A log file; a full disk is reported once, not with a traceback for every line."""
 
     def __init__(self, file: Path):
         super().__init__(file)
         self._told = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Take an error met while `record` was written."""
+        """Report an error of writing `record`."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
