@@ -18,10 +18,11 @@ import pytest
 
 from data_pipeline.store.open import open_store
 from launch.local.s3_server import S3Server
+from tests import ROOT, fork_server
 from tests.fault.campaign.compare import difference, exact
 from tests.fault.campaign.kills import uploads
 from tests.fault.campaign.phases import phase_of
-from tests.fault.campaign.processes import ROOT, Training, wait_until
+from tests.fault.campaign.processes import Training, wait_until
 from tests.fault.campaign.runs import LATEST, Campaign, Result, after_strike, newest
 from tests.fault.fault_proxy import Fault, FaultProxy
 
@@ -74,7 +75,11 @@ def story(planted):
     campaign.build()
     _upload(campaign.data_root, f"s3://{BUCKET}/corpus")
     data = f"data.root=s3://{BUCKET}/corpus"
-    alone = campaign.straight(data, f"checkpoint.place=s3://{BUCKET}/alone", steps=STEPS)
+    settings = campaign.settings(data, f"checkpoint.place=s3://{BUCKET}/alone", steps=STEPS)
+    alone = campaign.folder / "alone"
+    command = ["-m", "launch.cli", "train", "--config", "tiny_cpu", "--run-dir", str(alone)]
+    done = fork_server.run([*command, *settings], timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
     place, run_dir = f"s3://{BUCKET}/killed", campaign.folder / "killed"
     settings = campaign.settings(data, f"checkpoint.place={place}", steps=STEPS)
     late = Fault("late", "PUT", "step_00000004/.*safetensors", delay=60, times=None)
