@@ -106,7 +106,8 @@ def start(
     environment: Mapping[str, str] | None = None,
 ) -> Fork:
     """Start `python ARGUMENTS`: a script, or a module by -m, or code by -c."""
-    own = {"PYTHONWARNINGS": "ignore", "PYTHON_EXEC": str(_server() / "python")}
+    own = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    own["PYTHON_EXEC"] = str(_server() / "python")  # torchrun's
     values = {**os.environ, **own, **(environment or {})}
     job = {"arguments": list(arguments), "environment": values, "cwd": str(ROOT)}
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
