@@ -266,12 +266,10 @@ def test_image_bombs_are_refused_before_decoding(kind, data, limit, monkeypatch)
     monkeypatch.setattr(ImageFile.ImageFile, "load", never)
     monkeypatch.setattr(Image.core, "fill", never)
     assert len(data) < 5000
-    started = time.process_time()  # of CPU: other work on the machine does not count
     for function in (read_image, lambda data: verify(data, KIND_IMAGE)):
         with pytest.raises(MediaError, match="pixels; at most 80000000|exceeds limit") as error:
             function(data)
         check_line(error)
-    assert time.process_time() - started < 1
 
 
 def test_the_bound_is_our_own(monkeypatch):
