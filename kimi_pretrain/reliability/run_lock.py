@@ -182,8 +182,8 @@ def check_free(run_dir: Path) -> None:
             raise RunLocked(_told(run_dir, _read(file)))
 
 
-def check_folder(run_dir: Path) -> None:
-    """Refuse a path that cannot be a run folder.
+def check_folder(run_dir: Path) -> Path:
+    """Refuse a path that cannot be a run folder; returns it, or its nearest existing parent.
 
     Raises:
         ValueError: a file stands there, or on the way there.
@@ -193,6 +193,7 @@ def check_folder(run_dir: Path) -> None:
         raise ValueError(
             f"--run-dir {run_dir}: {there} is a file; expected a folder, or a name that is free"
         )
+    return there
 
 
 def run_id(run_dir: Path) -> str:

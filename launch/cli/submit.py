@@ -175,11 +175,10 @@ def check_folder(folder: Path, seeds: tuple[int, ...], resume: str | None) -> No
         raise ValueError(
             f"--run-dir {folder}: SLURM's files cannot name it; use letters, digits and ./+=,@-_"
         )
-    run_lock.check_folder(folder)
+    there = run_lock.check_folder(folder)
     if resume != LATEST:  # also with another checkpoint: its own would be newer than that
         for one in run_folders(folder, seeds):
             check_fresh(one)
-    there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
