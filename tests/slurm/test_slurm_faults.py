@@ -165,7 +165,9 @@ def test_room_for_a_partition_that_goes_first(lab, overrides, tmp_path, straight
 
 def test_what_the_user_must_mend_ends_the_job_at_once(lab, overrides, tmp_path):
     done = subprocess.run(
-        jobs.command(tmp_path / "run", *overrides, "--follow", "data.root=/nothing"),
+        jobs.command(
+            tmp_path / "run", *overrides, "--follow", "--unchecked", "data.root=/nothing"
+        ),
         env=jobs.environment(lab), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stdout + done.stderr
@@ -187,7 +189,7 @@ def test_a_chain_of_two_stages(lab, overrides, tmp_path):
 
 
 def test_a_failed_stage_cancels_the_next(lab, overrides, tmp_path):
-    first = jobs.submit(lab, tmp_path / "one", *overrides, "data.root=/nothing")
+    first = jobs.submit(lab, tmp_path / "one", *overrides, "--unchecked", "data.root=/nothing")
     second = jobs.submit(lab, tmp_path / "two", *overrides, f"--after={first}")
     assert jobs.wait_end(lab, first).state == "FAILED"
     assert jobs.wait_end(lab, second).state == "CANCELLED"
