@@ -104,6 +104,7 @@ EDGES = [
     Case("no_blocks", SMALL.replace(depth=0), ((1, 6, 6), (4, 2, 10), (2, 8, 4))),
 ]
 RANDOM = [random_case(seed) for seed in range(NUM_RANDOM)]
+MORE = [pytest.param(case, marks=pytest.mark.slow) for case in RANDOM[16:]]
 FAINT = [replace(case, name=f"faint{case.seed}", gain=0.1) for case in RANDOM[:NUM_FAINT]]
 
 
@@ -288,7 +289,7 @@ def test_enough_cases_mix_frame_counts():
     assert {t for case in mixed for t, _, _ in case.grids} == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("case", [*EDGES, *RANDOM], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*EDGES, *RANDOM[:16], *MORE], ids=lambda case: case.name)
 def test_equals_transformers(case):
     assert not over(distances_from_oracle(case, filled_encoder(case)), TOLERANCE)
 
