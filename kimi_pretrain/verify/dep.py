@@ -7,7 +7,7 @@ that the same step can be run again with a planted fault.
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class _Job:
                 FAULTS[name].plant(replaced, self._run, vision)
             replaced.put(self._run.update, "run", self._norm_only)
             report = self._step(batch, len(losses) + 1, name)
-        _write(self._run, report, losses, self._routes.values(), self._folder / name)
+        self._write(report, losses, name)
 
     def _norm_only(self, loss_tokens: int, loss: float) -> UpdateReport:
         """Stand in for the update: weights and gradients stay, only the norm is taken."""
@@ -118,38 +118,34 @@ class _Job:
             self._routes[number] = watch.report(number)
         return report
 
-
-def _write(
-    run: Run, report: StepReport, losses: Sequence[float], routes: Iterable[StepRoutes],
-    folder: Path,
-) -> None:  # fmt: skip
-    """Write the gradients of the tensors that this rank owns, and on rank 0 the rest."""
-    divisor = max(1, report.loss_tokens)
-    mine = (
-        (tensor.name, tensor.grad() / divisor)
-        for tensor in run.update.named
-        if run.update.optimizer.leads(tensor.name)
-    )
-    write_gradients(folder, run.mesh.rank, mine)
-    facts = StepFacts(
-        losses=[*losses, report.loss],
-        grad_norm=report.update.grad_norm,
-        loss_tokens=report.loss_tokens,
-        vision_tokens=report.vision_tokens,
-        items=report.items,
-        skipped_samples=len(report.skipped),
-        differing=differing_copies(run),
-        routes=tuple(routes),
-    )
-    vision = report.vision
-    plan = {
-        "items": len(vision.rank),
-        "patches": int(vision.patches.sum()),
-        "encoding_ranks": len(set(vision.shares.rank.tolist())),
-        "moved_items": int((vision.rank != vision.home).sum()),
-        "shared_items": int((vision.parts > 1).sum()),
-    }
-    _write_facts(run, folder, {"step": asdict(facts), "plan": plan})
+    def _write(self, report: StepReport, losses: Sequence[float], name: str) -> None:
+        """Write the gradients of the tensors that this rank owns, and on rank 0 the rest."""
+        run, vision, folder = self._run, report.vision, self._folder / name
+        divisor = max(1, report.loss_tokens)
+        mine = (
+            (tensor.name, tensor.grad() / divisor)
+            for tensor in run.update.named
+            if run.update.optimizer.leads(tensor.name)
+        )
+        write_gradients(folder, run.mesh.rank, mine)
+        facts = StepFacts(
+            losses=[*losses, report.loss],
+            grad_norm=report.update.grad_norm,
+            loss_tokens=report.loss_tokens,
+            vision_tokens=report.vision_tokens,
+            items=report.items,
+            skipped_samples=len(report.skipped),
+            differing=differing_copies(run),
+            routes=tuple(self._routes.values()),
+        )
+        plan = {
+            "items": len(vision.rank),
+            "patches": int(vision.patches.sum()),
+            "encoding_ranks": len(set(vision.shares.rank.tolist())),
+            "moved_items": int((vision.rank != vision.home).sum()),
+            "shared_items": int((vision.parts > 1).sum()),
+        }
+        _write_facts(run, folder, {"step": asdict(facts), "plan": plan})
 
 
 def differing_copies(run: Run) -> list[str]:

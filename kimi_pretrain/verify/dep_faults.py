@@ -82,10 +82,6 @@ def _alone(run: "Run", vision: VisionPlan) -> str | None:
     return _not_trained(run, vision)
 
 
-def _no_pair(run: "Run", vision: VisionPlan) -> str | None:
-    return None if _neighbours(vision) else "no rank receives two items in this step"
-
-
 def _one_replica(run: "Run", vision: VisionPlan) -> str | None:
     alone = run.mesh.num_replicas == 1
     return "layout.dp=1: the only replica's tokens are all tokens" if alone else None
@@ -140,7 +136,10 @@ def _lost_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     replaced.put(exchange, "hand_back", losing)
 
 
-@_fault("two items arrive in each other's place, and so do their gradients", _no_pair)
+@_fault(
+    "two items arrive in each other's place, and so do their gradients",
+    lambda _, plan: None if _neighbours(plan) else "no rank receives two items in this step",
+)
 def _swapped_items(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     """Swap both ways, so that the gradients fit what was seen: only the pictures are wrong."""
     exchange, pair = run.train_step.exchange, _neighbours(vision)

@@ -40,8 +40,12 @@ class VerifyDep(Verification):
 
     steps: int = 1
     faults = FAULTS
-    same = "the step with DEP is the step without it"
-    different = {"comparison": "the step with DEP is not the step without it"}
+    verdicts = {
+        "comparison": (
+            "the step with DEP is the step without it",
+            "the step with DEP is not the step without it",
+        )
+    }
 
     def prepare(self, config: Config) -> Config:
         """Return the configuration of the job with DEP."""

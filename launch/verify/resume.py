@@ -52,10 +52,15 @@ class VerifyResume(Verification):
     stop_after: int = 2
     elsewhere: tuple[str, ...] | None = None
     faults = RESUME_FAULTS
-    same = "the resumed run is the run that was never stopped, bit for bit"
-    different = {
-        "comparison": "the resumed run is not the run that was never stopped",
-        "elsewhere": "in the other layout it is another run",
+    verdicts = {
+        "comparison": (
+            "the resumed run is the run that was never stopped, bit for bit",
+            "the resumed run is not the run that was never stopped",
+        ),
+        "elsewhere": (
+            "in another layout the same but for rounding",
+            "in the other layout it is another run",
+        ),
     }
 
     def prepare(self, config: Config) -> Config:

@@ -57,15 +57,16 @@ def faults_table(kind: Verification, faults: dict[str, dict[str, Any]]) -> Table
 def verdict(kind: Verification, result: dict[str, Any]) -> str:
     """Return the last line, with markup."""
     planted = f" (planted: {result['planted']})" if "planted" in result else ""
-    for key, different in kind.different.items():  # the first is of "comparison"
-        if result[key] and not result[key]["passed"]:
+    compared = {key: both for key, both in kind.verdicts.items() if result[key]}
+    for key, (_, different) in compared.items():  # the first is of "comparison"
+        if not result[key]["passed"]:
             return f"[red]FAIL[/red]: {different}{planted}"
         if planted:
             return f"PASS: nothing was found{planted}"
     missed = [name for name, fault in result["faults"].items() if not fault.get("found", True)]
     if missed:
         return f"[red]FAIL[/red]: planted and not found: {', '.join(missed)}"
-    return f"[green]PASS[/green]: {kind.same}"
+    return f"[green]PASS[/green]: {', and '.join(same for same, _ in compared.values())}"
 
 
 def number(value: float | None, form: str = "{:.1e}") -> str:

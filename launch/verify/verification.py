@@ -32,14 +32,12 @@ class Verification:
 
     Attributes:
         faults: that can be planted.
-        same: the last line of a result that passes.
-        different: key of a comparison in the result -> the last line where it fails.
+        verdicts: key of a comparison in the result -> what to say where it passes, and where not.
         steps: to run.
     """
 
     faults: ClassVar[Mapping[str, Fault[*tuple[Any, ...]]]]
-    same: ClassVar[str]
-    different: ClassVar[Mapping[str, str]]
+    verdicts: ClassVar[Mapping[str, tuple[str, str]]]
     steps: int
 
     def prepare(self, config: Config) -> Config:

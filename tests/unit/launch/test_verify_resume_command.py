@@ -54,7 +54,7 @@ def test_what_passes_says_what_was_compared(capsys):
         "resumed with dp=2: errors of the loss 1.0e-07, 0.0e+00, of the gradient norm 2.0e-07, "
     )
     assert lines[1].endswith("every step read the same samples")
-    assert lines[2].startswith("PASS")
+    assert lines[2].endswith("bit for bit, and in another layout the same but for rounding")
 
 
 def test_what_fails_says_where(capsys):
