@@ -23,6 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.synthetic_index import synthetic_index  # noqa: E402
 from data_pipeline.augment.config import AugmentConfig, CropConfig  # noqa: E402
 from data_pipeline.config import BlendStage, DataConfig  # noqa: E402
 from data_pipeline.index.columns import SourceIndex  # noqa: E402
@@ -51,7 +52,7 @@ def made_source(name: str, samples: int, seed: int) -> SourceIndex:
     items = int(ptr[-1])
     pixels = rng.lognormal(np.log(max(side, 1)), 0.5, (2, items)).clip(28, 6000)
     owner = np.repeat(np.arange(samples), count)
-    return SourceIndex.from_columns(
+    return synthetic_index(
         name,
         tokens,
         category="caption" if media else "text",

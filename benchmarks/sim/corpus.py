@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.synthetic_index import synthetic_index
 from data_pipeline.config import DataConfig
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.plan.planner import Planner
@@ -96,7 +97,7 @@ def media_source(mix: Mix, limits: PatchLimits, seq_len: int) -> SourceIndex:
     room = mix.tokens(limits) + prefix + 1
     first = _first_of_samples(room, mix.document, seq_len - 2 - DOCUMENT_TEXT)
     samples = int(first.sum())
-    return SourceIndex.from_columns(
+    return synthetic_index(
         MEDIA,
         np.full(samples, DOCUMENT_TEXT),
         category="caption",
@@ -124,7 +125,7 @@ def text_source(seed: int) -> SourceIndex:
     """Return a source of texts of log-normal lengths."""
     draw = np.random.Generator(np.random.Philox(seed))
     lengths = draw.lognormal(np.log(TEXT_MEDIAN), TEXT_SPREAD, TEXTS)
-    return SourceIndex.from_columns(TEXT, lengths.clip(20, 100_000).astype(np.int64))
+    return synthetic_index(TEXT, lengths.clip(20, 100_000).astype(np.int64))
 
 
 def steps(data: DataConfig, count: int, mix: Mix) -> Iterator[GlobalPlan]:

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from data_pipeline.index.columns import PIECE_ITEM, PIECE_TEXT, SourceIndex
+from benchmarks.synthetic_index import synthetic_index
+from data_pipeline.index.columns import PIECE_ITEM, PIECE_TEXT
 from data_pipeline.plan.blend import append_segment, blend
 from data_pipeline.plan.order import ShardOrder
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, grid
@@ -29,7 +30,7 @@ def made_index(name, shard_sizes, seed=0, *, text=(3, 120), media=0.0, video=0.2
         item_ptr.append(len(items))
     names = ["kind", "media", "chunk", "frames", "height", "width", "text_before", "prefix"]
     columns = np.array(items, np.int64).reshape(-1, len(names)).T
-    return SourceIndex.from_columns(
+    return synthetic_index(
         name,
         text_tokens,
         item_ptr=item_ptr,

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.synthetic_index import synthetic_index
 from data_pipeline.index.columns import (
     COLUMNS,
     GROUPS,
@@ -103,7 +104,7 @@ def test_write_then_read_keeps_every_column(store):
 
 def test_an_index_of_no_items_and_of_one_sample(store):
     for tokens in ([7], [7, 8, 9]):
-        made = SourceIndex.from_columns(f"t{len(tokens)}", tokens)
+        made = synthetic_index(f"t{len(tokens)}", tokens)
         write_index(store, made)
         found = read_index(store, made.name)
         assert found.text_tokens.tolist() == tokens
@@ -193,7 +194,7 @@ def test_another_schema_is_refused(store, source):
 
 
 def test_an_index_that_is_not_the_manifests_is_refused(store, source):
-    write_index(store, SourceIndex.from_columns("other", [1, 2]))
+    write_index(store, synthetic_index("other", [1, 2]))
     store.put("src/index.parquet", store.get("other/index.parquet"))
     with pytest.raises(IndexMismatch, match="src: index_sha256 is .* expected"):
         read_index(store, "src")
@@ -256,11 +257,11 @@ def test_check_shards_reads_media_too(store, source):
 
 def test_columns_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="item_kind has 1 entries, expected 2"):
-        SourceIndex.from_columns("x", [1], item_ptr=[0, 2], item_kind=[0], item_width=[1, 1])
+        synthetic_index("x", [1], item_ptr=[0, 2], item_kind=[0], item_width=[1, 1])
     with pytest.raises(ValueError, match="unknown columns"):
-        SourceIndex.from_columns("x", [1], itme_kind=[0])
+        synthetic_index("x", [1], itme_kind=[0])
     with pytest.raises(ValueError, match="grouped"):
-        SourceIndex.from_columns("x", [1, 1, 1], shard=[0, 1, 0])
+        synthetic_index("x", [1, 1, 1], shard=[0, 1, 0])
 
 
 def test_an_index_cannot_be_changed():

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import webdataset as wds
 
-from data_pipeline.index.columns import ShardInfo, SourceIndex
+from benchmarks.synthetic_index import synthetic_index
+from data_pipeline.index.columns import ShardInfo
 from data_pipeline.index.manifest import IndexMismatch, read_index, write_index
 from data_pipeline.index.shards import ShardBuilder, sample_json
 from data_pipeline.plan.blend import UNITS, append_segment, blend
@@ -73,7 +74,7 @@ def write_source(store, name, shards, kinds=(KIND_IMAGE,), body=None):
         infos.append((key, len(shard.data), shard.sha256, shard.samples))
     columns = np.array(items, np.int64).reshape(-1, 6).T
     names = ("kind", "media", "chunk", "offset", "length", "crc")
-    index = SourceIndex.from_columns(
+    index = synthetic_index(
         name, np.ones(number), key=[f"{name}-{i:03d}" for i in range(number)],
         shards=[ShardInfo(*info) for info in infos], item_ptr=pointer, shard=places,
         json_offset=offsets, json_length=lengths, json_crc=crcs,
