@@ -3,7 +3,7 @@
 ``geometry`` (sizes and token counts, integers only), ``media`` (bytes to pixels) and ``preprocess``
 (pixels to patches) need no torch; ``model`` holds the network, ``weights`` its checkpoints. Names
 are loaded on first use, so a data process that only counts tokens never imports torch. The package
-knows nothing of training and works alone.
+knows nothing of training and works alone, with the base class in ``typed_config``.
 """
 
 from importlib import import_module
