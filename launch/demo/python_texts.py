@@ -37,7 +37,7 @@ def standard_library() -> Path:
 
 def modules() -> list[Path]:
     """Return the top-level modules of the standard library, sorted by name."""
-    # `_sysconfigdata` is written by whoever built this Python and is no prose and no code.
+    # `_sysconfigdata` holds this Python's build settings, which differ between machines.
     found = standard_library().glob("*.py")
     return sorted((p for p in found if not p.name.startswith("_sysconfig")), key=lambda p: p.name)
 

@@ -171,7 +171,7 @@ def follow(
             continue
         heard = time.monotonic()
         for one in found:
-            # The log first: its lines are older than the state that is told next.
+            # The log first: its lines are older than the change of state reported below.
             tail = tails.setdefault(one.label, Tail(one.log))
             front = f"{one.label}: " if "_" in one.label else ""
             for line in tail.lines():

@@ -86,7 +86,7 @@ def directives(job: Job, options: SlurmOptions) -> list[str]:
         "dependency": f"afterok:{after}" if after else None,
         # Otherwise a job whose predecessor failed waits for ever.
         "kill-on-invalid-dep": "yes" if after else None,
-        # The folder must exist when sbatch runs: SLURM fails the job without a word otherwise.
+        # The folder must exist when sbatch runs: otherwise SLURM fails the job without a message.
         "output": log_file(job.run_dir, options),
         "open-mode": "append",
         # "B:" sends the signal to the script only, not to the ranks.
