@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from launch.local.s3_server import S3Server
 from tests import ROOT, fork_server
 from tests.fault.campaign.compare import difference, exact
 from tests.fault.campaign.kills import uploads
-from tests.fault.campaign.phases import phase_of
+from tests.fault.campaign.phases import PHASES, phase_of
 from tests.fault.campaign.processes import Training, wait_until
 from tests.fault.campaign.runs import LATEST, Campaign, Result, after_strike, newest
 from tests.fault.fault_proxy import Fault, FaultProxy
@@ -198,6 +199,17 @@ def test_errors_of_the_store_show_no_secret(planted, tmp_path, monkeypatch):
     told.append(f"{error.value!r} {error.value.__cause__!r}")
     for text in told:
         assert not any(word in text for word in (planted.key, planted.secret, wrong, token)), text
+
+
+def test_phases_are_told_by_files_and_functions_that_exist():
+    """A name that has moved would be missed by no other test."""
+    megatron = Path(find_spec("megatron.core").origin).parent
+    ours = [ROOT / name for name in ("data_pipeline", "kimi_pretrain", "launch")]
+    files = [str(file) for root in (*ours, megatron) for file in root.rglob("*.py")]
+    for ending, function, _ in PHASES:
+        known = [f for f in files if (ending in f if ending.endswith("/") else f.endswith(ending))]
+        assert known, ending
+        assert any(f"def {function}" in Path(file).read_text() for file in known), function
 
 
 def test_phases_are_read_from_stacks():
