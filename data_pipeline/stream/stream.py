@@ -161,6 +161,7 @@ class SampleStream:
         register(opened, shard_versions(self.indices))
         # How another process opens the store, None where it cannot.
         self._root = opened.uri if isinstance(opened, FolderStore) else None
+        self._opens = isinstance(store, str)
         self._root = store if isinstance(store, str) else self._root
         self._pid = os.getpid()
         self._store: Store | None = opened
@@ -291,13 +292,16 @@ class SampleStream:
         self._moves += 1
 
     def close(self) -> None:
-        """End all threads. Requests under way are waited for."""
+        """End all threads, and close the store if the stream opened it. Waits for requests."""
         self._forget()
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
         if self._extents:
             self._extents.close()
         self._pool = self._extents = None
+        if self._opens and self._store is not None:
+            self._store.close()
+            self._store, self._pid = None, -1  # iterating again opens it again
 
     def __enter__(self) -> "SampleStream":
         return self
@@ -406,8 +410,9 @@ class SampleStream:
             while futures:
                 yield from futures.popleft().result(PATIENCE_S)
         finally:
-            for future in futures:
-                future.cancel()
+            if self._pid == os.getpid():  # in a forked copy their locks may be held for ever
+                for future in futures:
+                    future.cancel()
 
     def _tasks(
         self, worker: int, num_workers: int, group: bool

@@ -582,6 +582,21 @@ def test_another_process_opens_its_own_store(built):
         next(remote.batches())
 
 
+def test_a_closed_stream_is_opened_again(built, monkeypatch):
+    store, indices = built
+    names = [index.name for index in indices]
+    whole = list(islice(SampleStream(store, indices, BLENDED), 20))
+    closed = []
+    monkeypatch.setattr(FolderStore, "close", lambda self: closed.append(self.uri))
+    stream = SampleStream(store.uri, names, BLENDED)
+    first = list(islice(stream, 12))
+    stream.close()
+    assert closed == [store.uri]
+    assert first + list(islice(stream, 8)) == whole
+    SampleStream(store, indices, BLENDED).close()
+    assert len(closed) == 1, "a store of the caller's stays open"
+
+
 def test_ranks_without_samples_are_refused(built):
     store, indices = built
     with (
