@@ -60,6 +60,9 @@ class Training:
             ns_dtype="float32", bucket_elements=100,
         )  # fmt: skip
         self.clipped = 0
+        if parallel:  # DDP orders its buckets anew after the first backward, and sums with them
+            self.model(tokens(0)).backward()
+            self.optimizer.zero_grad()
 
     def train(self, until: int) -> "Training":
         for step in range(self.steps, until):
