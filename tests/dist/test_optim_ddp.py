@@ -1,4 +1,8 @@
-"""The public optimizer, sharded over three processes under DistributedDataParallel."""
+"""The public optimizer, sharded over two processes under DistributedDataParallel.
+
+Two, because DDP orders its sums anew after its first step, as also after a resume: only the sum of
+two gradients has the same bits in any order.
+"""
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> list[dict]:
     """Results of the ranks."""
-    return run_ranks(ddp_worker.__file__, 3, tmp_path_factory.mktemp("ddp"))
+    return run_ranks(ddp_worker.__file__, 2, tmp_path_factory.mktemp("ddp"))
 
 
 @pytest.fixture(params=["fp64", "fp32", "bf16"])
@@ -46,22 +50,22 @@ def test_sharded_equals_every_rank_doing_all(job):
         assert error(rank["fp32"]["sharded"], rank["fp32"]["unsharded"]) <= 1e-4
 
 
-def test_three_processes_equal_one(job):
-    """In fp64, where gradients of thirds of the batch and of all of it are alike."""
+def test_two_processes_equal_one(job):
+    """In fp64, where gradients of halves of the batch and of all of it are alike."""
     alone = Training(torch.float64).train(STEPS)
     assert error(job[0]["fp64"]["sharded"], alone.weights()) <= 1e-5
     assert alone.clipped == 1
 
 
 def test_the_maxima_of_all_ranks_clip_on_all(ranks):
-    assert [rank["clipped"] for rank in ranks] == [1, 1, 1]
+    assert [rank["clipped"] for rank in ranks] == [1, 1]
 
 
 def test_state_is_divided(ranks):
     owned = [rank["owned"] for rank in ranks]
     assert all(owned)
     assert sorted(sum(owned, [])) == list(range(len(list(Toy(torch.float32).parameters()))))
-    assert [rank["full"] is not None for rank in ranks] == [False, True, False]
+    assert [rank["full"] is not None for rank in ranks] == [False, True]
     assert sorted(ranks[1]["full"]["state"]) == sorted(sum(owned, []))
 
 
