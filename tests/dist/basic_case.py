@@ -85,8 +85,8 @@ def colocated_gradients(run) -> dict[str, torch.Tensor]:
     """The same batch with the encoder inside the graph: no DEP, no schedule, no reduction."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from kimi_pretrain.engine.microbatch import build_microbatches
     from kimi_pretrain.dep.planner import grids_of
+    from kimi_pretrain.engine.microbatch import build_microbatches
 
     batch = next(run.loader)
     plan, items = batch.plan, batch.plan.items
@@ -253,8 +253,8 @@ def layers_against_twins(run) -> dict[str, float]:
 
 def language_model(run) -> dict:
     """Logits of three packed documents, the weights by name, and transformers' configuration."""
-    from kimi_pretrain.engine.packed_attention import PackedRows
     from kimi_pretrain.engine.microbatch import Microbatch
+    from kimi_pretrain.engine.packed_attention import PackedRows
 
     language = run.config.model.language
     generator = torch.Generator().manual_seed(2)

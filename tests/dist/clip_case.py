@@ -183,10 +183,10 @@ def fused_wiring(run) -> dict:
 
     from kimi_pretrain.config import ConfigError
     from kimi_pretrain.engine import model_builder
-    from kimi_pretrain.engine.packed_attention import document_borders, of_all_heads
     from kimi_pretrain.engine.backbone import build_backbone
     from kimi_pretrain.engine.fused_attention import FusedCoreAttention, kernel_rows
     from kimi_pretrain.engine.microbatch import build_microbatches
+    from kimi_pretrain.engine.packed_attention import document_borders, of_all_heads
     from kimi_pretrain.update import Update
 
     asked = {"attention": "transformer_engine"}

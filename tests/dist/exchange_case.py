@@ -1,9 +1,7 @@
 """One of four processes: the exchange and the sum of gradients, without model and engine."""
 
 import os
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch

@@ -1,10 +1,7 @@
 """Starts real processes on small configurations and brings back what they computed."""
 
-from tests import ROOT, fork_server
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import fork_server
 
 WORKER = Path(__file__).parent / "worker.py"
 
@@ -29,7 +27,8 @@ SMALL = (
     "data.pack_window=64", "data.prefetch_steps=1",
     "data.schedule=[]", "data.max_epochs={}", "data.augment={}", "data.cache=null",
     "data.limits={image: 256, frame: 64}", "optim.warmup_steps=2", "train.rows_per_microbatch=1",
-    "train.efficiency_pairs=0", "train.trace_step=null", "train.pictures=false", "checkpoint.every=null",
+    "train.efficiency_pairs=0", "train.trace_step=null", "train.pictures=false",
+    "checkpoint.every=null",
 )  # fmt: skip
 
 

@@ -16,9 +16,7 @@ from tests.dist.jobs import SMALL
 
 
 @contextmanager
-def started(
-    run_dir: Path, *arguments: str, cwd: Path | None = None
-) -> Iterator[subprocess.Popen]:
+def started(run_dir: Path, *arguments: str, cwd: Path | None = None) -> Iterator[subprocess.Popen]:
     """Run `kimi-pretrain train` as a person would; it is ended with the test at the latest."""
     command = [  # -P: as the installed command, which does not look into the working folder
         sys.executable, "-P", "-m", "launch.cli", "train", "--config", "tiny_cpu",

@@ -5,7 +5,6 @@ every scenario in every layout and leaves FOLDER/rank{RANK}.pt. The first two ra
 of two processes. The parent test process uses the same functions alone.
 """
 
-import dataclasses
 import hashlib
 import sys
 from collections.abc import Callable, Iterator

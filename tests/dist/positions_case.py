@@ -12,10 +12,10 @@ from data_pipeline.config import DataConfig
 from data_pipeline.loader import StepBatch
 from data_pipeline.plan.planner import Planner
 from kimi_pretrain.config import load_config
+from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import build_microbatches, replica_rows
 from kimi_pretrain.step import TrainStep
-from kimi_pretrain.dep.planner import VisionPlanner
 from tests.unit.data_pipeline.plain import made_index
 
 DATA = DataConfig(

@@ -45,7 +45,9 @@ def tied_routes(run) -> dict[str, Any]:
         ):
             take(ours, f"{case}/dep", 1, None, bound, fault)
             take(plain, f"{case}/reference", 2, case, bound)
-            compared = compare_jobs(folder / case / "dep", folder / case / "reference", tolerance, ())
+            compared = compare_jobs(
+                folder / case / "dep", folder / case / "reference", tolerance, ()
+            )
             found[case] = compared.as_dict()["comparison"]
     return json.loads(json.dumps(found))
 

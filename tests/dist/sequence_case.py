@@ -36,7 +36,9 @@ def _shared_attention() -> dict[str, float]:
         gathered = torch.cat(held)
         out, maxima = torch.zeros_like(twin), []
         for rank, mine in enumerate(held):
-            parts = packed_attention.segment_batches(BORDERS, DOCUMENTS, torch.device("cpu"), shared, rank)
+            parts = packed_attention.segment_batches(
+                BORDERS, DOCUMENTS, torch.device("cpu"), shared, rank
+            )
             found, max_logits = packed_attention.packed_attention(
                 q[mine], k[gathered], v[gathered], parts, 0.3
             )

@@ -6,7 +6,7 @@ leaves FOLDER/rank{RANK}.pt. The parent test process makes the same encoders, it
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch

@@ -1,6 +1,5 @@
 """The distributed optimizer as one process: resume, masters, what is done at a time, refusals."""
 
-
 import pytest
 import torch
 

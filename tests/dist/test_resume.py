@@ -1,7 +1,7 @@
 """A resumed run equals an uninterrupted one (I3); a bad checkpoint is refused before training."""
 
-import re
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kimi_pretrain.checkpoint.load import load
-from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.checkpoint.saver import CheckpointSaver
+from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.status import read_status
 from moonvit3d.model import VisionEncoder, initialise

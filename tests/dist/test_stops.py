@@ -13,9 +13,8 @@ import pytest
 
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.reliability.status import Status, read_status
-from launch.local import supervise
-from launch.local import torchrun
 from launch.cli.data_show import find_anomaly, show_rows
+from launch.local import supervise, torchrun
 from tests import ROOT
 from tests.dist.jobs import SMALL, layout, read_metrics, train
 from tests.dist.live import (
@@ -368,8 +367,9 @@ def test_a_run_killed_before_its_first_save_begins_again_and_keeps_its_lines(
     code, message = planted(run_dir, "draws", 1, *settings, other, resume="latest")
     assert code == 2
     assert message is not None
-    assert f"saves to {run_dir}/checkpoints (run.json), but checkpoint.place is {tmp_path}/other" in (
-        message
+    assert (
+        f"saves to {run_dir}/checkpoints (run.json), but checkpoint.place is {tmp_path}/other"
+        in (message)
     )
     code, message = planted(tmp_path / "rnu", "draws", 1, *settings, resume="latest")
     assert code == 2

@@ -107,7 +107,8 @@ def test_both_machines_go_on_after_one_lost_a_process(overrides, straight, tmp_p
         ranks = [
             child
             for child in psutil.Process(started[1].pid).children(recursive=True)
-            if "launch.local.worker" in child.cmdline() and "torch.distributed.run" not in child.cmdline()
+            if "launch.local.worker" in child.cmdline()
+            and "torch.distributed.run" not in child.cmdline()
         ]
         ranks[0].send_signal(signal.SIGKILL)
         ends_well(started, logs)

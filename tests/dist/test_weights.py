@@ -5,12 +5,8 @@ epsilon of 1e-6 whatever the configuration says, the engine (as Megatron-Core, v
 the configuration's: with norm_eps=1e-6 both are the same, with 1e-5 they part by some 1e-5.
 """
 
-from tests import ROOT, docs, fork_server
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +18,7 @@ from safetensors.torch import save_file
 from data_pipeline.text import NUM_SPECIAL, train_ranks
 from kimi_pretrain.weights import hf_export
 from kimi_pretrain.weights.weight_reader import open_weights
+from tests import ROOT, docs, fork_server
 from tests.dist.deepseek import deepseek_v3
 from tests.dist.jobs import SMALL, layout, run_jobs
 from tests.dist.weights_case import BORDERS, GRID, inputs
@@ -278,7 +275,9 @@ def held_out(data_root: Path, root: Path):
         return ImageSegment(encoded(np.full((side, side, 3), side, np.uint8)), "png")
 
     texts = [[TextSegment("a cat sat"), TextSegment(" on a mat", False)], [TextSegment(BOOK)]]
-    digits = [[picture(28 * i), TextSegment("see 4", False), TextSegment(f" read {i}7")] for i in (1, 2)]
+    digits = [
+        [picture(28 * i), TextSegment("see 4", False), TextSegment(f" read {i}7")] for i in (1, 2)
+    ]
     others = [[picture(), TextSegment("no number")], [picture(), picture(), TextSegment("8")],
               [picture(), TextSegment(BOOK)], *texts]  # fmt: skip
     for name, samples in (("texts", texts), ("mixed", digits + others), ("bare", others[:1])):
@@ -301,7 +300,7 @@ leave(0)
 
 
 def test_an_evaluation_counts_what_it_says(work, data_root, tmp_path):
-    """Whole texts, longer ones than a microbatch too, against transformers; and what is left out."""
+    """Whole texts, longer ones than a microbatch too, against transformers; what is left out."""
     folder, _, _ = work
     tokenizer, texts = held_out(data_root, tmp_path)
     (step,) = (folder / PLAIN.name).iterdir()

@@ -39,8 +39,8 @@ def weights_logits(run) -> dict:
 
     A run that starts from its seed is scrambled first, and saved to `checkpoint.place`.
     """
-    from kimi_pretrain.engine.packed_attention import PackedRows
     from kimi_pretrain.engine.microbatch import Microbatch
+    from kimi_pretrain.engine.packed_attention import PackedRows
 
     if run.config.train.start_from is None:
         scramble(run.model.tensors())
