@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from types import ModuleType
@@ -35,6 +36,8 @@ from launch.local.job import MEETING
 from tests import ROOT
 
 _LARGEST = 1 << 18  # bytes of a message: a command and its environment
+_SERVERS = 2
+_turns = count()
 _LINGER_S = 5.0  # that the other ranks of a job have when one has failed
 
 # What torchrun starts in Python's place (PYTHON_EXEC): has a fork do it, hands signals on to that,
@@ -42,12 +45,17 @@ _LINGER_S = 5.0  # that the other ranks of a job have when one has failed
 _STAND_IN = """#!{python} -IS
 import json, os, signal, socket, sys
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-connection.connect({address!r})
+connection.connect({address!r} + str(int(os.environ.get("RANK", "0")) % 2))
 job = dict(arguments=sys.argv[1:], environment=dict(os.environ), cwd=os.getcwd())
 socket.send_fds(connection, [json.dumps(job).encode()], [1, 2])
 pid = int(connection.recv(64))
+def hand_on(number, frame):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:  # it has just ended
+        pass
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-    signal.signal(number, lambda number, frame: os.kill(pid, number))
+    signal.signal(number, hand_on)
 code = int(connection.recv(64))
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
@@ -76,26 +84,35 @@ class Fork:
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(self.pid)
             for process in (root, *root.children(recursive=True)):
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 @cache
-def _server() -> Path:
-    """Start this process's server, which ends with this process; returns its folder."""
+def _servers() -> Path:
+    """Start this process's servers, which end with this process; returns their folder.
+
+    Two, with string hashes of their own, which forks inherit: neighbouring ranks, and one run and
+    the next, see sets of strings in another order, as processes that are started do.
+    """
     folder = TemporaryDirectory(prefix="forks-")
-    address, stand_in = f"{folder.name}/server", Path(folder.name, "python")
-    stand_in.write_text(_STAND_IN.format(python=sys.executable, address=address))
+    stand_in = Path(folder.name, "python")
+    stand_in.write_text(_STAND_IN.format(python=sys.executable, address=f"{folder.name}/server"))
     stand_in.chmod(0o700)
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     environment |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    server = subprocess.Popen(
-        [sys.executable, "-P", "-m", "tests.fork_server", address],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment,
-    )  # fmt: skip
-    assert server.stdin is not None
-    assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n"
-    atexit.register(lambda: (server.communicate(), folder.cleanup()))
+    servers = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "tests.fork_server", f"{folder.name}/server{number}"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
+            env=environment | {"PYTHONHASHSEED": str(number + 1)},
+        )
+        for number in range(_SERVERS)
+    ]  # fmt: skip
+    for server in servers:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+    atexit.register(lambda: ([server.communicate() for server in servers], folder.cleanup()))
     return Path(folder.name)
 
 
@@ -104,14 +121,19 @@ def start(
     output: IO[Any],
     errors: IO[Any],
     environment: Mapping[str, str] | None = None,
+    server: int = 0,
 ) -> Fork:
-    """Start `python ARGUMENTS`: a script, or a module by -m, or code by -c."""
+    """Start `python ARGUMENTS`: a script, or a module by -m, or code by -c.
+
+    Args:
+        server: which one's fork it is, modulo their number.
+    """
     own = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    own["PYTHON_EXEC"] = str(_server() / "python")  # torchrun's
+    own["PYTHON_EXEC"] = str(_servers() / "python")  # torchrun's
     values = {**os.environ, **own, **(environment or {})}
     job = {"arguments": list(arguments), "environment": values, "cwd": str(ROOT)}
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(str(_server() / "server"))
+    connection.connect(str(_servers() / f"server{server % _SERVERS}"))
     files = [output.fileno(), errors.fileno()]
     socket.send_fds(connection, [json.dumps(job).encode()], files)
     return Fork(connection)
@@ -124,8 +146,12 @@ def run(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess
         subprocess.TimeoutExpired: it took longer; it is ended.
     """
     with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
-        fork = start(arguments, output, errors)
-        code = fork.wait(timeout)
+        fork = start(arguments, output, errors, server=next(_turns))
+        try:
+            code = fork.wait(timeout)
+        except BaseException:
+            fork.kill()
+            raise
         told = [file.seek(0) or file.read() for file in (output, errors)]
         if code is None:
             fork.kill()
@@ -146,14 +172,14 @@ def run_ranks(
     end, codes = time.monotonic() + timeout, dict[int, int]()
     world = str(len(commands))
     with TemporaryFile("w+") as output, TemporaryDirectory() as folder:
-        forks = [
-            start(command, output, output, {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world,
-                "LOCAL_WORLD_SIZE": world, MEETING: folder, "GLOO_SOCKET_IFNAME": "lo",
-            })
-            for rank, command in enumerate(commands)
-        ]  # fmt: skip
+        forks: list[Fork] = []
         try:
+            for rank, command in enumerate(commands):
+                environment = {
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world,
+                    "LOCAL_WORLD_SIZE": world, MEETING: folder, "GLOO_SOCKET_IFNAME": "lo",
+                }  # fmt: skip
+                forks.append(start(command, output, output, environment, server=rank))
             while len(codes) < len(forks) and time.monotonic() < end:
                 for rank in set(range(len(forks))) - codes.keys():
                     if (code := forks[rank].wait(0.02)) is not None:
@@ -179,10 +205,16 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
     while True:
         for ready, _ in waiting.poll():
             if ready == 0:
+                for pid, _, _ in {entry[0]: entry for entry in running.values()}.values():
+                    os.kill(pid, signal.SIGKILL)
                 return None
             if ready == listener.fileno():
                 connection, _ = listener.accept()
-                message, (output, errors), _, _ = socket.recv_fds(connection, _LARGEST, 2)
+                message, files, _, _ = socket.recv_fds(connection, _LARGEST, 2)
+                if len(files) != 2:  # who asked has ended before it said what
+                    connection.close()
+                    continue
+                output, errors = files
                 pid = os.fork()
                 if pid == 0:
                     for file, number in ((output, 1), (errors, 2)):
@@ -193,7 +225,10 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                     return json.loads(message)
                 os.close(output)
                 os.close(errors)
-                connection.send(str(pid).encode())
+                with suppress(
+                    OSError
+                ):  # it has ended since: the poll below tells, and ends the fork
+                    connection.send(str(pid).encode())
                 entry = pid, os.pidfd_open(pid), connection
                 for watched in (entry[1], connection.fileno()):
                     running[watched] = entry

@@ -247,6 +247,13 @@ class SampleStream:
             yield batch
             if self._moves != moves:
                 raise RuntimeError(OUTDATED)
+        # Of a last step with fewer samples than ranks, some ranks get no batch: it is over for all.
+        left = (config.num_samples or 0) - self._position
+        if (
+            0 < left < config.batch_size
+            and len(set(piece(left, self._rank, self._world_size))) == 1
+        ):
+            self._position += left
 
     def state_dict(self) -> State:
         """Return the state after the last step handed out: JSON, below 1 KB, equal on all ranks."""
@@ -294,6 +301,9 @@ class SampleStream:
     def close(self) -> None:
         """End all threads, and close the store if the stream opened it. Waits for requests."""
         self._forget()
+        if self._pid != os.getpid():  # a forked copy: the parent's locks may be held for ever
+            self._pool = self._extents = None
+            return
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
         if self._extents:
@@ -347,7 +357,7 @@ class SampleStream:
             group: whether a worker thread does many steps in one task.
         """
         worker, num_workers = data_loader_worker()
-        if self._unfinished and num_workers:
+        if self._unfinished and num_workers and self._pid == os.getpid():  # not one of a parent's
             # Where to go on only the main process knows, which has received all workers' batches.
             raise ValueError(
                 "a DataLoader worker cannot begin again in the middle of the stream; give "

@@ -7,9 +7,11 @@ process group each parameter is updated by one rank, which broadcasts it (ZeRO-1
 so gradients have to be summed before, as DistributedDataParallel does.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 from typing import Any, Literal, overload
@@ -118,8 +120,9 @@ class MuonClip(torch.optim.Optimizer):
         bucket_elements: elements updated and broadcast at a time.
 
     Raises:
-        ValueError: parameters without names, no rule for one, a split that does not fit, a value
-            out of range, or ranks with different parameters.
+        ValueError: parameters without names, one under two names, no rule for one, a pattern that
+            matches none, a split or attention rows that do not fit, a value out of range, a
+            parameter without memory of its own, or ranks with different parameters.
     """
 
     def __init__(
@@ -143,6 +146,8 @@ class MuonClip(torch.optim.Optimizer):
         defaults = GroupValues(lr, weight_decay, momentum, nesterov, betas, eps)._asdict()
         super().__init__(params, defaults)
         self._params = _by_name(self.param_groups)
+        _check_settings(ns_steps, ns_dtype, bucket_elements, qk_clip_threshold)
+        _check_patterns(rules, self._params)
         splits = {name: _split(name, param, rules) for name, param in self._params.items()}
         self._stacked = frozenset(name for name, split in splits.items() if split and split.stacked)
         table = _RuleTable(
@@ -155,8 +160,12 @@ class MuonClip(torch.optim.Optimizer):
             for name, param in self._params.items()
         ]
         self._matrices = {tensor.name: tensor.data for tensor in named}
+        for name, param in self._params.items():
+            if param.is_meta or param.data_ptr() != self._matrices[name].data_ptr():
+                what = "on the meta device" if param.is_meta else "not contiguous"
+                raise ValueError(f"MuonClip: '{name}' is {what}; its updates would be lost")
         self._attention, self._threshold = tuple(attention), qk_clip_threshold
-        _check_attention(self._attention, self._params)
+        _check_attention(self._attention, self._matrices)
         self._values = _Values(self.param_groups, ns_steps, ns_dtype, bucket_elements)
         self._group = ReplicaGroup.of(process_group)
         self._core = DistributedMuonClip(named, {"dense": process_group}, self._values, table)
@@ -196,7 +205,8 @@ class MuonClip(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for name, param in self._params.items():
-            if param.data_ptr() != self._matrices[name].data_ptr():
+            matrix = self._matrices[name]
+            if (param.data_ptr(), param.device) != (matrix.data_ptr(), matrix.device):
                 raise RuntimeError(
                     f"MuonClip: the memory of '{name}' was replaced, so updates would be lost. "
                     "Move or load the model (model.to, load_state_dict(assign=True)) before "
@@ -232,8 +242,10 @@ class MuonClip(torch.optim.Optimizer):
                 f"qk-clip: maxima are {tuple(max_logits.shape)}, expected [layers, heads] of the "
                 f"{len(self._attention)} layers given as attention"
             )
+        for layer in self._attention:
+            _check_heads(layer, max_logits.shape[1], self._matrices)
         # Infinity stands for NaN, which a maximum over ranks may drop: both mean "no factor".
-        maxima = max_logits.detach().double()
+        maxima = max_logits.detach().to(next(iter(self._matrices.values())).device).double()
         maxima = self._group.maximum(maxima.masked_fill(maxima.isnan(), torch.inf))
         gamma = factors(maxima, self._threshold)
         for heads, own in zip(self._attention, gamma):
@@ -274,16 +286,18 @@ class MuonClip(torch.optim.Optimizer):
         """Load what this rank owns, of any number of ranks; others' entries are ignored.
 
         Values are copied as they are: torch would cast fp32 state to a bf16 parameter's dtype.
-        Parameters are matched by order, as in torch.
+        Parameters are matched by order, as in torch, and their names have to agree.
 
         Raises:
-            ValueError: other groups, an entry that is missing, or one of another shape or dtype.
-                Nothing has been changed then.
+            ValueError: other groups, names or hyperparameters, an entry that is missing, or one of
+                another shape or dtype. Nothing has been changed then.
         """
         groups = state_dict["param_groups"]
         sizes, own = ([len(g["params"]) for g in some] for some in (groups, self.param_groups))
         if sizes != own:
             raise ValueError(f"MuonClip: groups of {sizes} parameters in the state, {own} here")
+        for theirs, ours in zip(groups, self.param_groups, strict=True):
+            _check_saved_group(theirs, ours["param_names"])
         saved = [index for group in groups for index in group["params"]]
         entries, done = {}, dict.fromkeys(self._params, 0)
         for index, (name, param) in zip(saved, self._params.items(), strict=True):
@@ -330,9 +344,13 @@ class MuonClip(torch.optim.Optimizer):
 
     def _scale(self, rows: Rows, content: Tensor, other_rows: int, other: Tensor | None) -> None:
         name, start, stop = (rows, 0, None) if isinstance(rows, str) else rows
-        self._core.change_weight(
-            name, lambda weight: scale_heads_(weight[start:stop], content, other_rows, other)
-        )
+
+        def scale(weight: Tensor) -> None:
+            on = weight.device  # devices of a model may differ
+            rest = None if other is None else other.to(on)
+            scale_heads_(weight[start:stop], content.to(on), other_rows, rest)
+
+        self._core.change_weight(name, scale)
 
 
 _TORCH_NAMES = {"momentum": "momentum_buffer"}
@@ -369,7 +387,24 @@ def _by_name(groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.nn.Paramete
     if len(found := dict(pairs)) < len(pairs):
         names = Counter(name for name, _ in pairs)
         raise ValueError(f"MuonClip: {[n for n in names if names[n] > 1]} given twice")
+    first: dict[int, str] = {}
+    for name, param in pairs:
+        if (other := first.setdefault(id(param), name)) != name:
+            raise ValueError(
+                f"MuonClip: '{other}' and '{name}' are one parameter, which would be updated "
+                "twice; give it once, under one name"
+            )
     return found
+
+
+def _check_patterns(rules: Rules, names: Collection[str]) -> None:
+    """Refuse a pattern that matches no parameter: another rule would silently take its place."""
+    for pattern in () if callable(rules) else rules:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = get_close_matches(pattern, names, n=1, cutoff=0.0)
+            raise ValueError(
+                f"MuonClip: no parameter's name matches the rule '{pattern}'; the nearest is {near}"
+            )
 
 
 def _split(name: str, param: Tensor, rules: Rules) -> Split | None:
@@ -397,19 +432,73 @@ def _rule(name: str, param: Tensor, group: str, split: Split | None) -> Rule:
     return Rule("muon", group, split.pieces(name, param.shape))
 
 
-def _check_attention(layers: Sequence[AttentionHeads], names: Collection[str]) -> None:
+def _bounds(rows: Rows, matrices: Mapping[str, Tensor]) -> tuple[str, int, int]:
+    """Return the parameter, first row and end row."""
+    if isinstance(rows, str):
+        return rows, 0, len(matrices[rows]) if rows in matrices else 0
+    return rows
+
+
+def _check_attention(layers: Sequence[AttentionHeads], matrices: Mapping[str, Tensor]) -> None:
+    taken: dict[str, list[tuple[int, int]]] = {}
     for rows in (rows for layer in layers for rows in (layer.query, layer.key) if rows):
-        if (name := rows if isinstance(rows, str) else rows[0]) not in names:
+        name, start, stop = _bounds(rows, matrices)
+        if name not in matrices:
             raise ValueError(f"qk-clip: there is no parameter '{name}'")
+        shape = tuple(matrices[name].shape)
+        if len(shape) != 2 or not 0 <= start < stop <= shape[0]:
+            raise ValueError(f"qk-clip: {rows!r} are no rows of '{name}', a matrix of {shape}")
+        for first, end in taken.setdefault(name, []):
+            if start < end and first < stop:
+                raise ValueError(
+                    f"qk-clip: rows {max(start, first)} to {min(stop, end)} of '{name}' are given "
+                    "twice and would be clipped twice"
+                )
+        taken[name].append((start, stop))
+
+
+def _check_heads(layer: AttentionHeads, heads: int, matrices: Mapping[str, Tensor]) -> None:
+    for rows, other in ((layer.query, layer.rope_rows), (layer.key, layer.value_rows)):
+        if rows is not None:
+            name, start, stop = _bounds(rows, matrices)
+            if heads < 1 or (stop - start) % heads or (stop - start) // heads < max(other, 1):
+                raise ValueError(
+                    f"qk-clip: {stop - start} rows of '{name}' are not those of {heads} heads "
+                    f"(the maxima's), each with {other} rows of another kind"
+                )
+
+
+def _check_saved_group(saved: Mapping[str, Any], names: Sequence[str]) -> None:
+    if missing := [name for name in GroupValues._fields if name not in saved]:
+        raise ValueError(f"MuonClip: a group of the state has no {missing}: of another optimizer?")
+    _check_values(saved)
+    found = saved.get("param_names", names)
+    if different := [pair for pair in zip(found, names, strict=True) if pair[0] != pair[1]]:
+        there, here = different[0]
+        raise ValueError(f"MuonClip: the state is of '{there}' where this model has '{here}'")
+
+
+def _check_settings(
+    ns_steps: int, ns_dtype: str, bucket_elements: int, qk_clip_threshold: float
+) -> None:
+    for name, value, holds in (
+        ("ns_steps", ns_steps, ns_steps >= 1),
+        ("ns_dtype", ns_dtype, ns_dtype in ("float32", "bfloat16")),
+        ("bucket_elements", bucket_elements, bucket_elements >= 1),
+        ("qk_clip_threshold", qk_clip_threshold, qk_clip_threshold > 0),
+    ):
+        if not holds:
+            raise ValueError(f"MuonClip: {name} is {value!r}, which is out of range")
 
 
 def _check_values(group: Mapping[str, Any]) -> None:
+    betas = group["betas"]
     for name, value, holds in (
-        ("lr", group["lr"], group["lr"] >= 0),
-        ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0),
+        ("lr", group["lr"], 0 <= group["lr"] < math.inf),
+        ("weight_decay", group["weight_decay"], 0 <= group["weight_decay"] < math.inf),
         ("momentum", group["momentum"], 0 <= group["momentum"] < 1),
-        ("betas", group["betas"], all(0 <= beta < 1 for beta in group["betas"])),
-        ("eps", group["eps"], group["eps"] > 0),
+        ("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas)),
+        ("eps", group["eps"], 0 < group["eps"] < math.inf),
     ):
         if not holds:
             raise ValueError(f"MuonClip: {name} is {value}, which is out of range")

@@ -130,7 +130,7 @@ class LayoutComparison(Comparison):
     def passed(self) -> bool:
         """Whether it read the same, and losses and norms are the same but for rounding."""
         errors = zip(self.loss_errors, self.norm_errors, strict=True)
-        within = [max(pair) <= self.allowed[at > 0] for at, pair in enumerate(errors)]
+        within = [error <= self.allowed[at > 0] for at, pair in enumerate(errors) for error in pair]
         return self.steps > 0 and not self.after and all(within)
 
 

@@ -539,6 +539,29 @@ def test_a_loader_that_reads_ahead_is_followed(built):
         next(stream.follow(Loader(stream, 4)))
 
 
+def test_a_last_step_with_fewer_samples_than_ranks_is_over_for_all(built):
+    store, indices = built
+    config = replace(BLENDED, num_samples=10, batch_size=4)
+    names = [index.name for index in indices]
+    for rank in range(4):
+        stream = SampleStream(store.uri, names, config, rank, 4)
+        followed = list(stream.follow(Loader(stream, 1)))
+        assert len(followed) == (2 if rank in (0, 2) else 3)
+        assert stream.state_dict()["position"] == 10
+
+
+def test_a_worker_begins_though_its_parent_has_not_ended(built, monkeypatch):
+    store, indices = built
+    names = [index.name for index in indices]
+    stream = SampleStream(store.uri, names, replace(BLENDED, num_samples=12))
+    expected = list(islice(SampleStream(store.uri, names, stream.config), 6))
+    state = stream.state_dict()
+    assert next(iter(stream)) == expected[0]
+    stream.load_state_dict(state)
+    monkeypatch.setattr(stream_module, "data_loader_worker", lambda: (0, 2))
+    assert list(pickled(stream)) == expected
+
+
 def test_an_iterator_of_before_does_not_go_on_after_a_move(built):
     store, indices = built
     with SampleStream(store, indices, BLENDED) as stream:
