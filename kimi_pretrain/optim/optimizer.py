@@ -343,7 +343,7 @@ class MuonClip(torch.optim.Optimizer):
             self._scale(heads.key, shared, heads.value_rows, None)
 
     def _scale(self, rows: Rows, content: Tensor, other_rows: int, other: Tensor | None) -> None:
-        name, start, stop = (rows, 0, None) if isinstance(rows, str) else rows
+        name, start, stop = _bounds(rows, self._matrices)
 
         def scale(weight: Tensor) -> None:
             on = weight.device  # devices of a model may differ

@@ -60,7 +60,6 @@ def loss_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
 
     Raises:
         ValueError: there is no step to draw.
-
     """
     steps, losses, rates = _columns(metrics, "step", "loss", "lr")
     figure, (top, bottom) = _figure((8, 5.2), 2, 1, height_ratios=(4, 1), sharex=True)
@@ -97,7 +96,6 @@ def dep_balance_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
 
     Raises:
         ValueError: no step has media.
-
     """
     lines = [m for m in metrics if sum(m["patches_per_rank"]["dep"]) > 0]
     if not lines:
@@ -145,7 +143,6 @@ def timeline_plot(trace: dict[str, Any], path: Path) -> None:
 
     Raises:
         ValueError: the trace has no complete event.
-
     """
     complete = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     events = [e for e in complete if e.get("cat") != "exposed"]
@@ -183,7 +180,6 @@ def muonclip_plot(
 
     Raises:
         ValueError: there is no step to draw.
-
     """
     steps, clipped, skipped = _columns(metrics, "step", "clipped_heads", "skipped_steps")
     shape = {"height_ratios": (4, 1, 2), "sharex": True}

@@ -299,7 +299,7 @@ def _line(name: str, step: Prediction) -> str:
 
 
 def _with_dep(config: Config, **changes: Any) -> Config:
-    return config.model_copy(update={"dep": config.dep.model_copy(update=changes)})
+    return config.replace(dep=config.dep.replace(**changes))
 
 
 def _load(vision: VisionPlan) -> Load:

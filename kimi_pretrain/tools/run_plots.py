@@ -23,7 +23,6 @@ def draw(run: Path, out: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: there is no metrics.jsonl, or no step in it.
-
     """
     # Imported late: matplotlib would slow every command's help down.
     from kimi_pretrain.tools import plots
@@ -59,7 +58,6 @@ def read_steps(file: Path, most: int = MOST_STEPS) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: no such file, or no complete line in it.
-
     """
     try:
         with file.open("rb") as lines:

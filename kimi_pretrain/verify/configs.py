@@ -61,8 +61,7 @@ def resumable(config: Config, steps: int, stop: int) -> Config:
 
 def saving_to(config: Config, place: str, **changes: object) -> Config:
     """Return the configuration with its checkpoints elsewhere; `changes` of that section too."""
-    checkpoint = config.checkpoint.model_copy(update={"place": place, **changes})
-    return config.model_copy(update={"checkpoint": checkpoint})
+    return config.replace(checkpoint=config.checkpoint.replace(place=place, **changes))
 
 
 def other_layout(config: Config) -> Config:

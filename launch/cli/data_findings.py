@@ -19,7 +19,6 @@ class Findings:
     Args:
         first: number of problems of a kind to keep for each source.
         report: file for all of them, one JSON object a line; None writes none.
-
     """
 
     def __init__(self, first: int, report: Path | None = None):

@@ -33,7 +33,6 @@ def find_anomaly(file: Path, step: int | None) -> dict[str, Any]:
     Raises:
         ValueError: no entry of this step, or none at all.
         FileNotFoundError: no such file.
-
     """
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     if not lines:
@@ -64,7 +63,6 @@ def show_rows(
     Raises:
         ValueError: the config cannot run, the step has no such row, or its samples are not those of
             the anomaly.
-
     """
     # For a single step: no worker processes, no prefetch, no cache on disk.
     data = load_config(config, overrides).data.replace(workers=0, prefetch_steps=0, cache=None)
@@ -136,7 +134,6 @@ def show_samples(
     Raises:
         ValueError: no such source or sample.
         IndexMismatch: its bytes are not those of the index.
-
     """
     store, (name,) = open_sources(uri, endpoint, [source])
     index = read_index(store, name)

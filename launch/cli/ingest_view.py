@@ -52,7 +52,6 @@ def ingest_bar(title: str, total: int | None, pace: Pace) -> Iterator[Show]:
         title: stands before the bar.
         total: samples of the input; None if they are not known beforehand.
         pace: keeps the counts.
-
     """
 
     def line(counts: IngestProgress) -> str:
@@ -73,7 +72,6 @@ def rejections(store: Store, name: str) -> dict[str, tuple[int, str]]:
 
     Returns:
         {reason: (number of samples, key and detail of the first)}.
-
     """
     found: dict[str, tuple[int, str]] = {}
     for line in store.get(f"{name}/rejected.jsonl").splitlines():

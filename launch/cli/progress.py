@@ -61,7 +61,6 @@ def shown(
 
     Yields:
         What to call, from any thread, when something was done.
-
     """
     console = Console(stderr=True)
     if not console.is_terminal:

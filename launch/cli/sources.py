@@ -46,7 +46,6 @@ def open_sources(uri: str, endpoint: str | None, wanted: Sequence[str]) -> tuple
     Raises:
         ValueError: there is no source, or none of a wanted name; suggests the nearest.
         StoreError: the store cannot be read.
-
     """
     root, last = split_source(uri)
     store = open_store(uri, endpoint=endpoint)
@@ -79,7 +78,6 @@ def find_sample(index: SourceIndex, key: str) -> int:
 
     Raises:
         ValueError: there is none of this key; suggests the nearest.
-
     """
     keys = pa.array(index.key, pa.string())
     at = keys.index(key).as_py()
@@ -98,7 +96,6 @@ def named_tokenizer(name: str, store: Store, endpoint: str | None) -> Tokenizer:
     Raises:
         StoreError: there is none.
         ValueError: it is no complete rank file.
-
     """
     file, ranks = rank_file(name, store, endpoint)
     return Tokenizer(ranks, file)
@@ -133,7 +130,6 @@ def store_tokenizer(store: Store, name: str, ranks: bytes) -> Tokenizer:
     Raises:
         ValueError: it is no complete rank file, or another file has this name, with which sources
             may have been counted.
-
     """
     file = f"{name}.tiktoken"
     tokenizer, key = Tokenizer(ranks, file), f"tokenizer/{file}"
@@ -170,7 +166,6 @@ def training_texts(
 
     Yields:
         The texts, in the order of the inputs.
-
     """
     share = max(1, num_bytes // max(1, len(inputs)))
     skipped: Counter[str] = Counter()

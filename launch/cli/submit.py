@@ -166,7 +166,6 @@ def check_folder(folder: Path, seeds: tuple[int, ...], resume: str | None) -> No
 
     Raises:
         ValueError: its name, no right to write, a file in its place, or an earlier run in it.
-
     """
     from kimi_pretrain.reliability import run_lock
     from kimi_pretrain.reliability.run_history import check_fresh
@@ -195,7 +194,6 @@ def check_runs(config: "Config", folder: Path, seeds: tuple[int, ...], or_start:
 
     Raises:
         ValueError: nothing was saved, or it was saved elsewhere.
-
     """
     from kimi_pretrain.checkpoint.errors import CheckpointError
     from kimi_pretrain.checkpoint.storage_read import open_place
@@ -218,7 +216,6 @@ def check_reachable(config: "Config", resume: str | None) -> None:
 
     Raises:
         ValueError: what `check_start` finds; names --unchecked if this machine may be the cause.
-
     """
     from data_pipeline.store.open import StoreError
     from kimi_pretrain.checkpoint.errors import CheckpointError

@@ -99,7 +99,6 @@ def tail_share(
 
     Returns:
         0 to 1; equals `share` if all items are of one size.
-
     """
     if len(patches) == 0:
         return 0.0
@@ -157,7 +156,6 @@ def build_corpus(
 
     Raises:
         ValueError: a sample was rejected or does not fit a row.
-
     """
     size = size or CorpusSize()
     report = progress or (lambda stage, done, total: None)

@@ -44,7 +44,6 @@ class Scans:
     Attributes:
         pixels: [scans, 24, 24] uint8, white ink on black.
         labels: [scans] int64, 0 to 9.
-
     """
 
     pixels: np.ndarray
@@ -59,7 +58,6 @@ class PageLayout:
         width: page width, a multiple of 28.
         height: page height, a multiple of 28.
         boxes: [digits, 4] int64 (left, top, right, bottom) of each 24x24 scan, in reading order.
-
     """
 
     width: int
@@ -96,7 +94,6 @@ def draw_layout(rng: np.random.Generator, num_digits: int, big: bool) -> PageLay
         rng: the page's own generator.
         num_digits: 1 to 12.
         big: a page of 6x6 to 12x12 cells instead of one that fits its digits.
-
     """
     cols = int(rng.integers(1, min(num_digits, 6) + 1))
     rows = math.ceil(num_digits / cols)
@@ -145,7 +142,6 @@ def pages(scans: Scans, seed: int, *, purpose: str, count: int, most: int) -> It
         purpose: names the generator and the sample keys, for example "digits".
         count: number of pages.
         most: largest number of digits; pages with large margins exist only above 4.
-
     """
     for item in range(count):
         rng = generator(seed, f"{purpose}/page", item)
@@ -175,7 +171,6 @@ def located(scans: Scans, seed: int, *, count: int) -> Iterator[CrudeSample]:
         scans: the scans that may be used.
         seed: the corpus seed.
         count: number of pages.
-
     """
     for item in range(count):
         rng = generator(seed, "where/page", item)

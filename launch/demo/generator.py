@@ -15,7 +15,6 @@ def generator(seed: int, purpose: str, item: int | str) -> np.random.Generator:
         seed: the corpus seed.
         purpose: what is drawn, for example "digits/page".
         item: number or name of the thing drawn for.
-
     """
     # A separator that cannot occur in the fields keeps ("a", "b1") and ("ab", "1") apart.
     name = f"{seed}\0{purpose}\0{item}".encode()

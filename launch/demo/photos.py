@@ -52,7 +52,6 @@ def package_folder(package: str) -> Path:
 
     Raises:
         FileNotFoundError: the package is not installed.
-
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -68,7 +67,6 @@ def package_file(path: str) -> Path:
 
     Raises:
         FileNotFoundError: the installed version does not have the file.
-
     """
     package, inner = path.split("/", 1)
     place = package_folder(package) / inner

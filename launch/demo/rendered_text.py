@@ -50,7 +50,6 @@ def page_lines(text: str, start: float, width: int, num_lines: int) -> list[str]
         start: where to begin, from 0 (the first line) to 1.
         width: characters a line.
         num_lines: at most this many lines and `MOST_CHARS` characters.
-
     """
     wrapped = textwrap.wrap(text, width)
     first = int(start * max(0, len(wrapped) - num_lines))
@@ -67,7 +66,6 @@ def render(lines: list[str], font_size: int) -> tuple[np.ndarray, list[list[int]
 
     Returns:
         Pixels uint8 [H, W] and the box (left, top, right, bottom) of every line.
-
     """
     font = ImageFont.load_default(font_size)
     probe = ImageDraw.Draw(Image.new("L", (1, 1)))

@@ -65,7 +65,6 @@ def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -
 
     Raises:
         DemoError: a part failed; all started processes have been stopped.
-
     """
     console = Console()
     overrides = (
@@ -137,7 +136,6 @@ def check_lengths(config: Config) -> None:
 
     Raises:
         ValueError: names both numbers.
-
     """
     steps, every = config.train.steps, config.checkpoint.every
     if not every or every >= steps:
@@ -152,7 +150,6 @@ def prepare_folder(run_dir: Path) -> None:
 
     Raises:
         ValueError: the folder holds something else.
-
     """
     if run_dir.exists() and any(run_dir.iterdir()):
         if not (run_dir / MARKER).is_file():
@@ -171,7 +168,6 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
 
     Raises:
         DemoError: it did not start.
-
     """
     with ExitStack() as stack:
         try:
@@ -234,7 +230,6 @@ def inspect_data(config_path: str, overrides: tuple[str, ...], run_dir: Path) ->
 
     Raises:
         DemoError: a source is not what its index says.
-
     """
     uri, config = f"s3://{BUCKET}", ("--config", config_path)
     command("data", "verify", uri, what="verification")
@@ -248,7 +243,6 @@ def command(*arguments: str, what: str) -> str:
 
     Raises:
         DemoError: it failed; told by the last line it printed.
-
     """
     line = [sys.executable, "-m", "launch.cli", *arguments]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
@@ -264,7 +258,6 @@ def train(job: Job, config: Config) -> None:
 
     Raises:
         DemoError: it failed.
-
     """
     nodes = torchrun.Nodes(config.layout.world_size())
     with torchrun.prepared(job, nodes) as (line, env):
@@ -279,7 +272,6 @@ def middle_checkpoint(run_dir: Path, steps: int) -> Path:
 
     Raises:
         DemoError: there is none.
-
     """
     place = open_place(run_dir / "checkpoints")
     earlier = [step for step in place.steps() if step < steps]
@@ -294,7 +286,6 @@ def evaluate(run_dir: Path, steps: int) -> dict[str, Any]:
 
     Raises:
         DemoError: it failed.
-
     """
     checkpoint = run_dir / "checkpoints" / f"step_{steps:08d}"
     config = str(run_dir / "config.yaml")
@@ -311,7 +302,6 @@ def verify_gradients(config_path: str, overrides: tuple[str, ...], run_dir: Path
 
     Raises:
         DemoError: it could not be compared.
-
     """
     try:
         result = verify(VerifyDep(), config_path, overrides, faults=tuple(FAULTS)).as_dict()

@@ -17,7 +17,6 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: the run never finished a step.
-
     """
     file = run_dir / "metrics.jsonl"
     if not file.is_file():
@@ -38,7 +37,6 @@ def compare_runs(first: Path, resumed: Path) -> dict[str, Any]:
         "differences": sentences, the last of them where to look}. Bitwise needs at least one step;
         equal numbers (exactly, as floats) but for times and memory; and equal hashes of parameters,
         optimizer and loader state.
-
     """
     last = [last_checkpoint(folder) for folder in (resumed, first)]
     found, wanted = (
@@ -69,7 +67,6 @@ def verified_gradients(result: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         {"passed", "error": largest relative error of any parameter, "planted", "found"}: faults.
-
     """
     told = [fault for fault in result["faults"].values() if "obstacle" not in fault]
     return {
@@ -97,7 +94,6 @@ def summarise(
         comparison: from `compare_runs`.
         evaluation: with "accuracy" and "accuracy_swapped" on held-out digits.
         seconds: of the parts of the demo.
-
     """
     with_media = [m["balance"] for m in metrics if m["items"]]
     timed = [m for m in metrics if m["items"] and "predicted_seconds_per_rank" in m]

@@ -31,7 +31,6 @@ class Job:
 
     Raises:
         ValueError: the run folder is a URI.
-
     """
 
     config: str

@@ -67,7 +67,6 @@ def run(
     Returns:
         Exit code, and the line of the rank that failed first, if it left one; then the code is that
         rank's.
-
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -164,7 +163,6 @@ def _watch(
     Returns:
         Its exit code, and the exit report of a rank that was asked to stop and could not save: a
         rank that torchrun has just restarted may have removed the file.
-
     """
     signalled: set[int] = set()
     unsaved: ExitReport | None = None

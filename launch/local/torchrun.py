@@ -27,7 +27,6 @@ class Nodes:
         count: number of nodes.
         rendezvous: "host:port" that all nodes can reach; needed for more than one node.
         name: id of this job's rendezvous, to distinguish it from others at the same place.
-
     """
 
     processes: int
@@ -41,7 +40,6 @@ def spread(world_size: int, num_nodes: int, rendezvous: str | None) -> Nodes:
 
     Raises:
         ValueError: the processes do not divide, or several nodes have no place to meet.
-
     """
     if world_size % num_nodes:
         raise ValueError(
@@ -118,7 +116,6 @@ def command(
         python: interpreter.
         worker: module that each process runs.
         max_restarts: how often all processes are restarted after one has failed.
-
     """
     return [
         python,
@@ -150,7 +147,6 @@ def environment(base: Mapping[str, str], nodes: Nodes, cores: int, folder: Path)
         nodes: how the processes are spread.
         cores: number of cores of this node.
         folder: see `command`.
-
     """
     own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if nodes.count == 1:

@@ -37,7 +37,6 @@ def run_job(
         job: what to train.
         stop: whether this process was asked to stop.
         prepare: see `kimi_pretrain.train.train`.
-
     """
     allow_many_files()
     quiet_libraries()
@@ -106,7 +105,6 @@ def main(
         run: runs the job.
         stops: whether `run` heeds `STOP`; if not, signals end the process as usual. None: only a
             training (`run_job`) does.
-
     """
     if run is run_job if stops is None else stops:
         STOP.install()

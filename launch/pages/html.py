@@ -52,7 +52,6 @@ def page(title: str, body: Iterable[str], style: str = "") -> str:
         title: plain text.
         body: HTML, joined by line breaks.
         style: CSS besides `STYLE`.
-
     """
     content = "\n".join(body)
     return (

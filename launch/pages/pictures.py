@@ -31,7 +31,6 @@ class Shape:
         points: [(x, y), ...] in pixels of the frame; of a box two corners.
         number: of the region in its document; decides the colour.
         label: tooltip.
-
     """
 
     name: str
@@ -49,7 +48,6 @@ def unpatchify(patches: NDArray[np.uint8], grid: tuple[int, int, int]) -> NDArra
 
     Returns:
         uint8 [t, 14 * h, 14 * w, 3], the padding to whole tokens included.
-
     """
     t, h, w = grid
     return rearrange(
@@ -71,7 +69,6 @@ def drawing(
         pixels: uint8 [H, W, 3], as the model gets it, padding included.
         frame: (width, height) in pixels without padding; a dashed line marks it if there is any.
         shapes: to draw, in pixels of the frame.
-
     """
     height, width = pixels.shape[:2]
     scale = min(LONGEST / max(width, height), 1.0)

@@ -49,7 +49,6 @@ class Step:
         documents: number of a sample in the plan -> its document, if it could be read.
         indices: sources in the order of the plan.
         tokenizer: of the sources.
-
     """
 
     batch: StepBatch
@@ -241,7 +240,6 @@ def frame_size(file: FileRead, stored: tuple[int, int], limits: PatchLimits) -> 
         file: the read that it comes from.
         stored: (width, height) in pixels of the file.
         limits: of the run.
-
     """
     lowered = limits_at(limits, file.level)
     width, height = (file.draw.out_width, file.draw.out_height) if file.draw else stored

@@ -38,7 +38,6 @@ class StoredSample:
         number: in the source's index.
         document: the parsed JSON.
         files: number of a media file -> its bytes.
-
     """
 
     number: int

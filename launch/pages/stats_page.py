@@ -19,7 +19,6 @@ def stats_page(found: Mapping[str, Any], title: str) -> str:
     Args:
         found: the object of `data stats --json`: limits, sources, totals, duplicates (or None).
         title: of the page.
-
     """
     sources = found["sources"]
     body = [_limits(found), *_overview(sources, found["totals"])]

@@ -40,7 +40,6 @@ def histogram(found: Mapping[str, Sequence[float]], title: str, unit: str, count
         title: of the plot.
         unit: label of the x axis.
         count: label of the y axis.
-
     """
     edges, counts = np.array(found["edges"]), np.array(found["counts"])
     with matplotlib.rc_context(_STYLE):
@@ -69,7 +68,6 @@ def shares(rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str], ti
         rows: (name, amounts of its parts).
         parts: names of the parts.
         title: of the plot.
-
     """
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure((9.4, 0.8 + 0.32 * len(rows)))

@@ -35,7 +35,6 @@ class TokenRun:
         start, stop: range of tokens, counted from the sample's BOS.
         number: index of the text or region in the document, or of the media item in the sample.
         note: tooltip.
-
     """
 
     kind: str
@@ -57,7 +56,6 @@ def parts(
 
     Returns:
         Runs in order, without overlap; tokens between them are markup of media and samples.
-
     """
     if layout.part is not None:
         return [TokenRun("text", 1, layout.length - 1, 0, f"part {layout.part} of a longer text")]
@@ -109,7 +107,6 @@ def spans(
         wrong: [n] whether it is trained to predict another token in its place.
         tokenizer: of the source.
         region: number of the region they belong to; decides the colour. None outside of one.
-
     """
     pieces = []
     for first, end in _characters(ids.tolist(), tokenizer):

@@ -38,7 +38,6 @@ class SlurmOptions:
 
     Raises:
         ValueError: an option has an impossible value; names it.
-
     """
 
     nodes: int
@@ -114,7 +113,6 @@ def limit_seconds(text: str) -> int | None:
 
     Raises:
         ValueError: the text has none of these forms.
-
     """
     if text.lower() in ("infinite", "unlimited"):
         return None
@@ -137,7 +135,6 @@ def nodes_for(world_size: int, gpus_per_node: int, tasks_per_node: int | None) -
 
     Raises:
         ValueError: the layout does not divide over the nodes.
-
     """
     tasks = tasks_per_node or min(max(1, gpus_per_node), world_size)
     if world_size % tasks:
@@ -154,7 +151,6 @@ def parse_seeds(text: str | None) -> tuple[int, ...]:
 
     Raises:
         ValueError: the text has another form, or a seed occurs twice.
-
     """
     if text is None:
         return ()
@@ -178,7 +174,6 @@ def late_watchdog(options: SlurmOptions, timeout_seconds: float) -> str | None:
 
     Returns:
         The warning; None if the watchdog comes in time.
-
     """
     if not options.requeue or timeout_seconds < options.stop_seconds:
         return None

@@ -31,7 +31,6 @@ class JobState:
         restarts: number of requeues.
         nodes: where it runs.
         log: the file with its output.
-
     """
 
     label: str
@@ -62,7 +61,6 @@ def check_slurm() -> None:
 
     Raises:
         ValueError: sbatch is not on PATH.
-
     """
     if shutil.which("sbatch") is None:
         raise ValueError("sbatch is not on PATH; run this on a login node, or use --dry-run")
@@ -73,7 +71,6 @@ def submit(script: Path) -> int:
 
     Raises:
         ValueError: SLURM refused it; holds SLURM's message.
-
     """
     done = subprocess.run(
         ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False
@@ -107,7 +104,6 @@ def states(job: int) -> list[JobState] | None:
 
     Raises:
         RuntimeError: SLURM does not know the job; it forgets one some time after its end.
-
     """
     done = subprocess.run(
         ["scontrol", "--oneliner", "show", "job", str(job)],
@@ -157,7 +153,6 @@ def follow(
 
     Raises:
         RuntimeError: SLURM did not answer for `PATIENCE_SECONDS`, or has forgotten the job.
-
     """
     known: dict[str, str] = {}
     tails: dict[str, Tail] = {}

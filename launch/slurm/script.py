@@ -24,7 +24,6 @@ def script(job: Job, options: SlurmOptions, place: str | None = None) -> str:
         job: what to train; with seeds, `run_dir` is the folder of all of them.
         options: of the cluster.
         place: of the checkpoints, where it is not the run folder's; needed with seeds only.
-
     """
     mounts = mounts_with(job.run_dir, options) if options.container else ()
     if options.seeds:

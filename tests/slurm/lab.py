@@ -126,7 +126,6 @@ class Lab:
 
         Raises:
             RuntimeError: it cannot be started here, runs already, or did not come up in time.
-
         """
         if reason := obstacle():
             raise RuntimeError(f"no SLURM lab: {reason}")
@@ -189,7 +188,6 @@ class Lab:
 
         Raises:
             RuntimeError: it is not in time; shows the ends of the daemons' logs.
-
         """
         if not self._until(found, seconds):
             logs = sorted((self.folder / "log").iterdir())

@@ -1,4 +1,5 @@
 import json
+import os
 import pickle
 import tarfile
 import threading
@@ -560,6 +561,25 @@ def test_a_worker_begins_though_its_parent_has_not_ended(built, monkeypatch):
     stream.load_state_dict(state)
     monkeypatch.setattr(stream_module, "data_loader_worker", lambda: (0, 2))
     assert list(pickled(stream)) == expected
+
+
+def test_a_forked_copy_closes_nothing_of_its_parent(built, monkeypatch):
+    """A lock of the parent that was held at the fork is held in the copy for ever."""
+    store, indices = built
+    names = [index.name for index in indices]
+    with SampleStream(store.uri, names, replace(BLENDED, workers=1)) as stream:
+        first = next(iter(stream))
+        parent, ended = os.getpid(), []
+        pool, store_of_parent = stream._pool, stream._store
+        monkeypatch.setattr(pool, "shutdown", lambda **options: ended.append("pool"))
+        monkeypatch.setattr(store_of_parent, "close", lambda: ended.append("store"))
+        monkeypatch.setattr(stream_module.os, "getpid", lambda: parent + 1)
+        stream.close()
+        assert ended == []
+        monkeypatch.undo()
+        pool.shutdown()
+        store_of_parent.close()
+    assert first["__key__"]
 
 
 def test_an_iterator_of_before_does_not_go_on_after_a_move(built):

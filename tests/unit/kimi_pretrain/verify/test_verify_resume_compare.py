@@ -241,6 +241,8 @@ def test_another_layout_may_round_and_nothing_else():
     assert found.passed
     assert found.loss_errors == pytest.approx((5e-6, 5e-4))
     assert found.norm_errors == pytest.approx((0.0, 2e-4))
+    for errors in ((0.0, math.nan), (math.nan, 0.0)):
+        assert not replace(found, loss_errors=errors).passed
     assert not compare_layouts(rounded, trace(), 2, "float64").passed
     # The first step starts from the same weights: there rounding explains less.
     assert not compare_layouts(trace(step3={"loss": 1.7}), trace(), 2, "float32").passed
