@@ -7,6 +7,7 @@ process group each parameter is updated by one rank, which broadcasts it (ZeRO-1
 so gradients have to be summed before, as DistributedDataParallel does.
 """
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -164,12 +165,39 @@ class MuonClip(torch.optim.Optimizer):
             if param.is_meta or param.data_ptr() != self._matrices[name].data_ptr():
                 what = "on the meta device" if param.is_meta else "not contiguous"
                 raise ValueError(f"MuonClip: '{name}' is {what}; its updates would be lost")
-        self._attention, self._threshold = tuple(attention), qk_clip_threshold
+        self._rules, self._attention, self._threshold = rules, tuple(attention), qk_clip_threshold
         _check_attention(self._attention, self._matrices)
         self._values = _Values(self.param_groups, ns_steps, ns_dtype, bucket_elements)
         self._group = ReplicaGroup.of(process_group)
         self._core = DistributedMuonClip(named, {"dense": process_group}, self._values, table)
         self._show_state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MuonClip":
+        """Return an optimizer of copies of the parameters; with a process group a collective call.
+
+        Parameters of a model that is copied in the same call become that copy's. Hooks stay behind.
+        """
+        groups = [
+            {**group, "params": list(zip(group.pop("param_names"), group["params"], strict=True))}
+            for group in copy.deepcopy(self.param_groups, memo)
+        ]
+        twin = type(self)(
+            groups,
+            rules=self._rules,
+            **self.defaults,
+            attention=self._attention,
+            qk_clip_threshold=self._threshold,
+            process_group=self._group.group,
+            ns_steps=self._values.ns_steps,
+            ns_dtype=self._values.ns_dtype,
+            bucket_elements=self._values.bucket_elements,
+        )
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled: torch pickles groups and state alone, which cannot step."""
+        raise TypeError("MuonClip cannot be pickled; save its state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Used by the constructor only.

@@ -1,6 +1,8 @@
 """The public optimizer against torch's own, its state, its rules and QK-Clip, in one process."""
 
+import copy
 import math
+import pickle
 import subprocess
 import sys
 from fnmatch import fnmatchcase
@@ -220,6 +222,23 @@ def test_weights_loaded_after_construction_reach_the_masters():
         param.data.add_(1.0)
     run.model.load_state_dict(other.model.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(next(run).values(), next(other).values()))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_deep_copy_goes_on_as_the_original_and_leaves_it_alone(steps):
+    run = Run(torch.bfloat16)
+    for _ in range(steps):
+        next(run)
+    before = {name: param.detach().clone() for name, param in run.model.named_parameters()}
+    twin = copy.deepcopy(run)
+    found = [next(twin) for _ in range(3)]
+    for name, param in run.model.named_parameters():
+        assert torch.equal(param, before[name]), name
+    for weights in found:
+        for name, weight in next(run).items():
+            assert torch.equal(weights[name], weight), name
+    with pytest.raises(TypeError, match=r"save its state_dict\(\)"):
+        pickle.dumps(run.optimizer)
 
 
 def test_a_closure_is_called_with_gradients_and_gives_the_loss():
