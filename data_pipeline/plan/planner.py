@@ -34,6 +34,7 @@ from data_pipeline.plan.mixture import Mixer, Mixture
 from data_pipeline.plan.pack import PackedWindow, pack_window
 from data_pipeline.plan.source import DataUsedUp, Drawn, Source
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
+from typed_config.section import Section
 
 __all__ = ["DataUsedUp", "GlobalPlan", "ItemTable", "Planner", "SampleTable", "State"]
 
@@ -454,7 +455,7 @@ def _other_sources(found: object, here: Mapping[str, str]) -> str:
 
 def _packing(config: DataConfig) -> dict[str, Any]:
     """What else the rows depend on, small enough for a state."""
-    augment = json.dumps([[name, repr(config.augment[name])] for name in sorted(config.augment)])
+    augment = json.dumps([[name, _text(config.augment[name])] for name in sorted(config.augment)])
     return {
         "seq_len": config.seq_len,
         "pack_window": config.pack_window,
@@ -464,6 +465,14 @@ def _packing(config: DataConfig) -> dict[str, Any]:
         "shrink_media": config.shrink_media,
         "augment": hashlib.sha256(augment.encode()).hexdigest()[:16] if config.augment else None,
     }
+
+
+def _text(value: object) -> str:
+    """A section as Name(key=value, ...): its hash in states must not change with pydantic's."""
+    if not isinstance(value, Section):
+        return repr(value)
+    keys = (f"{name}={_text(getattr(value, name))}" for name in type(value).model_fields)
+    return f"{type(value).__name__}({', '.join(keys)})"
 
 
 @lru_cache(maxsize=1)

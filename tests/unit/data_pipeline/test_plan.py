@@ -5,6 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from data_pipeline.augment.config import (
+    AffineConfig,
+    AugmentConfig,
+    ColourConfig,
+    CropConfig,
+    JpegConfig,
+)
 from data_pipeline.config import DataConfig
 from data_pipeline.plan.planner import Planner
 from moonvit3d.geometry import PatchLimits
@@ -387,3 +394,18 @@ def test_time_of_a_global_step():
         f"fill {plan.fill_rate:.4f}, vision {plan.vision_tokens / plan.num_tokens:.4f}"
     )
     assert plan.fill_rate > 0.98
+
+
+def test_the_hash_of_the_augmentation_stays_what_checkpoints_hold():
+    """Any other text of the same settings would refuse to resume every augmented run."""
+    settings = AugmentConfig(
+        flip=0.5,
+        affine=AffineConfig(degrees=10.0, scale=(0.5, 1.5)),
+        crop=CropConfig(area=(0.25, 1.0)),
+        colour=ColourConfig(brightness=0.1),
+        jpeg=JpegConfig(quality=(60, 95)),
+        variants=True,
+    )
+    augment = {"web": settings, "captions": AugmentConfig(turn=0.1, min_visible=1e-05)}
+    planner = Planner(made_indices(), CONFIG.replace(augment=augment))
+    assert planner.state_dict()["packing"]["augment"] == "990ecca6fdc114a2"
