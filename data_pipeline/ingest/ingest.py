@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import PurePath
 from typing import Any
@@ -102,8 +103,8 @@ def ingest(
         policy: sizes above which a sample is rejected.
         max_rejected: share of samples that may be rejected. With more the ingest ends, and the same
             call with a higher share goes on where it was.
-        workers: processes that read, decode and count; 0 does it here. A script that asks for them
-            needs the usual `if __name__ == "__main__":`.
+        workers: processes that read, decode and count; 0 does it here. What is read may not be of
+            classes that the main script defines.
         progress: called after every shard, and a few times a second.
         rejected: called for every rejected sample, as it happens.
 
@@ -207,7 +208,7 @@ def _prepared(
     units: Iterable[Placed], category: str, tokenizer: Tokenizer, policy: IngestPolicy, workers: int
 ) -> Generator[list[tuple[Any, Outcome]], None, None]:
     batches = _batches(units) if workers else ([unit] for unit in units)
-    return ordered_map(_preparer, (category, tokenizer, policy), batches, workers)
+    return ordered_map(partial(_preparer, category, tokenizer, policy), batches, workers)
 
 
 def _batches(units: Iterable[Placed]) -> Iterator[list[Placed]]:

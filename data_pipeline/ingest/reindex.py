@@ -8,6 +8,7 @@ source of its own, whose manifest names the old one's shards.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ def reindex(
         pieces: list[list[int]] = []
         variants: list[list[int]] = []
         batches = documents(store, index, threads)
-        for counts in ordered_map(_counter, (tokenizer,), batches, workers):
+        for counts in ordered_map(partial(_counter, tokenizer), batches, workers):
             pieces += [piece for piece, _ in counts]
             variants += [variant for _, variant in counts]
             if progress:

@@ -74,9 +74,9 @@ def ingest(
     """
     with one_line_errors():
         from data_pipeline.ingest.ingest import ingest as write_source
-        from data_pipeline.ingest.ordered import WorkerDied
         from data_pipeline.ingest.readers import open_inputs
         from data_pipeline.store.open import open_store
+        from data_pipeline.workers.workers import WorkerDied
         from launch.cli.ingest_view import Pace, ingest_bar, print_rejections, rejections
         from launch.cli.sources import named_tokenizer
 
@@ -150,9 +150,9 @@ def reindex(
         --tokenizer tokenizer/kimi.tiktoken
     """
     with one_line_errors():
-        from data_pipeline.ingest.ordered import WorkerDied
         from data_pipeline.ingest.reindex import reindex as count_anew
         from data_pipeline.store.open import open_store
+        from data_pipeline.workers.workers import WorkerDied
         from launch.cli.progress import item_bar
         from launch.cli.sources import named_tokenizer, split_source
 
