@@ -138,7 +138,7 @@ class Loader:
             setup, config.workers, timeout_s=PATIENCE_S, name="loader"
         )
         self._closed = False
-        self._run: OrderedResults[Fetched] | None = None
+        self._run: Iterator[Fetched] | None = None
         self._planned: deque[tuple[GlobalPlan, State, NDArray[np.int64]]] = deque()
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -225,14 +225,16 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> OrderedResults[Fetched]:
-        """Begin to fetch ahead from the present state."""
+    def _start(self) -> Iterator[Fetched]:
+        """Begin to fetch from the present state: ahead, or each step when it is asked for."""
         config = self._config
         planned = self._planned = deque()
+        requests = self._requests(self._state, planned)
+        if not config.prefetch_steps:
+            assert self._fetcher is not None  # the config refuses workers that cannot fetch ahead
+            return map(self._fetcher, (request for request, _ in requests))
         return self._workers.run(
-            self._requests(self._state, planned),
-            max_bytes=config.prefetch_bytes,
-            max_jobs=config.prefetch_steps,
+            requests, max_bytes=config.prefetch_bytes, max_jobs=config.prefetch_steps
         )
 
     def _requests(
@@ -247,7 +249,7 @@ class Loader:
 
     def _forget(self) -> None:
         run, self._run = self._run, None
-        if run is not None:
+        if isinstance(run, OrderedResults):
             run.close()
 
     def _count(self, **more: float) -> None:

@@ -7,16 +7,12 @@ Jobs are pure functions, so a job that was lost with its worker is retried in a 
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from data_pipeline.workers.worker import Worker, WorkerLost, pickled, signals_blocked
 
-Job = TypeVar("Job")
-Result = TypeVar("Result")
-_Job = TypeVar("_Job", contravariant=True)
-_Result = TypeVar("_Result", covariant=True)
-Setup = Callable[[], Callable[[Job], Result]]
+Setup = Callable[[], Callable[[Any], Any]]
 
 # A job is not retried after this many workers died with it.
 ATTEMPTS = 2
@@ -30,71 +26,27 @@ class ExecutorClosed(RuntimeError):
     """The executor was closed while it was in use."""
 
 
-class Executor(Protocol[_Job, _Result]):
-    """Runs jobs, one at a time.
-
-    Attributes:
-        name: for messages.
-        lock: held by the caller of `do`.
-    """
-
-    name: str
-    lock: threading.Lock
-
-    @property
-    def restarts(self) -> int:
-        """Workers started in place of dead ones."""
-        ...
-
-    def start(self) -> None:
-        """Begin the setup; does not wait for it."""
-        ...
-
-    def do(self, job: _Job, label: Callable[[], str]) -> tuple[_Result, float]:
-        """Run a job; return its result and duration in seconds. `label` names it in messages."""
-        ...
-
-    def kill(self) -> None:
-        """Abort the running `do` where possible; called from another thread."""
-        ...
-
-    def shutdown(self) -> None:
-        """Close the executor without waiting; from any thread, idempotent."""
-        ...
-
-    def join(self, deadline: float) -> None:
-        """After `shutdown`: wait until `deadline` (monotonic clock, s), then kill."""
-        ...
-
-
-class ThreadExecutor(Generic[Job, Result]):
+class ThreadExecutor:
     """Runs jobs in the calling thread. `setup` is called there too, before the first one."""
 
-    def __init__(self, name: str, setup: Setup[Job, Result]):
+    def __init__(self, name: str, setup: Setup):
         self.name = name
         self.lock = threading.Lock()
         self._setup = setup
-        self._do: Callable[[Job], Result] | None = None
-
-    @property
-    def restarts(self) -> int:
-        """Always 0: a thread does not die alone."""
-        return 0
+        self._do: Callable[[Any], Any] | None = None
 
     def start(self) -> None:
         """Do nothing: the thread that uses files and connections opens them."""
 
-    def do(self, job: Job, label: Callable[[], str]) -> tuple[Result, float]:
-        """Run a job.
+    def do(self, job: Any, label: Callable[[], str]) -> Any:
+        """Run a job; return its result.
 
         Raises:
             Exception: what `setup` or the job raised.
         """
         if self._do is None:
             self._do = self._setup()
-        begin = time.monotonic()
-        result = self._do(job)
-        return result, time.monotonic() - begin
+        return self._do(job)
 
     def kill(self) -> None:
         """Do nothing: a thread cannot be ended from outside."""
@@ -108,7 +60,7 @@ class ThreadExecutor(Generic[Job, Result]):
             self.lock.release()
 
 
-class ProcessExecutor(Generic[Job, Result]):
+class ProcessExecutor:
     """Runs jobs in a worker process.
 
     Args:
@@ -119,27 +71,21 @@ class ProcessExecutor(Generic[Job, Result]):
         ValueError: `setup` cannot be sent to another process.
     """
 
-    def __init__(self, name: str, setup: Setup[Job, Result]):
+    def __init__(self, name: str, setup: Setup):
         self.name = name
         self.lock = threading.Lock()
         self._setup = pickled(setup, lambda: "setup")
         self._changing = threading.Lock()  # guards all below
         self._worker: Worker | None = None
-        self._starts = 0
         self._closed = False
         self._killed = False
-
-    @property
-    def restarts(self) -> int:
-        """Workers started in place of dead ones."""
-        return max(0, self._starts - 1)
 
     def start(self) -> None:
         """Start the worker process; does not wait until it is ready."""
         self._running()
 
-    def do(self, job: Job, label: Callable[[], str]) -> tuple[Result, float]:
-        """Run a job in the worker.
+    def do(self, job: Any, label: Callable[[], str]) -> Any:
+        """Run a job in the worker; `label` names it in messages.
 
         Raises:
             WorkerDied: two workers in a row died with this job.
@@ -197,7 +143,6 @@ class ProcessExecutor(Generic[Job, Result]):
             if self._worker is None:
                 with signals_blocked():
                     self._worker = Worker(self._setup)
-                    self._starts += 1
             return self._worker
 
     def _discard(self, worker: Worker) -> str:
@@ -211,10 +156,4 @@ class ProcessExecutor(Generic[Job, Result]):
         return worker.exit_text()
 
 
-def shutdown_all(executors: Sequence[Executor[Any, Any]], patience_s: float) -> None:
-    """Close executors and wait for their exit, `patience_s` for all together."""
-    deadline = time.monotonic() + patience_s
-    for executor in executors:
-        executor.shutdown()
-    for executor in executors:
-        executor.join(deadline)
+Executor = ThreadExecutor | ProcessExecutor

@@ -18,52 +18,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from data_pipeline.workers.executors import Executor
 from data_pipeline.workers.worker_main import raisable
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Running totals of the workers.
-
-    Attributes:
-        jobs: completed.
-        busy_s: seconds spent in jobs, summed over workers.
-        wait_s: seconds the consumer waited for results.
-        restarts: workers started in place of dead ones.
-        bytes_in_flight: estimated bytes of the jobs in flight now.
-        high_water_bytes: maximum of bytes_in_flight.
-    """
-
-    jobs: int = 0
-    busy_s: float = 0.0
-    wait_s: float = 0.0
-    restarts: int = 0
-    bytes_in_flight: int = 0
-    high_water_bytes: int = 0
-
-
-class StatsCounter:
-    """Updates `Stats` from any thread."""
-
-    def __init__(self) -> None:
-        self.stats = Stats()
-        self._lock = threading.Lock()
-
-    def add(self, **more: float) -> None:
-        """Add to the named totals."""
-        with self._lock:
-            now = self.stats
-            self.stats = replace(now, **{k: getattr(now, k) + v for k, v in more.items()})
-
-    def set_in_flight(self, nbytes: int) -> None:
-        """Set the bytes in flight, and raise their maximum."""
-        with self._lock:
-            high = max(self.stats.high_water_bytes, nbytes)
-            self.stats = replace(self.stats, bytes_in_flight=nbytes, high_water_bytes=high)
 
 
 @dataclass
@@ -79,7 +38,7 @@ class AdmittedJob:
 
     index: int
     job: Any
-    executor: Executor[Any, Any]
+    executor: Executor
     begun: float
 
     def label(self) -> str:
@@ -89,10 +48,6 @@ class AdmittedJob:
         except Exception:  # only a name for messages
             shown = type(self.job).__name__
         return f"job {self.index} ({shown if len(shown) <= 200 else shown[:197] + '...'})"
-
-    def do(self) -> tuple[Any, float]:
-        """Run it; return its result and duration in seconds."""
-        return self.executor.do(self.job, self.label)
 
 
 @dataclass
@@ -109,7 +64,6 @@ class JobQueue:
         max_bytes: limit of the estimates in flight; a larger job runs alone.
         max_jobs: limit of the jobs in flight.
         timeout_s: maximum duration of a job.
-        counter: updated with what is run.
     """
 
     def __init__(
@@ -118,13 +72,11 @@ class JobQueue:
         max_bytes: int,
         max_jobs: int,
         timeout_s: float,
-        counter: StatsCounter,
     ):
         self._jobs = jobs
         self._max_bytes = max_bytes
         self._max_jobs = max_jobs
         self._timeout_s = timeout_s
-        self._counter = counter
         # One thread at a time advances the iterator: this defines the order of the jobs.
         self._jobs_lock = threading.Lock()
         self._asked = 0
@@ -141,7 +93,7 @@ class JobQueue:
         self._running: dict[int, AdmittedJob] = {}  # index -> job
         self._done: dict[int, _Outcome] = {}
 
-    def run_jobs(self, executor: Executor[Any, Any]) -> None:
+    def run_jobs(self, executor: Executor) -> None:
         """Run jobs on an executor until there are no more; the target of a thread."""
         with executor.lock:  # it may still run a job of the previous run
             while (admitted := self._admit(executor)) is not None:
@@ -160,7 +112,10 @@ class JobQueue:
         while True:
             with self._lock:
                 if index in self._done:
-                    outcome = self._pop(index)
+                    outcome = self._done.pop(index)
+                    self._in_flight_bytes.pop(index, None)
+                    self._next += 1
+                    self._changed.notify_all()
                     break
                 if self._stopped or (self._end is not None and index >= self._end):
                     raise StopIteration
@@ -182,19 +137,10 @@ class JobQueue:
                 self._stopped = True
                 self._done.clear()
                 self._in_flight_bytes.clear()
-                self._counter.set_in_flight(0)
                 self._changed.notify_all()
                 self._wake_consumer.put(None)
 
-    def _pop(self, index: int) -> _Outcome:
-        """Take an outcome away; the lock is held."""
-        self._in_flight_bytes.pop(index, None)
-        self._next += 1
-        self._counter.set_in_flight(self._in_flight())
-        self._changed.notify_all()
-        return self._done.pop(index)
-
-    def _admit(self, executor: Executor[Any, Any]) -> AdmittedJob | None:
+    def _admit(self, executor: Executor) -> AdmittedJob | None:
         """Wait for room and take the next job for an executor; None: the run is over."""
         with self._jobs_lock:
             with self._lock:
@@ -213,22 +159,22 @@ class JobQueue:
                 return None
             self._asked += 1
             with self._lock:
-                if not self._room(lambda: not self._in_flight_bytes or self._fits(nbytes)):
+                room = self._max_bytes - nbytes
+                held = self._in_flight_bytes
+                if not self._room(lambda: not held or sum(held.values()) <= room):
                     return None
                 admitted = AdmittedJob(index, job, executor, time.monotonic())
                 self._running[index] = admitted
                 self._in_flight_bytes[index] = nbytes
-                self._counter.set_in_flight(self._in_flight())
                 self._wake_consumer.put(None)  # so that a timeout of the consumer names this job
                 return admitted
 
     def _do(self, admitted: AdmittedJob) -> None:
         try:
-            result, seconds = admitted.do()
+            result = admitted.executor.do(admitted.job, admitted.label)
         except BaseException as error:
             self._deliver(admitted.index, _Outcome(None, raisable(error)))
         else:
-            self._counter.add(jobs=1, busy_s=seconds)
             self._deliver(admitted.index, _Outcome(result, None))
 
     def _deliver(self, index: int, outcome: _Outcome | None) -> None:
@@ -250,12 +196,6 @@ class JobQueue:
     def _over(self) -> bool:
         return self._stopped or self._end is not None
 
-    def _fits(self, nbytes: int) -> bool:
-        return self._in_flight() + nbytes <= self._max_bytes
-
-    def _in_flight(self) -> int:
-        return sum(self._in_flight_bytes.values())
-
     def _time_out(self, index: int, admitted: AdmittedJob | None) -> None:
         waited = f"waited {self._timeout_s:g} s for "
         if admitted is None:
@@ -267,45 +207,3 @@ class JobQueue:
             f"{waited}{admitted.label()}: {admitted.executor.name} is still at it; raise the "
             f"timeout if jobs may take so long, else see what they wait for"
         )
-
-
-class InlineJobQueue:
-    """The jobs of one run without prefetch: each runs when its result is taken."""
-
-    def __init__(
-        self, jobs: Iterator[tuple[Any, int]], executor: Executor[Any, Any], counter: StatsCounter
-    ):
-        self._jobs = jobs
-        self._executor = executor
-        self._counter = counter
-        self._next = 0
-        self._stopped = False
-
-    def take(self) -> Any:
-        """Run the next job and return its result.
-
-        Raises:
-            StopIteration: there are no more, or the queue was stopped.
-            Exception: what the job raised.
-        """
-        if self._stopped:
-            raise StopIteration
-        job, nbytes = next(self._jobs)
-        admitted = AdmittedJob(self._next, job, self._executor, time.monotonic())
-        self._next += 1
-        self._counter.set_in_flight(nbytes)
-        try:
-            with self._executor.lock:
-                result, seconds = admitted.do()
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):  # this is the consumer's own thread
-                raise
-            raise raisable(error) from None
-        finally:
-            self._counter.set_in_flight(0)
-        self._counter.add(jobs=1, busy_s=seconds)
-        return result
-
-    def stop(self) -> None:
-        """End the run."""
-        self._stopped = True

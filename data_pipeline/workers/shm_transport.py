@@ -28,7 +28,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,14 +78,9 @@ def anonymous_file() -> int:
     try:
         return os.memfd_create("shm_transport")
     except (AttributeError, OSError):
-        return unlinked_file()
-
-
-def unlinked_file() -> int:
-    """Open a file without a name and return its descriptor."""
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryFile(dir=folder) as file:
-        return os.dup(file.fileno())
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.dup(file.fileno())
 
 
 @dataclass
@@ -231,18 +226,10 @@ class Sender:
 
 @dataclass
 class ReceivedMessage:
-    """The bytes of a received object; `load` unpickles it, once.
-
-    Attributes:
-        nbytes: size of the whole.
-    """
+    """The bytes of a received object; `load` unpickles it, once."""
 
     spans: list[tuple[int, int]]
     view: memoryview
-    nbytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.nbytes = self.view.nbytes
 
     def load(self) -> Any:
         """Unpickle the object; its arrays are views of the body.

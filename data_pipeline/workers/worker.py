@@ -72,8 +72,8 @@ class Worker:
         finally:
             theirs.close()
 
-    def call(self, job: bytes) -> tuple[Any, float]:
-        """Run a pickled job; return its result and duration in seconds.
+    def call(self, job: bytes) -> Any:
+        """Run a pickled job; return its result.
 
         Raises:
             WorkerLost: the worker exited meanwhile.
@@ -91,11 +91,10 @@ class Worker:
         except OSError:  # the message was not received whole: the stream is out of step
             self.end()
             raise
-        outcome, *content = body.load()
+        outcome, content = body.load()
         if outcome == FAILED:
-            raise content[0].error()
-        result, seconds = content
-        return result, seconds
+            raise content.error()
+        return content
 
     def _handshake(self, setup: bytes) -> None:
         path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]

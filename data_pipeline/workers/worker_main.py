@@ -7,7 +7,7 @@ survive that), not by `multiprocessing` (which imports the main script again, so
 needs a guard). A socket is their only connection.
 
     parent -> worker    sys.path, `setup`, then jobs: (released segments, job)
-    worker -> parent    READY, then for each job: (DONE, result, seconds) or (FAILED, Failure)
+    worker -> parent    READY, then for each job: (DONE, result) or (FAILED, Failure)
 
 It ignores the signals of terminal and scheduler, because the parent may still need data while it
 saves its state. It exits when the socket is closed, which also happens if the parent dies.
@@ -158,10 +158,8 @@ def _serve(sock: socket.socket) -> None:
 
 
 def _answer(sender: Sender, do: Callable[[Any], Any], job: bytes) -> None:
-    begin = time.monotonic()
     try:
-        result = do(pickle.loads(job))
-        message = sender.pack((DONE, result, time.monotonic() - begin))
+        message = sender.pack((DONE, do(pickle.loads(job))))
     except BaseException as error:
         message = sender.pack((FAILED, Failure.of(error)))
     sender.send(message)

@@ -18,21 +18,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from typing import Any, Generic, Literal
+from typing import Any, Generic, TypeVar
 
 from data_pipeline.workers.executors import (
     Executor,
     ExecutorClosed,
-    Job,
     ProcessExecutor,
-    Result,
-    Setup,
     ThreadExecutor,
     WorkerDied,
-    shutdown_all,
 )
-from data_pipeline.workers.job_queue import InlineJobQueue, JobQueue, Stats, StatsCounter
+from data_pipeline.workers.job_queue import JobQueue
 from data_pipeline.workers.worker_main import JobError, RemoteTraceback
 
 __all__ = [
@@ -40,8 +35,6 @@ __all__ = [
     "JobError",
     "RemoteTraceback",
     "OrderedResults",
-    "Setup",
-    "Stats",
     "WorkerDied",
     "Workers",
 ]
@@ -49,7 +42,8 @@ __all__ = [
 # Idle workers exit at once; one that runs a job is killed after this time.
 CLOSE_S = 1.5
 
-AnyQueue = JobQueue | InlineJobQueue
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 
 class Workers(Generic[Job, Result]):
@@ -58,9 +52,7 @@ class Workers(Generic[Job, Result]):
     Args:
         setup: called in each worker, before its first job; returns the function that runs a job.
             It must be pure: a job that was lost with its worker is retried in another.
-        num_workers: 0 for one thread of this process.
-        kind: whether `num_workers` counts processes, or threads of this process. Work that holds
-            Python's lock gains nothing from threads.
+        num_workers: processes; 0 for one thread of this process.
         timeout_s: how long one job may take, together with the start of its worker.
         name: of the workers, in messages.
 
@@ -70,38 +62,23 @@ class Workers(Generic[Job, Result]):
 
     def __init__(
         self,
-        setup: Setup[Job, Result],
+        setup: Callable[[], Callable[[Job], Result]],
         num_workers: int,
         *,
-        kind: Literal["process", "thread"] = "process",
         timeout_s: float = 1800.0,
         name: str = "worker",
     ):
         if num_workers < 0:
             raise ValueError(f"num_workers is {num_workers}; give 0 (a thread) or more")
-        if kind not in ("process", "thread"):
-            raise ValueError(f"kind is {kind!r}; give 'process' or 'thread'")
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is {timeout_s}; give a time in seconds")
-        self.num_workers = num_workers
         self._timeout_s = timeout_s
-        self._counter = StatsCounter()
-        self._executors: list[Executor[Job, Result]] = []
-        if num_workers and kind == "process":
-            self._executors += [ProcessExecutor(f"{name} {i}", setup) for i in range(num_workers)]
-        else:
-            self._executors += [
-                ThreadExecutor(f"{name} {i}", setup) for i in range(max(1, num_workers))
-            ]
-        self._queues: list[AnyQueue] = []  # of the current run; a list, shared with `_end`
+        self._executors: list[Executor] = [
+            ProcessExecutor(f"{name} {i}", setup) for i in range(num_workers)
+        ] or [ThreadExecutor(f"{name} 0", setup)]
+        self._queues: list[JobQueue] = []  # of the current run; a list, shared with `_end`
         self._end = weakref.finalize(self, _end, os.getpid(), self._queues, self._executors)
         _in_thread(_start, self._executors)
-
-    @property
-    def stats(self) -> Stats:
-        """Totals over all runs."""
-        restarts = sum(executor.restarts for executor in self._executors)
-        return replace(self._counter.stats, restarts=restarts)
 
     def run(
         self, jobs: Iterable[tuple[Job, int]], *, max_bytes: int, max_jobs: int
@@ -112,31 +89,24 @@ class Workers(Generic[Job, Result]):
             jobs: (job, estimated bytes of its result and working memory). The iterator is
                 advanced in threads of the workers, one at a time.
             max_bytes: limit of the estimates in flight. A larger job runs alone.
-            max_jobs: limit of the jobs in flight; 0, with `num_workers` 0: no prefetch, each runs
-                in the calling thread when its result is taken.
+            max_jobs: limit of the jobs in flight.
 
         Raises:
             ValueError: a number out of range.
             ExecutorClosed: the workers are closed.
         """
-        if max_bytes < 0 or max_jobs < 0:
-            raise ValueError(f"max_bytes is {max_bytes}, max_jobs is {max_jobs}; give 0 or more")
-        if max_jobs == 0 and self.num_workers:
+        if max_bytes < 0 or max_jobs < 1:
             raise ValueError(
-                f"max_jobs is 0, which leaves nothing to do for {self.num_workers} workers; "
-                f"give at least 1, or num_workers=0"
+                f"max_bytes is {max_bytes}, max_jobs is {max_jobs}; give at least 0 and 1"
             )
         if not self._end.alive:
             raise ExecutorClosed("the workers are closed")
         for queue in self._queues:
             queue.stop()
-        if max_jobs == 0:
-            self._queues[:] = [InlineJobQueue(iter(jobs), self._executors[0], self._counter)]
-        else:
-            queue = JobQueue(iter(jobs), max_bytes, max_jobs, self._timeout_s, self._counter)
-            self._queues[:] = [queue]
-            _in_thread(_start_threads, queue, self._executors)
-        return OrderedResults(self, self._queues[0], self._counter)
+        queue = JobQueue(iter(jobs), max_bytes, max_jobs, self._timeout_s)
+        self._queues[:] = [queue]
+        _in_thread(_start_threads, queue, self._executors)
+        return OrderedResults(self, queue)
 
     def close(self) -> None:
         """End the run and all workers, within two seconds.
@@ -156,10 +126,9 @@ class Workers(Generic[Job, Result]):
 class OrderedResults(Generic[Result]):
     """The results of one `Workers.run`, in the order of the jobs. For one thread at a time."""
 
-    def __init__(self, workers: Workers[Any, Result], queue: AnyQueue, counter: StatsCounter):
+    def __init__(self, workers: Workers[Any, Result], queue: JobQueue):
         self._workers = workers  # keeps them from being finalised
         self._queue = queue
-        self._counter = counter
 
     def __iter__(self) -> Iterator[Result]:
         return self
@@ -175,14 +144,11 @@ class OrderedResults(Generic[Result]):
             Exception: what the job raised, or the iterator of jobs in its place. From a process,
                 its `__cause__` holds the traceback; one that does not pickle becomes a JobError.
         """
-        begin = time.monotonic()
         try:
             return self._queue.take()
         except BaseException:  # an interrupt too: the current result is lost
             self.close()
             raise
-        finally:
-            self._counter.add(wait_s=time.monotonic() - begin)
 
     def close(self) -> None:
         """End the run: no further job is started, no further result returned."""
@@ -194,24 +160,28 @@ def _in_thread(target: Callable[..., None], *args: Any) -> None:
     threading.Thread(target=target, args=args, name="workers", daemon=True).start()
 
 
-def _start(executors: list[Executor[Any, Any]]) -> None:
+def _start(executors: list[Executor]) -> None:
     """Begin the setup of all workers. An error here is raised again by the first job."""
     with contextlib.suppress(OSError, ExecutorClosed):
         for executor in executors:
             executor.start()
 
 
-def _start_threads(queue: JobQueue, executors: list[Executor[Any, Any]]) -> None:
+def _start_threads(queue: JobQueue, executors: list[Executor]) -> None:
     for executor in executors:
         threading.Thread(
             target=queue.run_jobs, args=(executor,), name=executor.name, daemon=True
         ).start()
 
 
-def _end(owner: int, queues: list[AnyQueue], executors: list[Executor[Any, Any]]) -> None:
+def _end(owner: int, queues: list[JobQueue], executors: list[Executor]) -> None:
     """End run and workers: at `close`, at garbage collection, or at process exit."""
     if os.getpid() != owner:
         return  # a forked copy of the owner must not end its workers
     for queue in queues:
         queue.stop()
-    shutdown_all(executors, CLOSE_S)
+    for executor in executors:
+        executor.shutdown()
+    deadline = time.monotonic() + CLOSE_S
+    for executor in executors:
+        executor.join(deadline)

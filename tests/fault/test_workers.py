@@ -47,7 +47,7 @@ def test_a_job_whose_worker_dies_is_done_by_another(how, tmp_path, capfd):
     begin = time.monotonic()
     with Workers(calls, 2, timeout_s=30) as workers:
         got = list(workers.run(jobs, **PLENTY))
-        assert workers.stats.restarts == 1
+    assert len(list(tmp_path.iterdir())) == 2, "the job was tried twice"
     assert time.monotonic() - begin < 50  # the orphan, if there is one, holds on for longer
     orphans = [mark.read_text() for mark in tmp_path.iterdir() if mark.stat().st_size]
     assert len(orphans) == (how == "orphan")
@@ -73,7 +73,6 @@ def test_a_job_that_costs_two_workers_is_named(how, ending, tmp_path):
             next(run)
         assert len(list(tmp_path.iterdir())) == 2
         assert list(workers.run([(partial(int, 9), 1)], **PLENTY)) == [9]
-        assert workers.stats.restarts == 2
 
 
 def test_a_worker_that_dies_between_jobs_costs_nothing(tmp_path):
@@ -84,7 +83,6 @@ def test_a_worker_that_dies_between_jobs_costs_nothing(tmp_path):
         wait_until(lambda: os.waitid(os.P_PID, pid, look))
         # The job may lose another worker: the one before was not lost with it.
         assert list(workers.run([(partial(die, "kill", tmp_path, 1), 1)], **PLENTY)) == ["alive"]
-        assert workers.stats.restarts == 2
 
 
 def test_results_outlive_their_worker():

@@ -29,21 +29,19 @@ from tests.worker_jobs import (
     touch_later,
 )
 
-KINDS = [("thread", 1), ("thread", 3), ("process", 2)]
 PLENTY = {"max_bytes": 1 << 40, "max_jobs": 8}
-
-
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[1]}-{kind[0]}")
-def crew(request):
-    kind, number = request.param
-    with Workers(calls, number, kind=kind, timeout_s=20) as workers:
-        yield workers
 
 
 @pytest.fixture(scope="module")
 def pair():
     with Workers(calls, 2, timeout_s=20) as workers:
         yield workers
+
+
+@pytest.fixture(params=["thread", "processes"])
+def crew(request, pair):
+    with Workers(calls, 0, timeout_s=20) as thread:
+        yield thread if request.param == "thread" else pair
 
 
 def wait_until(condition, seconds=50.0):
@@ -53,22 +51,11 @@ def wait_until(condition, seconds=50.0):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    ("number", "kind", "ahead"),
-    [
-        (0, "process", 0),
-        (0, "process", 5),
-        (1, "process", 3),
-        (2, "process", 1),
-        (2, "process", 6),
-        (4, "process", 9),
-        (3, "thread", 5),
-    ],
-)
-def test_results_are_the_same_whoever_does_the_jobs(number, kind, ahead):
+@pytest.mark.parametrize(("number", "ahead"), [(0, 5), (1, 3), (2, 1), (2, 6), (4, 9)])
+def test_results_are_the_same_whoever_does_the_jobs(number, ahead):
     durations = random.Random(3)
     jobs = [(Sleepy(i, durations.choice((0, 0, 0.01, 0.03))), 1) for i in range(30)]
-    with Workers(sleepy, number, kind=kind, timeout_s=20) as workers:
+    with Workers(sleepy, number, timeout_s=20) as workers:
         got = [fingerprint(r) for r in workers.run(jobs, max_bytes=100, max_jobs=ahead)]
     assert got == [fingerprint(arrays_of(i)) for i in range(30)]
 
@@ -140,58 +127,35 @@ def test_bytes_in_flight_stay_within_the_limit(crew, max_jobs):
     jobs = Watched(sizes)
     run = crew.run(jobs, max_bytes=100, max_jobs=max_jobs)
     for taken in range(60):
-        assert crew.stats.bytes_in_flight <= 100
-        next(run)
         # Beyond those in flight one may be asked for, to know what it needs.
-        assert jobs.asked <= taken + 1 + max_jobs + 1
-    assert next(run, None) is None
-    assert crew.stats.bytes_in_flight == 0
-
-
-def test_the_limit_is_used_and_holds_back():
-    with Workers(calls, 0) as workers:
-        jobs = Watched([40] * 9)
-        run = workers.run(jobs, max_bytes=100, max_jobs=8)
-        wait_until(lambda: jobs.asked == 3)
-        time.sleep(0.05)
-        assert (jobs.asked, workers.stats.bytes_in_flight) == (3, 80)
+        asked = jobs.asked
+        assert sum(sizes[taken : max(0, asked - 1)]) <= 100
+        assert asked <= taken + max_jobs + 1
         next(run)
-        wait_until(lambda: jobs.asked == 4)
-        time.sleep(0.05)
-        assert (jobs.asked, workers.stats.bytes_in_flight) == (4, 80)
-        assert len(list(run)) == 8
-        assert workers.stats.high_water_bytes == 80
+    assert next(run, None) is None
 
 
-def test_a_huge_job_goes_alone(crew):
-    before = crew.stats.jobs
-    assert len(list(crew.run(Watched([1, 999, 1, 999, 999]), max_bytes=10, max_jobs=9))) == 5
-    assert crew.stats.jobs == before + 5
+@pytest.mark.parametrize(
+    ("sizes", "max_bytes", "max_jobs", "asked"),
+    [
+        ([40] * 5, 100, 8, [3, 4, 5, 5]),  # two at a time, and one that waits for room
+        ([1, 99, 5, 6], 10, 9, [2, 3, 4]),  # a huge one goes alone
+        ([0] * 6, 0, 2, [2, 3, 4, 5, 6]),  # as many as may be in flight
+    ],
+)
+def test_the_limit_is_used_and_holds_back(sizes, max_bytes, max_jobs, asked):
     with Workers(calls, 0) as workers:
-        assert len(list(workers.run(Watched([1, 99, 5, 6]), max_bytes=10, max_jobs=9))) == 4
-        assert workers.stats.high_water_bytes == 99
+        jobs = Watched(sizes)
+        run = workers.run(jobs, max_bytes=max_bytes, max_jobs=max_jobs)
+        for expected in asked:
+            wait_until(lambda: jobs.asked == expected)  # noqa: B023
+            time.sleep(0.05)
+            assert jobs.asked == expected
+            next(run)
+        assert len(list(run)) == len(sizes) - len(asked)
 
 
-def test_number_in_flight_stays_within_the_limit():
-    with Workers(calls, 3, kind="thread") as workers:
-        jobs = Watched([0] * 9)
-        run = workers.run(jobs, max_bytes=0, max_jobs=2)
-        wait_until(lambda: workers.stats.jobs == 2)
-        time.sleep(0.05)
-        assert jobs.asked == 2
-        assert len(list(run)) == 9
-
-
-def test_nothing_is_asked_for_ahead_with_no_jobs_ahead():
-    with Workers(calls, 0) as workers:
-        jobs = Watched([7] * 3, threading.get_ident)
-        run = workers.run(jobs, max_bytes=0, max_jobs=0)
-        assert jobs.asked == 0
-        assert next(run) == threading.get_ident()
-        assert (jobs.asked, workers.stats.jobs, workers.stats.high_water_bytes) == (1, 1, 7)
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 4])
+@pytest.mark.parametrize("ahead", [1, 4])
 @pytest.mark.parametrize(
     ("kind", "type_", "message"),
     [
@@ -203,24 +167,21 @@ def test_nothing_is_asked_for_ahead_with_no_jobs_ahead():
         ("base", JobError, "Ends: enough"),
     ],
 )
-def test_an_error_is_raised_in_its_place(pair, kind, type_, message, ahead):
+def test_an_error_is_raised_in_its_place(crew, pair, kind, type_, message, ahead):
     jobs = [(partial(int, i), 1) for i in range(4)]
     jobs += [(partial(throw, kind), 1)] + [(partial(int, 9), 1)] * 9
-    crews = [pair] if ahead else []
-    with Workers(calls, 0) as one:
-        for workers in [*crews, one]:
-            got = []
-            process = workers is pair
-            expected = JobError if process and kind in ("unpicklable", "doubled") else type_
-            text = message if expected is type_ else f"^{type_.__name__}: {message.strip('^')}"
-            with pytest.raises(expected, match=text) as caught:  # noqa: PT012
-                for result in (run := workers.run(jobs, max_bytes=99, max_jobs=ahead)):
-                    got.append(result)
-            assert got == [0, 1, 2, 3]
-            assert next(run, "nothing") == "nothing"
-            if process:
-                assert isinstance(caught.value.__cause__, RemoteTraceback)
-                assert "in throw" in str(caught.value.__cause__)
+    got = []
+    process = crew is pair
+    expected = JobError if process and kind in ("unpicklable", "doubled") else type_
+    text = message if expected is type_ else f"^{type_.__name__}: {message.strip('^')}"
+    with pytest.raises(expected, match=text) as caught:  # noqa: PT012
+        for result in (run := crew.run(jobs, max_bytes=99, max_jobs=ahead)):
+            got.append(result)
+    assert got == [0, 1, 2, 3]
+    assert next(run, "nothing") == "nothing"
+    if process:
+        assert isinstance(caught.value.__cause__, RemoteTraceback)
+        assert "in throw" in str(caught.value.__cause__)
 
 
 def test_after_an_error_no_job_is_begun(crew, tmp_path):
@@ -288,8 +249,7 @@ def test_a_new_run_ends_the_former(crew):
     assert next(first, "nothing") == "nothing"
     assert list(second) == list(range(50, 70))
     pids |= set(crew.run([(os.getpid, 1)] * 20, **PLENTY))
-    assert len(pids) <= max(1, crew.num_workers)
-    assert crew.stats.restarts == 0
+    assert len(pids) <= 2, "none was restarted"
 
 
 def test_a_job_that_hangs_is_named_and_its_worker_replaced(tmp_path):
@@ -298,7 +258,6 @@ def test_a_job_that_hangs_is_named_and_its_worker_replaced(tmp_path):
         with pytest.raises(TimeoutError, match=r"3 s for job 0 \(.*hang.* worker 0 is still at"):
             next(run)
         assert list(workers.run([(partial(int, 4), 1)], **PLENTY)) == [4]
-        assert workers.stats.restarts == 1
         assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -337,22 +296,10 @@ def test_workers_have_one_thread_and_the_path_of_their_parent(pair, tmp_path, mo
         assert list(workers.run([("four", 1)], **PLENTY)) == [4]
 
 
-def test_numbers_are_counted(pair):
-    before = pair.stats
-    run = pair.run([(partial(time.sleep, 0.05), 5)] * 4, **PLENTY)
-    list(run)
-    after = pair.stats
-    assert after.jobs - before.jobs == 4
-    assert after.busy_s - before.busy_s >= 0.2
-    assert after.wait_s - before.wait_s >= 0.09
-    assert after.bytes_in_flight == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"num_workers": -1}, "num_workers is -1"),
-        ({"num_workers": 1, "kind": "fork"}, "kind is 'fork'"),
         ({"num_workers": 1, "timeout_s": 0}, "timeout_s is 0"),
     ],
 )
@@ -364,14 +311,14 @@ def test_wrong_numbers_are_named(arguments, message):
 def test_wrong_limits_are_named(crew):
     with pytest.raises(ValueError, match="max_bytes is -1"):
         crew.run([], max_bytes=-1, max_jobs=1)
-    with pytest.raises(ValueError, match="max_jobs is 0, which leaves nothing to do for"):
+    with pytest.raises(ValueError, match="max_jobs is 0; give at least 0 and 1"):
         crew.run([], max_bytes=1, max_jobs=0)
 
 
-@pytest.mark.parametrize(("number", "ahead"), [(0, 0), (0, 3), (1, 3)])
-def test_closed_workers_say_so(number, ahead):
+@pytest.mark.parametrize("number", [0, 1])
+def test_closed_workers_say_so(number):
     workers = Workers(calls, number)
-    run = workers.run([(partial(int, 4), 1)] * 9, max_bytes=9, max_jobs=ahead)
+    run = workers.run([(partial(int, 4), 1)] * 9, max_bytes=9, max_jobs=3)
     assert next(run) == 4
     workers.close()
     workers.close()
