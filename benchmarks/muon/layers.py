@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from kimi_pretrain.optim.groups import ModelShape, Rule, rule_of
+from kimi_pretrain.optim.groups import ModelShape, Rule
 
 PREFIX = "language_model.model.layers.1."
 
@@ -25,7 +25,7 @@ class Layer:
 
     def rules(self) -> dict[str, Rule]:
         """Return how each matrix is cut."""
-        return {name: rule_of(name, shape, self.model) for name, shape in self.shapes.items()}
+        return {name: self.model.rule_of(name, shape) for name, shape in self.shapes.items()}
 
     def pieces(self) -> list[tuple[int, int]]:
         """Return the shape of every matrix that is orthogonalised by itself."""
@@ -44,7 +44,7 @@ class Layer:
 def moonlight(experts: int, scale: int = 1) -> Layer:
     """Moonlight-16B-A3B (arXiv:2502.16982): 64 experts in the real layer; sizes over `scale`."""
     hidden, heads = 2048 // scale, 16 // scale
-    model = ModelShape(heads, 128, 64, 128, 512 // scale, vision_heads=1)
+    model = ModelShape(heads, 128, 64, 128, 512 // scale)
     attention = {
         "q_proj": (heads * 192, hidden),
         "kv_a_proj_with_mqa": (model.kv_lora_rank + 64, hidden),
@@ -58,7 +58,7 @@ def moonlight(experts: int, scale: int = 1) -> Layer:
 def k2(experts: int, scale: int = 1) -> Layer:
     """Kimi K2 (arXiv:2507.20534): 384 experts in the real layer; sizes over `scale`."""
     hidden, heads, q_rank = 7168 // scale, 64 // scale, 1536 // scale
-    model = ModelShape(heads, 128, 64, 128, 512 // scale, vision_heads=1)
+    model = ModelShape(heads, 128, 64, 128, 512 // scale)
     attention = {
         "q_a_proj": (q_rank, hidden),
         "q_b_proj": (heads * 192, q_rank),

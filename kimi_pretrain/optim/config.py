@@ -75,40 +75,17 @@ class GroupValues(NamedTuple):
 
 
 class UpdateSettings(Protocol):
-    """What the update reads of its settings; see `OptimConfig`, which is one, for each of them.
+    """What the update reads of its settings; `OptimConfig`, which is one, says what each is.
 
     `optimizer.MuonClip` reads its own from torch's parameter groups.
     """
 
-    @property
-    def matrices(self) -> Literal["muon", "adamw"]:
-        """What trains weight matrices."""
-        ...
-
-    @property
-    def ns_steps(self) -> int:
-        """Newton-Schulz iterations."""
-        ...
-
-    @property
-    def ns_dtype(self) -> Literal["float32", "bfloat16"]:
-        """Precision of the Newton-Schulz products."""
-        ...
-
-    @property
-    def shard_state(self) -> bool:
-        """Whether one rank of a replica group owns a tensor's state."""
-        ...
-
-    @property
-    def bucket_elements(self) -> int:
-        """Elements summed, updated or sent at a time."""
-        ...
-
-    @property
-    def measure_orthogonality(self) -> bool:
-        """Whether a step measures the orthogonality error."""
-        ...
+    matrices: Literal["muon", "adamw"]
+    ns_steps: int
+    ns_dtype: Literal["float32", "bfloat16"]
+    shard_state: bool
+    bucket_elements: int
+    measure_orthogonality: bool
 
     def group_values(self, group: str, lr: float) -> GroupValues:
         """Return the values of a parameter group where the schedule says `lr`."""

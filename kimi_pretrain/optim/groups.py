@@ -9,6 +9,7 @@ heads' content rows and one of all heads' rotary rows, and so on.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -30,7 +31,6 @@ class ModelShape:
     qk_rope_dim: int
     v_dim: int
     kv_lora_rank: int
-    vision_heads: int
 
     @staticmethod
     def of(model: "ModelConfig") -> "ModelShape":
@@ -42,14 +42,32 @@ class ModelShape:
             qk_rope_dim=language.qk_rope_dim,
             v_dim=language.v_dim,
             kv_lora_rank=language.kv_lora_rank,
-            vision_heads=model.vision.heads,
         )
 
     def rule_of(
         self, name: str, shape: Sequence[int], matrices: Literal["muon", "adamw"] = "muon"
     ) -> "Rule":
-        """Return the rule of a tensor of Kimi's checkpoint; see `rule_of` below."""
-        return rule_of(name, shape, self, matrices)
+        """Return the rule of a tensor.
+
+        Args:
+            name: checkpoint name.
+            shape: its shape in the checkpoint.
+            matrices: `OptimConfig.matrices`; "adamw" gives Muon's matrices to AdamW as well.
+
+        Raises:
+            ValueError: the name is not one of the checkpoint's, or the shape does not fit.
+        """
+        shape = tuple(shape)
+        for pattern, group, cut in _RULES:
+            if re.fullmatch(pattern, name):
+                pieces = _pieces(name, shape, self, cut)
+                if matrices == "adamw" or not pieces:
+                    return Rule("adamw", group)
+                return Rule("muon", group, pieces)
+        raise ValueError(
+            f"optimizer: no rule for tensor '{name}' {shape}. Every trained tensor needs one, "
+            "because a wrong default would train silently; add it to kimi_pretrain/optim/groups.py"
+        )
 
 
 @dataclass(frozen=True)
@@ -122,124 +140,65 @@ def replicas_of(name: str) -> Literal["dense", "expert", "encoder"]:
     return "expert" if ".mlp.experts." in name else "dense"
 
 
-def rule_of(
-    name: str,
-    shape: Sequence[int],
-    model: ModelShape,
-    matrices: Literal["muon", "adamw"] = "muon",
-) -> Rule:
-    """The rule of a tensor.
-
-    Args:
-        name: checkpoint name.
-        shape: its shape in the checkpoint.
-        model: head counts and widths, to cut fused projections.
-        matrices: `OptimConfig.matrices`; "adamw" gives Muon's matrices to AdamW as well.
-
-    Raises:
-        ValueError: the name is not one of the checkpoint's, or the shape does not fit `model`.
-    """
-    shape = tuple(shape)
-    for pattern, group, cut in _RULES:
-        if re.fullmatch(pattern, name):
-            pieces = cut(name, shape, model)
-            if matrices == "adamw" or not pieces:
-                return Rule("adamw", group)
-            return Rule("muon", group, pieces)
-    raise ValueError(
-        f"optimizer: no rule for tensor '{name}' {shape}. Every trained tensor needs one, because "
-        "a wrong default would train silently; add it to kimi_pretrain/optim/groups.py"
-    )
-
-
-# A cut returns the pieces that Muon orthogonalises by themselves; none: the tensor is AdamW's.
-_Cut = Callable[[str, tuple[int, ...], ModelShape], tuple[Piece, ...]]
-
-
-def _adamw(name: str, shape: tuple[int, ...], model: ModelShape) -> tuple[Piece, ...]:
-    return ()
-
-
-def _whole(name: str, shape: tuple[int, ...], model: ModelShape) -> tuple[Piece, ...]:
-    _check(name, shape, dims=2)
-    return _cut(name, shape, 1, whole=shape[0])
-
-
-def _convolution(name: str, shape: tuple[int, ...], model: ModelShape) -> tuple[Piece, ...]:
-    _check(name, shape, dims=4)
-    return _cut(name, shape, 1, whole=shape[0])
-
-
-def _query(name: str, shape: tuple[int, ...], model: ModelShape) -> tuple[Piece, ...]:
-    _check(name, shape, dims=2)
-    return _cut(name, shape, model.num_heads, q_nope=model.qk_nope_dim, q_rope=model.qk_rope_dim)
-
-
-def _latent(name: str, shape: tuple[int, ...], model: ModelShape) -> tuple[Piece, ...]:
-    _check(name, shape, dims=2)
-    return _cut(name, shape, 1, latent=model.kv_lora_rank, k_rope=model.qk_rope_dim)
-
-
-def _key_value(name: str, shape: tuple[int, ...], model: ModelShape) -> tuple[Piece, ...]:
-    _check(name, shape, dims=2)
-    return _cut(name, shape, model.num_heads, k_nope=model.qk_nope_dim, v=model.v_dim)
-
-
-def _vision_qkv(name: str, shape: tuple[int, ...], model: ModelShape) -> tuple[Piece, ...]:
-    _check(name, shape, dims=2)
-    width = shape[1]
-    if width % model.vision_heads:
-        raise ValueError(
-            f"optimizer: '{name}' {shape} has {width} columns, which "
-            f"{model.vision_heads} vision heads do not divide"
-        )
-    return _cut(name, shape, 1, q=width, k=width, v=width)
-
-
-def _check(name: str, shape: tuple[int, ...], dims: int) -> None:
+def _pieces(
+    name: str, shape: tuple[int, ...], model: ModelShape, cut: "_Cut | None"
+) -> tuple[Piece, ...]:
+    """Cut a block of rows into named parts, in order, the same way in each block."""
+    if cut is None:
+        return ()
+    dims, of = cut
     if len(shape) != dims or 0 in shape:
         raise ValueError(f"optimizer: '{name}' must have {dims} non-empty dimensions, got {shape}")
-
-
-def _cut(name: str, shape: tuple[int, ...], blocks: int, **parts: int) -> tuple[Piece, ...]:
-    """Cut a block of rows into named parts, in order, the same way in each block."""
+    blocks, parts = of(shape, model)
     if shape[0] != blocks * sum(parts.values()):
         raise ValueError(
             f"optimizer: '{name}' {shape} should have {blocks} x {parts} = "
             f"{blocks * sum(parts.values())} rows; the model shape does not fit the checkpoint"
         )
-    pieces, start = [], 0
-    for part, size in parts.items():
-        pieces.append(Piece(part, blocks, start, start + size))
-        start += size
-    return tuple(pieces)
+    stops = list(accumulate(parts.values(), initial=0))
+    return tuple(
+        Piece(part, blocks, start, stop) for part, start, stop in zip(parts, stops, stops[1:])
+    )
 
+
+# How Muon cuts a tensor: its dimensions, and (blocks, part -> rows of it in a block).
+_Cut = tuple[int, Callable[[tuple[int, ...], ModelShape], tuple[int, dict[str, int]]]]
+_WHOLE: _Cut = (2, lambda shape, model: (1, {"whole": shape[0]}))
+_CONVOLUTION: _Cut = (4, _WHOLE[1])
+_QUERY: _Cut = (
+    2,
+    lambda shape, m: (m.num_heads, {"q_nope": m.qk_nope_dim, "q_rope": m.qk_rope_dim}),
+)
+_LATENT: _Cut = (2, lambda shape, m: (1, {"latent": m.kv_lora_rank, "k_rope": m.qk_rope_dim}))
+_KEY_VALUE: _Cut = (2, lambda shape, m: (m.num_heads, {"k_nope": m.qk_nope_dim, "v": m.v_dim}))
+_VISION_QKV: _Cut = (2, lambda shape, model: (1, dict.fromkeys("qkv", shape[1])))
+_ADAMW = None
 
 _LAYER = r"language_model\.model\.layers\.\d+\."
 _BLOCK = r"vision_tower\.encoder\.blocks\.\d+\."
 # Name, parameter group (`optim.groups` of the configuration), and how Muon cuts it.
-_RULES: tuple[tuple[str, Group, _Cut], ...] = (
-    (r"language_model\.model\.embed_tokens\.weight", "embedding", _adamw),
-    (r"language_model\.lm_head\.weight", "head", _adamw),
-    (r"language_model\.model\.norm\.weight", "norms", _adamw),
-    (_LAYER + r"(input_layernorm|post_attention_layernorm)\.weight", "norms", _adamw),
-    (_LAYER + r"self_attn\.(q_a_layernorm|kv_a_layernorm)\.weight", "norms", _adamw),
-    (_LAYER + r"self_attn\.(q_a_proj|o_proj)\.weight", "attention", _whole),
-    (_LAYER + r"self_attn\.(q_b_proj|q_proj)\.weight", "attention", _query),
-    (_LAYER + r"self_attn\.kv_a_proj_with_mqa\.weight", "attention", _latent),
-    (_LAYER + r"self_attn\.kv_b_proj\.weight", "attention", _key_value),
-    (_LAYER + r"mlp\.gate\.weight", "router", _whole),
-    (_LAYER + r"mlp\.(gate|up|down)_proj\.weight", "dense_mlp", _whole),
-    (_LAYER + r"mlp\.experts\.\d+\.(gate|up|down)_proj\.weight", "experts", _whole),
-    (_LAYER + r"mlp\.shared_experts\.(gate|up|down)_proj\.weight", "shared_experts", _whole),
-    (r"vision_tower\.patch_embed\.proj\.weight", "vision_tower", _convolution),
-    (r"vision_tower\.patch_embed\.(proj\.bias|pos_emb\.weight)", "vision_tower", _adamw),
-    (_BLOCK + r"(norm0|norm1)\.(weight|bias)", "vision_tower", _adamw),
-    (_BLOCK + r"wqkv\.weight", "vision_tower", _vision_qkv),
-    (_BLOCK + r"(wo|mlp\.fc0|mlp\.fc1)\.weight", "vision_tower", _whole),
-    (_BLOCK + r"(wqkv|wo|mlp\.fc0|mlp\.fc1)\.bias", "vision_tower", _adamw),
-    (r"vision_tower\.encoder\.final_layernorm\.(weight|bias)", "vision_tower", _adamw),
-    (r"mm_projector\.pre_norm\.(weight|bias)", "projector", _adamw),
-    (r"mm_projector\.proj\.[02]\.weight", "projector", _whole),
-    (r"mm_projector\.proj\.[02]\.bias", "projector", _adamw),
+_RULES: tuple[tuple[str, Group, _Cut | None], ...] = (
+    (r"language_model\.model\.embed_tokens\.weight", "embedding", _ADAMW),
+    (r"language_model\.lm_head\.weight", "head", _ADAMW),
+    (r"language_model\.model\.norm\.weight", "norms", _ADAMW),
+    (_LAYER + r"(input_layernorm|post_attention_layernorm)\.weight", "norms", _ADAMW),
+    (_LAYER + r"self_attn\.(q_a_layernorm|kv_a_layernorm)\.weight", "norms", _ADAMW),
+    (_LAYER + r"self_attn\.(q_a_proj|o_proj)\.weight", "attention", _WHOLE),
+    (_LAYER + r"self_attn\.(q_b_proj|q_proj)\.weight", "attention", _QUERY),
+    (_LAYER + r"self_attn\.kv_a_proj_with_mqa\.weight", "attention", _LATENT),
+    (_LAYER + r"self_attn\.kv_b_proj\.weight", "attention", _KEY_VALUE),
+    (_LAYER + r"mlp\.gate\.weight", "router", _WHOLE),
+    (_LAYER + r"mlp\.(gate|up|down)_proj\.weight", "dense_mlp", _WHOLE),
+    (_LAYER + r"mlp\.experts\.\d+\.(gate|up|down)_proj\.weight", "experts", _WHOLE),
+    (_LAYER + r"mlp\.shared_experts\.(gate|up|down)_proj\.weight", "shared_experts", _WHOLE),
+    (r"vision_tower\.patch_embed\.proj\.weight", "vision_tower", _CONVOLUTION),
+    (r"vision_tower\.patch_embed\.(proj\.bias|pos_emb\.weight)", "vision_tower", _ADAMW),
+    (_BLOCK + r"(norm0|norm1)\.(weight|bias)", "vision_tower", _ADAMW),
+    (_BLOCK + r"wqkv\.weight", "vision_tower", _VISION_QKV),
+    (_BLOCK + r"(wo|mlp\.fc0|mlp\.fc1)\.weight", "vision_tower", _WHOLE),
+    (_BLOCK + r"(wqkv|wo|mlp\.fc0|mlp\.fc1)\.bias", "vision_tower", _ADAMW),
+    (r"vision_tower\.encoder\.final_layernorm\.(weight|bias)", "vision_tower", _ADAMW),
+    (r"mm_projector\.pre_norm\.(weight|bias)", "projector", _ADAMW),
+    (r"mm_projector\.proj\.[02]\.weight", "projector", _WHOLE),
+    (r"mm_projector\.proj\.[02]\.bias", "projector", _ADAMW),
 )

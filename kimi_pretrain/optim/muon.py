@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kimi_pretrain.optim.batched import orthogonalise_pieces_
 from kimi_pretrain.optim.config import OptimConfig, UpdateSettings
-from kimi_pretrain.optim.groups import ModelShape, NamedTensor, Rule, as_matrix, rule_of
+from kimi_pretrain.optim.groups import ModelShape, NamedTensor, Rule, as_matrix
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ class PlainMuon:
     """
 
     def __init__(self, named: Sequence[NamedTensor], config: OptimConfig, shape: ModelShape):
-        rules = {t.name: rule_of(t.name, t.data.shape, shape, config.matrices) for t in named}
+        rules = {t.name: shape.rule_of(t.name, t.data.shape, config.matrices) for t in named}
         self.config = config
         self.steps = 0
         self.rules = rules

@@ -38,7 +38,7 @@ from kimi_pretrain.optim.owners import (
     load_of,
     share_of,
 )
-from kimi_pretrain.optim.qk_clip import clip_key_, clip_query_
+from kimi_pretrain.optim.qk_clip import scale_heads_
 from kimi_pretrain.optim.reduce import GradientReduction
 from kimi_pretrain.optim.replica_group import ReplicaGroup
 from kimi_pretrain.optim.step_stats import StepStats
@@ -255,7 +255,7 @@ class DistributedMuonClip:
             shape: head count and widths.
 
         Raises:
-            ValueError: not such names, only one of the two is held, or sizes do not fit.
+            ValueError: not such names, or only one of the two is held.
         """
         wanted = (r"\.self_attn\.q(_b)?_proj\.weight", r"\.self_attn\.kv_b_proj\.weight")
         names = (q_name, kv_b_name)
@@ -265,8 +265,11 @@ class DistributedMuonClip:
                 f"qk-clip needs q_b_proj (or q_proj) and kv_b_proj of one layer, got {names}, "
                 f"of which this rank holds {held.count(True)}"
             )
-        for name, clip in zip(names, (clip_query_, clip_key_)) if all(held) else ():
-            self.change_weight(name, lambda weight, clip=clip: clip(weight, gamma, shape))
+        assert len(gamma) == shape.num_heads, (gamma.shape, shape)
+        root, rope, v = gamma.sqrt(), shape.qk_rope_dim, shape.v_dim
+        if all(held):
+            self.change_weight(q_name, lambda weight: scale_heads_(weight, root, rope, gamma))
+            self.change_weight(kv_b_name, lambda weight: scale_heads_(weight, root, v))
 
     @torch.no_grad()
     def change_weight(self, name: str, change: Callable[[Tensor], None]) -> None:
@@ -398,15 +401,10 @@ def _by_name(
     for tensor in named:
         if tensor.name in tensors:
             raise ValueError(f"optimizer: tensor '{tensor.name}' was given twice")
-        if tensor.replicas not in groups:
+        if tensor.replicas not in groups or tensor.replicas not in ORDER:
             raise ValueError(
                 f"optimizer: tensor '{tensor.name}' is replicated over '{tensor.replicas}', "
-                f"groups are {sorted(groups)}"
-            )
-        if tensor.replicas not in ORDER:
-            raise ValueError(
-                f"optimizer: tensor '{tensor.name}' is replicated over '{tensor.replicas}'; "
-                f"optim.owners divides {ORDER} alone"
+                f"groups are {sorted(groups)}, of which optim.owners divides {ORDER} alone"
             )
         tensors[tensor.name] = tensor
     return tensors

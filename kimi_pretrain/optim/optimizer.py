@@ -147,12 +147,19 @@ class MuonClip(torch.optim.Optimizer):
         defaults = GroupValues(lr, weight_decay, momentum, nesterov, betas, eps)._asdict()
         super().__init__(params, defaults)
         self._params = _by_name(self.param_groups)
-        _check_settings(ns_steps, ns_dtype, bucket_elements, qk_clip_threshold)
+        _require(
+            ns_steps=(ns_steps, ns_steps >= 1),
+            ns_dtype=(ns_dtype, ns_dtype in ("float32", "bfloat16")),
+            bucket_elements=(bucket_elements, bucket_elements >= 1),
+            qk_clip_threshold=(qk_clip_threshold, qk_clip_threshold > 0),
+        )
         _check_patterns(rules, self._params)
         splits = {name: _split(name, param, rules) for name, param in self._params.items()}
         self._stacked = frozenset(name for name, split in splits.items() if split and split.stacked)
         table = _RuleTable(
-            (name, _rule(name, param, str(number), splits[name]))
+            (name, Rule("muon", str(number), split.pieces(name, param.shape)))
+            if (split := splits[name])
+            else (name, Rule("adamw", str(number)))
             for number, group in enumerate(self.param_groups)
             for name, param in zip(group["param_names"], group["params"], strict=True)
         )
@@ -285,15 +292,11 @@ class MuonClip(torch.optim.Optimizer):
         """Copy parameters into fp32 masters, after they were changed outside of the optimizer."""
         self._core.sync_masters()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict, with the state of the parameters that this rank owns.
-
-        Without a process group that is the whole state. See `full_state_dict`.
-        """
-        return super().state_dict()
-
     def full_state_dict(self, to: int = 0) -> dict[str, Any] | None:
         """Return the state dict of all ranks, on the CPU; a collective call.
+
+        `state_dict` holds the state of the parameters that this rank owns: without a process group
+        all of it.
 
         Args:
             to: index in the process group of the rank that gets it; the others get None.
@@ -454,12 +457,6 @@ def _split(name: str, param: Tensor, rules: Rules) -> Split | None:
     )
 
 
-def _rule(name: str, param: Tensor, group: str, split: Split | None) -> Rule:
-    if split is None:
-        return Rule("adamw", group)
-    return Rule("muon", group, split.pieces(name, param.shape))
-
-
 def _bounds(rows: Rows, matrices: Mapping[str, Tensor]) -> tuple[str, int, int]:
     """Return the parameter, first row and end row."""
     if isinstance(rows, str):
@@ -506,27 +503,19 @@ def _check_saved_group(saved: Mapping[str, Any], names: Sequence[str]) -> None:
         raise ValueError(f"MuonClip: the state is of '{there}' where this model has '{here}'")
 
 
-def _check_settings(
-    ns_steps: int, ns_dtype: str, bucket_elements: int, qk_clip_threshold: float
-) -> None:
-    for name, value, holds in (
-        ("ns_steps", ns_steps, ns_steps >= 1),
-        ("ns_dtype", ns_dtype, ns_dtype in ("float32", "bfloat16")),
-        ("bucket_elements", bucket_elements, bucket_elements >= 1),
-        ("qk_clip_threshold", qk_clip_threshold, qk_clip_threshold > 0),
-    ):
-        if not holds:
-            raise ValueError(f"MuonClip: {name} is {value!r}, which is out of range")
-
-
 def _check_values(group: Mapping[str, Any]) -> None:
     betas = group["betas"]
-    for name, value, holds in (
-        ("lr", group["lr"], 0 <= group["lr"] < math.inf),
-        ("weight_decay", group["weight_decay"], 0 <= group["weight_decay"] < math.inf),
-        ("momentum", group["momentum"], 0 <= group["momentum"] < 1),
-        ("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas)),
-        ("eps", group["eps"], 0 < group["eps"] < math.inf),
-    ):
+    _require(
+        lr=(group["lr"], 0 <= group["lr"] < math.inf),
+        weight_decay=(group["weight_decay"], 0 <= group["weight_decay"] < math.inf),
+        momentum=(group["momentum"], 0 <= group["momentum"] < 1),
+        betas=(betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas)),
+        eps=(group["eps"], 0 < group["eps"] < math.inf),
+    )
+
+
+def _require(**settings: tuple[Any, bool]) -> None:
+    """Refuse the first setting, (value, whether it is in its range), that is not."""
+    for name, (value, holds) in settings.items():
         if not holds:
-            raise ValueError(f"MuonClip: {name} is {value}, which is out of range")
+            raise ValueError(f"MuonClip: {name} is {value!r}, which is out of range")

@@ -17,8 +17,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from kimi_pretrain.optim.groups import ModelShape
-
 
 def table_of_maxima(found: Mapping[int, Tensor], layers: int, heads: int) -> Tensor:
     """Lay a rank's maxima out as one table, so that all layers travel in one reduction.
@@ -57,44 +55,6 @@ def factors(max_logits: Tensor, threshold: float) -> Tensor:
     return threshold / torch.where(over, max_logits, threshold)
 
 
-def clip_(q_weight: Tensor, kv_b_weight: Tensor, gamma: Tensor, shape: ModelShape) -> None:
-    """Scale both weights of one layer in place; see `clip_query_` and `clip_key_`."""
-    clip_query_(q_weight, gamma, shape)
-    clip_key_(kv_b_weight, gamma, shape)
-
-
-@torch.no_grad()
-def clip_query_(q_weight: Tensor, gamma: Tensor, shape: ModelShape) -> None:
-    """Clip the queries of one layer in place.
-
-    Args:
-        q_weight: [heads * (nope + rope), in] q_b_proj or q_proj, any floating dtype.
-        gamma: [heads] from `factors`; 1 leaves a head's bits as they are.
-        shape: head count and widths.
-
-    Raises:
-        ValueError: rows or heads do not fit `shape`.
-    """
-    _check(q_weight, gamma, shape.num_heads, shape.qk_nope_dim + shape.qk_rope_dim)
-    scale_heads_(q_weight, gamma.sqrt(), shape.qk_rope_dim, gamma)
-
-
-@torch.no_grad()
-def clip_key_(kv_b_weight: Tensor, gamma: Tensor, shape: ModelShape) -> None:
-    """Clip the content keys of one layer in place, leaving the values.
-
-    Args:
-        kv_b_weight: [heads * (nope + v), rank] kv_b_proj, any floating dtype.
-        gamma: [heads] from `factors`.
-        shape: head count and widths.
-
-    Raises:
-        ValueError: rows or heads do not fit `shape`.
-    """
-    _check(kv_b_weight, gamma, shape.num_heads, shape.qk_nope_dim + shape.v_dim)
-    scale_heads_(kv_b_weight, gamma.sqrt(), shape.v_dim)
-
-
 @torch.no_grad()
 def scale_heads_(
     weight: Tensor, content: Tensor, other_rows: int = 0, other: Tensor | None = None
@@ -121,11 +81,3 @@ def scale_heads_(
     head[:, : rows - other_rows].mul_(content[:, None, None])
     if other is not None:
         head[:, rows - other_rows :].mul_(other[:, None, None])
-
-
-def _check(weight: Tensor, gamma: Tensor, heads: int, rows: int) -> None:
-    if weight.shape[0] != heads * rows or gamma.shape != (heads,):
-        raise ValueError(
-            f"qk-clip: weight {tuple(weight.shape)} and gamma {tuple(gamma.shape)} do not fit "
-            f"{heads} heads of {rows} rows"
-        )

@@ -50,18 +50,14 @@ def segments(config: OptimConfig) -> Sequence[Segment]:
     if config.schedule is not None:
         return config.schedule
     peak = config.lr or 0.0
-    return (
+    ramp = [
         Segment(steps=config.warmup_steps, lr=peak, shape="linear"),
         Segment(steps=config.stable_steps, lr=peak, shape="constant"),
-        *_decay(config),
-    )
-
-
-def _decay(config: OptimConfig) -> Sequence[Segment]:
-    """Return the descent; without one the rate stays at its peak for ever."""
-    if not config.decay_steps:
-        return ()
-    return (Segment(steps=config.decay_steps, lr=config.min_lr or 0.0, shape=config.decay),)
+    ]
+    if config.decay_steps:  # without it the rate stays at its peak for ever
+        last = Segment(steps=config.decay_steps, lr=config.min_lr or 0.0, shape=config.decay)
+        ramp.append(last)
+    return ramp
 
 
 def stretches(config: OptimConfig, tokens_per_step: int) -> list[Stretch]:

@@ -52,9 +52,10 @@ def plainly_trained(run) -> dict[str, Any]:
     """The same in one process by the plain optimizer, everything around it written out."""
     from kimi_pretrain.optim.groups import ModelShape
     from kimi_pretrain.optim.muon import PlainMuon
-    from kimi_pretrain.optim.qk_clip import clip_, factors
+    from kimi_pretrain.optim.qk_clip import factors
     from kimi_pretrain.optim.schedule import learning_rate
     from kimi_pretrain.update import UpdateReport
+    from tests.unit.kimi_pretrain.optim.oracles import clip_by_hand
 
     optim, shape = run.config.optim, ModelShape.of(run.config.model)
     plain = PlainMuon(run.update.named, optim, shape)
@@ -71,7 +72,7 @@ def plainly_trained(run) -> dict[str, Any]:
             clipped += int((gamma < 1).sum())
             attention = f"language_model.model.layers.{layer}.self_attn."
             pair = weights[attention + "q_b_proj.weight"], weights[attention + "kv_b_proj.weight"]
-            clip_(*pair, gamma, shape)
+            clip_by_hand(*pair, gamma, shape)
         return UpdateReport(lr, norm, applied=True, clipped_heads=clipped)
 
     run.update.run = update

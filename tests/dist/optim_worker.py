@@ -23,9 +23,7 @@ from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.optim.qk_clip import factors
 from tests.dist.jobs import join_ranks
 
-SHAPE = ModelShape(
-    num_heads=4, qk_nope_dim=4, qk_rope_dim=2, v_dim=4, kv_lora_rank=8, vision_heads=2
-)
+SHAPE = ModelShape(num_heads=4, qk_nope_dim=4, qk_rope_dim=2, v_dim=4, kv_lora_rank=8)
 CONFIG = OptimConfig(
     lr=5e-3,
     min_lr=0,

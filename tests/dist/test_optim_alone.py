@@ -5,7 +5,7 @@ import torch
 
 from kimi_pretrain.optim import muonclip
 from kimi_pretrain.optim.config import OptimConfig
-from kimi_pretrain.optim.groups import NamedTensor, as_matrix, rule_of
+from kimi_pretrain.optim.groups import NamedTensor, as_matrix
 from kimi_pretrain.optim.muon import adamw_update
 from kimi_pretrain.optim.muonclip import UNSENT_ELEMENTS, DistributedMuonClip
 from kimi_pretrain.optim.newton_schulz import update_scale
@@ -93,7 +93,7 @@ def test_the_report_measures_the_updates_of_each_group():
     for name, old in before.items():
         # W' = (1 - lr wd) W - lr U, so U follows from the weights before and after.
         update = (old * (1 - 1e-3) - job.toy.weights[name]).flatten() / 1e-2
-        updates.setdefault(rule_of(name, old.shape, SHAPE).group, []).append(update)
+        updates.setdefault(SHAPE.rule_of(name, old.shape).group, []).append(update)
     assert figures.elements == {g: sum(x.numel() for x in updates[g]) for g in sorted(updates)}
     for group, parts in updates.items():
         expected = torch.cat(parts).square().mean().sqrt().item()
@@ -110,7 +110,7 @@ def test_the_report_holds_the_worst_orthogonality_error():
     errors = []
     for name, old in before.items():
         update = as_matrix(old * (1 - 1e-3) - job.toy.weights[name]) / 1e-2 if old.ndim > 1 else old
-        for piece in rule_of(name, old.shape, SHAPE).pieces:
+        for piece in SHAPE.rule_of(name, old.shape).pieces:
             shape = piece.shape(update.shape)
             part = piece.rows(update).reshape(shape) / update_scale(*shape)
             values = torch.linalg.svdvals(part.double())

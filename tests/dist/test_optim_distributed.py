@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.optim.muon import PlainMuon
-from kimi_pretrain.optim.qk_clip import clip_, factors
+from kimi_pretrain.optim.qk_clip import factors
 from tests.dist import optim_worker
 from tests.dist.jobs import run_ranks
 from tests.dist.optim_worker import (
@@ -21,6 +21,7 @@ from tests.dist.optim_worker import (
     Job,
     Toy,
 )
+from tests.unit.kimi_pretrain.optim.oracles import clip_by_hand
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -38,7 +39,7 @@ def plain() -> dict[int, dict[str, Tensor]]:
         if step == CLIP_AT:
             gamma = factors(torch.tensor([150.0, -4.0, 99.0, 300.0]), 100.0)
             query = toy.weights[prefix + "q_b_proj.weight"]
-            clip_(query, toy.weights[prefix + "kv_b_proj.weight"], gamma, SHAPE)
+            clip_by_hand(query, toy.weights[prefix + "kv_b_proj.weight"], gamma, SHAPE)
         found[step + 1] = {name: weight.clone() for name, weight in toy.weights.items()}
     return found
 

@@ -1,15 +1,17 @@
 """Toy tensors under checkpoint names, and what other people's optimizers make of them."""
 
+from fnmatch import fnmatch
+
 import torch
 from torch import Tensor
 
+from kimi_pretrain.optim import MuonClip, Split
 from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.groups import ModelShape, NamedTensor
 from kimi_pretrain.optim.muon import PlainMuon
+from kimi_pretrain.optim.muonclip import DistributedMuonClip
 
-SHAPE = ModelShape(
-    num_heads=3, qk_nope_dim=4, qk_rope_dim=2, v_dim=5, kv_lora_rank=6, vision_heads=2
-)
+SHAPE = ModelShape(num_heads=3, qk_nope_dim=4, qk_rope_dim=2, v_dim=5, kv_lora_rank=6)
 CONFIG = OptimConfig(
     lr=0.02, min_lr=0, warmup_steps=0, stable_steps=1, decay_steps=0, ns_dtype="float32"
 )
@@ -51,6 +53,17 @@ ADAMW: dict[str, tuple[int, ...]] = {
     "vision_tower.patch_embed.pos_emb.weight": (3, 3, 4),
     "mm_projector.proj.0.bias": (7,),
 }
+# The row lists above, as rules of the public optimizer.
+RULES = {
+    ATTENTION + "q_b_proj.weight": Split(rows=(4, 2), blocks=3),
+    ATTENTION + "kv_a*": Split(rows=(6, 2)),
+    ATTENTION + "kv_b*": Split(rows=(4, 5), blocks=3),
+    BLOCK + "wqkv.weight": Split(rows=(4, 4, 4)),
+    "*embed_tokens*": "adamw",
+    "*lm_head*": "adamw",
+    "*pos_emb*": "adamw",
+    "*": "muon",
+}
 SHAPES = {name: shape for name, (shape, _) in MATRICES.items()} | ADAMW
 
 
@@ -71,6 +84,30 @@ class Fp32Gradient(Tensor):
 
     def bfloat16(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
         return self.clone()
+
+
+def sharded(named, config: OptimConfig, shape: ModelShape) -> DistributedMuonClip:
+    """The training's optimizer, in one process."""
+    return DistributedMuonClip(named, {"dense": None}, config, shape)
+
+
+class Public:
+    """`MuonClip` with the matrices of `MATRICES` as rules, stepped as the other two are."""
+
+    def __init__(self, named, config: OptimConfig, shape: ModelShape):
+        self.named, self.params = named, {t.name: torch.nn.Parameter(t.data) for t in named}
+        rules = {at: rule for at, rule in RULES.items() if any(fnmatch(t.name, at) for t in named)}
+        settings = {"ns_dtype": config.ns_dtype, "nesterov": config.nesterov}
+        self.optimizer = MuonClip(self.params.items(), lr=1.0, rules=rules, **settings)
+
+    def step(self, lr: float) -> None:
+        for tensor in self.named:
+            self.params[tensor.name].grad = tensor.grad()
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+
+
+OPTIMIZERS = {"plain": PlainMuon, "sharded": sharded, "public": Public}
 
 
 def train(
@@ -139,6 +176,17 @@ def polynomial(values: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
     return values
+
+
+def clip_by_hand(query: Tensor, kv_b: Tensor, gamma: Tensor, shape: ModelShape) -> None:
+    """QK-Clip of one layer in place, head by head: roots for content, gamma for rotary rows."""
+    nope, query_rows = shape.qk_nope_dim, shape.qk_nope_dim + shape.qk_rope_dim
+    for head in range(shape.num_heads):
+        own = gamma[head, None]
+        rows = query[head * query_rows : (head + 1) * query_rows]
+        rows[:nope].mul_(own.sqrt())
+        rows[nope:].mul_(own)
+        kv_b[head * (nope + shape.v_dim) :][:nope].mul_(own.sqrt())
 
 
 def svd_muon(name: str, steps: int = STEPS, nesterov: bool = True) -> Tensor:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_pretrain.optim.config import OptimConfig
-from kimi_pretrain.optim.groups import ModelShape, rule_of
+from kimi_pretrain.optim.groups import ModelShape
 from kimi_pretrain.optim.newton_schulz import flops
 from kimi_pretrain.optim.owners import (
     OwnerLoad,
@@ -22,9 +22,7 @@ from kimi_pretrain.optim.owners import (
 )
 from tests.unit.kimi_pretrain.optim import presets
 
-SMALL = ModelShape(
-    num_heads=3, qk_nope_dim=4, qk_rope_dim=2, v_dim=5, kv_lora_rank=6, vision_heads=2
-)
+SMALL = ModelShape(num_heads=3, qk_nope_dim=4, qk_rope_dim=2, v_dim=5, kv_lora_rank=6)
 CONFIG = OptimConfig(lr=1e-3, min_lr=0, warmup_steps=0, stable_steps=1, decay_steps=0)
 ADAMW = OptimConfig(
     lr=1e-3, min_lr=0, warmup_steps=0, stable_steps=1, decay_steps=0, matrices="adamw"
@@ -154,10 +152,10 @@ def test_state_bytes_count_masters():
 
 def test_pieces_are_counted_by_themselves():
     query = TensorSize(LAYER + "self_attn.q_b_proj.weight", (18, 7), 4)
-    rule = rule_of(query.name, query.shape, SMALL)
+    rule = SMALL.rule_of(query.name, query.shape)
     assert muon_flops(query.shape, rule, 5) == flops(12, 7, 5) + flops(6, 7, 5)
     patches = TensorSize("vision_tower.patch_embed.proj.weight", (16, 3, 4, 4), 4)
-    rule = rule_of(patches.name, patches.shape, SMALL)
+    rule = SMALL.rule_of(patches.name, patches.shape)
     assert muon_flops(patches.shape, rule, 3) == flops(16, 48, 3)
 
 

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.optim.config import GROUPS, GroupConfig, OptimConfig
-from kimi_pretrain.optim.groups import NamedTensor, rule_of
+from kimi_pretrain.optim.groups import NamedTensor
 from kimi_pretrain.optim.muon import PlainMuon
-from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.optim.recipes import Segment
 from kimi_pretrain.optim.schedule import learning_rate
 from tests.resume import assert_resumes_anywhere
@@ -19,6 +18,7 @@ from tests.unit.kimi_pretrain.optim.oracles import (
     SHAPES,
     Fp32Gradient,
     draw,
+    sharded,
     torch_adamw,
     torch_muon,
     train,
@@ -39,17 +39,12 @@ EVERYTHING_ADAMW = GROUPED.replace(matrices="adamw")
 
 def torch_settings(name: str) -> dict[str, float]:
     """What a torch parameter group would say for a tensor."""
-    own = SETTINGS.get(rule_of(name, SHAPES[name], SHAPE).group, GroupConfig())
+    own = SETTINGS.get(SHAPE.rule_of(name, SHAPES[name]).group, GroupConfig())
     decay = 0.1 if own.weight_decay is None else own.weight_decay
     return {"lr_scale": own.lr_scale, "weight_decay": decay}
 
 
-def alone(named, config: OptimConfig, shape) -> DistributedMuonClip:
-    """The distributed optimizer in one process."""
-    return DistributedMuonClip(named, {"dense": None}, config, shape)
-
-
-@pytest.mark.parametrize("optimizer_of", [PlainMuon, alone])
+@pytest.mark.parametrize("optimizer_of", [PlainMuon, sharded])
 def test_groups_have_their_own_rate_and_decay(optimizer_of):
     found = train(SHAPES, GROUPED, optimizer_of=optimizer_of)
     for name in MATRICES:
@@ -61,7 +56,7 @@ def test_groups_have_their_own_rate_and_decay(optimizer_of):
         torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer_of", [PlainMuon, alone])
+@pytest.mark.parametrize("optimizer_of", [PlainMuon, sharded])
 def test_adamw_may_train_every_tensor(optimizer_of):
     found = train(SHAPES, EVERYTHING_ADAMW, dtype=torch.float64, optimizer_of=optimizer_of)
     for name in SHAPES:
@@ -116,7 +111,7 @@ class Run:
             NamedTensor(name, weight, lambda name=name: self.grads[name], "dense")
             for name, weight in self.weights.items()
         ]
-        self.optimizer = alone(named, self.config, SHAPE)
+        self.optimizer = sharded(named, self.config, SHAPE)
 
     def __next__(self):
         step = self.optimizer.steps

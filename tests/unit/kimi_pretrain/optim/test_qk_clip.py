@@ -10,10 +10,10 @@ from torch import Tensor
 from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.groups import ModelShape, NamedTensor
 from kimi_pretrain.optim.muonclip import DistributedMuonClip
-from kimi_pretrain.optim.qk_clip import clip_, factors, table_of_maxima
+from kimi_pretrain.optim.qk_clip import factors, table_of_maxima
 
 HEADS, NOPE, ROPE, VALUE, LATENT = 64, 128, 64, 128, 16
-SHAPE = ModelShape(HEADS, NOPE, ROPE, VALUE, LATENT, vision_heads=1)
+SHAPE = ModelShape(HEADS, NOPE, ROPE, VALUE, LATENT)
 THRESHOLD = 100.0
 TOKENS, HIDDEN, QUERY_LATENT = 10, 20, 12
 PLANTED = {3: 30.0, 17: -20.0, 63: 160.0}  # rows of these heads are so many times the others'
@@ -54,6 +54,17 @@ class Layer:
         self.q_name = LAYER + ("q_b_proj.weight" if q_lora else "q_proj.weight")
         self.kv_name = LAYER + "kv_b_proj.weight"
 
+    def optimizer(self) -> DistributedMuonClip:
+        weights = {self.q_name: self.query, self.kv_name: self.kv_b}
+        named = [
+            NamedTensor(name, w, lambda: torch.zeros(0), "dense") for name, w in weights.items()
+        ]
+        config = OptimConfig(lr=1e-3, min_lr=0.0, warmup_steps=0, stable_steps=1, decay_steps=0)
+        return DistributedMuonClip(named, {"dense": None}, config, SHAPE)
+
+    def clip(self, gamma: Tensor) -> None:
+        self.optimizer().apply_qk_clip(self.q_name, self.kv_name, gamma, SHAPE)
+
     def logits(self, query: Tensor | None = None, kv_b: Tensor | None = None) -> Tensor:
         """[heads, tokens, tokens] of the softmax's input, in fp64 from the weights as they are."""
         query, kv_b = (
@@ -92,7 +103,7 @@ def test_logits_of_clipped_heads_shrink_by_gamma_and_no_other_moves(q_lora, dtyp
     gamma = factors(largest, THRESHOLD)
     clipped = over(largest)
     assert set(clipped) == {3, 17, 63}
-    clip_(layer.query, layer.kv_b, gamma, SHAPE)
+    layer.clip(gamma)
     new = layer.logits()
     for head in range(HEADS):
         if head in clipped:
@@ -106,7 +117,7 @@ def test_logits_of_clipped_heads_shrink_by_gamma_and_no_other_moves(q_lora, dtyp
 def test_values_and_unclipped_rows_keep_their_bits():
     layer = Layer(True, {5: 50.0}, torch.float64)
     query, kv_b = layer.query.clone(), layer.kv_b.clone()
-    clip_(layer.query, layer.kv_b, factors(maxima(layer.logits()), THRESHOLD), SHAPE)
+    layer.clip(factors(maxima(layer.logits()), THRESHOLD))
     changed_q = (layer.query != query).any(dim=1).nonzero().flatten().tolist()
     changed_kv = (layer.kv_b != kv_b).any(dim=1).nonzero().flatten().tolist()
     assert changed_q == list(range(5 * (NOPE + ROPE), 6 * (NOPE + ROPE)))
@@ -118,15 +129,9 @@ def test_values_and_unclipped_rows_keep_their_bits():
 def test_bf16_copies_and_fp32_masters_are_clipped(q_lora):
     """Through the optimizer, which holds both: the master's logits to fp32, the copy's to bf16."""
     layer = Layer(q_lora, PLANTED, torch.bfloat16)
-    weights = {layer.q_name: layer.query, layer.kv_name: layer.kv_b}
-    named = [
-        NamedTensor(name, weight, lambda weight=weight: torch.zeros_like(weight), "dense")
-        for name, weight in weights.items()
-    ]
-    config = OptimConfig(lr=1e-3, min_lr=0.0, warmup_steps=0, stable_steps=1, decay_steps=0)
-    optimizer = DistributedMuonClip(named, {"dense": None}, config, SHAPE)
+    optimizer = layer.optimizer()
     state = optimizer.state_dict()
-    masters = [state[f"optim.master.{name}"] for name in weights]
+    masters = [state[f"optim.master.{name}"] for name in (layer.q_name, layer.kv_name)]
     for master in masters:  # bits below bf16, as after steps of training
         noise = torch.rand(master.shape, generator=torch.Generator().manual_seed(1))
         master.mul_(1 + 1e-3 * (noise - 0.5))
@@ -134,7 +139,7 @@ def test_bf16_copies_and_fp32_masters_are_clipped(q_lora):
     gamma = factors(maxima(old["copy"]), THRESHOLD)
     optimizer.apply_qk_clip(layer.q_name, layer.kv_name, gamma, SHAPE)
     new = {"copy": layer.logits(), "master": layer.logits(*masters)}
-    assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
+    assert layer.query.dtype == layer.kv_b.dtype == torch.bfloat16
     for part, exact in (("copy", 2**-8), ("master", 1e-6)):
         error = (new[part] - gamma[:, None, None] * old[part]).abs().amax(dim=(1, 2))
         for head in range(HEADS):
@@ -157,7 +162,7 @@ def test_one_head_over_while_another_is_negative():
     assert (THRESHOLD / largest).clamp(max=1.0).pow(0.5).isnan().any()
     layer = Layer(True, {}, torch.float64)
     old = layer.logits()
-    clip_(layer.query, layer.kv_b, factors(largest, THRESHOLD), SHAPE)
+    layer.clip(factors(largest, THRESHOLD))
     new = layer.logits()
     assert torch.isfinite(new).all()
     torch.testing.assert_close(new[9], 0.4 * old[9], rtol=1e-12, atol=1e-12)
@@ -174,7 +179,7 @@ def test_unhealthy_maxima_never_reach_the_weights(unhealthy, dtype):
     largest[[0, 40]] = torch.tensor([200.0, 3e38])  # the largest that fp32 holds, nearly
     old_q, old_kv = layer.query.clone(), layer.kv_b.clone()
     (table,) = table_of_maxima({0: largest}, 1, HEADS)
-    clip_(layer.query, layer.kv_b, factors(table, THRESHOLD), SHAPE)
+    layer.clip(factors(table, THRESHOLD))
     for new, old, rows in ((layer.query, old_q, NOPE + ROPE), (layer.kv_b, old_kv, NOPE + VALUE)):
         assert torch.isfinite(new).all()
         changed = (new != old).any(dim=1).nonzero().flatten() // rows
@@ -190,14 +195,3 @@ def test_the_table_holds_layers_of_other_ranks_as_unseen():
     expected = [[-math.inf, math.inf, tenth], unseen, [1.5, math.inf, -2.0], unseen]
     assert table.tolist() == expected
     assert table_of_maxima({}, 2, 3).tolist() == [unseen, unseen]
-
-
-def test_sizes_that_do_not_fit_are_refused():
-    query, kv_b = torch.zeros(HEADS * 192, 2), torch.zeros(HEADS * 256, 2)
-    ones = torch.ones(HEADS)
-    with pytest.raises(ValueError, match="64 heads of 192 rows"):
-        clip_(query[:-1], kv_b, ones, SHAPE)
-    with pytest.raises(ValueError, match="64 heads of 192 rows"):
-        clip_(query, kv_b, ones[:-1], SHAPE)
-    with pytest.raises(ValueError, match="64 heads of 256 rows"):
-        clip_(query, query, ones, SHAPE)

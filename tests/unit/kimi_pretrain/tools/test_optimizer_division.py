@@ -22,9 +22,7 @@ from kimi_pretrain.tools.optimizer_summary import advice, summarise, summary_lin
 from kimi_pretrain.tools.optimizer_table import assignments, fold, runs, tab_separated
 from tests.unit.kimi_pretrain.optim import presets
 
-SHAPE = ModelShape(
-    num_heads=2, qk_nope_dim=4, qk_rope_dim=2, v_dim=4, kv_lora_rank=6, vision_heads=2
-)
+SHAPE = ModelShape(num_heads=2, qk_nope_dim=4, qk_rope_dim=2, v_dim=4, kv_lora_rank=6)
 PLAIN = dict(lr=1e-3, min_lr=0.0, warmup_steps=0, stable_steps=1, decay_steps=0)
 CONFIG = OptimConfig(**PLAIN)
 LAYERS = "language_model.model.layers."
