@@ -203,6 +203,7 @@ def check_layout(config: Config) -> None:
             f"layout.dp={layout.dp} / train.rows_per_microbatch={per_microbatch}) is not a "
             f"multiple of layout.pp={layout.pp}: interleaved 1F1B runs them in groups of pp"
         )
+    _check_overlap(config)
     if layout.stages is not None:
         check_stages(layout.stages, chunks, language.num_layers)
     elif language.num_layers % chunks:
@@ -210,6 +211,27 @@ def check_layout(config: Config) -> None:
             f"model.language.num_layers={language.num_layers} does not divide over layout.pp="
             f"{layout.pp} x layout.vpp={layout.vpp} = {chunks} chunks; "
             'give layout.stages: for 5 layers over 2 chunks, for example, "Ettt|ttL"'
+        )
+
+
+def _check_overlap(config: Config) -> None:
+    layout, language = config.layout, config.model.language
+    if not layout.overlap_experts:
+        return
+    if layout.ep == 1:
+        raise ValueError(
+            "layout.overlap_experts=true with layout.ep=1: tokens are sent nowhere, there is "
+            "nothing to overlap; set it to false"
+        )
+    if layout.pp > 1 and layout.vpp == 1:
+        raise ValueError(
+            f"layout.overlap_experts=true with layout.pp={layout.pp}, layout.vpp=1: Megatron-Core "
+            "pairs microbatches in the interleaved schedule alone; set layout.vpp to 2 or more"
+        )
+    if language.num_dense_layers == language.num_layers:
+        raise ValueError(
+            f"layout.overlap_experts=true with model.language.num_dense_layers="
+            f"{language.num_dense_layers} of {language.num_layers} layers: the model has no experts"
         )
 
 

@@ -285,19 +285,26 @@ class Backbone:
             **options,
         )
 
-    def _forward_step(self, microbatches: Iterator[Microbatch], model):
+    def _forward_step(
+        self, microbatches: Iterator[Microbatch], model, return_schedule_plan: bool = False
+    ):
+        # With overlapped experts the schedule asks for a plan of the forward pass, of the bare
+        # chunk, and runs it layer by layer between the layers of another's backward pass.
         batch = next(microbatches)
-        losses = self._forward(batch, model, batch.labels)
-        return losses, partial(_sum_loss, batch.loss_mask)
+        forward = model.build_schedule_plan if return_schedule_plan else model
+        return self._forward(batch, model, batch.labels, forward), partial(
+            _sum_loss, batch.loss_mask
+        )
 
     def _logits_step(self, collect, microbatches: Iterator[Microbatch], model):
         logits = self._forward(next(microbatches), model, None)
         return logits, lambda logits, non_loss_data: collect(logits)
 
-    def _forward(self, batch: Microbatch, model, labels: Tensor | None) -> Tensor:
+    def _forward(self, batch: Microbatch, model, labels: Tensor | None, forward=None):
+        """Return what `forward` (the model by default) makes of a microbatch."""
         chunk = getattr(model, "module", model)
         embedded = self._embed(batch, chunk) if chunk.pre_process else None
-        return model(
+        return (forward or model)(
             input_ids=batch.tokens,
             position_ids=None,
             attention_mask=None,

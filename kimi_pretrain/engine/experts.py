@@ -94,7 +94,24 @@ class PaddingAwareRouter(TopKRouter):
     the missing axis, which fails for any batch with padding. Its balance loss is weighed by the
     ranks that share the row times the tokens that it takes for this rank's, and these are the row's
     already: the count was summed in place.
+
+    Attributes:
+        padding_of_plan: padding of the microbatch whose plan runs, bool [1, tokens]; read where the
+            schedule gives no mask, see `language_model`.
     """
+
+    padding_of_plan: Tensor | None = None
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None, *args, **kwargs):
+        """Return probabilities and the routing map, both [tokens, experts].
+
+        Args:
+            input: [tokens, 1, hidden].
+            padding_mask: True at padding, bool [tokens, 1].
+        """
+        if padding_mask is None and self.padding_of_plan is not None:
+            padding_mask = rearrange(self.padding_of_plan, "1 t -> t 1")
+        return super().forward(input, padding_mask, *args, **kwargs)
 
     def _apply_seq_aux_loss(
         self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask=False

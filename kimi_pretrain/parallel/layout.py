@@ -30,6 +30,10 @@ class LayoutConfig(Section):
     tp: int = Field(default=1, gt=0)
     """Tensor-parallel ranks: they share the heads and widths of a layer.
     [ranks; kimi_pretrain/engine/mesh.py]"""
+    overlap_experts: bool = False
+    """Send tokens to experts and back while another microbatch computes (Megatron-Core's combined
+    1F1B). Needs ep > 1, and vpp > 1 where pp > 1; a rank holds one more microbatch of a chunk.
+    [-; kimi_pretrain/engine/model_builder.py]"""
     stages: str | None = None
     """Megatron-Core's layout string ("E" embedding, "t" a layer, "L" the loss, "|" between chunks,
     "(tt|)*3" repeats), needed where the layers do not divide evenly over pp x vpp chunks.

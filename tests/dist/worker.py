@@ -11,6 +11,7 @@ from tests.dist.basic_case import ACTIONS as BASIC
 from tests.dist.clip_case import ACTIONS as CLIP
 from tests.dist.gather_case import ACTIONS as GATHER
 from tests.dist.muonclip_case import ACTIONS as MUONCLIP
+from tests.dist.overlap_case import ACTIONS as OVERLAP
 from tests.dist.owners_case import ACTIONS as OWNERS
 from tests.dist.routes_case import ACTIONS as ROUTES
 from tests.dist.sequence_case import ACTIONS as SEQUENCE
@@ -58,6 +59,7 @@ def do(action: str, overrides: list[str], mesh: Any) -> tuple[Any, Any]:
 ACTIONS = {
     **BASIC,
     **MUONCLIP,
+    **OVERLAP,
     **OWNERS,
     **ROUTES,
     **SEQUENCE,

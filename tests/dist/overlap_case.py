@@ -1,0 +1,144 @@
+"""What a process of a test job does about overlapped experts: the same steps with them and without.
+
+See worker.py.
+"""
+
+import gc
+import re
+from typing import Any
+
+import numpy as np
+import torch
+
+from kimi_pretrain.parallel.sequence import SequenceParts
+
+STEPS = 2
+STRIDE = 7  # every seventh place of a row takes a planted vision embedding
+EXPERT = re.compile(r"(?<=\.experts\.)\d+")
+
+
+class Recorded:
+    """A reduction that sums nothing, and notes in which order gradients are complete."""
+
+    def __init__(self):
+        self.order: list[str] = []
+
+    def ready(self, name: str) -> None:
+        self.order.append(EXPERT.sub("#", name))
+
+    def launch_rest(self) -> None:
+        self.order.append("the rest")
+
+    def finish(self) -> None:
+        pass
+
+
+def overlap(run) -> dict[str, Any]:
+    """Compare two steps and an evaluation with overlapped experts to those without, by bits.
+
+    Returns "differs": what is not equal on some rank; "compared": how many tensors were, by kind;
+    "padding": tokens of padding; "held": tensors that a step left in a graph, beyond those of a
+    plain step (Megatron-Core's dispatchers keep the last probabilities); "complete": whether as
+    many gradients were reported as complete; "orders": in how many orders the ranks of a stage saw
+    them.
+    """
+    batches = [next(run.loader) for _ in range(STEPS)]
+    plain, found = (_steps(run, batches, overlapped) for overlapped in (False, True))
+    stages = run.mesh.gather((run.mesh.stage, found["order"]))
+    return {
+        "differs": _differs(run, plain, found),
+        "compared": {kind: len(tensors) for kind, tensors in plain["tensors"].items()},
+        "padding": sum(run.mesh.gather(found["padding"])),
+        "held": max(run.mesh.gather(found["held"] - plain["held"])),
+        "complete": all(run.mesh.gather(sorted(found["order"]) == sorted(plain["order"]))),
+        "orders": len({tuple(order) for stage, order in stages if stage == run.mesh.stage}),
+    }
+
+
+def overlap_uncured(run) -> list[str]:
+    """What differs where the routers of the combined schedule are told of no padding."""
+    from megatron.core.models.gpt import GPTModel
+
+    from kimi_pretrain.engine.language_model import LanguageModel
+
+    batches = [next(run.loader)]
+    plain, cure = _steps(run, batches, False), LanguageModel.build_schedule_plan
+    LanguageModel.build_schedule_plan = GPTModel.build_schedule_plan
+    try:
+        return _differs(run, plain, _steps(run, batches, True))
+    finally:
+        LanguageModel.build_schedule_plan = cure  # other jobs of this process follow
+
+
+def _differs(run, plain: dict, found: dict) -> list[str]:
+    """Return, sorted, "kind name" of what is not equal on some rank."""
+    mine = []
+    for kind, tensors in plain["tensors"].items():
+        others = found["tensors"][kind]
+        assert tensors.keys() == others.keys()
+        mine += [f"{kind} {name}" for name in tensors if not tensors[name].equal(others[name])]
+    return sorted({name for names in run.mesh.gather(mine) for name in names})
+
+
+def _steps(run, batches, overlapped: bool) -> dict[str, Any]:
+    """Take steps from the initial weights, then evaluate; return everything that came out."""
+    from kimi_pretrain.engine.backbone import build_backbone
+
+    layout = run.config.layout.model_copy(update={"overlap_experts": overlapped})
+    config = run.config.model_copy(update={"layout": layout})
+    backbone = build_backbone(config, run.mesh)
+    backbone.reduction = reduction = Recorded()
+    kinds = ("loss", "leaf", "gradient", "bias", "largest logit", "evaluation")
+    tensors: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in kinds}
+    padding = held = 0
+    for step, batch in enumerate(batches):
+        microbatches = _microbatches(config, run.mesh, batch)
+        padding += sum(int(microbatch.padding.sum()) for microbatch in microbatches)
+        tensors["loss"][f"{step}"] = backbone.train_step(microbatches, 0.7).loss_sum
+        held = max(held, _graphs())
+        leaves = [m.leaf.grad for m in microbatches if m.leaf is not None]
+        tensors["leaf"] |= {f"{step} {number}": grad for number, grad in enumerate(leaves)}
+        for view in backbone.views() if backbone.trainable else ():
+            tensors["gradient"][f"{step} {view.name}"] = backbone.grad_of(view).clone()
+        for view in backbone.views(buffers=True):
+            if view.name.endswith("e_score_correction_bias"):
+                tensors["bias"][f"{step} {view.name}"] = view.data.clone()
+        for layer, largest in backbone.take_max_logits().items():
+            tensors["largest logit"][f"{step} {layer}"] = largest
+    microbatches = _microbatches(config, run.mesh, batches[0])
+    for number, logits in enumerate(backbone.evaluate(microbatches, torch.clone).outputs):
+        tensors["evaluation"][f"{number}"] = logits
+    return {"tensors": tensors, "order": reduction.order, "held": held, "padding": padding}
+
+
+def _graphs() -> int:
+    """Count the tensors that hang in a graph."""
+    gc.collect()
+    return sum(type(x) is torch.Tensor and x.grad_fn is not None for x in gc.get_objects())
+
+
+def _microbatches(config, mesh, batch) -> list:
+    """Return this rank's microbatches with planted embeddings: of three one has them as a leaf, one
+    computes them inside the graph, and one has none.
+    """
+    from kimi_pretrain.engine.microbatch import build_microbatches
+    from kimi_pretrain.engine.model_builder import DTYPES
+
+    rows, hidden = config.train.rows_per_microbatch, config.model.language.hidden_size
+    found = build_microbatches(batch, mesh, rows, np.zeros(0, np.int64))
+    shared = SequenceParts(rows * batch.plan.seq_len, mesh.num_cp, mesh.num_tp)
+    places = shared.positions(mesh.part)
+    taken = np.flatnonzero(places % STRIDE == 0)
+    for number, microbatch in enumerate(found if mesh.is_first_stage else ()):
+        if number % 3 == 2:
+            continue
+        generator = torch.Generator().manual_seed(mesh.replica * len(found) + number)
+        row = torch.randn(shared.tokens, hidden, generator=generator) * 0.02
+        leaf = row[places[taken]].to(DTYPES[config.train.dtype]).requires_grad_()
+        microbatch.leaf, microbatch.leaf_positions = leaf, torch.from_numpy(taken)
+        if number % 3 == 1:
+            microbatch.media = leaf.sin
+    return found
+
+
+ACTIONS = {"overlap": overlap, "overlap_uncured": overlap_uncured}

@@ -1,0 +1,102 @@
+"""Overlapped experts (`layout.overlap_experts`): every bit is as without them."""
+
+import pytest
+
+from kimi_pretrain.config import ConfigError, load_config
+from tests.dist.jobs import run_jobs
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+# The balance loss weighs enough to be seen.
+COMMON = ("train.steps=2", "model.language.aux_loss_coeff=0.1")
+PIPELINE = dict(pp=2, vpp=2, dp=2, ep=2)
+BFLOAT16 = ("train.dtype=bfloat16",)
+# Name -> layout, and other settings. A chunk of the first has no layers, only the loss.
+CASES = {
+    "PP2 x VPP2 x EP2": (PIPELINE, ("layout.stages=Et|t|tt|L",)),
+}
+SLOW = {
+    "bfloat16": (PIPELINE, BFLOAT16),
+    "float64": (PIPELINE, ("train.dtype=float64",)),
+    "frozen language model": (PIPELINE, ("train.frozen=[language_model]",)),
+    "fewer microbatches than warm-up": (PIPELINE, ("train.rows_per_microbatch=2",)),
+    "EP2 over CP2": (PIPELINE | dict(dp=1, cp=2), BFLOAT16),
+    "EP2 over TP2": (PIPELINE | dict(dp=1, tp=2), ()),
+    "CP2 x TP2, EP4": (dict(cp=2, tp=2, ep=4), ()),
+    "one expert a rank": (dict(dp=4, ep=4), ("model.language.num_experts=4",)),
+    "EP2, two copies": (dict(dp=4, ep=2), ()),
+}
+
+
+def jobs_of(cases, data_root):
+    for name, (axes, settings) in cases.items():
+        layout = {"pp": 1, "vpp": 1, "dp": 1, "ep": 1, "cp": 1, "tp": 1} | axes
+        overrides = [f"layout.{axis}={size}" for axis, size in layout.items()]
+        yield name, ("overlap", (f"data.root={data_root}", *COMMON, *overrides, *settings))
+
+
+@pytest.fixture(scope="module")
+def found(data_root, tmp_path_factory):
+    jobs = dict(jobs_of(CASES, data_root))
+    _, pipeline = jobs["PP2 x VPP2 x EP2"]
+    jobs["without the cure"] = "overlap_uncured", pipeline
+    # A whole training: encoder, sums to owners in the order of completion, updates, QK-Clip.
+    for name in ("false", "true"):
+        settings = "optim.qk_clip_threshold=0.05", f"layout.overlap_experts={name}"
+        jobs[f"training, {name}"] = "losses", (*pipeline, *settings)
+    return run_jobs(jobs, tmp_path_factory.mktemp("overlap"), 4, timeout=200.0)
+
+
+@pytest.fixture(scope="module")
+def slow(data_root, tmp_path_factory):
+    jobs = dict(jobs_of(SLOW, data_root))
+    return run_jobs(jobs, tmp_path_factory.mktemp("overlap_slow"), 4, timeout=300.0)
+
+
+def check(result, trained=True):
+    assert result["differs"] == []
+    assert result["padding"] > 0
+    assert result["held"] == 0
+    assert result["complete"]
+    assert result["orders"] == 1
+    assert result["compared"]["leaf"] > 0
+    assert result["compared"]["loss"] == 2
+    assert (result["compared"]["gradient"] > 30) == trained
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_bit_is_as_without(name, found):
+    check(found[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_every_bit_is_as_without_in_other_settings(name, slow):
+    check(slow[name], trained="frozen" not in name)
+
+
+def test_without_the_cure_routers_count_padding(found):
+    """The control: Megatron-Core's own plan gives the routers no padding mask, and says nothing."""
+    differs = found["without the cure"]
+    assert any(name.endswith("mlp.gate.weight") for name in differs)
+    assert any(name.startswith("bias") for name in differs)
+
+
+def test_a_training_is_the_same(found):
+    steps = found["training, true"]
+    assert steps == found["training, false"]
+    assert all(step["vision_tokens"] > 0 for step in steps)
+
+
+REFUSED = {
+    "no virtual stages": (["layout.vpp=1"], ("layout.pp=2", "layout.vpp=1")),
+    "experts in one place": (["layout.ep=1"], ("layout.ep=1",)),
+    "no experts": (["model.language.num_dense_layers=4"], ("num_dense_layers=4 of 4",)),
+}
+
+
+@pytest.mark.parametrize(("overrides", "named"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_overlap_is_refused(overrides, named):
+    with pytest.raises(ConfigError) as error:
+        load_config("tiny_cpu", [*overrides, "layout.overlap_experts=true"])
+    assert all(part in str(error.value) for part in ("layout.overlap_experts=true", *named))
