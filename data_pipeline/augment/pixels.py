@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from data_pipeline.augment.draws import Draw
-from data_pipeline.augment.matrices import Affine, inverse, placed, rescaled
+from data_pipeline.augment.matrices import Affine, inverse, placed
 from moonvit3d.media import read_image
 
 FILL = (0, 0, 0)
@@ -66,14 +66,6 @@ def apply(draw: Draw, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     if draw.colour is not None:
         image = _coloured(image, *draw.colour)
     return _compressed(image, draw.jpeg) if draw.jpeg else np.asarray(image)
-
-
-def matrix(draw: Draw) -> NDArray[np.float64]:
-    """From edge coordinates of the source to those of the output: float64 [3, 3]."""
-    left, top, right, bottom = draw.crop
-    x_factor, y_factor = draw.out_width / (right - left), draw.out_height / (bottom - top)
-    rows = rescaled(_placement(draw), x_factor, y_factor)
-    return np.array([*rows, 0.0, 0.0, 1.0]).reshape(3, 3)
 
 
 def _placement(draw: Draw) -> Affine:

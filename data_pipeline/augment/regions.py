@@ -14,11 +14,8 @@ TURN (1 point, (degrees, 0)) says by how much the content is turned clockwise: 0
 
 A polygon is not cut along the edge, because that changes how many numbers it is written with, and
 with that the length of the sample: which regions survive decides lengths, and packing needs those
-before any pixel is read. `survivors` answers for all regions of a window at once; `survivor` is the
-same for one, in plain Python, equal bit for bit.
+before any pixel is read: `survivors` answers for all regions of a window at once.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,114 +28,8 @@ NAMES = ("point", "box", "polygon", "turn")
 POLYGON_SLACK = 0.5
 POINT_SLACK = 2.0**-10
 
-# Shape -> fewest and most points.
-_NUM_POINTS = {POINT: (1, 1), BOX: (2, 2), POLYGON: (3, 2**15 - 1), TURN: (1, 1)}
-
-
-def check_region(shape: int, points: Sequence[Sequence[float]]) -> None:
-    """Refuse a region that cannot be moved or written.
-
-    Raises:
-        ValueError: an unknown shape, a wrong number of points, a number that is not finite, a box
-            without area, or a turn other than 0, 90, 180, 270.
-    """
-    if shape not in _NUM_POINTS:
-        raise ValueError(f"shape {shape}; known are 0 to 3: {', '.join(NAMES)}")
-    least, most = _NUM_POINTS[shape]
-    if not least <= len(points) <= most or any(len(point) != 2 for point in points):
-        wanted = f"{least}" if least == most else f"{least} to {most}"
-        raise ValueError(
-            f"{NAMES[shape]} of {list(map(list, points))}; expected {wanted} of [x, y]"
-        )
-    if not np.isfinite(points).all():
-        raise ValueError(f"{NAMES[shape]} of {list(map(list, points))}; numbers must be finite")
-    if shape == BOX and (points[0][0] == points[1][0] or points[0][1] == points[1][1]):
-        raise ValueError(f"box of {list(map(list, points))} has no area")
-    if shape == TURN and points[0][0] not in (0, 90, 180, 270):
-        raise ValueError(f"turn of {points[0][0]} degrees; allowed: 0, 90, 180, 270")
-
-
-def move(points: ArrayLike, matrix: ArrayLike) -> NDArray[np.float64]:
-    """Points float64 [k, 2] under a 3x3 matrix (last row 0, 0, 1): float64 [k, 2]."""
-    x, y = np.asarray(points, np.float64).reshape(-1, 2).T
-    (a, b, c), (d, e, f), _ = np.asarray(matrix, np.float64)
-    # Not a matrix product: BLAS may add in another order or without rounding in between.
-    return np.stack([a * x + b * y + c, d * x + e * y + f], axis=1)
-
-
-def survivor(
-    shape: int,
-    points: ArrayLike,
-    matrix: ArrayLike,
-    out_w: int,
-    out_h: int,
-    min_visible: float,
-) -> NDArray[np.float64] | None:
-    """Where one region lies in the output, or None if it is dropped; the rules stand at the top.
-
-    Args:
-        shape: POINT, BOX, POLYGON or TURN.
-        points: float64 [k, 2].
-        matrix: float64 [3, 3], from edge coordinates of the source to those of the output.
-        out_w, out_h: size of the output.
-        min_visible: share of a box's area that must be left.
-
-    Returns:
-        float64 [k, 2] inside the output; of a box the upper left and the lower right corner.
-
-    Raises:
-        ValueError: a turn under a mirror.
-    """
-    given = np.asarray(points, np.float64).reshape(-1, 2).tolist()
-    if shape == TURN:
-        quarters = int(_quarters(np.asarray(matrix, np.float64)[None], [0])[0])
-        return np.array([[(given[0][0] + 90.0 * quarters) % 360.0, 0.0]])
-    if shape == BOX:
-        (x0, y0), (x1, y1) = given
-        given = [[x0, y0], [x1, y0], [x0, y1], [x1, y1]]
-    moved = move(given, matrix).tolist()
-    if shape == BOX:
-        return _clipped(moved, float(out_w), float(out_h), min_visible)
-    slack = POINT_SLACK if shape == POINT else POLYGON_SLACK
-    for x, y in moved:
-        if not (-slack <= x <= out_w + slack and -slack <= y <= out_h + slack):
-            return None
-    return np.array([[_inside(x, out_w), _inside(y, out_h)] for x, y in moved])
-
-
-def _inside(value: float, end: float) -> float:
-    # "+ 0.0" leaves no -0.0, which min and max of Python and numpy pick differently.
-    return min(max(value, 0.0), float(end)) + 0.0
-
-
-def _clipped(
-    corners: Sequence[Sequence[float]], width: float, height: float, min_visible: float
-) -> NDArray[np.float64] | None:
-    xs, ys = [x for x, _ in corners], [y for _, y in corners]
-    left, right, top, bottom = min(xs), max(xs), min(ys), max(ys)
-    area = (right - left) * (bottom - top)
-    left, right = _inside(left, width), _inside(right, width)
-    top, bottom = _inside(top, height), _inside(bottom, height)
-    seen = (right - left) * (bottom - top)
-    return np.array([[left, top], [right, bottom]]) if 0 < seen >= min_visible * area else None
-
-
-def _quarters(
-    matrices: NDArray[np.float64], which: Sequence[int] | NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Clockwise quarter turns nearest to matrices [t, 3, 3] of regions `which` [t]: int64 [t].
-
-    Told by where the x axis goes: shear leaves it alone, and 45 degrees or less leave it nearest.
-    """
-    a, b = matrices[:, 0, 0], matrices[:, 0, 1]
-    d, e = matrices[:, 1, 0], matrices[:, 1, 1]
-    if bad := np.flatnonzero(a * e - b * d <= 0).tolist():
-        raise ValueError(
-            f"region {which[bad[0]]}: an image with orientation metadata is mirrored; its sample "
-            "must say flip_ok = false in the index"
-        )
-    level = np.abs(a) >= np.abs(d)
-    return np.where(level, np.where(a > 0, 0, 2), np.where(d > 0, 1, 3))
+# By shape.
+_FEWEST_POINTS, _MOST_POINTS = np.array([1, 2, 3, 1]), np.array([1, 2, 2**15 - 1, 1])
 
 
 def survivors(
@@ -150,18 +41,20 @@ def survivors(
     out_h: ArrayLike,
     min_visible: ArrayLike,
 ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-    """`survivor` for r regions of any images.
+    """Where r regions of any images lie in their outputs; the rules stand at the top.
 
     Args:
         shape: [r] codes.
         point_ptr: int64 [r+1], first point of each region, and the end.
         points: float64 [p, 2].
-        matrices: float64 [r, 3, 3] of the images they lie in.
+        matrices: float64 [r, 3, 3] of the images they lie in, from edge coordinates of the source
+            to those of the output.
         out_w, out_h: integers [r], sizes of those images' outputs.
-        min_visible: number, or [r].
+        min_visible: share of a box's area that must be left; number, or [r].
 
     Returns:
-        (keep bool [r], float64 [p, 2]: where the points lie in the output, NaN in dropped regions).
+        (keep bool [r], float64 [p, 2]: the points inside the output, of a box the upper left and
+        the lower right corner; NaN in dropped regions).
 
     Raises:
         ValueError: a turn under a mirror, or a number of points that its shape does not have.
@@ -194,11 +87,27 @@ def survivors(
     return keep, moved
 
 
+def _quarters(matrices: NDArray[np.float64], which: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Clockwise quarter turns nearest to matrices [t, 3, 3] of regions `which` [t]: int64 [t].
+
+    Told by where the x axis goes: shear leaves it alone, and 45 degrees or less leave it nearest.
+    """
+    a, b = matrices[:, 0, 0], matrices[:, 0, 1]
+    d, e = matrices[:, 1, 0], matrices[:, 1, 1]
+    if bad := np.flatnonzero(a * e - b * d <= 0).tolist():
+        raise ValueError(
+            f"region {which[bad[0]]}: an image with orientation metadata is mirrored; its sample "
+            "must say flip_ok = false in the index"
+        )
+    level = np.abs(a) >= np.abs(d)
+    return np.where(level, np.where(a > 0, 0, 2), np.where(d > 0, 1, 3))
+
+
 def _check_counts(shape: NDArray[np.int8], counts: NDArray[np.int64]) -> None:
-    least, most = (np.array([_NUM_POINTS[code][end] for code in range(4)]) for end in (0, 1))
     known = (shape >= 0) & (shape < len(NAMES))
     code = np.where(known, shape, 0)
-    if bad := np.flatnonzero(~known | (counts < least[code]) | (counts > most[code])).tolist():
+    right = known & (counts >= _FEWEST_POINTS[code]) & (counts <= _MOST_POINTS[code])
+    if bad := np.flatnonzero(~right).tolist():
         i = bad[0]
         raise ValueError(
             f"region {i}: shape {shape[i]} with {counts[i]} points; expected 0, a point, with 1; "
@@ -209,7 +118,8 @@ def _check_counts(shape: NDArray[np.int8], counts: NDArray[np.int64]) -> None:
 def _move_each(
     points: NDArray[np.float64], matrices: NDArray[np.float64], owner: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """`move` with another matrix for each point."""
+    """Points [p, 2] under the matrices [r, 3, 3] of their owners [p]."""
+    # Not a matrix product: BLAS may add in another order or without rounding in between.
     x, y = points[:, 0], points[:, 1]
     out = np.empty_like(points)
     for axis in (0, 1):
@@ -219,6 +129,7 @@ def _move_each(
 
 
 def _inside_each(points: NDArray[np.float64], frame: NDArray[np.float64]) -> NDArray[np.float64]:
+    # "+ 0.0" leaves no -0.0, which min and max of Python and numpy pick differently.
     return np.minimum(np.maximum(points, 0.0), frame) + 0.0
 
 
@@ -249,7 +160,7 @@ def written(shape: int, points: NDArray[np.float64], out_w: int, out_h: int) -> 
 
     Args:
         shape: POINT, BOX, POLYGON or TURN.
-        points: float64 [k, 2] in the output, from `survivor` or `survivors`.
+        points: float64 [k, 2] in the output, from `survivors`.
         out_w, out_h: size of the output.
 
     Returns:

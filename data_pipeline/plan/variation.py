@@ -213,20 +213,9 @@ class Variation:
 
 def _only(draws: Draws, applied: NDArray[np.bool_]) -> Draws:
     """Undo the draws of images that are to be left alone."""
-    zero = np.zeros_like(draws.width)
-    whole = np.stack([zero, zero, draws.width, draws.height], axis=1)
-    every = applied[:, None]
-    return Draws(
-        height=draws.height,
-        width=draws.width,
-        flip=draws.flip & applied,
-        turns=np.where(applied, draws.turns, 0),
-        warped=draws.warped & applied,
-        affine=np.where(every, draws.affine, [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]),
-        crop=np.where(every, draws.crop, whole),
-        out_height=np.where(applied, draws.out_height, draws.height),
-        out_width=np.where(applied, draws.out_width, draws.width),
-        coloured=draws.coloured & applied,
-        colour=np.where(every, draws.colour, 1.0),
-        jpeg=np.where(applied, draws.jpeg, 0),
-    )
+    no = np.zeros_like(applied)
+    left = draw(AugmentConfig(), no.astype(np.uint64), draws.height, draws.width, no, no)
+    return Draws(*(
+        np.where(applied if column.ndim == 1 else applied[:, None], column, getattr(left, name))
+        for name, column in vars(draws).items()
+    ))  # fmt: skip

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 
 from data_pipeline.augment.config import AugmentConfig, JpegConfig
 from data_pipeline.augment.draws import Draw
-from data_pipeline.augment.matrices import compose, inverse
-from data_pipeline.augment.pixels import FILL, apply, matrix
-from data_pipeline.augment.regions import move
+from data_pipeline.augment.matrices import compose, inverse, rescaled
+from data_pipeline.augment.pixels import FILL, _placement, apply
 from tests.unit.data_pipeline.draws import EVERYTHING, GEOMETRY, some_draws
+from tests.unit.data_pipeline.varied import move
 
 
 def plain_draw(height, width, flip=False, turns=0, crop=None):
@@ -16,6 +16,13 @@ def plain_draw(height, width, flip=False, turns=0, crop=None):
     crop = crop or (0, 0, *canvas)
     out = (crop[3] - crop[1], crop[2] - crop[0])  # height, width
     return Draw(height, width, flip, turns, None, crop, *out, None, 0)
+
+
+def matrix(draw):
+    """From edge coordinates of the source to those of the output: [3, 3]."""
+    left, top, right, bottom = draw.crop
+    factors = draw.out_width / (right - left), draw.out_height / (bottom - top)
+    return np.array([*rescaled(_placement(draw), *factors), 0.0, 0.0, 1.0]).reshape(3, 3)
 
 
 def numbered(height, width):

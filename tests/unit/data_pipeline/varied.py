@@ -3,7 +3,7 @@
 import numpy as np
 
 from data_pipeline.augment.draws import choose_variants, draw, media_keys, sample_keys
-from data_pipeline.augment.regions import BOX, POINT, POLYGON, survivor
+from data_pipeline.augment.regions import BOX, POINT, POINT_SLACK, POLYGON, POLYGON_SLACK, TURN
 from data_pipeline.index.columns import (
     GROUPS,
     PIECE_ITEM,
@@ -94,6 +94,42 @@ def _region(columns, rng, item, height, width):
     _piece(columns, PIECE_REGION, 5 + 4 * 2 * len(points))
 
 
+def move(points, matrix):
+    """Points [k, 2] under a 3x3 matrix; no matrix product, which may round in another way."""
+    x, y = np.asarray(points, float).reshape(-1, 2).T
+    (a, b, c), (d, e, f), _ = np.asarray(matrix)
+    return np.stack([a * x + b * y + c, d * x + e * y + f], axis=1)
+
+
+def slow_survivor(shape, points, matrix, out_w, out_h, min_visible):
+    """`regions.survivors` for one region: [k, 2], or None if it is dropped."""
+    given = np.asarray(points, float).tolist()
+    if shape == TURN:
+        (a, b, _), (d, e, _), _ = matrix.tolist()
+        assert a * e - b * d > 0
+        quarters = (0 if a > 0 else 2) if abs(a) >= abs(d) else (1 if d > 0 else 3)
+        return np.array([[(given[0][0] + 90.0 * quarters) % 360.0, 0.0]])
+    if shape == BOX:
+        (x0, y0), (x1, y1) = given
+        given = [[x0, y0], [x1, y0], [x0, y1], [x1, y1]]
+    moved = move(given, matrix).tolist()
+    if shape == BOX:
+        xs, ys = zip(*moved)
+        area = (max(xs) - min(xs)) * (max(ys) - min(ys))
+        left, right = _inside(min(xs), out_w), _inside(max(xs), out_w)
+        top, bottom = _inside(min(ys), out_h), _inside(max(ys), out_h)
+        seen = (right - left) * (bottom - top)
+        return np.array([[left, top], [right, bottom]]) if 0 < seen >= min_visible * area else None
+    slack = POINT_SLACK if shape == POINT else POLYGON_SLACK
+    if not all(-slack <= x <= out_w + slack and -slack <= y <= out_h + slack for x, y in moved):
+        return None
+    return np.array([[_inside(x, out_w), _inside(y, out_h)] for x, y in moved])
+
+
+def _inside(value, end):
+    return min(max(value, 0.0), float(end)) + 0.0
+
+
 def slow_varied(index, config, seed, sample, epoch, limits, level=0, applied=True):
     """A sample in an epoch, piece by piece: (length, [(first pad, pads, grid)], lost).
 
@@ -137,7 +173,7 @@ def slow_varied(index, config, seed, sample, epoch, limits, level=0, applied=Tru
             found = True
             if line in draws:
                 d = draws[line]
-                found = survivor(
+                found = slow_survivor(
                     int(index.region_shape[region]), points, d.matrices()[0],
                     int(d.out_width[0]), int(d.out_height[0]), config.min_visible,
                 ) is not None  # fmt: skip
