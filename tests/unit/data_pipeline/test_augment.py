@@ -264,15 +264,6 @@ def test_yaml_values_become_a_config():
     assert config.crop == CropConfig(area=(0.5, 1.0))
     assert config.jpeg == JpegConfig(quality=(40, 95))
     assert config.changes_images
-    # States of the loader hold a hash of this text: another one would refuse every old checkpoint.
-    assert repr(config) == (
-        "AugmentConfig(flip=1.0, turn=0.0, affine=AffineConfig(probability=0.5, degrees=10.0, "
-        "scale=(0.9, 1.1), shear=0.0, shift=0.0), crop=CropConfig(probability=1.0, "
-        "area=(0.5, 1.0), aspect=(1.0, 1.0), rescale=(1.0, 1.0)), "
-        "colour=ColourConfig(probability=1.0, brightness=0.0, contrast=0.0, saturation=0.0, "
-        "gamma=0.2), jpeg=JpegConfig(quality=(40, 95), probability=1.0), min_visible=0.3, "
-        "variants=True)"
-    )
     with pytest.raises(ValueError, match="crop.areas"):
         TypeAdapter(AugmentConfig).validate_python({"crop": {"areas": [0.5, 1]}})
 

@@ -22,7 +22,6 @@ from data_pipeline.ingest.ingest import (
     VideoSegment,
     ingest,
 )
-from data_pipeline.store.open import FolderStore
 from tests.unit.data_pipeline.media import encoded, mp4, noise, samples, watch_puts
 
 
@@ -71,23 +70,6 @@ def test_index_and_shards_hold_what_was_handed_in(store, tokenizer):
         assert index.text_tokens[i] == sum(p[1] for p in pieces if p[0] == PIECE_TEXT)
 
 
-def test_what_ingest_returns_is_what_is_read_later(store, tokenizer):
-    index = ingest(samples(), store, "src", tokenizer)
-    found = read_index(store, "src")
-    assert found.content_hash == index.content_hash
-    assert found.shards == index.shards
-    assert (found.tokenizer_name, found.tokenizer_hash) == ("tiny", tokenizer.hash)
-
-
-def test_equal_samples_give_equal_objects(tmp_path, tokenizer):
-    contents = []
-    for name in ("one", "two"):
-        store = FolderStore(tmp_path / name)
-        ingest(iter(samples(12)), store, "src", tokenizer, 30_000)
-        contents.append({key: store.get(key) for key in store.list()})
-    assert contents[0] == contents[1]
-
-
 def test_shards_stay_below_their_size(store, tokenizer):
     limit = 16_384
     big = CrudeSample("big", [ImageSegment(encoded(noise(100, 100)), "png")])
@@ -125,12 +107,6 @@ def test_an_ingest_that_stops_is_invisible_and_can_be_repeated(store, tokenizer)
     assert read_index(store, "src").content_hash == index.content_hash
 
 
-def test_a_finished_source_is_not_overwritten(store, tokenizer):
-    ingest(samples(3), store, "src", tokenizer)
-    with pytest.raises(ValueError, match="finished source of this name exists"):
-        ingest(samples(6), store, "src", tokenizer)
-
-
 PNG = encoded(noise(28, 28))
 REJECTED = {
     "key twice": _text("good"),
@@ -144,6 +120,12 @@ REJECTED = {
     "not JSON": CrudeSample("j", [TextSegment("x")], {"nan": float("nan")}),
     "too large": _text("l", "many tokens " * 200),
 }
+TWO_PICTURES = [ImageSegment(PNG, ".PNG"), ImageSegment(PNG, "png")]
+TOO_LARGE = {
+    "max_items": (TWO_PICTURES, 1),
+    "max_media_bytes": (TWO_PICTURES, len(PNG) - 1),
+    "max_text_tokens": ([TextSegment(texts=["short", "many tokens " * 99])], 99),
+}
 
 
 @pytest.mark.parametrize("reason", REJECTED)
@@ -156,6 +138,15 @@ def test_what_cannot_be_used_is_left_out_with_its_reason(store, tokenizer, reaso
     assert [(line["key"], line["reason"]) for line in lines] == [(bad.key, reason)]
     assert lines[0]["detail"]
     assert [vars(rejection) for rejection in told] == lines
+
+
+@pytest.mark.parametrize("limit", TOO_LARGE)
+def test_what_is_too_large_is_left_out(store, tokenizer, limit):
+    segments, most = TOO_LARGE[limit]
+    given = [_text("good"), CrudeSample("large", segments)]
+    policy = IngestPolicy(**{limit: most})
+    assert ingest(given, store, "less", tokenizer, policy=policy).key == ["good"]
+    assert ingest(given, store, "all", tokenizer).num_samples == 2
 
 
 @pytest.mark.parametrize(
@@ -294,27 +285,6 @@ def test_every_format_of_pictures(store, tokenizer):
         assert tar.getnames()[1:] == ["p.0.png", "p.1.jpg", "p.2.webp", "p.3.gif"]
 
 
-def test_too_many_items_or_bytes(store, tokenizer):
-    pictures = CrudeSample("p", [ImageSegment(PNG, ".PNG"), ImageSegment(PNG, "png")])
-    for name, policy in (
-        ("items", IngestPolicy(max_items=1)),
-        ("bytes", IngestPolicy(max_media_bytes=len(PNG) - 1)),
-    ):
-        assert ingest([_text("a"), pictures], store, name, tokenizer, policy=policy).num_items == 0
-    assert ingest([pictures], store, "ok", tokenizer).num_items == 2
-    with pytest.raises(ValueError, match="2\\*\\*15"):
-        IngestPolicy(max_items=2**15)
-
-
-def test_the_longest_wording_counts(store, tokenizer):
-    given = [
-        _text("good"),
-        CrudeSample("long", [TextSegment(texts=["short", "many tokens " * 99])]),
-    ]
-    policy = IngestPolicy(max_text_tokens=99)
-    assert ingest(given, store, "src", tokenizer, policy=policy).num_samples == 1
-
-
 def test_no_sample_left_is_an_error_that_counts_the_reasons(store, tokenizer):
     with pytest.raises(ValueError, match="rejected: 2 x empty; the first is 'a': empty: no text"):
         ingest([CrudeSample("a", []), CrudeSample("b", [])], store, "src", tokenizer)
@@ -330,6 +300,8 @@ def test_names_and_sizes_are_checked(store, tokenizer):
             ingest(samples(1), store, name, tokenizer)
     with pytest.raises(ValueError, match="4096"):
         ingest(samples(1), store, "a", tokenizer, 100)
+    with pytest.raises(ValueError, match="2\\*\\*15"):
+        IngestPolicy(max_items=2**15)
 
 
 def test_progress_counts_and_turned_images_are_told(store, tokenizer):

@@ -226,22 +226,3 @@ def test_a_stage_keeps_the_ratio_unless_it_has_its_own():
         )
         ratios.append(vision / sum(tokens))
     assert ratios == pytest.approx([0.04, 0.04, 0.02], abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("blend", []),
-        ("blend", None),
-        ("blend", [[7, [1]]]),
-        ("quarantine", [[9, 0, 0]]),
-        ("quarantine", [[0, -1, 0]]),
-        ("quarantine", [[0, 99999, 0]]),
-        ("quarantine", [[0]]),
-        ("packing", None),
-    ],
-)
-def test_a_state_that_is_none_is_refused_by_field(field, value):
-    planner = planner_of()
-    with pytest.raises(ValueError, match=f"state field '{field}"):
-        planner.load_state_dict(planner.state_dict() | {field: value})

@@ -1,5 +1,4 @@
 import json
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -262,32 +261,31 @@ def test_a_source_with_a_whole_shard_too_long_takes_the_next_shards_samples():
     assert slow_window([index], config, weights_of(planner), 0)[0][0][1] == drawn[0][0]
 
 
-FAULTS = {
-    "schema": 1,
-    "manifest": "0" * 64,
-    "seed": 6,
-    "window": -1,
-    "row": 1.5,
-    "step": True,
-}
-
-
-@pytest.mark.parametrize("field", FAULTS)
-def test_a_wrong_state_is_refused_by_field(planner, field):
-    state = planner.state_dict() | {field: FAULTS[field]}
-    with pytest.raises(ValueError, match=f"state field '{field}'"):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("schema", 1),
+        ("manifest", "0" * 64),
+        ("seed", 6),
+        ("window", -1),
+        ("row", 1.5),
+        ("step", True),
+        ("blend", []),
+        ("blend", None),
+        ("blend", [[7, [1]]]),
+        ("quarantine", [[9, 0, 0]]),
+        ("quarantine", [[0, -1, 0]]),
+        ("quarantine", [[0, 99999, 0]]),
+        ("quarantine", [[0]]),
+        ("packing", None),
+    ],
+)
+def test_a_wrong_state_is_refused_by_field(planner, field, value):
+    state = planner.state_dict() | {field: value}
+    with pytest.raises(ValueError, match=f"state field '{field}"):
         planner.load_state_dict(state)
-    with pytest.raises(ValueError, match=f"state field '{field}'"):
+    with pytest.raises(ValueError, match=f"state field '{field}"):
         planner.plan(state)
-
-
-@pytest.mark.parametrize("change", ["seq_len", "pack_window", "shard_window", "limits"])
-def test_another_packing_is_refused(indices, planner, change):
-    value = PatchLimits(image=100) if change == "limits" else 65
-    value = 301 if change == "seq_len" else value
-    other = Planner(indices, CONFIG.replace(**{change: value}))
-    with pytest.raises(ValueError, match=f"state field 'packing.{change}'"):
-        other.load_state_dict(planner.state_dict())
 
 
 def test_other_data_and_missing_fields_are_refused(indices, planner):
@@ -368,32 +366,6 @@ def test_config_names_field_value_and_allowed():
     ]:
         with pytest.raises(ValueError, match=message):
             CONFIG.replace(**change)
-
-
-def test_time_of_a_global_step():
-    """16,384 rows of 4,096 tokens; printed, not asserted (the machine is shared)."""
-    web = made_index("web", [5000] * 4, 1, text=(20, 2500))
-    pictures = made_index("pictures", [5000] * 2, 2, media=0.5, video=0.3, side=1500)
-    config = DataConfig(
-        root="unused",
-        sources={"web": 1.0, "pictures": 1.0},
-        seq_len=4096,
-        rows_per_step=16384,
-        vision_token_ratio=0.1,
-    )
-    planner = Planner([web, pictures], config)
-    begin = time.perf_counter()
-    plan, _ = planner.plan(planner.state_dict())
-    packing = time.perf_counter() - begin
-    begin = time.perf_counter()
-    planner.plan(planner.state_dict())
-    spent = time.perf_counter() - begin
-    print(
-        f"{plan.num_rows} rows, {plan.samples.index.size} samples, {plan.items.item.size} items: "
-        f"{1e3 * packing:.0f} ms with packing, {1e3 * spent:.1f} ms once packed, "
-        f"fill {plan.fill_rate:.4f}, vision {plan.vision_tokens / plan.num_tokens:.4f}"
-    )
-    assert plan.fill_rate > 0.98
 
 
 def test_the_hash_of_the_augmentation_stays_what_checkpoints_hold():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.augment.config import AugmentConfig
-from data_pipeline.config import BlendStage, DataConfig
+from data_pipeline.config import DataConfig
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.samples import CrudeSample, TextSegment
 from data_pipeline.loader import Loader
@@ -203,6 +203,10 @@ def made():
         ("augment", {}),
         ("split_text", False),
         ("shrink_media", False),
+        ("seq_len", 301),
+        ("pack_window", 65),
+        ("shard_window", 65),
+        ("limits", PatchLimits(image=100)),
     ],
 )
 def test_a_state_of_a_run_with_other_rules_is_refused_by_field(made, field, value):
@@ -252,25 +256,3 @@ def test_a_change_of_shares_keeps_the_quarantine(made):
     other.load_state_dict(moved)
     assert not other.quarantine(1, 5, 4)
     assert other.state_dict()["quarantine"] == [[1, 5, 0]]
-
-
-def test_a_stage_of_the_schedule_has_its_own_share_of_media(made):
-    stage = BlendStage(after_tokens=60_000, sources=dict(PLANNED.sources), vision_token_ratio=0.35)
-    config = PLANNED.replace(
-        vision_token_ratio=0.08,
-        schedule=[stage],
-        augment={},
-        rows_per_step=40,
-        pack_window=128,
-    )
-    planner = Planner(made, config)
-    border = planner.mixture.segments[1].start
-    state = planner.state_dict()
-    tokens, vision = np.zeros(2), np.zeros(2)
-    while tokens[1] < 200_000:
-        plan, state = planner.plan(state)
-        after = (plan.samples.position >= border).astype(int)
-        np.add.at(tokens, after, plan.samples.length)
-        np.add.at(vision, after[plan.items.sample], plan.items.tokens)
-    assert tokens[0] == pytest.approx(60_000, rel=0.3)
-    assert vision / tokens == pytest.approx([0.08, 0.35], rel=0.1)

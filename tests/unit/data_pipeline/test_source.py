@@ -7,7 +7,7 @@ from data_pipeline.augment.config import AffineConfig, AugmentConfig, CropConfig
 from data_pipeline.config import DataConfig
 from data_pipeline.plan import planner as planning
 from data_pipeline.plan.layout import limits_at, num_levels
-from data_pipeline.plan.planner import QUARANTINE_DELAY, DataUsedUp, Planner
+from data_pipeline.plan.planner import DataUsedUp, Planner
 from data_pipeline.plan.source import Source, part_span
 from moonvit3d.geometry import PatchLimits
 from tests.unit.data_pipeline.plain import made_index, slow_sample
@@ -180,48 +180,13 @@ def test_levels_are_whole_numbers_down_to_the_least():
             assert last == min(64, first)
 
 
-def planned(planner, state, steps):
-    drawn = []
-    for _ in range(steps):
-        plan, state = planner.plan(state)
-        drawn.append((plan.step, plan.samples.index.tolist(), plan.content_hash()))
-    return drawn, state
-
-
-def test_quarantine_fills_places_from_its_step_on_and_never_before():
-    index = made_index("web", [8, 8], 2, text=(3, 30))
-    config = TEXTS.replace(sources={"web": 1.0}, rows_per_step=3, pack_window=16)
-    clean, _ = planned(Planner([index], config), Planner([index], config).state_dict(), 200)
-
-    planner = Planner([index], config)
-    first, state = planned(planner, planner.state_dict(), 10)
-    assert first == clean[:10]
-    assert planner.quarantine(0, 5, step=9)
-    assert not planner.quarantine(0, 5, step=11)
-    rest, _ = planned(planner, state, 190)
-    opened = 9 + QUARANTINE_DELAY
-    # No window that was open by then changes; a window of 16 samples is over in a few steps.
-    assert rest[: opened - 10] == clean[10:opened]
-    later = [step for step, drawn, _ in rest if 5 in drawn and step >= opened + 6]
-    assert not later
-    assert any(5 in drawn for _, drawn, _ in clean[opened + 6 :])
-    # A state holds it: from any step on, another process plans the same.
-    at = planner.state_at(0)
-    for step in (20, opened - 1, opened, opened + 1, opened + 9, 150):
-        _, at = planned(planner, state, step - 10)
-        saved = planner.with_quarantine(at)
-        other = Planner([index], config)
-        other.load_state_dict(saved)
-        assert planned(other, other.state_dict(), 20)[0] == rest[step - 10 : step + 10]
-
-
 def test_a_source_wholly_in_quarantine_is_an_error():
     index = made_index("web", [2], 2, text=(3, 30))
     planner = Planner([index], TEXTS.replace(rows_per_step=1, pack_window=4))
     for sample in range(2):
         planner.quarantine(0, sample, step=0)
     with pytest.raises(DataUsedUp, match="every sample that fits a row is in quarantine"):
-        planned(planner, planner.state_dict(), 300)
+        planner.state_at(300)
 
 
 def test_too_many_unusable_samples_are_an_error_of_the_data(monkeypatch):
