@@ -78,12 +78,9 @@ def store_of(uri: str) -> tuple[Store, str]:
 
 @dataclass(frozen=True)
 class ByteSource:
-    """Bytes to be read later, by any process.
+    """Bytes of a path or URI to be read later, by any process; length None: to the end.
 
-    Attributes:
-        where: path, or URI of an object.
-        offset, length: byte range; length None: to the end.
-        data: the bytes themselves, where they had to be read already.
+    `data` holds the bytes themselves, where they had to be read already.
     """
 
     where: str

@@ -44,15 +44,7 @@ class NameTaken(ValueError):
 
 
 class Claim:
-    """Holds the name of an unfinished source; a context.
-
-    Args:
-        store: where the source is written.
-        name: of the source.
-
-    Raises (on entering):
-        NameTaken: another process is writing it.
-    """
+    """Holds the name of an unfinished source; a context, whose entry may raise NameTaken."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._source, self._key = store, f"{store.uri}/{name}", f"{name}/.ingest/lock"

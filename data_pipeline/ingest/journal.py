@@ -19,11 +19,7 @@ _THREADS = 8
 class Journal:
     """The journal of one source.
 
-    Args:
-        store: where the source is written.
-        name: of the source.
-        request: JSON of everything that decides about the bytes of the source; None keeps no
-            journal.
+    `request` is JSON of all that decides about the bytes of the source; None keeps no journal.
     """
 
     def __init__(self, store: Store, name: str, request: dict[str, Any] | None) -> None:

@@ -59,8 +59,6 @@ class Part:
     """A shard, its samples' columns, and where in the input the next shard begins.
 
     Attributes:
-        shard: the tar file.
-        keys: of its samples.
         columns: from `Columns.arrays`.
         rejections: samples that were left out since the part before.
         turned: images whose EXIF orientation is not upright.

@@ -61,7 +61,6 @@ class Prepared:
     """A sample ready to be written.
 
     Attributes:
-        key: of the sample.
         blocks: its part of a tar file.
         columns: its entries in every column of the index but `shard`; places count from the start
             of `blocks`.
@@ -77,11 +76,7 @@ class Prepared:
 def prepare(
     sample: CrudeSample, category: str, tokenizer: Tokenizer, policy: IngestPolicy
 ) -> Prepared:
-    """Check and measure a sample.
-
-    Raises:
-        Refused: with a short reason and the detail.
-    """
+    """Check and measure a sample; raises Refused with a short reason and the detail."""
     try:
         check_sample_key(sample.key)
     except ValueError as error:

@@ -56,13 +56,7 @@ _MEMBER = re.compile(r"((?:.*/)?[^./][^.]*)\.([^/]+)")
 
 @dataclass(frozen=True)
 class Choices:
-    """What holds for all inputs.
-
-    Attributes:
-        category: whose short form manifests and JSON members have.
-        prefix_keys: put the name of the input before each key.
-        follow_links: links may lead out of a folder.
-    """
+    """What holds for all inputs; see `open_inputs`."""
 
     category: str
     prefix_keys: bool = False
@@ -77,7 +71,7 @@ def open_inputs(
     Args:
         inputs: paths, or URIs such as s3://bucket/prefix: a folder of samples or of tars, a file
             ending in .tar, .tar.gz, .tgz, or in .jsonl, .ndjson (and .gz).
-        category: one of `data_pipeline.index.columns.CATEGORIES`.
+        category: whose short form manifests and JSON members have.
         prefix_keys: put the name of the input before each key; for inputs that use the same keys.
         follow_links: links may lead out of a folder. Of a folder that somebody else made, a link
             could make any file of this machine part of the data.

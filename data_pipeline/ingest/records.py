@@ -117,7 +117,6 @@ class Group:
     """Files of one key.
 
     Attributes:
-        key: of the sample.
         stem: what the names of all files begin with, before a dot.
         members: rest of each file's name, such as "jpg", "0.png" or "json" -> its bytes.
         category: whose form a JSON member has.
@@ -229,11 +228,9 @@ class Line:
     """A line of a JSONL manifest.
 
     Attributes:
-        key: of the sample, unless the line has one.
         place: file and line, for messages.
-        data: the line.
+        default: key of the sample, unless the line has one.
         base: folder or URI that its media are relative to.
-        category: whose form it has.
         prefix: put before the key that a line has.
         follow_links: links may lead out of `base`.
     """

@@ -52,7 +52,7 @@ def reindex(
         store: where the source lies.
         name: of the source.
         new_name: of the new one; training names it instead of the old one.
-        tokenizer: counts the tokens.
+        tokenizer: of the new one.
         workers: processes that count; 0 does it here.
         threads: requests at a time.
         progress: called with (samples done, samples).

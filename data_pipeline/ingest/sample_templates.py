@@ -36,7 +36,7 @@ def expand_record(
     Args:
         record: the JSON object.
         category: selects the template.
-        key: of the sample, unless the record has its own.
+        key: of the sample; with `strict` the record's own goes before.
         media: reads the files it names.
         strict: refuse unknown fields; otherwise they are kept in `meta`.
 

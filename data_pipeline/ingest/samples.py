@@ -23,10 +23,8 @@ TURNS = (0, 90, 180, 270)
 class TextSegment:
     """Text; with `loss` false the model reads it but is not trained to write it.
 
-    Args:
-        text: the text; leave it out where `texts` is given.
-        loss: whether the model learns to write it.
-        texts: two or more wordings of the same thing; each time the sample is drawn, one is chosen.
+    `texts`, in place of `text`: two or more wordings of the same thing; each time the sample is
+    drawn, one is chosen.
     """
 
     text: str = ""
@@ -108,14 +106,7 @@ class Pending(Protocol):
         ...
 
     def load(self, policy: "IngestPolicy") -> CrudeSample:
-        """Read it.
-
-        Args:
-            policy: files that are too large need not be read.
-
-        Raises:
-            Refused: with the reason why it cannot be used.
-        """
+        """Read it, or raise Refused; what is too large by the policy need not be read."""
         ...
 
 

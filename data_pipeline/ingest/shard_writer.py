@@ -76,12 +76,8 @@ def _counts(part: Part) -> dict[str, int]:
 class ShardWriter:
     """Use it as a context: leaving it waits for the thread that puts shards.
 
-    Args:
-        store, name: where the source is written.
-        journal: taken up if one is found, else begun.
-        claim: of the name, looked at before each shard.
-        shard_bytes: largest size of a shard.
-        progress, rejected: see `data_pipeline.ingest.ingest.ingest`.
+    The journal is taken up if one is found, else begun; the claim is looked at before each shard.
+    The others as of `data_pipeline.ingest.ingest.ingest`.
     """
 
     def __init__(
@@ -136,9 +132,7 @@ class ShardWriter:
     def add(self, cursor: Any, outcome: Outcome) -> None:
         """Append one sample, closing the shard first if it would grow past its limit.
 
-        Args:
-            cursor: at which reading begins with this very sample.
-            outcome: the sample, or why it is left out.
+        `cursor` is the one at which reading begins with this very sample.
         """
         if isinstance(outcome, Prepared) and outcome.key in self._keys:
             outcome = Rejection(outcome.key, "key twice", "an earlier sample has this key")

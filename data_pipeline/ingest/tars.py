@@ -18,10 +18,7 @@ _NAME_BYTES = 4096
 
 
 def regular_files(file: IO[bytes]) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
-    """The regular files of a tar, in order, from where `file` stands.
-
-    Yields:
-        the open tar, for `content`, and the member.
+    """Yield the regular files of a tar, with the open tar for `content`, from where `file` stands.
 
     Raises:
         tarfile.ReadError: a damaged or absurd header, or no mark at the end.

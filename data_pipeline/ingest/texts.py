@@ -35,12 +35,7 @@ def sample_texts(sample: CrudeSample) -> Iterator[str]:
 
 
 def input_texts(reader: Reader, skipped: Counter[str]) -> Iterator[str]:
-    """Yield the texts of raw samples.
-
-    Args:
-        reader: of folders, tars or JSONL files.
-        skipped: counts the samples that cannot be used, by reason.
-    """
+    """Yield the texts of raw samples; `skipped` counts those that cannot be used, by reason."""
     for _, found in reader.read():
         try:
             sample = found if isinstance(found, CrudeSample) else found.load(_POLICY)
@@ -53,16 +48,7 @@ def input_texts(reader: Reader, skipped: Counter[str]) -> Iterator[str]:
 
 
 def source_texts(store: Store, index: SourceIndex, threads: int = 16) -> Iterator[str]:
-    """Yield the texts of a finished source; their checksums are verified.
-
-    Args:
-        store: where the source lies.
-        index: of the source.
-        threads: requests at a time.
-
-    Raises:
-        StoreError: the shards cannot be read, or are damaged.
-    """
+    """Yield the texts of a finished source; a StoreError if shards are damaged or not readable."""
     for batch in documents(store, index, threads):
         for document in batch:
             for segment in json.loads(document)["segments"]:

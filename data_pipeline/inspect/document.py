@@ -64,14 +64,9 @@ class _Malformed(Exception):
 
 
 def describe(data: bytes, tokenizer: Tokenizer | None) -> Described | Fault:
-    """Read a sample's document.
+    """Return what a sample's document says, or the fault that keeps it from being read.
 
-    Args:
-        data: its bytes.
-        tokenizer: the index's own; without it tokens are not counted.
-
-    Returns:
-        What it says, or the fault that keeps it from being read.
+    Tokens are counted by the index's own tokenizer; without it they are not.
     """
     try:
         document = json.loads(data)
@@ -85,13 +80,7 @@ def describe(data: bytes, tokenizer: Tokenizer | None) -> Described | Fault:
 
 
 def document_faults(described: Described, index: SourceIndex, sample: int) -> list[Fault]:
-    """Compare what a document says with the index; one fault per column that differs.
-
-    Args:
-        described: from `describe`.
-        index: of the source.
-        sample: which sample of it.
-    """
+    """Compare what a document says with the index; one fault per column that differs."""
     faults = []
     for group, columns in GROUPS.items():
         pointer = getattr(index, f"{group}_ptr")

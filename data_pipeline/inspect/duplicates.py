@@ -95,11 +95,7 @@ def find_duplicates(
 ) -> Duplicates:
     """Look for equal media files and equal samples, within sources and across them.
 
-    Args:
-        store: all sources lie in it.
-        indices: of the sources.
-        threads: for reading.
-        progress: called with (bytes read, bytes to read).
+    `progress` is called with (bytes read, bytes to read).
 
     Raises:
         StoreError: what the index names cannot be read.

@@ -71,11 +71,7 @@ def verify_source(
 ) -> Iterator[ShardReport]:
     """Check a source: first its index by itself, then shard by shard, in order.
 
-    Args:
-        store: it lies in.
-        index: from `open_source`.
-        checks: what to check.
-        progress: called with numbers of bytes as they have been read, from several threads.
+    `progress` is called with numbers of bytes as they have been read, from several threads.
 
     Raises:
         StoreError: the store does not answer; a shard that is gone or damaged is a problem.

@@ -2,9 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from data_pipeline.inspect.problem import KINDS
 from data_pipeline.inspect.verify import Problem, ShardReport
@@ -18,30 +16,14 @@ class Findings:
 
     Args:
         first: number of problems of a kind to keep for each source.
-        report: file for all of them, one JSON object a line; None writes none.
+        report: open file for all of them, one JSON object a line; None writes none.
     """
 
-    def __init__(self, first: int, report: Path | None = None):
-        self._first = first
-        self._lines = None
-        if report is not None:
-            report.parent.mkdir(parents=True, exist_ok=True)
-            self._lines = report.open("w")
+    def __init__(self, first: int, report: TextIO | None):
+        self._first, self._report = first, report
         self._kept: dict[tuple[str, str], list[Problem]] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
         self._checked: dict[str, Counter[str]] = {}
-
-    def __enter__(self) -> "Findings":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._lines is not None:
-            self._lines.close()
 
     @property
     def total(self) -> int:
@@ -68,8 +50,8 @@ class Findings:
         kept = self._kept.setdefault(group, [])
         if len(kept) < self._first:
             kept.append(problem)
-        if self._lines is not None:
-            self._lines.write(problem.as_json() + "\n")
+        if self._report is not None:
+            self._report.write(problem.as_json() + "\n")
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report, by source and kind."""

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +14,9 @@ from launch.local.user_errors import one_line_errors
 
 if TYPE_CHECKING:
     from data_pipeline.index.columns import SourceIndex
+    from data_pipeline.inspect.verify import Checks
     from data_pipeline.store.open import Store
-    from data_pipeline.text import Tokenizer
+    from launch.cli.data_findings import Findings
     from moonvit3d.geometry import PatchLimits
 
 UriArgument = Annotated[
@@ -63,12 +66,15 @@ def verify(
         from launch.cli.data_findings import Findings
         from launch.cli.sources import named_tokenizer, open_sources
 
-        Checks(share=sample_share, threads=threads)  # before anything is read
+        checks = Checks(None, sample_share, decode, threads)  # before anything is read
         store, names = open_sources(uri, endpoint, source or ())
-        given = named_tokenizer(tokenizer, store, endpoint) if tokenizer else None
-        with Findings(first, report) as findings:
+        if tokenizer:
+            checks = replace(checks, tokenizer=named_tokenizer(tokenizer, store, endpoint))
+        if report is not None:
+            report.parent.mkdir(parents=True, exist_ok=True)
+        with report.open("w") if report is not None else nullcontext() as lines:
+            findings = Findings(first, lines)
             for name in names:
-                checks = (given, sample_share, decode, threads)
                 _verify_source(store, name, checks, findings)
             for line in findings.lines():
                 typer.echo(line)
@@ -78,14 +84,9 @@ def verify(
             raise typer.Exit(1)
 
 
-def _verify_source(
-    store: "Store",
-    name: str,
-    how: "tuple[Tokenizer | None, float, bool, int]",
-    findings: Any,
-) -> None:
-    """Check one source, with a progress bar."""
-    from data_pipeline.inspect.verify import Checks, Problem, open_source, verify_source
+def _verify_source(store: "Store", name: str, checks: "Checks", findings: "Findings") -> None:
+    """Check one source, with a progress bar; by its own tokenizer unless one is given."""
+    from data_pipeline.inspect.verify import Problem, open_source, verify_source
     from launch.cli.progress import byte_bar
     from launch.cli.sources import num_shard_bytes, own_tokenizer
 
@@ -93,16 +94,14 @@ def _verify_source(
     if isinstance(index, Problem):
         findings.add(index)
         return
-    given, share, decode, threads = how
-    tokenizer = given or own_tokenizer(store, index)
-    if tokenizer is None:
+    checks = replace(checks, tokenizer=checks.tokenizer or own_tokenizer(store, index))
+    if checks.tokenizer is None:
         typer.echo(
             f"{name}: tokenizer {index.tokenizer_name!r} is not under {store.uri}/tokenizer: "
             "tokens are not counted; give it by --tokenizer",
             err=True,
         )
-    checks = Checks(tokenizer, share, decode, threads)
-    with byte_bar(name, int(share * num_shard_bytes([index]))) as advance:
+    with byte_bar(name, int(checks.share * num_shard_bytes([index]))) as advance:
         for shard in verify_source(store, index, checks, advance):
             findings.add_report(name, shard)
 

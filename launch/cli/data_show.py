@@ -128,8 +128,7 @@ def show_samples(
         uri: root of the source.
         endpoint: of the object store; None for the environment's.
         source: its name.
-        keys: of the samples; empty for the first ones.
-        first: how many of those.
+        keys: of the samples; empty for the `first` ones.
 
     Raises:
         ValueError: no such source or sample.

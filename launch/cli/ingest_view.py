@@ -29,29 +29,27 @@ class Pace:
         """Take new counts; returns them with the speed, in one line."""
         first = self._first = self._first or counts
         self.now = counts
-        seconds = max(time.monotonic() - self._start, 1e-9)
-        samples = (counts.samples + counts.rejected - first.samples - first.rejected) / seconds
-        megabytes = (counts.bytes - first.bytes) / seconds / 1e6
+        megabytes = (counts.bytes - first.bytes) / self._seconds() / 1e6
         return (
-            f"{samples:,.0f} samples/s  {megabytes:,.1f} MB/s  {counts.shards} shards  "
-            f"{counts.rejected} rejected"
+            f"{self.samples_per_second():,.0f} samples/s  {megabytes:,.1f} MB/s  "
+            f"{counts.shards} shards  {counts.rejected} rejected"
         )
 
     def samples_per_second(self) -> float:
         """Samples per second, rejected ones included, since the start."""
         first = self._first or self.now
         done = self.now.samples + self.now.rejected - first.samples - first.rejected
-        return done / max(time.monotonic() - self._start, 1e-9)
+        return done / self._seconds()
+
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self._start, 1e-9)
 
 
 @contextmanager
 def ingest_bar(title: str, total: int | None, pace: Pace) -> Iterator[Show]:
-    """Show an ingest's progress; yields what to call with new counts.
+    """Show an ingest's progress; yields what to call with new counts, which `pace` keeps.
 
-    Args:
-        title: stands before the bar.
-        total: samples of the input; None if they are not known beforehand.
-        pace: keeps the counts.
+    `total` is None if the samples of the input are not known beforehand.
     """
 
     def line(counts: IngestProgress) -> str:

@@ -117,15 +117,7 @@ def rank_file(name: str, store: Store, endpoint: str | None) -> tuple[str, bytes
 
 
 def store_tokenizer(store: Store, name: str, ranks: bytes) -> Tokenizer:
-    """Store a rank file where `data.tokenizer` and `data ingest --tokenizer` find it.
-
-    Args:
-        store: of the root of sources.
-        name: the key becomes tokenizer/NAME.tiktoken.
-        ranks: content of a rank file.
-
-    Returns:
-        The tokenizer; its name is that of the file.
+    """Store a rank file as tokenizer/NAME.tiktoken under the root of sources; returns it opened.
 
     Raises:
         ValueError: it is no complete rank file, or another file has this name, with which sources
