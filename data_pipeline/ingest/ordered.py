@@ -29,6 +29,8 @@ def ordered_map(
     Raises:
         WorkerDied: two workers in a row were killed, or crashed, with the same task.
     """
-    ahead = 2 * workers + 2 if workers else 0
+    if not workers:
+        yield from map(setup(), tasks)
+        return
     with Workers(setup, workers, timeout_s=threading.TIMEOUT_MAX) as pool:
-        yield from pool.run(((task, 0) for task in tasks), max_bytes=0, max_jobs=ahead)
+        yield from pool.run(((task, 0) for task in tasks), max_bytes=0, max_jobs=2 * workers + 2)
