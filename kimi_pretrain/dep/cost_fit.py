@@ -146,11 +146,6 @@ def flops_shape(timings: Sequence[Timing], config: MoonViTConfig) -> tuple[float
     return 1 / seconds_per_flop, work * seconds_per_flop
 
 
-def forward_share(timings: Sequence[Timing]) -> float:
-    """Return the median share of the forward in a step's work; a quarter if FLOPs were all."""
-    return float(np.median([timing.forward / timing.total for timing in timings]))
-
-
 def non_negative(matrix: Floats, target: Floats) -> Floats:
     """Return the x >= 0 that minimises |matrix x - target|, float64 [columns].
 

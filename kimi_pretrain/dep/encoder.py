@@ -95,9 +95,11 @@ class DecoupledEncoder:
             pixels: item -> uint8 [patches, 3, 14, 14], for items that this rank has fetched.
             room_bytes: for activations, those of the largest chunk included; 0 keeps none.
         """
-        table: list[Grid] = [(int(t), int(h), int(w)) for t, h, w in grids[shares.item]]
+        mine = grids[shares.item]
+        table: list[Grid] = [(int(t), int(h), int(w)) for t, h, w in mine]
         cuts = cut(shares, [t * h * w for t, h, w in table], self.budget)
-        sizes = [self._activation_bytes(shares, table, one) for one in cuts]
+        activations = activation_bytes(mine, self.config, self.dtype.itemsize) / shares.parts
+        sizes = [int(activations[one].sum()) for one in cuts]
         # Room is known to each rank alone, but a shared item has to be recomputed by all its ranks
         # or by none, or some would wait for the others' all-to-alls: its graph is never kept.
         shared = int((shares.parts > 1).sum())
@@ -116,10 +118,6 @@ class DecoupledEncoder:
     def tensor(self, pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
         """Return the patches of several items as one tensor on the device, uint8."""
         return torch.from_numpy(np.concatenate(pixels)).to(self.device)
-
-    def _activation_bytes(self, shares: Shares, table: list[Grid], some: slice) -> int:
-        whole = activation_bytes(table[some], self.config, self.dtype.itemsize)
-        return int((whole / shares.parts[some]).sum())
 
 
 @dataclass
@@ -163,8 +161,8 @@ class EncoderPass:
         Returns:
             [tokens, hidden]: the embeddings of the shares, one after the other.
         """
-        outputs = [torch.empty(0, self.encoder.config.out_width, dtype=self.encoder.dtype)]
-        outputs[0] = outputs[0].to(self.encoder.device)
+        like = {"dtype": self.encoder.dtype, "device": self.encoder.device}
+        outputs = [torch.empty(0, self.encoder.config.out_width, **like)]
         for chunk in self.chunks:
             with torch.set_grad_enabled(chunk.keep):
                 output = self._encode(chunk)
@@ -200,11 +198,11 @@ class EncoderPass:
     def _encode(self, chunk: _Chunk) -> Tensor:
         module = self.encoder.module
         if chunk.parts > 1:
+            group, grid = self.encoder.blocks[chunk.parts], chunk.grids[0]
             if chunk.pixels is None:
-                chunk.pixels = self._scattered(chunk)
-            return sharded.encode(
-                module, chunk.pixels, chunk.grids[0], self.encoder.blocks[chunk.parts]
-            )
+                mine = self.pixels.get(chunk.items[0])
+                chunk.pixels = sharded.scatter_patches(mine, grid, group, self.encoder.device)
+            return sharded.encode(module, chunk.pixels, grid, group)
         if self.encoder.tower_is_trained or not self.encoder.trainable:
             return module(self._packed(chunk), chunk.grids)
         if chunk.features is None:  # of a frozen tower: smaller than its activations, and final
@@ -214,11 +212,6 @@ class EncoderPass:
 
     def _packed(self, chunk: _Chunk) -> Tensor:
         return self.encoder.tensor([self.pixels[item] for item in chunk.items])
-
-    def _scattered(self, chunk: _Chunk) -> Tensor:
-        group = self.encoder.blocks[chunk.parts]
-        mine = self.pixels.get(chunk.items[0])
-        return sharded.scatter_patches(mine, chunk.grids[0], group, self.encoder.device)
 
     def _check(self, chunk: _Chunk, output: Tensor) -> None:
         if hash_of(output) != chunk.hash:

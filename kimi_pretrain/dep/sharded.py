@@ -33,7 +33,6 @@ from torch.autograd.function import once_differentiable
 from kimi_pretrain.dep.places import token_border
 from moonvit3d import rows
 from moonvit3d.attention import Segments, attend
-from moonvit3d.config import MoonViTConfig
 from moonvit3d.geometry import MERGE, PATCH, num_tokens
 from moonvit3d.model import VisionEncoder
 from moonvit3d.share import Grid, Share, patch_rows
@@ -44,7 +43,6 @@ __all__ = [
     "encode",
     "patch_rows",
     "scatter_patches",
-    "split_bytes",
     "token_range",
 ]
 
@@ -69,23 +67,6 @@ def patches_per_member(grid: Grid, parts: int) -> list[int]:
     """Return how many of an item's patches each member of a block holds."""
     ranges = (token_range(num_tokens(*grid), parts, member) for member in range(parts))
     return [MERGE * MERGE * grid[0] * len(tokens) for tokens in ranges]
-
-
-def split_bytes(patches: int, config: MoonViTConfig, parts: int, itemsize: int) -> int:
-    """Return the bytes that one member sends to others in a forward pass.
-
-    A recompute sends as many again, and a backward too. The pixels, which the block's first rank
-    scatters once, are not in it: 588 bytes a patch.
-
-    Args:
-        patches: of the whole item.
-        config: sizes of the encoder.
-        parts: members of the block.
-        itemsize: bytes of a number: 2 for bfloat16, 4 for float32, 8 for float64.
-    """
-    own = -(-patches // parts)
-    sent = 4 * own * config.width * (parts - 1) // parts  # q, k and v one way, the result back
-    return config.depth * sent * itemsize
 
 
 # Groups ------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ Both ends of the exchange read the same spans, so they agree on what is sent wit
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,20 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
+class _Columns:
+    """A table: frozen columns of equal length."""
+
+    item: Ints
+
+    def __len__(self) -> int:
+        return len(self.item)
+
+    def __getitem__(self, index: Ints | NDArray[np.bool_]) -> Self:
+        return type(self)(*(column[index] for column in vars(self).values()))
+
+
 @dataclass(frozen=True)
-class Shares:
+class Shares(_Columns):
     """What ranks encode: whole items, or token ranges of split ones. Columns of equal length.
 
     Attributes:
@@ -40,15 +53,9 @@ class Shares:
     begin: Ints
     end: Ints
 
-    def __len__(self) -> int:
-        return len(self.item)
-
-    def __getitem__(self, index: Ints | NDArray[np.bool_]) -> "Shares":
-        return Shares(*(column[index] for column in vars(self).values()))
-
 
 @dataclass(frozen=True)
-class Spans:
+class Spans(_Columns):
     """Runs of tokens on their way. Columns of equal length.
 
     Attributes:
@@ -66,12 +73,6 @@ class Spans:
     dest: Ints
     microbatch: Ints
     position: Ints
-
-    def __len__(self) -> int:
-        return len(self.item)
-
-    def __getitem__(self, index: Ints | NDArray[np.bool_]) -> "Spans":
-        return Spans(*(column[index] for column in vars(self).values()))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -18,20 +17,8 @@ Spans = Mapping[str, Span]
 AGAIN = "#"
 
 
-class MemoryMeter(Protocol):
-    """Measures the most memory in use since `reset`."""
-
-    def reset(self) -> None:
-        """Forget the peak so far: what is in use now is the new peak."""
-        ...
-
-    def read(self) -> int | None:
-        """Return the peak since `reset` in bytes; None if the machine does not measure it."""
-        ...
-
-
 class CudaMeter:
-    """Bytes of tensors on one CUDA device, as PyTorch's allocator counts them."""
+    """Peak bytes of tensors on one CUDA device, as PyTorch's allocator counts them."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -88,11 +75,11 @@ class PhaseClock:
         on_phase: called with the name of a phase that begins or resumes.
     """
 
-    def __init__(self, device: torch.device, meter: MemoryMeter | None = None):
+    def __init__(self, device: torch.device, meter: CudaMeter | ProcessMeter | None = None):
         """Start a clock; `meter` is chosen by the device unless given."""
         self._device = device
         self._meter = meter or (CudaMeter(device) if device.type == "cuda" else ProcessMeter())
-        self.on_phase: Callable[[str], object] = _ignore
+        self.on_phase: Callable[[str], object] = lambda phase: None
         self.restart()
 
     def restart(self) -> None:
@@ -133,10 +120,6 @@ class PhaseClock:
         self.spans[f"{name}{AGAIN}{times}" if times > 1 else name] = (self._began, end)
         if (peak := self._meter.read()) is not None:
             self.peak_bytes[name] = max(peak, self.peak_bytes.get(name, 0))
-
-
-def _ignore(phase: str) -> None:
-    pass
 
 
 def phase_of(span: str) -> str:

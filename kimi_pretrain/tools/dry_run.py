@@ -21,8 +21,15 @@ from kimi_pretrain.engine.param_names import View, layers_of, views
 from kimi_pretrain.optim.groups import ModelShape, replicas_of
 from kimi_pretrain.optim.owners import TensorSize
 from kimi_pretrain.tools.optimizer_division import Division, PlannedGroup, divide, stage_groups
-from kimi_pretrain.tools.optimizer_summary import OptimizerSummary, summarise, summary_lines
-from kimi_pretrain.tools.optimizer_table import assignments, runs, tab_separated
+from kimi_pretrain.tools.optimizer_report import (
+    OptimizerSummary,
+    assignments,
+    runs,
+    summarise,
+    summary_as_json,
+    summary_lines,
+    tab_separated,
+)
 from moonvit3d.model import VisionEncoder
 
 
@@ -120,7 +127,7 @@ def as_json(result: DryRun) -> dict[str, Any]:
     plain = {name: value for name, value in vars(result).items() if name != "division"}
     return plain | {
         "stages": [asdict(stage) for stage in result.stages],
-        "optimizer": result.optimizer.as_json(),
+        "optimizer": summary_as_json(result.optimizer),
     }
 
 

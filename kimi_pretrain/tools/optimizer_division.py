@@ -6,7 +6,6 @@ busiest rank, the bytes moved, and the best division possible with whole matrice
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.groups import ModelShape
@@ -92,7 +91,8 @@ def _sums(
     return found
 
 
-class Balance(NamedTuple):
+@dataclass(frozen=True)
+class Balance:
     """The largest of some figures of the ranks against their mean over all ranks of the job.
 
     Attributes:
@@ -112,7 +112,8 @@ def balance(figures: Sequence[float]) -> Balance:
     return Balance(largest, mean, list(figures).index(largest), largest / mean if mean else 1.0)
 
 
-class Traffic(NamedTuple):
+@dataclass(frozen=True)
+class Traffic:
     """Bytes that a rank sends in a step for the optimizer.
 
     A ring over n ranks moves (n - 1) / n of the tensors per rank, as ZeRO-1's reduce-scatter and
@@ -142,7 +143,8 @@ def traffic(division: Division) -> list[Traffic]:
     return found
 
 
-class Largest(NamedTuple):
+@dataclass(frozen=True)
+class Largest:
     """The tensor that takes the most operations."""
 
     name: str

@@ -7,6 +7,7 @@ processes run once for all tests.
 import pytest
 import torch
 
+from benchmarks.bench_split import split_bytes
 from kimi_pretrain.dep import sharded
 from moonvit3d.config import MoonViTConfig
 from tests.dist import sharded_case
@@ -90,7 +91,7 @@ def test_all_members_issue_the_same_collectives_and_the_bytes_predicted(ranks, c
     members = [ranks[rank][case.name] for rank in range(case.parts)]
     itemsize = case.dtype.itemsize
     patches = case.grid[0] * case.grid[1] * case.grid[2]
-    predicted = sharded.split_bytes(patches, SMALL, case.parts, itemsize)
+    predicted = split_bytes(patches, SMALL, case.parts, itemsize)
     sent = {part: [sum(size for _, size in member[part]) for member in members] for part in PARTS}
     for member in members:
         for part in PARTS:
@@ -195,7 +196,7 @@ def test_scopes_that_cannot_be_are_refused(scopes, max_split, message):
 
 def test_bytes_of_a_split_at_full_size():
     """16,384 patches over 4 ranks, bf16: of 4,096 patches, 4 x 1,152 numbers, 27 layers; 3/4 go."""
-    assert sharded.split_bytes(16384, MoonViTConfig(), 4, 2) == 4096 * 4 * 1152 * 27 * 2 * 3 // 4
+    assert split_bytes(16384, MoonViTConfig(), 4, 2) == 4096 * 4 * 1152 * 27 * 2 * 3 // 4
 
 
 def test_a_member_that_a_block_does_not_have_is_refused():

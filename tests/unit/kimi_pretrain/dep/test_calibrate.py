@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kimi_pretrain.config import load_config
 from kimi_pretrain.dep.cost import CostModel
-from kimi_pretrain.dep.cost_fit import Pack, Timing, fit, flops_shape, forward_share, non_negative
+from kimi_pretrain.dep.cost_fit import Pack, Timing, fit, flops_shape, non_negative
 from kimi_pretrain.dep.measure import EncoderRun, measure, packs_of
 from kimi_pretrain.tools import calibrate
 from moonvit3d.config import MoonViTConfig
@@ -113,7 +113,6 @@ def test_flops_shape_is_the_default_at_its_best_rate():
     rate, predicted = flops_shape(timings_of(truth, 0.0, 0), KIMI)
     assert rate == pytest.approx(2e14)
     assert predicted == pytest.approx([seconds(pack, truth) for pack in PACKS])
-    assert forward_share(timings_of(truth, 0.0, 0)) == pytest.approx(0.25)
 
 
 def test_the_best_rate_of_flops_is_the_best():

@@ -9,7 +9,9 @@ from kimi_pretrain.optim.groups import ModelShape
 from kimi_pretrain.optim.newton_schulz import flops
 from kimi_pretrain.optim.owners import TensorSize
 from kimi_pretrain.tools.optimizer_division import (
+    Balance,
     Division,
+    Largest,
     PlannedGroup,
     balance,
     divide,
@@ -18,8 +20,15 @@ from kimi_pretrain.tools.optimizer_division import (
     stage_groups,
     traffic,
 )
-from kimi_pretrain.tools.optimizer_summary import advice, summarise, summary_lines
-from kimi_pretrain.tools.optimizer_table import assignments, fold, runs, tab_separated
+from kimi_pretrain.tools.optimizer_report import (
+    advice,
+    assignments,
+    fold,
+    runs,
+    summarise,
+    summary_lines,
+    tab_separated,
+)
 from tests.unit.kimi_pretrain.optim import presets
 
 SHAPE = ModelShape(num_heads=2, qk_nope_dim=4, qk_rope_dim=2, v_dim=4, kv_lora_rank=6)
@@ -141,12 +150,12 @@ def test_a_tensor_without_a_rule_is_named():
 
 
 def test_balance_counts_all_ranks():
-    assert balance([4, 8, 0, 8]) == (8, 5, 1, 1.6)
+    assert balance([4, 8, 0, 8]) == Balance(8, 5, 1, 1.6)
     assert balance([0, 0]).ratio == 1.0
 
 
 def test_the_largest_tensor():
-    assert largest_tensor(toy()) == (f"{LAYERS}0.self_attn.o_proj.weight", flops(16, 12, 5))
+    assert largest_tensor(toy()) == Largest(f"{LAYERS}0.self_attn.o_proj.weight", flops(16, 12, 5))
 
 
 def one_t(replicas: int) -> Division:
