@@ -19,11 +19,7 @@ FORWARDS_PER_STEP = 4.0  # forward, recompute, and a backward of twice a forward
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds as a function of an item's patches.
-
-    Attributes:
-        per_patch, per_patch_squared, per_item: seconds, for all of a step's work on an item.
-    """
+    """Seconds of all of a step's work on an item, as a function of its patches."""
 
     per_patch: float
     per_patch_squared: float

@@ -29,11 +29,7 @@ DIGITS = 4  # of a coefficient; a measurement knows fewer
 
 @dataclass(frozen=True)
 class Pack:
-    """Items that are encoded together in one pack.
-
-    Attributes:
-        grids: (frames, height, width) of each, in patches; all alike.
-    """
+    """Items that are encoded together in one pack; (frames, height, width) of each, all alike."""
 
     grids: tuple[Grid, ...]
 

@@ -39,7 +39,6 @@ class DecoupledEncoder:
     has the same bits in every chunk.
 
     Args:
-        config: sizes.
         budget: most patches of a chunk.
         seed: of the initial weights.
         frozen: parts that are not trained: "vision_tower", "projector".
@@ -137,13 +136,7 @@ class _Chunk:
 
 @dataclass
 class EncoderPass:
-    """One step's work of the encoder on this rank: `forward`, then `backward`.
-
-    Attributes:
-        encoder: whose weights are used.
-        chunks: in the order of the shares.
-        pixels: what this rank has fetched.
-    """
+    """One step's work of the encoder on this rank: `forward`, then `backward`, chunk by chunk."""
 
     encoder: DecoupledEncoder
     chunks: list[_Chunk]

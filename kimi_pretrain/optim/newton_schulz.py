@@ -34,7 +34,7 @@ STRIP_ROWS, MOST_STRIPS = 256, 8  # of a symmetric product; thinner strips run s
 
 
 @torch.no_grad()
-def orthogonalise(x: Tensor, steps: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+def orthogonalise(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     """Replace the singular values of each matrix by values near one.
 
     Args:
@@ -42,7 +42,6 @@ def orthogonalise(x: Tensor, steps: int, dtype: torch.dtype, scale: float = 1.0)
             above 1e-7 comes out smaller than it should.
         steps: iterations.
         dtype: of the products. The norm is taken in x's own dtype, before rounding to this one.
-        scale: factor of the result, part of the last product.
 
     Returns:
         [..., A, B] in x's dtype; a new tensor. Which matrices share a batch changes the result of
@@ -52,7 +51,7 @@ def orthogonalise(x: Tensor, steps: int, dtype: torch.dtype, scale: float = 1.0)
     y = (x / (norm + EPSILON)).to(dtype).reshape(-1, *x.shape[-2:])
     y = y[0] if len(y) == 1 else y
     parts = segments(*x.shape[-2:], steps)
-    return iterate(y, parts, scale).view(x.shape).to(x.dtype)
+    return iterate(y, parts).view(x.shape).to(x.dtype)
 
 
 def orthogonalise_reference(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:

@@ -108,10 +108,8 @@ class MuonClip(torch.optim.Optimizer):
             one matrix, of a convolution one row per output channel. Embeddings and output heads
             should be "adamw". Parameters below two dimensions need no rule: they are AdamW's.
         weight_decay: decoupled, of every parameter.
-        momentum: of Muon.
-        nesterov: of Muon.
-        betas: of AdamW.
-        eps: of AdamW.
+        momentum, nesterov: of Muon.
+        betas, eps: of AdamW.
         attention: layers for `qk_clip`.
         qk_clip_threshold: attention logit above which a head is clipped.
         process_group: ranks with equal parameters that divide state and updates; None is this

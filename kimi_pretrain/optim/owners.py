@@ -35,13 +35,7 @@ Kind = Literal["muon", "adamw"]
 
 @dataclass(frozen=True)
 class TensorSize:
-    """Size of a tensor, from which its cost follows.
-
-    Args:
-        name: checkpoint name.
-        shape: in the checkpoint.
-        itemsize: bytes of one element of the weight.
-    """
+    """Name and shape of a tensor in the checkpoint, and the bytes of an element of the weight."""
 
     name: str
     shape: tuple[int, ...]

@@ -40,12 +40,9 @@ from kimi_pretrain.optim.replica_group import ReplicaGroup
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Gradients reduced together: of one replica group, one dtype and one owner.
+    """Gradients reduced together, in the order of the backward pass: of one group and one dtype.
 
-    Attributes:
-        replicas: name of the group.
-        owner: global rank that needs the sum; None: all ranks of the group.
-        tensors: in the order of the backward pass.
+    `owner` is the global rank that needs the sum; None: all ranks of the group.
     """
 
     replicas: str

@@ -13,10 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class StepLines:
     """Prints every n-th step as one plain line, also the first of this start and the run's last.
 
-    Args:
-        first_step: steps that were done before.
-        steps: of the whole run.
-        every: how many steps lie between two lines.
+    `first_step` steps of all `steps` were done before.
     """
 
     def __init__(self, first_step: int, steps: int, every: int):
@@ -24,14 +21,7 @@ class StepLines:
         self._done, self._tokens, self._seconds = 0, 0, 0.0
 
     def line(self, step: int, loss: float, tokens: int, seconds: float) -> str | None:
-        """Take a step; returns the line to print, or None.
-
-        Args:
-            step: counted from 1.
-            loss: of the step.
-            tokens: of the step.
-            seconds: since the step before.
-        """
+        """Take a step (from 1), `seconds` after the last; returns the line to print, or None."""
         self._done, self._tokens = self._done + 1, self._tokens + tokens
         self._seconds += seconds
         if step % self._every and step not in (self._first + 1, self._steps):

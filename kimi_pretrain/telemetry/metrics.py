@@ -97,14 +97,7 @@ class Telemetry:
     def line(
         self, step: int, plan: GlobalPlan, report: "StepReport", everyone: Sequence[RankMetrics]
     ) -> dict[str, Any]:
-        """Return one line of metrics.jsonl; docs/METRICS.md explains each name.
-
-        Args:
-            step: that was done, counted from 1.
-            plan: of the step.
-            report: of this rank.
-            everyone: the measurements of all ranks.
-        """
+        """Return the line of a step, counted from 1; docs/METRICS.md explains each name."""
         seconds = max(record.seconds for record in everyone)
         return {
             "step": step,

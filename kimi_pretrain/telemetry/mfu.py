@@ -57,12 +57,7 @@ class StepFlops:
 
 @dataclass(frozen=True)
 class Peak:
-    """What one rank could compute at best.
-
-    Attributes:
-        flops_per_second: dense matrix products.
-        source: where the number is from, for people.
-    """
+    """What one rank could compute at best, in dense products, and where the number is from."""
 
     flops_per_second: float
     source: str

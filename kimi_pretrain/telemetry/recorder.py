@@ -78,9 +78,6 @@ class Recorder:
     """Writes the files of a run, on rank 0; on the others it does nothing.
 
     Args:
-        config: of the run.
-        run_dir: its folder.
-        mesh: where this rank stands.
         first_step: steps already done; lines of later steps, of an earlier attempt, are set aside.
         indices: of the sources, in the planner's order.
     """
@@ -110,15 +107,7 @@ class Recorder:
         everyone: Sequence[RankReport],
         state: dict[str, Any],
     ) -> None:
-        """Write the lines of a step.
-
-        Args:
-            step: counted from 1.
-            batch: of the step.
-            report: of this rank.
-            everyone: the reports of all ranks.
-            state: of the loader, before the step.
-        """
+        """Write the lines of a step, counted from 1; `state`: of the loader, before the step."""
         if not self.writes:
             return
         metrics = [rank.metrics for rank in everyone]

@@ -150,9 +150,7 @@ class MetricsWriter:
 class _Board:
     """The curves of TensorBoard. Its own writer ends at the first error, in a thread of its own.
 
-    Args:
-        folder: where TensorBoard looks.
-        first: step from which on an earlier run's curves are forgotten.
+    From step `first` on an earlier run's curves are forgotten.
     """
 
     def __init__(self, folder: Path, first: int):
@@ -222,11 +220,7 @@ def write_trace(
     """Write one step's phases of all ranks as a Chrome trace (chrome://tracing, Perfetto).
 
     Every rank is a process; "exposed encoder" is one more, with the stretches of the step that are
-    the encoder's alone. The peak memory of a phase is among its arguments.
-
-    Args:
-        everyone: the measurements of all ranks, by rank.
-        scopes: the ranks that share their media, as for `exposed`.
+    the encoder's alone. The peak memory of a phase is among its arguments. `scopes`: as `exposed`.
     """
     found = exposed([record.spans for record in everyone], scopes)
     stretches = {"forward": found.forward, "backward": found.backward}

@@ -56,7 +56,6 @@ def loss_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
 
     Args:
         metrics: lines of metrics.jsonl with "step", "loss" and "lr".
-        path: PNG to write.
 
     Raises:
         ValueError: there is no step to draw.
@@ -92,7 +91,6 @@ def dep_balance_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
         metrics: lines with "step", "patches_per_rank" and "predicted_seconds_per_rank"; lines
             without media are left out. Of a run that wrote no seconds yet the patches are drawn.
             The typical step is the one with the median naive imbalance.
-        path: PNG to write.
 
     Raises:
         ValueError: no step has media.
@@ -139,7 +137,6 @@ def timeline_plot(trace: dict[str, Any], path: Path) -> None:
     Args:
         trace: a Chrome trace; "X" events with pid = rank, name = phase, ts and dur in microseconds,
             of category "exposed" for those stretches; "peak GiB" and "first stage" in their args.
-        path: PNG to write.
 
     Raises:
         ValueError: the trace has no complete event.
@@ -175,7 +172,6 @@ def muonclip_plot(
     Args:
         metrics: lines of metrics.jsonl with "step", "max_logits", "clipped_heads", "update_rms" and
             "skipped_steps".
-        path: PNG to write.
         threshold: of QK-Clip, drawn across; None where it is off.
 
     Raises:

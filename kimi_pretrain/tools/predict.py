@@ -25,11 +25,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Load:
-    """Predicted seconds of the encoder on the ranks of a step.
-
-    Attributes:
-        mean, slowest: over all ranks.
-    """
+    """Predicted seconds of the encoder on the ranks of a step."""
 
     mean: float
     slowest: float
@@ -83,13 +79,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions:
-    """The first steps of a run.
-
-    Attributes:
-        config: what they were planned from.
-        steps: in order, at least one.
-        notices: samples that do not fit a row, a line a source.
-    """
+    """The first steps of a run, one at least; `notices`: samples that do not fit, by source."""
 
     config: Config
     steps: tuple[Prediction, ...]

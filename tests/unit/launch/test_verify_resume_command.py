@@ -43,20 +43,6 @@ def shown(outcome: Result, capsys) -> list[str]:
     return capsys.readouterr().out.rstrip().splitlines()
 
 
-def test_what_passes_says_what_was_compared(capsys):
-    assert shown(result(), capsys) == [
-        "stopped in step 2 of 4, resumed in new processes: compared 90 numbers of 2 steps and 300 "
-        "tensors, these also at the moment the run went on",
-        "PASS: the resumed run is the run that was never stopped, bit for bit",
-    ]
-    lines = shown(result(elsewhere=LAYOUT), capsys)
-    assert lines[1].startswith(
-        "resumed with dp=2: errors of the loss 1.0e-07, 0.0e+00, of the gradient norm 2.0e-07, "
-    )
-    assert lines[1].endswith("every step read the same samples")
-    assert lines[2].endswith("bit for bit, and in another layout the same but for rounding")
-
-
 def test_what_fails_says_where(capsys):
     lines = shown(result(BAD), capsys)
     assert "optim.momentum.head" in lines[1]

@@ -107,14 +107,6 @@ def test_too_few_timings_are_refused(chosen):
         fit(timings)
 
 
-def test_flops_shape_is_the_default_at_its_best_rate():
-    default = CostModel.from_flops(KIMI, 2e14)
-    truth = (default.per_patch, default.per_patch_squared, 0.0, 0.0)
-    rate, predicted = flops_shape(timings_of(truth, 0.0, 0), KIMI)
-    assert rate == pytest.approx(2e14)
-    assert predicted == pytest.approx([seconds(pack, truth) for pack in PACKS])
-
-
 def test_the_best_rate_of_flops_is_the_best():
     """Where the shape does not fit, no other rate comes closer: tried one by one."""
     timings = timings_of(TRUTH, 0.0, 0)

@@ -91,18 +91,6 @@ def test_large_matrices_equal_torch_and_the_reference(shape):
     assert apart(orthogonalise(x, 5, torch.bfloat16), expected) <= 0.03
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_is_near_the_orthogonal_factor_of_a_well_conditioned_matrix(sizes, shape):
-    u, _, vt = torch.linalg.svd(matrix(shape), full_matrices=False)
-    x = u @ torch.diag(torch.linspace(0.5, 2, min(shape), dtype=torch.float64)) @ vt
-    o = orthogonalise(x, 5, torch.float64)
-    mixed = u.T @ o @ vt.T  # diagonal: the singular vectors are kept
-    values = mixed.diagonal()
-    assert torch.allclose(mixed, torch.diag(values), atol=1e-12)
-    assert values.min() > 0.65
-    assert values.max() < 1.25
-
-
 @pytest.mark.parametrize("shape", [(2, 3, 12, 20), (1, 12, 40), (5, 40, 12)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 5e-6)])
 def test_a_batch_is_its_matrices_one_by_one(sizes, shape, dtype, tolerance):
@@ -111,19 +99,6 @@ def test_a_batch_is_its_matrices_one_by_one(sizes, shape, dtype, tolerance):
     assert o.shape == x.shape
     for one, result in zip(x.flatten(0, -3), o.flatten(0, -3)):
         assert apart(result, orthogonalise(one, 5, dtype)) <= tolerance
-
-
-def test_transposing_commutes(sizes):
-    x = matrix((12, 20))
-    tall = orthogonalise(x.T, 5, torch.float64)
-    assert torch.allclose(tall, orthogonalise(x, 5, torch.float64).T, atol=1e-12)
-
-
-def test_the_scale_multiplies_the_result_once(sizes):
-    for shape in ((10, 11), (10, 40)):
-        x = matrix(shape)
-        scaled = orthogonalise(x, 5, torch.float64, scale=3.5)
-        assert torch.allclose(scaled, 3.5 * orthogonalise(x, 5, torch.float64), atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (4, 30), (3, 4, 30)])
@@ -150,13 +125,6 @@ def test_what_is_not_finite_shows_in_the_result(sizes, bad):
     x = matrix((4, 12))
     x[1, 2] = bad
     assert not orthogonalise(x, 5, torch.float32).isfinite().any()
-
-
-@pytest.mark.parametrize("shape", [(64, 64), (64, 256), (256, 64)])
-def test_update_has_the_size_of_an_adamw_update(shape):
-    """The real RMS is 0.167 to 0.175 for gradients; random ones lie close by."""
-    update = update_scale(*shape) * orthogonalise(matrix(shape), 5, torch.float64)
-    assert 0.15 < update.square().mean().sqrt() < 0.21
 
 
 def test_the_form_is_chosen_by_count():

@@ -292,6 +292,11 @@ def weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.ones(shape))
 
 
+SHARED = weight(4, 4)
+ACROSS = nn.Parameter(torch.ones(4, 3, 2).transpose(0, 1))
+ABSENT = nn.Parameter(torch.ones(2, 2, device="meta"))
+
+
 @pytest.mark.parametrize(
     ("params", "rules", "complaint"),
     [
@@ -309,18 +314,14 @@ def weight(*shape: int) -> nn.Parameter:
         ([{"params": [("w", weight(2))]}, {"params": [("w", weight(2))]}], {}, "'w'. given twice"),
         ([{"params": [("w", weight(2))], "momentum": 1.0}], {}, "momentum is 1.0"),
         ([{"params": [("w", weight(2))], "lr": -1.0}], {}, "lr is -1.0"),
+        ([("a", SHARED), ("b", SHARED)], {"*": "muon"}, "'a' and 'b' are one parameter"),
+        ([("w", ACROSS)], {"*": Split(stacked=True)}, "'w' is not contiguous"),
+        ([("w", ABSENT)], {"*": "muon"}, "'w' is on the meta device"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(params, rules, complaint):
     with pytest.raises(ValueError, match=complaint):
         MuonClip(params, lr=0.1, rules=rules)
-
-
-def test_one_parameter_under_two_names_is_refused():
-    """It would be updated twice, by two rules."""
-    shared = weight(4, 4)
-    with pytest.raises(ValueError, match="'a' and 'b' are one parameter"):
-        MuonClip([("a", shared), ("b", shared)], 0.1, {"*": "muon"})
 
 
 @pytest.mark.parametrize(
@@ -340,6 +341,7 @@ def test_one_parameter_under_two_names_is_refused():
             {"attention": [AttentionHeads(("weight", 2, 99), None)]},
             r"no rows of 'weight', a .*8, 4",
         ),
+        ({"attention": [AttentionHeads("weight", "k")]}, "there is no parameter 'k'"),
         (
             {"attention": [AttentionHeads("weight", "weight")]},
             "rows 0 to 8 of 'weight' are given tw",
@@ -350,14 +352,6 @@ def test_settings_that_would_train_something_else_are_refused(settings, complain
     given = {"lr": 0.1, "rules": {"*": "muon"}} | settings
     with pytest.raises(ValueError, match=complaint):
         MuonClip([("weight", weight(8, 4))], **given)
-
-
-def test_parameters_whose_updates_would_be_lost_are_refused():
-    stack = nn.Parameter(torch.ones(4, 3, 2).transpose(0, 1))
-    with pytest.raises(ValueError, match="'stack' is not contiguous"):
-        MuonClip([("stack", stack)], 0.1, {"*": Split(stacked=True)})
-    with pytest.raises(ValueError, match="'there' is on the meta device"):
-        MuonClip([("there", nn.Parameter(torch.ones(2, 2, device="meta")))], 0.1, {"*": "muon"})
 
 
 def test_a_state_of_another_model_or_optimizer_is_refused():
@@ -376,11 +370,6 @@ def test_a_state_of_another_model_or_optimizer_is_refused():
     theirs = torch.optim.AdamW([weight(2, 2), weight(2, 2)]).state_dict()
     with pytest.raises(ValueError, match="of another optimizer"):
         built("a", "b").load_state_dict(theirs)
-
-
-def test_attention_of_unknown_parameters_is_refused():
-    with pytest.raises(ValueError, match="there is no parameter 'k'"):
-        MuonClip([("q", weight(2, 2))], 0.1, {"*": "muon"}, attention=[AttentionHeads("q", "k")])
 
 
 def test_groups_and_memory_are_fixed():

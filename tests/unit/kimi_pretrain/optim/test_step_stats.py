@@ -44,13 +44,6 @@ def test_the_rms_of_a_group_is_that_of_all_its_numbers_whoever_owns_them():
     assert merge_figures([alone] * 3).update_rms == pytest.approx(wanted)
 
 
-def test_counting_twice_adds_up():
-    report = report_of({"router": [torch.full((4,), 2.0)]})
-    report.count("router", [torch.full((12,), 4.0)])
-    assert report.figures().update_rms == {"router": pytest.approx(math.sqrt(13.0))}
-    assert report.figures().elements == {"router": 16}
-
-
 def test_the_worst_error_and_the_slowest_rank():
     report = StepStats(CPU)
     assert report.figures() == UpdateFigures()

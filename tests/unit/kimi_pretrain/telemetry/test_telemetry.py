@@ -19,14 +19,13 @@ from kimi_pretrain.optim.step_stats import UpdateFigures
 from kimi_pretrain.reliability.anomaly_guard import Verdict
 from kimi_pretrain.telemetry import mfu as counting
 from kimi_pretrain.telemetry.exposed import exposed
-from kimi_pretrain.telemetry.metrics import Telemetry, rank_metrics, share_of_largest
+from kimi_pretrain.telemetry.metrics import Telemetry, rank_metrics
 from kimi_pretrain.telemetry.mfu import (
     Peak,
     backbone_flops,
     encoder_flops,
     peak_flops,
     step_flops,
-    utilisation,
 )
 from kimi_pretrain.telemetry.phases import (
     PhaseClock,
@@ -258,10 +257,6 @@ def test_peaks(monkeypatch):
     assert peak_flops(cuda, torch.bfloat16) == Peak(7.0, "measured, bfloat16")
 
 
-def test_utilisation():
-    assert utilisation(6e12, 2.0, 4, Peak(1.5e12, "")) == 0.5
-
-
 # ---- exposed encoder time
 
 
@@ -482,12 +477,6 @@ def test_the_co_located_baseline_cannot_tell_its_encoder_s_time():
     assert line["imbalance"]["predicted"] > 1
 
 
-def test_a_phase_in_pieces_counts_whole():
-    pieces = {"4 backbone": (0.0, 2.0), "other": (2.0, 3.0), "4 backbone#2": (3.0, 4.5)}
-    line = line_of(global_plan([]), [pieces] * RANKS)
-    assert line["phase_seconds"]["4 backbone"] == {"max": 3.5, "mean": 3.5}
-
-
 def test_board_draws_every_number_under_a_plain_name():
     line = line_of(global_plan(GRIDS_OF_STEP), [step_spans(0, 5, 9, 12)] * RANKS)
     drawn = scalars(line | {"balance": {"naive": 2.0, "dep": 1.0}})
@@ -499,9 +488,3 @@ def test_board_draws_every_number_under_a_plain_name():
     assert drawn["exchange_bytes/over"] == 300
     assert not [tag for tag in drawn if tag == "step" or tag.endswith(("/rank", "/mean", "/max"))]
     assert all(isinstance(value, int | float) for value in drawn.values())
-
-
-def test_share_of_largest():
-    sizes = np.array([1, 9, 5, 5, 5, 5, 5, 5, 5, 5])
-    assert share_of_largest(sizes, 0.1) == 9 / 50
-    assert share_of_largest(sizes[:0], 0.1) is None
