@@ -67,11 +67,13 @@ def verified_gradients(result: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         {"passed", "error": largest relative error of any parameter, "planted", "found"}: faults.
+        The error is None where a gradient is not finite, which JSON has no number for.
     """
+    errors = [group["error"] for group in result["comparison"]["groups"]]
     told = [fault for fault in result["faults"].values() if "obstacle" not in fault]
     return {
         "passed": result["passed"],
-        "error": max(group["error"] for group in result["comparison"]["groups"]),
+        "error": None if None in errors else max(errors),
         "planted": len(told),
         "found": sum(fault["found"] for fault in told),
     }

@@ -265,16 +265,14 @@ def test_environment_is_put_back(monkeypatch):
     assert "AWS_SECRET_ACCESS_KEY" not in os.environ
 
 
-def test_verified_gradients_count_the_faults_that_could_be_planted():
-    found = verified_gradients(
-        {
-            "passed": True,
-            "comparison": {"groups": [{"error": 1e-7}, {"error": 3e-7}]},
-            "faults": {
-                "one": {"found": True},
-                "two": {"found": False},
-                "three": {"obstacle": "there is one replica"},
-            },
-        }
-    )
-    assert found == {"passed": True, "error": 3e-7, "planted": 2, "found": 1}
+@pytest.mark.parametrize("error", [3e-7, None])  # None: not finite
+def test_verified_gradients_count_the_faults_that_could_be_planted(error):
+    faults = {
+        "one": {"found": True},
+        "two": {"found": False},
+        "three": {"obstacle": "there is one replica"},
+    }
+    groups = [{"error": 1e-7}, {"error": error}]
+    told = {"passed": error is not None, "comparison": {"groups": groups}, "faults": faults}
+    expected = {"passed": error is not None, "error": error, "planted": 2, "found": 1}
+    assert verified_gradients(told) == expected
