@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import ROOT
+from tests import ROOT, fork_server
 
 # The same examples in every run, however long they take on a loaded machine.
 settings.register_profile(
@@ -28,6 +28,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 _ENGINE = "kimi_pretrain.engine"
+
+
+def pytest_configure() -> None:
+    """One set of fork servers for all workers of xdist, which this process starts next."""
+    fork_server.share()
 
 
 @pytest.hookimpl(tryfirst=True)

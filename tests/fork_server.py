@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from fcntl import LOCK_EX, flock
 from functools import cache
 from importlib import import_module
 from itertools import count
@@ -37,6 +38,7 @@ from tests import ROOT
 
 _LARGEST = 1 << 18  # bytes of a message: a command and its environment
 _SERVERS = 2
+_SHARED = "KIMI_PRETRAIN_TEST_FORKS"
 _turns = count()
 _LINGER_S = 5.0  # that the other ranks of a job have when one has failed
 
@@ -88,32 +90,58 @@ class Fork:
                     process.kill()
 
 
+def share() -> Path:
+    """Return the folder of the servers that this process and all it starts have in common.
+
+    Called by pytest's main process, so that its workers have the same: each would start its own.
+    """
+    if _SHARED not in os.environ:
+        folder = TemporaryDirectory(prefix="forks-")
+        os.mkfifo(f"{folder.name}/open")
+        held = os.open(f"{folder.name}/open", os.O_RDWR)  # its end is the servers'
+        os.environ[_SHARED] = folder.name
+        atexit.register(lambda: (os.close(held), folder.cleanup()))
+    return Path(os.environ[_SHARED])
+
+
 @cache
 def _servers() -> Path:
-    """Start this process's servers, which end with this process; returns their folder.
+    """Start the servers if nobody has; returns their folder.
 
     Two, with string hashes of their own, which forks inherit: neighbouring ranks, and one run and
     the next, see sets of strings in another order, as processes that are started do.
     """
-    folder = TemporaryDirectory(prefix="forks-")
-    stand_in = Path(folder.name, "python")
-    stand_in.write_text(_STAND_IN.format(python=sys.executable, address=f"{folder.name}/server"))
-    stand_in.chmod(0o700)
+    folder = share()
+    stand_in = folder / "python"
+    with open(folder / "lock", "w") as lock:
+        flock(lock, LOCK_EX)
+        if not stand_in.exists():
+            _start_servers(folder)
+            stand_in.write_text(_STAND_IN.format(python=sys.executable, address=f"{folder}/server"))
+            stand_in.chmod(0o700)
+    return folder
+
+
+def _start_servers(folder: Path) -> None:
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     environment |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    servers = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.fork_server", f"{folder.name}/server{number}"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
-            env=environment | {"PYTHONHASHSEED": str(number + 1)},
-        )
-        for number in range(_SERVERS)
-    ]  # fmt: skip
+    with open(folder / "open") as held:
+        servers = [
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "tests.fork_server", str(folder / f"server{number}")],
+                stdin=held, stdout=subprocess.PIPE, cwd=ROOT,
+                env=environment | {"PYTHONHASHSEED": str(number + 1)},
+            )
+            for number in range(_SERVERS)
+        ]  # fmt: skip
     for server in servers:
         assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
-    atexit.register(lambda: ([server.communicate() for server in servers], folder.cleanup()))
-    return Path(folder.name)
+
+
+def python() -> Path:
+    """Return a command that runs as Python would, as a fork."""
+    return _servers() / "python"
 
 
 def start(
@@ -129,7 +157,7 @@ def start(
         server: which one's fork it is, modulo their number.
     """
     own = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    own["PYTHON_EXEC"] = str(_servers() / "python")  # torchrun's
+    own["PYTHON_EXEC"] = str(python())  # torchrun's
     values = {**os.environ, **own, **(environment or {})}
     job = {"arguments": list(arguments), "environment": values, "cwd": str(ROOT)}
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

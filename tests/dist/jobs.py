@@ -52,15 +52,18 @@ def run_job(action: str, out: Path, processes: int, *overrides: str, timeout: fl
 def run_jobs(
     jobs: Mapping[str, Job], out: Path, processes: int, timeout: float = 100.0
 ) -> dict[str, Any]:
-    """Run several actions one after the other in the same processes; name -> result on rank 0.
+    """Run several actions in the same processes; name -> result on rank 0.
 
-    The layout may change between them, the number of processes may not.
+    The number of processes is the same for all. The first layout's jobs come first, as given, then
+    the second's: a mesh is built for each layout once.
 
     Raises:
         AssertionError: one of them failed; shows the end of the output.
     """
     out.mkdir(parents=True, exist_ok=True)
-    plain = {name: (action, [*SMALL, *overrides]) for name, (action, overrides) in jobs.items()}
+    plain = [(name, action, [*SMALL, *overrides]) for name, (action, overrides) in jobs.items()]
+    layouts = [[one for one in job[2] if one.startswith("layout.")] for job in plain]
+    plain = [job for _, job in sorted(zip(layouts, plain), key=lambda one: layouts.index(one[0]))]
     (out / "jobs.json").write_text(json.dumps(plain))
     script = [str(WORKER), str(out)]
     if processes == 1:

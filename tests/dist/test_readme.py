@@ -3,11 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
-from tests import ROOT, docs
+from tests import ROOT, docs, fork_server
 
 
 @pytest.mark.timeout(600)
@@ -16,7 +15,7 @@ def test_own_data_in_ten_minutes(tmp_path):
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     command = tmp_path / "bin" / "kimi-pretrain"
     command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m launch.cli "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {fork_server.python()} -m launch.cli "$@"\n')
     command.chmod(0o755)
     path = f"{command.parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
