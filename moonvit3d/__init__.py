@@ -29,36 +29,19 @@ if TYPE_CHECKING:
     from moonvit3d.preprocess import image_patches, video_patches
     from moonvit3d.weights import load, save
 
-_HOME = {
-    "MoonViTConfig": "config",
-    "flops": "flops",
-    "PatchLimits": "geometry",
-    "VideoChunk": "geometry",
-    "grid": "geometry",
-    "grids": "geometry",
-    "num_tokens": "geometry",
-    "video_chunks": "geometry",
-    "MAX_PIXELS": "media",
-    "MediaError": "media",
-    "Probe": "media",
-    "is_turned": "media",
-    "probe": "media",
-    "read_image": "media",
-    "read_video": "media",
-    "verify": "media",
-    "from_siglip": "layouts",
-    "from_transformers": "layouts",
-    "to_transformers": "layouts",
-    "activation_bytes": "memory",
-    "MoonViT3D": "model",
-    "VisionEncoder": "model",
-    "initialise": "model",
-    "normalise": "model",
-    "image_patches": "preprocess",
-    "video_patches": "preprocess",
-    "load": "weights",
-    "save": "weights",
+_NAMES = {
+    "config": ("MoonViTConfig",),
+    "flops": ("flops",),
+    "geometry": ("PatchLimits", "VideoChunk", "grid", "grids", "num_tokens", "video_chunks"),
+    "layouts": ("from_siglip", "from_transformers", "to_transformers"),
+    "media": ("MAX_PIXELS", "MediaError", "Probe", "is_turned", "probe")
+    + ("read_image", "read_video", "verify"),
+    "memory": ("activation_bytes",),
+    "model": ("MoonViT3D", "VisionEncoder", "initialise", "normalise"),
+    "preprocess": ("image_patches", "video_patches"),
+    "weights": ("load", "save"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "MAX_PIXELS",

@@ -1,8 +1,8 @@
 """Attention inside each item of a pack, and nothing across items.
 
 Functions with one signature: a plain reference that the others are tested against,
-``scaled_dot_product_attention`` item by item (any device, any float type), and two variable-length
-kernels for CUDA, torch's own and flash-attn's. ``choose`` is the only place that picks.
+``scaled_dot_product_attention`` item by item (any device, any float type), and torch's
+variable-length kernel for CUDA. ``choose`` is the only place that picks.
 
 Shape suffixes: L packed patches, N heads, H head width.
 """
@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -22,8 +21,6 @@ from torch.nn import functional as F
 logger = logging.getLogger(__name__)
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
-HAS_VARLEN = find_spec("torch.nn.attention.varlen") is not None
-HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 
 
 @dataclass(frozen=True)
@@ -77,17 +74,6 @@ def attend_varlen(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segment
     return out_LNH
 
 
-def attend_flash(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> Tensor:
-    """As ``attend_varlen``, by the flash-attn package: for a torch without a kernel of its own."""
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-    ends, longest = segments.cu_seqlens, max(segments.lengths)
-    return flash_attn_varlen_func(
-        q_LNH, k_LNH, v_LNH, ends, ends, longest, longest,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-
-
 Attend = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
 
 
@@ -116,15 +102,13 @@ def choose(
         return attend_sdpa, ""
     if device_type != "cuda":
         return attend_sdpa, f"no variable-length kernel is known for {device_type}"
-    if not HAS_VARLEN and not HAS_FLASH_ATTN:
-        return attend_sdpa, "neither torch.nn.attention.varlen nor flash_attn is installed"
     if dtype not in FLASH_DTYPES:
         return attend_sdpa, f"the variable-length kernel takes bfloat16 or float16, not {dtype}"
     if head_dim % 8 or head_dim > 256:
         return attend_sdpa, f"head_dim {head_dim} is not a multiple of 8 up to 256"
     if capability < (8, 0):
         return attend_sdpa, f"compute capability {capability} is below (8, 0)"
-    return (attend_varlen if HAS_VARLEN else attend_flash), ""
+    return attend_varlen, ""
 
 
 @lru_cache(maxsize=32)
