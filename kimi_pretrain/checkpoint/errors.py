@@ -43,13 +43,17 @@ def error_class(error: BaseException) -> type[CheckpointError]:
 @contextmanager
 def storage_errors(where: str) -> Iterator[None]:
     """Turn errors of a store or a disk at `where` into a `CheckpointError`; see `error_class`."""
-    from data_pipeline.store.open import StoreError
-
     try:
         yield
     except OSError as error:
-        message = f"{error.filename or where}: {error.strerror or error}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "; free some space, or lower checkpoint.keep_last" if full else ""
+        message = f"{error.filename or where}: {error.strerror or error}{hint}"
         raise error_class(error)(message) from error
-    except StoreError as error:
+    except Exception as error:
+        from data_pipeline.store.open import StoreError
+
+        if not isinstance(error, StoreError):
+            raise
         message = str(error) if where in str(error) else f"{where}: {error}"
         raise error_class(error)(message) from error

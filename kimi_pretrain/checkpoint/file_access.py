@@ -41,7 +41,7 @@ class Files(Protocol):
 
     def where(self, name: str) -> str:
         """Return the full name of a file, for messages."""
-        ...
+        return f"{self.uri}/{name}"
 
     def size(self, name: str) -> int | None:
         """Return the bytes of a file; None: it is not there."""
@@ -60,15 +60,11 @@ class Files(Protocol):
         ...
 
 
-class FolderFiles:
+class FolderFiles(Files):
     """The files of a local or shared folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.uri = folder, str(folder)
-
-    def where(self, name: str) -> str:
-        """See `Files.where`."""
-        return str(self.folder / name)
 
     def size(self, name: str) -> int | None:
         """See `Files.size`."""
@@ -79,14 +75,9 @@ class FolderFiles:
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """See `Files.read`."""
-        with self._open(name) as file:
-            data = os.pread(file.fileno(), length, offset)
-            while len(data) < length:  # a read of more than 2 GiB comes in parts
-                more = os.pread(file.fileno(), length - len(data), offset + len(data))
-                if not more:
-                    raise _too_short(self.where(name), offset, length, len(data))
-                data += more
-        return data
+        data = bytearray(length)
+        self.read_into(name, offset, memoryview(data))
+        return bytes(data)
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         """See `Files.read_into`."""
@@ -95,7 +86,10 @@ class FolderFiles:
             while done < len(out):
                 got = os.preadv(file.fileno(), [out[done : done + (1 << 30)]], offset + done)
                 if not got:
-                    raise _too_short(self.where(name), offset, len(out), done)
+                    raise CheckpointError(
+                        f"{self.where(name)}: expected {len(out)} bytes from byte {offset}, the "
+                        f"file ends after {done} of them; it was cut off, take another checkpoint"
+                    )
                 done += got
 
     @contextmanager
@@ -109,7 +103,7 @@ class FolderFiles:
             raise _failed(self.where(name), error) from error
 
 
-class StoreFiles:
+class StoreFiles(Files):
     """The files under a prefix of an object store."""
 
     def __init__(self, store: "Store", prefix: str) -> None:
@@ -118,10 +112,6 @@ class StoreFiles:
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
-
-    def where(self, name: str) -> str:
-        """See `Files.where`."""
-        return f"{self.uri}/{name}"
 
     def size(self, name: str) -> int | None:
         """See `Files.size`."""
@@ -246,10 +236,3 @@ def _failed(where: str, error: OSError) -> CheckpointError:
 
 def _missing(where: str) -> CheckpointError:
     return CheckpointError(f"{where}: missing; restore the file or take another checkpoint")
-
-
-def _too_short(where: str, offset: int, length: int, got: int) -> CheckpointError:
-    return CheckpointError(
-        f"{where}: expected {length} bytes from byte {offset}, the file ends after {got} of them; "
-        "it was cut off, take another checkpoint"
-    )

@@ -19,13 +19,7 @@ def steps_to_keep(
         good: the checkpoint that is known to be sound (it was written or verified just now). It
             stays, and so many before it count as the newest: a damaged one after it, which a run
             that fell back has left behind, must not push it out.
-
-    Raises:
-        ValueError: `keep_last` or `keep_every` is below one.
     """
-    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-        if value is not None and value < 1:
-            raise ValueError(f"checkpoint.{name}={value}: expected 1 or more, or null")
     found = sorted(set(steps))
     if keep_last is None:
         return set(found)

@@ -55,7 +55,7 @@ def weight_map(everyone: Sequence[Sizes], limit: int) -> dict[str, str]:
 
     Args:
         everyone: what each rank holds.
-        limit: bytes of a file; see `cut`.
+        limit: bytes of a file; see `split_by_size`.
     """
     mine: list[dict[str, int]] = [{} for _ in everyone]
     for name, writer in assign_writers(everyone).items():

@@ -11,8 +11,8 @@ Most tensors change in the update alone. A thread copies them while the step run
 import logging
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -161,7 +161,6 @@ class BackgroundCopy:
         which: Callable[[str], bool],
         device: torch.device,
     ):
-        self._error: BaseException | None = None
         threads: int | None = None
         context: AbstractContextManager[Any] = nullcontext()
         if device.type == "cuda":
@@ -172,21 +171,17 @@ class BackgroundCopy:
             threads = torch.get_num_threads()
 
         def work() -> None:
-            try:
-                if threads is None:  # a new thread would open a context on the node's first GPU
-                    torch.cuda.set_device(device)
-                else:  # a new thread would begin with one for each core
-                    torch.set_num_threads(threads)
-                with context:
-                    buffers.copy(tensors, which)
-            except BaseException as error:
-                self._error = error
+            if threads is None:  # a new thread would open a context on the node's first GPU
+                torch.cuda.set_device(device)
+            else:  # a new thread would begin with one for each core
+                torch.set_num_threads(threads)
+            with context:
+                buffers.copy(tensors, which)
 
-        self._thread = threading.Thread(target=work, name="checkpoint copy", daemon=True)
-        self._thread.start()
+        pool = ThreadPoolExecutor(1, "checkpoint copy")
+        self._copied = pool.submit(work)
+        pool.shutdown(wait=False)  # the thread ends with its work
 
     def wait(self) -> None:
         """Wait until everything is copied. Raises what the copy raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._copied.result()

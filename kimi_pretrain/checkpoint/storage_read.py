@@ -6,7 +6,6 @@ under a step's name is an incomplete save, which is never read.
 
 import logging
 import os
-import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -23,7 +22,6 @@ from kimi_pretrain.checkpoint.file_access import (
     StoreFiles,
     fingerprint,
     read_header,
-    size_of,
 )
 from kimi_pretrain.checkpoint.manifest import (
     INDEX,
@@ -60,19 +58,12 @@ class Checkpoint:
     """One checkpoint folder, read without trust: every name and number in it is checked.
 
     May be used from several threads.
-
-    Attributes:
-        uri: of the folder.
     """
 
     def __init__(self, files: Files) -> None:
         self._files, self.uri = files, files.uri
         self._texts: dict[str, bytes] = {}
         self._headers: dict[str, dict[str, TensorEntry]] = {}
-        self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"Checkpoint({self.uri!r})"
 
     @cached_property
     def _manifest(self) -> Manifest:
@@ -167,10 +158,6 @@ class Checkpoint:
         """Return tensor -> file. Raises as `manifest`."""
         return self._weight_map
 
-    def names(self) -> list[str]:
-        """Return the names of all tensors, sorted."""
-        return sorted(self.weight_map())
-
     def entry(self, name: str) -> TensorEntry:
         """Return type, shape and place of a tensor.
 
@@ -189,12 +176,9 @@ class Checkpoint:
 
     def header(self, file: str) -> dict[str, TensorEntry]:
         """Return the tensors of one file, read once."""
-        with self._lock:
-            if file in self._headers:
-                return self._headers[file]
-        entries = read_header(self._files, file, self.files[file])
-        with self._lock:
-            return self._headers.setdefault(file, entries)
+        if file not in self._headers:
+            self._headers[file] = read_header(self._files, file, self.files[file])
+        return self._headers[file]
 
     def read_into(self, name: str, tensor: "Tensor") -> None:
         """Fill a tensor, on any device, in place.
@@ -290,9 +274,6 @@ class Place:
     ) -> None:
         self.uri, self.folder, self._store, self.patience = uri, folder, store, patience
 
-    def __repr__(self) -> str:
-        return f"Place({self.uri!r})"
-
     @property
     def store(self) -> "Store":
         """The object store of a place that is no folder."""
@@ -314,26 +295,15 @@ class Place:
             return []
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, in order. Raises as `folders`.
+        """Return the steps of the complete checkpoints, in order. Raises as `folders` and `Files`.
 
         An object store is asked for the folders and, of each, for the manifest: to list all files
         of hundreds of checkpoints takes minutes.
         """
-        found = [(step, name) for name in self.folders() if (step := step_of(name)) is not None]
+        found = [step for name in self.folders() if (step := step_of(name)) is not None]
         with ThreadPoolExecutor(_LOOKS) as pool:
-            complete = list(pool.map(self._has_manifest, (name for _, name in found)))
-        return sorted(step for (step, _), whole in zip(found, complete, strict=True) if whole)
-
-    def _has_manifest(self, name: str) -> bool:
-        if self.folder is not None:
-            return size_of(self.folder / name / MANIFEST) is not None
-        from data_pipeline.store.open import MissingKey
-
-        try:
-            self.store.head(f"{name}/{MANIFEST}")
-        except MissingKey:
-            return False
-        return True
+            complete = pool.map(lambda step: self.checkpoint(step).is_complete(), found)
+            return sorted(step for step, whole in zip(found, complete, strict=True) if whole)
 
     def recover(self) -> None:
         """Restore the name of a folder that a killed run was about to replace by a newer one.
@@ -389,11 +359,6 @@ class Place:
         """End the threads of an object store."""
         if self._store is not None:
             self._store.close()
-
-
-def is_remote(uri: URI) -> bool:
-    """Whether a URI names an object store and no folder."""
-    return split_place("checkpoints at", os.fspath(uri))[0] in ("s3", "memory")
 
 
 def open_place(uri: URI, patience: float = PATIENCE_S) -> Place:

@@ -10,20 +10,19 @@ What is removed stops being a checkpoint before its first file is deleted: a fol
 an object store the manifest is deleted first.
 """
 
-import errno
 import itertools
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kimi_pretrain.checkpoint.disk_write import OnBytes, StagedFile, sync_folder, write_durably
-from kimi_pretrain.checkpoint.errors import CheckpointError, error_class
+from kimi_pretrain.checkpoint.errors import CheckpointError, storage_errors
 from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, step_name, step_of
 from kimi_pretrain.checkpoint.storage_read import REPLACED, Place
 
@@ -139,20 +138,15 @@ class FolderWriter:
 
     def open_step(self, step: int) -> None:
         """See `StorageWriter.open_step`."""
-        try:
+        with storage_errors(str(self._partial(step))):
             self._partial(step).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _failed(self._partial(step), error) from None
 
     def write(self, step: int, name: str, source: StagedFile, on_bytes: OnBytes) -> Fingerprint:
         """See `StorageWriter.write`; the hash is computed beside the writing."""
         path = self._partial(step) / name
-        with ThreadPoolExecutor(1) as beside:
+        with ThreadPoolExecutor(1) as beside, storage_errors(str(path)):
             digest = beside.submit(source.sha256)
-            try:
-                write_durably(path, source.view, on_bytes)
-            except OSError as error:
-                raise _failed(path, error) from None
+            write_durably(path, source.view, on_bytes)
             return Fingerprint(source.size, digest.result())
 
     def commit(self, step: int, manifest: str, files: Iterable[str]) -> str:
@@ -160,7 +154,7 @@ class FolderWriter:
         partial, final = self._partial(step), self._final(step)
         replaced = self.root / f"{step_name(step)}{REPLACED}"
         expected = set(files)
-        try:
+        with storage_errors(str(final)):
             self._wait_until_seen(partial, expected)
             for entry in sorted(partial.iterdir()):
                 if entry.name not in expected:  # of an earlier try with other ranks
@@ -174,8 +168,6 @@ class FolderWriter:
                 os.replace(final, replaced)  # `Place.recover` puts it back if this is the end
             os.replace(partial, final)
             sync_folder(self.root)
-        except OSError as error:
-            raise _failed(final, error) from None
         shutil.rmtree(replaced, ignore_errors=True)
         return str(final)
 
@@ -238,14 +230,15 @@ class StoreWriter:
 
     def open_step(self, step: int) -> None:
         """See `StorageWriter.open_step`; an earlier checkpoint of this step ceases to be one."""
-        self._guarded(lambda: self._store.delete(f"{step_name(step)}/{MANIFEST}"))
+        with storage_errors(self._store.uri):
+            self._store.delete(f"{step_name(step)}/{MANIFEST}")
 
     def write(self, step: int, name: str, source: StagedFile, on_bytes: OnBytes) -> Fingerprint:
         """See `StorageWriter.write`; large files go up in parts, each checked by the server."""
         key = f"{step_name(step)}/{name}"
-        with ThreadPoolExecutor(1) as beside:
+        with ThreadPoolExecutor(1) as beside, storage_errors(self._store.uri):
             digest = beside.submit(source.sha256)
-            info = self._guarded(lambda: self._store.put_file(key, source.path, on_bytes))
+            info = self._store.put_file(key, source.path, on_bytes)
             if info.size != source.size:
                 raise CheckpointError(
                     f"{self._store.uri}/{key}: {info.size} bytes arrived of {source.size}"
@@ -255,8 +248,7 @@ class StoreWriter:
     def commit(self, step: int, manifest: str, files: Iterable[str]) -> str:
         """See `StorageWriter.commit`."""
         prefix, expected = step_name(step), set(files)
-
-        def put() -> None:
+        with storage_errors(self._store.uri):
             found = set(self._names(step))
             if missing := sorted(expected - found):
                 raise CheckpointError(
@@ -266,8 +258,6 @@ class StoreWriter:
             for name in sorted(found - expected):  # of an earlier try with other ranks
                 self._store.delete(f"{prefix}/{name}")
             self._store.put(f"{prefix}/{MANIFEST}", manifest.encode())
-
-        self._guarded(put)
         return f"{self._store.uri}/{prefix}"
 
     def remove(self, step: int) -> None:
@@ -316,14 +306,6 @@ class StoreWriter:
         prefix = f"{step_name(step)}/"
         return [key.removeprefix(prefix) for key in self._store.list(prefix)]
 
-    def _guarded(self, action: Callable):
-        from data_pipeline.store.open import StoreError
-
-        try:
-            return action()
-        except StoreError as error:
-            raise error_class(error)(str(error)) from None
-
 
 def abandon_later_checkpoints(place: Place, writer: StorageWriter, step: int) -> list[str]:
     """Mark checkpoints of later steps as abandoned; returns a warning for each.
@@ -346,10 +328,3 @@ def _is_torn(names: Iterable[str]) -> bool:
     if found & {MANIFEST, ABANDONED}:
         return False
     return all(name == INDEX or name.endswith(".safetensors") for name in found)
-
-
-def _failed(path: Path, error: OSError) -> CheckpointError:
-    hint = ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "; free some space, or lower checkpoint.keep_last"
-    return error_class(error)(f"{path}: {error.strerror or error}{hint}")

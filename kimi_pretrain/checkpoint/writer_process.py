@@ -36,7 +36,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kimi_pretrain.checkpoint.disk_write import StagedFile
-from kimi_pretrain.checkpoint.errors import CheckpointError, error_class, is_transient
+from kimi_pretrain.checkpoint.errors import CheckpointError, is_transient, storage_errors
 from kimi_pretrain.checkpoint.ownership import OWNER, Owner, ownership_conflict
 from kimi_pretrain.checkpoint.retention import steps_to_keep
 from kimi_pretrain.checkpoint.storage_read import Place, open_place
@@ -144,10 +144,8 @@ def check_owner(place: Place, owner: Sequence[str] | None) -> None:
     """
     if owner is None:
         return
-    try:
+    with storage_errors(f"{place.uri}/{OWNER}"):
         text = place.read_text(OWNER)
-    except Exception as error:  # of the store, or of a disk
-        raise error_class(error)(f"{place.uri}/{OWNER}: {_one_line(error)}") from None
     if text is not None and (told := ownership_conflict(place.uri, text, *Owner(*owner))):
         raise CheckpointError(told)
 

@@ -168,7 +168,7 @@ def checkpoint_weights(checkpoint: Checkpoint) -> WeightReader:
     files = checkpoint.weight_map()
     with ThreadPoolExecutor(_THREADS) as pool:  # each file's header is read once, several at a time
         list(pool.map(checkpoint.header, sorted(set(files.values()))))
-    headers = {name: _header(checkpoint.entry(name), files[name]) for name in checkpoint.names()}
+    headers = {name: _header(checkpoint.entry(name), files[name]) for name in sorted(files)}
     return WeightReader(checkpoint.uri, headers, manifest=checkpoint.manifest())
 
 

@@ -26,7 +26,7 @@ from data_pipeline.store.open import (
 )
 from data_pipeline.store.s3_answers import failure, meaning_of
 from data_pipeline.store.stats import Counter, quantile
-from kimi_pretrain.checkpoint.storage_read import is_remote, open_checkpoint, open_place
+from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
 from tests.silent import KEYS, refusing
 
 
@@ -340,7 +340,7 @@ def test_open_store_reads_the_scheme(tmp_path, monkeypatch):
 )
 def test_what_is_meant_for_a_store_becomes_no_folder(uri, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for use in (open_store, open_place, open_checkpoint, is_remote):
+    for use in (open_store, open_place, open_checkpoint):
         with pytest.raises(ValueError, match=f"{uri}: expected s3://bucket/prefix, ") as error:
             use(uri)
         assert f"(of a folder with this name: ./{uri})" in str(error.value)
@@ -353,7 +353,6 @@ def test_what_is_meant_for_a_store_becomes_no_folder(uri, tmp_path, monkeypatch)
 def test_a_path_may_hold_a_colon(path):
     assert split_place("x", path) == ("", path)
     check_local("x", path)
-    assert not is_remote(path)
     assert isinstance(open_store(path), FolderStore)
 
 

@@ -1,11 +1,8 @@
 """Sizes, token counts and video sampling against other people's code and hand-made cases."""
 
-import ast
 import math
 from datetime import UTC, datetime
 from fractions import Fraction
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +17,7 @@ from moonvit3d.geometry import (
     resized,
     video_chunks,
 )
+from tests.unit.moonvit3d.plain import functions_of_transformers
 
 LIMITS = PatchLimits()
 TIGHT = PatchLimits(image=256, frame=64, side=32)
@@ -28,19 +26,8 @@ ODD = PatchLimits(image=1000, frame=100, side=20)
 
 @pytest.fixture(scope="module")
 def navit_resize():
-    """transformers' own function, cut out of its file: the module itself needs torchvision."""
-    spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
-        pytest.skip("transformers is not installed")
-    file = Path(spec.origin).parent / "models/kimi_k25/image_processing_kimi_k25.py"
-    functions = [
-        node
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name == "navit_resize"
-    ]
-    scope = {"math": math}
-    exec(compile(ast.Module(functions, []), str(file), "exec"), scope)
-    return scope["navit_resize"]
+    """transformers' own function."""
+    return functions_of_transformers("navit_resize")["navit_resize"]
 
 
 def random_sizes(count, seed=0):

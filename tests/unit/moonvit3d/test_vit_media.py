@@ -1,7 +1,6 @@
 """Bytes to pixels: what is read, bit for bit, and what is refused, with one clear error each."""
 
 import io
-import math
 import struct
 import subprocess
 import sys
@@ -21,19 +20,10 @@ from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits, video_chunks
 from moonvit3d.media import MediaError, Probe, is_turned, probe, read_image, read_video, verify
 from moonvit3d.preprocess import image_patches, video_patches
 from tests import ROOT
+from tests.unit.data_pipeline.media import encoded, noise
+from tests.unit.moonvit3d.plain import plain_patches
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-
-
-def noise(height, width, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-def encoded(pixels, kind="PNG", **options):
-    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
 
 
 def png(depth, colour, width, height, rows):
@@ -374,24 +364,11 @@ def plain_chunks(data, fps, limits):
     sampled = [int(round(i)) for i in np.linspace(0, len(frames) - 1, count)]
     for first in range(0, count, 4):
         group = sampled[first : first + 4]
-        height, width, _ = frames[group[0]].shape
-        cells = max(1, width // 14) * max(1, height // 14)
-        scale = min(1, math.sqrt(limits.frame / cells), 512 * 14 / width, 512 * 14 / height)
-        new_w, new_h = max(1, int(width * scale)), max(1, int(height * scale))
-        rows, columns = 2 * math.ceil(new_h / 28), 2 * math.ceil(new_w / 28)
-        patches = []
-        for index in group:
-            small = Image.fromarray(frames[index]).resize((new_w, new_h), Image.Resampling.BICUBIC)
-            canvas = np.zeros((rows * 14, columns * 14, 3), np.uint8)
-            canvas[:new_h, :new_w] = np.asarray(small)
-            for row in range(rows):
-                for column in range(columns):
-                    cell = canvas[row * 14 : row * 14 + 14, column * 14 : column * 14 + 14]
-                    patches.append(cell.transpose(2, 0, 1))
+        patches, grids = zip(*(plain_patches(frames[i], limits.frame, 512) for i in group))
         seconds = group[0] / fps
         whole, rest = int(seconds), int((seconds % 1) * 1000)
         stamp = f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}.{rest:03d}"
-        yield np.stack(patches), (len(group), rows, columns), stamp
+        yield np.concatenate(patches), (len(group), *grids[0][1:]), stamp
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,7 @@
 """Patches against the released processor's frozen hashes and transformers' own steps."""
 
-import ast
 import hashlib
 import json
-import math
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +13,8 @@ from PIL import Image
 from moonvit3d.geometry import PatchLimits
 from moonvit3d.model import normalise
 from moonvit3d.preprocess import image_patches, video_patches
+from tests.unit.data_pipeline.media import noise
+from tests.unit.moonvit3d.plain import functions_of_transformers, plain_patches
 
 
 def tensor_sha(tensor):
@@ -35,10 +33,6 @@ def gradient_image():
 def checkerboard_image():
     y, x = np.mgrid[:33, :57]
     return np.array([[20, 40, 220], [235, 190, 25]], np.uint8)[(x // 5 + y // 5) % 2]
-
-
-def noise(height, width, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -75,15 +69,11 @@ def processor():
     from transformers.image_transforms import group_images_by_shape, reorder_images
     from transformers.image_utils import SizeDict
 
-    file = Path(find_spec("transformers").origin).parent
-    tree = ast.parse((file / "models/kimi_k25/image_processing_kimi_k25.py").read_text())
-    wanted = {"navit_resize", "patchify", "_preprocess"}
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name in wanted]
-    scope = dict(
-        math=math, torch=torch, SizeDict=SizeDict, BatchFeature=BatchFeature, TensorType=Any,
-        group_images_by_shape=group_images_by_shape, reorder_images=reorder_images,
+    scope = functions_of_transformers(
+        "navit_resize", "patchify", "_preprocess", torch=torch, SizeDict=SizeDict,
+        BatchFeature=BatchFeature, TensorType=Any, group_images_by_shape=group_images_by_shape,
+        reorder_images=reorder_images,
     )  # fmt: skip
-    exec(compile(ast.Module(found, []), str(file), "exec"), scope)
 
     def resize(stacked, size, resample):
         frames = stacked.permute(0, 2, 3, 1).numpy()
@@ -167,23 +157,6 @@ def test_padding_is_minus_one_after_normalisation():
     assert values[0].unique().tolist() == [1.0]
     assert values[1:].unique().tolist() == [-1.0]
     assert normalise(torch.from_numpy(patches), torch.float64).dtype == torch.float64
-
-
-def plain_patches(pixels, patch_limit, side_limit):
-    """The rule once more, written from the released processor's description alone."""
-    height, width, _ = pixels.shape
-    cells = max(1, width // 14) * max(1, height // 14)
-    sides = (side_limit * 14 / width, side_limit * 14 / height)
-    scale = min(1, math.sqrt(patch_limit / cells), *sides)
-    new_w = min(max(1, int(width * scale)), side_limit * 14)
-    new_h = min(max(1, int(height * scale)), side_limit * 14)
-    small = Image.fromarray(pixels).resize((new_w, new_h), Image.Resampling.BICUBIC)
-    rows, columns = 2 * math.ceil(new_h / 28), 2 * math.ceil(new_w / 28)
-    canvas = np.zeros((rows * 14, columns * 14, 3), np.uint8)
-    canvas[:new_h, :new_w] = np.asarray(small)
-    cells = [canvas[14 * r : 14 * r + 14, 14 * c : 14 * c + 14] for r in range(rows)
-             for c in range(columns)]  # fmt: skip
-    return np.stack([cell.transpose(2, 0, 1) for cell in cells]), (1, rows, columns)
 
 
 def fuzz_sizes():

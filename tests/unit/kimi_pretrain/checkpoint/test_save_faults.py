@@ -204,7 +204,7 @@ def test_an_owner_who_cannot_be_read_is_no_owner_who_left(tmp_path, monkeypatch)
     monkeypatch.setattr(Place, "read_text", fail)
     answer = commit(place, MINE)
     assert answer["transient"]
-    assert "owner.json: [Errno 116] Stale file handle" in answer["failed"]
+    assert "owner.json: Stale file handle" in answer["failed"]
 
 
 def test_writers_that_are_killed_are_worth_a_restart(tmp_path):
