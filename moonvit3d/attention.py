@@ -82,7 +82,6 @@ def attend(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> T
 
     Args:
         q_LNH, k_LNH, v_LNH: queries, keys and values [L, heads, head_dim] of the packed items.
-        segments: the items' boundaries.
 
     Returns:
         [L, heads, head_dim] in the inputs' dtype.

@@ -45,11 +45,8 @@ class VisionCheckpoint:
     """Open files whose tensors are read on demand.
 
     Args:
-        path: the file, or the index.
-        layout: how it names tensors.
         prefix: what stands before every name.
         files: tensor name to the file that holds it, skipped tensors included.
-        handles: the open files.
         headers: of every tensor that is not skipped.
         stated: the sizes that ``save`` or ``convert`` noted; empty for files of other writers.
     """

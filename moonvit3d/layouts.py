@@ -167,7 +167,6 @@ def plan(
 
     Args:
         headers: every tensor of the checkpoint.
-        config: sizes of the encoder.
         part: what to fill; None is all that the layout has (of SigLIP, the tower).
 
     Returns:
@@ -286,7 +285,6 @@ def from_transformers(
         tensors: ``Kimi_K25Model.state_dict()``, or that of a model around it (names that begin
             with ``model.``), or what ``save_pretrained`` wrote. The language model is skipped.
         config: sizes; the heads decide the order of rows.
-        part: what to take; None takes both.
 
     Returns:
         Released name to tensor; a tensor that needs no change is passed on, not copied.
@@ -298,17 +296,11 @@ def from_transformers(
 
 
 def from_siglip(tensors: Mapping[str, Tensor], config: MoonViTConfig) -> dict[str, Tensor]:
-    """SigLIP's vision tower under released names; the projector is not among them.
+    """SigLIP's vision tower under released names; as ``from_transformers``.
 
     Args:
         tensors: state dict of ``SiglipModel`` or ``SiglipVisionModel``.
         config: sizes; the position grid is resampled to ``pos_grid``.
-
-    Returns:
-        Released name to tensor, ``vision_tower.*`` only.
-
-    Raises:
-        ValueError: as ``plan``, or tensors of another layout.
     """
     return _released(tensors, config, "vision_tower", (SIGLIP,))
 
@@ -318,16 +310,7 @@ def to_transformers(
 ) -> dict[str, Tensor]:
     """The inverse of ``from_transformers``: the names of ``Kimi_K25Model.state_dict()``.
 
-    Args:
-        tensors: under released names.
-        config: sizes; the heads decide the order of rows.
-        part: what to take; None takes both.
-
-    Returns:
-        transformers' name to tensor, without the ``model.`` of a model around it.
-
-    Raises:
-        ValueError: as ``plan``, or tensors of another layout.
+    They come without the ``model.`` of a model around it.
     """
     out = {}
     for name, tensor in _released(tensors, config, part, (RELEASED,)).items():

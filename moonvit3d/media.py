@@ -71,9 +71,7 @@ class Probe:
 def probe(data: bytes, kind: int) -> Probe:
     """Sizes from headers (and a video's packet list), without decoding a picture.
 
-    Args:
-        data: the whole file.
-        kind: KIND_IMAGE (PNG, JPEG, WEBP, GIF) or KIND_VIDEO (MP4).
+    The file is of KIND_IMAGE (PNG, JPEG, WEBP, GIF) or KIND_VIDEO (MP4).
 
     Raises:
         MediaError: no such file, too large, or a video without frames, rate or size, or cut off.
@@ -128,7 +126,6 @@ def read_image(data: bytes, check: Callable[[Probe], object] | None = None) -> N
     """Pixels of a PNG, JPEG, WEBP or static GIF: uint8 [H, W, 3], read-only.
 
     Args:
-        data: the whole file.
         check: called with what the header says, before room is made for any pixel; it may raise.
 
     Raises:
@@ -162,7 +159,6 @@ def read_video(
     there; everything that headers tell is checked before this function returns.
 
     Args:
-        data: the whole file.
         chunks: which ones, in any order, each given once; all if not given.
         check: called with what the headers say, before any frame is decoded; it may raise.
 

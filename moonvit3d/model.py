@@ -132,11 +132,7 @@ class MoonViT3D(nn.Module):
 
 
 class VisionEncoder(nn.Module):
-    """Tower and projector: what a language model sees of an image or a video chunk.
-
-    Args:
-        config: sizes.
-    """
+    """Tower and projector: what a language model sees of an image or a video chunk."""
 
     def __init__(self, config: MoonViTConfig):
         super().__init__()
@@ -182,14 +178,10 @@ class VisionEncoder(nn.Module):
 
         Args:
             patches: [L, 3, 14, 14] of the share, in its order, uint8 pixels or normalised floats.
-            share: which tokens of which item, and how to attend to the rest of it.
 
         Returns:
             [tokens of the share, out_width] in the parameters' dtype. Gradients are those of these
             tokens' and patches' own work: summed over the devices they are the whole item's.
-
-        Raises:
-            ValueError: patches that are not the share's, or a grid that no item can have.
         """
         x_T4C = self.vision_tower(patches, [share.grid], share)
         return self.mm_projector(x_T4C, [len(share.tokens)])
@@ -251,10 +243,6 @@ def initialise(encoder: VisionEncoder, seed: int) -> None:
     as three matrices: 0.029 at Kimi's width, and still of the right size where a small config's
     0.02 would start the signal ten times too low. The patch embedding uses 1 / sqrt(fan_in), and
     the position grid ``config.pos_init_std``.
-
-    Args:
-        encoder: on any device, in any floating type.
-        seed: any integer.
     """
     for name, parameter in encoder.named_parameters():
         if name.endswith(".bias"):

@@ -4,14 +4,9 @@ from collections.abc import Iterable
 
 
 def chunks(sizes: Iterable[int], max_patches_per_chunk: int) -> list[slice]:
-    """Cut items, in order, into runs of at most ``max_patches_per_chunk`` patches.
+    """Cut items of these sizes, in order, into runs of at most ``max_patches_per_chunk`` patches.
 
-    Args:
-        sizes: patches of each item.
-        max_patches_per_chunk: the budget; an item is never divided.
-
-    Returns:
-        Slices of the items, one for each run, none empty.
+    An item is never divided, and no run is empty.
 
     Raises:
         ValueError: one item alone is over the budget.

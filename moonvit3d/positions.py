@@ -57,12 +57,7 @@ def temporal_code(width: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 class Positions(nn.Module):
-    """Learned grid positions plus the fixed temporal code, added to the patch embeddings.
-
-    Args:
-        side: side of the learned grid, in patches.
-        width: channels.
-    """
+    """Learned grid positions plus the fixed temporal code, added to the patch embeddings."""
 
     def __init__(self, side: int, width: int):
         super().__init__()
@@ -174,13 +169,9 @@ def rotate_qkv(qkv_LK: Tensor, turn_LP: Tensor, heads: int, lengths: Sequence[in
     The backward pass then keeps one copy of them, and there are no temporaries.
 
     Args:
-        qkv_LK: [L, 3 * heads * head_dim] in the order q | k | v; overwritten.
+        qkv_LK: [L, 3 * heads * head_dim] in the order q | k | v; overwritten, and returned.
         turn_LP: cosine + i sine of each rotation, complex64 (complex128 for float64).
-        heads: attention heads.
         lengths: patches of each item.
-
-    Returns:
-        ``qkv_LK`` with q and k rotated.
     """
     if torch.compiler.is_compiling():  # AOTAutograd loses the gradient of what is overwritten
         cos_LP, sin_LP = turn_LP.real, turn_LP.imag

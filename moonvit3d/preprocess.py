@@ -22,7 +22,6 @@ def image_patches(
 
     Args:
         pixels: uint8 [H, W, 3].
-        limits: patch limits; ``limits.image`` applies.
 
     Returns:
         (uint8 [h * w, 3, 14, 14], grid (1, h, w)).
@@ -37,17 +36,13 @@ def image_patches(
 def video_patches(
     frames: np.ndarray, limits: PatchLimits = _DEFAULT_LIMITS
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Patches of one video chunk, frame by frame.
+    """Patches of one video chunk, frame by frame; as ``image_patches``.
 
     Args:
         frames: uint8 [t, H, W, 3] with 1 <= t <= 4.
-        limits: patch limits; ``limits.frame`` applies to each frame.
 
     Returns:
         (uint8 [t * h * w, 3, 14, 14], grid (t, h, w)).
-
-    Raises:
-        ValueError: not uint8 [t, H, W, 3], t out of range, or a side of 0.
     """
     _check(frames, "chunk", "frames, height, width, 3")
     return _patches(frames, KIND_VIDEO, limits.frame, limits)

@@ -48,13 +48,7 @@ class SafetensorsError(ValueError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file.
-
-    Attributes:
-        dtype: the format's name of its type; see `torch_dtype`.
-        shape: of the tensor.
-        offset: of its first byte in the file, header included.
-    """
+    """One tensor of a file: the format's name of its type, and its first byte, header included."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -89,12 +83,7 @@ class FileLayout:
 def layout_of(
     tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str] | None = None
 ) -> FileLayout:
-    """Lay tensors out in one file, in the order given.
-
-    Args:
-        tensors: name -> type and shape; their offsets are not looked at.
-        metadata: texts to state in the header.
-    """
+    """Lay tensors out in one file, in the order given; their offsets are not looked at."""
     header: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
     begins, end = [], 0
     for name, entry in tensors.items():
@@ -131,10 +120,6 @@ def split_by_size(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Divide tensors among files of at most `limit` bytes, in their order.
 
     A file is closed before it would grow over the limit; a tensor that is larger has its own.
-
-    Args:
-        sizes: name -> bytes.
-        limit: bytes of tensors in a file.
     """
     files: list[list[str]] = []
     room = 0
@@ -163,12 +148,7 @@ def header_length(prefix: bytes, size: int, where: str) -> int:
 
 
 def parse_header(text: bytes, size: int, where: str) -> dict[str, TensorEntry]:
-    """Return the tensors of a file from its header.
-
-    Args:
-        text: the header's JSON.
-        size: bytes of the whole file.
-        where: its name, for messages.
+    """Return the tensors of a file of `size` bytes from its header's JSON.
 
     Raises:
         SafetensorsError: something that a reader could not rely on.
@@ -266,12 +246,7 @@ def bytes_of(tensor: "Tensor") -> memoryview:
 
 
 def tensor_at(buffer: "Tensor", entry: TensorEntry) -> "Tensor":
-    """Return the view of a tensor in a file's bytes.
-
-    Args:
-        buffer: the file, uint8 [bytes], aligned to 8.
-        entry: where it lies in there.
-    """
+    """Return the view of a tensor in a file's bytes, uint8 [bytes], aligned to 8."""
     part = buffer[entry.offset : entry.offset + entry.nbytes]
     return part.view(torch_dtype(entry.dtype)).view(entry.shape)
 
@@ -285,8 +260,6 @@ def write_tensors(
     """Write a whole file; of its tensors one at a time is on the host.
 
     Args:
-        out: the file.
-        layout: of all its tensors.
         tensor_of: returns a tensor by name, of the type and shape that the layout states, on any
             device; called in the order of the file.
         progress: called with the bytes of every tensor that was written.

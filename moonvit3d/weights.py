@@ -5,7 +5,9 @@ any layout that ``layouts`` knows; ``save`` writes the released names. Everythin
 the first parameter changes. Files are mapped, not read, and tensors pass one parameter at a time.
 
     python -m moonvit3d.weights inspect kimi-k2.5/
+    python -m moonvit3d.weights convert kimi-k2.5/ encoder.safetensors
     python -m moonvit3d.weights convert siglip-so400m-patch14-384/ tower.safetensors
+    python -m moonvit3d.weights convert encoder.safetensors kimi_k25.safetensors --to transformers
 """
 
 import argparse
@@ -85,8 +87,6 @@ def save(encoder: VisionEncoder, path: str | os.PathLike[str], *, overwrite: boo
 
     Args:
         encoder: on any device, in float64, float32, bfloat16 or float16.
-        path: the file to write; its folder must exist.
-        overwrite: replace a file that is there.
 
     Raises:
         FileExistsError: there is a file, and ``overwrite`` is not set.
@@ -111,19 +111,14 @@ def convert(
     Only a resampled SigLIP grid is computed, in float32 (float64 where it is float64).
 
     Args:
-        source: as ``path`` of ``load``.
         destination: the file to write; its folder must exist.
         to: ``released``, or ``transformers`` for the names of ``Kimi_K25Model.state_dict()``.
         part: as for ``load``.
         heads: attention heads; None takes what the file states, else width / 72.
         pos_grid: side that a SigLIP position grid is resampled to; None is 64.
-        overwrite: replace a file that is there.
 
     Returns:
-        Names of the tensors that were written.
-
-    Raises:
-        FileExistsError, FileNotFoundError, ValueError: as ``load`` and ``save``.
+        Names of the tensors that were written. Errors are those of ``load`` and ``save``.
     """
     with opened(Path(source)) as checkpoint:
         config = checkpoint.config(heads, pos_grid)
@@ -144,11 +139,7 @@ def convert(
 def inspect(path: str | os.PathLike[str]) -> str:
     """Layout, sizes as far as shapes tell, and counts of a checkpoint's vision tensors, as text.
 
-    Args:
-        path: as for ``load``. Only headers are read.
-
-    Raises:
-        FileNotFoundError, ValueError: as ``load``, or a tensor missing that a size is read from.
+    Only headers are read. Errors are those of ``load``, or of a tensor that a size is read from.
     """
     with opened(Path(path)) as checkpoint:
         lines = [f"{checkpoint.path}: layout {checkpoint.layout.name}"]
@@ -197,25 +188,12 @@ def _sizes(
 
 # Command ---------------------------------------------------------------------------------------
 
-EXAMPLES = """\
-examples:
-  what is in a checkpoint (only headers are read):
-    python -m moonvit3d.weights inspect kimi-k2.5/
-  the encoder alone out of a whole checkpoint:
-    python -m moonvit3d.weights convert kimi-k2.5/ encoder.safetensors
-  a tower from SigLIP, its 27 x 27 positions resampled to 64 x 64:
-    python -m moonvit3d.weights convert siglip-so400m-patch14-384/ tower.safetensors
-  names and row order of transformers' Kimi_K25Model:
-    python -m moonvit3d.weights convert encoder.safetensors kimi_k25.safetensors --to transformers
-"""
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command; see ``--help``."""
     parser = argparse.ArgumentParser(
         prog="python -m moonvit3d.weights",
-        description="Inspect and convert weights of the MoonViT-3D encoder.",
-        epilog=EXAMPLES,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)

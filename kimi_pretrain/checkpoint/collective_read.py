@@ -52,7 +52,6 @@ def read_and_broadcast(
     """Fill tensors in place. Collective.
 
     Args:
-        tensors: what this rank holds, by name.
         copies, mesh: see `tensors_to_read`.
         read: fills the tensor of a name; called from several threads.
         order: of names, in which they are read: neighbours in a file one after the other.

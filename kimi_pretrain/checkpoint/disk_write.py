@@ -14,12 +14,7 @@ _ALIGNED = 4096
 
 
 class StagedFile:
-    """A file in memory (memfd) that is to be written.
-
-    Args:
-        fd: its descriptor; it stays open.
-        size: bytes.
-    """
+    """A file in memory (memfd) of `size` bytes that is to be written; its descriptor stays open."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd, self.size = fd, size

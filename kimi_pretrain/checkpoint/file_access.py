@@ -142,14 +142,9 @@ class StoreFiles(Files):
 
 
 def read_ahead(read: Callable[[int, int], bytes], offset: int, length: int) -> Iterator[bytes]:
-    """Yield bytes in order; a few pieces are read ahead of the one that is waited for.
+    """Yield `read(offset, length)` in pieces; a few are read ahead of the one that is waited for.
 
     Threads end with the last piece, or when the caller stops.
-
-    Args:
-        read: returns so many bytes (second) from a place (first).
-        offset: of the first byte.
-        length: of all.
     """
     spans = [(offset + begin, min(_PIECE, length - begin)) for begin in range(0, length, _PIECE)]
     if len(spans) <= 1:
@@ -183,12 +178,9 @@ def fingerprint(files: Files, name: str, progress: OnBytes | None = None) -> Fin
 
 
 def read_header(files: Files, name: str, size: int | None) -> dict[str, TensorEntry]:
-    """Return the tensors of a safetensors file; its header alone is read.
+    """Return the tensors of a safetensors file of `size` bytes (None: it is not there).
 
-    Args:
-        files: of the folder.
-        name: of the file.
-        size: bytes that it should have; None: it is not there.
+    Its header alone is read.
 
     Raises:
         CheckpointError: it is no whole safetensors file. Otherwise as `Files.read`.

@@ -63,7 +63,7 @@ def find(
                 f"the newest checkpoint is damaged: {damage}. To go on from the one before it, set "
                 "resume.fallback=true"
             )
-        if _is_first(mesh):
+        if mesh is None or mesh.rank == 0:
             log.warning("passing over a damaged checkpoint: %s", damage)
     if steps:
         raise CheckpointError(f"{place.uri}: all {len(steps)} checkpoints are damaged; see the log")
@@ -137,10 +137,6 @@ def _texts(found: Checkpoint, listed: bool) -> tuple[dict[str, bytes], str | Non
                     "else removes checkpoints of this place, or its file system lags behind"
                 ) from None
             return {}, str(error)
-
-
-def _is_first(mesh: "Mesh | None") -> bool:
-    return mesh is None or mesh.rank == 0
 
 
 def _steps_of(place: Place, own: bool) -> list[int]:

@@ -35,16 +35,12 @@ def load(
 ) -> RunState:
     """Fill tensors in place, on whatever device they are; returns what the run remembers besides.
 
-    Collective where there is a mesh.
-
-    Files are not hashed here: `find` has done it.
+    Collective where there is a mesh. Files are not hashed here: `find` has done it.
 
     Args:
-        checkpoint: verified; see `find`.
         tensors: what this rank holds, by checkpoint name.
         progress: called after each tensor that this rank has read.
-        mesh: of the job; None: this process alone.
-        copies: name -> group of ranks that hold identical copies; see `tensors_to_read`.
+        copies, mesh: see `tensors_to_read`.
 
     Raises:
         CheckpointError: a tensor is not there, or of another shape or type, or the optimizer's

@@ -92,7 +92,8 @@ class Manifest:
 
     def text(self) -> str:
         """Return the JSON text of manifest.json."""
-        values = {"schema": SCHEMA, **asdict(self), "files": _sorted_files(self.files)}
+        files = {name: asdict(self.files[name]) for name in sorted(self.files)}
+        values = {"schema": SCHEMA, **asdict(self), "files": files}
         del values["hashed"]
         return json.dumps(values | {_HASH: digest(values)}, indent=1) + "\n"
 
@@ -181,11 +182,7 @@ def parse_json(text: str | bytes, where: str, most: int) -> Any:
 
 
 def parse_manifest(text: str | bytes, where: str) -> Manifest:
-    """Return what a manifest.json says.
-
-    Args:
-        text: of the file.
-        where: its name, for messages.
+    """Return what a manifest.json says; `where` is its name, for messages.
 
     Raises:
         CheckpointError: another schema, values that are not those that were written, or that no
@@ -216,14 +213,10 @@ def parse_manifest(text: str | bytes, where: str) -> Manifest:
 
 
 def check_step(manifest: Manifest, folder: str, where: str) -> None:
-    """Refuse a manifest that is not of the step after which its folder is named.
-
-    Args:
-        folder: its name; one that is no step's name is not checked.
-        where: name of the manifest, for messages.
+    """Refuse a manifest of another step than its folder's name says, if it names a step.
 
     Raises:
-        CheckpointError: gives both steps.
+        CheckpointError: gives both.
     """
     step = manifest.state.step
     if step_of(folder) not in (None, step):
@@ -234,12 +227,7 @@ def check_step(manifest: Manifest, folder: str, where: str) -> None:
 
 
 def parse_index(text: str | bytes, where: str, files: Mapping[str, object]) -> dict[str, str]:
-    """Return tensor -> file of an index.json.
-
-    Args:
-        text: of the file.
-        where: its name, for messages.
-        files: names of the files that the manifest lists.
+    """Return tensor -> file of an index.json; `files` are those that the manifest lists.
 
     Raises:
         CheckpointError: no weight map, or a file that the manifest does not list.
@@ -340,7 +328,3 @@ def _parse_files(values: Mapping[str, Any], where: str) -> dict[str, Fingerprint
     if INDEX not in files or MANIFEST in files:
         raise CheckpointError(f"{where}: expected {INDEX} among the files, and not {MANIFEST}")
     return files
-
-
-def _sorted_files(files: Mapping[str, Fingerprint]) -> dict[str, dict[str, Any]]:
-    return {name: asdict(files[name]) for name in sorted(files)}

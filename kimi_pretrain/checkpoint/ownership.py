@@ -17,11 +17,7 @@ class Owner(NamedTuple):
 def ownership_conflict(uri: str, text: str, run: str, start: str | None = None) -> str | None:
     """Return why a place is not this run's, from the text of its owner.json; None: it is.
 
-    Args:
-        uri: of the place.
-        text: of its owner.json.
-        run: id of this run.
-        start: of it, which must have been the last to claim the place; None: any.
+    `start` must have been the last to claim it; None: any.
     """
     try:
         owner: Mapping[str, Any] = json.loads(text)

@@ -135,11 +135,7 @@ class CheckpointSaver:
         """Agree on who writes what, and allocate staging memory. Collective; `begin` does it too.
 
         Called before the first step, it fails early where memory does not suffice, and the first
-        save stalls no longer than later ones.
-
-        Args:
-            tensors: as for `begin`.
-            step: that is saved next, if that is known.
+        save stalls no longer than later ones. `step` is saved next, if that is known.
 
         Raises:
             CheckpointError: not enough memory; the same on all ranks.
@@ -228,11 +224,7 @@ class CheckpointSaver:
         self.seconds["stall"] += time.monotonic() - start
 
     def progress(self, wait: float = 0.0) -> SaveProgress | None:
-        """Return how far this rank is; None: nothing is under way.
-
-        Args:
-            wait: seconds to wait for the writer, if it has something to do.
-        """
+        """Return how far this rank is, after `wait` seconds at most; None: nothing is under way."""
         if self.under_way is None or self._writer is None:
             return None
         self.wait_staged()
@@ -253,10 +245,7 @@ class CheckpointSaver:
         return SaveProgress("written", writer.bytes_done, files, warnings=warnings)
 
     def advance(self, everyone: Sequence[SaveProgress | None]) -> str | None:
-        """Handle the progress of all ranks; commit when all have written. The same on all ranks.
-
-        Args:
-            everyone: `progress` of all ranks, in their order.
+        """Handle the `progress` of all ranks; commit when all have written. The same on all ranks.
 
         Returns:
             the URI of the checkpoint that has just become complete.
@@ -305,8 +294,7 @@ class CheckpointSaver:
     def close(self, hurry: bool = False) -> None:
         """End the writer; a save that is not complete is abandoned.
 
-        Args:
-            hurry: end in seconds, and leave pending deletions to the next run.
+        In a hurry it takes seconds, and leaves pending deletions to the next run.
         """
         self.under_way = None
         self._release(None if hurry else self._at_most(_LAST_REMOVAL_S))

@@ -50,9 +50,7 @@ class CheckpointScheduler:
     """Saves a run when it is due. All methods but `progress` and `seconds` are collective.
 
     Args:
-        place: of the checkpoints.
         owner: of the place: this start of the run.
-        run: whose tensors and state are saved.
         watch: called on every progress of a save that is waited for.
         uri: of the checkpoint that the run goes on from.
         before: the last step of the checkpoints in the place that it has behind it; those of later
@@ -101,9 +99,6 @@ class CheckpointScheduler:
     def after_step(self, everyone: Sequence[SaveProgress | None]) -> bool:
         """Continue the save under way, and begin one if it is due.
 
-        Args:
-            everyone: the progress of all ranks.
-
         Returns:
             whether a checkpoint has become complete.
 
@@ -139,11 +134,7 @@ class CheckpointScheduler:
                 log.warning("step %d could not be saved: %s; trying again", self.run.step, error)
 
     def finish(self) -> None:
-        """Wait for what is under way, if anything is.
-
-        Raises:
-            CheckpointError: it failed.
-        """
+        """Wait for what is under way, if anything is; CheckpointError: it failed."""
         if self._under_way():
             self._wait()
 

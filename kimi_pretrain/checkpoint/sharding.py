@@ -17,10 +17,7 @@ Sizes = Mapping[str, int]  # tensor -> bytes
 
 
 def assign_writers(everyone: Sequence[Sizes]) -> dict[str, int]:
-    """Return tensor -> the rank that writes it.
-
-    Args:
-        everyone: what each rank holds.
+    """Return tensor -> the rank that writes it, from what each rank holds.
 
     Raises:
         ValueError: ranks hold tensors of one name and of different sizes.
@@ -51,12 +48,7 @@ def file_name(rank: int, number: int) -> str:
 
 
 def weight_map(everyone: Sequence[Sizes], limit: int) -> dict[str, str]:
-    """Return tensor -> file, of the whole job, sorted by tensor.
-
-    Args:
-        everyone: what each rank holds.
-        limit: bytes of a file; see `split_by_size`.
-    """
+    """Return tensor -> file of at most `limit` bytes, of the whole job, sorted by tensor."""
     mine: list[dict[str, int]] = [{} for _ in everyone]
     for name, writer in assign_writers(everyone).items():
         mine[writer][name] = everyone[writer][name]
@@ -80,12 +72,7 @@ def files_of_rank(weights: Mapping[str, str], rank: int) -> dict[str, list[str]]
 
 
 def index_text(weights: Mapping[str, str], total: int) -> str:
-    """Return the text of index.json, as Hugging Face writes it.
-
-    Args:
-        weights: tensor -> file.
-        total: bytes of all tensors.
-    """
+    """Return the text of index.json, as Hugging Face writes it; `total` bytes of tensors."""
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(weights)}) + "\n"
 
 

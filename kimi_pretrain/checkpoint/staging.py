@@ -41,10 +41,6 @@ class StagingBuffers:
         texts: content of other files, which never changes.
         device: of the tensors; memory is pinned for a CUDA device.
 
-    Attributes:
-        sizes: file -> bytes.
-        fds: file -> descriptor.
-
     Raises:
         CheckpointError: there is not enough memory.
     """
@@ -56,8 +52,8 @@ class StagingBuffers:
         texts: Mapping[str, bytes],
         device: torch.device,
     ):
-        self.sizes: dict[str, int] = {}
-        self.fds: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}  # file -> bytes
+        self.fds: dict[str, int] = {}  # file -> descriptor
         self._targets: dict[str, Tensor] = {}
         self._pinned: list[Tensor] = []
         try:

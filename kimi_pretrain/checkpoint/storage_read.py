@@ -263,10 +263,7 @@ class Checkpoint:
 class Place:
     """A folder of checkpoints, one a step: where a run saves and finds them.
 
-    Attributes:
-        uri: as it was given.
-        folder: of a local or shared place; None: it is an object store.
-        patience: see `open_place`.
+    `folder` is that of a local or shared place; None: it is an object store.
     """
 
     def __init__(

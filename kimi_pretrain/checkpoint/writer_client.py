@@ -23,11 +23,7 @@ _BLOCKED = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signa
 
 
 class WriterClient:
-    """A writer process and its present job.
-
-    Args:
-        place: where it writes.
-        fds: descriptors of the staging memory that it reads.
+    """A writer process and its present job; it reads the staging memory's descriptors `fds`.
 
     Attributes:
         bytes_done: of the present job.

@@ -133,11 +133,7 @@ def check_owner(place: Place, owner: Sequence[str] | None) -> None:
     """Refuse a place that belongs to another run, or to another start of this one.
 
     Two may have claimed it at once, as where a run's folder was copied to another cluster. A place
-    without owner.json passes: the file may have been removed on purpose.
-
-    Args:
-        place: of the checkpoints.
-        owner: the values of the `Owner` that claimed it; None: nobody has.
+    without owner.json passes: the file may have been removed on purpose. So does `owner` None.
 
     Raises:
         CheckpointError: names the other one (CheckpointUnavailable: the place does not answer).

@@ -58,13 +58,9 @@ class Verdict:
 
 
 def judge(config: "GuardConfig", losses: Sequence[float], loss: float, norm: float) -> Verdict:
-    """Return what is to be done with a step.
+    """Return what is to be done with a step of this loss and clipped gradient norm.
 
-    Args:
-        config: the section `guard`.
-        losses: of the last `spike_window` steps before that were applied, oldest first.
-        loss: of this step.
-        norm: of its gradient, clipped.
+    `losses` are those of the last `spike_window` applied steps before it, oldest first.
     """
     if not (math.isfinite(loss) and norm <= LARGEST_NORM):  # nor is it where the norm is no number
         return Verdict("nonfinite", config.nonfinite)
@@ -77,11 +73,7 @@ def judge(config: "GuardConfig", losses: Sequence[float], loss: float, norm: flo
 
 
 class Guard:
-    """Judges every step; keeps the state that later verdicts depend on.
-
-    Attributes:
-        skips_in_row: steps without an update up to the last one.
-    """
+    """Judges every step; keeps the losses and the number of steps skipped in a row."""
 
     def __init__(self, config: "GuardConfig"):
         self.config = config
@@ -141,13 +133,10 @@ def anomaly(
     indices: "Sequence[SourceIndex]",
     state: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the line of anomalies.jsonl.
+    """Return the line of anomalies.jsonl; numbers that are not finite are null there.
 
     Args:
         step: counted from 1, as in metrics.jsonl.
-        verdict: on the step.
-        loss, norm: of the step; null in the line where they are not finite.
-        plan: of the step.
         indices: of the sources, in the planner's order.
         state: of the loader before the step: `data show` opens the same rows by it, whatever was
             put into quarantine since.

@@ -52,12 +52,7 @@ def step_faults() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ExitReport:
-    """Why a rank ended.
-
-    Attributes:
-        message: one line.
-        code: exit code of the process.
-    """
+    """Why a rank ended: one line, and the exit code of its process."""
 
     message: str
     code: int = USER_ERROR

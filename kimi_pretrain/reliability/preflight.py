@@ -28,12 +28,7 @@ log = logging.getLogger("kimi_pretrain.reliability.preflight")
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found sound.
-
-    Attributes:
-        indices: of all sources, in the order of `data.source_names`.
-        plans: of the first steps.
-    """
+    """What was found sound: indices as in `data.source_names`, and the plans of the first steps."""
 
     tokenizer: Tokenizer
     indices: list[SourceIndex]

@@ -22,22 +22,18 @@ from torch import Tensor
 
 from kimi_pretrain.optim.groups import replicas_of
 from kimi_pretrain.optim.replica_group import ReplicaGroup
+from kimi_pretrain.reliability.watchdog import named
 
 if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
 
 _ROW = 1024  # numbers that are summed before they are weighted by their place
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_MOST_RANKS = 8  # that a message lists
 
 
 @dataclass(frozen=True)
 class CopyHash:
-    """Hash of one rank's copy of a tensor.
-
-    Attributes:
-        holders: the first of the ranks that hold a copy.
-    """
+    """Hash of one rank's copy of a tensor; `holders` is the first rank that holds one."""
 
     holders: int
     name: str
@@ -100,11 +96,7 @@ def hash_bits(tensor: Tensor) -> Tensor:
 
 
 def check_copies(step: int, everyone: Sequence[tuple[CopyHash, ...]]) -> None:
-    """Check that the hashes of all ranks' copies are equal; the same result on all ranks.
-
-    Args:
-        step: in which they were hashed.
-        everyone: what `Replicas.hashes` returned, by rank.
+    """Check that what `Replicas.hashes` returned is equal for all copies; alike on all ranks.
 
     Raises:
         RuntimeError: names a tensor that differs, and the ranks.
@@ -117,15 +109,9 @@ def check_copies(step: int, everyone: Sequence[tuple[CopyHash, ...]]) -> None:
     for (_, name), parties in sorted(found.items()):
         if len(parties) > 1:
             by_size = sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
-            told = ", another on ".join(_listed(ranks) for ranks in by_size)
+            told = ", another on ".join(named(ranks) for ranks in by_size)
             raise RuntimeError(
                 f"step {step}: {name} is one on {told}: copies must be equal bit for bit; the "
                 "memory, the device or the network of the fewer is at fault as a rule: take their "
                 "machine out and go on from the last checkpoint (--resume latest)"
             )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_RANKS]))
-    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

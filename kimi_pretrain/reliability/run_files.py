@@ -19,11 +19,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Appended:
-    """A file to which records are appended at once; disk errors are logged, never raised.
-
-    Args:
-        file: made when the first record comes.
-    """
+    """A file to which records are appended at once; disk errors are logged, never raised."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -79,8 +75,6 @@ def write_whole(file: Path, content: str | bytes, *, in_place: bool = False) -> 
     """Write a file so that a reader, also after a loss of power, sees the old or the new one.
 
     Args:
-        file: to write; its folder is there.
-        content: text, or bytes.
         in_place: where the disk is full, write over the old file, which takes no room. For content
             of less than a block, of which readers see no part.
 

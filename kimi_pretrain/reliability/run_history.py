@@ -139,10 +139,7 @@ def check_place(run_dir: Path, place: Place) -> None:
 def check_may_begin(run_dir: Path, place: Place, or_start: bool) -> None:
     """Refuse to begin at step 0 where the latest checkpoint was asked for and there is none.
 
-    Args:
-        run_dir: of the run.
-        place: where no checkpoint was found.
-        or_start: begin where none was ever saved.
+    With `or_start` it may begin where none was ever saved.
 
     Raises:
         ValueError: says where was looked, what the folder tells of the run, and what can be done.
@@ -185,13 +182,8 @@ def claim_place(
 ) -> Owner:
     """Make the place this run's, unless its folder tells of another place or run.
 
-    Called by rank 0, under the run folder's lock.
-
-    Args:
-        place: of checkpoints.
-        run_dir: of the run.
-        resume: what the user asked to go on from; see `kimi_pretrain.train.train`.
-        restarted: whether the job was started again after a fault.
+    Called by rank 0, under the run folder's lock. `restarted`: the job was started again after a
+    fault.
 
     Raises:
         ValueError, CheckpointError: as the checks it makes.
@@ -210,10 +202,8 @@ def claim_place(
 def line_before(place: Place, found: Checkpoint) -> int:
     """Return the last step of the checkpoints here that a course has behind it; -1: none has.
 
-    Args:
-        place: where it saves.
-        found: what it goes on from. One that lies elsewhere, or was left under another name, says
-            nothing of those that are here: they may be of any course.
+    What it goes on from may lie elsewhere, or have been left under another name. Then it says
+    nothing of those that are here: they may be of any course.
     """
     folder, _, name = found.uri.rstrip("/").rpartition("/")
     at_home = folder == where(place) or (place.folder and _same_folder(folder, str(place.folder)))
@@ -224,11 +214,7 @@ def check_way_back(place: Place, step: int) -> None:
     """Refuse to leave checkpoints behind that nothing can rename, as in an object store.
 
     In a folder they are kept under another name; in a store the new course would write its own
-    over them.
-
-    Args:
-        place: where the run saves.
-        step: the last of those that are its own; see `line_before`.
+    over them. `step` is the last of those that are its own; see `line_before`.
 
     Raises:
         ValueError: says what can be done.

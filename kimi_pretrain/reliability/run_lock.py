@@ -61,10 +61,7 @@ class FormerStart(RunLocked):
 class RunLock:
     """Holds a run folder for as long as this process lives, or until `release`.
 
-    Args:
-        file: locked.
-        path: of it, where it may come to be another's.
-        leave: ends this process with an exit code, if it is.
+    Where the locked file's path has come to be another's, `leave` ends this process.
     """
 
     def __init__(self, file: IO[str], path: Path, leave: Callable[[int], object] = os._exit):
@@ -240,11 +237,7 @@ def write_run(run_dir: Path, values: Mapping[str, Any]) -> None:
 def claim(place: "Place", run_dir: Path, check: Callable[[], object] = lambda: None) -> Owner:
     """Make a place belong to this start of the run, which it returns.
 
-    Args:
-        place: of the checkpoints.
-        run_dir: of the run.
-        check: called where the place is not another's, before anything is written there; it may
-            raise.
+    Where it is not another's, `check` is called before anything is written there; it may raise.
 
     Raises:
         RunLocked: it belongs to another run, or cannot be written.
@@ -293,7 +286,8 @@ def _told(run_dir: Path, holder: Mapping[str, object]) -> str:
 
 def _claim(place: "Place", run_dir: Path, mine: Owner, check: Callable[[], object]) -> str | None:
     """Return why the place cannot be had; None: it is this start's now."""
-    text, wanted = place.read_text(OWNER), _owner_text(mine, run_dir)
+    where = {"run_dir": str(run_dir.resolve()), "host": socket.gethostname()}
+    text, wanted = place.read_text(OWNER), json.dumps({**mine._asdict(), **where}) + "\n"
     if text is None:
         check()
         _own(place, mine.run, wanted)
@@ -333,11 +327,6 @@ def _is_run(folder: Path, name: str) -> bool:
     except (OSError, ValueError):
         return False
     return values is not None and values["id"] == name
-
-
-def _owner_text(owner: Owner, run_dir: Path) -> str:
-    where = {"run_dir": str(run_dir.resolve()), "host": socket.gethostname()}
-    return json.dumps({**owner._asdict(), **where}) + "\n"
 
 
 def _own(place: "Place", mine: str, text: str) -> None:

@@ -54,12 +54,7 @@ def stack_of(frame: FrameType | None) -> list[tuple[str, int, str]]:
 
 
 def waits(lines: Lines, *, on_device: bool = False) -> bool:
-    """Return whether a thread is waiting for other ranks, or for its device.
-
-    Args:
-        lines: the stack.
-        on_device: of a rank that computes on a CUDA device.
-    """
+    """Return whether a thread is waiting for other ranks, or for the CUDA device it computes on."""
     if not lines:
         return False
     if any(part in line[0] for line in lines[:4] for part in COLLECTIVES):

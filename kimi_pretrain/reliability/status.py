@@ -17,18 +17,14 @@ from kimi_pretrain.reliability.run_files import write_whole
 
 log = logging.getLogger("kimi_pretrain.reliability.status")
 
-STATES = ("running", "stopped", "finished", "failed")
-
 
 @dataclass(frozen=True)
 class Status:
-    """State of a run.
+    """State of a run; see the module.
 
     Attributes:
-        state: see the module.
         step: steps done.
         steps: that the run is to do; None as long as nobody knows.
-        reason: why it stopped or failed.
         checkpoint: the last one that is complete, as a path or URI.
     """
 

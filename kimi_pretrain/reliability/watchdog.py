@@ -91,9 +91,7 @@ class Stall:
     """Where a rank hangs.
 
     Attributes:
-        rank: of the job.
         step: that it is doing, counted from 1; 0 before the first.
-        phase: within the step.
         seconds: without progress.
         where: the line that its main thread is at, and the line of this project that led there.
         waits: whether it is waiting for other ranks, or for its device.
@@ -111,8 +109,6 @@ class Watchdog:
     """Watches this rank: `start`, `enter` at every phase, `stop` at the end.
 
     Args:
-        run_dir: folder shared by all ranks.
-        rank, world_size: of this process.
         seconds: without progress that are too many.
         leave: ends the process with an exit code.
         stop: returns why this rank was asked to stop, with the signal's name, or None.
@@ -302,16 +298,13 @@ def _at(step: int, phase: str) -> str:
 def describe(mine: Stall, stalls: Mapping[int, Stall], world_size: int) -> str:
     """Return the line that ends a run: where this rank waits, and for whom.
 
-    Args:
-        mine: of this rank.
-        stalls: of the ranks that said where they stand, this one perhaps among them.
-        world_size: of the job.
+    `stalls` are of the ranks that said where they stand, this one perhaps among them.
     """
     told = stall_message(mine)
     everyone = {**stalls, mine.rank: mine}
     if silent := [rank for rank in range(world_size) if rank not in everyone]:
         return (
-            f"{told}; no word from {_named(silent)}: stopped, dead, cut off, or still working "
+            f"{told}; no word from {named(silent)}: stopped, dead, cut off, or still working "
             "while others wait"
         )
     guilty = suspects(list(everyone.values()))
@@ -321,7 +314,7 @@ def describe(mine: Stall, stalls: Mapping[int, Stall], world_size: int) -> str:
         return f"{told}; all {world_size} ranks wait in this phase: a network or a device hangs"
     first = guilty[0]
     return (
-        f"{told}; held up by {_named([stall.rank for stall in guilty])}, in step {first.step}, "
+        f"{told}; held up by {named([stall.rank for stall in guilty])}, in step {first.step}, "
         f"phase {first.phase!r}, at {first.where}"
     )
 
@@ -348,7 +341,8 @@ def _on_device() -> bool:
     return begun is not None and begun()
 
 
-def _named(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks as a message names them: not all of thousands."""
     listed = ", ".join(str(rank) for rank in ranks[:NAMED])
     more = f" and {len(ranks) - NAMED} others" if len(ranks) > NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"

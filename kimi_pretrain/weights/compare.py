@@ -41,11 +41,7 @@ class WeightDifference:
 
 
 def canonical(reader: WeightReader, *, weights_only: bool) -> dict[str, str]:
-    """Return name -> stored name, under which folders of different origin can be compared.
-
-    Args:
-        weights_only: leave the optimizer out.
-    """
+    """Return name -> stored name, under which folders of different origin can be compared."""
     names: dict[str, str] = {}
     for name in reader.headers:
         if name.startswith(OPTIMIZER):

@@ -63,12 +63,37 @@ def _differences(reader: WeightReader, model: ModelConfig) -> Differences:
     text = reader.config.get("text_config") or reader.config
     quantized = text.get("quantization_config") or reader.config.get("quantization_config")
     if quantized:
-        of_fp8 = isinstance(quantized, dict) and quantized.get("quant_method") == "fp8"
-        (fp8 if of_fp8 else int4).check_scheme(quantized, where)
+        check_scheme(quantized, where)
     found = differences(reader.config, model)
     return Differences(
         *(tuple(f"{where}: {text}" for text in x) for x in (found.sizes, found.settings))
     )
+
+
+def check_scheme(found: Any, where: str) -> None:
+    """Refuse a quantisation that is not read here.
+
+    Args:
+        found: `quantization_config` of a config.json.
+
+    Raises:
+        ValueError: names what is otherwise.
+    """
+    stated = dict(found) if isinstance(found, dict) else {}
+    if stated.get("quant_method") == "fp8":
+        stated, wanted = {"fmt": "e4m3"} | stated, fp8.SCHEME
+    else:
+        groups = list(dict(stated.get("config_groups") or {}).values())
+        weights = dict(groups[0].get("weights") or {}) if len(groups) == 1 else {}
+        stated, wanted = weights | stated, int4.SCHEME
+    for key, value in wanted.items():
+        if stated.get(key) != value:
+            raise ValueError(
+                f"{where}: quantised with {key} {stated.get(key)!r}, expected {value!r}; what is "
+                "read is bfloat16, float32, float16, FP8 in e4m3 with one float32 scale for a "
+                f"block of {fp8.BLOCK} x {fp8.BLOCK}, and compressed-tensors "
+                f'"pack-quantized" of 4 bits, int, symmetric, group_size {int4.GROUP}'
+            )
 
 
 def compare_models(found: Mapping[str, Any], model: ModelConfig) -> Differences:

@@ -10,15 +10,14 @@ A weight is its number times its block's scale, in float32, and then rounded to 
 DeepSeek's own conversion to bfloat16 does it.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 SCALE = "weight_scale_inv"
+# What `quantization_config` of a config.json says of it.
+SCHEME = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -34,32 +33,8 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """Return the matrix in float32.
-
-    Args:
-        weight: float8_e4m3fn [out, in].
-        scale: float32, of `scale_shape`.
-    """
+    """Return the matrix float8_e4m3fn [out, in] in float32; scales are float32 of `scale_shape`."""
     found = weight.float()
     for number, rows in enumerate(found.split(BLOCK)):
         rows *= scale[number].repeat_interleave(BLOCK)[: weight.shape[1]]
     return found
-
-
-def check_scheme(found: Mapping[str, Any], where: str) -> None:
-    """Refuse FP8 of another kind.
-
-    Args:
-        found: `quantization_config` of a config.json whose quant_method is "fp8".
-
-    Raises:
-        ValueError: names what is not as it is read here.
-    """
-    stated = {"fmt": "e4m3", **found}
-    wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-    for key, value in wanted.items():
-        if stated.get(key) != value:
-            raise ValueError(
-                f"{where}: quantised with {key} {stated.get(key)!r}, expected {value!r}: FP8 is "
-                f"read in e4m3 with one float32 scale for a block of {BLOCK} x {BLOCK}"
-            )

@@ -108,10 +108,8 @@ def config_json(
     """Return the content of config.json.
 
     Args:
-        kind: which architecture.
         dtype: of the weights, "bfloat16" or "float32".
         max_positions: longest sequence that the model was made for.
-        ids: of the tokenizer.
         quantized: whether the routed experts are INT4.
 
     Raises:
@@ -142,11 +140,7 @@ def config_json(
 
 
 def check_vision(vision: MoonViTConfig) -> None:
-    """Refuse a vision encoder that Kimi K2.5's architecture cannot state.
-
-    Raises:
-        ValueError: names key and value.
-    """
+    """Refuse a vision encoder that Kimi K2.5's architecture cannot state (ValueError)."""
     wanted = {"norm_eps": 1e-5, "rope_theta": 10000.0, "projector_width": 4 * vision.width}
     for name, value in wanted.items():
         if getattr(vision, name) != value:

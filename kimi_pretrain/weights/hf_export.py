@@ -52,9 +52,7 @@ class ExportPlan:
     """What is to be written, all checks done.
 
     Attributes:
-        tensors: to write.
         config: content of config.json.
-        dtype: as resolved.
         from_masters: how many tensors are made from the optimizer's master copies.
         widened: whether weights get wider than they are stored anywhere.
         first_special_id: that config.json takes.
@@ -124,12 +122,9 @@ def export(
     progress: Callable[[int], object] = lambda _: None,
     extra: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write what `plan` found. The folder has its name when it is complete.
+    """Write what `plan` found with these options. The folder has its name when it is complete.
 
     Args:
-        found: by `plan`, with these options.
-        out: the folder to make.
-        options: as for `plan`.
         progress: called with the bytes that were just written.
         extra: other files to put there, name -> content.
 

@@ -5,7 +5,7 @@ like a checkpoint's: to a folder or an object store, with hashes and the manifes
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -41,8 +41,7 @@ class ImportPlan:
     """What is to be written, all checks done.
 
     Attributes:
-        weights: matched with the model.
-        vision: the encoder's, from elsewhere.
+        vision: the encoder's weights, from elsewhere.
         sizes: tensor -> bytes.
         absent: parts of the model that are left out.
     """
@@ -126,10 +125,14 @@ def write(found: ImportPlan, place: str, progress: Callable[[int], None] = lambd
     writer = open_storage_writer(target)
     writer.open_step(0)
     try:
-        files = dict(_write_files(found, writer, progress))
-        weight_map = {name: file for file, (_, names) in files.items() for name in names}
+        limit = min(found.config.checkpoint.file_mib, MOST_FILE_MIB) << 20
+        weight_map: dict[str, str] = {}
+        prints: dict[str, Fingerprint] = {}
+        for number, names in enumerate(split_into_files(found.sizes, limit)):
+            file = file_name(0, number)
+            prints[file] = _write_file(found, writer, file, names, progress)
+            weight_map |= dict.fromkeys(names, file)
         index = index_text(dict(sorted(weight_map.items())), found.nbytes).encode()
-        prints = {file: fingerprint for file, (fingerprint, _) in files.items()}
         prints[INDEX] = writer.write(0, INDEX, staged_file(index), lambda _: None)
         versions = installed_versions()
         manifest = manifest_of(found.config, RunState(0, 0), prints, versions, "weights")
@@ -137,32 +140,6 @@ def write(found: ImportPlan, place: str, progress: Callable[[int], None] = lambd
     except BaseException:
         writer.remove_torn(0)
         raise
-
-
-class _Reading(Mapping[str, Tensor]):
-    """Tensors that are read when they are asked for."""
-
-    def __init__(self, found: ImportPlan):
-        self.found = found
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.found.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.found.sizes)
-
-    def __len__(self) -> int:
-        return len(self.found.sizes)
-
-
-def _write_files(
-    found: ImportPlan, writer: StorageWriter, progress: Callable[[int], None]
-) -> Iterator[tuple[str, tuple[Fingerprint, list[str]]]]:
-    """Write all tensors; yields file -> its fingerprint and tensors."""
-    limit = min(found.config.checkpoint.file_mib, MOST_FILE_MIB) << 20
-    for number, names in enumerate(split_into_files(found.sizes, limit)):
-        file = file_name(0, number)
-        yield file, (_write_file(found, writer, file, names, progress), names)
 
 
 def _write_file(
@@ -179,7 +156,8 @@ def _write_file(
     }
     staging = StagingBuffers({file: names}, shaped, {}, torch.device("cpu"))
     try:
-        staging.copy(_Reading(found))
+        for name in names:  # one at a time is in memory twice
+            staging.copy({name: found.read(name)}, name.__eq__)
         return writer.write(0, file, StagedFile(staging.fds[file], staging.sizes[file]), progress)
     finally:
         staging.close()

@@ -17,6 +17,11 @@ from torch import Tensor
 
 GROUP = 32
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
+# What the groups of weights in QUANTIZATION must have.
+SCHEME: dict[str, Any] = {
+    **{"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    **{"num_bits": 4, "type": "int", "symmetric": True, "group_size": GROUP},
+}
 _IN_WORD = 8
 _SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
 
@@ -72,14 +77,11 @@ def packed_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def dequantize(packed: Tensor, scale: Tensor) -> Tensor:
-    """Return the matrix.
+    """Return the matrix [out, in] in the scale's type.
 
     Args:
         packed: int32 [out, in / 8].
         scale: [out, in / 32], of any floating type.
-
-    Returns:
-        [out, in] in the scale's type.
     """
     numbers = unpack(packed).unflatten(1, (-1, GROUP))
     return (numbers.to(scale.dtype) * scale[:, :, None]).flatten(1)
@@ -113,26 +115,3 @@ def unpack(packed: Tensor) -> Tensor:
     """Return the numbers -8 ... 7, int8 [out, in], of int32 [out, in / 8]."""
     words = (packed[:, :, None] >> _SHIFTS) & 15
     return (words - 8).to(torch.int8).flatten(1)
-
-
-def check_scheme(found: Any, where: str) -> None:
-    """Refuse quantisations of another kind.
-
-    Args:
-        found: `quantization_config` of a config.json.
-
-    Raises:
-        ValueError: names what is not as it is read here.
-    """
-    stated = dict(found) if isinstance(found, dict) else {}
-    groups = list(dict(stated.get("config_groups") or {}).values())
-    weights = dict(groups[0].get("weights") or {}) if len(groups) == 1 else {}
-    wanted = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    wanted |= {"num_bits": 4, "type": "int", "symmetric": True, "group_size": GROUP}
-    for key, value in wanted.items():
-        if (weights | stated).get(key) != value:
-            raise ValueError(
-                f"{where}: quantised with {key} {(weights | stated).get(key)!r}, expected "
-                f"{value!r}; what is read is bfloat16, float32, float16, FP8 in blocks and "
-                f'compressed-tensors "pack-quantized" of 4 bits, int, symmetric, group_size {GROUP}'
-            )

@@ -40,13 +40,7 @@ _THREADS = 16  # files whose headers are read at a time
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Type, shape and place of a stored tensor.
-
-    Attributes:
-        dtype: torch's.
-        file: name in its folder.
-        offset: of its first byte there.
-    """
+    """Shape, torch's type and place of a stored tensor: a file's name, and the first byte there."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -28,12 +28,7 @@ GIB = 1 << 30
 
 
 class OutputTensor(NamedTuple):
-    """A tensor to write.
-
-    Attributes:
-        source: what it is made from; tensors of one source may be made together.
-        entry: its type and shape.
-    """
+    """A tensor to write, and what it is made from: those of one source may be made together."""
 
     name: str
     source: str
@@ -82,7 +77,6 @@ def write(
     In a file in which some tensor would not be aligned, the wide types come first.
 
     Args:
-        folder: that gets the files.
         tensors: in the order in which they are divided among files.
         make: from a source to all tensors of that source, by name; called once for each.
         limit: bytes of tensors in a file.

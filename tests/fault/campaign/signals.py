@@ -13,7 +13,7 @@ from tests.fault.campaign.kills import partials
 from tests.fault.campaign.processes import Training, wait_until
 from tests.fault.campaign.runs import LATEST, Campaign, Result, after_strike
 
-Strike = Callable[[Training], str]  # does it; says where it hit
+Strike = Callable[[Training], str | None]  # does it; says where it hit; None: in the step under way
 
 
 def _at(training: Training) -> str:
@@ -28,7 +28,7 @@ def _struck(
     straight, settings = campaign.straight(), campaign.settings(*more)
     with Training(run_dir, settings) as training:
         training.wait_for_step(at)
-        done, result = training.steps, Result(fault, strike(training), "")
+        done, result = training.steps, Result(fault, strike(training) or _at(training), "")
         after_strike(training, result, straight, run_dir / "checkpoints", done)
     campaign.go_on(run_dir, settings, straight, result)
     campaign.add(result, begun)
@@ -36,19 +36,11 @@ def _struck(
 
 def asked_to_stop(campaign: Campaign) -> None:
     """SIGTERM to the command, SIGUSR1 to one rank: all stop after one step, saved."""
-
-    def term(training: Training) -> str:
-        training.process.terminate()
-        return _at(training)
-
-    def usr1(training: Training) -> str:
-        training.ranks()[1].send_signal(signal.SIGUSR1)
-        return _at(training)
-
-    for name, fault, strike in (
-        ("term", "SIGTERM to the command", term),
-        ("usr1", "SIGUSR1 to rank 1", usr1),
-    ):
+    strikes: tuple[tuple[str, str, Strike], ...] = (
+        ("term", "SIGTERM to the command", lambda t: t.process.terminate()),
+        ("usr1", "SIGUSR1 to rank 1", lambda t: t.ranks()[1].send_signal(signal.SIGUSR1)),
+    )
+    for name, fault, strike in strikes:
         _struck(campaign, name, fault, strike)
         result = campaign.results[-1]
         status = json.loads((campaign.folder / name / "status.json").read_text())
@@ -99,31 +91,19 @@ def dead_writer(campaign: Campaign) -> None:
 def dead_node(campaign: Campaign) -> None:
     """kill -9 of everything at once: command, torchrun, ranks, writers."""
 
-    def kill(training: Training) -> str:
+    def kill(training: Training) -> None:
         for process in training.family():
             with suppress(psutil.Error):
                 process.kill()
-        return _at(training)
 
     _struck(campaign, "dead_node", "kill -9 of all processes at once", kill)
 
 
 def dead_launchers(campaign: Campaign) -> None:
     """kill -9 of torchrun, or of the command: the ranks may save, but not go on without them."""
-
-    def torchrun(training: Training) -> str:
-        training.torchrun().kill()
-        return _at(training)
-
-    def command(training: Training) -> str:
-        training.process.kill()
-        return _at(training)
-
-    for name, fault, strike in (
-        ("no_torchrun", "kill -9 of torchrun alone", torchrun),
-        ("no_command", "kill -9 of kimi-pretrain train alone", command),
-    ):
-        _orphaned(campaign, name, fault, strike)
+    _orphaned(campaign, "no_torchrun", "kill -9 of torchrun alone", lambda t: t.torchrun().kill())
+    command = "kill -9 of kimi-pretrain train alone"
+    _orphaned(campaign, "no_command", command, lambda t: t.process.kill())
 
 
 def _orphaned(campaign: Campaign, name: str, fault: str, strike: Strike) -> None:
@@ -131,7 +111,7 @@ def _orphaned(campaign: Campaign, name: str, fault: str, strike: Strike) -> None
     straight, settings = campaign.straight(), campaign.settings()
     with Training(run_dir, settings) as training:
         training.wait_for_step(1)
-        done, result = training.steps, Result(fault, strike(training), "")
+        done, result = training.steps, Result(fault, strike(training) or _at(training), "")
         struck = time.monotonic()
         wait_until(lambda: not training.family(), "the end of all processes")
         gone, after = round(time.monotonic() - struck, 1), training.steps

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-import moonvit3d
 from moonvit3d import media
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits, video_chunks
 from moonvit3d.media import MediaError, Probe, is_turned, probe, read_image, read_video, verify
-from moonvit3d.preprocess import image_patches, video_patches
+from moonvit3d.preprocess import video_patches
 from tests import ROOT
 from tests.unit.data_pipeline.media import encoded, noise
 from tests.unit.moonvit3d.plain import plain_patches
@@ -584,17 +583,11 @@ def test_damaged_videos_give_frames_or_one_error():
 # The package alone ------------------------------------------------------------------------------
 
 
-def test_bytes_to_patches_by_the_packages_own_names():
-    items = [moonvit3d.image_patches(moonvit3d.read_image(encoded(noise(30, 58))))]
-    items += [moonvit3d.video_patches(frames) for frames, _ in moonvit3d.read_video(clip(22))]
-    assert [grid for _, grid in items] == [(1, 4, 6), (4, 4, 6), (4, 4, 6), (3, 4, 6)]
-    assert np.array_equal(items[0][0], image_patches(noise(30, 58))[0])
-
-
 def test_images_need_neither_pyav_nor_torch():
     script = (
         "import sys; sys.modules['av'] = None\n"
-        "from moonvit3d import image_patches, read_image\n"
+        "import moonvit3d.flops\n"
+        "from moonvit3d import grid, image_patches, read_image\n"
         "print(image_patches(read_image(sys.stdin.buffer.read()))[1], 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", script]

@@ -1,8 +1,5 @@
 """The encoder as a whole: packing, determinism, names and counts, precision, initialisation."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -359,13 +356,11 @@ def test_impossible_configs_are_refused(change, message):
 
 
 def test_config_defaults_and_strictness():
-    pydantic = pytest.importorskip("pydantic")
     assert MoonViTConfig().projector_width == 4608
     assert MoonViTConfig().head_dim == 72
-    read = pydantic.TypeAdapter(MoonViTConfig).validate_python
-    assert read({"width": 64, "heads": 4}).projector_width == 256
-    with pytest.raises(pydantic.ValidationError, match="widht"):
-        read({"widht": 64})
+    assert MoonViTConfig(width=64, heads=4).projector_width == 256
+    with pytest.raises(ValueError, match="widht"):
+        MoonViTConfig(**{"widht": 64})
 
 
 # The package ------------------------------------------------------------------------------------
@@ -376,11 +371,3 @@ def test_every_public_name_is_there():
         assert getattr(moonvit3d, name) is not None
     with pytest.raises(AttributeError, match="nothing"):
         _ = moonvit3d.nothing
-
-
-def test_geometry_and_preprocess_need_no_torch():
-    code = (
-        "import sys, moonvit3d.geometry, moonvit3d.preprocess, moonvit3d.flops; "
-        "from moonvit3d import grid, image_patches; sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

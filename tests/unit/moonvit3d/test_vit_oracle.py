@@ -10,6 +10,7 @@ leaves is rounding. Then the comparison is shown to notice an encoder that is wr
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 from moonvit3d import attention, merge, positions
 from moonvit3d.config import MoonViTConfig
+from moonvit3d.layouts import halves, to_transformers
 from moonvit3d.model import VisionEncoder
 from moonvit3d.preprocess import image_patches
 
@@ -30,6 +32,7 @@ TOLERANCE = 1e-5
 TOLERANCE_FLOAT64 = 1e-11
 NUM_RANDOM = 64
 NUM_FAINT = 24
+TOWER, PROJECTOR = "vision_tower.", "mm_projector."
 
 Grid = tuple[int, int, int]
 
@@ -138,46 +141,12 @@ def filled_encoder(case):
     return encoder
 
 
-def half_split(weight, heads):
-    """Rows of a q or k matrix (or bias) from adjacent rotary pairs to transformers' two halves."""
-    rows = weight.unflatten(0, (heads, -1, 2))
-    return rows.transpose(1, 2).flatten(0, 2)
-
-
-def tower_names(config, tensors):
-    """Our tower's tensors under transformers' names."""
-    out = {}
-    renamed = {
-        "norm0": "norm1", "norm1": "norm2", "wo": "attn.proj", "mlp.fc0": "mlp.fc1",
-        "mlp.fc1": "mlp.fc2",
-    }  # fmt: skip
-    for name, value in tensors.items():
-        if name == "patch_embed.pos_emb.weight":
-            out["patch_embed.pos_emb.position_embeddings"] = value
-        elif not name.startswith("encoder.blocks."):
-            out[name.removeprefix("encoder.")] = value
-        else:
-            index, rest = name.removeprefix("encoder.blocks.").split(".", 1)
-            layer, kind = rest.rsplit(".", 1)
-            if layer == "wqkv":
-                q, k, v = value.chunk(3)
-                out[f"layers.{index}.attn.q_proj.{kind}"] = half_split(q, config.heads)
-                out[f"layers.{index}.attn.k_proj.{kind}"] = half_split(k, config.heads)
-                out[f"layers.{index}.attn.v_proj.{kind}"] = v
-            else:
-                out[f"layers.{index}.{renamed[layer]}.{kind}"] = value
-    return out
-
-
-def projector_names(tensors):
-    """Our projector's tensors under transformers' names."""
-    renamed = {"pre_norm": "pre_norm", "proj.0": "in_proj", "proj.2": "out_proj"}
-    split = {name: name.rsplit(".", 1) for name in tensors}
-    return {f"{renamed[layer]}.{kind}": tensors[name] for name, (layer, kind) in split.items()}
-
-
 def oracle(config, encoder):
-    """transformers' tower and projection with our weights and type, tensors matched by name."""
+    """transformers' tower and projection with our weights and type, tensors matched by name.
+
+    `layouts` renames them; test_vit_weights holds it against transformers' own files, and its order
+    of rows against numbers by hand.
+    """
     vision = kimi.Kimi_K25VisionConfig(
         pos_emb_height=config.pos_grid, pos_emb_width=config.pos_grid,
         num_attention_heads=config.heads, num_hidden_layers=config.depth,
@@ -186,7 +155,6 @@ def oracle(config, encoder):
     )  # fmt: skip
     vision._attn_implementation = "eager"
     tower = kimi.Kimi_K25VisionModel(vision).eval()
-    tower.load_state_dict(tower_names(config, encoder.vision_tower.state_dict()), strict=True)
     projection = kimi.Kimi_K25MultimodalProjection(
         SimpleNamespace(
             vision_config=vision, projection_hidden_size=config.width,
@@ -194,7 +162,10 @@ def oracle(config, encoder):
             text_config=SimpleNamespace(hidden_size=config.out_width),
         )
     )  # fmt: skip
-    projection.load_state_dict(projector_names(encoder.mm_projector.state_dict()), strict=True)
+    theirs = to_transformers(encoder.state_dict(), config)
+    for module, part in ((tower, TOWER), (projection, PROJECTOR)):
+        named = {n.removeprefix(part): t for n, t in theirs.items() if n.startswith(part)}
+        module.load_state_dict(named, strict=True)
     dtype = encoder.mm_projector.pre_norm.weight.dtype
     return tower.to(dtype), projection.to(dtype)
 
@@ -221,7 +192,7 @@ def results_of_oracle(encoder, patches, grids) -> Results:
     outputs = {f"tower {i} {grid}": merged[i] for i, grid in enumerate(grids)}
     outputs |= {f"final {i} {grid}": final[i] for i, grid in enumerate(grids)}
     weighted_sum(outputs).backward()
-    return detached(outputs) | gradients(tower) | gradients(projection)
+    return detached(outputs) | gradients(tower, TOWER) | gradients(projection, PROJECTOR)
 
 
 def results_of_ours(encoder, patches, grids) -> Results:
@@ -232,8 +203,7 @@ def results_of_ours(encoder, patches, grids) -> Results:
     outputs = {f"tower {i} {grid}": merged[i] for i, grid in enumerate(grids)}
     outputs |= {f"final {i} {grid}": final[i] for i, grid in enumerate(grids)}
     weighted_sum(outputs).backward()
-    named = tower_names(encoder.config, gradients(encoder.vision_tower))
-    return detached(outputs) | named | projector_names(gradients(encoder.mm_projector))
+    return detached(outputs) | to_transformers(gradients(encoder), encoder.config)
 
 
 def weighted_sum(outputs):
@@ -247,9 +217,9 @@ def detached(tensors):
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def gradients(module):
+def gradients(module, prefix=""):
     """Gradient of each parameter; zeros where none arrived."""
-    named = module.named_parameters()
+    named = module.named_parameters(prefix.rstrip("."))
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
 
 
@@ -372,163 +342,112 @@ def test_one_pixel_is_seen_in_its_item_alone(wanted):
     assert seen == ["tower 4 (1, 2, 2)", "final 4 (1, 2, 2)"]
 
 
-# Each spoils an encoder in one place; `patch` is monkeypatch.setattr.
+def block(encoder, at):
+    return encoder.vision_tower.encoder.blocks[at]
 
 
-def no_temporal_code(encoder, patch):
-    code = positions.temporal_code
-    patch(positions, "temporal_code", lambda *a: torch.zeros_like(code(*a)))
+def pos_emb(encoder):
+    return encoder.vision_tower.patch_embed.pos_emb
 
 
-def cosines_before_sines(encoder, patch):
-    code = positions.temporal_code
-    patch(positions, "temporal_code", lambda width, *a: code(width, *a).roll(width // 2, 1))
+def coded_images(module, args, out):
+    row = positions.temporal_code(out.shape[1], out.dtype, out.device)[0]
+    image = [torch.full((math.prod(grid), 1), float(grid[0] == 1)) for grid in args[0]]
+    return out + torch.cat(image) * row
 
 
-def sines_beside_cosines(encoder, patch):
-    code = positions.temporal_code
-    patch(
-        positions, "temporal_code", lambda *a: rearrange(code(*a), "t (two k) -> t (k two)", two=2)
-    )
+def reordered(order):
+    """A fault of the rows of q, k and v in every block: `order(q, k, v)`."""
+
+    def spoil(encoder):
+        for layer in encoder.vision_tower.encoder.blocks:
+            for tensor in (layer.wqkv.weight.data, layer.wqkv.bias.data):
+                tensor.copy_(torch.cat(order(*tensor.chunk(3))))
+
+    return spoil
 
 
-def frames_counted_from_one(encoder, patch):
-    code = positions.temporal_code
-    patch(positions, "temporal_code", lambda *a: code(*a).roll(-1, 0))
+def interpolate(target, source, dtype, **how):
+    eye = torch.eye(source, dtype=dtype)[None, None]
+    return F.interpolate(eye, (target, source), **how)[0, 0]
 
 
-def temporal_code_on_images(encoder, patch):
-    def coded(module, args, out):
-        row = positions.temporal_code(out.shape[1], out.dtype, out.device)[0]
-        image = [torch.full((math.prod(grid), 1), float(grid[0] == 1)) for grid in args[0]]
-        return out + torch.cat(image) * row
-
-    encoder.vision_tower.patch_embed.pos_emb.register_forward_hook(coded)
-
-
-def x_and_y_swapped(encoder, patch):
-    places = positions.patch_places
-    patch(positions, "patch_places", lambda grids: places(grids)[::-1])
-
-
-def frames_rotated_as_rows(encoder, patch):
-    places = positions.patch_places
-    patch(positions, "patch_places", lambda grids: places([(1, t * h, w) for t, h, w in grids]))
-
-
-def pairs_in_two_halves(encoder, patch):
-    for layer in encoder.vision_tower.encoder.blocks:
-        for tensor in (layer.wqkv.weight.data, layer.wqkv.bias.data):
-            q, k, v = tensor.chunk(3)
-            tensor.copy_(torch.cat([half_split(q, SMALL.heads), half_split(k, SMALL.heads), v]))
-
-
-def q_and_k_swapped(encoder, patch):
-    for layer in encoder.vision_tower.encoder.blocks:
-        for tensor in (layer.wqkv.weight.data, layer.wqkv.bias.data):
-            q, k, v = tensor.chunk(3)
-            tensor.copy_(torch.cat([k, q, v]))
-
-
-def other_rope_theta(encoder, patch):
-    encoder.vision_tower.config = SMALL.replace(rope_theta=9900.0)
-
-
-def resampled(patch, **how):
-    def matrix(target, source, dtype, device):
-        eye = torch.eye(source, dtype=dtype)[None, None]
-        return F.interpolate(eye, (target, source), **how)[0, 0]
-
-    patch(positions, "bicubic_matrix", matrix)
-
-
-def bilinear_grid(encoder, patch):
-    resampled(patch, mode="bilinear", align_corners=False)
-
-
-def aligned_corners(encoder, patch):
-    resampled(patch, mode="bicubic", align_corners=True)
-
-
-def antialiased_grid(encoder, patch):
-    resampled(patch, mode="bicubic", align_corners=False, antialias=True)
-
-
-def first_frame_only(encoder, patch):
-    pool = merge._pool
-    patch(merge, "_pool", lambda x, g: pool(x[: g[1] * g[2]], (1, g[1], g[2])))
-
-
-def frames_summed(encoder, patch):
-    pool = merge._pool
-    patch(merge, "_pool", lambda x, grid: pool(x, grid) * grid[0])
-
-
-def tokens_column_by_column(encoder, patch):
-    pool = merge._pool
-    patch(merge, "_pool", lambda x, grid: pool(x, grid)[:, [0, 2, 1, 3]])
-
-
-def attention_over(patch, lengths_of):
-    attend = attention.attend_sdpa
-
-    def other(q, k, v, segments):
+def other_segments(lengths_of):
+    def attend(attend_sdpa, q, k, v, segments):
         lengths = lengths_of(segments.lengths)
-        return attend(q, k, v, attention.Segments.of(lengths, q.device))
+        return attend_sdpa(q, k, v, attention.Segments.of(lengths, q.device))
 
-    patch(attention, "attend_sdpa", other)
-
-
-def neighbours_seen(encoder, patch):
-    attention_over(patch, lambda lengths: [lengths[0] + lengths[1], *lengths[2:]])
+    return attention, "attend_sdpa", attend
 
 
-def frames_apart(encoder, patch):
-    frames = [h * w for t, h, w in TEETH.grids for _ in range(t)]
-    attention_over(patch, lambda lengths: [*frames, *lengths[len(TEETH.grids) :]])
+def exact_gelu(mlp, args, out):
+    return mlp.fc1(F.gelu(mlp.fc0(args[0])))
 
 
-def exact_gelu_in_the_tower(encoder, patch):
-    mlp = encoder.vision_tower.encoder.blocks[-1].mlp
-    mlp.register_forward_hook(lambda mlp, args, out: mlp.fc1(F.gelu(mlp.fc0(args[0]))))
+def tanh_gelu(projector, args, out):
+    inner, _, outer = projector.proj
+    x_TK = rearrange(projector.pre_norm(args[0]), "t four c -> t (four c)")
+    return outer(F.gelu(inner(x_TK), approximate="tanh"))
 
 
-def tanh_gelu_in_the_projector(encoder, patch):
-    def project(projector, args, out):
-        inner, _, outer = projector.proj
-        x_TK = rearrange(projector.pre_norm(args[0]), "t four c -> t (four c)")
-        return outer(F.gelu(inner(x_TK), approximate="tanh"))
+CODE = positions, "temporal_code"
+PLACES = positions, "patch_places"
+MATRIX = positions, "bicubic_matrix"
+POOL = merge, "_pool"
+FRAMES = [h * w for t, h, w in TEETH.grids for _ in range(t)]
+# A function of a module in whose place another comes, which gets it first.
+REPLACED = {
+    "no temporal code": (*CODE, lambda code, *a: torch.zeros_like(code(*a))),
+    "cosines before sines": (*CODE, lambda code, width, *a: code(width, *a).roll(width // 2, 1)),
+    "sines beside cosines": (
+        *CODE, lambda code, *a: rearrange(code(*a), "t (two k) -> t (k two)", two=2),
+    ),
+    "frames counted from one": (*CODE, lambda code, *a: code(*a).roll(-1, 0)),
+    "x and y swapped": (*PLACES, lambda places, grids: places(grids)[::-1]),
+    "frames rotated as rows": (
+        *PLACES, lambda places, grids: places([(1, t * h, w) for t, h, w in grids]),
+    ),
+    "bilinear grid": (
+        *MATRIX, lambda _, *a: interpolate(*a[:3], mode="bilinear", align_corners=False),
+    ),
+    "aligned corners": (
+        *MATRIX, lambda _, *a: interpolate(*a[:3], mode="bicubic", align_corners=True),
+    ),
+    "antialiased grid": (
+        *MATRIX, lambda _, *a: interpolate(*a[:3], mode="bicubic", antialias=True),
+    ),
+    "first frame only": (*POOL, lambda pool, x, g: pool(x[: g[1] * g[2]], (1, g[1], g[2]))),
+    "frames summed": (*POOL, lambda pool, x, grid: pool(x, grid) * grid[0]),
+    "tokens column by column": (*POOL, lambda pool, x, grid: pool(x, grid)[:, [0, 2, 1, 3]]),
+    "neighbours seen": other_segments(lambda held: [held[0] + held[1], *held[2:]]),
+    "frames apart": other_segments(lambda held: [*FRAMES, *held[len(TEETH.grids) :]]),
+}  # fmt: skip
+# What else spoils an encoder in one place.
+SPOILT = {
+    "temporal code on images": lambda e: pos_emb(e).register_forward_hook(coded_images),
+    "pairs in two halves": reordered(
+        lambda q, k, v: [halves(q, SMALL.heads), halves(k, SMALL.heads), v]
+    ),
+    "q and k swapped": reordered(lambda q, k, v: [k, q, v]),
+    "other rope theta": lambda e: setattr(e.vision_tower, "config", SMALL.replace(rope_theta=9900)),
+    "exact GELU in the tower": lambda e: block(e, -1).mlp.register_forward_hook(exact_gelu),
+    "tanh GELU in the projector": lambda e: e.mm_projector.register_forward_hook(tanh_gelu),
+    "other norm eps": lambda e: setattr(block(e, 0).norm0, "eps", 1e-6),
+    "positions without gradient": lambda e: pos_emb(e).register_forward_hook(
+        lambda module, args, out: out.detach()
+    ),
+    "one gradient scaled": lambda e: block(e, 0).norm1.bias.register_hook(lambda g: 1.0002 * g),
+}
 
-    encoder.mm_projector.register_forward_hook(project)
 
-
-def other_norm_eps(encoder, patch):
-    encoder.vision_tower.encoder.blocks[0].norm0.eps = 1e-6
-
-
-def positions_without_gradient(encoder, patch):
-    pos_emb = encoder.vision_tower.patch_embed.pos_emb
-    pos_emb.register_forward_hook(lambda module, args, out: out.detach())
-
-
-def one_gradient_scaled(encoder, patch):
-    encoder.vision_tower.encoder.blocks[0].norm1.bias.register_hook(lambda grad: 1.0002 * grad)
-
-
-FAULTS = [
-    no_temporal_code, cosines_before_sines, sines_beside_cosines, frames_counted_from_one,
-    temporal_code_on_images, x_and_y_swapped, frames_rotated_as_rows, pairs_in_two_halves,
-    q_and_k_swapped, other_rope_theta, bilinear_grid, aligned_corners, antialiased_grid,
-    first_frame_only, frames_summed, tokens_column_by_column, neighbours_seen, frames_apart,
-    exact_gelu_in_the_tower, tanh_gelu_in_the_projector, other_norm_eps,
-    positions_without_gradient, one_gradient_scaled,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("spoil", FAULTS, ids=lambda spoil: spoil.__name__)
-def test_fault_is_seen(spoil, wanted, monkeypatch):
+@pytest.mark.parametrize("fault", [*REPLACED, *SPOILT])
+def test_fault_is_seen(fault, wanted, monkeypatch):
     patches, want = wanted
     encoder = filled_encoder(TEETH)
-    spoil(encoder, monkeypatch.setattr)
+    if fault in REPLACED:
+        module, name, other = REPLACED[fault]
+        monkeypatch.setattr(module, name, partial(other, getattr(module, name)))
+    else:
+        SPOILT[fault](encoder)
     apart = distances(results_of_ours(encoder, patches, TEETH.grids), want)
     assert over(apart, 10 * TOLERANCE)

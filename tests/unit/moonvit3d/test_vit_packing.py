@@ -123,25 +123,6 @@ def test_without_whole_blocks_company_would_show(monkeypatch, make_patches):
     assert any(differing_items(case, torch.float64, make_patches) for case in range(4))
 
 
-def test_gelu_alone_depends_on_company():
-    """Why `rows.gelu_linear` is what it is. Should this fail one day, it need not be any more."""
-    torch.manual_seed(0)
-    x = torch.randn(400, 20)
-    spans = [4 * n for n in range(1, 14)] + [36]
-    parts = [torch.nn.functional.gelu(p.clone(), approximate="tanh") for p in x.split(spans)]
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":  # narrower vectors leave no remainder
-        assert not torch.equal(torch.nn.functional.gelu(x, approximate="tanh"), torch.cat(parts))
-    same = torch.nn.Linear(20, 20, bias=True)
-    torch.nn.init.eye_(same.weight)
-    torch.nn.init.zeros_(same.bias)
-
-    def packed(x):
-        with torch.no_grad():
-            return rows.gelu_linear(rows.pad(x, -len(x) % 64), same, [len(x)], "tanh")[: len(x)]
-
-    assert torch.equal(packed(x), torch.cat([packed(p) for p in x.split(spans)]))
-
-
 @pytest.mark.parametrize("kind", ["tanh", "none"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_gelu_and_linear_equal_torch(kind, frozen):
@@ -168,18 +149,6 @@ def test_chunks_keep_order_and_budget():
     assert runs([], 10) == []
     with pytest.raises(ValueError, match="item 1 has 11 patches, over max_patches_per_chunk=10"):
         chunks([4, 11], 10)
-
-
-def test_chunked_gradients_equal_whole_ones(make_patches):
-    encoder, grids = random_encoder(3, torch.float64), random_grids(3)
-    patches = make_patches(grids)
-    grads = []
-    for budget in (None, max(t * h * w for t, h, w in grids)):
-        out = encoder(patches, grids, budget)
-        push = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-        grads.append(torch.autograd.grad((out * push).sum(), list(encoder.parameters())))
-    for one, other in zip(*grads):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 def test_an_item_over_the_budget_is_refused(encoder, make_patches):

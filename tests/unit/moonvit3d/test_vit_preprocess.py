@@ -139,18 +139,6 @@ def test_video_is_its_frames_one_after_the_other():
     assert np.array_equal(patches, np.concatenate([p for p, _ in single]))
 
 
-def test_patches_lie_where_they_should():
-    pixels = noise(30, 58)
-    patches, (_, h, w) = image_patches(pixels)
-    assert (h, w) == (4, 6)
-    canvas = np.zeros((56, 84, 3), np.uint8)
-    canvas[:30, :58] = pixels
-    for row in range(h):
-        for column in range(w):
-            want = canvas[14 * row : 14 * row + 14, 14 * column : 14 * column + 14]
-            assert np.array_equal(patches[row * w + column].transpose(1, 2, 0), want)
-
-
 def test_padding_is_minus_one_after_normalisation():
     patches, _ = image_patches(np.full((14, 14, 3), 255, np.uint8))
     values = normalise(torch.from_numpy(patches))

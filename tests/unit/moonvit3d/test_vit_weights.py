@@ -83,24 +83,7 @@ def test_a_round_trip_changes_no_bit(encoder, small, tmp_path, dtype):
     assert MoonViTConfig(**stated, pos_init_std=small.pos_init_std) == small
 
 
-def test_saved_bytes_are_frozen(tmp_path):
-    """The header is in a fixed order, whatever the process (the library's own is not)."""
-    config = MoonViTConfig(width=4, depth=0, heads=1, mlp_width=1, pos_grid=1, out_width=1)
-    path = tmp_path / "tiny.safetensors"
-    save(randomise(VisionEncoder(config)), path)
-    size = int.from_bytes(path.read_bytes()[:8], "little")
-    header = path.read_bytes()[8 : 8 + size].decode()
-    assert size % 8 == 0
-    assert "width 4, depth 0, pos_grid 1, projector_width 16, out_width 1, " in inspect(path)
-    assert header.startswith('{"__metadata__":{"format":"pt","moonvit3d":"{\\"width\\": 4, ')
-    assert list(json.loads(header))[1:4] == [
-        "vision_tower.patch_embed.proj.weight", "vision_tower.patch_embed.proj.bias",
-        "vision_tower.patch_embed.pos_emb.weight",
-    ]  # fmt: skip
-
-
 def test_mixed_types_round_trip(tmp_path):
-    """Every tensor stays aligned to its numbers, though a single bfloat16 number comes first."""
     config = MoonViTConfig(width=4, depth=1, heads=1, mlp_width=1, pos_grid=1, out_width=1)
     encoder, other = randomise(VisionEncoder(config)), blank(config)
     for either in (encoder, other):
@@ -109,12 +92,6 @@ def test_mixed_types_round_trip(tmp_path):
     save(encoder, tmp_path / "mixed.safetensors")
     load(other, tmp_path / "mixed.safetensors")
     assert same(dict(other.named_parameters()), dict(encoder.named_parameters()))
-    with open(tmp_path / "mixed.safetensors", "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    del header["__metadata__"]
-    assert all(
-        h["data_offsets"][0] % {"F64": 8, "BF16": 2}[h["dtype"]] == 0 for h in header.values()
-    )
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
@@ -418,21 +395,14 @@ def test_transformers_models_load(width, heads, depth, tmp_path, make_patches):
     assert same(to_transformers(released, config), vision(state))
     assert same(from_transformers(to_transformers(released, config), config), released)
     assert list(released) == list(VisionEncoder(config).state_dict())
-    theirs.save_pretrained(tmp_path / "saved")
+    theirs.save_pretrained(tmp_path / "saved", max_shard_size="60KB")
+    assert (tmp_path / "saved" / files.INDEX).exists()
     save_file(state, tmp_path / "state.safetensors")
     save_file(theirs.model.state_dict(), tmp_path / "inner.safetensors")
     for source in ("saved", "state.safetensors", "inner.safetensors"):
         load(encoder := blank(config), tmp_path / source)
         assert same(dict(encoder.named_parameters()), released)
     assert_same_outputs(encoder, theirs.model, make_patches)
-
-
-def test_transformers_sharded_save_loads(tmp_path):
-    theirs, config = kimi(*SIZES[0])
-    theirs.save_pretrained(tmp_path, max_shard_size="60KB")
-    assert (tmp_path / files.INDEX).exists()
-    load(encoder := blank(config), tmp_path)
-    assert same(dict(encoder.named_parameters()), from_transformers(theirs.state_dict(), config))
 
 
 def test_transformers_reads_what_we_save(tmp_path):
@@ -665,9 +635,3 @@ def test_inspection(encoder, siglip, tmp_path, capsys):
     save_file(state, tmp_path / "s")
     with pytest.raises(ValueError, match="no embeddings.position_embedding.weight to read a size"):
         inspect(tmp_path / "s")
-
-
-def test_help_shows_examples(capsys):
-    with pytest.raises(SystemExit):
-        run("--help")
-    assert "convert kimi-k2.5/ encoder.safetensors" in capsys.readouterr().out

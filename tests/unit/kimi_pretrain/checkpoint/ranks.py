@@ -15,6 +15,7 @@ import torch
 from kimi_pretrain.checkpoint.manifest import RunState
 from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import open_place
+from kimi_pretrain.checkpoint.writer_client import WriterClient
 from kimi_pretrain.config import load_config
 from kimi_pretrain.parallel.errors import Outcome
 
@@ -26,6 +27,21 @@ def strike(pid: int, number: int) -> None:
     os.kill(pid, number)
     if number == signal.SIGSTOP:
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def stop_before(saver: CheckpointSaver, job: str, monkeypatch) -> WriterClient:
+    """Have the writer stopped (SIGSTOP) right before it gets a job of this kind."""
+    writer = saver._writer
+    assert writer is not None
+    plain = writer.send
+
+    def send(do: str, **values) -> None:
+        if do == job:
+            strike(writer.pid, signal.SIGSTOP)
+        plain(do, **values)
+
+    monkeypatch.setattr(writer, "send", send)
+    return writer
 
 
 class Threads:

@@ -227,7 +227,8 @@ def test_a_fault_of_the_program_stays_one_on_all_ranks(root):
 def test_a_place_that_is_only_read_is_left_as_it_is(root):
     replaced = root / f"{NEWEST}.replaced"
     os.replace(root / NEWEST, replaced)
-    (root / "step_by_step.replaced").mkdir()
+    for other in ("step_by_step.replaced", "step_00000007.partial", "step_00000001.leaving"):
+        (root / other).mkdir()
     found = find("latest", open_place(root), ranks.config(), None)
     assert found is not None
     assert (found.step, replaced.is_dir()) == (2, True)

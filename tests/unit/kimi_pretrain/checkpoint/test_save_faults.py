@@ -15,7 +15,6 @@ from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailab
 from kimi_pretrain.checkpoint.ownership import OWNER, Owner
 from kimi_pretrain.checkpoint.saver import CheckpointSaver, SaveProgress
 from kimi_pretrain.checkpoint.storage_read import Place, open_place
-from kimi_pretrain.checkpoint.writer_client import WriterClient
 from kimi_pretrain.checkpoint.writer_process import Replies, serve
 from tests.unit.kimi_pretrain.checkpoint import ranks
 
@@ -77,26 +76,11 @@ def save(place: Place, owner: Owner | None = None, *overrides: str) -> Checkpoin
     return saver
 
 
-def stop_before(saver: CheckpointSaver, job: str, monkeypatch) -> WriterClient:
-    """Have the writer stopped (SIGSTOP) right before it gets a job of this kind."""
-    writer = saver._writer
-    assert writer is not None
-    plain = writer.send
-
-    def send(do: str, **values) -> None:
-        if do == job:
-            ranks.strike(writer.pid, signal.SIGSTOP)
-        plain(do, **values)
-
-    monkeypatch.setattr(writer, "send", send)
-    return writer
-
-
 def test_a_removal_that_is_given_up_leaves_a_hand_that_is_not_busy(tmp_path, monkeypatch):
     """Half of `train.timeout_seconds` is what the watchdogs of the other ranks allow for it."""
     monkeypatch.setattr("kimi_pretrain.checkpoint.saver._REMOVAL_S", 1e6)
     saver = save(open_place(tmp_path), None, "train.timeout_seconds=1")
-    writer = stop_before(saver, "retire", monkeypatch)
+    writer = ranks.stop_before(saver, "retire", monkeypatch)
     saver.finish()
     assert writer.busy
     for _ in range(2):  # saved already, so no new writer is started
@@ -119,7 +103,7 @@ def test_the_end_waits_for_the_last_removal_unless_in_a_hurry(tmp_path, monkeypa
     place = open_place(tmp_path)
     saver = save(place, None, "checkpoint.keep_last=1")
     saver.begin(ranks.tensors(2), ranks.state(2))
-    writer = stop_before(saver, "retire", monkeypatch)
+    writer = ranks.stop_before(saver, "retire", monkeypatch)
     saver.finish()
     assert place.steps() == [1, 2]
     go_on = threading.Timer(1.0, lambda: os.kill(writer.pid, signal.SIGCONT))

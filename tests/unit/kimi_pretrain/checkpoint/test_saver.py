@@ -1,7 +1,5 @@
 """Saves by several ranks, in the background; ranks are threads, writers are real processes."""
 
-import json
-import logging
 import os
 import resource
 import signal
@@ -248,14 +246,7 @@ def fail_and_try_again(tmp_path, monkeypatch, meanwhile) -> CheckpointSaver:
     assert writer is not None
     (tmp_path / "step_00000001.partial").write_text("in the way")
     saver.begin(ranks.tensors(1), ranks.state(1))
-    plain = writer.send
-
-    def send(do: str, **values) -> None:
-        if do == "remove_torn":
-            ranks.strike(writer.pid, signal.SIGSTOP)
-        plain(do, **values)
-
-    monkeypatch.setattr(writer, "send", send)
+    ranks.stop_before(saver, "remove_torn", monkeypatch)
     with pytest.raises(CheckpointError, match="step 1 could not be written"):
         saver.finish()
     assert writer.busy
@@ -314,27 +305,6 @@ def test_nothing_is_complete_before_all_have_written(tmp_path):
 
     ranks.on_ranks(2, work)
     assert open_place(tmp_path).checkpoint(1).verify() == []
-
-
-def test_too_many_failures_in_a_row_stop_the_run(tmp_path, caplog):
-    def work(mesh):
-        saver = checkpoints(tmp_path, mesh, "checkpoint.failures=2")
-        for step in (1, 2):
-            saver.begin(ranks.tensors(step), ranks.state(step))
-            kill_writer(saver, signal.SIGKILL)
-            try:
-                while saver.under_way:
-                    saver.advance(mesh.gather(saver.progress(0.1)))
-            except CheckpointError as error:
-                return step, str(error)
-        return None
-
-    with caplog.at_level(logging.WARNING):
-        first, second = ranks.on_ranks(2, work)
-    if first is None:  # the writers were faster than the kills, which is no fault
-        pytest.skip("both saves were complete before their writers could be killed")
-    assert first == second
-    assert "checkpoint.failures=2" in first[1]
 
 
 def test_a_full_disk_fails_the_save_and_leaves_no_rubbish(tmp_path, caplog):
@@ -441,19 +411,6 @@ def test_other_tensors_are_planned_anew(tmp_path):
     saver.close()
     for name, tensor in larger.items():
         assert torch.equal(open_place(tmp_path).checkpoint(2).tensor(name), tensor)
-
-
-def test_a_manifest_holds_what_it_should(tmp_path):
-    ranks.save(tmp_path, 1)
-    values = json.loads((tmp_path / "step_00000001" / "manifest.json").read_text())
-    assert values["schema"] == 3
-    assert values["contents"] == "all"
-    assert values["dtype"] == "float32"
-    assert values["layout"]["pp"] == 2
-    assert values["versions"]["torch"] == torch.__version__.split("+")[0] or values["versions"]
-    assert set(values["files"]) == {"index.json", "rank_00000_000.safetensors"}
-    for name, found in values["files"].items():
-        assert (tmp_path / "step_00000001" / name).stat().st_size == found["bytes"]
 
 
 def test_memory_is_no_place_for_a_run():

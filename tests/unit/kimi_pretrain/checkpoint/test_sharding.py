@@ -11,7 +11,6 @@ from kimi_pretrain.checkpoint.sharding import (
     compressed,
     decompressed,
     files_of_rank,
-    split_into_files,
     weight_map,
 )
 
@@ -96,11 +95,3 @@ def test_the_plan_does_not_depend_on_the_order_of_names():
 def test_one_name_means_one_tensor():
     with pytest.raises(ValueError, match="'a' has 2 bytes on rank 1 and 1 on rank 0"):
         assign_writers([{"a": 1}, {"a": 2}])
-
-
-@given(SIZES, st.integers(1, 50))
-def test_files_are_of_about_the_wanted_size(sizes, limit):
-    files = split_into_files(sizes, limit)
-    assert [name for names in files for name in names] == sorted(sizes)
-    for names in files:
-        assert len(names) == 1 or sum(sizes[name] for name in names) <= limit

@@ -112,18 +112,6 @@ def test_many_saves_that_are_killed(seed, tmp_path):
     kill_writers(tmp_path / "writers", 40, seed)
 
 
-def test_a_run_killed_between_two_renames_loses_nothing(tmp_path):
-    """A step that is saved again replaces the earlier one: for a moment it has another name."""
-    ranks.save(tmp_path, 1, 2)
-    os.replace(tmp_path / "step_00000002", tmp_path / "step_00000002.replaced")
-    (tmp_path / "step_00000007.partial").mkdir()
-    (tmp_path / "step_00000001.leaving").mkdir()
-    found = find("latest", open_place(tmp_path), ranks.config(), None, own=True)
-    assert found is not None
-    assert found.step == 2
-    assert found.verify() == []
-
-
 def test_what_killed_runs_have_left_is_removed_by_the_next_save(tmp_path):
     ranks.save(tmp_path, 1, 2)
     for name in ("step_00000007.partial", "step_00000001.leaving", "step_00000002.replaced"):

@@ -54,5 +54,5 @@ def test_copies_that_differ_are_named_with_their_ranks():
     with pytest.raises(RuntimeError, match=r"^step 7: x is one on ranks 0, 2, another on rank 1: "):
         check_copies(7, copies(5, 6, 5))
     many = copies(*(int(rank == 40) for rank in range(64)))
-    with pytest.raises(RuntimeError, match=r"5, 6, 7 and 55 more, another on rank 40: "):
+    with pytest.raises(RuntimeError, match=r"5, 6, 7 and 55 others, another on rank 40: "):
         check_copies(7, many)

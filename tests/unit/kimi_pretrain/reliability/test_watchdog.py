@@ -278,11 +278,6 @@ def test_on_a_device_who_feeds_it_waits(name):
     assert waits(FEEDING[name], on_device=True)
 
 
-@pytest.mark.parametrize("name", BUSY)
-def test_on_a_device_who_does_something_else_does_not_wait(name):
-    assert not waits(BUSY[name], on_device=True)
-
-
 def test_where_files_are_written_only_a_copy_from_the_device_waits():
     file = ROOT / "kimi_pretrain" / "checkpoint" / "hashes.py"
     copies = [n for n, line in enumerate(file.read_text().splitlines(), 1) if ".cpu()" in line]

@@ -7,7 +7,7 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from kimi_pretrain.weights import fp8
-from kimi_pretrain.weights.compatibility import open_compatible
+from kimi_pretrain.weights.compatibility import check_scheme, open_compatible
 from tests.unit.kimi_pretrain.weights.weight_folders import (
     language_alone,
     random_weights,
@@ -126,7 +126,7 @@ def test_a_weight_that_is_no_number_is_named(tmp_path):
     [("fmt", "e5m2"), ("weight_block_size", [64, 64]), ("weight_block_size", None)],
 )
 def test_other_kinds_are_refused_by_name(key, value):
-    fp8.check_scheme(STATED, "here")
-    fp8.check_scheme({"quant_method": "fp8", "weight_block_size": [128, 128]}, "here")
+    check_scheme(STATED, "here")
+    check_scheme({"quant_method": "fp8", "weight_block_size": [128, 128]}, "here")
     with pytest.raises(ValueError, match=f"here: quantised with {key}"):
-        fp8.check_scheme(STATED | {key: value}, "here")
+        check_scheme(STATED | {key: value}, "here")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kimi_pretrain.weights import int4
+from kimi_pretrain.weights.compatibility import check_scheme
 from tests.unit.kimi_pretrain.weights.weight_folders import dequantized_by_hand
 
 # What compressed-tensors 0.20.0 makes of `ramp()`: observer "minmax", groups of 32, symmetric.
@@ -85,8 +86,8 @@ def test_shapes_and_rows_that_are_no_groups():
     [("num_bits", 8), ("group_size", 128), ("symmetric", False), ("type", "float")],
 )
 def test_other_quantizations_are_refused_by_name(key, value):
-    int4.check_scheme(int4.QUANTIZATION, "here")
+    check_scheme(int4.QUANTIZATION, "here")
     weights = int4.QUANTIZATION["config_groups"]["group_0"]["weights"] | {key: value}
     other = int4.QUANTIZATION | {"config_groups": {"group_0": {"weights": weights}}}
     with pytest.raises(ValueError, match=f"here: quantised with {key} {value!r}"):
-        int4.check_scheme(other, "here")
+        check_scheme(other, "here")

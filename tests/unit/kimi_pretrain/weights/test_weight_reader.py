@@ -34,18 +34,6 @@ def test_tensors_are_read_as_they_were_written(tmp_path, files):
     assert all(torch.equal(stored.read(name), tensor) for name, tensor in WEIGHTS.items())
 
 
-def test_a_store_of_objects_is_read_too(tmp_path):
-    from data_pipeline.store.open import open_store
-
-    folder = write_folder(tmp_path / "hf", WEIGHTS, 2)
-    store = open_store("memory://weights/hf")
-    for file in folder.iterdir():
-        store.put(file.name, file.read_bytes())
-    weights, _ = open_compatible("memory://weights/hf", CONFIG.model)
-    name = "language_model.lm_head.weight"
-    assert torch.equal(weights.read(name, torch.float32), WEIGHTS[name])
-
-
 @pytest.mark.parametrize("where", ["folder", "memory://weights/sent"])
 def test_what_one_rank_has_found_the_others_read(tmp_path, where):
     """Headers are read once for a job; tensors by who needs them."""
@@ -122,6 +110,9 @@ def test_nothing_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such folder"):
         open_weights(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match=r"no weights: expected .*found 0 other files"):
+        open_weights(tmp_path)
+    save_file({"a": torch.zeros(1)}, tmp_path / "weights.safetensors")
+    with pytest.raises(FileNotFoundError, match="found 1 .safetensors without an index"):
         open_weights(tmp_path)
 
 
