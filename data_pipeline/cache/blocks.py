@@ -1,6 +1,6 @@
 """Where a block is found: open in this process, in a tier, or in the store, fetched once per node.
 
-open blocks      a dict: a look-up and a slice, no system call for a block in memory
+open blocks      a dict: no file is opened or checked again
 first tier       shared memory if there is one; no lock
 lock of the run  the one thread of the node that gets it looks again, in all tiers,
                  and fetches what is missing with one request per run of neighbours
@@ -140,36 +140,16 @@ class Blocks:
         with self._lock:
             self._open.clear()
 
-    def hit(self, place: Place, stop: int, length: int) -> OpenBlock | None:
-        """The block if it is open here and reaches as far as `stop`; counts `length` bytes."""
-        with self._lock:
-            block = self._open.get(place)
-            if block is None or stop > block.length:
-                return None
-            self._open.move_to_end(place)
-            block.used = True
-            self._hits[block.tier] += 1
-            self._bytes[block.tier] += length
-            return block
-
-    def find(self, place: Place, *, anywhere: bool = False) -> OpenBlock | None:
-        """The block if it is open here, in the first tier, or (`anywhere`) in any."""
+    def serve(self, place: Place, deliver: Deliver, *, anywhere: bool = False) -> bool:
+        """Deliver the block if it is open here, in the first tier, or (`anywhere`) in any."""
         with self._lock:
             block = self._open.get(place)
             if block is not None:
                 self._open.move_to_end(place)
                 block.used = True
-                return block
         for tier in self._tiers if anywhere else self._tiers[:1]:
-            block = tier.open(place[0].block(place[1]))
-            if block is not None:
+            if block is None and (block := tier.open(place[0].block(place[1]))):
                 self._keep_open(place, block)
-                return block
-        return None
-
-    def serve(self, place: Place, deliver: Deliver, *, anywhere: bool = False) -> bool:
-        """Deliver the block if `find` finds it and it can be read."""
-        block = self.find(place, anywhere=anywhere)
         return block is not None and self._deliver(place, block, deliver)
 
     def fetch(
@@ -238,7 +218,9 @@ class Blocks:
 
     def _promote(self, place: Place, block: OpenBlock) -> bool:
         try:
-            kept = self._tiers[0].put(place[0].block(place[1]), block.view(0, block.length))
+            kept = self._tiers[0].put(
+                place[0].block(place[1]), memoryview(block.read(0, block.length))
+            )
         except OSError:
             self.forget(place)
         else:

@@ -1,10 +1,10 @@
 """A store with a cache in front of it: memory, then local disk, then the store itself.
 
     register(key, size, version)          once per object, from the manifest: no HEAD is ever sent
-    get / get_many / view
-      -> blocks open in this process       a look-up and a slice
-      -> block files in shared memory      mapped; checked when a process opens them
-      -> block files on the local disk     read by call; checked the same way
+    get / get_many
+      -> blocks open in this process       a look-up and a read
+      -> block files in shared memory      checked when a process opens them
+      -> block files on the local disk     checked the same way
       -> one ranged GET per run of blocks  by one process of the node; the others wait for it
 
 Objects are cut into aligned blocks of `block_bytes`. A block belongs to (root URI and key, version,
@@ -21,7 +21,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
@@ -32,7 +31,6 @@ from data_pipeline.cache.blocks import (
     Blocks,
     CachedObject,
     CacheStats,
-    Deliver,
     Place,
     Read,
     neighbours,
@@ -133,7 +131,7 @@ class CachedStore:
     def close(self) -> None:
         """Leave the node's folder, which goes with its last process, and close the inner store.
 
-        Views handed out stay valid. Objects are no longer registered.
+        Objects are no longer registered.
         """
         self._objects.clear()
         self._blocks.close()
@@ -183,37 +181,9 @@ class CachedStore:
         known = self._objects.get(key)
         if known is None or etag is not None:
             return self._inner.get(key, offset, length, etag=etag)
-        if length and offset >= 0:
-            index, start = divmod(offset, self._block_bytes)
-            block = self._blocks.hit((known, index), start + length, length)
-            if block is not None:
-                try:
-                    return block.read(start, start + length)
-                except OSError:  # the disk lost it: read again below
-                    self._blocks.forget((known, index))
         objects.check_range(offset, length)
         rest = max(0, known.size - offset)
         return self.get_many([Span(key, offset, rest if length is None else length)])[0]
-
-    def view(self, key: str, offset: int, length: int) -> memoryview:
-        """The bytes of `get`, read-only; no copy is made if they lie in one block in memory.
-
-        A view keeps the memory of its block, evicted or not, until it is dropped.
-        """
-        objects.check_range(offset, length)
-        known = self._objects.get(key)
-        if known is not None and 0 < length <= known.size - offset:
-            index, start = divmod(offset, self._block_bytes)
-            place, stop = (known, index), start + length
-            block = self._blocks.hit(place, stop, length)
-            if block is None and stop <= self._block_bytes and self._blocks.find(place):
-                block = self._blocks.hit(place, stop, length)
-            if block is not None:
-                try:
-                    return block.view(start, stop)
-                except OSError:  # as in `get`
-                    self._blocks.forget(place)
-        return memoryview(self.get(key, offset, length))
 
     def get_many(
         self, requests: Sequence[Span], max_gap: int = 65536, threads: int = 8
@@ -228,31 +198,27 @@ class CachedStore:
             StoreError: as the inner store does.
         """
         known = self._check(requests)
-        answers = [b""] * len(requests)
-        straight = [i for i, span in enumerate(requests) if span.key not in known]
         cut = _Cut(requests, known, self._block_bytes)
-        straight += self._read_blocks(cut, cut.deliver, threads)
-        for i, pieces in cut.pieces.items():
-            answers[i] = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        straight = [i for i, span in enumerate(requests) if span.key not in known]
+        # While no tier takes any, what is missing is read without the cache: to fetch whole blocks
+        # for small reads and keep none would multiply the bytes.
+        keep = self._blocks.writable
+        places = sorted(cut.uses, key=lambda place: (place[0].key, place[1]))
+        missing = [p for p in places if not self._blocks.serve(p, cut.deliver, anywhere=not keep)]
+        if keep:
+            runs = neighbours(missing, max(1, RUN_BYTES // self._block_bytes))
+            objects.in_threads(
+                lambda run: self._blocks.fetch(run, self._read, cut.deliver), runs, threads
+            )
+        else:
+            straight += sorted({use[0] for place in missing for use in cut.uses[place]})
+        answers = [b"".join(cut.pieces.get(i, ())) for i in range(len(requests))]
         if straight:
             spans = [requests[i] for i in straight]
             read = objects.get_many(self._inner, spans, max_gap, threads)
             for i, data in zip(straight, read, strict=True):
                 answers[i] = data
         return answers
-
-    def prefetch(self, requests: Sequence[Span], threads: int = 8) -> None:
-        """Fetch the missing blocks of these spans, as `get_many` does, and hand out nothing.
-
-        For readers that then go through the blocks with many small reads or views: those fetch one
-        block at a time. Objects not registered are left alone. With no tier to keep blocks in, or
-        tiers smaller than the spans, it is of no use.
-
-        Raises:
-            As `get_many`.
-        """
-        known = self._check(requests)
-        self._read_blocks(_Cut(requests, known, self._block_bytes), lambda *_: 0, threads)
 
     def _check(self, requests: Sequence[Span]) -> dict[str, CachedObject]:
         """Refuse bad ranges; the registered objects among those asked for."""
@@ -265,21 +231,6 @@ class CachedStore:
                     held = max(0, known[key].size - offset)
                     raise objects.short_object(known[key].where, offset, length, held)
         return known
-
-    def _read_blocks(self, cut: "_Cut", deliver: Deliver, threads: int) -> list[int]:
-        """Deliver all blocks of `cut`; returns the requests that must be read without the cache.
-
-        Those are the ones with missing blocks while no tier takes any: to fetch whole blocks for
-        small reads and keep none would multiply the bytes.
-        """
-        keep = self._blocks.writable
-        places = sorted(cut.uses, key=lambda place: (place[0].key, place[1]))
-        missing = [p for p in places if not self._blocks.serve(p, deliver, anywhere=not keep)]
-        if not keep:
-            return sorted({use[0] for place in missing for use in cut.uses[place]})
-        runs = neighbours(missing, max(1, RUN_BYTES // self._block_bytes))
-        _in_threads(lambda run: self._blocks.fetch(run, self._read, deliver), runs, threads)
-        return []
 
     def _read(self, known: CachedObject, first: int, end: int) -> bytes:
         start = first * self._block_bytes
@@ -365,24 +316,6 @@ class _Cut:
         for i, k, start, stop in self.uses[place]:
             self.pieces[i][k] = read(start, stop)
         return sum(stop - start for _, _, start, stop in self.uses[place])
-
-
-def _in_threads(
-    work: Callable[[list[Place]], None], runs: Sequence[list[Place]], threads: int
-) -> None:
-    """Do all runs; the first error stops what has not started and is raised."""
-    if len(runs) <= 1 or threads <= 1:
-        for run in runs:
-            work(run)
-        return
-    with ThreadPoolExecutor(min(threads, len(runs))) as pool:
-        futures = [pool.submit(work, run) for run in runs]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def _join(config: CacheConfig) -> tuple[NodeFolder, Blocks]:

@@ -9,11 +9,10 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol
 
-from data_pipeline.store.objects import MissingKey, StoreError
+from data_pipeline.store.objects import MissingKey, StoreError, in_threads
 
 # S3's limits: parts of 5 MiB and more (but the last), at most 10,000 of them.
 _PART = 8 << 20
@@ -76,7 +75,7 @@ def put_parts(
         return {"PartNumber": number + 1, "ETag": reply["ETag"]}
 
     try:
-        parts = _all(send, -(-size // step))
+        parts = in_threads(send, range(-(-size // step)), _THREADS)
         try:
             whole = {"Parts": parts}
             call("complete_multipart_upload", key, UploadId=upload, MultipartUpload=whole)
@@ -89,14 +88,3 @@ def put_parts(
         with suppress(StoreError):  # the first error is the one to tell
             call("abort_multipart_upload", key, patience=0.0, UploadId=upload)
         raise
-
-
-def _all(send: Callable[[int], dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The answers of `send` for 0 ... count - 1, some at a time; the first error ends it."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        futures = [pool.submit(send, number) for number in range(count)]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise

@@ -14,13 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.store.stats import Counter as Counter
 from data_pipeline.store.stats import StoreStats as StoreStats
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 # Merged reads stay below this size, so that neighbours still spread over the threads.
 _MAX_MERGED = 16 << 20
@@ -418,20 +421,24 @@ def get_many(
         One `bytes` per request, of exactly its length. A span that is a whole read is not copied.
     """
     groups, parts = merge_spans(requests, max_gap)
-    if len(groups) <= 1 or threads <= 1:
-        bodies = [store.get(*group) for group in groups]
-    else:
-        with ThreadPoolExecutor(min(threads, len(groups))) as pool:
-            futures = [pool.submit(store.get, *group) for group in groups]
-            try:
-                bodies = [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+    bodies = in_threads(lambda group: store.get(*group), groups, threads)
     answers = [b""] * len(requests)
     for number, group, start, stop in parts:
         answers[number] = bodies[group][start:stop]
     return answers
+
+
+def in_threads(work: Callable[[T], U], items: Sequence[T], threads: int) -> list[U]:
+    """Do `work` for all items; the first error stops what has not started and is raised."""
+    if len(items) <= 1 or threads <= 1:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(threads, len(items))) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def merge_spans(

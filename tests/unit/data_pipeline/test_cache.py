@@ -105,7 +105,6 @@ def test_any_reads_give_the_bytes_of_the_inner_store(opened, inner, tiers):
             assert store.get_many(requests, threads=threads) == wanted
             for span, data in zip(requests, wanted, strict=True):
                 assert store.get(*span) == data
-                assert store.view(*span) == data
                 assert store.get(span.key, span.offset) == DATA[span.offset :]
         if forget and requests:
             stores[0].forget(*rng.choice(requests))
@@ -156,18 +155,6 @@ def test_get_many_fetches_the_runs_of_all_spans(opened, inner):
         ("a/shard", 3 * BLOCK, 3 * BLOCK),
         ("plain", 2, 8),
     ]
-
-
-def test_prefetched_spans_are_read_without_requests(opened, inner):
-    store = opened(memory_bytes=1 << 20)
-    store.prefetch([Span("a/shard", BLOCK + 5, 3 * BLOCK), Span("plain", 0, 5)])
-    assert inner.gets == [("a/shard", BLOCK, 4 * BLOCK)]
-    for i in range(1, 5):
-        assert store.view("a/shard", i * BLOCK, BLOCK) == DATA[i * BLOCK :][:BLOCK]
-    assert len(inner.gets) == 1
-    assert store.cache_stats.memory_bytes == 4 * BLOCK  # handed out, by the views alone
-    with pytest.raises(StoreError, match="the object holds only"):
-        store.prefetch([Span("a/shard", SIZE, 1)])
 
 
 def test_runs_are_bounded(opened, inner, monkeypatch):
@@ -266,14 +253,11 @@ def test_reads_outside_the_object_are_refused_as_the_inner_store_does(opened, in
         for where in (store, inner):
             with pytest.raises(StoreError, match="a/shard: expected .* the object holds only"):
                 where.get("a/shard", offset, length)
-        with pytest.raises(StoreError, match="the object holds only"):
-            store.view("a/shard", offset, length)
     assert store.get("a/shard", SIZE + 5) == inner.get("a/shard", SIZE + 5) == b""
     assert store.get("a/shard", SIZE, 0) == b""
     for offset, length in ((-1, 2), (0, -1), (BLOCK, -BLOCK)):
-        for read in (store.get, store.view):
-            with pytest.raises(ValueError, match="bad byte range"):
-                read("a/shard", offset, length)
+        with pytest.raises(ValueError, match="bad byte range"):
+            store.get("a/shard", offset, length)
 
 
 def test_an_error_of_the_inner_store_is_raised_and_the_next_read_tries_again(opened, inner):
@@ -284,18 +268,6 @@ def test_an_error_of_the_inner_store_is_raised_and_the_next_read_tries_again(ope
             store.get_many([Span("a/shard", 0, 1), Span("a/shard", 5 * BLOCK, 1)], threads=threads)
     os.rename(inner.root / "b", inner.root / "a")
     assert store.get("a/shard") == DATA
-
-
-def test_views_are_read_only_and_outlive_eviction_and_close(opened, inner):
-    store = opened(memory_bytes=1 << 20)
-    store.get("a/shard")
-    view = store.view("a/shard", BLOCK, BLOCK)
-    again = store.view("a/shard", BLOCK, BLOCK)
-    assert view.readonly
-    assert view.obj is again.obj  # the same mapping: nothing was copied
-    store.forget("a/shard")
-    store.close()
-    assert view == DATA[BLOCK : 2 * BLOCK]
 
 
 # Blocks that are not right
@@ -357,10 +329,8 @@ def test_a_damaged_block_is_dropped_and_fetched_again(opened, inner, shared_memo
 def test_a_block_that_loses_bytes_while_it_is_open_is_fetched_again(opened, inner):
     store = opened(folder="disk")
     store.get("a/shard")
-    for read in (store.get, store.view):
-        assert read("a/shard", 3 * BLOCK, 10) == DATA[3 * BLOCK :][:10]
-        truncate(block_files(Path(store.config.folder))[3])
-        assert read("a/shard", 4 * BLOCK - 10, 10) == DATA[4 * BLOCK - 10 :][:10]
+    truncate(block_files(Path(store.config.folder))[3])
+    assert store.get("a/shard", 4 * BLOCK - 10, 10) == DATA[4 * BLOCK - 10 :][:10]
 
 
 def test_left_over_temporary_files_are_removed_and_others_are_not(opened, tmp_path):
