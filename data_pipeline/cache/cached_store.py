@@ -39,7 +39,8 @@ from data_pipeline.cache.node import NodeFolder
 from data_pipeline.cache.tier import Tier
 from data_pipeline.store import objects
 from data_pipeline.store.addresses import check_local
-from data_pipeline.store.objects import ObjectInfo, Span, Store, StoreError, StoreStats
+from data_pipeline.store.objects import ObjectInfo, Span, Store, StoreError
+from data_pipeline.store.stats import StoreStats
 from typed_config.section import Section
 
 log = logging.getLogger("data_pipeline.cache.cached_store")

@@ -7,14 +7,13 @@ taken longer than a high percentile of reads of its size, which costs a few perc
 Nothing here knows what a request is: a `Flight` is anything that can be made, run and abandoned.
 """
 
+import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
-
-from data_pipeline.store.stats import quantile
 
 _IDLE_S = 10.0  # a thread without work for so long ends: a store that nobody closed leaks none
 
@@ -111,7 +110,8 @@ class Latencies:
             times.append(seconds)
             left, value = self._known.get(kind, (0, 0.0))
             if left == 0:  # sorting for every read would cost more than it tells
-                left, value = 16, quantile(sorted(times), self._share)
+                ordered = sorted(times)
+                left, value = 16, ordered[math.ceil(self._share * len(ordered)) - 1]
             self._known[kind] = (left - 1, value)
 
     def high(self, size: int) -> float | None:

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from data_pipeline.store.objects import (
     object_changed,
     short_object,
 )
-from data_pipeline.store.stats import Counter, StoreStats
+from data_pipeline.store.stats import Counted
 
 
 class _Objects:
@@ -31,7 +30,7 @@ _NAMES: dict[str, _Objects] = {}
 _NAMES_LOCK = threading.Lock()
 
 
-class MemoryStore:
+class MemoryStore(Counted):
     """Objects in memory. All stores of one name in one process see the same objects.
 
     They stay until the process ends or `clear` is called; another process does not see them.
@@ -42,20 +41,12 @@ class MemoryStore:
     """
 
     def __init__(self, name: str, prefix: str = "") -> None:
+        super().__init__()
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self.uri = f"memory://{name}/{self._prefix}".rstrip("/")
         with _NAMES_LOCK:
             self._objects = _NAMES.setdefault(name, _Objects())
-        self._counter = Counter()
         self._versions = Versions()
-
-    def __repr__(self) -> str:
-        return f"MemoryStore({self.uri!r})"
-
-    @property
-    def stats(self) -> StoreStats:
-        """See `Store.stats`."""
-        return self._counter.stats
 
     def close(self) -> None:
         """See `Store.close`. The objects stay: another store may use the name."""
@@ -67,7 +58,7 @@ class MemoryStore:
                 del self._objects.held[name]
 
     def _find(self, key: str) -> tuple[bytes, str]:
-        self._counter.add(requests=1)
+        self.count(requests=1)
         with self._objects.lock:
             found = self._objects.held.get(self._prefix + check_key(key))
         if found is None:
@@ -79,17 +70,15 @@ class MemoryStore:
     ) -> bytes:
         """See `Store.get`."""
         check_range(offset, length)
-        begin = time.monotonic()
         data, found = self._find(key)
         if etag is not None and etag != found:
             raise object_changed(f"{self.uri}/{key}", etag)
         if etag is None:
             self._versions.check(self.uri, key, found)
         part = data[offset : None if length is None else offset + length]
-        self._counter.add(received=len(part))
+        self.count(bytes=len(part))
         if length is not None and len(part) != length:
             raise short_object(f"{self.uri}/{key}", offset, length, len(part))
-        self._counter.timed(time.monotonic() - begin)
         return part
 
     def head(self, key: str) -> ObjectInfo:
@@ -115,7 +104,7 @@ class MemoryStore:
         etag = f'"{hashlib.blake2b(data, digest_size=16).hexdigest()}"'
         self._objects.held[self._prefix + check_key(key)] = (data, etag)
         self._versions.wrote(key, etag)
-        self._counter.add(requests=1, written=len(data))
+        self.count(requests=1, written=len(data))
         return ObjectInfo(len(data), etag)
 
     def put_file(
@@ -132,13 +121,13 @@ class MemoryStore:
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
-        self._counter.add(requests=1)
+        self.count(requests=1)
         with self._objects.lock:
             self._objects.held.pop(f"{self._prefix}{check_key(key)}", None)
 
     def list_folders(self, prefix: str = "") -> list[str]:
         """See `Store.list_folders`."""
-        self._counter.add(requests=1)
+        self.count(requests=1)
         start, base = self._prefix + prefix, len(self._prefix)
         with self._objects.lock:
             keys = [key for key in self._objects.held if key.startswith(start)]
@@ -146,7 +135,7 @@ class MemoryStore:
 
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
-        self._counter.add(requests=1)
+        self.count(requests=1)
         base = self._prefix
         with self._objects.lock:
             return sorted(

@@ -7,7 +7,6 @@ A store is a flat map from keys to immutable byte strings with a version mark (E
 import os
 import secrets
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +18,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.store.stats import Counter as Counter
-from data_pipeline.store.stats import StoreStats as StoreStats
+from data_pipeline.store.stats import Counted, StoreStats
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -216,7 +214,7 @@ def access_denied(where: str, reason: str) -> AccessDenied:
     )
 
 
-class FolderStore:
+class FolderStore(Counted):
     """A folder as a store: the same contract without a server. Writes are atomic renames.
 
     Its ETags come from inode and time, which differ after a copy of the same bytes. Therefore it
@@ -226,17 +224,9 @@ class FolderStore:
     _TEMPORARY = ".part-"
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
+        super().__init__()
         self.root = Path(root).expanduser().resolve()
         self.uri = str(self.root)
-        self._counter = Counter()
-
-    def __repr__(self) -> str:
-        return f"FolderStore({self.uri!r})"
-
-    @property
-    def stats(self) -> StoreStats:
-        """See `Store.stats`."""
-        return self._counter.stats
 
     def close(self) -> None:
         """See `Store.close`; a folder holds nothing open."""
@@ -264,8 +254,7 @@ class FolderStore:
     ) -> bytes:
         """See `Store.get`."""
         check_range(offset, length)
-        self._counter.add(requests=1)
-        begin = time.monotonic()
+        self.count(requests=1)
         try:
             with self._path(key).open("rb") as file:
                 info = self._info(os.fstat(file.fileno()))
@@ -277,15 +266,14 @@ class FolderStore:
             raise self._missing(key) from None
         except PermissionError:
             raise access_denied(f"{self.uri}/{key}", "the file may not be read") from None
-        self._counter.add(received=len(data))
+        self.count(bytes=len(data))
         if length is not None and len(data) != length:
             raise short_object(f"{self.uri}/{key}", offset, length, len(data))
-        self._counter.timed(time.monotonic() - begin)
         return data
 
     def head(self, key: str) -> ObjectInfo:
         """See `Store.head`."""
-        self._counter.add(requests=1)
+        self.count(requests=1)
         path = self._path(key)
         if not path.is_file():
             raise self._missing(key)
@@ -350,12 +338,12 @@ class FolderStore:
             if isinstance(error, OSError) and error.errno and error.filename is None:
                 error.filename = str(path)  # a full disk is told without it
             raise
-        self._counter.add(requests=1, written=written)
+        self.count(requests=1, written=written)
         return self._info(path.stat())
 
     def delete(self, key: str) -> None:
         """See `Store.delete`. As in S3, a folder is there only while it holds something."""
-        self._counter.add(requests=1)
+        self.count(requests=1)
         path = self._path(key)
         path.unlink(missing_ok=True)
         with suppress(OSError):
@@ -363,7 +351,7 @@ class FolderStore:
 
     def list_folders(self, prefix: str = "") -> list[str]:
         """See `Store.list_folders`."""
-        self._counter.add(requests=1)
+        self.count(requests=1)
         if not self.root.is_dir():
             raise self._missing(prefix)
         above, slash, begin = prefix.rpartition("/")
@@ -382,7 +370,7 @@ class FolderStore:
 
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
-        self._counter.add(requests=1)
+        self.count(requests=1)
         if not self.root.is_dir():
             raise self._missing(prefix)
         files = (path.relative_to(self.root).as_posix() for path in self._files(self.root))

@@ -42,17 +42,18 @@ from data_pipeline.store.objects import (
 from data_pipeline.store.retry import Tries
 from data_pipeline.store.s3_answers import NOT_IMPLEMENTED, Meaning, failure, status_of
 from data_pipeline.store.s3_read import PROGRESS, BodyRead, Sent
-from data_pipeline.store.stats import Counter, StoreStats
+from data_pipeline.store.stats import Counted
 
 log = logging.getLogger(__name__)
 
 _MULTIPART = 16 << 20  # files of this size and more go up in parts
 _MOST_HEDGED = 32 << 20  # a second read of more would cost more than it saves
 _CALM_S = 5.0  # no hedges for so long after the server asked for fewer requests
+_LISTING = {"ContinuationToken": "NextContinuationToken"}
 _REMARK_S = 10.0  # a failing server is worth a line in the log this often
 
 
-class S3Store:
+class S3Store(Counted):
     """A bucket, or a prefix of one, behind the S3 protocol. `store.open_store` makes it.
 
     Args:
@@ -79,10 +80,11 @@ class S3Store:
         budget: Budget | None,
         own_endpoint: bool,
     ) -> None:
+        super().__init__()
         self.bucket, self._prefix = bucket, prefix.strip("/")
         self.uri = f"s3://{bucket}/{self._prefix}".rstrip("/")
         self._meaning, self._patience, self._attempts = meaning, patience, attempts
-        self._counter, self._versions = Counter(), Versions()
+        self._versions = Versions()
         self._hedger = Hedger(pool) if hedge else None
         self._budget = budget
         self._draw = random.Random()  # of jitter only: seeded by the system, apart from any other
@@ -99,14 +101,6 @@ class S3Store:
         named = named if own_endpoint else amazon
         self._asked = f"asked {self._client.meta.endpoint_url}, {named}"
 
-    def __repr__(self) -> str:
-        return f"S3Store({self.uri!r})"
-
-    @property
-    def stats(self) -> StoreStats:
-        """See `Store.stats`."""
-        return self._counter.stats
-
     def close(self) -> None:
         """See `Store.close`. Reads under way are left to end; the budget is not closed."""
         self._closing.set()
@@ -118,13 +112,12 @@ class S3Store:
         waited = 0.0
         if self._budget is not None:
             waited = self._budget.take(self.uri, self._patience, self._closing)
-        self._counter.add(requests=1, budget_wait_s=waited)
+        self.count(requests=1, budget_wait_s=waited)
         mark: Sent = self._here.mark
         mark.waited, mark.sent = mark.waited + waited, time.monotonic()
 
     def _key(self, key: str) -> str:
-        check_key(key)
-        return f"{self._prefix}/{key}" if self._prefix else key
+        return self._base + check_key(key)
 
     def get(
         self, key: str, offset: int = 0, length: int | None = None, *, etag: str | None = None
@@ -139,7 +132,7 @@ class S3Store:
     def _get(
         self, key: str, offset: int, length: int | None, etag: str | None, tries: "_Tries"
     ) -> bytes:
-        begin, name = time.monotonic(), self._key(key)
+        name = self._key(key)
         check = _any_version if etag else partial(self._versions.check, self.uri, key)
         pieces: list[bytes] = []
         done = fresh = 0  # bytes read, and those of them that are no progress yet
@@ -149,7 +142,7 @@ class S3Store:
             ask = partial(self._ask_for, client, name)
             read = self._run(
                 partial(
-                    *(BodyRead, f"{self.uri}/{key}", ask, check, self._arrived),
+                    *(BodyRead, f"{self.uri}/{key}", ask, check, self.count),
                     *(offset + done, rest, etag, self._patience / 3),  # other connections follow
                 ),
                 rest,
@@ -163,10 +156,9 @@ class S3Store:
                 tries.progress()
                 fresh = 0
             self._again(key, read.error, tries, client, read.waited, etag)
-            self._counter.add(resumes=int(read.opened))
+            self.count(resumes=int(read.opened))
         if length is not None and done != length:
             raise short_object(f"{self.uri}/{key}", offset, length, done)
-        self._counter.timed(time.monotonic() - begin)
         return b"".join(pieces)  # of one piece: that piece, without a copy
 
     def _run(self, make: Callable[[], BodyRead], size: int | None) -> BodyRead:
@@ -181,7 +173,7 @@ class S3Store:
         else:
             read, late = hedger.race(first, make, delay, self._may_hedge)
         if late:
-            self._counter.add(hedges=1, hedges_won=int(read is not first))
+            self.count(hedges=1, hedges_won=int(read is not first))
         if read.error is None and first.sent is not None:
             hedger.note(size, time.monotonic() - first.sent)
         return read
@@ -189,9 +181,6 @@ class S3Store:
     def _may_hedge(self) -> bool:
         calm = time.monotonic() >= self._calm_at
         return calm and (self._budget is None or self._budget.spare())
-
-    def _arrived(self, size: int) -> None:
-        self._counter.add(received=size)
 
     def head(self, key: str) -> ObjectInfo:
         """See `Store.head`."""
@@ -201,7 +190,7 @@ class S3Store:
     def put(self, key: str, data: bytes) -> ObjectInfo:
         """See `Store.put`."""
         reply = self._call("put_object", key, Body=data, ContentMD5=md5_of(data))
-        self._counter.add(written=len(data))
+        self.count(written=len(data))
         self._versions.wrote(key, reply["ETag"])
         return ObjectInfo(len(data), reply["ETag"])
 
@@ -209,8 +198,10 @@ class S3Store:
         """See `Store.put_new`."""
         unless: dict[str, Any] = {} if self._no_conditions else {"IfNoneMatch": "*"}
         try:
-            if self._no_conditions and self._is_there(key):
-                return False
+            if self._no_conditions:
+                with suppress(MissingKey):
+                    self.head(key)
+                    return False
             reply = self._call("put_object", key, Body=data, ContentMD5=md5_of(data), **unless)
         except ObjectChanged:  # HTTP 412: the condition does not hold
             return False
@@ -219,15 +210,8 @@ class S3Store:
                 raise
             self._no_conditions = True
             return self.put_new(key, data)
-        self._counter.add(written=len(data))
+        self.count(written=len(data))
         self._versions.wrote(key, reply["ETag"])
-        return True
-
-    def _is_there(self, key: str) -> bool:
-        try:
-            self.head(key)
-        except MissingKey:
-            return False
         return True
 
     def put_file(
@@ -245,7 +229,7 @@ class S3Store:
                 sent(info.size)
             return info
         put_parts(self._call, key, path, size, sent)
-        self._counter.add(written=size)
+        self.count(written=size)
         info = self.head(key)
         if info.size != size:
             raise StoreError(
@@ -265,26 +249,18 @@ class S3Store:
             but: tells of a key whether to leave it alone, because it is being written; asked
                 after the listing.
         """
-        base = f"{self._prefix}/" if self._prefix else ""
-        page: dict[str, str] = {}
+        marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
         removed = 0
-        while True:
-            wanted = {"Prefix": base + prefix, **page}
-            reply = self._request("list_multipart_uploads", prefix, wanted)
-            for upload in reply.get("Uploads", ()):
-                key = upload["Key"][len(base) :]
+        for page in self._pages("list_multipart_uploads", prefix, marks):
+            for upload in page.get("Uploads", ()):
+                key = upload["Key"][len(self._base) :]
                 if but(key):
                     continue
                 which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
                 with suppress(MissingKey):  # it has just ended by itself
                     self._request("abort_multipart_upload", key, which)
                     removed += 1
-            if not reply.get("IsTruncated"):
-                return removed
-            page = {
-                "KeyMarker": reply["NextKeyMarker"],
-                "UploadIdMarker": reply["NextUploadIdMarker"],
-            }
+        return removed
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
@@ -292,24 +268,27 @@ class S3Store:
 
     def list_folders(self, prefix: str = "") -> list[str]:
         """See `Store.list_folders`; up to 1,000 in a request."""
-        pages = self._pages(prefix, Delimiter="/")
+        pages = self._pages("list_objects_v2", prefix, _LISTING, Delimiter="/")
         found = (folder["Prefix"] for page in pages for folder in page.get("CommonPrefixes", ()))
         return sorted({name.removesuffix("/")[len(self._base) :] for name in found})
 
     def list(self, prefix: str = "") -> list[str]:
         """See `Store.list`."""
-        found = (item["Key"] for page in self._pages(prefix) for item in page.get("Contents", ()))
+        pages = self._pages("list_objects_v2", prefix, _LISTING)
+        found = (item["Key"] for page in pages for item in page.get("Contents", ()))
         return sorted(key[len(self._base) :] for key in found)
 
-    def _pages(self, prefix: str, **more: str) -> Iterator[Any]:
-        """Ask for all pages of a listing."""
+    def _pages(
+        self, operation: str, prefix: str, marks: dict[str, str], **more: str
+    ) -> Iterator[Any]:
+        """Ask for all pages of a listing; `marks`: parameter -> its next value's name in a page."""
         wanted = {"Prefix": self._base + prefix, **more}
         while True:
-            reply = self._request("list_objects_v2", prefix, wanted)
+            reply = self._request(operation, prefix, wanted)
             yield reply
             if not reply.get("IsTruncated"):
                 return
-            wanted["ContinuationToken"] = reply["NextContinuationToken"]
+            wanted |= {name: reply[mark] for name, mark in marks.items()}
 
     @property
     def _base(self) -> str:
@@ -386,10 +365,10 @@ class S3Store:
                 f"{self.uri}/{key}: the store was closed while this waited to be tried again "
                 f"({reason})"
             ) from error
-        self._counter.add(retries=1)
+        self.count(retries=1)
 
     def _throttled(self) -> None:
-        self._counter.add(throttled=1)
+        self.count(throttled=1)
         self._calm_at = time.monotonic() + _CALM_S
         if self._budget is not None:
             self._budget.throttled()

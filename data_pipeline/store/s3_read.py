@@ -39,7 +39,7 @@ class BodyRead(Sent):
         start: first byte.
         length: bytes to read; None: all that follow.
         etag: the version to read, None: any.
-        arrived: called at the end with the number of bytes that came.
+        count: called at the end as `count(bytes=...)`, with those that came.
         patience: seconds in which `PROGRESS` bytes (or the rest) have to come.
 
     Attributes:
@@ -53,14 +53,14 @@ class BodyRead(Sent):
         where: str,
         ask: Callable[[Sent, dict[str, Any]], Any],
         check: Callable[[str], None],
-        arrived: Callable[[int], None],
+        count: Callable[..., None],
         start: int,
         length: int | None,
         etag: str | None,
         patience: float,
     ) -> None:
         super().__init__()
-        self._where, self._ask, self._check, self._arrived = where, ask, check, arrived
+        self._where, self._ask, self._check, self._count = where, ask, check, count
         self._start, self._length, self.etag = start, length, etag
         self._patience = patience
         self.pieces: list[bytes] = []
@@ -84,7 +84,7 @@ class BodyRead(Sent):
         except Exception as error:
             self.error = error
         self._stream = None
-        self._arrived(self.got)
+        self._count(bytes=self.got)
 
     def abandon(self) -> None:
         """End soon. A thread that sits in the socket is woken; one without an answer times out."""

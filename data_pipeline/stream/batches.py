@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from data_pipeline.index.manifest import IndexMismatch
 from data_pipeline.index.reads import Part, read_checked
 from data_pipeline.store.open import Span, Store
-from data_pipeline.stream.extents import HEADER, Parts
+from data_pipeline.stream.extents import HEADER, BufferParts, FileParts
 from data_pipeline.stream.stretch import Stretch
 
 _CHECKSUM = slice(148, 156)  # of a tar header, which counts as eight spaces in it
@@ -62,7 +62,7 @@ class Assembly:
     def __init__(
         self,
         stretch: Stretch,
-        parts: Parts,
+        parts: FileParts | BufferParts,
         keys: list[str],
         names: Sequence[str],
         store: Store,

@@ -38,7 +38,13 @@ from data_pipeline.plan.blend import UNITS, Segment, append_segment, apportion
 from data_pipeline.plan.order import ShardOrder
 from data_pipeline.store.open import FolderStore, Store, open_store
 from data_pipeline.stream.batches import Assembly, Batch
-from data_pipeline.stream.extents import MAX_GAP, PATIENCE_S, Extents, open_extents
+from data_pipeline.stream.extents import (
+    MAX_GAP,
+    PATIENCE_S,
+    FileExtents,
+    StoreExtents,
+    open_extents,
+)
 from data_pipeline.stream.stretch import keys_of, locate, piece, positions_of
 
 __all__ = ["Batch", "SampleStream", "StreamConfig"]
@@ -165,7 +171,7 @@ class SampleStream:
         self._root = store if isinstance(store, str) else self._root
         self._pid = os.getpid()
         self._store: Store | None = opened
-        self._extents: Extents | None = None
+        self._extents: FileExtents | StoreExtents | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._run: Generator[tuple[int, Any], None, None] | None = None
         self._unfinished = False  # an iteration, in this process

@@ -39,7 +39,7 @@ def _read(pieces, size=10, status=206, check=lambda _: None, **reply):
         seen.append(request)
         return answer
 
-    read = BodyRead("s3://b/k", ask, check, arrived.append, 5, 10, "v", 60.0)
+    read = BodyRead("s3://b/k", ask, check, lambda bytes: arrived.append(bytes), 5, 10, "v", 60.0)
     read.run()
     assert seen == [{"Range": "bytes=5-14", "IfMatch": "v"}]
     assert body.closed
@@ -89,7 +89,7 @@ def test_one_that_is_abandoned_reads_no_further():
     body = Leaving([b"0", b"1", b"2"])
     reply = {"ResponseMetadata": {"HTTPStatusCode": 206}, "ContentLength": 3, "ETag": "e"}
     ask = lambda *_: {"Body": body, **reply}  # noqa: E731
-    read = BodyRead("s3://b/k", ask, lambda _: None, lambda _: None, 0, 3, None, 60.0)
+    read = BodyRead("s3://b/k", ask, lambda _: None, lambda **_: None, 0, 3, None, 60.0)
     read.run()
     assert read.pieces == [b"0"]
     assert isinstance(read.error, BrokenBody)

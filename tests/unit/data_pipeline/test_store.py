@@ -25,7 +25,6 @@ from data_pipeline.store.open import (
     open_store,
 )
 from data_pipeline.store.s3_answers import failure, meaning_of
-from data_pipeline.store.stats import Counter, quantile
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
 from tests.silent import KEYS, refusing
 
@@ -261,21 +260,6 @@ def test_counts_are_exact_under_threads(store):
     assert store.stats.requests - before.requests == 400
     assert store.stats.bytes - before.bytes == 4000
     assert store.stats.written == 100
-
-
-def test_stats_tell_how_long_recent_reads_took(store):
-    assert store.stats.latency_max_s == 0
-    store.put("x", bytes(100))
-    store.get("x")
-    stats = store.stats
-    assert 0 < stats.latency_p50_s == stats.latency_p95_s == stats.latency_max_s < 60
-    counter = Counter()
-    for seconds in range(1, 2001):  # only the last 1,024 are kept: 977 ... 2000
-        counter.timed(seconds)
-    stats = counter.stats
-    assert (stats.latency_p50_s, stats.latency_p95_s) == (976 + 512, 976 + 973)
-    assert stats.latency_max_s == 2000
-    assert [quantile([1, 2, 3, 4], share) for share in (0, 0.25, 0.26, 1)] == [1, 1, 2, 4]
 
 
 @pytest.mark.parametrize(
