@@ -1,8 +1,8 @@
 """The bytes of a stretch's parts: from files of a folder, from whole shards, or from ranges.
 
-`prepare` starts the requests and does not wait; `read` of the parts waits for what it needs, may be
-called from any thread, and raises a StoreError that names the shard. So one stretch is fetched while
-another is in use.
+`prepare` starts the requests and does not wait; `read` of the parts waits for what it needs, may
+be called from any thread, and raises a StoreError that names the shard. So one stretch is fetched
+while another is in use.
 """
 
 import os
