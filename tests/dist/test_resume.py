@@ -180,7 +180,7 @@ def test_four_processes_one_and_four_again(straight, data_root, tmp_path):
     sizes = {name[:10]: size for name, size in saved.files.items() if name != "index.json"}
     assert sorted(sizes) == [f"rank_0000{rank}" for rank in range(4)]
     assert max(sizes.values()) < 0.5 * sum(sizes.values())  # all have their part in it
-    whole = {name: saved.tensor(name) for name in saved.names()}
+    whole = {name: saved.tensor(name) for name in saved.weight_map()}
     tensors = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
     state = load(saved, tensors)
     config = load_config("tiny_cpu", (*SMALL, *ONE))

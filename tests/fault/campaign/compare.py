@@ -8,15 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Names of a line that are measured, at any depth.
-MEASURED = frozenset(
-    (
-        *("seconds", "phase_seconds", "newton_schulz_seconds", "exposed_encoder_seconds"),
-        *("exposed_encoder_share", "exposed_encoder_parts", "imbalance", "peak_gib"),
-        *("peak_gib_step", "model_tflops_per_gpu", "mfu", "peak_tflops_per_gpu", "peak_source"),
-        *("store", "checkpoint"),  # requests depend on what was fetched ahead, saves on their time
-    )
-)
+from kimi_pretrain.verify.traces import numbers_of
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -27,13 +19,6 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole]
 
 
-def exact(line: Any) -> Any:
-    """What of a line must be equal in every run."""
-    if isinstance(line, dict):
-        return {name: exact(value) for name, value in line.items() if name not in MEASURED}
-    return line
-
-
 def difference_of_lines(run: Path, straight: Path) -> str | None:
     """The first step whose line differs from the uninterrupted run's; None: all are equal.
 
@@ -41,7 +26,7 @@ def difference_of_lines(run: Path, straight: Path) -> str | None:
     """
     lines, expected = (read_lines(folder / "metrics.jsonl") for folder in (run, straight))
     for number, (line, wanted) in enumerate(zip(lines, expected), 1):
-        found, known = exact(line), exact(wanted)
+        found, known = numbers_of(line), numbers_of(wanted)
         if found != known:
             names = [name for name in known if found.get(name) != known[name]]
             return f"step {number}: {', '.join(names)} differ"

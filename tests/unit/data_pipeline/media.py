@@ -1,6 +1,8 @@
 """Small media files and samples, made without the code under test."""
 
 import io
+from collections.abc import Sequence
+from fractions import Fraction
 
 import av
 import numpy as np
@@ -21,20 +23,22 @@ def encoded(pixels: np.ndarray | Image.Image, kind: str = "PNG", **options) -> b
     return out.getvalue()
 
 
-def mp4(frames: int, fps: int = 4, height: int = 48, width: int = 64) -> bytes:
-    """A clip whose frame i is a flat grey of level 8*i, so that frames can be told apart."""
+def video(pictures: Sequence[np.ndarray], fps: float, codec: str = "mpeg4") -> bytes:
+    """An MP4 of pictures [height, width, 3] of one size."""
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=fps)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        stream.bit_rate = 4_000_000
-        for i in range(frames):
-            grey = np.full((height, width, 3), 8 * i % 256, np.uint8)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
+        stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
+        stream.height, stream.width = pictures[0].shape[:2]
+        stream.pix_fmt, stream.bit_rate = "yuv420p", 4_000_000
+        for picture in pictures:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
     return out.getvalue()
+
+
+def mp4(frames: int, fps: int = 4, height: int = 48, width: int = 64) -> bytes:
+    """A clip whose frame i is a flat grey of level 8*i, so that frames can be told apart."""
+    return video([np.full((height, width, 3), 8 * i % 256, np.uint8) for i in range(frames)], fps)
 
 
 def samples(count: int = 6) -> list[CrudeSample]:

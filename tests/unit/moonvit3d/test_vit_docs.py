@@ -1,11 +1,9 @@
 """The example of docs/alone/moonvit3d.md runs, on files as it names them."""
 
-import av
-import numpy as np
 import pytest
-from PIL import Image
 
 from tests import docs
+from tests.unit.data_pipeline.media import encoded, noise, video
 
 
 @pytest.mark.parametrize(
@@ -15,19 +13,9 @@ from tests import docs
     ids=["small", "photo"],
 )
 def test_example_runs(tmp_path, monkeypatch, size, grid):
-    draw = np.random.default_rng(0)
-    Image.fromarray(draw.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)).save(
-        tmp_path / "photo.png"
-    )
-    with av.open(tmp_path / "clip.mp4", "w") as file:
-        stream = file.add_stream("mpeg4", rate=24)
-        stream.width, stream.height, stream.pix_fmt = 160, 90, "yuv420p"
-        for _ in range(72):  # three seconds
-            frame = av.VideoFrame.from_ndarray(
-                draw.integers(0, 256, (90, 160, 3), dtype=np.uint8), format="rgb24"
-            )
-            file.mux(stream.encode(frame))
-        file.mux(stream.encode())
+    (tmp_path / "photo.png").write_bytes(encoded(noise(*size[::-1])))
+    clip = video([noise(90, 160, second) for second in range(3) for _ in range(24)], 24)
+    (tmp_path / "clip.mp4").write_bytes(clip)
     monkeypatch.chdir(tmp_path)
     scope = docs.run("docs/alone/moonvit3d.md")
     assert scope["grids"] == [grid, (4, 8, 12), (2, 8, 12)]

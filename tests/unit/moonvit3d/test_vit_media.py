@@ -19,7 +19,7 @@ from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits, video_chunks
 from moonvit3d.media import MediaError, Probe, is_turned, probe, read_image, read_video, verify
 from moonvit3d.preprocess import video_patches
 from tests import ROOT
-from tests.unit.data_pipeline.media import encoded, noise
+from tests.unit.data_pipeline.media import encoded, noise, video
 from tests.unit.moonvit3d.plain import plain_patches
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -294,19 +294,9 @@ def test_damaged_images_give_pixels_or_one_error():
 
 def clip(frames, fps=4, height=48, width=64, codec="mpeg4"):
     """An MP4 of noise that drifts, so that no two frames are alike."""
-    out = io.BytesIO()
     base = noise(height, width).astype(int)
-    with av.open(out, "w", format="mp4") as container:
-        stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        stream.bit_rate = 4_000_000
-        for i in range(frames):
-            pixels = ((base + 11 * i) % 256).astype(np.uint8)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
-    return out.getvalue()
+    drifting = [((base + 11 * i) % 256).astype(np.uint8) for i in range(frames)]
+    return video(drifting, fps, codec)
 
 
 def stills(sizes, fps=4):
