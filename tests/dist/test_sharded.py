@@ -10,6 +10,7 @@ import torch
 from benchmarks.bench_split import split_bytes
 from kimi_pretrain.dep import sharded
 from moonvit3d.config import MoonViTConfig
+from moonvit3d.layouts import to_transformers
 from tests.dist import sharded_case
 from tests.dist.jobs import run_ranks
 from tests.dist.sharded_case import CASES, GRIDS, SMALL, WORLD
@@ -136,13 +137,9 @@ def test_gradients_and_tokens_are_those_of_transformers(ranks):
         out.backward(sharded_case.gradient_of(grid, torch.float32))
         members = [ranks[rank][f"{name}, 4 parts, float32"] for rank in range(4)]
         assert apart(torch.cat([member["kept"] for member in members]), out.detach()) <= 1e-5
-        found = {"vision_tower.": {}, "mm_projector.": {}}
-        for parameter, grad in members[0]["grads"].items():
-            part = next(part for part in found if parameter.startswith(part))
-            found[part][parameter.removeprefix(part)] = grad
-        mine = oracle.tower_names(SMALL, found["vision_tower."])
-        mine |= oracle.projector_names(found["mm_projector."])
-        expected = oracle.gradients(tower) | oracle.gradients(projection)
+        mine = to_transformers(members[0]["grads"], SMALL)
+        expected = oracle.gradients(tower, oracle.TOWER)
+        expected |= oracle.gradients(projection, oracle.PROJECTOR)
         assert not oracle.over(oracle.distances(mine, expected), 1e-5)
 
 
