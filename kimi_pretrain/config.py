@@ -93,9 +93,11 @@ class TrainConfig(Section):
     [-; kimi_pretrain/weights/initial_weights.py]"""
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Precision of weights and activations. [-; kimi_pretrain/engine/model_builder.py]"""
-    attention: Literal["portable", "transformer_engine"] = "portable"
-    """transformer_engine takes that library's fused kernels for the language model.
-    [-; kimi_pretrain/engine/model_builder.py]"""
+    attention: Literal["auto", "portable", "flex", "transformer_engine"] = "auto"
+    """What computes the language model's attention: plain torch block by block (portable), torch's
+    FlexAttention on CUDA (flex), Transformer Engine's kernels. None holds a matrix of logits. auto:
+    flex on a GPU, in bfloat16 and float32, portable elsewhere.
+    [-; kimi_pretrain/attention/choice.py]"""
     print_every: int = Field(default=10, gt=0)
     """Where output goes into a file or a pipe, every so many steps are told in a line.
     [steps; kimi_pretrain/telemetry/recorder.py]"""
@@ -275,15 +277,20 @@ def check_dep(config: Config) -> None:
 
 
 def check_attention(config: Config) -> None:
-    """Refuse what the fused kernels of Transformer Engine do not take.
+    """Refuse what the kernels that were asked for do not take.
 
     Raises:
         ValueError: names the keys and their values.
     """
     train, layout = config.train, config.layout
-    if train.attention == "portable":
-        return
     instead = "set train.attention=portable"
+    if train.attention == "flex" and train.dtype == "float64":
+        raise ValueError(
+            "train.attention=flex with train.dtype=float64: its kernels compute in bfloat16 and "
+            f"float32; {instead}"
+        )
+    if train.attention != "transformer_engine":
+        return
     if train.dtype != "bfloat16":
         raise ValueError(
             f"train.attention={train.attention} with train.dtype={train.dtype}: its kernels give "

@@ -17,6 +17,7 @@ import torch
 
 from data_pipeline.loader import LoaderError, StepBatch
 from data_pipeline.plan.planner import DataUsedUp
+from kimi_pretrain.attention.choice import check_kind
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.scheduler import CheckpointScheduler
@@ -76,6 +77,7 @@ def train(
     """
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
+    check_kind(config)
     watchdog = _start_watchdog(config, run_dir, stop)
     watchdog.enter("join the job")
     mesh = engine_mesh.start(config.layout, backstop(config.train.timeout_seconds))

@@ -4,64 +4,33 @@ The kernel is Megatron-Core's `TEDotProductAttention`, asked for the largest log
 (`return_max_logit`), so no second pass over the keys is needed here either. Megatron-Core's own
 clip stays unused: of its two switches we take the one that only records.
 
-What the kernel wants, read from the sources of Megatron-Core 0.19.2 and Transformer Engine:
+What the kernel wants, read from the sources of Megatron-Core 0.19.2 and Transformer Engine 2.20:
 
 - packed rows as documents with room behind them (`document_borders`); before version 2.14 maxima
   were taken over that room too, which nothing had been written to;
-- fp16 or bf16: only the kernel of cuDNN gives maxima of packed rows;
-- values as wide as queries: Megatron-Core pads them and cuts the output;
+- fp16 or bf16, and cuDNN 9.21: with an older one, maxima come from its unfused attention alone,
+  which holds whole logit matrices and refuses rows with padding (`kimi_pretrain.attention.choice`
+  refuses all this before a run);
+- values as wide as queries: Megatron-Core pads them and cuts the output. On Hopper it would take
+  them as they are, which has not been run;
 - maxima are handed over rounded to the type of the output: in bf16 those near 100 come in steps of
   a half, so a head may be clipped from 99.75 on or go unclipped up to 100.25 for a step.
 
 Not run by us: there was no machine with Transformer Engine. docs/MUONCLIP.md says what is tested.
 """
 
-import importlib.util
-from importlib.metadata import PackageNotFoundError, version
-
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
-from packaging.version import Version
 from torch import Tensor
 
-from kimi_pretrain.config import ConfigError
 from kimi_pretrain.engine.packed_attention import PackedCoreAttention, PackedRows
-
-MINIMUM = "2.14"
-
-
-def check_installed() -> None:
-    """Refuse to start where the kernels that were asked for are not there.
-
-    Raises:
-        ConfigError: says what is missing, and the other choice.
-    """
-    instead = "or set train.attention=portable"
-    found = _installed()
-    if found is None or Version(found) < Version(MINIMUM):
-        raise ConfigError(
-            f"train.attention=transformer_engine needs Transformer Engine >= {MINIMUM}, which is "
-            f"{'not installed' if found is None else f'here in version {found}'}: "
-            f"pip install 'transformer-engine[pytorch]>={MINIMUM}', {instead}"
-        )
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"train.attention=transformer_engine needs a CUDA device, and there is none; {instead}"
-        )
-
-
-def _installed() -> str | None:
-    if importlib.util.find_spec("transformer_engine") is None:
-        return None
-    try:
-        return version("transformer-engine")
-    except PackageNotFoundError:
-        return None
 
 
 class FusedCoreAttention(PackedCoreAttention):
     """Core attention of `PackedCoreAttention`'s kind that lets Transformer Engine do the work."""
+
+    pads_values = True
 
     def __init__(self, config, layer_number, softmax_scale, pg_collection, **rest):
         # Here, because without Transformer Engine the name is a stand-in of Megatron-Core's.
@@ -81,14 +50,16 @@ class FusedCoreAttention(PackedCoreAttention):
             pg_collection=pg_collection,
         )
 
+    def prepare(self, rows: PackedRows, device: torch.device) -> PackedSeqParams:
+        """Return the rows as the kernel takes them."""
+        return kernel_rows(rows.documents, device)
+
     def attend(
-        self, q_TND: Tensor, k_RND: Tensor, v_RNV: Tensor, rows: PackedRows
+        self, q_TND: Tensor, k_RND: Tensor, v_RNV: Tensor, prepared: PackedSeqParams
     ) -> tuple[Tensor, Tensor]:
         """Return the output [tokens, heads * v dim] and the largest logits [heads of this rank]."""
-        if rows.kernel is None:  # the same for all layers
-            rows.kernel = kernel_rows(rows.documents, q_TND.device)
         mask = AttnMaskType.padding_causal
-        out = self.kernel(q_TND, k_RND, v_RNV, None, mask, packed_seq_params=rows.kernel)
+        out = self.kernel(q_TND, k_RND, v_RNV, None, mask, packed_seq_params=prepared)
         # The kernel's own memory would keep growing through evaluations; ours is in the base class.
         max_N, self.kernel.current_max_attn_logits = self.kernel.current_max_attn_logits, None
         return out, max_N.float()

@@ -79,7 +79,8 @@ def enable() -> torch.device:
     Returns the device that models live on: the current CUDA device, or the CPU.
 
     Raises:
-        ImportError: another version of Megatron-Core is installed than the one pinned here.
+        ImportError: another version of Megatron-Core is installed than the one pinned here, or
+            Transformer Engine on a host without CUDA.
     """
     global _enabled
     if (found := version("megatron-core")) != MEGATRON_VERSION:
@@ -89,6 +90,12 @@ def enable() -> torch.device:
         )
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
+    if importlib.util.find_spec("transformer_engine") is not None:
+        raise ImportError(
+            "Transformer Engine is installed on a host without CUDA: it cannot be imported there, "
+            "and Megatron-Core tries; pip uninstall transformer-engine transformer-engine-torch "
+            "transformer-engine-cu12 transformer-engine-cu13"
+        )
     if not _enabled:
         _patch_torch_cuda()
         _patch_tensors()

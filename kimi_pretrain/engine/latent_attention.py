@@ -78,6 +78,15 @@ class PackedLatentAttention(MLASelfAttention):
                     config, config.hidden_size, config.q_lora_rank
                 )
 
+    def _run_core_attention(self, query, key, value, *args, **kwargs):
+        """Hand values over as narrow as they are, where the core attention takes them so.
+
+        Megatron-Core pads them to the queries' width, 128 to 192 in K2, and cuts the output.
+        """
+        padded = self.core_attention.pads_values
+        run = super()._run_core_attention if padded else self.core_attention
+        return run(query, key, value, *args, **kwargs)
+
 
 class PlainQueryAttention(PackedLatentAttention):
     """MLA without a query latent (Moonlight): the latent of keys and values alone has a norm.

@@ -1,9 +1,8 @@
 """Our configuration as Megatron-Core's, and the language model built from its own modules.
 
 The layer spec is Megatron-Core's local one (no Transformer Engine) with three places filled by us:
-core attention (`PackedCoreAttention`, or `FusedCoreAttention` where the configuration asks
-for Transformer Engine), the router (`PaddingAwareRouter`) and the routed experts
-(`GroupedExperts`). The norms are torch's, marked for sequence parallelism.
+core attention (`CORE_ATTENTION`, by `train.attention`), the router (`PaddingAwareRouter`) and the
+routed experts (`GroupedExperts`). The norms are torch's, marked for sequence parallelism.
 """
 
 import hashlib
@@ -17,27 +16,31 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from kimi_pretrain.attention.choice import Kind, check_kind, kind_of
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine.experts import GroupedExperts, PaddingAwareRouter
-from kimi_pretrain.engine.fused_attention import FusedCoreAttention, check_installed
+from kimi_pretrain.engine.fused_attention import FusedCoreAttention
 from kimi_pretrain.engine.language_model import LanguageModel
 from kimi_pretrain.engine.latent_attention import (
     PackedLatentAttention,
     PartNorm,
     PlainQueryAttention,
 )
-from kimi_pretrain.engine.packed_attention import PackedCoreAttention
+from kimi_pretrain.engine.packed_attention import FlexCoreAttention, PortableCoreAttention
 from kimi_pretrain.parallel.layout import LayoutConfig
 from kimi_pretrain.weights.model_config import LanguageConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+CORE_ATTENTION = {
+    "portable": PortableCoreAttention,
+    "flex": FlexCoreAttention,
+    "transformer_engine": FusedCoreAttention,
+}
 
 
 def engine_config(config: Config) -> MLATransformerConfig:
     """Return Megatron-Core's configuration of the language model for this run."""
-    fused = config.train.attention == "transformer_engine"
-    if fused:
-        check_installed()
+    check_kind(config)
     language, layout = config.model.language, config.layout
     dtype = DTYPES[config.train.dtype]
     engine = MLATransformerConfig(
@@ -55,7 +58,7 @@ def engine_config(config: Config) -> MLATransformerConfig:
         # The loss stays a sum over tokens; the one divisor is applied in `step.py`.
         calculate_per_token_loss=True,
         # Records the maxima of attention; Megatron-Core's own clip is not used.
-        log_max_attention_logit=fused,
+        log_max_attention_logit=kind_of(config) == "transformer_engine",
         # Fused kernels exist for CUDA only.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -150,13 +153,14 @@ def _pipeline(layout: LayoutConfig, dtype: torch.dtype) -> dict:
     )
 
 
-def layer_specs(config: MLATransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def layer_specs(
+    config: MLATransformerConfig, attention_kind: Kind, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """Return the specs of one chunk's layers with our attention and experts in place."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
-        fused = config.log_max_attention_logit
-        attention.submodules.core_attention = FusedCoreAttention if fused else PackedCoreAttention
+        attention.submodules.core_attention = CORE_ATTENTION[attention_kind]
         attention.submodules.q_layernorm = attention.submodules.kv_layernorm = PartNorm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = PartNorm
         plain = config.q_lora_rank is None
@@ -183,7 +187,7 @@ def _build_chunk(
     virtual = {} if vp_stage is None else dict(ignore_virtual=False, vp_stage=vp_stage)
     chunk = LanguageModel(
         engine,
-        layer_specs(engine, vp_stage),
+        layer_specs(engine, kind_of(config), vp_stage),
         vocab_size=config.model.language.vocab_size,
         max_sequence_length=config.data.seq_len,
         pre_process=parallel_state.is_pipeline_first_stage(**virtual),

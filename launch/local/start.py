@@ -87,6 +87,7 @@ def _draw(run_dir: Path) -> None:
 def _start_several(
     job: Job, config: "Config", machines: Machines, worker: str
 ) -> tuple[int, str | None]:
+    from kimi_pretrain.attention.choice import check_kind
     from kimi_pretrain.config import describe
     from kimi_pretrain.reliability.preflight import check_start
     from launch.local import supervise, torchrun
@@ -94,6 +95,7 @@ def _start_several(
     nodes = torchrun.spread(config.layout.world_size(), machines.count, machines.rendezvous)
     if nodes.rendezvous is not None and nodes.count > 1:
         check_rendezvous(nodes.rendezvous)
+    check_kind(config, explicit=True)
     check_start(config, steps=1 if job.resume is None else 0)  # once, rather than in every rank
     typer.echo(describe(config))
     log = torchrun.log_name(nodes)

@@ -209,46 +209,31 @@ def planted_bit(run) -> dict[str, object]:
 
 
 def layers_against_twins(run) -> dict[str, float]:
-    """Largest errors in fp64 (fp32 for the grouped kernel, scaled to its rounding)."""
-    from kimi_pretrain.engine import experts, packed_attention
+    """Largest errors, fp32."""
+    from kimi_pretrain.engine import experts
 
     generator = torch.Generator().manual_seed(1)
 
-    def random(*shape, dtype=torch.float64):
-        return torch.randn(*shape, generator=generator, dtype=dtype)
-
-    borders = [0, 5, 6, 40, 41, 64, 80]
-    documents = [True, True, True, True, True, False]
-    q, k, v = random(80, 3, 8), random(80, 3, 8), random(80, 3, 6)
-    parts = packed_attention.segment_batches(borders, documents, torch.device("cpu"))
-    out, max_logits = packed_attention.packed_attention(q, k, v, parts, 0.3)
-    twin = packed_attention.packed_attention_reference(q, k, v, borders, 0.3)
-    largest = torch.full((3,), -torch.inf, dtype=torch.float64)
-    for start, end in zip(borders[:-2], borders[1:-1], strict=True):  # the padding does not count
-        for i in range(start, end):
-            for j in range(start, i + 1):
-                largest = torch.maximum(largest, (q[i] * k[j]).sum(-1) * 0.3)
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
 
     tokens = torch.tensor([3, 0, 9, 4])
-    x = random(16, 12, dtype=torch.float32).requires_grad_()
-    weight = random(4, 20, 12, dtype=torch.float32).requires_grad_()
-    gradient = random(16, 20, dtype=torch.float32)
+    x = random(16, 12).requires_grad_()
+    weight = random(4, 20, 12).requires_grad_()
+    gradient = random(16, 20)
     results = []
     for linear in (experts.grouped_linear, experts.grouped_linear_reference):
         y = linear(x, weight, tokens)
         results.append((y, *torch.autograd.grad(y, (x, weight), gradient)))
     fast, plain = results
     none = experts.grouped_linear(x[:0], weight, torch.zeros(4, dtype=torch.int64))
-    rounding = 1e-10 / 1e-5  # fp32 rounding counts as 1e-10 in the test's one tolerance
     return {
-        "attention": float((out - twin).abs().max()),
-        "max_logits": float((max_logits - largest).abs().max()),
-        "experts": float((fast[0] - plain[0]).abs().max()) * rounding,
+        "experts": float((fast[0] - plain[0]).abs().max()),
         "experts_grad": max(
             float((a - b).abs().max()) for a, b in zip(fast[1:], plain[1:], strict=True)
-        ) * rounding,
+        ),
         "no_tokens": float(none.numel()),
-    }  # fmt: skip
+    }
 
 
 def language_model(run) -> dict:

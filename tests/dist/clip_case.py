@@ -177,10 +177,13 @@ class PlainKernel(nn.Module):
         return out.flatten(1)
 
 
-def fused_wiring(run) -> dict:
-    """One batch through `FusedCoreAttention` over `PlainKernel`, and through our own attention."""
+def kernel_wiring(run) -> dict:
+    """One batch through each attention: our own; `FlexCoreAttention` over torch's operator, not
+    compiled; `FusedCoreAttention` over `PlainKernel`.
+    """
     from megatron.core.extensions import transformer_engine
 
+    from kimi_pretrain.attention import flex
     from kimi_pretrain.config import ConfigError
     from kimi_pretrain.engine import model_builder
     from kimi_pretrain.engine.backbone import build_backbone
@@ -189,20 +192,23 @@ def fused_wiring(run) -> dict:
     from kimi_pretrain.engine.packed_attention import document_borders, of_all_heads
     from kimi_pretrain.update import Update
 
-    asked = {"attention": "transformer_engine"}
-    config = run.config.model_copy(update={"train": run.config.train.model_copy(update=asked)})
-    try:
-        model_builder.engine_config(config)
-        refusal = ""
-    except ConfigError as error:
-        refusal = str(error)
     transformer_engine.TEDotProductAttention = PlainKernel
-    model_builder.check_installed = lambda: None
-    backbone = build_backbone(config, run.mesh)
-    Update(config, run.mesh, run.encoder, backbone)  # says where gradients are summed
-    batch, rows = next(run.loader), config.train.rows_per_microbatch
+    flex.fused_kernel = flex.eager_kernel
+    refusals, backbones = {}, {"portable": run.backbone}
+    for kind in ("flex", "transformer_engine"):
+        train = run.config.train.model_copy(update={"attention": kind})
+        config = run.config.model_copy(update={"train": train})
+        try:
+            build_backbone(config, run.mesh)
+        except ConfigError as error:
+            refusals[kind] = str(error)
+        check, model_builder.check_kind = model_builder.check_kind, lambda config: None
+        backbone = backbones[kind] = build_backbone(config, run.mesh)
+        model_builder.check_kind = check
+        Update(config, run.mesh, run.encoder, backbone)  # says where gradients are summed
+    batch, rows = next(run.loader), run.config.train.rows_per_microbatch
     results = {}
-    for name, one in (("portable", run.backbone), ("fused", backbone)):
+    for name, one in backbones.items():
         microbatches = build_microbatches(batch, run.mesh, rows, np.zeros(0, np.int64))
         loss = float(one.train_step(microbatches, 1.0).loss_sum)
         maxima = torch.stack(list(one.take_max_logits().values()))
@@ -210,12 +216,14 @@ def fused_wiring(run) -> dict:
         grads = {view.name: one.grad_of(view).clone() for view in one.views()}
         results[name] = {"loss": loss, "maxima": maxima, "again": again, "grads": grads}
     fused = [module for module in _modules(backbone) if isinstance(module, FusedCoreAttention)]
+    kinds = [type(m).__name__ for m in _modules(backbones["flex"]) if hasattr(m, "pads_values")]
     longest = max(np.diff(m.packed.documents[0]).max() for m in microbatches)
     borders = document_borders([0, 4, 10, 15, 16, 20], [False, True, True, False, True])
     kernel = kernel_rows(borders, torch.device("cpu"))
     return {
         **results,
-        "refusal": refusal,
+        "refusals": refusals,
+        "flex modules": kinds,
         "fused modules": len(fused),
         "kept by the kernels": [module.kernel.current_max_attn_logits for module in fused],
         "longest": int(longest),
@@ -232,4 +240,4 @@ def _modules(backbone):
     return [module for chunk in backbone.chunks for module in chunk.modules()]
 
 
-ACTIONS = {"clip_proof": clip_proof, "fused_wiring": fused_wiring}
+ACTIONS = {"clip_proof": clip_proof, "kernel_wiring": kernel_wiring}

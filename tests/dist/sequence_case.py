@@ -6,49 +6,6 @@ import torch
 from kimi_pretrain.parallel.sequence import SequenceParts
 
 STRIDE = 7  # every seventh place of a row takes a planted vision embedding
-BORDERS = [0, 5, 6, 40, 41, 64, 80]
-DOCUMENTS = [True, True, True, True, True, False]
-
-
-def _shared_attention() -> dict[str, float]:
-    """Attention of 1, 2 and 4 context-parallel ranks, one after the other, against the plain loop.
-
-    Returns the largest errors, fp64: of outputs, of the gradients of queries, keys and values, and
-    of the maxima, which brute force looks for over all pairs.
-    """
-    from kimi_pretrain.engine import packed_attention
-
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(80, 3, d, generator=generator, dtype=torch.float64) for d in (8, 8, 6))
-    weight = torch.randn(80, 3, 6, generator=generator, dtype=torch.float64)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    twin = packed_attention.packed_attention_reference(q, k, v, BORDERS, 0.3)
-    wanted = torch.autograd.grad((twin * weight).sum(), inputs)
-    largest = torch.full((3,), -torch.inf, dtype=torch.float64)
-    for start, end in zip(BORDERS[:-2], BORDERS[1:-1], strict=True):  # not the padding
-        for i in range(start, end):
-            for j in range(start, i + 1):
-                largest = torch.maximum(largest, (q[i] * k[j]).sum(-1).detach() * 0.3)
-    errors = {}
-    for num_cp in (1, 2, 4):
-        shared = SequenceParts(80, num_cp)
-        held = [torch.from_numpy(shared.positions_cp(rank)) for rank in range(num_cp)]
-        gathered = torch.cat(held)
-        out, maxima = torch.zeros_like(twin), []
-        for rank, mine in enumerate(held):
-            parts = packed_attention.segment_batches(
-                BORDERS, DOCUMENTS, torch.device("cpu"), shared, rank
-            )
-            found, max_logits = packed_attention.packed_attention(
-                q[mine], k[gathered], v[gathered], parts, 0.3
-            )
-            out = out.index_copy(0, mine, found)
-            maxima.append(max_logits)
-        gradients = torch.autograd.grad((out * weight).sum(), inputs)
-        differences = [out - twin, *(a - b for a, b in zip(gradients, wanted, strict=True))]
-        errors[f"cp={num_cp}"] = max(float(x.abs().max()) for x in differences)
-        errors[f"cp={num_cp}, maxima"] = float((torch.stack(maxima).amax(0) - largest).abs().max())
-    return errors
 
 
 def leaf_gradients(run) -> dict:
@@ -97,8 +54,8 @@ def leaf_gradients(run) -> dict:
 def shared_rows(run) -> dict:
     """Planted embeddings, then training steps, then what a checkpoint would hold.
 
-    Returns "leaves" (see `leaf_gradients`), "steps" as of the action `losses`, the "shapes" of all
-    tensors by name, and, of a process alone, the errors of "attention".
+    Returns "leaves" (see `leaf_gradients`), "steps" as of the action `losses`, and the "shapes" of
+    all tensors by name.
     """
     from kimi_pretrain.checkpoint.hashes import hash_tensors
     from tests.dist.basic_case import losses
@@ -111,8 +68,7 @@ def shared_rows(run) -> dict:
     mine = {name: tuple(tensor.shape) for name, tensor in run.tensors().items()}
     for part in run.mesh.gather(mine):
         shapes.update(part)
-    attention = _shared_attention() if run.mesh.world_size == 1 else {}
-    return {"leaves": leaves, "steps": steps, "shapes": shapes, "attention": attention}
+    return {"leaves": leaves, "steps": steps, "shapes": shapes}
 
 
 ACTIONS = {"leaf_gradients": leaf_gradients, "shared_rows": shared_rows}

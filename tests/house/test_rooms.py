@@ -42,8 +42,10 @@ ROOMS: dict[str, set[str]] = {
         "kimi_pretrain.parallel.balance", "kimi_pretrain.weights.model_config", "typed_config",
     },
     "kimi_pretrain.telemetry.phases": set(),
+    "kimi_pretrain.attention": {*BASE, "kimi_pretrain.parallel.sequence"},
     "kimi_pretrain.engine": {
-        *BASE, "kimi_pretrain.parallel", "data_pipeline.loader", "data_pipeline.plan",
+        *BASE, "kimi_pretrain.attention", "kimi_pretrain.parallel", "data_pipeline.loader",
+        "data_pipeline.plan",
     },
     "kimi_pretrain.dep.leaves": {"kimi_pretrain.dep", "kimi_pretrain.engine.microbatch"},
     "kimi_pretrain.dep": {*BASE, "kimi_pretrain.parallel", "data_pipeline.plan", "moonvit3d"},
@@ -90,7 +92,8 @@ ROOMS: dict[str, set[str]] = {
         "moonvit3d",
     },
     "kimi_pretrain.train": {
-        *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.dep", "kimi_pretrain.engine",
+        *BASE, "kimi_pretrain.attention.choice", "kimi_pretrain.checkpoint", "kimi_pretrain.dep",
+        "kimi_pretrain.engine",
         "kimi_pretrain.reliability", "kimi_pretrain.run", "kimi_pretrain.step",
         "kimi_pretrain.telemetry", "kimi_pretrain.tools.state_hashes", "data_pipeline",
     },

@@ -1,0 +1,151 @@
+"""Which attention a run takes (`train.attention`), and whether this process can run it.
+
+Nothing here loads torch before a run asks for an attention that needs a GPU.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+from packaging.version import Version
+
+from kimi_pretrain.config import Config, ConfigError
+
+Kind = Literal["portable", "flex", "transformer_engine"]
+
+TE_MINIMUM = "2.17"
+"""Transformer Engine from here on says itself what its kernels need for the maxima."""
+CUDNN_MINIMUM = 92100
+"""cuDNN 9.21: before, its kernels gave no maxima beside the output of a training step."""
+INSTEAD = "set train.attention=portable"
+
+
+def kind_of(config: Config) -> Kind:
+    """Return the attention of this process; `auto` is flex on a GPU, in bfloat16 and float32."""
+    train = config.train
+    if train.attention != "auto":
+        return train.attention
+    # FlexAttention's kernels have no float64.
+    return "flex" if train.dtype != "float64" and Host.here().cuda else "portable"
+
+
+def check_kind(config: Config, *, explicit: bool = False) -> None:
+    """Refuse an attention that cannot run here, before anything is opened.
+
+    Args:
+        config: of the run.
+        explicit: leave `auto` to the processes of the run: this one may be on another machine.
+
+    Raises:
+        ConfigError: says what is missing, and what to do.
+    """
+    if explicit and config.train.attention == "auto":
+        return
+    kind = kind_of(config)
+    if kind == "portable":
+        return
+    host = Host.here()
+    problem = flex_problem(host) if kind == "flex" else transformer_engine_problem(host)
+    if problem is not None:
+        raise ConfigError(f"train.attention={config.train.attention} {problem}")
+
+
+@dataclass(frozen=True)
+class Host:
+    """What this process finds.
+
+    Attributes:
+        cuda: whether there is a CUDA device.
+        torch: torch's version.
+        maxima: whether its FlexAttention can hand over the largest logits.
+        triton: whether Triton is there, which compiles them.
+        transformer_engine: version, or None.
+        cudnn: as torch reports it, 92100 for 9.21.0; None: there is none.
+        environment: of the process.
+    """
+
+    cuda: bool
+    torch: str
+    maxima: bool
+    triton: bool
+    transformer_engine: str | None
+    cudnn: int | None
+    environment: Mapping[str, str]
+
+    @classmethod
+    def here(cls) -> "Host":
+        """Look."""
+        import torch
+
+        try:
+            request = import_module("torch.nn.attention.flex_attention").AuxRequest
+        except (ImportError, AttributeError):
+            request = None
+        return cls(
+            cuda=torch.cuda.is_available(),
+            torch=torch.__version__,
+            maxima="max_scores" in getattr(request, "_fields", ()),
+            triton=_version("triton") is not None,
+            transformer_engine=_version("transformer-engine"),
+            cudnn=torch.backends.cudnn.version(),
+            environment=os.environ,
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def flex_problem(host: Host) -> str | None:
+    """Return why FlexAttention cannot run, or None."""
+    if not host.cuda:
+        return f"needs a CUDA device, and there is none; {INSTEAD}"
+    if not host.maxima:
+        return (
+            f"needs a torch whose FlexAttention gives the largest logits (AuxRequest.max_scores), "
+            f"for QK-Clip; torch {host.torch} has none: install 2.13, or {INSTEAD}"
+        )
+    if not host.triton:
+        return f"needs Triton, which compiles its kernels: pip install triton, or {INSTEAD}"
+    return None
+
+
+def transformer_engine_problem(host: Host) -> str | None:
+    """Return why Transformer Engine's attention cannot run, or None."""
+    found = host.transformer_engine
+    if not host.cuda:
+        # Do not say how to install it: without CUDA it breaks Megatron-Core's import.
+        return f"needs a CUDA device, and there is none; {INSTEAD}"
+    if found is None or Version(found) < Version(TE_MINIMUM):
+        return (
+            f"needs Transformer Engine >= {TE_MINIMUM}, which is "
+            f"{'not installed' if found is None else f'here in version {found}'}: "
+            f"pip install --no-build-isolation 'transformer-engine[pytorch]>={TE_MINIMUM}', or "
+            f"{INSTEAD}"
+        )
+    if (host.cudnn or 0) < CUDNN_MINIMUM:
+        return (
+            f"needs cuDNN >= {_cudnn(CUDNN_MINIMUM)}, for the largest logits; torch {host.torch} "
+            f"has {_cudnn(host.cudnn) if host.cudnn else 'none'}: install a newer "
+            f"nvidia-cudnn package, or {INSTEAD}"
+        )
+    unfused = host.environment.get("NVTE_UNFUSED_ATTN")
+    if unfused != "0":
+        return (
+            "needs NVTE_UNFUSED_ATTN=0 in the environment, which is "
+            f"{'not set' if unfused is None else f'NVTE_UNFUSED_ATTN={unfused}'}: otherwise rows "
+            f"that no fused kernel takes would silently hold whole logit matrices; set it, or "
+            f"{INSTEAD}"
+        )
+    return None
+
+
+def _cudnn(number: int) -> str:
+    major, rest = divmod(number, 10000)
+    return f"{major}.{rest // 100}"
