@@ -1,8 +1,5 @@
 """A small corpus of every kind of sample, real files in a folder, and a config that uses it all."""
 
-import io
-
-import av
 import numpy as np
 from PIL import Image, ImageDraw
 
@@ -24,6 +21,7 @@ from data_pipeline.ingest.samples import (
 )
 from data_pipeline.text import Tokenizer, train_ranks
 from moonvit3d.geometry import PatchLimits
+from tests.unit.data_pipeline.media import encoded, video
 
 WORDS = "the quick brown fox jumps over a lazy dog near 12 rivers, 345 boats and one image video"
 TOKENIZER_KEY = "tokenizer/words.tiktoken"
@@ -69,35 +67,23 @@ def sentence(rng, most=14):
     return " ".join(rng.choice(WORDS.split(), rng.integers(1, most)))
 
 
-def picture(rng, suffix="png"):
-    height, width = rng.integers(20, 160, 2)
-    pixels = rng.integers(0, 255, (height, width, 3), np.uint8)
-    return encoded(pixels, suffix)
+def pixels(rng, height, width):
+    return rng.integers(0, 255, (height, width, 3), np.uint8)
 
 
-def encoded(pixels, suffix="png"):
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, {"png": "PNG", "jpg": "JPEG"}[suffix])
-    return out.getvalue()
+def picture(rng, suffix):
+    kind = {"png": "PNG", "jpg": "JPEG"}[suffix]
+    return ImageSegment(encoded(pixels(rng, *rng.integers(20, 160, 2)), kind), suffix)
 
 
-def clip(rng, frames):
-    out = io.BytesIO()
-    with av.open(out, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=4)
-        stream.width = stream.height = 48
-        for _ in range(frames):
-            pixels = rng.integers(0, 255, (48, 48, 3), np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode(None))
-    return out.getvalue()
+def filmed(rng, frames):
+    return VideoSegment(video([pixels(rng, 48, 48) for _ in range(frames)], 4))
 
 
 def album(rng, key):
     """Three pictures that leave no room in a row until they are shrunk."""
     shots = [
-        ImageSegment(encoded(rng.integers(0, 255, (*size, 3), np.uint8)), "png")
-        for size in rng.integers(140, 200, (3, 2))
+        ImageSegment(encoded(pixels(rng, *size)), "png") for size in rng.integers(140, 200, (3, 2))
     ]
     # The first one decides how far they are shrunk: none may be longer, or no draw would fit.
     texts = sorted((sentence(rng, 9) for _ in range(3)), key=len, reverse=True)
@@ -115,7 +101,7 @@ def marked(rng, key):
         key,
         [
             TextSegment("boats: ", loss=False),
-            ImageSegment(encoded(np.asarray(image)), "png"),
+            ImageSegment(encoded(image), "png"),
             RegionSegment("box", [[x, y], [x + w, y + h]], label="fox"),
         ],
     )
@@ -134,14 +120,14 @@ def samples(seed=0, scale=1):
         CrudeSample(
             f"s{i}",
             [
-                ImageSegment(picture(rng, "jpg" if i % 2 else "png"), "jpg" if i % 2 else "png"),
+                picture(rng, "jpg" if i % 2 else "png"),
                 TextSegment(texts=[sentence(rng), sentence(rng), sentence(rng)]),
             ],
         )
         for i in range(40 * scale)
     ]
     clips = [
-        CrudeSample(f"c{i}", [VideoSegment(clip(rng, int(n))), TextSegment(sentence(rng))])
+        CrudeSample(f"c{i}", [filmed(rng, n), TextSegment(sentence(rng))])
         for i, n in enumerate(rng.integers(1, 24, 8 * scale))
     ]
     boxes = [marked(rng, f"b{i}") for i in range(40 * scale)]

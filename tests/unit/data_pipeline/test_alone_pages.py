@@ -1,11 +1,9 @@
 """docs/alone/stream.md and docs/alone/loader.md: their code runs as it stands."""
 
-import io
 import json
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
@@ -13,6 +11,7 @@ from data_pipeline.store.open import FolderStore
 from data_pipeline.stream.stream import SampleStream, StreamConfig
 from data_pipeline.text import Tokenizer, train_ranks
 from tests import ROOT, docs
+from tests.unit.data_pipeline.media import encoded
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +26,8 @@ def corpus(tmp_path_factory):
         return TextSegment(" ".join(draw.choice(words, draw.integers(4, 40))))
 
     def image(suffix):
-        out = io.BytesIO()
         pixels = draw.integers(0, 256, (60, 90, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(out, {"png": "PNG", "jpg": "JPEG"}[suffix])
-        return ImageSegment(out.getvalue(), suffix)
+        return ImageSegment(encoded(pixels, {"png": "PNG", "jpg": "JPEG"}[suffix]), suffix)
 
     ranks = train_ranks([" ".join(words)], 270)
     store.put("tokenizer/tokenizer.tiktoken", ranks)

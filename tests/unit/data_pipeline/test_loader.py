@@ -12,13 +12,13 @@ from data_pipeline.config import DataConfig
 from data_pipeline.decode import decode_item
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import IndexMismatch
-from data_pipeline.ingest.ingest import CrudeSample, ImageSegment, TextSegment, VideoSegment, ingest
+from data_pipeline.ingest.ingest import CrudeSample, TextSegment, ingest
 from data_pipeline.loader import Loader, LoaderError, Needs, everything
 from data_pipeline.store.open import FolderStore, StoreUnavailable
 from data_pipeline.text import Tokenizer, train_ranks
 from moonvit3d.geometry import PatchLimits
 from tests.resume import assert_resumes_anywhere, fingerprint
-from tests.unit.data_pipeline.every_kind import WORDS, clip, picture, sentence
+from tests.unit.data_pipeline.every_kind import WORDS, filmed, picture, sentence
 
 CONFIG = DataConfig(
     root="a folder",
@@ -50,12 +50,9 @@ def built(tmp_path_factory, tokenizer):
         return TextSegment(sentence(rng), loss)
 
     web = [CrudeSample(f"w{i}", [text(), text(False)]) for i in range(40)]
-    shots = [
-        CrudeSample(f"s{i}", [text(), ImageSegment(picture(rng), "png"), text()]) for i in range(20)
-    ]
+    shots = [CrudeSample(f"s{i}", [text(), picture(rng, "png"), text()]) for i in range(20)]
     clips = [
-        CrudeSample(f"c{i}", [VideoSegment(clip(rng, int(n))), text()])
-        for i, n in enumerate(rng.integers(1, 24, 8))
+        CrudeSample(f"c{i}", [filmed(rng, n), text()]) for i, n in enumerate(rng.integers(1, 24, 8))
     ]
     indices = [
         ingest(samples, store, name, tokenizer, shard_bytes=shard_bytes)

@@ -56,11 +56,6 @@ def test_counting_anew_equals_ingesting_anew(store, tokenizer, workers, monkeypa
     assert before.items() <= {key: store.get(key) for key in store.list()}.items()
 
 
-def test_the_same_tokenizer_gives_the_same_index(store, tokenizer):
-    old = ingest(_samples(), store, "old", tokenizer, category="caption")
-    assert reindex(store, "old", "new", tokenizer).content_hash == old.content_hash
-
-
 def test_media_are_not_read(tokenizer):
     store = MemoryStore("reindex")
     store.clear()

@@ -1,6 +1,5 @@
 """Short forms of every category: the document's examples, real data, and what is refused."""
 
-import io
 import json
 import re
 from pathlib import Path
@@ -192,12 +191,6 @@ def test_what_is_no_form_is_refused_with_what_is_known(reason):
 # Real data, from installed packages --------------------------------------------------------------
 
 
-def _png(pixels) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG")
-    return out.getvalue()
-
-
 def _digit_pages(folder, count):
     """Pages of scanned digits with their labels and boxes."""
     found = []
@@ -231,10 +224,10 @@ def _interleaved(folder):
 def _ocr(folder):
     lines = ["Batteries included.", "There should be one obvious way."]
     pixels, boxes = render(lines, 13)
-    (folder / "zen.png").write_bytes(_png(pixels))
+    (folder / "zen.png").write_bytes(encoded(pixels))
     told = [{"text": line, "box": box} for line, box in zip(lines, boxes)]
     yield {"image": "zen.png", "lines": told}
-    (folder / "turned.png").write_bytes(_png(np.rot90(pixels, -1)))
+    (folder / "turned.png").write_bytes(encoded(np.rot90(pixels, -1)))
     yield {"image": "turned.png", "turn": 90, "text": "\n".join(lines)}
 
 
@@ -259,7 +252,7 @@ def _video(folder):
 def _agent(folder):
     options = ["Open file", "Save file", "Quit"]
     pixels, boxes = render(options, 16)
-    (folder / "menu.png").write_bytes(_png(pixels))
+    (folder / "menu.png").write_bytes(encoded(pixels))
     left, top, right, bottom = boxes[1]
     where = [(left + right) / 2, (top + bottom) / 2]
     yield {

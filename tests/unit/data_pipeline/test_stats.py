@@ -71,13 +71,10 @@ def test_what_a_source_holds_is_counted(index, store):
     assert found["media_bytes"] == media == found["images"]["bytes"] + found["videos"]["bytes"]
     assert found["bytes"] == sum(store.head(shard.key).size for shard in index.shards)
     assert found["scaled_down"] == 6  # the videos: their 64 x 48 pixels are 12 patches
+    assert source_stats(index, PatchLimits())["scaled_down"] == 0
     assert found["images"]["longer_side"]["max"] == 64
     assert found["images"]["aspect"]["max"] == pytest.approx(64 / 33)
     assert "over_seq_len" not in found
-
-
-def test_larger_limits_scale_nothing_down(index):
-    assert source_stats(index, PatchLimits())["scaled_down"] == 0
 
 
 def test_a_source_of_text_alone(tokenizer, store):
@@ -116,13 +113,10 @@ def test_a_histogram_counts_everything_once():
     assert counts[-1] > 0
 
 
-def test_histograms_of_different_values_share_their_edges():
+def test_histograms_share_their_edges_and_nothing_has_none():
     one, other = histogram([3, 100], 4)["edges"], histogram([0.2, 7], 4)["edges"]
     assert set(one) & set(other)
     assert histogram([0, 0], 2) == {"zeros": [2], "counts": [], "edges": []}
-
-
-def test_spread_of_nothing_and_of_one():
     assert spread([]) == {"count": 0}
     assert spread([7])["p1"] == spread([7])["mean"] == 7
 
