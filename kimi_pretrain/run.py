@@ -37,8 +37,6 @@ class Run:
     guard and the loader; `tensors` and `run_state` are all of it.
 
     Args:
-        config: of the run.
-        mesh: where this rank stands.
         resume: checkpoint to resume from: as from `find`, or a folder or URI that is verified here.
         watch: called with the name of each stage of the start.
     """

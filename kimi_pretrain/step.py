@@ -59,8 +59,6 @@ class StepReport:
         loss_tokens, text_tokens, vision_tokens, items: of the global batch.
         skipped: samples of the plan whose loss did not count because they were unusable, int64.
         bad: what this rank found unusable, and why.
-        update: of the optimizer; see `UpdateReport`.
-        vision: who encoded which item.
         spans: phase -> (start, end) in seconds of the wall clock, on this rank.
         peak_bytes: phase -> most memory in use, on this rank.
         exchange_bytes: embeddings sent to other ranks "over", gradients sent "back", by this rank;

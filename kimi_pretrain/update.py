@@ -46,7 +46,6 @@ class UpdateReport:
         skipped_steps: steps of the run that were not applied, this one included.
         own: of the tensors that this rank updates; `step_stats.merge_figures` joins those of all
             ranks for the line of metrics.
-        verdict: what the guard found.
         copies: hashes of some of this rank's tensors, as they were in the step.
     """
 
@@ -71,7 +70,6 @@ class Update:
 
     Attributes:
         skipped_steps: of the run so far: steps done minus updates done.
-        guard: decides before each update.
         before_change: called before the first tensor changes.
         hash_copies: called in each step, before anything changes: an update with `shard_state`
             makes all copies equal again.

@@ -59,7 +59,6 @@ def place(costs: Floats, parts: Ints, home: Ints, places: Places, efficiency: fl
         costs: seconds of each item on one rank, float64 [items].
         parts: ranks that share each item, as from `choose_splits`, int64 [items].
         home: rank that needs each item, int64 [items].
-        places: where the ranks are.
         efficiency: what the ranks that share an item keep of their speed, above 0, at most 1.
 
     Raises:

@@ -105,7 +105,9 @@ def fit(timings: Sequence[Timing]) -> Fit:
     measured = np.array([timing.total for timing in timings])
     terms = _terms(timings)
     coefficients = non_negative(terms / measured[:, None], np.ones(len(measured)))
-    per_patch, squared, per_item, per_chunk = (_rounded(value) for value in coefficients)
+    per_patch, squared, per_item, per_chunk = (
+        float(f"{value:.{DIGITS}g}") for value in coefficients
+    )
     predicted = terms @ np.array([per_patch, squared, per_item, per_chunk])
     errors = predicted / measured - 1
     return Fit(CostModel(per_patch, squared, per_item), per_chunk, predicted, errors)
@@ -175,7 +177,3 @@ def _terms(timings: Sequence[Timing]) -> Floats:
         patches, squares = float(sizes.sum()) + timing.filled, float((sizes * sizes).sum())
         rows.append([patches, squares, float(len(sizes)), 1.0])
     return np.array(rows)
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")

@@ -40,7 +40,6 @@ class DecoupledEncoder:
 
     Args:
         budget: most patches of a chunk.
-        seed: of the initial weights.
         frozen: parts that are not trained: "vision_tower", "projector".
         blocks: block size -> process group of the block of that many ranks that this one is in;
             its ranks share large items.

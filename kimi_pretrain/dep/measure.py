@@ -178,7 +178,6 @@ class EncoderRun:
     """Runs packs through an encoder as a training step does; a `Run`.
 
     Args:
-        config: sizes of the encoder.
         frozen: parts that are not trained, "vision_tower" and "projector". A frozen tower is not
             run again for the backward pass; with both frozen a step is one forward.
     """

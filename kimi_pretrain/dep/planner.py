@@ -25,11 +25,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 class VisionPlanner:
-    """Plans the vision work of steps; caches the last few, which loader and step both ask for.
-
-    Args:
-        config: of the run.
-    """
+    """Plans the vision work of steps; caches the last few, which loader and step both ask for."""
 
     def __init__(self, config: Config):
         self.config = config

@@ -137,7 +137,6 @@ def scatter_patches(
         patches: uint8 [patches of the item, 3, 14, 14] on the first rank, None on the others.
         grid: (t, h, w) of the whole item.
         group: the block; every member calls.
-        device: where the member's patches shall lie.
 
     Returns:
         uint8 [own patches, 3, 14, 14] in the order of `patch_rows`.
@@ -213,7 +212,6 @@ class BlockAttention:
     """Attention over an item that a block's members hold together: the `attend` of a `Share`.
 
     Args:
-        group: the block.
         held: patches of each member.
         whole: the item as one segment.
     """

@@ -115,7 +115,6 @@ class VisionPlan:
         split_efficiency: what is left of a rank's speed when it shares an item.
         order: all ranks, those that share their media side by side; an item that several ranks
             encode lies on neighbours in this order, [ranks].
-        spans: all runs of tokens.
     """
 
     rank: Ints
@@ -212,12 +211,7 @@ def shares_of(rank: Ints, parts: Ints, tokens: Ints, order: Ints) -> Shares:
 
 
 def spans_of(shares: Shares, where: Destinations) -> Spans:
-    """Cut what is encoded at the borders of what is needed.
-
-    Args:
-        shares: who encodes which tokens.
-        where: which rank holds which places of a row.
-    """
+    """Cut what is encoded at the borders of what is needed."""
     at = where.position[shares.item]
     first = (at + shares.begin) // where.granule
     last = (at + shares.end - 1) // where.granule

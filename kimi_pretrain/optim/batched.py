@@ -32,8 +32,6 @@ def orthogonalise_pieces_(
 
     Args:
         matrices: [A, B] each, fp32 or wider, all on one device.
-        rules: their pieces.
-        config: iterations and their dtype.
     """
     dtype = getattr(torch, config.ns_dtype)
     for (rows, columns), pieces in _batches(matrices, rules):
@@ -76,7 +74,6 @@ def orthogonality_errors(
 
     Args:
         updates: [A, B] each, with their scale; left as they are.
-        rules: their pieces.
         config: for the dtype of the product.
 
     Returns:

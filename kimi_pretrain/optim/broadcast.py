@@ -57,8 +57,6 @@ def cut_rounds(
     an owner, equal shapes are adjacent so that they share a Newton-Schulz call.
 
     Args:
-        named: tensors of this rank.
-        rules: name -> rule.
         owners: name -> index of the owner in its replica group.
         limits: most elements of a bucket, by replica group; a larger tensor has its own.
     """

@@ -50,8 +50,6 @@ class ModelShape:
         """Return the rule of a tensor.
 
         Args:
-            name: checkpoint name.
-            shape: its shape in the checkpoint.
             matrices: `OptimConfig.matrices`; "adamw" gives Muon's matrices to AdamW as well.
 
         Raises:

@@ -40,7 +40,6 @@ def muon_update(
         momenta: same shapes and dtype.
         rules: how each tensor is cut, and its parameter group.
         lr: learning rate of this step by the schedule; each group scales it for itself.
-        config: momentum, groups, Newton-Schulz settings.
         clock: entered around the orthogonalisation, to time it.
 
     Returns:

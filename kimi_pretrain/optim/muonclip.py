@@ -57,7 +57,6 @@ class DistributedMuonClip:
             dtypes in the same order (checked here), and the same values.
         groups: process group of each name in `NamedTensor.replicas`; None is this process alone.
             All ranks of a group construct this object together.
-        config: settings.
         rules: how each tensor is trained; a `ModelShape` for Kimi's checkpoint.
 
     Attributes:
@@ -126,7 +125,6 @@ class DistributedMuonClip:
 
         Args:
             order: names in the order in which a backward pass completes their gradients.
-            groups: see `GradientReduction`.
         """
         tensors = [self._tensors[name] for name in order]
         owners: dict[str, int] | None = None
@@ -160,7 +158,6 @@ class DistributedMuonClip:
         """Update every tensor from its gradient times `scale`; all ranks of all groups call it.
 
         Args:
-            lr: learning rate of this step.
             scale: clip factor and divisor in one; the same on all ranks.
             without: names of tensors that have no gradient on this rank. If it owns them, they and
                 their state stay as they are.
@@ -252,7 +249,6 @@ class DistributedMuonClip:
             q_name: checkpoint name of the layer's q_b_proj (or q_proj) weight.
             kv_b_name: checkpoint name of its kv_b_proj weight.
             gamma: [heads] from `qk_clip.factors`, the same on all ranks.
-            shape: head count and widths.
 
         Raises:
             ValueError: not such names, or only one of the two is held.

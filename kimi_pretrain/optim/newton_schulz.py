@@ -40,7 +40,6 @@ def orthogonalise(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     Args:
         x: [..., A, B] any floating dtype. A zero matrix stays zero, and one whose norm is not well
             above 1e-7 comes out smaller than it should.
-        steps: iterations.
         dtype: of the products. The norm is taken in x's own dtype, before rounding to this one.
 
     Returns:
@@ -72,7 +71,6 @@ def iterate(x: Tensor, parts: Sequence[int], scale: float = 1.0) -> Tensor:
     Args:
         x: [A, B] or [n, A, B]; left as it is.
         parts: steps of each segment, see `segments`.
-        scale: factor of the result.
 
     Returns:
         Like x; a new tensor.

@@ -283,7 +283,10 @@ class MuonClip(torch.optim.Optimizer):
         gamma = factors(maxima, self._threshold)
         for heads, own in zip(self._attention, gamma):
             if bool((own < 1).any()):
-                self._clip(heads, own)
+                shared = own if heads.key is None else own.sqrt()
+                self._scale(heads.query, shared, heads.rope_rows, own)
+                if heads.key is not None:
+                    self._scale(heads.key, shared, heads.value_rows, None)
         return int((gamma < 1).sum())
 
     def sync_masters(self) -> None:
@@ -364,12 +367,6 @@ class MuonClip(torch.optim.Optimizer):
                     _TORCH_NAMES.get(part, part): tensor.view(param.shape)
                     for part, tensor in parts.items()
                 }
-
-    def _clip(self, heads: AttentionHeads, gamma: Tensor) -> None:
-        shared = gamma if heads.key is None else gamma.sqrt()
-        self._scale(heads.query, shared, heads.rope_rows, gamma)
-        if heads.key is not None:
-            self._scale(heads.key, shared, heads.value_rows, None)
 
     def _scale(self, rows: Rows, content: Tensor, other_rows: int, other: Tensor | None) -> None:
         name, start, stop = _bounds(rows, self._matrices)

@@ -78,7 +78,6 @@ def choose_owners(
         tensors: of every rank of the group; names are unique.
         loads: of each rank, in the group's order: what it owns of groups before in `ORDER`, and
             `share_of` those that are still to be divided.
-        model: the rules of its tensors.
         config: `ns_steps` and `matrices` are read.
 
     Returns:

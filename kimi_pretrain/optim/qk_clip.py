@@ -43,7 +43,6 @@ def factors(max_logits: Tensor, threshold: float) -> Tensor:
     Args:
         max_logits: [heads] largest softmax input of each head over all micro-batches and ranks, as
             it enters the softmax (scaled, signed). -inf says that the head saw no token.
-        threshold: tau.
 
     Returns:
         [heads] tau / S where S > tau, and exactly 1 elsewhere. A head with a maximum of +inf or NaN
@@ -64,7 +63,6 @@ def scale_heads_(
     Args:
         weight: [heads * rows, in], any floating dtype.
         content: [heads] factors of each head's rows but the last `other_rows`.
-        other_rows: last rows of each head.
         other: [heads] their factors; None leaves them as they are.
 
     Raises:

@@ -60,7 +60,6 @@ class Segment(Section):
 
         Args:
             start: where it begins, in the same unit.
-            tokens_per_step: tokens of a global batch.
 
         Raises:
             ValueError: it ends before it begins.

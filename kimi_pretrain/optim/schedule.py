@@ -28,8 +28,6 @@ class Stretch:
     Attributes:
         start: tokens seen before it.
         end: tokens seen with it; equal to start where the segment only sets a rate.
-        begin_lr: what it comes from.
-        segment: where it leads, and how.
     """
 
     start: int
@@ -64,7 +62,6 @@ def stretches(config: OptimConfig, tokens_per_step: int) -> list[Stretch]:
     """Return the segments of a schedule in their places.
 
     Args:
-        config: the schedule.
         tokens_per_step: tokens of a global batch, the same throughout the run.
 
     Raises:
@@ -85,7 +82,6 @@ def learning_rate(step: int, config: OptimConfig, tokens_per_step: int) -> float
 
     Args:
         step: updates done before this one; the first update is step 0.
-        config: the schedule.
         tokens_per_step: tokens of a global batch. The position in tokens is (step + 1) times this:
             of a run whose batch changes under way, only segments in steps keep their places.
 

@@ -96,11 +96,7 @@ class Stopwatch:
 
 @dataclass
 class StepStats:
-    """Collects the statistics of one step on this rank, over the tensors it owns.
-
-    Args:
-        device: where the updates are made.
-    """
+    """Collects the statistics of one step on this rank, over the tensors it owns."""
 
     device: torch.device
     _squares: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -114,7 +110,6 @@ class StepStats:
         """Add updates to the sums of a parameter group (`Rule.group`).
 
         Args:
-            group: of all of them.
             updates: any shapes, before the learning rate; read now, not kept.
         """
         squares = self._squares.setdefault(group, [])

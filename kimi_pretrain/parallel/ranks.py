@@ -17,12 +17,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Ranks:
-    """Facts about all ranks of a layout.
-
-    Attributes:
-        layout: sizes of the axes.
-        per_node: ranks of a machine.
-    """
+    """Facts about all ranks of a layout."""
 
     layout: LayoutConfig
     per_node: int

@@ -32,12 +32,7 @@ _BACKLOG = 2048  # ranks may all come at once; as torch has it
 
 
 def meeting_store(world_size: int, timeout: timedelta) -> Store | None:
-    """Return the store of this start of the job; None: torch uses its own launcher's.
-
-    Args:
-        world_size: ranks of the job.
-        timeout: of what waits in the store.
-    """
+    """Return the store of this start of the job; None: torch uses its own launcher's."""
     folder = os.environ.get(FOLDER)
     alone = world_size == 1 and "MASTER_ADDR" not in os.environ
     if not (alone or folder):

@@ -23,7 +23,6 @@ class SequenceParts:
 
     Attributes:
         tokens: of the row.
-        num_cp, num_tp: context-parallel and tensor-parallel sizes.
 
     Raises:
         ValueError: the row does not divide into equal chunks and runs.

@@ -44,7 +44,6 @@ def exposed(everyone: Sequence[Spans], scopes: Iterable[NDArray[np.int64]] = ())
     """Return the exposed encoder time of a step.
 
     Args:
-        everyone: spans of each rank.
         scopes: the ranks of each group that shares its media; a hand-over ends for one group
             alone, and the step waits for the slowest. Default: all ranks together.
     """

@@ -89,7 +89,6 @@ def encoder_flops(
 
     Args:
         grids: patch grids (frames, height, width), [items, 3].
-        tower, projector: whether each is trained.
     """
     t, h, w = np.asarray(grids, dtype=np.int64).reshape(-1, 3).T
     linear, quadratic = flops(grids, config)
@@ -113,7 +112,6 @@ def backbone_flops(
 
     Args:
         lengths: tokens of each document, [documents].
-        trained: whether it is.
         upstream: whether its input's gradients are wanted, for the encoder's sake.
     """
     size = np.asarray(lengths, dtype=np.float64)

@@ -37,8 +37,6 @@ class RankReport:
     """Per-rank report, all-gathered once per step; a few hundred bytes.
 
     Attributes:
-        metrics: what the rank measured.
-        verdict: of its guard.
         stop: why the rank was asked to stop; None if it was not.
         save: progress of its part of a save.
         unusable: samples of the plan that it could not use: (sample, item, reason).

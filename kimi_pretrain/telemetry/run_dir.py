@@ -110,7 +110,6 @@ class MetricsWriter:
     repeated: their lines go to metrics.abandoned.jsonl, those of the other files likewise.
 
     Args:
-        folder: of the run.
         first_step: steps that were done before.
         display: shows each step on stdout; None shows nothing.
     """

@@ -28,8 +28,6 @@ class Example:
     """One held-out sample with one medium.
 
     Attributes:
-        segments: of its document.
-        patches, grid: of the medium.
         around: tokens of the sample beside the medium's.
     """
 

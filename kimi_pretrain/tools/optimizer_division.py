@@ -27,7 +27,6 @@ class PlannedGroup:
     Args:
         replicas: "dense", "expert" or "encoder"; a job has many groups of the first two.
         ranks: global ranks, in the process group's order.
-        tensors: held by each of them.
     """
 
     replicas: str
@@ -44,7 +43,6 @@ class Division:
         costs: of each group, name -> the tensor's rule and load.
         owners: of each group, name -> global rank; None where every rank updates all it holds
             (`optim.shard_state` off).
-        loads: of each rank of the job.
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -200,7 +198,6 @@ def stage_groups(
     """Yield the groups of a pipeline stage: one dense, and one for each slice of the experts.
 
     Args:
-        stage: pipeline stage.
         ranks_per_stage: its ranks are neighbours.
         num_slices: into which the experts are cut; rank r of a stage holds slice r % num_slices.
         tensors: "dense", and "expert": those of the first slice. The others' have the same shapes.

@@ -54,9 +54,7 @@ class Folded:
 
     Attributes:
         name: with ranges for numbers: 'layers.1-60.mlp.experts.0-383'.
-        tensors: number of tensors.
         owners: ranks as ranges; 'each' where every holder updates a tensor.
-        like: one of them.
     """
 
     name: str
@@ -85,15 +83,11 @@ class OptimizerSummary:
     """Figures of a step.
 
     Attributes:
-        ranks: of the job.
         flops: of Newton-Schulz, per rank.
         least_possible: lower bound of the largest of `flops` with whole tensors.
-        largest_tensor: the one that takes the most operations.
         state_bytes: per rank.
         gradient_bytes: sent by a rank to reduce gradients to owners.
         weight_bytes: sent by a rank to broadcast updated weights.
-        stages: the same by pipeline stage.
-        table: treatment of each tensor.
     """
 
     ranks: int
@@ -112,7 +106,6 @@ def summarise(division: Division, layers: Sequence[tuple[int, ...]]) -> Optimize
 
     Args:
         division: of the whole job; the ranks of a stage are neighbours.
-        layers: decoder layers of each pipeline stage.
     """
     moved = traffic(division)
     flops = [load.flops for load in division.loads]

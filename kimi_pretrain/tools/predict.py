@@ -41,7 +41,6 @@ class Prediction:
     """One step, before it is run.
 
     Attributes:
-        step: its number.
         items, patches: media of the global batch.
         tokens, vision_tokens: of samples, and media tokens among them.
         loads: for each way of assigning, the load of the ranks.
@@ -52,7 +51,6 @@ class Prediction:
         moved: how far the media tokens travel in the hand-over.
         exchange_bytes: the most that one rank sends to others, or receives, in one direction.
         memory_bytes: the most that the media take on one rank, activations and embeddings.
-        memory_rank: which rank that is.
     """
 
     step: int

@@ -15,7 +15,6 @@ def draw(run: Path, out: Path) -> dict[str, Any]:
     """Draw every plot that a run's folder has the numbers for.
 
     Args:
-        run: its folder.
         out: folder to write into; created if missing.
 
     Returns:

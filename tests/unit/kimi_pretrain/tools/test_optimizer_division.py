@@ -11,11 +11,9 @@ from kimi_pretrain.optim.owners import TensorSize
 from kimi_pretrain.tools.optimizer_division import (
     Balance,
     Division,
-    Largest,
     PlannedGroup,
     balance,
     divide,
-    largest_tensor,
     least_possible,
     stage_groups,
     traffic,
@@ -143,19 +141,9 @@ def test_without_sharding_every_rank_updates_what_it_holds():
     assert {row.owners for row in fold(assignments(division))} == {"each"}
 
 
-def test_a_tensor_without_a_rule_is_named():
-    group = PlannedGroup("dense", (0,), (size(f"{LAYERS}3.mlp.extra.weight", 4, 4),))
-    with pytest.raises(ValueError, match=r"no rule for tensor '.*layers\.3\.mlp\.extra\.weight'"):
-        divide([group], 1, SHAPE, CONFIG)
-
-
 def test_balance_counts_all_ranks():
     assert balance([4, 8, 0, 8]) == Balance(8, 5, 1, 1.6)
     assert balance([0, 0]).ratio == 1.0
-
-
-def test_the_largest_tensor():
-    assert largest_tensor(toy()) == Largest(f"{LAYERS}0.self_attn.o_proj.weight", flops(16, 12, 5))
 
 
 def one_t(replicas: int) -> Division:
