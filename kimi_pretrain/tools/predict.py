@@ -171,8 +171,9 @@ def advice(found: Predictions) -> Iterator[str]:
     binding = [step for step in found.steps if step.largest_binds]
     if binding:
         worst = max(binding, key=lambda step: step.largest_seconds)
-        possible = min(dep.ranks_per_node, found.config.layout.world_size())
-        split = max(parts for parts in (1, 2, 4, 8, 16) if parts <= possible)
+        most = min(dep.ranks_per_node, found.config.layout.world_size())
+        heads = found.config.model.vision.heads  # that the ranks of an item divide
+        split = max(p for p in (1, 2, 4, 8, 16) if p <= most and heads % p == 0)
         mend = [f"dep.max_split={split}"] if split > dep.max_split else []
         mend += [f"lower data.limits (image {limits.image}, frame {limits.frame})"]
         yield (
