@@ -27,14 +27,13 @@ from rich.table import Table
 from data_pipeline.store.open import open_store
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import Config, describe, load_config
-from kimi_pretrain.tools.run_plots import draw
+from kimi_pretrain.tools.run_plots import draw, read_steps
 from kimi_pretrain.verify.dep_faults import FAULTS
 from launch.demo.corpus import TOKENIZER_KEY, build_corpus
 from launch.demo.result import show
 from launch.demo.summary import (
     compare_runs,
     read_json,
-    read_metrics,
     summarise,
     verified_gradients,
 )
@@ -319,7 +318,7 @@ def write_results(
     seconds: dict[str, float],
 ) -> dict[str, Any]:
     """Compare the two runs, write summary.json and the pictures; returns the summary."""
-    metrics = read_metrics(run_dir)
+    metrics = read_steps(run_dir / "metrics.jsonl", config.train.steps)
     efficiency = run_dir / "efficiency.json"
     summary = summarise(
         config,

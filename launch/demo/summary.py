@@ -12,18 +12,6 @@ from kimi_pretrain.verify.resume_compare import compare
 from kimi_pretrain.verify.traces import read_trace, reader
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl: one line a step.
-
-    Raises:
-        FileNotFoundError: the run never finished a step.
-    """
-    file = run_dir / "metrics.jsonl"
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist: the run did not finish a single step")
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON file."""
     return json.loads(file.read_text())
