@@ -7,7 +7,7 @@ from tests.dist.deepseek import deepseek_v3
 
 
 def losses(run) -> list[dict]:
-    """Five steps: loss, norm and counts of each."""
+    """Loss, norm and counts of each step."""
     reports = [run.train_step.run(next(run.loader)) for _ in range(run.config.train.steps)]
     return [
         {

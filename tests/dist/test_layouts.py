@@ -34,7 +34,7 @@ def found(data_root, tmp_path_factory):
     """processes -> results by name: all jobs of so many processes run in one go."""
 
     def losses(axes=None, *overrides):
-        return "losses", ("train.steps=5", CLIP, *layout(**(axes or {})), *overrides)
+        return "losses", ("train.steps=4", CLIP, *layout(**(axes or {})), *overrides)
 
     single = {
         "losses": losses(),

@@ -5,7 +5,6 @@ import io
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from data_pipeline.ingest.ingest import ImageSegment, TextSegment
 from launch.demo import digits
@@ -76,6 +75,8 @@ def test_split_is_by_scan_and_complete(scans):
 
 
 def test_scans_are_the_package_s(scans):
+    from sklearn.datasets import load_digits  # a second: in the worker that needs it alone
+
     raw, labels = load_digits(return_X_y=True)
     assert np.array_equal(scans.labels, labels)
     # Enlarging must keep the ink where it was: the mean of each 3x3 block follows its source pixel.

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from kimi_pretrain.weights import fp8
 from kimi_pretrain.weights.compatibility import check_scheme, open_compatible
@@ -39,6 +38,8 @@ def by_hand(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_transformers_agrees(dtype):
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # seconds
+
     weight, scale = random(384, 256)
     theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, output_dtype=dtype)
     assert torch.equal(fp8.dequantize(weight, scale).to(dtype), theirs)
