@@ -10,7 +10,6 @@ ranks, splits, balance and nearness together. Writes a result file with versions
 """
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -28,6 +27,7 @@ from benchmarks.heavy_tail import (  # noqa: E402
     heavy_tailed_tokens,
     simple_bound,
 )
+from benchmarks.result import RESULTS, write  # noqa: E402
 from kimi_pretrain.dep.assign import (  # noqa: E402
     Placement,
     Places,
@@ -40,7 +40,6 @@ from kimi_pretrain.dep.assign import (  # noqa: E402
 from kimi_pretrain.dep.cost import CostModel  # noqa: E402
 from moonvit3d.config import MoonViTConfig  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results"
 COSTS = CostModel.from_flops(MoonViTConfig(), 3e14)
 EFFICIENCY, NODE, STAGES = 0.85, 8, 16
 ROWS = (1, 2, 4, 8, 16, 20, 24, 32, 128)  # of 4,096 tokens, per rank
@@ -175,8 +174,7 @@ def main() -> None:
         "speed": timing,
         "quality": table,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, args.out)
 
 
 if __name__ == "__main__":

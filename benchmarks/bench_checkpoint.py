@@ -26,7 +26,6 @@ import statistics
 import sys
 import tempfile
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.checkpoint import resume
 from benchmarks.checkpoint.ranks import rate, work
-from kimi_pretrain import __version__
+from benchmarks.result import named, versions, write
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "checkpoint_cpu.json"
@@ -148,12 +147,10 @@ def main() -> None:
         spawn(work, (PROCESSES, folder, args.mib, args.rounds), nprocs=PROCESSES)
         measured = json.loads(Path(folder, "rounds.json").read_text())
         resumed = resume.measure(Path(folder), steps, args.repeats)
-    versions = {"kimi-pretrain": __version__, "python": platform.python_version()}
-    versions |= {name: version(name) for name in ("torch", "numpy")}
     report = {
         "date": date.today().isoformat(),
         "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores",
-        "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
+        "versions": named(versions("torch", "numpy")),
         "load_average_at_start": load_average,
         "quick": args.quick,
         "processes": PROCESSES,
@@ -163,13 +160,7 @@ def main() -> None:
         "measured": measured["rounds"],
         "resumed": resumed,
     }
-    target = RESULT
-    if args.quick:
-        ASIDE.mkdir(parents=True, exist_ok=True)
-        target = ASIDE / RESULT.name
-    target.write_text(json.dumps(report, indent=1) + "\n")
-    target.with_suffix(".md").write_text(document(report))
-    print(document(report))
+    write(report, ASIDE / RESULT.name if args.quick else RESULT, document(report))
 
 
 if __name__ == "__main__":

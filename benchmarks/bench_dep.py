@@ -16,7 +16,6 @@ The last two write to runs/bench_dep, so that the committed results stay.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +31,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.dep import data, picture, report, summary, targets
 from benchmarks.dep.settings import GIVING_BACK
-from kimi_pretrain import __version__
+from benchmarks.result import RESULTS, cores, versions
+from benchmarks.result import write as write_result
 from kimi_pretrain.config import Config, ConfigError, load_config
 from launch.local import torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "benchmarks" / "dep" / "config.yaml"
-RESULT = ROOT / "benchmarks" / "results" / "dep_cpu.json"
+RESULT = RESULTS / "dep_cpu.json"
 ASIDE = ROOT / "runs" / "bench_dep"  # for what is no whole run
 PICTURE = ROOT / "docs" / "pictures" / "dep_memory.png"
 PARTS = ("timing", "memory")
@@ -202,16 +201,12 @@ def results(
     found: dict[str, Any] = {
         "about": {
             "date": date.today().isoformat(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "machine": cores(),
             "load_before": load,
             "seconds": round(seconds),
             "quick": plan.quick,
             "overrides": list(overrides),
-            "versions": {
-                "kimi-pretrain": __version__,
-                "python": platform.python_version(),
-                **{name: version(name) for name in ("torch", "megatron-core", "numpy")},
-            },
+            "versions": versions("torch", "megatron-core", "numpy"),
         }
     }
     if "timing" in raw:
@@ -225,14 +220,9 @@ def results(
 
 def write(found: Mapping[str, Any], out: Path, drawing: Path) -> None:
     """Write the JSON, the page beside it, and the picture."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    page = report.page(found)
-    out.with_suffix(".md").write_text(page)
+    write_result(found, out, report.page(found))
     if "memory" in found:
         picture.draw(found["memory"]["curve"], drawing)
-    print(page)
-    print(f"written: {out.name}, {out.with_suffix('.md').name}")
 
 
 if __name__ == "__main__":

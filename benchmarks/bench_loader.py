@@ -12,7 +12,6 @@ under --work). Afterwards a full run takes some ten minutes.
 """
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -28,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.loaders import decoding, environment, measure, packed, report, targets
 from benchmarks.loaders.job import PAIRS
 from benchmarks.loaders.measure import BATCH, Bench, Cell
+from benchmarks.result import RESULTS, processor, write
 from data_pipeline.index.manifest import read_index
 from data_pipeline.store.open import FolderStore
 
-RESULTS = Path(__file__).parent / "results"
 PEERS = ["litdata", "webdataset", "mosaicml-streaming", "megatron-energon"]
 OURS = ["ours", "ours, unchecked"]
 ELASTIC = ["ours", "ours, blended"]
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace, bench: Bench, peers: list[str], notes: list[st
     index = read_index(FolderStore(bench.root / "ours"), PAIRS)
     found: dict[str, Any] = {
         "about": {
-            "date": date.today().isoformat(), "machine": machine(),
+            "date": date.today().isoformat(), "machine": f"{processor()}, {os.cpu_count()} cores",
             "python": platform.python_version(), "samples": bench.count,
             "mean_bytes": round(float(index.item_length.mean())), "shards": len(index.shards),
             "batch": BATCH, "rounds": args.rounds, "load_before": load_before,
@@ -117,13 +116,6 @@ def run(args: argparse.Namespace, bench: Bench, peers: list[str], notes: list[st
     }  # fmt: skip
     found["targets"] = targets.targets(found, peers)
     return found
-
-
-def machine() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
-    return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
 def main() -> None:
@@ -157,11 +149,7 @@ def main() -> None:
         bench = Bench(root, args.count, args.peers.resolve() if peers else None, served)
         found = run(args, bench, peers, notes)
     out = args.out or RESULTS / f"loader_{os.cpu_count()}_cores.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    out.with_suffix(".md").write_text(report.page(found))
-    print(out.with_suffix(".md").read_text())
-    print(f"written: {out}")
+    write(found, out, report.page(found))
 
 
 if __name__ == "__main__":

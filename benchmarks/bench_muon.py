@@ -17,7 +17,6 @@ All but the first and the last write to runs/bench_muon, so that the committed r
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -32,10 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.muon import accuracy, measure, report
 from benchmarks.muon.layers import Layer, k2, moonlight
-from kimi_pretrain import __version__
+from benchmarks.result import RESULTS, cores, versions, write
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 ASIDE = ROOT / "runs" / "bench_muon"  # for what is no whole run
 NAMES = {"cpu": "muon_cpu.json", "cuda": "muon_h200.json"}
 # Moonlight's and K2's experts, K2's query up-projection (whole, as the count is often quoted; and
@@ -135,7 +133,7 @@ def describe(
     arguments: argparse.Namespace, device: torch.device, load: Sequence[float], seconds: float
 ) -> dict[str, Any]:
     """Return what a reader needs to judge the figures."""
-    where = f"{os.cpu_count()} cores, {platform.machine()}"
+    where = cores()
     if device.type == "cuda":
         where = f"{torch.cuda.get_device_name(device)}; {where}"
     return {
@@ -147,22 +145,8 @@ def describe(
         "seconds": round(seconds),
         "quick": arguments.scale != 1,
         "scale": arguments.scale,
-        "versions": {
-            "kimi-pretrain": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
+        "versions": versions("torch"),
     }
-
-
-def write(found: Mapping[str, Any], out: Path) -> None:
-    """Write the JSON and the page beside it."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    page = report.page(found)
-    out.with_suffix(".md").write_text(page)
-    print(page)
-    print(f"written: {out.name}, {out.with_suffix('.md').name}")
 
 
 if __name__ == "__main__":

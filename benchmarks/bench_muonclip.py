@@ -17,8 +17,6 @@ The last two write to runs/bench_muonclip, so that the committed results stay.
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -26,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +54,7 @@ from benchmarks.muonclip.summary import (
 )
 from benchmarks.muonclip.targets import targets
 from benchmarks.muonclip.training import make_corpus, seen_before, train_run
-from kimi_pretrain import __version__
+from benchmarks.result import cores, versions
 from kimi_pretrain.config import ConfigError, load_config
 from launch.local.quiet import quiet_libraries
 
@@ -191,15 +188,11 @@ def results(setup: Mapping[str, Any], curves: Sequence[Curve], plan: Plan) -> di
     found: dict[str, Any] = {
         "about": {
             "date": date.today().isoformat(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "machine": cores(),
             "seconds": round(sum(curve["seconds"] for curve in curves)),
             "processor_seconds": round(sum(curve["processor_seconds"] for curve in curves)),
             "quick": plan.quick,
-            "versions": {
-                "kimi-pretrain": __version__,
-                "python": platform.python_version(),
-                **{name: version(name) for name in ("torch", "megatron-core", "numpy")},
-            },
+            "versions": versions("torch", "megatron-core", "numpy"),
         },
         "setup": dict(setup),
     }

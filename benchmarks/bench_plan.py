@@ -23,13 +23,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.result import RESULTS, write  # noqa: E402
 from benchmarks.synthetic_index import synthetic_index  # noqa: E402
 from data_pipeline.augment.config import AugmentConfig, CropConfig  # noqa: E402
 from data_pipeline.config import BlendStage, DataConfig  # noqa: E402
 from data_pipeline.index.columns import SourceIndex  # noqa: E402
 from data_pipeline.plan.planner import Planner  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results"
 SHARD = 5_000  # samples
 # Source -> (share of all samples, median text tokens, media per sample, median pixels on a side)
 SOURCES = {
@@ -96,6 +96,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ]
     build, planner = timed(lambda: Planner(indices, config))
     state, packing, packed, fill, vision = planner.state_dict(), [], [], [], []
+    samples = items = windows = 0
     for _ in range(args.steps):
         seconds, (plan, after) = timed(lambda state=state: planner.plan(state))
         packing.append(seconds)
@@ -105,7 +106,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         windows = after["window"] - state["window"]
         samples, items = plan.samples.index.size, plan.items.item.size
         state = after
-    far = {**state, "window": 5_000_000, "row": 7, "step": 250_000}
+    blend = [[segment.start, list(segment.weights)] for segment in planner.mixture.segments]
+    far = {**state, "window": 5_000_000, "row": 7, "step": 250_000, "blend": blend}
     fresh = Planner(indices, config)
     resume, _ = timed(lambda: (fresh.load_state_dict(far), fresh.plan(far)))
     return {
@@ -142,8 +144,7 @@ def main() -> None:
         "machine": platform.machine(),
         **measure(args),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, args.out)
     for name, value in result.items():
         print(f"{name:26s} {value}")
 

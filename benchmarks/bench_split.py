@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks.result import write
 from kimi_pretrain.dep import sharded
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder, initialise
@@ -225,7 +226,7 @@ def main() -> None:
         "torch": torch.__version__,
         "results": results,
     }
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, args.out)
 
 
 if __name__ == "__main__":

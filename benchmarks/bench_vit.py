@@ -10,7 +10,6 @@ Outputs are compared before anything is timed. Writes a result file with version
 """
 
 import argparse
-import json
 import math
 import platform
 import random
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers.models.kimi_k25 import modeling_kimi_k25 as kimi
 
+from benchmarks.result import RESULTS, processor, write
 from moonvit3d.attention import choose
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.flops import flops
@@ -34,7 +34,6 @@ from moonvit3d.layouts import to_transformers
 from moonvit3d.model import VisionEncoder, initialise, normalise
 
 Grid = tuple[int, int, int]
-RESULTS = Path(__file__).parent / "results"
 
 
 # The items ----------------------------------------------------------------------------------------
@@ -267,9 +266,10 @@ def main() -> None:
     mixes = list(MIXES) if args.mix == "all" else [args.mix]
     rows = [row for mix in mixes for row in measure(args, mix, encoder, other)]
     capability = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
+    cpu = f"{processor()}, {platform.machine()}"
     report = {
         "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu,
         "threads": args.threads, "dtype": args.dtype, "width": config.width,
         "layers": args.layers, "largest_item": args.largest,
         "max_patches_per_chunk": args.chunk, "repeats": args.repeats,
@@ -281,16 +281,7 @@ def main() -> None:
         "transformers": transformers.__version__, "results": rows,
     }  # fmt: skip
     out = args.out or RESULTS / f"vit_{device.type}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written: {out}")
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return f"{line.split(':', 1)[1].strip()}, {platform.machine()}"
-    return platform.machine()
+    write(report, out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ tables of docs/dep_simulation.md.
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -20,10 +19,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.result import RESULTS, versions, write
 from benchmarks.sim import report
 from benchmarks.sim.assumptions import Assumptions, encoder_parameters, gradient_sum_seconds
 from benchmarks.sim.backbone import BACKWARD, active_parameters, text_seconds
@@ -38,10 +36,8 @@ from benchmarks.sim.corpus import (
 from benchmarks.sim.phases import BYTES
 from benchmarks.sim.study import SCHEMES, Case, Found, config_of, run
 from benchmarks.sim.variations import STEPS, grid, variations
-from kimi_pretrain import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "dep_simulation.md"
 PICTURE = ROOT / "docs" / "pictures" / "dep_efficiency.png"
 
@@ -64,11 +60,7 @@ def simulate(quick: bool) -> dict[str, Any]:
         _say(f"{variation.case.vision:.0%}, {variation.group}: {variation.label}", found)
     return {
         "date": date.today().isoformat(),
-        "versions": {
-            "kimi-pretrain": __version__,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-        },
+        "versions": versions("numpy"),
         "quick": quick,
         "processor_seconds": time.process_time() - begin,
         "assumptions": assumptions(mix),
@@ -151,9 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--quick needs --out and --picture: its figures must not replace the results")
     out, picture = args.out or RESULTS / "sim_dep.json", args.picture or PICTURE
     found = json.loads(json.dumps(simulate(args.quick)))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    out.with_suffix(".md").write_text(report.page(found))
+    write(found, out, report.page(found))
     report.picture(found, picture)
     if not args.quick:
         DOCUMENT.write_text(report.filled(DOCUMENT.read_text(), found))

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.dep.settings import ALONE, COLOCATED, DEP, TEXT_ONLY
 from benchmarks.dep.targets import FIRST, MIB, encoder_peak, step_peak
-from benchmarks.sim.report import table
+from benchmarks.result import named, spread, table, verdicts
 
 QUIET_LOAD, QUIET_SHARE = 0.5, 0.02
 
@@ -15,12 +15,11 @@ Found = Mapping[str, Any]
 def page(found: Found) -> str:
     """Return the whole page."""
     about = found["about"]
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     lines = [
         "# DEP against the encoder on the first stage: measured on CPU processes",
         "",
-        f"{about['date']}, {about['machine']}; {versions}. Made by `benchmarks/bench_dep.py` in "
-        f"{about['seconds']:.0f} s.",
+        f"{about['date']}, {about['machine']}; {named(about['versions'])}. "
+        f"Made by `benchmarks/bench_dep.py` in {about['seconds']:.0f} s.",
         "",
         *_warnings(found),
         *_targets(found["targets"]),
@@ -55,15 +54,9 @@ def _warnings(found: Found) -> list[str]:
 
 
 def _targets(rows: Sequence[Found]) -> list[str]:
-    cells = [
-        [r["target"], r["predicted"], r["found"], "yes" if r["met"] else "no", r["undisturbed"]]
-        for r in rows
-    ]
+    columns = {"target": "target", "predicted": "predicted", "found": "measured", "met": "met"}
     return [
-        "## Targets",
-        "",
-        *table(["target", "predicted", "measured", "met", "undisturbed"], cells),
-        "",
+        *verdicts(rows, columns | {"undisturbed": "undisturbed"}),
         "Met or not goes by what was measured. Undisturbed is made from seconds of computing, see "
         "below, and is there to tell other work on the machine from DEP's own.",
         "",
@@ -129,13 +122,13 @@ def _steps(timed: Found) -> list[str]:
         balance = one["imbalance"]
         off = one["measured_over_predicted"]
         rows.append([
-            name, _spread(one["seconds"], ".2f"), _spread(one["efficiency"], ".1%"),
+            name, spread(one["seconds"], ".2f"), spread(one["efficiency"], ".1%"),
             f"{one['predicted_seconds']['median']:.2f}" if name != TEXT_ONLY else "",
             f"{off['median']:.3f}" if name != TEXT_ONLY else "",
             f"{balance['predicted']['median']:.3f}" if balance else "",
             f"{balance['measured']['median']:.3f}" if balance else "",
             " / ".join(f"{busy:.2f}" for busy in one["busy"]),
-            _spread(one["undisturbed_seconds"], ".2f"),
+            spread(one["undisturbed_seconds"], ".2f"),
             f"{one['sent_bytes'] / MIB:.2f} MiB" if one["sent_bytes"] else "",
         ])  # fmt: skip
     return [
@@ -166,8 +159,8 @@ def _prediction(found: Found, timed: Found) -> list[str]:
         f"{schedule['measured']:.2f} s). DEP: text only + the slower rank's two forwards and a "
         "backward. Nothing is allowed for exchanges, sums and the rest.",
         "",
-        f"Co-located over DEP: predicted {_spread(ratio['predicted'], '.3f')}, measured "
-        f"{_spread(ratio['measured'], '.3f')}. As ratios of whole steps are all near 1, the harder "
+        f"Co-located over DEP: predicted {spread(ratio['predicted'], '.3f')}, measured "
+        f"{spread(ratio['measured'], '.3f')}. As ratios of whole steps are all near 1, the harder "
         f"question is the time that media add: co-located {_added(timed, COLOCATED)}, DEP "
         f"{_added(timed, DEP)}. The encoder alone took "
         f"{timed['encoder']['measured_over_calibrated']['median']:.2f} of what the calibration "
@@ -192,8 +185,8 @@ def _overhead(timed: Found) -> list[str]:
         "exchange": "phases 3 and 5, of the rank that waits least",
         "gradient sum": "what is left of it after the backward, of the rank that waits least",
     }
-    rows = [[names[name], _spread(part, ".1%")] for name, part in parts.items()]
-    rows.append(["**beyond arithmetic, all together**", _spread(overhead["share"], ".1%")])
+    rows = [[names[name], spread(part, ".1%")] for name, part in parts.items()]
+    rows.append(["**beyond arithmetic, all together**", spread(overhead["share"], ".1%")])
     return [
         *table(["share of DEP's step", ""], rows),
         "",
@@ -282,10 +275,6 @@ def _curve(curve: Sequence[Found]) -> list[str]:
         "",
         "![peak memory of the first stage](../../docs/pictures/dep_memory.png)",
     ]
-
-
-def _spread(value: Mapping[str, float], form: str) -> str:
-    return f"{value['median']:{form}} ({_range(value, form)})"
 
 
 def _range(value: Mapping[str, float], form: str) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from benchmarks.result import named, spread, table, verdicts, yes
+
 # A cell's rounds, by loader: {"litdata": [{cell name: {...}}, ...]}
 Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -73,7 +75,6 @@ the CRC-32 of every file, *unchecked* leaves that out; the others have no checks
 def page(report: Mapping[str, Any]) -> str:
     """The results file to read."""
     about = report["about"]
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     lines = [
         "# Loaders side by side",
         "",
@@ -83,12 +84,14 @@ def page(report: Mapping[str, Any]) -> str:
         "(least - most). Samples per second count from before a loader is built to its last batch. "
         f"Load of the machine at the start: {about['load_before'][0]}.",
         "",
-        f"Versions: {versions}.",
+        f"Versions: {named(about['versions'])}.",
         "",
         _SETTINGS,
     ]
     lines += [f"\n**{note}**" for note in about["notes"]]
-    lines += _targets_section(report["targets"])
+    if report["targets"]:
+        columns = {"target": "target", "found": "found", "met": "met"}
+        lines += ["", *verdicts(report["targets"], columns)[:-1]]
     for place, title in (("disk", "Local disk, warm"), ("s3", "S3 (SeaweedFS), cold")):
         lines += _speed_section(report, place, title)
     for section in ("resume", "elastic", "requests"):
@@ -101,11 +104,6 @@ def page(report: Mapping[str, Any]) -> str:
         f"{decode['read_image_us']} us.",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _targets_section(targets: Sequence[Mapping[str, Any]]) -> list[str]:
-    rows = [[t["target"], t["found"], _yes(t["met"])] for t in targets]
-    return ["", "## Targets", "", *_table(["target", "found", "met"], rows)] if rows else []
 
 
 def _speed_section(report: Mapping[str, Any], place: str, title: str) -> list[str]:
@@ -123,19 +121,19 @@ def _speed_section(report: Mapping[str, Any], place: str, title: str) -> list[st
                    for c in alone)]
         for loader, f in report["speed"].items()
     ]  # fmt: skip
-    return lines + _table(["loader", *(cell.split(" ", 1)[1] for cell in alone)], rows)
+    return lines + table(["loader", *(cell.split(" ", 1)[1] for cell in alone)], rows)
 
 
 def _resume_section(resume: Mapping[str, Any]) -> list[str]:
     rows = [
         [name, r["workers"], _ms(r["fresh_first_batch_s"]), _ms(r["resumed_first_batch_s"]),
-         f"{r['later_by_ms']:.1f} ms", _yes(r["same_samples"]), _yes(r["same_bytes"]),
+         f"{r['later_by_ms']:.1f} ms", yes(r["same_samples"]), yes(r["same_bytes"]),
          f"{r['state_bytes']} B" if r["state_bytes"] else "none", r["error"][:80]]
         for name, found in resume.items() for r in found
     ]  # fmt: skip
     head = ["loader", "workers", "first batch fresh", "resumed", "later by", "same samples",
             "same bytes", "state", "note"]  # fmt: skip
-    return ["", "## Going on at three quarters, in a new process", "", *_table(head, rows)]
+    return ["", "## Going on at three quarters, in a new process", "", *table(head, rows)]
 
 
 def _elastic_section(elastic: Mapping[str, Any]) -> list[str]:
@@ -147,7 +145,7 @@ def _elastic_section(elastic: Mapping[str, Any]) -> list[str]:
         for name, r in elastic.items()
     ]  # fmt: skip
     head = ["loader", "2 ranks = 4 ranks", "as sets", "going on with 4 ranks", "as sets", "note"]
-    return ["", "## Ordered global steps with another number of ranks", "", *_table(head, rows)]
+    return ["", "## Ordered global steps with another number of ranks", "", *table(head, rows)]
 
 
 def _requests_section(requests: Mapping[str, Any]) -> list[str]:
@@ -159,7 +157,7 @@ def _requests_section(requests: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
     head = ["loader", "once: shards", "other", "MiB", "twice: shards", "other", "MiB", "note"]
     title = "## Requests to S3, all samples once and twice in one process"
-    return ["", title, "", *_table(head, rows)]
+    return ["", title, "", *table(head, rows)]
 
 
 _SECTIONS = {
@@ -176,11 +174,11 @@ def _speeds(speed: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
         for cell in columns:
             found = figures.get(cell, {})
             if "median" in found:
-                row.append(f"{found['median']:,.0f} ({found['min']:,.0f} - {found['max']:,.0f})")
+                row.append(spread(found, ",.0f"))
             else:
                 row.append((found.get("errors") or ["-"])[0][:60])
         rows.append(row)
-    return _table(["loader", *(cell.split(" ", 1)[1] for cell in columns)], rows)
+    return table(["loader", *(cell.split(" ", 1)[1] for cell in columns)], rows)
 
 
 def _ratio_table(ratios_: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
@@ -197,17 +195,8 @@ def _ratio_table(ratios_: Mapping[str, Any], columns: Sequence[str]) -> list[str
                 ),
             ]
         )
-    return _table(["over", *(cell.split(" ", 1)[1] for cell in columns)], rows)
-
-
-def _table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
-    lines = ["| " + " | ".join(map(str, head)) + " |", "|" + "---|" * len(head)]
-    return lines + ["| " + " | ".join(str(c).replace("|", "/") for c in row) + " |" for row in rows]
+    return table(["over", *(cell.split(" ", 1)[1] for cell in columns)], rows)
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
-
-
-def _yes(value: bool | None) -> str:
-    return "not measured" if value is None else "yes" if value else "no"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.sim.report import table
+from benchmarks.result import named, spread, table, verdicts
 
 QUIET_LOAD = 0.5
 AT_LEAST = {"moonlight": 1.2, "k2": 1.5}  # times torch.optim.Muon's speed, of the whole step
@@ -22,7 +22,7 @@ def targets(found: Found) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "target": f"{name}: {_PARTS[part]} at least {ratio} x torch.optim.Muon's speed",
-                    "found": _spread(seen, ".2f"),
+                    "found": spread(seen, ".2f"),
                     "met": seen["median"] >= ratio,
                 }
             )
@@ -55,30 +55,21 @@ def _accuracy_target(studies: Sequence[Found]) -> dict[str, Any]:
     }
 
 
+_COLUMNS = {"target": "target", "found": "measured, median (least - most)", "met": "met"}
 _PARTS = {"step": "whole optimizer step", "newton_schulz": "Newton-Schulz"}
 
 
 def page(found: Found) -> str:
     """Return the whole page."""
     about = found["about"]
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     lines = [
         f"# Muon against torch.optim.Muon: measured on {about['device'].upper()}",
         "",
-        f"{about['date']}, {about['machine']}, {about['threads']} threads; {versions}. Made by "
-        f"`benchmarks/bench_muon.py` in {about['seconds']} s.",
+        f"{about['date']}, {about['machine']}, {about['threads']} threads; "
+        f"{named(about['versions'])}. Made by `benchmarks/bench_muon.py` in {about['seconds']} s.",
         "",
         *_warnings(about),
-        "## Targets",
-        "",
-        *table(
-            ["target", "measured, median (least - most)", "met"],
-            [
-                [row["target"], row["found"], "yes" if row["met"] else "no"]
-                for row in found["targets"]
-            ],
-        ),
-        "",
+        *verdicts(found["targets"], _COLUMNS),
         *_layers(found),
         *_shapes(found),
         *_accuracy(found["accuracy"]),
@@ -110,8 +101,8 @@ def _layers(found: Found) -> list[str]:
             inside = layer[side].get("newton_schulz")
             rows.append(
                 [
-                    layer["title"], _SIDES[side], _spread(layer[side]["step"], ".3g"),
-                    _spread(inside, ".3g") if inside else "",
+                    layer["title"], _SIDES[side], spread(layer[side]["step"], ".3g"),
+                    spread(inside, ".3g") if inside else "",
                     f"{count / 1e12:.2f}" if count else "",
                     f"{_share(count, inside, found):.0%}" if count and inside else "",
                 ]
@@ -154,9 +145,9 @@ def _shapes(found: Found) -> list[str]:
             " x ".join(map(str, one["shape"])),
             "direct" if set(one["segments"]) == {1} else "+".join(map(str, one["segments"])),
             f"{one['flops']['torch'] / one['flops']['ours']:.2f}",
-            _spread(one["ratio"], ".2f"),
-            _spread(one["seconds"]["ours"], ".3g"),
-            _spread(one["seconds"]["torch"], ".3g"),
+            spread(one["ratio"], ".2f"),
+            spread(one["seconds"]["ours"], ".3g"),
+            spread(one["seconds"]["torch"], ".3g"),
         ]
         for one in found["shapes"]
     ]
@@ -204,7 +195,3 @@ def _orders(study: Found) -> list[str]:
 
 def _short(value: float) -> str:
     return f"{value:.4f}" if value >= 1e-3 else f"{value:.0e}" if value else "0"
-
-
-def _spread(value: Found, form: str) -> str:
-    return f"{value['median']:{form}} ({value['min']:{form}} - {value['max']:{form}})"

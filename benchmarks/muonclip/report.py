@@ -1,10 +1,10 @@
 """The results as a page to read. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.muonclip.settings import ADAMW, CONTROL, MUON, MUONCLIP
-from benchmarks.sim.report import table
+from benchmarks.result import named, table, verdicts
 
 Found = Mapping[str, Any]
 PICTURES = "../../docs/pictures"
@@ -13,17 +13,16 @@ PICTURES = "../../docs/pictures"
 def page(found: Found) -> str:
     """Return the whole page."""
     about = found["about"]
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     lines = [
         "# MuonClip: what the clip does, and Muon beside AdamW",
         "",
-        f"{about['date']}, {about['machine']}; {versions}. Made by `benchmarks/bench_muonclip.py`, "
-        f"one thread, one run at a time: {about['processor_seconds']:,} s of one core "
-        f"({about['seconds']:,} s of the clock; no other figure depends on what else the machine "
-        "did).",
+        f"{about['date']}, {about['machine']}; {named(about['versions'])}. "
+        "Made by `benchmarks/bench_muonclip.py`, one thread, one run at a time: "
+        f"{about['processor_seconds']:,} s of one core ({about['seconds']:,} s of the clock; "
+        "no other figure depends on what else the machine did).",
         "",
         *(["**Quick form: no figure here means anything.**", ""] if about["quick"] else []),
-        *_targets(found["targets"]),
+        *verdicts(found["targets"], {"target": "target", "found": "found", "met": "met"}),
         *_what_ran(found),
     ]
     if "clip" in found:
@@ -31,11 +30,6 @@ def page(found: Found) -> str:
     if "rates" in found:
         lines += _rates(found["rates"], found["setup"])
     return "\n".join(lines) + "\n"
-
-
-def _targets(rows: Sequence[Found]) -> list[str]:
-    cells = [[row["target"], row["found"], "yes" if row["met"] else "no"] for row in rows]
-    return ["## Targets", "", *table(["target", "found", "met"], cells), ""]
 
 
 def _what_ran(found: Found) -> list[str]:

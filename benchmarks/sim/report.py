@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.result import named, table
 from benchmarks.sim.study import SCHEMES
 
 BOUNDS = {
@@ -29,12 +30,12 @@ PARTS = ("text", "encoder", "imbalance", "exchange", "overhead", "total")  # of 
 
 def page(report: Mapping[str, Any]) -> str:
     """Return the results as a page."""
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     quick = ["", "**Quick form: too few steps for figures to quote.**"] if report["quick"] else []
     lines = [
         "# What DEP can reach: the simulation's figures",
         "",
-        f"{report['date']}, {versions}; {report['processor_seconds']:.0f} s of one core. Made by "
+        f"{report['date']}, {named(report['versions'])}; "
+        f"{report['processor_seconds']:.0f} s of one core. Made by "
         "`benchmarks/sim_dep.py`, explained in `docs/dep_simulation.md`. Efficiency: step time "
         "with every media token replaced by a text token over step time with the media, in per "
         "cent. Nothing here was timed on a GPU.",
@@ -261,12 +262,6 @@ def _value(value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool) and value >= 10:
         return f"{value:,.0f}"
     return str(value)
-
-
-def table(head: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Return the lines of a markdown table."""
-    lines = ["| " + " | ".join(map(str, head)) + " |", "|" + "---|" * len(head)]
-    return lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows]
 
 
 def _percent(value: float) -> str:
