@@ -267,18 +267,15 @@ class Blocks:
             try:
                 waited = stack.enter_context(self._locks.hold(first, count, what))
             except OSError as error:  # some systems empty /dev/shm when a user logs out
-                self._say_unlocked(error)
+                with self._lock:
+                    said, self._said_unlocked = self._said_unlocked, True
+                if not said:
+                    log.warning(
+                        "the cache has lost its locks (%s): every process now fetches for itself. "
+                        "Let nothing clean up in %s, and start again to share. This is said once.",
+                        *(error, self._node.path),
+                    )
             yield waited
-
-    def _say_unlocked(self, error: OSError) -> None:
-        with self._lock:
-            said, self._said_unlocked = self._said_unlocked, True
-        if not said:
-            log.warning(
-                "the cache has lost its locks (%s): every process now fetches for itself. Let "
-                "nothing clean up in %s, and start again to share. This is said once.",
-                *(error, self._node.path),
-            )
 
 
 def neighbours(places: Sequence[Place], most: int) -> list[list[Place]]:

@@ -7,7 +7,6 @@ draw changes when a request is sent, never what is read, so it needs no seed.
 
 import random
 import time
-from types import TracebackType
 from typing import Self
 
 BASE_S = 0.05
@@ -27,6 +26,11 @@ class Tries:
         patience: seconds without progress after which to give up.
         attempts: failures in a row after which to give up although there is time; None: no limit.
         draw: where jitter comes from.
+
+    Attributes:
+        failures: in a row.
+        renewed: were the credentials fetched anew since there was progress? A long read may outlive
+            more than one token.
     """
 
     def __init__(
@@ -34,19 +38,14 @@ class Tries:
     ) -> None:
         self.what = what
         self._patience, self._attempts, self._draw = patience, attempts, draw
-        self.failures = 0
+        self.failures, self.renewed = 0, False
         self._since = time.monotonic()
 
     def __enter__(self) -> Self:
         _UNDER_WAY.add(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _UNDER_WAY.discard(self)
 
     @property
@@ -56,7 +55,7 @@ class Tries:
 
     def progress(self) -> None:
         """Something came of it: failures and the clock start afresh."""
-        self.failures, self._since = 0, time.monotonic()
+        self.failures, self.renewed, self._since = 0, False, time.monotonic()
 
     def excuse(self, seconds: float) -> None:
         """Take a wait that was not the server's fault off the clock."""

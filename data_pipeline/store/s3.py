@@ -130,10 +130,11 @@ class S3Store(Counted):
             return self._get(key, offset, length, etag, tries)
 
     def _get(
-        self, key: str, offset: int, length: int | None, etag: str | None, tries: "_Tries"
+        self, key: str, offset: int, length: int | None, etag: str | None, tries: Tries
     ) -> bytes:
         name = self._key(key)
-        check = _any_version if etag else partial(self._versions.check, self.uri, key)
+        # With an ETag, If-Match does it.
+        check = (lambda _: None) if etag else partial(self._versions.check, self.uri, key)
         pieces: list[bytes] = []
         done = fresh = 0  # bytes read, and those of them that are no progress yet
         while True:
@@ -321,16 +322,16 @@ class S3Store(Counted):
     def _ask_for(self, client: Any, name: str, mark: Sent, more: dict[str, Any]) -> Any:
         return self._ask(client, "get_object", {"Key": name, **more}, mark)
 
-    def _tries(self, key: str, patience: float | None = None) -> "_Tries":
+    def _tries(self, key: str, patience: float | None = None) -> Tries:
         patience = self._patience if patience is None else patience
         what = f"{self.uri}/{key} ({self._asked})"
-        return _Tries(what, patience, self._attempts, self._draw)
+        return Tries(what, patience, self._attempts, self._draw)
 
     def _again(
         self,
         key: str,
         error: Exception,
-        tries: "_Tries",
+        tries: Tries,
         client: Any,
         waited: float,
         etag: str | None = None,
@@ -396,17 +397,3 @@ class S3Store(Counted):
             found = self._meaning(error)
             return found is None or found[0] not in ("missing", "no_bucket")
         return True
-
-
-class _Tries(Tries):
-    """`renewed`: were the credentials fetched anew for this operation?"""
-
-    renewed = False
-
-    def progress(self) -> None:
-        super().progress()
-        self.renewed = False  # a long read may outlive more than one token
-
-
-def _any_version(_: str) -> None:
-    """The check of a read whose ETag was given: If-Match has done it."""

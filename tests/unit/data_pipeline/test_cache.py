@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
 
 from data_pipeline.cache import blocks as cache_blocks
 from data_pipeline.cache import cached_store as cache
@@ -704,13 +703,6 @@ def test_all_tiers_are_read_when_none_is_written(opened, inner, monkeypatch):
         monkeypatch.setattr(cache_tier.Tier, "writable", False)
         assert store.get("a/shard") == DATA
     assert len(inner.gets) == 1
-
-
-def test_unknown_config_keys_are_refused():
-    adapter = TypeAdapter(CacheConfig)
-    assert adapter.validate_python({"folder": "x"}) == CacheConfig(folder="x")
-    with pytest.raises(ValidationError, match="disk_byte\n"):
-        adapter.validate_python({"folder": "x", "disk_byte": 3})
 
 
 @pytest.mark.parametrize(("size", "version"), [(-1, "v"), (True, "v"), (1.5, "v"), (3, "")])

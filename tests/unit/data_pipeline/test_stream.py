@@ -746,8 +746,5 @@ def test_spans_are_merged_into_ranges():
         # ... and they come in the order in which they are needed.
         first_uses = np.unique(owner, return_index=True)[1]
         assert np.array_equal(first_uses, np.sort(first_uses))
-
-
-def test_no_spans_are_no_ranges():
     none = np.zeros(0, np.int64)
     assert [found.size for found in ranges(none, none, none, 0)] == [0, 0, 0, 0]
