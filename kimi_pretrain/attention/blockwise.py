@@ -150,8 +150,10 @@ class _BlockAttention(torch.autograd.Function):
         return out_QNV, max_NQ
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable  # pyright reads the decorated function's `ctx` as unnamed
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         grad_QNV, (q_QND, k_RND, v_RNV) = grad_outputs[0], ctx.saved_tensors
         wide, scale = _wide(q_QND), ctx.scale
         dq_QND = torch.empty_like(q_QND)  # a query is in one block, a key in several
