@@ -112,10 +112,11 @@ def check(
     with one_line_errors():
         from kimi_pretrain.config import describe
         from kimi_pretrain.reliability.preflight import check_start
+        from launch.local.start import check_weights
 
         loaded = _load(path, overrides)
         checked = check_start(loaded, steps)
-        _check_weights(loaded)
+        check_weights(loaded)
         typer.echo(describe(loaded))
         found = _found(loaded, checked)
         for source, samples in found["sources"].items():
@@ -138,18 +139,6 @@ def _load(path: str, overrides: list[str] | None) -> "Config":
     from kimi_pretrain.config import load_config
 
     return load_config(path, overrides or ())
-
-
-def _check_weights(config: "Config") -> None:
-    """Compare the headers of first weights with the model; loads torch if some are named."""
-    if config.train.vision_weights is not None:
-        from kimi_pretrain.dep.weights import check_vision_weights
-
-        check_vision_weights(config)
-    if config.train.start_from is not None:
-        from kimi_pretrain.weights.initial_weights import open_initial_weights
-
-        open_initial_weights(config)
 
 
 def _found(config: "Config", checked: "Checked") -> dict[str, Any]:

@@ -185,7 +185,7 @@ def check_once(job: Job, config: "Config", *, alone: bool) -> None:
         if job.or_start:
             raise ValueError("--or-start says what --resume latest does where there is nothing")
         run_history.check_fresh(run_dir)
-        _check_weights(config)
+        check_weights(config)
     elif job.resume == LATEST:
         run_history.check_latest(run_dir, run_history.place_of(config, run_dir), job.or_start)
     else:
@@ -196,7 +196,8 @@ def check_once(job: Job, config: "Config", *, alone: bool) -> None:
         check_fits(found.manifest(), config, found.uri)
 
 
-def _check_weights(config: "Config") -> None:
+def check_weights(config: "Config") -> None:
+    """Compare the headers of first weights with the model; loads torch if some are named."""
     if config.train.vision_weights is not None:
         from kimi_pretrain.dep.weights import check_vision_weights
 
