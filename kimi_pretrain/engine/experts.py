@@ -19,6 +19,8 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from kimi_pretrain.memory.pointwise import swiglu
+
 
 def grouped_linear(x_TI: Tensor, weight_EOI: Tensor, tokens_E: Tensor) -> Tensor:
     """Apply `x @ weight[e].T` to each expert's run of tokens.
@@ -78,9 +80,9 @@ class GroupedExperts(MegatronModule):
             tokens_E: tokens of each local expert.
             probs_T: the router's weight of each token.
         """
-        gate_TF, up_TF = grouped_linear(x_TH, self.gate_up, tokens_E).chunk(2, dim=-1)
+        gate_up_TF = grouped_linear(x_TH, self.gate_up, tokens_E)
         # The weight multiplies before the down projection: linear, so the same, and F < H.
-        inner_TF = F.silu(gate_TF) * up_TF * probs_T[:, None].to(up_TF.dtype)
+        inner_TF = swiglu(gate_up_TF, probs_T)
         return grouped_linear(inner_TF, self.down, tokens_E), None
 
     def backward_dw(self) -> None:

@@ -12,6 +12,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
 from kimi_pretrain.engine.packed_attention import PackedRows
+from kimi_pretrain.memory.pointwise import rms_norm
 
 
 class RestartingRotary(nn.Module):
@@ -41,9 +42,15 @@ class RestartingRotary(nn.Module):
 class PartNorm(nn.RMSNorm):
     """RMSNorm of a part's tokens; that of the local spec refuses sequence parallelism."""
 
+    weight: nn.Parameter
+
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., hidden] of `x`'s type, computed in fp32 (fp64 for fp64)."""
+        return rms_norm(x, self.weight, self.eps)
 
 
 class ReplicatedLinear(nn.Module):

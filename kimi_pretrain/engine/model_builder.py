@@ -2,7 +2,7 @@
 
 The layer spec is Megatron-Core's local one (no Transformer Engine) with three places filled by us:
 core attention (`CORE_ATTENTION`, by `train.attention`), the router (`PaddingAwareRouter`) and the
-routed experts (`GroupedExperts`). The norms are torch's, marked for sequence parallelism.
+routed experts (`GroupedExperts`). Norms and SwiGLU are `kimi_pretrain.memory.pointwise`'s.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from kimi_pretrain.attention.choice import Kind, check_kind, kind_of
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine.experts import GroupedExperts, PaddingAwareRouter
 from kimi_pretrain.engine.fused_attention import FusedCoreAttention
+from kimi_pretrain.engine.gated_mlp import DenseMlp, SharedExperts
 from kimi_pretrain.engine.language_model import LanguageModel
 from kimi_pretrain.engine.latent_attention import (
     PackedLatentAttention,
@@ -167,8 +168,12 @@ def layer_specs(
         attention.module = PlainQueryAttention if plain else PackedLatentAttention
         mlp = layer.submodules.mlp
         if isinstance(mlp, partial) and mlp.func is MoELayer:
-            mlp.keywords["submodules"].router = PaddingAwareRouter
-            mlp.keywords["submodules"].experts = GroupedExperts
+            experts = mlp.keywords["submodules"]
+            experts.router = PaddingAwareRouter
+            experts.experts = GroupedExperts
+            experts.shared_experts = partial(SharedExperts, **experts.shared_experts.keywords)
+        else:
+            layer.submodules.mlp = partial(DenseMlp.as_mlp_submodule, **mlp.keywords)
     block.layer_norm = PartNorm
     return block
 

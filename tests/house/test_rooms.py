@@ -42,9 +42,11 @@ ROOMS: dict[str, set[str]] = {
         "kimi_pretrain.parallel.balance", "kimi_pretrain.weights.model_config", "typed_config",
     },
     "kimi_pretrain.telemetry.phases": set(),
+    "kimi_pretrain.memory": set(),
     "kimi_pretrain.attention": {*BASE, "kimi_pretrain.parallel.sequence"},
     "kimi_pretrain.engine": {
-        *BASE, "kimi_pretrain.attention", "kimi_pretrain.parallel", "data_pipeline.loader",
+        *BASE, "kimi_pretrain.attention", "kimi_pretrain.memory", "kimi_pretrain.parallel",
+        "data_pipeline.loader",
         "data_pipeline.plan",
     },
     "kimi_pretrain.dep.leaves": {"kimi_pretrain.dep", "kimi_pretrain.engine.microbatch"},
