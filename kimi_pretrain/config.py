@@ -98,6 +98,14 @@ class TrainConfig(Section):
     FlexAttention on CUDA (flex), Transformer Engine's kernels. None holds a matrix of logits. auto:
     flex on a GPU, in bfloat16 and float32, portable elsewhere.
     [-; kimi_pretrain/attention/choice.py]"""
+    recompute: list[Literal["norms", "swiglu", "mla_up"]] = Field(default_factory=list)
+    """What is computed again in the backward pass instead of kept: outputs of norms, of SwiGLU, and
+    query, key and value of MLA. Losses and gradients stay the same bit for bit; docs/MEMORY.md.
+    [-; kimi_pretrain/memory/saved.py]"""
+    fp8_storage: bool = False
+    """Keep the inputs of the experts' up projections and of SwiGLU in FP8 (E4M3, tiles of 1x128,
+    fp32 scales) until the backward pass. Gradients of these layers differ by 3-4%; docs/MEMORY.md.
+    [-; kimi_pretrain/memory/fp8_tiles.py]"""
     print_every: int = Field(default=10, gt=0)
     """Where output goes into a file or a pipe, every so many steps are told in a line.
     [steps; kimi_pretrain/telemetry/recorder.py]"""
@@ -158,6 +166,7 @@ class Config(Section):
         check_layout(self)
         check_dep(self)
         check_attention(self)
+        check_memory(self)
         if self.checkpoint.place is not None:
             split_place("checkpoint.place", self.checkpoint.place)
         stretches(self.optim, self.tokens_per_step())  # refuses segments that overlap
@@ -300,6 +309,22 @@ def check_attention(config: Config) -> None:
         raise ValueError(
             f"train.attention={train.attention} with layout.cp={layout.cp}: it would cut each "
             f"document over the ranks, here the row is cut; {instead}"
+        )
+
+
+def check_memory(config: Config) -> None:
+    """Refuse what cannot be done with saved tensors.
+
+    Raises:
+        ValueError: names the keys and their values.
+    """
+    train = config.train
+    if len(set(train.recompute)) < len(train.recompute):
+        raise ValueError(f"train.recompute={train.recompute}: expected each kind once")
+    if train.fp8_storage and train.dtype == "float64":
+        raise ValueError(
+            "train.fp8_storage=true with train.dtype=float64: float64 is for exact comparisons, "
+            "FP8 keeps two digits; set train.fp8_storage=false"
         )
 
 

@@ -2,7 +2,7 @@
 
 `host` lets it run without CUDA; `mesh` knows ranks and process groups; `model_builder` translates
 our configuration and puts our layers into its spec (`packed_attention`, with what
-`kimi_pretrain.attention` computes, `fused_attention`, `latent_attention`, `experts`,
+`kimi_pretrain.attention` computes, `fused_attention`, `latent_attention`, `experts`, `gated_mlp`,
 `language_model`); `param_names` maps its parameters to checkpoint names; `tp_full_params` joins the
 slices of tensor-parallel ranks; `microbatch` makes its inputs; `gradient_buffers` and `backbone`
 run its pipeline schedule, with the vision embeddings as leaves.

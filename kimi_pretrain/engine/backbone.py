@@ -34,6 +34,7 @@ from kimi_pretrain.engine.model_builder import DTYPES, build_chunks, engine_conf
 from kimi_pretrain.engine.packed_attention import PackedCoreAttention
 from kimi_pretrain.engine.param_names import View, views
 from kimi_pretrain.engine.tp_full_params import FullParams
+from kimi_pretrain.memory.saved import Policy, apply
 
 
 def build_backbone(config: Config, mesh: Mesh) -> "Backbone":
@@ -50,6 +51,7 @@ def build_backbone(config: Config, mesh: Mesh) -> "Backbone":
     backbone = Backbone(config, mesh, engine, chunks)
     backbone.initialise()  # by checkpoint name: the same weights in every layout
     backbone.add_gradient_buffers()
+    backbone.apply_memory_policy()  # after all that may put a parameter into another storage
     backbone.connect_schedule()
     return backbone
 
@@ -134,6 +136,13 @@ class Backbone:
             )
             for chunk in self.chunks
         ]
+
+    def apply_memory_policy(self) -> None:
+        """Say what becomes of the tensors that the backward pass needs; see docs/MEMORY.md."""
+        train = self.config.train
+        self.policy = Policy(train.recompute, fp8=train.fp8_storage)
+        for chunk in self.chunks:
+            apply(self.policy, chunk.modules(), chunk.parameters())
 
     def connect_schedule(self) -> None:
         """Choose Megatron-Core's pipeline schedule and set the functions that it calls."""

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from kimi_pretrain.memory.pointwise import swiglu
+from kimi_pretrain.memory.saved import Saves
 
 
 def grouped_linear(x_TI: Tensor, weight_EOI: Tensor, tokens_E: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ def grouped_linear_reference(x_TI: Tensor, weight_EOI: Tensor, tokens_E: Tensor)
     return torch.cat([run @ weight.T for run, weight in zip(runs, weight_EOI, strict=True)])
 
 
-class GroupedExperts(MegatronModule):
+class GroupedExperts(Saves, MegatronModule):
     """SwiGLU experts of this rank, for the `experts` place of Megatron-Core's MoE layer.
 
     `gate_up` [E, 2F, H] holds the gate projection above the up projection; `down` is [E, H, F].
@@ -80,16 +81,19 @@ class GroupedExperts(MegatronModule):
             tokens_E: tokens of each local expert.
             probs_T: the router's weight of each token.
         """
-        gate_up_TF = grouped_linear(x_TH, self.gate_up, tokens_E)
-        # The weight multiplies before the down projection: linear, so the same, and F < H.
-        inner_TF = swiglu(gate_up_TF, probs_T)
-        return grouped_linear(inner_TF, self.down, tokens_E), None
+        policy = self.policy
+        with policy.saving():
+            x_TH = policy.squeezed(x_TH)
+            gate_up_TF = policy.squeezed(grouped_linear(x_TH, self.gate_up, tokens_E))
+            # The weight multiplies before the down projection: linear, so the same, and F < H.
+            inner_TF = policy.remade("swiglu", swiglu, gate_up_TF, probs_T)
+            return grouped_linear(inner_TF, self.down, tokens_E), None
 
     def backward_dw(self) -> None:
         """Weight gradients are not split from the backward here."""
 
 
-class PaddingAwareRouter(TopKRouter):
+class PaddingAwareRouter(Saves, TopKRouter):
     """Megatron-Core's router, counting real tokens only, and those of all ranks that share a row.
 
     0.19.2 combines its flat padding mask [tokens] with the routing map [tokens, experts] without
@@ -113,7 +117,8 @@ class PaddingAwareRouter(TopKRouter):
         """
         if padding_mask is None and self.padding_of_plan is not None:
             padding_mask = rearrange(self.padding_of_plan, "1 t -> t 1")
-        return super().forward(input, padding_mask, *args, **kwargs)
+        with self.policy.saving():
+            return super().forward(input, padding_mask, *args, **kwargs)
 
     def _apply_seq_aux_loss(
         self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask=False

@@ -114,6 +114,7 @@ def _train(config: Config) -> dict[str, Any]:
         "rows_per_microbatch": min(train.rows_per_microbatch, 2),
         "dtype": "float64" if train.dtype == "float64" else "float32",
         "attention": "portable",
+        "fp8_storage": False,  # an encoder's rounding moves codes, and these gradients by percents
         "vision_weights": None,  # they have the old sizes
         "start_from": None,
     }

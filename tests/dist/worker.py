@@ -10,6 +10,7 @@ import torch
 from tests.dist.basic_case import ACTIONS as BASIC
 from tests.dist.clip_case import ACTIONS as CLIP
 from tests.dist.gather_case import ACTIONS as GATHER
+from tests.dist.memory_case import ACTIONS as MEMORY
 from tests.dist.muonclip_case import ACTIONS as MUONCLIP
 from tests.dist.overlap_case import ACTIONS as OVERLAP
 from tests.dist.owners_case import ACTIONS as OWNERS
@@ -70,6 +71,7 @@ ACTIONS = {
     **SEQUENCE,
     **CLIP,
     **GATHER,
+    **MEMORY,
     **WEIGHTS,
 }
 

@@ -1,0 +1,207 @@
+"""One policy over saved tensors: what the backward pass needs is kept, made again, or in FP8.
+
+`torch.autograd.graph.saved_tensors_hooks` hands over every tensor that autograd saves, and asks for
+it back. What becomes of a tensor is written on its storage, whose Python object torch keeps for as
+long as the storage lives: views, `detach()` and what custom Functions save all lead to it.
+
+- `remade(kind, make, *inputs)`: the outputs are dropped, and made again from the inputs for the
+  first consumer that asks; the last one's end frees them.
+- `squeezed(x)`: what is saved of `x` are its FP8 codes (`fp8_tiles`).
+
+The graph is the ordinary one, so recompute changes no bit. A consumer outside the
+hooks, or one that nobody thought of, keeps its tensor: that costs memory, and reads nothing that is
+gone. As autograd does without hooks, a tensor that was written to after it was saved is refused.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from kimi_pretrain.memory.fp8_tiles import from_fp8, to_fp8
+
+_WEIGHT = "weight"
+
+
+class Saved(Protocol):
+    """What autograd holds in the place of a tensor."""
+
+    def give(self) -> Tensor:
+        """Return the tensor."""
+        ...
+
+
+class Kept:
+    """A tensor that stays as it is; its bytes count as `kind`."""
+
+    __slots__ = ("__weakref__", "kind", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, kind: str):
+        # Detached: a saved output that knew its node would be held by what it holds, for ever if no
+        # backward pass comes.
+        self.tensor, self.kind, self.version = tensor.detach(), kind, tensor._version
+
+    def give(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: it was written to after it was saved.
+        """
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor {list(self.tensor.shape)} that the backward pass needs was written to "
+                f"after it was saved: version {self.tensor._version}, expected {self.version}"
+            )
+        return self.tensor
+
+
+class Recipe:
+    """A computation that can be done again; its outputs live as long as somebody holds it."""
+
+    def __init__(self, make: Callable[..., Any], inputs: list[Any]):
+        self._make, self._inputs = make, inputs
+        self._made: tuple[Tensor, ...] | None = None
+
+    def output(self, index: int) -> Tensor:
+        """Return one of the outputs; all are made at the first call."""
+        if self._made is None:
+            with torch.no_grad():
+                made = self._make(*(x.give() if hasattr(x, "give") else x for x in self._inputs))
+            self._made = made if isinstance(made, tuple) else (made,)
+        return self._made[index]
+
+
+@dataclass(frozen=True)
+class Output:
+    """On a storage: it holds this output of a recipe, as long as nobody writes to it."""
+
+    recipe: Recipe
+    index: int
+    dtype: torch.dtype
+    version: int
+
+    def covers(self, tensor: Tensor) -> bool:
+        """Whether the recipe gives what is in this tensor of the storage."""
+        return tensor.dtype == self.dtype and tensor._version == self.version
+
+
+class Remade:
+    """One saved view of a recipe's output."""
+
+    __slots__ = ("index", "place", "recipe")
+
+    def __init__(self, recipe: Recipe, index: int, tensor: Tensor):
+        self.recipe, self.index = recipe, index
+        self.place = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def give(self) -> Tensor:
+        """Return the view, of an output that is made now if it is the first."""
+        return self.recipe.output(self.index).as_strided(*self.place)
+
+
+class Policy:
+    """What becomes of saved tensors; the default keeps all of them, without a hook.
+
+    Args:
+        recompute: kinds of computations whose outputs are made again.
+        fp8: whether `squeezed` tensors are saved as FP8 codes.
+    """
+
+    def __init__(self, recompute: Collection[str] = (), *, fp8: bool = False):
+        self.recompute, self.fp8 = frozenset(recompute), fp8
+        self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is treated otherwise than without a policy."""
+        return bool(self.recompute) or self.fp8
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Return a context in which what autograd saves is treated as the policy says."""
+        return saved_tensors_hooks(self.keep, _give) if self.active else nullcontext()
+
+    def remade(self, kind: str, make: Callable[..., Any], *inputs: Any) -> Any:
+        """Return `make(*inputs)`; what is saved of it is made again from the inputs.
+
+        Args:
+            kind: of the computation; only kinds in `recompute` are made again.
+            make: gives a tensor, or a tuple of them, and the same bits at every call. It runs once
+                more in the backward pass, without a graph. Weights that it reads stay in it.
+            inputs: tensors, saved by this policy, and other values.
+        """
+        out = make(*inputs)
+        if kind in self.recompute and torch.is_grad_enabled():
+            detached = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+            self._made_by(out, make, detached)
+        return out
+
+    def squeezed(self, x: Tensor) -> Tensor:
+        """Return `x` itself; what is saved of it are its FP8 codes, unless it is made again."""
+        found = getattr(x.untyped_storage(), "treatment", None)
+        if self.fp8 and torch.is_grad_enabled() and found is None:
+            self._made_by(x, from_fp8, [*to_fp8(x.detach()), x.dtype])
+        return x
+
+    def keep(self, tensor: Tensor) -> Saved:
+        """Return what takes the place of a tensor that autograd saves."""
+        treatment = getattr(tensor.untyped_storage(), "treatment", None)
+        if isinstance(treatment, Output) and treatment.covers(tensor):
+            return Remade(treatment.recipe, treatment.index, tensor)
+        kept = Kept(tensor, "weights" if treatment == _WEIGHT else "kept")
+        self._kept.add(kept)
+        return kept
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Return the bytes that are held right now, each storage once; weights are no activations.
+
+        "kept" are those on the device.
+        """
+        storages = {
+            kept.tensor.untyped_storage()._cdata: (kept.kind, kept.tensor.untyped_storage())
+            for kept in list(self._kept)
+        }
+        found: Counter[str] = Counter()
+        for kind, storage in storages.values():
+            found[kind] += storage.nbytes()
+        return dict(found)
+
+    def _made_by(self, out: Any, make: Callable[..., Any], inputs: list[Any]) -> None:
+        recipe = Recipe(make, [self.keep(x) if isinstance(x, Tensor) else x for x in inputs])
+        own = {x.untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}
+        for index, tensor in enumerate(out if isinstance(out, tuple) else (out,)):
+            storage = tensor.untyped_storage()
+            # Only where the output is all of its storage: else what is made again lies elsewhere.
+            # A view of an input would keep itself alive.
+            whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
+            if whole and storage._cdata not in own:
+                storage.treatment = Output(recipe, index, tensor.dtype, tensor._version)
+
+
+class Saves:
+    """A module whose saved tensors a policy treats: `Policy()`, until `apply` gives it another."""
+
+    policy = Policy()
+
+
+def apply(policy: Policy, modules: Iterable[object], params: Iterable[Tensor]) -> None:
+    """Give the policy to all modules that are `Saves`, and tell it which tensors are weights."""
+    for module in modules:
+        if isinstance(module, Saves):
+            module.policy = policy
+    mark_weights(params)
+
+
+def mark_weights(params: Iterable[Tensor]) -> None:
+    """Mark storages of parameters: they are there anyway, views of them included."""
+    for param in params:
+        param.untyped_storage().treatment = _WEIGHT  # type: ignore[attr-defined]
+
+
+def _give(saved: Saved) -> Tensor:
+    return saved.give()

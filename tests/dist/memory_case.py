@@ -1,0 +1,93 @@
+"""What a process of a test job does about saved tensors: one step, again and again."""
+
+import numpy as np
+import torch
+
+ALL = ["norms", "swiglu", "mla_up"]
+# What is computed again changes no bit; of FP8 the same holds of whatever is done besides.
+POLICIES: dict[str, dict] = {
+    "none": {},
+    "norms": {"recompute": ["norms"]},
+    "swiglu": {"recompute": ["swiglu"]},
+    "mla_up": {"recompute": ["mla_up"]},
+    "recompute": {"recompute": ALL},
+    "fp8": {"recompute": ALL, "fp8_storage": True},
+}
+EQUALS = {"norms": "none", "swiglu": "none", "mla_up": "none", "recompute": "none"}
+
+
+def policies(run) -> dict:
+    """One step of the same microbatches under every policy, and an evaluation after each.
+
+    Returns for every policy the names of what differs on some rank from the policy of `EQUALS` (for
+    one without: from "none"), the bytes that are held once step and evaluation are over, and the
+    number of things compared. "padding": the tokens of padding in all parts.
+    """
+    microbatches = _planted(run)
+    found, results = {}, {}
+    for name, changed in POLICIES.items():
+        train = run.config.train.model_copy(update=changed)
+        run.backbone.config = run.config.model_copy(update={"train": train})
+        run.backbone.apply_memory_policy()
+        found[name] = _step(run, microbatches)
+        run.backbone.evaluate(microbatches, lambda logits: None)
+        other = found[EQUALS.get(name, "none")]
+        differing = [
+            key for key, value in found[name].items() if not torch.equal(value, other[key])
+        ]
+        assert found[name].keys() == other.keys()
+        held = {k: v for k, v in run.backbone.policy.bytes_by_kind().items() if k != "weights"}
+        parts = run.mesh.gather((differing, held, len(other)))
+        results[name] = {
+            "differing": sorted({key for part in parts for key in part[0]}),
+            "held": [part[1] for part in parts],
+            "compared": sum(part[2] for part in parts),
+        }
+    padding = sum(int(one.padding.sum()) for one in microbatches)
+    return results | {"padding": sum(run.mesh.gather(padding))}
+
+
+def _planted(run):
+    """Return a step's microbatches with vision embeddings at every seventh place."""
+    from kimi_pretrain.engine.microbatch import build_microbatches
+
+    config, mesh = run.config, run.mesh
+    none = np.zeros(0, np.int64)
+    microbatches = build_microbatches(
+        next(run.loader), mesh, config.train.rows_per_microbatch, none
+    )
+    if mesh.is_first_stage:
+        for number, one in enumerate(microbatches):
+            if number % 3 == 2:
+                continue  # without media
+            places = torch.arange(0, one.padding.shape[1], 7)
+            generator = torch.Generator().manual_seed(number)
+            leaf = torch.randn(len(places), config.model.language.hidden_size, generator=generator)
+            one.leaf = (leaf * 0.02).to(run.backbone.dtype).requires_grad_()
+            one.leaf_positions = places
+    return microbatches
+
+
+def _step(run, microbatches) -> dict[str, torch.Tensor]:
+    """Return this rank's loss, gradients that it owns, leaf gradients, maxima, routing biases."""
+    backbone = run.backbone
+    for one in microbatches:
+        if one.leaf is not None:
+            one.leaf.grad = None
+    found = {"loss": backbone.train_step(microbatches, 0.7).loss_sum}
+    if backbone.trainable:
+        leads = run.update.optimizer.leads
+        owned = [view for view in backbone.views() if leads(view.name)]
+        found |= {view.name: backbone.grad_of(view).clone() for view in owned}
+    for number, one in enumerate(microbatches):
+        if one.leaf is not None:
+            found[f"leaf {number}"] = one.leaf.grad.clone()
+    for layer, maxima in backbone.take_max_logits().items():
+        found[f"maxima of layer {layer}"] = maxima.clone()
+    for number, bias in enumerate(backbone._routing_biases()):
+        found[f"routing bias {number}"] = bias.clone()
+    backbone.undo_routing_biases()
+    return found
+
+
+ACTIONS = {"memory_policies": policies}

@@ -1,0 +1,51 @@
+"""Saved tensors made again or in FP8: a step in several layouts, bit for bit where it must be."""
+
+import pytest
+
+from tests.dist.jobs import run_jobs
+from tests.dist.memory_case import EQUALS, POLICIES
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+INTERLEAVED = dict(pp=2, vpp=2, dp=2, ep=2)
+JOBS: dict[str, tuple[dict, tuple[str, ...]]] = {
+    "PP2 x VPP2 x EP2": (INTERLEAVED, ()),
+    "PP2 x CP2, EP2, bfloat16": (dict(pp=2, cp=2, ep=2), ("train.dtype=bfloat16",)),
+    "CP2 x TP2, EP2": (dict(cp=2, tp=2, ep=2), ()),
+    "frozen language model": (INTERLEAVED, ("train.frozen=[language_model]",)),
+}
+
+
+@pytest.fixture(scope="module")
+def found(data_root, tmp_path_factory):
+    jobs = {}
+    for name, (axes, overrides) in JOBS.items():
+        sizes = {"pp": 1, "vpp": 1, "dp": 1, "ep": 1, "cp": 1, "tp": 1} | axes
+        layout = [f"layout.{axis}={size}" for axis, size in sizes.items()]
+        yarn = "model.language.yarn={factor: 4.0, original_max_position: 32}"
+        jobs[name] = "memory_policies", (f"data.root={data_root}", yarn, *layout, *overrides)
+    return run_jobs(jobs, tmp_path_factory.mktemp("memory"), 4, timeout=250.0)
+
+
+@pytest.mark.parametrize("policy", EQUALS)
+@pytest.mark.parametrize("job", JOBS)
+def test_no_bit_changes(job, policy, found):
+    """Loss, gradients, gradients of vision embeddings, maxima of attention, routing biases."""
+    result = found[job][policy]
+    assert result["differing"] == []
+    assert result["compared"] > (20 if "frozen" in job else 100)
+    assert found[job]["padding"] > 0
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_fp8_changes_gradients_and_nothing_of_the_forward_pass(job, found):
+    """The control of the test above, too: what is compared can differ."""
+    differing = found[job]["fp8"]["differing"]
+    assert differing
+    assert not [name for name in differing if name.startswith(("loss", "maxima", "routing"))]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("job", JOBS)
+def test_nothing_is_held_after_a_step_and_an_evaluation(job, policy, found):
+    assert found[job][policy]["held"] == [{}] * 4

@@ -1,0 +1,113 @@
+"""FP8 tiles against a loop over tiles, and how far the gradients of an expert move."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kimi_pretrain.memory import fp8_tiles
+from kimi_pretrain.memory.fp8_tiles import TILE, from_fp8, to_fp8
+
+
+def random(*shape, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * scale
+
+
+def by_loop(x):
+    """Tile by tile: scaled to 448, cast, and back."""
+    out = torch.empty_like(x)
+    for row in range(x.shape[0]):
+        for start in range(0, x.shape[1], TILE):
+            tile = x[row, start : start + TILE].float()
+            scale = max(float(tile.abs().max()) / 448, 1e-38) if len(tile) else 1.0
+            codes = (tile / torch.tensor(scale)).to(torch.float8_e4m3fn)
+            out[row, start : start + TILE] = (codes.float() * torch.tensor(scale)).to(x.dtype)
+    return out
+
+
+@pytest.mark.parametrize("width", [128, 256, 200, 64, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_to_a_loop_over_tiles(width, dtype):
+    x = random(9, width).to(dtype)
+    x[3] *= 1e-6
+    x[4] = 0
+    codes, scales = to_fp8(x)
+    assert codes.shape == x.shape
+    assert codes.dtype == torch.float8_e4m3fn
+    assert scales.shape == (9, -(-width // TILE))
+    assert scales.dtype == torch.float32
+    found = from_fp8(codes, scales, dtype)
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    assert torch.equal(found, by_loop(x))
+
+
+def test_errors_are_those_of_three_bits():
+    x = random(64, 512, scale=1e-3)
+    found = from_fp8(*to_fp8(x), torch.float32)
+    tops = x.unflatten(-1, (4, TILE)).abs().amax(-1, keepdim=True).expand(64, 4, TILE).flatten(1)
+    # Half a step of three bits of mantissa; below the normal numbers half the smallest step.
+    assert ((found - x).abs() <= torch.maximum(x.abs() / 16, tops / 448 / 1024)).all()
+
+
+@pytest.mark.parametrize("planted", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_seen(planted):
+    x = random(3, 256)
+    x[1, 130] = planted
+    found = from_fp8(*to_fp8(x), torch.float32)
+    assert found[1, 130].isnan()
+    assert found[[0, 2]].isfinite().all()
+
+
+def test_no_tokens():
+    codes, scales = to_fp8(random(0, 256))
+    assert from_fp8(codes, scales, torch.bfloat16).shape == (0, 256)
+
+
+def plainly_cast(x):
+    return x.to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def by_tiles(x):
+    return from_fp8(*to_fp8(x), x.dtype)
+
+
+def gradients(x, keep):
+    """An expert's gradients of x, up and down weights, from inputs as `keep` gives them back."""
+    up, down, grad = random(512, 256, seed=1) / 16, random(256, 256, seed=2) / 16, random(300, 256)
+    gate_up = (x.float() @ up.T).to(x.dtype)
+    kept_x, kept = (keep(t).float().requires_grad_() for t in (x, gate_up))
+    gate, upper = kept.chunk(2, -1)
+    inner = F.silu(gate) * upper
+    (of_gate_up,) = torch.autograd.grad(inner, kept, grad @ down)
+    return of_gate_up @ up, of_gate_up.T @ kept_x.detach(), grad.T @ inner.detach()
+
+
+def errors(x, keep):
+    pairs = zip(gradients(x, keep), gradients(x, lambda t: t), strict=True)
+    return [float((one - other).norm() / other.norm()) for one, other in pairs]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_gradients_stay_within_six_percent(scale):
+    x = random(300, 256, scale=scale).bfloat16()
+    assert max(errors(x, by_tiles)) <= 0.06
+
+
+def test_without_scales_small_inputs_lose_their_gradients():
+    """The control of the test above."""
+    assert max(errors(random(300, 256).bfloat16(), plainly_cast)) <= 0.06
+    assert min(errors(random(300, 256, scale=1e-3).bfloat16(), plainly_cast)) > 0.5
+
+
+@pytest.mark.parametrize("function", ["to_fp8", "from_fp8"])
+def test_the_formulas_can_be_compiled_whole(function):
+    """As for CUDA, but for the kernels."""
+    formula = getattr(fp8_tiles, function).__wrapped__
+    compiled = torch.compile(formula, backend="eager", fullgraph=True, dynamic=True)
+    for rows in (4, 9):
+        x = random(rows, 256).bfloat16()
+        arguments = (x,) if function == "to_fp8" else (*to_fp8(x), torch.bfloat16)
+        found, wanted = compiled(*arguments), formula(*arguments)
+        pairs = zip(found, wanted, strict=True) if function == "to_fp8" else [(found, wanted)]
+        assert all(torch.equal(one.float(), other.float()) for one, other in pairs)
