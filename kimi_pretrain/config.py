@@ -106,6 +106,11 @@ class TrainConfig(Section):
     """Keep the inputs of the experts' up projections and of SwiGLU in FP8 (E4M3, tiles of 1x128,
     fp32 scales) until the backward pass. Gradients of these layers differ by 3-4%; docs/MEMORY.md.
     [-; kimi_pretrain/memory/fp8_tiles.py]"""
+    offload: bool = False
+    """Let what the backward pass needs wait in host memory, layer by layer; changes no bit;
+    docs/MEMORY.md. [-; kimi_pretrain/memory/host_memory.py]"""
+    offload_min_mib: float = Field(default=1.0, ge=0)
+    """Smaller tensors stay on the device. [MiB; kimi_pretrain/engine/backbone.py]"""
     print_every: int = Field(default=10, gt=0)
     """Where output goes into a file or a pipe, every so many steps are told in a line.
     [steps; kimi_pretrain/telemetry/recorder.py]"""

@@ -34,6 +34,7 @@ from kimi_pretrain.engine.model_builder import DTYPES, build_chunks, engine_conf
 from kimi_pretrain.engine.packed_attention import PackedCoreAttention
 from kimi_pretrain.engine.param_names import View, views
 from kimi_pretrain.engine.tp_full_params import FullParams
+from kimi_pretrain.memory.host_memory import HostMemory
 from kimi_pretrain.memory.saved import Policy, apply
 
 
@@ -140,7 +141,9 @@ class Backbone:
     def apply_memory_policy(self) -> None:
         """Say what becomes of the tensors that the backward pass needs; see docs/MEMORY.md."""
         train = self.config.train
-        self.policy = Policy(train.recompute, fp8=train.fp8_storage)
+        least = int(train.offload_min_mib * 2**20)
+        host = HostMemory(self.mesh.device, least) if train.offload else None
+        self.policy = Policy(train.recompute, fp8=train.fp8_storage, host=host)
         for chunk in self.chunks:
             apply(self.policy, chunk.modules(), chunk.parameters())
 
@@ -181,6 +184,7 @@ class Backbone:
         for model in self.models:
             model.train()
             model.zero_grad_buffer()
+        self.policy.begin_step()
         self._aux_scale = aux_scale
         self._biases = [(bias, bias.clone()) for bias in self._routing_biases()]
         losses = self._run(microbatches, self._forward_step, forward_only=False)

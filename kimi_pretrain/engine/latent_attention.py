@@ -55,6 +55,15 @@ class PartNorm(Saves, nn.RMSNorm):
             return self.policy.remade("norms", rms_norm, x, self.weight, self.eps)
 
 
+class FirstNorm(PartNorm):
+    """The first norm of a layer: what is saved from here on is this layer's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `PartNorm`."""
+        self.policy.open_group()
+        return super().forward(x)
+
+
 class ReplicatedLinear(nn.Module):
     """A linear layer that every tensor-parallel rank holds whole."""
 

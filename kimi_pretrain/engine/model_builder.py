@@ -23,6 +23,7 @@ from kimi_pretrain.engine.fused_attention import FusedCoreAttention
 from kimi_pretrain.engine.gated_mlp import DenseMlp, SharedExperts
 from kimi_pretrain.engine.language_model import LanguageModel
 from kimi_pretrain.engine.latent_attention import (
+    FirstNorm,
     PackedLatentAttention,
     PartNorm,
     PlainQueryAttention,
@@ -163,7 +164,7 @@ def layer_specs(
         attention = layer.submodules.self_attention
         attention.submodules.core_attention = CORE_ATTENTION[attention_kind]
         attention.submodules.q_layernorm = attention.submodules.kv_layernorm = PartNorm
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = PartNorm
+        layer.submodules.input_layernorm, layer.submodules.pre_mlp_layernorm = FirstNorm, PartNorm
         plain = config.q_lora_rank is None
         attention.module = PlainQueryAttention if plain else PackedLatentAttention
         mlp = layer.submodules.mlp

@@ -1,4 +1,4 @@
-"""One policy over saved tensors: what the backward pass needs is kept, made again, or in FP8.
+"""One policy over saved tensors: what the backward pass needs is kept, made again, or put away.
 
 `torch.autograd.graph.saved_tensors_hooks` hands over every tensor that autograd saves, and asks for
 it back. What becomes of a tensor is written on its storage, whose Python object torch keeps for as
@@ -7,8 +7,9 @@ long as the storage lives: views, `detach()` and what custom Functions save all 
 - `remade(kind, make, *inputs)`: the outputs are dropped, and made again from the inputs for the
   first consumer that asks; the last one's end frees them.
 - `squeezed(x)`: what is saved of `x` are its FP8 codes (`fp8_tiles`).
+- all else of floating point may wait in host memory (`host_memory`).
 
-The graph is the ordinary one, so recompute changes no bit. A consumer outside the
+The graph is the ordinary one, so recompute and host memory change no bit. A consumer outside the
 hooks, or one that nobody thought of, keeps its tensor: that costs memory, and reads nothing that is
 gone. As autograd does without hooks, a tensor that was written to after it was saved is refused.
 """
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from kimi_pretrain.memory.fp8_tiles import from_fp8, to_fp8
+from kimi_pretrain.memory.host_memory import HostMemory
 
 _WEIGHT = "weight"
 
@@ -111,16 +113,29 @@ class Policy:
     Args:
         recompute: kinds of computations whose outputs are made again.
         fp8: whether `squeezed` tensors are saved as FP8 codes.
+        host: where what is kept waits, if not on the device.
     """
 
-    def __init__(self, recompute: Collection[str] = (), *, fp8: bool = False):
-        self.recompute, self.fp8 = frozenset(recompute), fp8
+    def __init__(
+        self, recompute: Collection[str] = (), *, fp8: bool = False, host: HostMemory | None = None
+    ):
+        self.recompute, self.fp8, self.host = frozenset(recompute), fp8, host
         self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
 
     @property
     def active(self) -> bool:
         """Whether anything is treated otherwise than without a policy."""
-        return bool(self.recompute) or self.fp8
+        return bool(self.recompute) or self.fp8 or self.host is not None
+
+    def begin_step(self) -> None:
+        """Say that a step begins: none of the last one's tensors is needed any more."""
+        if self.host is not None:
+            self.host.begin_step()
+
+    def open_group(self) -> None:
+        """Say that a layer's forward pass begins: what waits on the host goes by layers."""
+        if self.host is not None and torch.is_grad_enabled():
+            self.host.open_group()
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return a context in which what autograd saves is treated as the policy says."""
@@ -153,6 +168,10 @@ class Policy:
         treatment = getattr(tensor.untyped_storage(), "treatment", None)
         if isinstance(treatment, Output) and treatment.covers(tensor):
             return Remade(treatment.recipe, treatment.index, tensor)
+        if self.host is not None and treatment != _WEIGHT:
+            away = self.host.keep(tensor)
+            if away is not None:
+                return away
         kept = Kept(tensor, "weights" if treatment == _WEIGHT else "kept")
         self._kept.add(kept)
         return kept
@@ -160,7 +179,7 @@ class Policy:
     def bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes that are held right now, each storage once; weights are no activations.
 
-        "kept" are those on the device.
+        "kept" are those that stay on the device; see `HostMemory.bytes_by_kind` for the others.
         """
         storages = {
             kept.tensor.untyped_storage()._cdata: (kept.kind, kept.tensor.untyped_storage())
@@ -169,7 +188,7 @@ class Policy:
         found: Counter[str] = Counter()
         for kind, storage in storages.values():
             found[kind] += storage.nbytes()
-        return dict(found)
+        return dict(found) | (self.host.bytes_by_kind() if self.host is not None else {})
 
     def _made_by(self, out: Any, make: Callable[..., Any], inputs: list[Any]) -> None:
         recipe = Recipe(make, [self.keep(x) if isinstance(x, Tensor) else x for x in inputs])

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 ALL = ["norms", "swiglu", "mla_up"]
+OFFLOAD = {"offload": True, "offload_min_mib": 0.0}
 # What is computed again changes no bit; of FP8 the same holds of whatever is done besides.
 POLICIES: dict[str, dict] = {
     "none": {},
@@ -11,25 +12,33 @@ POLICIES: dict[str, dict] = {
     "swiglu": {"recompute": ["swiglu"]},
     "mla_up": {"recompute": ["mla_up"]},
     "recompute": {"recompute": ALL},
+    "offload": OFFLOAD,
+    "recompute, offload": {"recompute": ALL, **OFFLOAD},
     "fp8": {"recompute": ALL, "fp8_storage": True},
+    "fp8, offload": {"recompute": ALL, "fp8_storage": True, **OFFLOAD},
 }
-EQUALS = {"norms": "none", "swiglu": "none", "mla_up": "none", "recompute": "none"}
+EQUALS = {name: "none" for name in POLICIES if "fp8" not in name} | {"fp8, offload": "fp8"}
 
 
 def policies(run) -> dict:
     """One step of the same microbatches under every policy, and an evaluation after each.
 
     Returns for every policy the names of what differs on some rank from the policy of `EQUALS` (for
-    one without: from "none"), the bytes that are held once step and evaluation are over, and the
-    number of things compared. "padding": the tokens of padding in all parts.
+    one without: from "none"), the bytes that are held once step and evaluation are over, the number
+    of things compared, and the groups that a second step brought back late; under "padding" the
+    tokens of padding in all parts.
     """
     microbatches = _planted(run)
-    found, results = {}, {}
+    found, results, late = {}, {}, 0
     for name, changed in POLICIES.items():
         train = run.config.train.model_copy(update=changed)
         run.backbone.config = run.config.model_copy(update={"train": train})
         run.backbone.apply_memory_policy()
         found[name] = _step(run, microbatches)
+        if changed.get("offload"):  # once more: in the order that the first step found
+            again = _step(run, microbatches)
+            assert all(torch.equal(value, again[key]) for key, value in found[name].items())
+            late = run.backbone.policy.host.late
         run.backbone.evaluate(microbatches, lambda logits: None)
         other = found[EQUALS.get(name, "none")]
         differing = [
@@ -37,11 +46,12 @@ def policies(run) -> dict:
         ]
         assert found[name].keys() == other.keys()
         held = {k: v for k, v in run.backbone.policy.bytes_by_kind().items() if k != "weights"}
-        parts = run.mesh.gather((differing, held, len(other)))
+        parts = run.mesh.gather((differing, held, len(other), late))
         results[name] = {
             "differing": sorted({key for part in parts for key in part[0]}),
             "held": [part[1] for part in parts],
             "compared": sum(part[2] for part in parts),
+            "late": [part[3] for part in parts],
         }
     padding = sum(int(one.padding.sum()) for one in microbatches)
     return results | {"padding": sum(run.mesh.gather(padding))}

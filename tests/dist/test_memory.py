@@ -1,4 +1,4 @@
-"""Saved tensors made again or in FP8: a step in several layouts, bit for bit where it must be."""
+"""Saved tensors made again, in FP8 or in host memory: a step in several layouts, bit for bit."""
 
 import pytest
 
@@ -43,6 +43,12 @@ def test_fp8_changes_gradients_and_nothing_of_the_forward_pass(job, found):
     differing = found[job]["fp8"]["differing"]
     assert differing
     assert not [name for name in differing if name.startswith(("loss", "maxima", "routing"))]
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if "offload" in name])
+@pytest.mark.parametrize("job", JOBS)
+def test_a_schedule_that_was_seen_once_brings_nothing_late(job, policy, found):
+    assert found[job][policy]["late"] == [0] * 4
 
 
 @pytest.mark.parametrize("policy", POLICIES)
