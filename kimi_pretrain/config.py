@@ -105,7 +105,7 @@ class TrainConfig(Section):
     fp8_storage: bool = False
     """Keep the inputs of the experts' up projections and of SwiGLU in FP8 (E4M3, tiles of 1x128,
     fp32 scales) until the backward pass. Gradients of these layers differ by 3-4%; docs/MEMORY.md.
-    [-; kimi_pretrain/memory/fp8_tiles.py]"""
+    [-; kimi_pretrain/engine/backbone.py]"""
     offload: bool = False
     """Let what the backward pass needs wait in host memory, layer by layer; changes no bit;
     docs/MEMORY.md. [-; kimi_pretrain/memory/host_memory.py]"""

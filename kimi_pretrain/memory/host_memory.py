@@ -104,14 +104,14 @@ class StreamCopies(Copies):
 
     def out(self, source: Tensor, pieces: list[Piece]) -> torch.cuda.Event:
         """See `Copies.out`. The caller holds the source until work waits for the event."""
-        self._outward.wait_event(torch.cuda.current_stream(self._device).record_event())
+        self._outward.wait_event(_recorded(torch.cuda.current_stream(self._device)))
         with torch.cuda.stream(self._outward):
             for piece in pieces:
                 if piece.slab.read is not None:  # what lay there before may still be on its way
                     self._outward.wait_event(piece.slab.read)
                 part = source[piece.start : piece.start + piece.size]
                 piece.memory.copy_(part, non_blocking=True)
-        return self._outward.record_event()
+        return _recorded(self._outward)
 
     def back(
         self, size: int, pieces: list[Piece], written: torch.cuda.Event | None
@@ -124,7 +124,7 @@ class StreamCopies(Copies):
             for piece in pieces:
                 part = target[piece.start : piece.start + piece.size]
                 part.copy_(piece.memory, non_blocking=True)
-        done = self._inward.record_event()
+        done = _recorded(self._inward)
         for piece in pieces:
             piece.slab.read = done
         return target, done
@@ -283,6 +283,7 @@ class Group:
     number: int
     home: "HostMemory"
     copies: list[weakref.ref[Copy]] = field(default_factory=list)
+    expected: bool = False  # needed next, so that what is still on the device stays
     was_needed: bool = False
 
     def alive(self) -> list[Copy]:
@@ -333,7 +334,7 @@ class HostMemory:
         Raises:
             RuntimeError: a tensor was written to since it was saved.
         """
-        if len(self._groups) >= 2:
+        if len(self._groups) >= 2 and not self._groups[-2].expected:
             for copy in self._groups[-2].alive():
                 copy.let_go()
         self._groups.append(Group(len(self._groups), self))
@@ -374,6 +375,7 @@ class HostMemory:
 
     def _load(self, number: int) -> None:
         if 0 <= number < len(self._groups):
+            self._groups[number].expected = True
             for copy in self._groups[number].alive():
                 copy.load()
 
@@ -385,6 +387,13 @@ class HostMemory:
             "moving": sum(copy.bytes_on_device for copy in copies),
         }
         return {kind: size for kind, size in found.items() if size}
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Return an event that comes once what the stream has to do by now is done."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -17,10 +17,13 @@ POLICIES: dict[str, dict] = {
     "fp8": {"recompute": ALL, "fp8_storage": True},
     "fp8, offload": {"recompute": ALL, "fp8_storage": True, **OFFLOAD},
 }
-EQUALS = {name: "none" for name in POLICIES if "fp8" not in name} | {"fp8, offload": "fp8"}
+EQUALS = {name: "none" for name in POLICIES if name != "none" and "fp8" not in name} | {
+    "fp8, offload": "fp8"
+}
+SHORT = ("none", "recompute, offload", "fp8", "fp8, offload")
 
 
-def policies(run) -> dict:
+def policies(run, names=tuple(POLICIES)) -> dict:
     """One step of the same microbatches under every policy, and an evaluation after each.
 
     Returns for every policy the names of what differs on some rank from the policy of `EQUALS` (for
@@ -30,7 +33,8 @@ def policies(run) -> dict:
     """
     microbatches = _planted(run)
     found, results, late = {}, {}, 0
-    for name, changed in POLICIES.items():
+    for name in names:
+        changed = POLICIES[name]
         train = run.config.train.model_copy(update=changed)
         run.backbone.config = run.config.model_copy(update={"train": train})
         run.backbone.apply_memory_policy()
@@ -100,4 +104,9 @@ def _step(run, microbatches) -> dict[str, torch.Tensor]:
     return found
 
 
-ACTIONS = {"memory_policies": policies}
+def short(run) -> dict:
+    """Return the same for the policies of `SHORT`."""
+    return policies(run, SHORT)
+
+
+ACTIONS = {"every memory policy": policies, "some memory policies": short}

@@ -3,17 +3,27 @@
 import pytest
 
 from tests.dist.jobs import run_jobs
-from tests.dist.memory_case import EQUALS, POLICIES
+from tests.dist.memory_case import EQUALS, POLICIES, SHORT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 INTERLEAVED = dict(pp=2, vpp=2, dp=2, ep=2)
 JOBS: dict[str, tuple[dict, tuple[str, ...]]] = {
     "PP2 x VPP2 x EP2": (INTERLEAVED, ()),
+    "experts overlapped": (INTERLEAVED, ("layout.overlap_experts=true",)),
     "PP2 x CP2, EP2, bfloat16": (dict(pp=2, cp=2, ep=2), ("train.dtype=bfloat16",)),
     "CP2 x TP2, EP2": (dict(cp=2, tp=2, ep=2), ()),
     "frozen language model": (INTERLEAVED, ("train.frozen=[language_model]",)),
 }
+
+
+FIRST, *_ = JOBS  # in which every policy is tried
+CASES = [(FIRST, policy) for policy in POLICIES]
+CASES += [(job, policy) for job in JOBS if job != FIRST for policy in SHORT]
+
+
+def cases(*among):
+    return pytest.mark.parametrize(("job", "policy"), [c for c in CASES if c[1] in among])
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +31,14 @@ def found(data_root, tmp_path_factory):
     jobs = {}
     for name, (axes, overrides) in JOBS.items():
         sizes = {"pp": 1, "vpp": 1, "dp": 1, "ep": 1, "cp": 1, "tp": 1} | axes
-        layout = [f"layout.{axis}={size}" for axis, size in sizes.items()]
-        yarn = "model.language.yarn={factor: 4.0, original_max_position: 32}"
-        jobs[name] = "memory_policies", (f"data.root={data_root}", yarn, *layout, *overrides)
+        settings = [f"layout.{axis}={size}" for axis, size in sizes.items()]
+        settings += ["model.language.yarn={factor: 4.0, original_max_position: 32}", *overrides]
+        action = "every memory policy" if name == FIRST else "some memory policies"
+        jobs[name] = action, (f"data.root={data_root}", *settings)
     return run_jobs(jobs, tmp_path_factory.mktemp("memory"), 4, timeout=250.0)
 
 
-@pytest.mark.parametrize("policy", EQUALS)
-@pytest.mark.parametrize("job", JOBS)
+@cases(*EQUALS)
 def test_no_bit_changes(job, policy, found):
     """Loss, gradients, gradients of vision embeddings, maxima of attention, routing biases."""
     result = found[job][policy]
@@ -37,21 +47,19 @@ def test_no_bit_changes(job, policy, found):
     assert found[job]["padding"] > 0
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_fp8_changes_gradients_and_nothing_of_the_forward_pass(job, found):
+@cases("fp8")
+def test_fp8_changes_gradients_and_nothing_of_the_forward_pass(job, policy, found):
     """The control of the test above, too: what is compared can differ."""
-    differing = found[job]["fp8"]["differing"]
+    differing = found[job][policy]["differing"]
     assert differing
     assert not [name for name in differing if name.startswith(("loss", "maxima", "routing"))]
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if "offload" in name])
-@pytest.mark.parametrize("job", JOBS)
+@cases("offload", "recompute, offload", "fp8, offload")
 def test_a_schedule_that_was_seen_once_brings_nothing_late(job, policy, found):
     assert found[job][policy]["late"] == [0] * 4
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("job", JOBS)
+@cases(*POLICIES)
 def test_nothing_is_held_after_a_step_and_an_evaluation(job, policy, found):
     assert found[job][policy]["held"] == [{}] * 4

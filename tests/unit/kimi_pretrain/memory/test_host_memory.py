@@ -65,6 +65,7 @@ def step(model, schedule=("F0", "B0")):
 SCHEDULES = {
     "one after the other": ("F0", "B0", "F1", "B1", "F2", "B2"),
     "1F1B": ("F0", "F1", "F2", "B0", "F3", "B1", "B2", "B3"),
+    "two in flight": ("F0", "F1", "B0", "F2", "B1", "B2"),
     "all forward first": ("F0", "F1", "F2", "B2", "B1", "B0"),
 }
 
@@ -96,7 +97,7 @@ def test_from_the_second_step_on_nothing_is_late_and_nothing_grows(schedule):
 
 def test_a_schedule_that_changes_is_late_and_right():
     """Guesses are wrong for a step; the control of `late` above."""
-    first, then = SCHEDULES["one after the other"], SCHEDULES["1F1B"]
+    first, then = SCHEDULES["all forward first"], SCHEDULES["1F1B"]
     model = Stack(policy())
     step(model, first)
     assert_same_bits(step(model, then), step(Stack(Policy()), then))
