@@ -130,6 +130,10 @@ class TrainConfig(Section):
     peak_tflops: float | None = Field(default=None, gt=0)
     """What MFU divides by; null: the data sheet's of a known GPU.
     [TFLOP/s per GPU; kimi_pretrain/telemetry/mfu.py]"""
+    memory_limit_gib: float | None = Field(default=None, gt=0)
+    """A run whose plan of memory (`kimi-pretrain plan --memory`) goes over it on some rank is
+    refused before it starts; leave a few GiB for CUDA and NCCL. null: no bound.
+    [GiB; kimi_pretrain/memory/plan.py]"""
     frozen: list[Literal["vision_tower", "projector", "language_model"]] = Field(
         default_factory=list
     )

@@ -55,6 +55,10 @@ def check_start(
         StoreError: `data.root` or the place cannot be read, or lacks something.
     """
     wait = config.data.patience if patience is None else min(patience, config.data.patience)
+    if config.train.memory_limit_gib is not None:
+        from kimi_pretrain.memory.plan import check_memory_limit  # it divides the optimizer: torch
+
+        check_memory_limit(config)
     # Without its cache: that belongs to the run's own processes.
     store = open_data(config.data.replace(cache=None, patience=wait))
     tokenizer, indices = read_sources(config, store)

@@ -18,8 +18,10 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.model_builder import DTYPES, build_chunks, engine_config
 from kimi_pretrain.engine.param_names import View, layers_of, views
+from kimi_pretrain.memory.plan import MemoryPlan, plan_memory
 from kimi_pretrain.optim.groups import ModelShape, replicas_of
 from kimi_pretrain.optim.owners import TensorSize
+from kimi_pretrain.tools import memory_report
 from kimi_pretrain.tools.optimizer_division import Division, PlannedGroup, divide, stage_groups
 from kimi_pretrain.tools.optimizer_report import (
     OptimizerSummary,
@@ -61,6 +63,7 @@ class DryRun:
     Attributes:
         optimizer: who owns what, in figures.
         division: the same, tensor by tensor.
+        memory: what every rank would hold.
     """
 
     stages: tuple[StageCount, ...]
@@ -71,6 +74,7 @@ class DryRun:
     projector: int
     optimizer: OptimizerSummary
     division: Division
+    memory: MemoryPlan
 
 
 def dry_run(config: Config) -> DryRun:
@@ -98,6 +102,7 @@ def dry_run(config: Config) -> DryRun:
         projector=_count(encoder.mm_projector),
         optimizer=summarise(division, [stage.layers for stage in stages]),
         division=division,
+        memory=plan_memory(config, division),
     )
 
 
@@ -114,6 +119,7 @@ def lines(result: DryRun) -> Iterator[str]:
     yield f"  routing biases  {result.routing_biases:,} entries (not parameters)"
     yield f"vision tower      {result.vision_tower:,}"
     yield f"projector         {result.projector:,}"
+    yield from memory_report.lines(result.memory)
     yield from summary_lines(result.optimizer)
 
 
@@ -128,6 +134,7 @@ def as_json(result: DryRun) -> dict[str, Any]:
     return plain | {
         "stages": [asdict(stage) for stage in result.stages],
         "optimizer": summary_as_json(result.optimizer),
+        "memory": memory_report.as_json(result.memory),
     }
 
 

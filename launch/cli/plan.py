@@ -1,4 +1,4 @@
-"""`kimi-pretrain plan`: predicts the encoder's load per rank, or calibrates its cost model."""
+"""`kimi-pretrain plan`: predicts the encoder's load, calibrates its costs, or plans memory."""
 
 import json
 from pathlib import Path
@@ -18,6 +18,10 @@ def plan(
     overrides: Overrides = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine and fit dep.cost to it.")
+    ] = False,
+    memory: Annotated[
+        bool,
+        typer.Option("--memory", help="Plan the memory of every stage; reads no data."),
     ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first.")] = 8,
     max_seconds: Annotated[
@@ -39,9 +43,15 @@ def plan(
     plan from it: calibrate once, on one device of the kind that the run will
     have.
 
+    With --memory it prints what the fullest rank of each pipeline stage holds:
+    weights, gradients, optimizer state, activations by kind, the encoder; which
+    rank is fullest, and which single switch lowers that. train.memory_limit_gib
+    refuses a run that would hold more.
+
     \b
     kimi-pretrain plan --config configs/kimi_k25_1t.yaml \\
         data.root=s3://bucket/corpus --steps 20
+    kimi-pretrain plan --config kimi_k25_1t --memory train.recompute=[]
     kimi-pretrain plan --config tiny_cpu --calibrate --max-seconds 30
     kimi-pretrain plan --config my.yaml --calibrate --json --out cost.json
     """
@@ -49,9 +59,14 @@ def plan(
         from kimi_pretrain.config import load_config
 
         loaded = load_config(config, overrides or ())
+        if memory and calibrate:
+            raise ValueError("--memory and --calibrate: give one of them")
         if out is not None and not out.parent.is_dir():
             raise ValueError(f"--out {out}: there is no folder {out.parent}")
-        result = _calibrate(loaded, max_seconds) if calibrate else _predict(loaded, steps)
+        if memory:
+            result = _plan_memory(loaded)
+        else:
+            result = _calibrate(loaded, max_seconds) if calibrate else _predict(loaded, steps)
         if out is not None:
             out.write_text(json.dumps(result) + "\n")
         if as_json:
@@ -68,6 +83,16 @@ def _calibrate(config: "Config", max_seconds: float) -> dict[str, Any]:
         typer.echo(line)
     typer.echo(calibrate.yaml_block(result))
     return calibrate.as_json(result)
+
+
+def _plan_memory(config: "Config") -> dict[str, Any]:
+    from kimi_pretrain.memory.plan import plan_memory
+    from kimi_pretrain.tools import memory_report
+
+    found = plan_memory(config)
+    for line in memory_report.lines(found):
+        typer.echo(line)
+    return memory_report.as_json(found)
 
 
 def _predict(config: "Config", steps: int) -> dict[str, Any]:

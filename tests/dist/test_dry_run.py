@@ -64,6 +64,9 @@ def check_table(rows: list[dict[str, str]], result: dict) -> None:
 def check_one_t(result: dict, lines: list[str]) -> None:
     """Kimi K2.5 as shipped: the balance that is promised."""
     assert len(result["stages"]) == 16
+    memory = result["memory"]["stages"]
+    assert max(stage["peak"] for stage in memory) <= 141e9
+    assert any("H200 (141 GB): fits" in line for line in lines)
     assert result["language_model_activated"] == 32_861_477_888
     assert f"language model    {1_026_408_209_408:,} parameters" in lines
     optimizer = result["optimizer"]
@@ -90,6 +93,7 @@ SCRIPT = """
 import json, sys
 from kimi_pretrain.tools import dry_run
 from kimi_pretrain.config import load_config
+from kimi_pretrain.memory import plan
 from kimi_pretrain.optim import groups
 
 def table(*overrides):
@@ -101,6 +105,17 @@ tiny = dry_run.dry_run(load_config("tiny_cpu"))
 found = {"tiny": (list(dry_run.table_lines(tiny)), dry_run.as_json(tiny)), "job": table(*job)}
 found["alone"] = table(*job, "optim.shard_state=false")
 found["frozen"] = table(*job, "train.frozen=[vision_tower, language_model]")
+found["planned"] = {}
+for name, more in (("job", ()), ("frozen", ("train.frozen=[vision_tower, language_model]",)),
+                   ("slices", ("layout.dp=1", "layout.tp=2", "layout.ep=2"))):
+    config = load_config("tiny_cpu", (*job, *more))
+    built = dry_run.dry_run(config)
+    found["planned"][name] = {
+        "owners": plan.divide_config(config) == built.division,
+        "parameters": [stage.per_rank for stage in built.stages],
+        "encoder": built.vision_tower + built.projector,
+        "weights": [stage.weights for stage in built.memory.stages],
+    }
 groups._RULES = tuple(rule for rule in groups._RULES if rule[1] != "router")
 try:
     found["rule"] = table(*job)
@@ -140,6 +155,17 @@ def test_without_sharding_each_rank_updates_what_it_holds(tables):
 
 def test_frozen_parts_have_no_owner(tables):
     assert {row["group"] for row in read_table(tables["frozen"])} == {"projector"}
+
+
+@pytest.mark.parametrize("name", ["job", "frozen", "slices"])
+def test_the_plan_of_memory_counts_what_is_built(name, tables):
+    """From names and shapes alone: owners, and weights of every stage, in float32."""
+    planned = tables["planned"][name]
+    assert planned["owners"]
+    for weights, parameters in zip(planned["weights"], planned["parameters"], strict=True):
+        whole = weights // 4 - planned["encoder"] - parameters
+        assert (whole == 0) == (name != "slices")  # beside its slices a rank keeps whole tensors
+        assert whole >= 0
 
 
 def test_a_parameter_without_a_rule_is_an_error(tables):

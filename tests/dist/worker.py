@@ -11,6 +11,7 @@ from tests.dist.basic_case import ACTIONS as BASIC
 from tests.dist.clip_case import ACTIONS as CLIP
 from tests.dist.gather_case import ACTIONS as GATHER
 from tests.dist.memory_case import ACTIONS as MEMORY
+from tests.dist.memory_plan_case import ACTIONS as MEMORY_PLAN
 from tests.dist.muonclip_case import ACTIONS as MUONCLIP
 from tests.dist.overlap_case import ACTIONS as OVERLAP
 from tests.dist.owners_case import ACTIONS as OWNERS
@@ -64,6 +65,7 @@ def mesh_of(config: Any, before: Any) -> Any:
 
 ACTIONS = {
     **BASIC,
+    **MEMORY_PLAN,
     **MUONCLIP,
     **OVERLAP,
     **OWNERS,

@@ -44,6 +44,14 @@ ROOMS: dict[str, set[str]] = {
     "kimi_pretrain.telemetry.phases": set(),
     "kimi_pretrain.memory": set(),
     "kimi_pretrain.attention": {*BASE, "kimi_pretrain.parallel.sequence"},
+    "kimi_pretrain.memory.kept": BASE,
+    "kimi_pretrain.weights.shapes": {"kimi_pretrain.weights.model_config", "moonvit3d.layouts"},
+    "kimi_pretrain.tools.optimizer_division": {"kimi_pretrain.optim"},
+    "kimi_pretrain.memory.plan": {
+        *BASE, "kimi_pretrain.memory.kept", "kimi_pretrain.optim",
+        "kimi_pretrain.tools.optimizer_division", "kimi_pretrain.weights.shapes",
+        "moonvit3d.layouts", "moonvit3d.memory",
+    },
     "kimi_pretrain.engine": {
         *BASE, "kimi_pretrain.attention", "kimi_pretrain.memory", "kimi_pretrain.parallel",
         "data_pipeline.loader",
@@ -57,11 +65,12 @@ ROOMS: dict[str, set[str]] = {
     },
     "kimi_pretrain.reliability": {
         *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.dep.planner", "kimi_pretrain.engine.mesh",
-        "kimi_pretrain.optim", "data_pipeline", "moonvit3d.geometry",
+        "kimi_pretrain.memory.plan", "kimi_pretrain.optim", "data_pipeline", "moonvit3d.geometry",
     },
     "kimi_pretrain.weights": {
         *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.engine.mesh",
-        "kimi_pretrain.reliability.run_history", "data_pipeline.store", "moonvit3d",
+        "kimi_pretrain.reliability.run_history", "kimi_pretrain.weights.shapes",
+        "data_pipeline.store", "moonvit3d",
     },
     "kimi_pretrain.model": {
         *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.optim",
@@ -89,9 +98,10 @@ ROOMS: dict[str, set[str]] = {
     },
     "kimi_pretrain.tools": {
         *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.dep", "kimi_pretrain.engine",
-        "kimi_pretrain.model", "kimi_pretrain.optim", "kimi_pretrain.parallel",
-        "kimi_pretrain.reliability", "kimi_pretrain.run", "kimi_pretrain.update", "data_pipeline",
-        "moonvit3d",
+        "kimi_pretrain.memory", "kimi_pretrain.memory.plan", "kimi_pretrain.model",
+        "kimi_pretrain.optim", "kimi_pretrain.parallel", "kimi_pretrain.reliability",
+        "kimi_pretrain.run", "kimi_pretrain.tools.optimizer_division", "kimi_pretrain.update",
+        "data_pipeline", "moonvit3d",
     },
     "kimi_pretrain.train": {
         *BASE, "kimi_pretrain.attention.choice", "kimi_pretrain.checkpoint", "kimi_pretrain.dep",

@@ -1,0 +1,123 @@
+"""What a process of a test job finds of memory: what is alive, and when; see worker.py."""
+
+import gc
+from typing import Any
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Live(TorchDispatchMode):
+    """Knows every storage that an operator made, and which of them are still there."""
+
+    def __init__(self):
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def bytes(self) -> int:
+        """Return the bytes of all that are there."""
+        gc.collect()
+        return sum(size for storage, size in self._made.values() if not storage.expired())
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps query, key and value, as attention without a logit matrix does."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        ctx.save_for_backward(query, key, value)
+        return torch.zeros_like(value)
+
+
+def kept_bytes(run) -> dict[str, int]:
+    """Return the bytes that a forward pass of one microbatch leaves: of a layer with experts, of a
+    dense one, and of norm, head and loss, as differences between models.
+
+    Storages are counted while the graph is there. Of two forward passes the second counts: what
+    modules remember of the last microbatch alone is not kept by each.
+    """
+    from megatron.core.transformer import multi_latent_attention
+
+    from kimi_pretrain.engine.packed_attention import PackedCoreAttention
+
+    def attend(self, query, key, value, *unused, **ignored):
+        return _Attention.apply(query, key, value).flatten(1)
+
+    plain = PackedCoreAttention.forward, multi_latent_attention._prepare_mla_core_attention_value
+    PackedCoreAttention.forward = attend
+    multi_latent_attention._prepare_mla_core_attention_value = (
+        lambda attention, query, value, *rest: (value, False, None, None)
+    )
+    try:
+        one, two, dense = (_model_bytes(run, *sizes) for sizes in ((1, 0), (2, 0), (2, 1)))
+    finally:
+        PackedCoreAttention.forward = plain[0]
+        multi_latent_attention._prepare_mla_core_attention_value = plain[1]
+    return {"experts": two - one, "dense": dense - one, "head": one - (two - one)}
+
+
+def _model_bytes(run, num_layers: int, num_dense_layers: int) -> int:
+    from kimi_pretrain.engine.backbone import build_backbone
+
+    sizes = {"num_layers": num_layers, "num_dense_layers": num_dense_layers}
+    language = run.config.model.language.model_copy(update=sizes)
+    model = run.config.model.model_copy(update={"language": language})
+    backbone = build_backbone(run.config.model_copy(update={"model": model}), run.mesh)
+    microbatch, found, graphs = _microbatches(run)[0], [], []
+    with Live() as live:
+        for _ in range(2):
+            graphs.append(backbone._forward(microbatch, backbone.chunks[0], microbatch.labels))
+            found.append(live.bytes())
+    return found[1] - found[0]
+
+
+def in_flight(run) -> list[Any]:
+    """Return, of each rank, its stage and how many microbatches of each chunk were in flight when
+    most were, in a step of the real schedule.
+    """
+    backbone = run.backbone
+    held, best = [0] * len(backbone.chunks), [0] * len(backbone.chunks)
+    forward = backbone._forward
+
+    def counted(batch, model, labels, *rest):
+        nonlocal best
+        out = forward(batch, model, labels, *rest)
+        chunk = backbone.chunks.index(getattr(model, "module", model))
+        held[chunk] += 1
+        if sum(held) > sum(best):
+            best = list(held)
+
+        def done(gradient):
+            held[chunk] -= 1
+
+        out.register_hook(done)
+        return out
+
+    backbone._forward = counted
+    try:
+        backbone.train_step(_microbatches(run), 1.0)
+    finally:
+        backbone._forward = forward
+    assert not any(held)
+    return run.mesh.gather((run.mesh.stage, tuple(best)))
+
+
+def _microbatches(run) -> list:
+    from kimi_pretrain.engine.microbatch import build_microbatches
+
+    batch, rows = next(run.loader), run.config.train.rows_per_microbatch
+    return build_microbatches(batch, run.mesh, rows, np.zeros(0, np.int64))
+
+
+ACTIONS = {"kept_bytes": kept_bytes, "in_flight": in_flight}

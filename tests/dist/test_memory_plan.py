@@ -1,0 +1,63 @@
+"""The plan of memory against what is there: bytes kept of a layer, microbatches in flight."""
+
+import pytest
+
+from kimi_pretrain.config import load_config
+from kimi_pretrain.memory.kept import head_tensors, layer_tensors
+from kimi_pretrain.memory.plan import microbatches_in_flight
+from tests.dist.jobs import SMALL, layout, run_jobs
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+# K2's shape with small widths, no two of them equal.
+K2 = (
+    "model.language.hidden_size=96", "model.vision.out_width=96", "model.language.num_heads=4",
+    "model.language.qk_nope_dim=16", "model.language.qk_rope_dim=8", "model.language.v_dim=20",
+    "model.language.q_lora_rank=28", "model.language.kv_lora_rank=36",
+    "model.language.expert_ffn_size=136", "model.language.dense_ffn_size=52",
+    "model.language.num_experts=16", "model.language.experts_per_token=3",
+    "model.language.num_shared_experts=2", "train.attention=portable",
+)  # fmt: skip
+EVERYTHING = "train.recompute=[norms, swiglu, mla_up]"
+POLICIES = {
+    "none": ("train.dtype=bfloat16",),
+    "none, float32, no query latent": ("train.dtype=float32", "model.language.q_lora_rank=null"),
+    "norms": ("train.dtype=bfloat16", "train.recompute=[norms]"),
+    "swiglu": ("train.dtype=bfloat16", "train.recompute=[swiglu]"),
+    "mla_up": ("train.dtype=bfloat16", "train.recompute=[mla_up]"),
+    "fp8": ("train.dtype=bfloat16", "train.fp8_storage=true"),
+    "all": ("train.dtype=bfloat16", EVERYTHING, "train.fp8_storage=true"),
+}
+SCHEDULES = {
+    "PP2 x VPP2": layout(pp=2, vpp=2),
+    "PP2 x VPP2, few": (*layout(pp=2, vpp=2), "train.rows_per_microbatch=4"),
+    "PP2": layout(pp=2),
+}
+
+
+@pytest.fixture(scope="module")
+def found(data_root, tmp_path_factory):
+    data, folder = f"data.root={data_root}", tmp_path_factory.mktemp("memory_plan")
+    kept = {
+        name: ("kept_bytes", (data, *layout(), *K2, *settings))
+        for name, settings in POLICIES.items()
+    }
+    flight = {name: ("in_flight", (data, *settings)) for name, settings in SCHEDULES.items()}
+    return run_jobs(kept, folder / "kept", 1) | run_jobs(flight, folder / "flight", 2)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_kept_bytes_are_those_of_the_formulas(name, found):
+    config = load_config("tiny_cpu", [*SMALL, *layout(), *K2, *POLICIES[name]])
+    assert found[name] == {
+        "experts": sum(tensor.size for tensor in layer_tensors(config, dense=False)),
+        "dense": sum(tensor.size for tensor in layer_tensors(config, dense=True)),
+        "head": sum(tensor.size for tensor in head_tensors(config)),
+    }
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_microbatches_in_flight_are_those_of_the_schedule(name, found):
+    config = load_config("tiny_cpu", [*SMALL, *SCHEDULES[name]])
+    for stage, held in found[name]:
+        assert held == microbatches_in_flight(config, stage, [1] * config.layout.vpp)

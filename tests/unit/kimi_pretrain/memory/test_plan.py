@@ -1,0 +1,91 @@
+"""The plan of memory: the schedule's arithmetic, what a limit refuses, what lowers the peak."""
+
+import pytest
+
+from kimi_pretrain.config import ConfigError, load_config
+from kimi_pretrain.memory.kept import layer_tensors
+from kimi_pretrain.memory.plan import (
+    EVERYTHING,
+    GIB,
+    check_memory_limit,
+    divide_config,
+    microbatches_in_flight,
+    plan_memory,
+)
+from kimi_pretrain.reliability.preflight import check_start
+from tests.dist.jobs import SMALL
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "held"),
+    [
+        # PP16 x VPP2: 2 x 15 + 16 forward passes to warm up, and one.
+        ((16, 2, False), 0, 47),
+        ((16, 2, True), 0, 48),
+        ((16, 2, False), 15, 17),
+        ((16, 4, False), 0, 79),
+        ((16, 1, False), 3, 13),
+        ((1, 1, False), 0, 1),
+    ],
+)
+def test_microbatches_in_flight(layout, stage, held):
+    pp, vpp, overlapped = layout
+    config = load_config("kimi_k25_1t")
+    layout = config.layout.model_copy(
+        update={"pp": pp, "vpp": vpp, "overlap_experts": overlapped, "stages": None}
+    )
+    config = config.model_copy(update={"layout": layout})
+    assert sum(microbatches_in_flight(config, stage, [1] * vpp)) == held
+
+
+def test_a_short_step_holds_no_more_than_there_are():
+    config = load_config("tiny_cpu", ["data.rows_per_step=16"])  # two microbatches, two chunks
+    assert config.num_microbatches() == 2
+    assert microbatches_in_flight(config, 0, [1, 1]) == (2, 2)
+    assert microbatches_in_flight(config, 1, [1, 1]) == (2, 1)
+
+
+def test_bytes_of_a_k2_layer_at_real_widths():
+    """Bytes a token in bf16; the prototype measured 380, 245 and 154 KB."""
+    found = {}
+    for name, settings in {
+        "none": ["train.recompute=[]", "train.fp8_storage=false"],
+        "recompute": [f"train.recompute={EVERYTHING}", "train.fp8_storage=false"],
+        "fp8": [f"train.recompute={EVERYTHING}", "train.fp8_storage=true"],
+    }.items():
+        config = load_config("kimi_k25_1t", settings)
+        size = sum(tensor.size for tensor in layer_tensors(config, dense=False))
+        found[name] = round(size / config.data.seq_len / 1000)
+    assert found == {"none": 380, "recompute": 245, "fp8": 154}
+
+
+def limited(gib: float, *more: str):
+    encoder = "dep.memory_limit_gib=1e-4", "dep.exchange_budget_mib=1"
+    small = [*SMALL, *encoder, "data.root=/nowhere", f"train.memory_limit_gib={gib}", *more]
+    return load_config("tiny_cpu", small)
+
+
+def test_a_run_over_the_limit_is_refused_before_data_are_opened():
+    config = limited(100.0)
+    plan = plan_memory(config)
+    most = plan.fullest
+    check_memory_limit(config)  # fits
+    enough = plan.switches[0]
+    between = (enough.peak + most.peak) / 2 / GIB
+    with pytest.raises(ConfigError) as error:
+        check_start(limited(between))
+    told = str(error.value)
+    for part in (f"rank {most.rank} ", "train.memory_limit_gib=", f"{enough.setting} alone"):
+        assert part in told
+    with pytest.raises(ConfigError, match="no single switch suffices"):
+        check_start(limited(most.lasting / 2 / GIB))
+
+
+def test_every_switch_of_the_plan_is_one_that_can_be_set():
+    """With the setting applied the plan says what the switch promised."""
+    config = limited(100.0)
+    plan = plan_memory(config)
+    assert len(plan.switches) >= 2
+    for switch in plan.switches:
+        changed = limited(100.0, switch.setting)
+        assert plan_memory(changed, divide_config(config)).fullest.peak == switch.peak
