@@ -109,9 +109,10 @@ found["planned"] = {}
 for name, more in (("job", ()), ("frozen", ("train.frozen=[vision_tower, language_model]",)),
                    ("slices", ("layout.dp=1", "layout.tp=2", "layout.ep=2"))):
     config = load_config("tiny_cpu", (*job, *more))
-    built = dry_run.dry_run(config)
+    built, planned = dry_run.dry_run(config), plan.divide_config(config)
     found["planned"][name] = {
-        "owners": plan.divide_config(config) == built.division,
+        "owners": planned.owners == built.division.owners,
+        "loads": planned.loads == built.division.loads,
         "parameters": [stage.per_rank for stage in built.stages],
         "encoder": built.vision_tower + built.projector,
         "weights": [stage.weights for stage in built.memory.stages],
@@ -162,6 +163,7 @@ def test_the_plan_of_memory_counts_what_is_built(name, tables):
     """From names and shapes alone: owners, and weights of every stage, in float32."""
     planned = tables["planned"][name]
     assert planned["owners"]
+    assert planned["loads"]
     for weights, parameters in zip(planned["weights"], planned["parameters"], strict=True):
         whole = weights // 4 - planned["encoder"] - parameters
         assert (whole == 0) == (name != "slices")  # beside its slices a rank keeps whole tensors
