@@ -8,6 +8,7 @@ because a row that is one token off would put every embedding after it in the wr
 any other sign.
 """
 
+import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,18 @@ def sample_tokens(
     return tokens, loss
 
 
+def segments_of(document: bytes) -> Segments:
+    """Return the segments of a sample's JSON; `laid_out` checks what they hold.
+
+    Raises:
+        ValueError: it is no JSON of a sample.
+    """
+    try:
+        return json.loads(document)["segments"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the JSON of a sample is of another form: {error!r}") from error
+
+
 def laid_out(segments: Segments, tokenizer: Tokenizer, layout: SampleLayout) -> LaidOut:
     """Lay out a whole sample by the layout's pads, variants and regions.
 
@@ -114,13 +127,14 @@ def laid_out(segments: Segments, tokenizer: Tokenizer, layout: SampleLayout) -> 
         tokens int64 [n], loss bool [n], and the place of each item's first media pad.
 
     Raises:
-        ValueError: other media items or regions than the layout has, or an unknown segment.
+        ValueError: other media items, regions or wordings than the layout has, or a segment that
+            is unknown or of another form.
     """
     tokens, loss, starts = [tokenizer.bos], [False], []
     pads, regions = deque(layout.pads), deque(layout.regions)
-    for piece, (kind, content, has_loss) in enumerate(_pieces(segments)):
+    for piece, (kind, content, has_loss) in enumerate(_checked_pieces(segments)):
         if kind == "text":
-            ids = tokenizer.encode(content[layout.variants[piece] if layout.variants else 0])
+            ids = tokenizer.encode(_wording(content, layout.variants, piece))
             tokens += ids
             loss += [has_loss] * len(ids)
         elif kind == "region":
@@ -153,18 +167,45 @@ def _next(left: deque[Any], what: str, named: Sequence[Any]) -> Any:
     return left.popleft()
 
 
+def _wording(texts: Sequence[str], variants: Sequence[int], piece: int) -> str:
+    if not variants:
+        return texts[0]
+    if piece >= len(variants) or variants[piece] >= len(texts):
+        raise ValueError(f"other wordings of piece {piece} than the index has")
+    return texts[variants[piece]]
+
+
+def _checked_pieces(segments: Segments) -> list[tuple[str, Any, bool]]:
+    """Return the pieces of a sample; ValueError: its JSON is not as docs/data_format.md has it."""
+    try:
+        return list(_pieces(segments))
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+    ) as error:  # of the JSON alone: nothing else is here
+        raise ValueError(f"a segment of the sample's JSON is of another form: {error!r}") from error
+
+
 def _pieces(segments: Segments) -> Iterator[tuple[str, Any, bool]]:
     """Yield (kind, content, loss) of every piece: a video gives one for each of its chunks."""
     for segment in segments:
         kind = segment["kind"]
         if kind == "text":
-            yield kind, segment.get("texts") or [segment["text"]], bool(segment["loss"])
+            texts = segment.get("texts") or [segment["text"]]
+            yield kind, [_string(text) for text in texts], bool(segment["loss"])
         elif kind == "region":
-            yield kind, segment["label"], bool(segment["loss"])
+            yield kind, _string(segment["label"]), bool(segment["loss"])
         elif kind == "image":
             yield kind, None, True
         elif kind == "video":
             for timestamp in segment["timestamps"]:
-                yield kind, timestamp, True
+                yield kind, _string(timestamp), True
         else:
             raise ValueError(f"unknown segment kind {kind!r}; known are text, image, video, region")
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a text, found {value!r}")
+    return value

@@ -10,7 +10,6 @@ Bytes that do not have the checksum of the index are read again, from the store 
 wrong, or a medium does not decode, the sample is reported as unusable and everything else goes on.
 """
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -21,7 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.augment.draws import Draw
-from data_pipeline.collate import LaidOut, RowBatch, SampleLayout, laid_out, sample_tokens
+from data_pipeline.collate import (
+    LaidOut,
+    RowBatch,
+    SampleLayout,
+    laid_out,
+    sample_tokens,
+    segments_of,
+)
 from data_pipeline.decode import decode_items
 from data_pipeline.index.manifest import IndexMismatch
 from data_pipeline.index.reads import Reading, document_of, medium_of, read_parts
@@ -307,10 +313,9 @@ class Fetcher:
             try:
                 whole = self._laid_out(read, reading.data[read.span])
                 tokens, loss = sample_tokens(whole, read.layout, request.seq_len)
-            except (IndexError, KeyError, TypeError, ValueError) as error:
-                what = error if isinstance(error, ValueError) else repr(error)
+            except ValueError as error:
                 raise IndexMismatch(
-                    f"{read.name}: {what}; the index was made with another tokenizer or from "
+                    f"{read.name}: {error}; the index was made with another tokenizer or from "
                     "other data: ingest or reindex the source again"
                 ) from error
             rows.place(read.row, read.start, tokens, loss)
@@ -319,13 +324,13 @@ class Fetcher:
     def _laid_out(self, read: TextRead, body: bytes) -> LaidOut:
         """Lay out a sample; a split one is remembered, since its other parts come soon."""
         if read.layout.part is None:
-            return laid_out(json.loads(body)["segments"], self._tokenizer, read.layout)
+            return laid_out(segments_of(body), self._tokenizer, read.layout)
         key = (read.span, read.crc)
         with self._lock:
             if (found := self._split.get(key)) is not None:
                 self._split.move_to_end(key)
                 return found
-        found = laid_out(json.loads(body)["segments"], self._tokenizer, read.layout)
+        found = laid_out(segments_of(body), self._tokenizer, read.layout)
         with self._lock:
             self._split[key] = found
             while len(self._split) > 1 and self._num_tokens() > _KEPT_TOKENS:
@@ -354,7 +359,8 @@ def _decode(
     answers: list[tuple[int, NDArray[np.uint8] | BadSample]] = []
     for item, chunk, grid in every:
         try:
-            answers.append((item, decode_items(data, read.kind, [chunk], lowered, [grid])[0]))
+            patches = decode_items(data, read.kind, [chunk], lowered, [grid], read.draw)
+            answers.append((item, patches[0]))
         except MediaError as error:
             answers.append((item, BadSample(read.sample, f"{read.name}: {error}", item)))
     return answers

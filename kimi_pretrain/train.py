@@ -97,6 +97,7 @@ def train(
     run.train_step.clock.on_phase = watchdog.enter
     if prepare is not None:
         prepare(run)
+    check_node(config)
     if mesh.rank == 0:
         _log_start(run, run_dir)
     checkpoints = CheckpointScheduler(
@@ -275,4 +276,3 @@ def _log_start(run: Run, run_dir: Path) -> None:
     log.info("data: %s", run.loader.planner.report())
     for notice in run.loader.planner.notices():
         log.warning("%s", notice)
-    check_node(run.config)

@@ -133,7 +133,13 @@ def data_is_here(config: Config) -> bool:
 
 
 def check_node(config: Config) -> None:
-    """Warn where the plan takes machines to be larger or smaller than they are."""
+    """Warn where the plan takes this machine to be larger or smaller than it is.
+
+    Called by every rank: machines may differ, so the first process of each compares its own, and
+    the warning is in that rank's log.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
     here, per_node = os.environ.get("LOCAL_WORLD_SIZE"), config.dep.ranks_per_node
     world = config.layout.world_size()
     if here is not None and min(per_node, world) != int(here):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from data_pipeline.collate import RowBatch, SampleLayout, laid_out, sample_tokens
+from data_pipeline.collate import RowBatch, SampleLayout, laid_out, sample_tokens, segments_of
 from data_pipeline.text import Tokenizer, train_ranks
 
 WORDS = "the quick brown fox jumps over the lazy dog near 12 rivers, 345 boats and one image video "
@@ -179,6 +179,10 @@ def test_other_tokens_than_the_index_are_refused(tokenizer):
             lambda d: [*d, {"kind": "region", "label": "x", "loss": True}],
             r"more regions than the 0 of the index",
         ),
+        (lambda d: [*d, {"text": "no kind"}], r"of another form: KeyError\('kind'\)"),
+        (lambda d: [*d, {"kind": "text"}], r"of another form: KeyError\('text'\)"),
+        (lambda d: [*d, {"kind": "text", "text": 7}], r"of another form: .*a text, found 7"),
+        (lambda d: [*d, {"kind": "video", "timestamps": 7}], r"of another form: TypeError"),
     ],
 )
 def test_broken_documents_are_refused(tokenizer, change, message):
@@ -189,3 +193,20 @@ def test_broken_documents_are_refused(tokenizer, change, message):
         sample_tokens(
             laid_out(document, tokenizer, layout_of(0, tokenizer)), layout_of(0, tokenizer), SEQ_LEN
         )
+
+
+@pytest.mark.parametrize("document", [b"{", b"\xff", b"[]", b"7", b'{"meta": {}}'])
+def test_what_is_no_json_of_a_sample_is_refused(document):
+    with pytest.raises(ValueError, match=r"."):
+        segments_of(document)
+
+
+@pytest.mark.parametrize("variants", [(0,), (0, 2)])
+def test_fewer_wordings_than_the_index_has_are_refused(tokenizer, variants):
+    document = [
+        {"kind": "text", "text": "a", "loss": True},
+        {"kind": "text", "texts": ["b", "c"], "loss": True},
+    ]
+    layout = SampleLayout(4, variants=variants)
+    with pytest.raises(ValueError, match="other wordings of piece 1 than the index has"):
+        laid_out(document, tokenizer, layout)

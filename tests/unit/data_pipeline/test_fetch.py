@@ -6,12 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import data_pipeline.fetch as fetching
 from data_pipeline.access import open_fetcher, shard_versions
 from data_pipeline.fetch import Fetcher, everything, resolve
 from data_pipeline.index.manifest import IndexMismatch
 from data_pipeline.plan.planner import Planner
 from data_pipeline.store.open import FolderStore
 from moonvit3d.geometry import PATCH, resized
+from moonvit3d.media import MediaError
 from tests.unit.data_pipeline.every_kind import CONFIG, build
 from tests.unit.data_pipeline.plain import part_of
 
@@ -171,3 +173,45 @@ def test_a_worker_does_not_take_another_tokenizer(corpus):
     open_fetcher(config, shard_versions(indices), tokenizer.hash).close()
     with pytest.raises(IndexMismatch, match="this run began with 0123"):
         open_fetcher(config, shard_versions(indices), "0123")
+
+
+def test_a_bug_while_a_row_is_laid_out_is_not_taken_for_another_tokenizer(corpus, monkeypatch):
+    config, tokenizer, indices = corpus
+    planner = Planner(indices, config)
+    plan, _ = planner.plan(planner.state_dict())
+    request = resolve(planner, plan, everything(plan))
+    fetcher = Fetcher(FolderStore(config.root), tokenizer, 1)
+
+    def broken(text):
+        return {}[text]
+
+    monkeypatch.setattr(tokenizer, "encode", broken)
+    with pytest.raises(KeyError):
+        fetcher(request)
+    fetcher.close()
+
+
+def test_a_file_that_is_tried_chunk_by_chunk_is_drawn_as_it_was(corpus, monkeypatch):
+    """A picture needed twice, in one read: the second try must not decode it without its draw."""
+    config, tokenizer, indices = corpus
+    planner = Planner(indices, config)
+    plan, _ = planner.plan(planner.state_dict())
+    request = resolve(planner, plan, everything(plan))
+    file = next(file for file in request.files if file.draw is not None)
+    twice = replace(
+        file, items=(*file.items, -1), chunks=file.chunks * 2, grids=file.grids * 2
+    )  # fmt: skip
+    decode = fetching.decode_items
+
+    def bad_together(data, kind, chunks, *more):
+        if len(chunks) > 1:
+            raise MediaError("one of them is bad")
+        return decode(data, kind, chunks, *more)
+
+    fetcher = Fetcher(FolderStore(config.root), tokenizer, 1)
+    expected = fetcher(request).media[file.items[0]]
+    monkeypatch.setattr(fetching, "decode_items", bad_together)
+    media = fetcher(replace(request, files=(twice,))).media
+    fetcher.close()
+    assert np.array_equal(media[file.items[0]], expected)
+    assert np.array_equal(media[-1], expected)
