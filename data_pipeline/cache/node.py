@@ -15,17 +15,18 @@ import fcntl
 import os
 import shutil
 import struct
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data_pipeline.store.locks import LOCK_FILE, patiently, try_flock, unlock_and_close
 from data_pipeline.store.objects import StoreUnavailable
 from data_pipeline.store.private import check_status
 
 SHARED_MEMORY = Path("/dev/shm")
 
+_LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # struct flock of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("@hhqqi0q")
@@ -38,12 +39,64 @@ class CacheTimeout(StoreUnavailable):
     """Another process held a lock of the cache for too long; the message says who and for what."""
 
 
-def held_too_long(path: Path, wait_s: float) -> CacheTimeout:
-    """The error of a lock that somebody does not give back."""
-    return CacheTimeout(
-        f"{path}: another process has held its lock for {wait_s:g} s; find it with "
-        "`fuser` or `lslocks` and end it if it hangs"
+def patiently(attempt: Callable[[], bool], wait_s: float, complaint: Callable[[], str]) -> bool:
+    """Call `attempt` until it returns True; whether that took more than one call.
+
+    Asking again and again, because no lock of the kernel can be waited for with a time limit.
+
+    Raises:
+        CacheTimeout: with `complaint()`, after `wait_s` seconds.
+    """
+    if attempt():
+        return False
+    deadline, pause = time.monotonic() + wait_s, 0.0005
+    while True:
+        time.sleep(pause)
+        if attempt():
+            return True
+        if time.monotonic() >= deadline:
+            raise CacheTimeout(complaint())
+        pause = min(1.5 * pause, 0.02)
+
+
+@contextmanager
+def locked_file(path: Path, wait_s: float) -> Iterator[int]:
+    """Hold `flock` on the file (made if missing); yields its descriptor.
+
+    Opened anew each time, so that threads of one process exclude each other too.
+    """
+    handle = os.open(path, _LOCK_FILE, 0o600)
+    try:
+        _flock_patiently(handle, path, wait_s)
+        yield handle
+    finally:
+        _unlock_and_close(handle)
+
+
+def try_flock(handle: int, kind: int) -> bool:
+    """Take a `flock` of this kind if nobody else has it."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _flock_patiently(handle: int, path: Path, wait_s: float) -> None:
+    patiently(
+        lambda: try_flock(handle, fcntl.LOCK_EX),
+        wait_s,
+        lambda: (
+            f"{path}: another process has held its lock for {wait_s:g} s; find it with "
+            "`fuser` or `lslocks` and end it if it hangs"
+        ),
     )
+
+
+def _unlock_and_close(handle: int) -> None:
+    # Closing alone is not enough: a process forked meanwhile has the descriptor too.
+    fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 class NodeFolder:
@@ -93,16 +146,12 @@ def _guarded(base: Path, wait_s: float) -> Iterator[None]:
         try:
             # Anybody may write to /dev/shm.
             check_status(base, os.fstat(handle))
-            patiently(
-                lambda handle=handle: try_flock(handle, fcntl.LOCK_EX),
-                wait_s,
-                lambda: held_too_long(base, wait_s),
-            )
+            _flock_patiently(handle, base, wait_s)
             if _same(base, handle):
                 yield
                 return
         finally:
-            unlock_and_close(handle)
+            _unlock_and_close(handle)
 
 
 def _same(path: Path, handle: int) -> bool:
@@ -154,7 +203,7 @@ class RangeLocks:
             CacheTimeout: somebody held one of them for longer than the patience.
             OSError: the file is gone.
         """
-        handle = os.open(self._path, LOCK_FILE, 0o600)
+        handle = os.open(self._path, _LOCK_FILE, 0o600)
         try:
             yield self._take(handle, first, count, what)
         finally:
@@ -171,13 +220,13 @@ class RangeLocks:
                 return False
             return True
 
-        def timeout() -> CacheTimeout:
-            return CacheTimeout(
+        def complaint() -> str:
+            return (
                 f"waited {self._wait_s:g} s for {_holder(handle, request)} on this node to fetch "
                 f"{what}; if it hangs, end it: its lock goes with it (or give it longer: wait_s)"
             )
 
-        waited = patiently(attempt, self._wait_s, timeout)
+        waited = patiently(attempt, self._wait_s, complaint)
         with suppress(OSError):  # shared memory is full: the lock holds, without a name
             os.pwrite(handle, _NOTE.pack(os.getpid()), first % _NOTES * _NOTE.size)
         return waited

@@ -34,8 +34,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from data_pipeline.cache.node import CacheTimeout, held_too_long
-from data_pipeline.store.locks import locked_file, try_flock
+from data_pipeline.cache.node import CacheTimeout, locked_file, try_flock
 from data_pipeline.store.private import check_private, private_folder
 
 log = logging.getLogger("data_pipeline.cache.cached_store")
@@ -209,8 +208,7 @@ class Tier:
     @contextmanager
     def _ledger(self) -> Iterator[int]:
         check_private(self.folder)  # each time: it may not have been so, or be another by now
-        path, wait_s = self.folder / "ledger", self._wait_s
-        with locked_file(path, wait_s, lambda: held_too_long(path, wait_s)) as handle:
+        with locked_file(self.folder / "ledger", self._wait_s) as handle:
             yield handle
 
     def _reserve(self, ledger: int, size: int) -> tuple[int, str] | None:

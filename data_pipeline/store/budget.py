@@ -20,16 +20,17 @@ import fcntl
 import hashlib
 import math
 import os
+import random
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import TracebackType
 
-from data_pipeline.store.locks import LOCK_FILE, locked_file, try_flock
 from data_pipeline.store.objects import StoreError, StoreUnavailable
 from data_pipeline.store.private import private_folder
 
@@ -100,7 +101,7 @@ _MAGIC = b"budget1\0"
 class Budget:
     """A node's request budget. Every process of the node opens its own on the same folder.
 
-    A forked copy may be used; closing it closes nothing of its parent's.
+    Pickling one opens it anew in the other process. Not for use after `close`.
 
     Args:
         folder: where the two files are; local to the node and not swept by a cleaner. Made if it
@@ -125,28 +126,25 @@ class Budget:
                 f"request budget: rate {rate!r} per second and burst {burst!r}; the rate must be "
                 "above 0, the burst 1 or more"
             )
-        self._users: int | None = None
-        with self._explained():
-            self.folder = private_folder(self.folder)
-            self._users = os.open(self.folder / "requests.users", LOCK_FILE, 0o600)
-        try:
-            with self._locked("opening the request budget", time.monotonic() + _PATIENCE_S) as file:
-                if try_flock(self._users, fcntl.LOCK_EX):
-                    write(file, Bucket.fresh(self.ceiling, self.burst, time.monotonic()))
-                else:
-                    self._check_others(file)
-                fcntl.flock(self._users, fcntl.LOCK_SH)
-        except BaseException:
-            self.close()
-            raise
+        self._draw = random.Random()
+        self._files: tuple[int, int] | None = None
+        self._open()
 
     def __repr__(self) -> str:
         return f"Budget({str(self.folder)!r}, rate={self.ceiling:g}, burst={self.burst:g})"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Budget, (self.folder, self.ceiling, self.burst))
+
     def __enter__(self) -> "Budget":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def take(
@@ -185,7 +183,8 @@ class Budget:
 
     def throttled(self) -> None:
         """Tell that the server asked for fewer requests."""
-        self._change("a throttled request", time.monotonic() + _PATIENCE_S, Bucket.cut)
+        with self._change("a throttled request", time.monotonic() + _PATIENCE_S) as held:
+            held.bucket = held.bucket.cut()
 
     def spare(self) -> bool:
         """May a request go now that need not go at all? Not while the rate is below its ceiling."""
@@ -195,17 +194,44 @@ class Budget:
     @property
     def bucket(self) -> Bucket:
         """The state at this moment."""
-        return self._change("the state", time.monotonic() + _PATIENCE_S, lambda bucket: bucket)
+        with self._change("the state", time.monotonic() + _PATIENCE_S) as held:
+            return held.bucket
 
     def close(self) -> None:
         """Let go of the files. They stay: a process that comes later starts them afresh."""
-        users, self._users = self._users, None
-        if users is not None:
-            os.close(users)
+        files, self._files = self._files, None
+        for file in files or ():
+            os.close(file)
 
-    def _check_others(self, file: int) -> None:
+    def _open(self) -> None:
+        self.close()
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with self._explained():
+            self.folder = private_folder(self.folder)
+            state = os.open(self.folder / "requests.budget", flags, 0o600)
+            try:
+                users = os.open(self.folder / "requests.users", flags, 0o600)
+            except BaseException:
+                os.close(state)
+                raise
+        self._files = (state, users)
+        try:
+            with self._locked("opening the request budget", time.monotonic() + _PATIENCE_S):
+                try:
+                    fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._check_others()
+                else:
+                    self._write(Bucket.fresh(self.ceiling, self.burst, time.monotonic()))
+                fcntl.flock(users, fcntl.LOCK_SH)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_others(self) -> None:
         """Refuse to join processes that mean something else by this folder."""
-        raw = _read(file)
+        raw = self._read_raw()
         if raw is None:
             return  # damaged: the next change starts it afresh
         machine, bucket = raw
@@ -223,42 +249,52 @@ class Budget:
 
     def _ticket(self, ticket: float, what: str, deadline: float) -> tuple[float, Bucket]:
         """The state, with a new ticket unless it knows `ticket` already."""
-
-        def draw(bucket: Bucket) -> Bucket:
-            # The first time, or after damage to the file.
-            new = ticket > bucket.drawn
-            return replace(bucket, drawn=bucket.drawn + 1) if new else bucket
-
-        bucket = self._change(what, deadline, draw)
-        return min(ticket, bucket.drawn), bucket
-
-    def _change(self, what: str, deadline: float, change: Callable[[Bucket], Bucket]) -> Bucket:
-        """What `change` makes of the state of this moment; written back under the lock."""
-        with self._locked(what, deadline) as file:
-            now, raw = time.monotonic(), _read(file)
-            # Something wrote over the file: go on with an empty bucket.
-            empty = replace(Bucket.fresh(self.ceiling, self.burst, now), served=0.0)
-            bucket = change(raw[1].later(now) if raw else empty)
-            write(file, bucket)
-            return bucket
+        with self._change(what, deadline) as held:
+            if ticket > held.bucket.drawn:  # the first time, or after damage to the file
+                ticket = held.bucket.drawn + 1
+                held.bucket = replace(held.bucket, drawn=ticket)
+            return ticket, held.bucket
 
     @contextmanager
-    def _locked(self, what: str, deadline: float) -> Iterator[int]:
-        if self._users is None:
+    def _change(self, what: str, deadline: float) -> Iterator["_Held"]:
+        """The state of this moment, locked; what is left in `bucket` is written back."""
+        if self._pid != os.getpid():
+            self._open()  # after a fork: a lock shared with the parent would keep nobody out
+        with self._locked(what, deadline):
+            now, raw = time.monotonic(), self._read_raw()
+            # Something wrote over the file: go on with an empty bucket.
+            bucket = replace(Bucket.fresh(self.ceiling, self.burst, now), served=0.0)
+            if raw is not None:
+                bucket = raw[1].later(now)
+            held = _Held(bucket)
+            yield held
+            self._write(held.bucket)
+
+    @contextmanager
+    def _locked(self, what: str, deadline: float) -> Iterator[None]:
+        files = self._files
+        if files is None:
             raise ValueError(f"{what}: the request budget in {self.folder} is closed")
-        path = self.folder / "requests.budget"
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise self._stuck(what)
+        try:
+            with self._explained():
+                while not _try_lock(files[0]):
+                    if time.monotonic() > deadline:
+                        raise self._stuck(what)
+                    time.sleep(self._draw.uniform(0.0002, 0.002))
+                try:
+                    yield
+                finally:
+                    fcntl.flock(files[0], fcntl.LOCK_UN)
+        finally:
+            self._lock.release()
 
-        def stuck() -> StoreUnavailable:
-            return StoreUnavailable(
-                f"{what}: waited in vain for the lock of {path}; a process that has this request "
-                "budget open hangs or is stopped, end it"
-            )
-
-        with (
-            self._explained(),
-            locked_file(path, max(0.0, deadline - time.monotonic()), stuck) as file,
-        ):
-            yield file
+    def _stuck(self, what: str) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{what}: waited in vain for the lock of {self.folder / 'requests.budget'}; a process "
+            "that has this request budget open hangs or is stopped, end it"
+        )
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -270,21 +306,35 @@ class Budget:
                 "a local file system that can be written"
             ) from error
 
+    def _read_raw(self) -> tuple[bytes, Bucket] | None:
+        """The machine that wrote the file and the state; None if it is not a sound file."""
+        assert self._files is not None
+        data = os.pread(self._files[0], _LAYOUT.size, 0)
+        if len(data) != _LAYOUT.size:
+            return None
+        magic, machine, *numbers = _LAYOUT.unpack(data)
+        bucket = Bucket(*numbers)
+        sound = bucket.rate > 0 and not any(math.isnan(number) for number in numbers)
+        return (machine, bucket) if magic == _MAGIC and sound else None
 
-def _read(file: int) -> tuple[bytes, Bucket] | None:
-    """The machine that wrote the file and the state; None if it is not a sound file."""
-    data = os.pread(file, _LAYOUT.size, 0)
-    if len(data) != _LAYOUT.size:
-        return None
-    magic, machine, *numbers = _LAYOUT.unpack(data)
-    bucket = Bucket(*numbers)
-    sound = bucket.rate > 0 and not any(math.isnan(number) for number in numbers)
-    return (machine, bucket) if magic == _MAGIC and sound else None
+    def _write(self, bucket: Bucket) -> None:
+        assert self._files is not None
+        os.pwrite(self._files[0], _LAYOUT.pack(_MAGIC, _machine(), *astuple(bucket)), 0)
 
 
-def write(file: int, bucket: Bucket) -> None:
-    """Write the state into a file that is locked."""
-    os.pwrite(file, _LAYOUT.pack(_MAGIC, _machine(), *astuple(bucket)), 0)
+class _Held:
+    """The state inside `_change`."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+
+
+def _try_lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @cache

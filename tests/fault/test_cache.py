@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.cache import node as cache_node
-from data_pipeline.cache.node import CacheTimeout, held_too_long
-from data_pipeline.store.locks import locked_file
+from data_pipeline.cache.node import CacheTimeout, locked_file
 from data_pipeline.store.open import open_store
 from tests.fault import cache_reader
 from tests.fault.cache_reader import BLOCK, requests
@@ -223,8 +222,7 @@ def test_the_limit_holds_over_processes_that_read_and_evict(node, tier):
 
 def held(folder: Path) -> int:
     """Bytes of block files and of those being written, at a moment when none come or go."""
-    ledger = folder / "ledger"
-    with locked_file(ledger, 10.0, lambda: held_too_long(ledger, 10.0)):
+    with locked_file(folder / "ledger", 10.0):
         return sum(p.stat().st_size for p in folder.iterdir() if p.name != "ledger")
 
 

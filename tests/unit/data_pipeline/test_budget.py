@@ -8,6 +8,7 @@ import fcntl
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import stat
 import struct
@@ -21,7 +22,7 @@ import pytest
 
 from data_pipeline.access import budget_folder
 from data_pipeline.config import DataConfig
-from data_pipeline.store.budget import Bucket, Budget, write
+from data_pipeline.store.budget import Bucket, Budget
 from data_pipeline.store.objects import StoreError, StoreUnavailable
 from tests import ROOT
 
@@ -180,8 +181,7 @@ def test_a_file_from_before_a_reboot_is_not_believed(tmp_path):
     """Its clock was ahead, its tickets are far away: nobody may wait for them."""
     with Budget(tmp_path, 100, 10) as budget:
         ahead = Bucket(100.0, 10.0, 1e-3, 1e9, 0.0, time.monotonic() + 1e6, 0.0)
-        with budget._locked("x", time.monotonic() + 5) as file:
-            write(file, ahead)
+        budget._write(ahead)
     with Budget(tmp_path, 100, 10) as budget:
         assert budget.bucket.rate == 100
         budget.take("x", timeout=5)
@@ -222,9 +222,8 @@ def test_no_hedge_while_the_budget_is_low_or_throttled(tmp_path):
         assert not budget.spare()
 
 
-def _take_many(folder, rate, burst, number, path, started):
+def _take_many(budget, number, path, started):
     """In another process: note the time of each take at once, so that a kill loses none."""
-    budget = Budget(folder, rate, burst)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     started.release()
     for _ in range(number):
@@ -250,9 +249,9 @@ def test_processes_together_stay_within_the_rate_though_one_is_killed(tmp_path):
     paths = [tmp_path / f"takes-{i}" for i in range(4)]
     with Budget(tmp_path, rate, burst) as budget:
         started = SPAWN.Semaphore(0)
-        shared = (tmp_path, rate, burst)
+        copy = pickle.loads(pickle.dumps(budget))
         processes = [
-            SPAWN.Process(target=_take_many, args=(*shared, wanted, path, started))
+            SPAWN.Process(target=_take_many, args=(copy, wanted, path, started))
             for wanted, path in zip((10**6, number, number, number), paths, strict=True)
         ]
         for process in processes:
@@ -300,16 +299,17 @@ def test_a_process_that_hangs_with_the_lock_is_named_and_its_death_frees_it(tmp_
         holder.join(20)
 
 
-def test_a_fork_shares_the_budget_and_frees_nothing(tmp_path):
+def test_a_fork_has_a_lock_of_its_own(tmp_path):
     with Budget(tmp_path, 1000.0) as budget:
         child = os.fork()
         if child == 0:  # nothing of pytest may run in here
+            code = 1
             try:
+                before = budget._files
                 budget.take("x", timeout=20)
-                budget.close()
-            except BaseException:
-                os._exit(1)
-            os._exit(0)
+                code = 0 if budget._pid == os.getpid() and before is not None else 2
+            finally:
+                os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert budget.bucket.drawn == 1
         with pytest.raises(ValueError, match="open in other"):  # the child's end freed nothing

@@ -20,7 +20,6 @@ from data_pipeline.cache import tier as cache_tier
 from data_pipeline.cache.cached_store import CacheConfig, CachedStore
 from data_pipeline.cache.node import CacheTimeout, NodeFolder, RangeLocks
 from data_pipeline.cache.tier import BlockId, Tier
-from data_pipeline.store.locks import try_flock
 from data_pipeline.store.objects import FolderStore, MissingKey, Span, StoreError
 
 BLOCK = 1024
@@ -508,7 +507,7 @@ def test_a_node_folder_that_goes_while_one_waits_for_it_is_made_again(tmp_path):
     base.mkdir(mode=0o700)
     with ThreadPoolExecutor(1) as pool:
         handle = os.open(base, os.O_RDONLY)
-        assert try_flock(handle, fcntl.LOCK_EX)
+        assert cache_node.try_flock(handle, fcntl.LOCK_EX)
         waiting = pool.submit(NodeFolder, tmp_path, "name", 5.0)
         time.sleep(0.05)
         base.rmdir()
