@@ -132,6 +132,9 @@ class DataConfig(Section):
     prefetch_bytes: int = Field(default=4 << 30, ge=1, le=2**62)
     """Most that steps fetched ahead hold (one step is always fetched).
     [bytes; data_pipeline/loader.py]"""
+    max_quarantined: int = Field(default=1000, ge=0, le=2**20)
+    """Unusable samples that a run puts into quarantine, resumes included; one more ends it.
+    [samples; data_pipeline/plan/planner.py]"""
     same_decoders: bool = True
     """A state is refused where other versions of the decoders are installed.
     [-; data_pipeline/plan/planner.py]"""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from data_pipeline.loader import LoaderError, StepBatch
-from data_pipeline.plan.planner import DataUsedUp
+from data_pipeline.plan.planner import DataUsedUp, TooManyUnusable
 from kimi_pretrain.attention.choice import check_kind
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
@@ -29,7 +29,7 @@ from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.randomness import seed_step
 from kimi_pretrain.reliability.anomaly_guard import AnomalyError
 from kimi_pretrain.reliability.exit_report import step_faults
-from kimi_pretrain.reliability.preflight import check_node
+from kimi_pretrain.reliability.preflight import check_node, unsaved
 from kimi_pretrain.reliability.run_history import (
     check_may_begin,
     check_way_back,
@@ -145,13 +145,12 @@ def _train_steps(
         report.spans[WAIT_FOR_DATA] = (start, fetched)
         watchdog.enter("8 report")
         mine = _rank_report(run, report, time.time() - start, checkpoints, stop())
-        everyone: list[Any] = mesh.gather(mine)  # the one collective besides the step's own
+        everyone: list[Any] = mesh.gather(mine)  # one that begins or awaits a save has more
         check_agreement(run.step, everyone)
         watchdog.enter("8 record")
         recorder.step(run.step, batch, report, everyone, loader_state)
-        if report.skipped.size:  # later windows replace them, on every rank alike
-            run.loader.quarantine(batch.plan, report.skipped.tolist())
         _check_guard(run, report, checkpoints, recorder)
+        _quarantine(run, batch, report, checkpoints)
         if checkpoints.after_step([rank.save for rank in everyone]):
             recorder.status("running", run.step, checkpoints.uri)
         reason = stop_reason(rank.stop for rank in everyone)
@@ -173,9 +172,21 @@ def _next_batch(run: Run, checkpoints: CheckpointScheduler) -> StepBatch:
     except LoaderError as error:
         if isinstance(error.__cause__, DataUsedUp | TooMuchMemory):
             # A function of config and step: all ranks are here, and saving is collective.
-            log.warning("step %d: %s; saving a checkpoint", run.step, error.__cause__)
+            log.warning("step %d: %s; saving a checkpoint", run.step + 1, error.__cause__)
             checkpoints.now()
         raise
+
+
+def _quarantine(
+    run: Run, batch: StepBatch, report: StepReport, checkpoints: CheckpointScheduler
+) -> None:
+    """Have later windows replace what the step skipped, on every rank alike.
+
+    Raises:
+        TooManyUnusable: too many have been; what was trained is saved first.
+    """
+    with checkpoints.saving_before(TooManyUnusable):
+        run.loader.quarantine(batch.plan, report.skipped.tolist())
 
 
 def _rank_report(
@@ -273,6 +284,8 @@ def _log_start(run: Run, run_dir: Path) -> None:
     log.info("%s", describe(run.config))
     if run.step >= run.config.train.steps:
         log.warning("all %d steps (train.steps) are done: nothing is trained", run.step)
+    elif (notice := unsaved(run.config)) is not None:
+        log.warning("%s", notice)
     log.info("data: %s", run.loader.planner.report())
     for notice in run.loader.planner.notices():
         log.warning("%s", notice)

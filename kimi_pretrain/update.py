@@ -29,7 +29,7 @@ from kimi_pretrain.optim.qk_clip import factors, table_of_maxima
 from kimi_pretrain.optim.schedule import learning_rate
 from kimi_pretrain.optim.step_stats import UpdateFigures
 from kimi_pretrain.reliability.anomaly_guard import Guard, Verdict
-from kimi_pretrain.reliability.replica_check import CopyHash
+from kimi_pretrain.reliability.replica_check import CopyHash, hash_order
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Update:
         self.skipped_steps = steps - updates
 
     def check_replicas(self) -> None:
-        """Compare a checksum of every tensor over the ranks that hold a copy of it.
+        """Compare the bits of every trained tensor over the ranks that hold a copy of it.
 
         Copies that differ at the start train on, with wrong gradients and no other sign.
 
@@ -177,16 +177,18 @@ class Update:
             raise RuntimeError(f"{found[0]} is not the same on all ranks that hold a copy of it")
 
     def differing(self, value: Callable[[NamedTensor], Tensor]) -> list[str]:
-        """Return the tensors whose copies have values of different norms. Collective.
+        """Return the tensors whose copies have values of different bits. Collective.
 
         The answer is the same within a replica group.
         """
         found: list[str] = []
         for group in sorted(self.mesh.groups):
             held = [tensor for tensor in self.named if tensor.replicas == group]
-            norms = [
-                float(torch.linalg.vector_norm(value(tensor), dtype=torch.float64))
-                for tensor in held
-            ]
-            found += [held[at].name for at in self.mesh.differing(group, norms)]
+            if not held:
+                continue
+            hashes = torch.stack([hash_order(value(tensor)) for tensor in held])
+            # Two halves of 32 bits each: fp64 holds them exactly.
+            halves = torch.cat([hashes >> 32, hashes & 0xFFFFFFFF]).tolist()
+            different = {at % len(held) for at in self.mesh.differing(group, halves)}
+            found += [held[at].name for at in sorted(different)]
         return found

@@ -36,17 +36,28 @@ from data_pipeline.plan.source import DataUsedUp, Drawn, Source
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
 from typed_config.section import Section
 
-__all__ = ["DataUsedUp", "GlobalPlan", "ItemTable", "Planner", "SampleTable", "State"]
+__all__ = [
+    "DataUsedUp",
+    "GlobalPlan",
+    "ItemTable",
+    "Planner",
+    "SampleTable",
+    "State",
+    "TooManyUnusable",
+]
 
 SCHEMA = 2
 _HASH = 12  # hexadecimal digits of a source's content hash in a state
 KEPT_WINDOWS = 16  # packed windows held in memory, some 100 bytes per sample
 # More than may be planned ahead of the step in use, with some to spare.
 QUARANTINE_DELAY = MAX_PREFETCH + 8
-MAX_QUARANTINED = 1000
 
 State = dict[str, Any]
 Table = TypeVar("Table", SampleTable, ItemTable)
+
+
+class TooManyUnusable(ValueError):
+    """More samples than `data.max_quarantined` are unusable: the data itself must be broken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +103,15 @@ class Planner:
         self._packing = _packing(config)
         self._window = lru_cache(maxsize=KEPT_WINDOWS)(self._pack)
         self._mixtures = lru_cache(maxsize=KEPT_WINDOWS)(self._mix)
-        self._quarantine: list[tuple[int, int, int]] = []
+        # Replaced as a whole, never changed: the loader's thread reads it while it plans.
+        self._quarantine: tuple[tuple[int, int, int], ...] = ()
         self._state = self._encode(self.mixture, 0, 0, 0, 0)
 
     def plan(self, state: Mapping[str, Any]) -> tuple[GlobalPlan, State]:
-        """Return the plan of the state's step and the state after it. Pure; `state` is kept.
+        """Return the plan of the state's step and the state after it; `state` is kept.
+
+        A function of the state and of the quarantine that this planner holds: that of a state
+        counts from `load_state_dict` on.
 
         Raises:
             ValueError: the state belongs to other data, another seed or another packing.
@@ -151,7 +166,8 @@ class Planner:
             ValueError: naming the field that does not belong to this planner.
         """
         self._decode(state)
-        self._quarantine = [(int(a), int(b), int(c)) for a, b, c in state["quarantine"]]
+        entries = state["quarantine"]
+        self._quarantine = tuple((int(a), int(b), int(c)) for a, b, c in entries)
         self._state = json.loads(json.dumps(dict(state)))
 
     def quarantine(self, source: int, sample: int, step: int) -> bool:
@@ -161,17 +177,18 @@ class Planner:
         sample was in quarantine already.
 
         Raises:
-            DataUsedUp: so many samples are unusable that the data itself must be broken.
+            TooManyUnusable: this would be one more than `data.max_quarantined`.
         """
         if any(entry[:2] == (source, sample) for entry in self._quarantine):
             return False
-        if len(self._quarantine) >= MAX_QUARANTINED:
-            raise DataUsedUp(
-                f"more than {MAX_QUARANTINED} samples are unusable; check the data with "
-                "`kimi-pretrain data verify` before going on"
+        most = self.config.max_quarantined
+        if len(self._quarantine) >= most:
+            raise TooManyUnusable(
+                f"more than data.max_quarantined={most} samples are unusable; check the data with "
+                "`kimi-pretrain data verify --decode`; if so many may be lost, raise "
+                "data.max_quarantined and go on"
             )
-        self._quarantine.append((source, sample, step))
-        self._quarantine.sort()
+        self._quarantine = tuple(sorted((*self._quarantine, (source, sample, step))))
         return True
 
     def with_own_blend(self, state: Mapping[str, Any]) -> State:

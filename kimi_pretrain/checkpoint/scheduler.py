@@ -7,7 +7,8 @@ waited for.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from kimi_pretrain.checkpoint.errors import CheckpointError, storage_errors
@@ -132,6 +133,16 @@ class CheckpointScheduler:
                 if not left:
                     raise
                 log.warning("step %d could not be saved: %s; trying again", self.run.step, error)
+
+    @contextmanager
+    def saving_before(self, kind: type[Exception]) -> Iterator[None]:
+        """Save the run before an error of this kind ends it; all ranks must have raised it."""
+        try:
+            yield
+        except kind as error:
+            log.warning("step %d: %s; saving a checkpoint", self.run.step, error)
+            self.now()
+            raise
 
     def finish(self) -> None:
         """Wait for what is under way, if anything is; CheckpointError: it failed."""

@@ -132,6 +132,17 @@ def data_is_here(config: Config) -> bool:
     ).expanduser().is_dir()
 
 
+def unsaved(config: Config) -> str | None:
+    """Return what to know of a run that ends without a checkpoint; None if it saves its end."""
+    if config.checkpoint.every is not None:
+        return None
+    return (
+        f"checkpoint.every is null: a run that does all {config.train.steps} steps ends without a "
+        "checkpoint, only a stop saves one; to keep its weights set checkpoint.every, for example "
+        f"checkpoint.every={config.train.steps} for the last step alone"
+    )
+
+
 def check_node(config: Config) -> None:
     """Warn where the plan takes this machine to be larger or smaller than it is.
 

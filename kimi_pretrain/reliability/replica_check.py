@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
 
 _ROW = 1024  # numbers that are summed before they are weighted by their place
+_BLOCK = 1 << 16  # words that are weighted at a time: bounds what is held beside the tensor
+_GOLDEN, _MIX = -7046029254386353131, -4658895280553007687  # of splitmix64, as signed
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -81,18 +83,43 @@ def hash_bits(tensor: Tensor) -> Tensor:
     Returns:
         0-d int64, on the tensor's device; nothing waits for it.
     """
-    flat = tensor.detach().reshape(-1).contiguous()
-    if flat.nbytes % 8 == 0:  # several times faster; by shape and type alone, as on the other ranks
-        misplaced = flat.storage_offset() * flat.element_size() % 8
-        flat = (flat.clone() if misplaced else flat).view(torch.int64)
-    else:
-        flat = flat.view(_INTEGERS[flat.element_size()])
+    flat = _words(tensor)
     whole = len(flat) - len(flat) % _ROW
     rows = flat[:whole].view(-1, _ROW).sum(1, dtype=torch.int64)
     rest = flat[whole:].sum(dtype=torch.int64)
     # Odd factors have an inverse: no wrong bit is lost.
     odd = torch.arange(3, 2 * len(rows) + 3, 2, device=flat.device)
     return (rows * odd).sum() + rest
+
+
+@torch.no_grad()
+def hash_order(tensor: Tensor) -> Tensor:
+    """Return a hash of a tensor's bits and of their order: slower, for the start of a run.
+
+    `hash_bits` does not see numbers that change places within a row of its sums, nor an even number
+    of flipped signs in fp64. Here each word has an odd weight of its own place in a block, and its
+    upper half is folded onto the lower: the weight of a sign would be 2^63, whatever the place.
+
+    Returns:
+        0-d int64, on the tensor's device; the same on every device.
+    """
+    flat = _words(tensor)
+    place = torch.arange(1, min(len(flat), _BLOCK) + 1, device=flat.device) * _GOLDEN
+    weights = ((place ^ (place >> 29)) * _MIX) | 1
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for number, block in enumerate(flat.split(_BLOCK)):
+        words = block.to(torch.int64)
+        total += ((words ^ (words >> 32)) * weights[: len(block)]).sum() * (2 * number + 1)
+    return total
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return a tensor's bits as integers, [n]: of 8 bytes if they fill such."""
+    flat = tensor.detach().reshape(-1).contiguous()
+    if flat.nbytes % 8 == 0:  # several times faster; by shape and type alone, as on the other ranks
+        misplaced = flat.storage_offset() * flat.element_size() % 8
+        return (flat.clone() if misplaced else flat).view(torch.int64)
+    return flat.view(_INTEGERS[flat.element_size()])
 
 
 def check_copies(step: int, everyone: Sequence[tuple[CopyHash, ...]]) -> None:

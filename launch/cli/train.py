@@ -103,9 +103,12 @@ def print_dry_run(config: "Config", as_json: bool, table: Path | None) -> None:
     """Build the model on the meta device; print its sizes, and which rank owns which tensor."""
     quiet_libraries()
     from kimi_pretrain.config import describe
+    from kimi_pretrain.reliability.preflight import unsaved
 
     check_data(config)
     typer.echo(describe(config))
+    if (notice := unsaved(config)) is not None:
+        typer.echo(f"warning: {notice}")
     from kimi_pretrain.tools import dry_run
 
     result = dry_run.dry_run(config)

@@ -5,9 +5,8 @@ import pytest
 
 from data_pipeline.augment.config import AffineConfig, AugmentConfig, CropConfig
 from data_pipeline.config import DataConfig
-from data_pipeline.plan import planner as planning
 from data_pipeline.plan.layout import limits_at, num_levels
-from data_pipeline.plan.planner import DataUsedUp, Planner
+from data_pipeline.plan.planner import DataUsedUp, Planner, TooManyUnusable
 from data_pipeline.plan.source import Source, part_span
 from moonvit3d.geometry import PatchLimits
 from tests.unit.data_pipeline.plain import made_index, slow_sample
@@ -189,11 +188,13 @@ def test_a_source_wholly_in_quarantine_is_an_error():
         planner.state_at(300)
 
 
-def test_too_many_unusable_samples_are_an_error_of_the_data(monkeypatch):
-    monkeypatch.setattr(planning, "MAX_QUARANTINED", 1)
-    planner = Planner([made_index("web", [2], 2, text=(3, 30))], TEXTS)
+def test_too_many_unusable_samples_are_an_error_of_the_data():
+    config = TEXTS.replace(max_quarantined=1)
+    planner = Planner([made_index("web", [2], 2, text=(3, 30))], config)
+    before = planner._quarantine
     planner.quarantine(0, 0, step=0)
-    with pytest.raises(DataUsedUp, match="more than 1 samples are unusable"):
+    assert before == ()  # another thread may be reading it: never changed in place
+    with pytest.raises(TooManyUnusable, match="data.max_quarantined=1 samples are unusable"):
         planner.quarantine(0, 1, step=0)
 
 

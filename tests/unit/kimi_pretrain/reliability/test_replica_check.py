@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kimi_pretrain.reliability.replica_check import CopyHash, check_copies, hash_bits
+from kimi_pretrain.reliability.replica_check import CopyHash, check_copies, hash_bits, hash_order
 
 SHAPES = [(), (1,), (3, 5), (1024,), (7, 1024), (2055,)]
 TYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -56,3 +56,18 @@ def test_copies_that_differ_are_named_with_their_ranks():
     many = copies(*(int(rank == 40) for rank in range(64)))
     with pytest.raises(RuntimeError, match=r"5, 6, 7 and 55 others, another on rank 40: "):
         check_copies(7, many)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(6, 8), (3, 5), (70, 2048)])
+def test_at_the_start_order_and_signs_count_too(shape, dtype):
+    """Neither a norm nor the sums of each step's hash tell these from each other."""
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wrong = tensor.clone()
+    wrong[-1, -1] = torch.nextafter(wrong[-1, -1], torch.tensor(9.0, dtype=dtype))
+    signs = tensor.clone()
+    signs[:2] *= -1
+    others = [tensor.flip(0), tensor[:, list(range(1, shape[1])) + [0]], -tensor, signs, wrong]
+    hashes = {int(hash_order(one)) for one in (tensor, *others)}
+    assert len(hashes) == 6
+    assert int(hash_order(tensor.clone())) in hashes
