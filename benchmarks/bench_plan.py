@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         fill.append(plan.fill_rate)
         vision.append(plan.vision_tokens / plan.num_tokens)
         windows = after["window"] - state["window"]
-        samples, items = plan.samples.index.size, plan.items.item.size
+        samples, items = plan.samples.index.size, len(plan.items)
         state = after
     blend = [[segment.start, list(segment.weights)] for segment in planner.mixture.segments]
     far = {**state, "window": 5_000_000, "row": 7, "step": 250_000, "blend": blend}

@@ -55,7 +55,7 @@ class Needs:
 
 def everything(plan: GlobalPlan) -> Needs:
     """Need all rows and all items: a world of one process."""
-    return Needs(np.arange(plan.num_rows), np.arange(plan.items.item.size))
+    return Needs(np.arange(plan.num_rows), np.arange(len(plan.items)))
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def resolve(planner: Planner, plan: GlobalPlan, needs: Needs) -> StepRequest:
     items = np.asarray(needs.items, np.int64)
     for what, wanted, total in (
         ("row", rows, plan.num_rows),
-        ("item", items, plan.items.item.size),
+        ("item", items, len(plan.items)),
     ):
         if wanted.size and not 0 <= wanted.min() <= wanted.max() < total:
             raise ValueError(f"needs name {what}s {wanted.tolist()}, step {plan.step} has {total}")
@@ -236,7 +236,7 @@ def _files(
     reads: list[FileRead] = []
     for (sample, media), group in groups.items():
         index = planner.indices[plan.samples.source[sample]]
-        line = int(table.item[group[0]])
+        line = int(table.index_line[group[0]])
         detail = details[sample]
         shapes = zip(table.frames[group], table.grid_h[group], table.grid_w[group])
         reads.append(

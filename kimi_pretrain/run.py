@@ -63,14 +63,14 @@ class Run:
             load_vision_weights(config, self.encoder.module)
         watch("build the optimizer")
         trained = {view.name for view in self.backbone.views()}
-        self._buffers = {view.name for view in self.backbone.views(buffers=True)} - trained
+        self._routing_biases = {view.name for view in self.backbone.views(buffers=True)} - trained
         self.update = Update(config, mesh, self.encoder, self.backbone)
         self.train_step = TrainStep(config, mesh, self.model, self.update, self.planner)
         self.step = 0
         if start is not None:
             watch("read the first weights")
             progress = partial(watch, "read the first weights")
-            start.fill(mesh, self.tensors(), self.copies(), progress)
+            start.fill(mesh, self.tensors(), self.replica_group_of(), progress)
         if resume is not None:
             self._resume(resume)
         watch("compare the replicas")
@@ -91,13 +91,13 @@ class Run:
         """Return everything a checkpoint holds: the model's and the optimizer's tensors."""
         return self.model.tensors() | self.update.optimizer.state_dict()
 
-    def copies(self) -> dict[str, str]:
+    def replica_group_of(self) -> dict[str, str]:
         """Return the name of the replica group of every tensor that other ranks hold, too."""
         return {name: replicas_of(name) for name in self.model.tensors()} | {STEPS: "encoder"}
 
-    def changes_late(self, name: str) -> bool:
+    def changes_only_in_update(self, name: str) -> bool:
         """Whether a tensor changes in phase 7 alone; routing biases move inside the backbone."""
-        return name not in self._buffers
+        return name not in self._routing_biases
 
     def run_state(self) -> RunState:
         """Return what a checkpoint holds besides tensors."""
@@ -121,7 +121,7 @@ class Run:
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         progress = partial(self._watch, "load the checkpoint")
-        tensors, copies = self.tensors(), self.copies()
+        tensors, copies = self.tensors(), self.replica_group_of()
         state = load(checkpoint, tensors, progress, mesh=self.mesh, copies=copies)
         self.update.resume(state.step, state.optimizer_steps)
         self.update.guard.resume(state.losses, state.skips_in_row)

@@ -214,7 +214,7 @@ class TrainStep:
             loss_tokens=loss_tokens,
             text_tokens=int(batch.plan.text_tokens),
             vision_tokens=int(batch.plan.vision_tokens),
-            items=len(batch.plan.items.row),
+            items=len(batch.plan.items),
             skipped=skipped,
             bad=batch.bad,
             update=update,

@@ -34,8 +34,8 @@ from kimi_pretrain.reliability.run_history import (
     check_may_begin,
     check_way_back,
     claim_place,
+    last_own_step,
     latest_in,
-    line_before,
     place_of,
 )
 from kimi_pretrain.reliability.watchdog import WAIT_FOR_DATA, Watchdog, backstop
@@ -257,7 +257,7 @@ def _find_checkpoint(
     mesh: Mesh,
     progress: Callable[[object], None],
 ) -> tuple[Checkpoint | None, int]:
-    """Return the first checkpoint of `wanted` that exists, verified, and `line_before` of it.
+    """Return the first checkpoint of `wanted` that exists, verified, and `last_own_step` of it.
 
     Args:
         wanted: "latest" (the newest of this run), or another run's or checkpoint's folder or URI.
@@ -271,7 +271,7 @@ def _find_checkpoint(
         uri = one if one == "latest" else mesh.from_first(partial(latest_in, one))
         found = find(uri, place, config, mesh, progress, own=True)
         if found is not None:
-            before = line_before(place, found)
+            before = last_own_step(place, found)
             if uri != "latest":
                 mesh.from_first(partial(check_way_back, place, before))
             return found, before

@@ -43,27 +43,27 @@ class Block(nn.Module):
         self.mlp = MLP(config.width, config.mlp_width)
 
     def forward(
-        self, x_LC: Tensor, turn_LP: Tensor, segments: Segments, attend: Attend = attend
+        self, x_LC: Tensor, rotary_LP: Tensor, segments: Segments, attend: Attend = attend
     ) -> Tensor:
         """One block.
 
         Args:
             x_LC: packed patches [L, C].
-            turn_LP: each patch's rotation as complex numbers [L, head_dim / 2].
+            rotary_LP: each patch's rotation as complex numbers [L, head_dim / 2].
             segments: the items' boundaries; a patch attends to its own item only.
             attend: how; another way where an item is shared with other devices.
 
         Returns:
             [L, C].
         """
-        x_LC = x_LC + self.attention(self.norm0(x_LC), turn_LP, segments, attend)
+        x_LC = x_LC + self.attention(self.norm0(x_LC), rotary_LP, segments, attend)
         return x_LC + self.mlp(self.norm1(x_LC), segments.lengths)
 
     def attention(
-        self, x_LC: Tensor, turn_LP: Tensor, segments: Segments, attend: Attend
+        self, x_LC: Tensor, rotary_LP: Tensor, segments: Segments, attend: Attend
     ) -> Tensor:
         """The attention branch, [L, C] to [L, C]."""
-        qkv_LK = rotate_qkv(self.wqkv(x_LC), turn_LP, self.heads, segments.lengths)
+        qkv_LK = rotate_qkv(self.wqkv(x_LC), rotary_LP, self.heads, segments.lengths)
         q_LNH, k_LNH, v_LNH = rearrange(
             qkv_LK, "l (three n h) -> three l n h", three=3, n=self.heads
         )

@@ -74,11 +74,11 @@ class Encoder(nn.Module):
         self.final_layernorm = nn.LayerNorm(config.width, eps=config.norm_eps)
 
     def forward(
-        self, x_LC: Tensor, turn_LP: Tensor, segments: Segments, attend: Attend = attend
+        self, x_LC: Tensor, rotary_LP: Tensor, segments: Segments, attend: Attend = attend
     ) -> Tensor:
         """[L, C] to [L, C]; arguments as for ``Block``."""
         for block in self.blocks:
-            x_LC = block(x_LC, turn_LP, segments, attend)
+            x_LC = block(x_LC, rotary_LP, segments, attend)
         return self.final_layernorm(x_LC)
 
 
@@ -122,12 +122,13 @@ class MoonViT3D(nn.Module):
             working_dtype(weight.dtype),
             weight.device,
         )
-        turn_LP, held, how = torch.complex(cos_LP, sin_LP), grids, attend
+        rotary_LP, held, attend_fn = torch.complex(cos_LP, sin_LP), grids, attend
         if share is not None:
-            turn_LP, held, how = turn_LP[torch.from_numpy(share.rows)], [share.strip], share.attend
-        turn_LP = rows.pad(turn_LP, padding)
+            rotary_LP, held = rotary_LP[torch.from_numpy(share.rows)], [share.strip]
+            attend_fn = share.attend
+        rotary_LP = rows.pad(rotary_LP, padding)
         lengths = [t * h * w for t, h, w in held] + rows.padding_lengths(padding)
-        x_LC = self.encoder(x_LC, turn_LP, Segments.of(lengths, weight.device), how)
+        x_LC = self.encoder(x_LC, rotary_LP, Segments.of(lengths, weight.device), attend_fn)
         return sd2_tpool(x_LC[: len(patches)], held)
 
 

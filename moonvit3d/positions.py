@@ -163,32 +163,32 @@ def rotate(x: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
     return rearrange(turned, "two l ... p -> l ... (p two)").to(x.dtype)
 
 
-def rotate_qkv(qkv_LK: Tensor, turn_LP: Tensor, heads: int, lengths: Sequence[int]) -> Tensor:
+def rotate_qkv(qkv_LK: Tensor, rotary_LP: Tensor, heads: int, lengths: Sequence[int]) -> Tensor:
     """As ``rotate`` on the queries and keys inside a fused projection, in its own memory.
 
     The backward pass then keeps one copy of them, and there are no temporaries.
 
     Args:
         qkv_LK: [L, 3 * heads * head_dim] in the order q | k | v; overwritten, and returned.
-        turn_LP: cosine + i sine of each rotation, complex64 (complex128 for float64).
+        rotary_LP: cosine + i sine of each rotation, complex64 (complex128 for float64).
         lengths: patches of each item.
     """
     if torch.compiler.is_compiling():  # AOTAutograd loses the gradient of what is overwritten
-        cos_LP, sin_LP = turn_LP.real, turn_LP.imag
+        cos_LP, sin_LP = rotary_LP.real, rotary_LP.imag
         qkv = rearrange(qkv_LK, "l (three n h) -> l three n h", three=3, n=heads)
         turned = torch.cat([rotate(qkv[:, :2], cos_LP, sin_LP), qkv[:, 2:]], dim=1)
         return rearrange(turned, "l three n h -> l (three n h)")
-    return _RotateQKV.apply(qkv_LK, turn_LP, heads, rows.spans(qkv_LK, lengths))
+    return _RotateQKV.apply(qkv_LK, rotary_LP, heads, rows.spans(qkv_LK, lengths))
 
 
 class _RotateQKV(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv_LK: Tensor, turn_LP: Tensor, heads: int, spans: Sequence[int]
+        ctx: Any, qkv_LK: Tensor, rotary_LP: Tensor, heads: int, spans: Sequence[int]
     ) -> Tensor:
         ctx.mark_dirty(qkv_LK)
-        ctx.turn, ctx.heads, ctx.spans = turn_LP, heads, spans
-        return _turn(qkv_LK, turn_LP, heads, spans)
+        ctx.turn, ctx.heads, ctx.spans = rotary_LP, heads, spans
+        return _turn(qkv_LK, rotary_LP, heads, spans)
 
     @staticmethod
     @once_differentiable
@@ -200,11 +200,11 @@ class _RotateQKV(torch.autograd.Function):
         return _turn(own, back_LP, ctx.heads, ctx.spans), None, None, None
 
 
-def _turn(qkv_LK: Tensor, turn_LP: Tensor, heads: int, spans: Sequence[int]) -> Tensor:
+def _turn(qkv_LK: Tensor, rotary_LP: Tensor, heads: int, spans: Sequence[int]) -> Tensor:
     qk = rearrange(qkv_LK, "l (three n h) -> l three n h", three=3, n=heads)[:, :2]
-    exact = qk.to(turn_LP.real.dtype)  # qk itself, but for bfloat16 and float16
+    exact = qk.to(rotary_LP.real.dtype)  # qk itself, but for bfloat16 and float16
     pairs = torch.view_as_complex(exact.unflatten(-1, (-1, 2)))
-    for part, turn in zip(pairs.split(spans), turn_LP[:, None, None].split(spans)):
+    for part, turn in zip(pairs.split(spans), rotary_LP[:, None, None].split(spans)):
         part.mul_(turn)
     if exact.dtype != qk.dtype:
         qk.copy_(exact)

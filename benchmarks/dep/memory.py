@@ -58,7 +58,7 @@ def _curve(
         data = config.data.replace(sources={f"pages_{count}": 1.0})
         config = config.model_copy(update={"data": data})
         (batch,) = fetch(config, 1)
-        items, rows = len(batch.plan.items.row), batch.plan.num_rows
+        items, rows = len(batch.plan.items), batch.plan.num_rows
         assert items == count * rows, f"{items} images in {rows} rows, expected {count} in each"
         if bench is None:
             bench = Bench(config, mesh)

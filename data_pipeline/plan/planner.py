@@ -323,7 +323,7 @@ class Planner:
             named[chosen, 2] = index.item_chunk[lines]
         table = ItemTable(
             sample=sample.astype(np.int32),
-            item=line,
+            index_line=line,
             kind=named[:, 0].astype(np.int8),
             media=named[:, 1].copy(),
             chunk=named[:, 2].copy(),

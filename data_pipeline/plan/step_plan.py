@@ -33,6 +33,9 @@ class SampleTable:
     start: NDArray[np.int32]
     length: NDArray[np.int32]
 
+    def __len__(self) -> int:
+        return len(self.row)
+
 
 @dataclass(frozen=True, eq=False)
 class ItemTable:
@@ -40,7 +43,7 @@ class ItemTable:
 
     Attributes:
         sample: int32 [m] its sample, in the SampleTable.
-        item: int64 [m] its line in the source's item columns.
+        index_line: int64 [m] its line in the source's item columns.
         kind: int8 [m] KIND_IMAGE or KIND_VIDEO.
         media: int16 [m] number of its file in the sample.
         chunk: int16 [m] number of the chunk in its video.
@@ -52,7 +55,7 @@ class ItemTable:
     """
 
     sample: NDArray[np.int32]
-    item: NDArray[np.int64]
+    index_line: NDArray[np.int64]
     kind: NDArray[np.int8]
     media: NDArray[np.int16]
     chunk: NDArray[np.int16]
@@ -63,6 +66,9 @@ class ItemTable:
     row: NDArray[np.int32]
     start: NDArray[np.int32]
     tokens: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.row)
 
     @property
     def patches(self) -> NDArray[np.int64]:

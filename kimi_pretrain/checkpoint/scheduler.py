@@ -42,7 +42,7 @@ class SavedRun(Protocol):
         """Return what a checkpoint holds besides tensors."""
         ...
 
-    def changes_late(self, name: str) -> bool:
+    def changes_only_in_update(self, name: str) -> bool:
         """Whether a tensor changes in the update alone."""
         ...
 
@@ -180,7 +180,7 @@ class CheckpointScheduler:
         self._report_saving()
         start = time.monotonic()
         saver = self._saver or self._open()
-        saver.begin(self.run.tensors(), self.run.run_state(), self.run.changes_late)
+        saver.begin(self.run.tensors(), self.run.run_state(), self.run.changes_only_in_update)
         self._note(saver.uri)  # of the save before, which it waited for
         self._begun_step = self.run.step
         self._add("stall", time.monotonic() - start)

@@ -199,7 +199,7 @@ def claim_place(
     return owner
 
 
-def line_before(place: Place, found: Checkpoint) -> int:
+def last_own_step(place: Place, found: Checkpoint) -> int:
     """Return the last step of the checkpoints here that a course has behind it; -1: none has.
 
     What it goes on from may lie elsewhere, or have been left under another name. Then it says
@@ -214,7 +214,7 @@ def check_way_back(place: Place, step: int) -> None:
     """Refuse to leave checkpoints behind that nothing can rename, as in an object store.
 
     In a folder they are kept under another name; in a store the new course would write its own
-    over them. `step` is the last of those that are its own; see `line_before`.
+    over them. `step` is the last of those that are its own; see `last_own_step`.
 
     Raises:
         ValueError: says what can be done.

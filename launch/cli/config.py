@@ -142,9 +142,7 @@ def _load(path: str, overrides: list[str] | None) -> "Config":
 
 
 def _found(config: "Config", checked: "Checked") -> dict[str, Any]:
-    steps = [
-        {"samples": len(plan.samples.row), "media": len(plan.items.row)} for plan in checked.plans
-    ]
+    steps = [{"samples": len(plan.samples.row), "media": len(plan.items)} for plan in checked.plans]
     return {
         "processes": config.layout.world_size(),
         "tokens_per_step": config.tokens_per_step(),

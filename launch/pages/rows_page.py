@@ -177,7 +177,7 @@ class _Document:
             return f"<figure>{_wrong(f'{name} could not be used')}</figure>"
         grid = (int(items.frames[item]), int(items.grid_h[item]), int(items.grid_w[item]))
         index, _ = step.source(self._read.sample)
-        line = int(items.item[item])
+        line = int(items.index_line[item])
         stored = int(index.item_width[line]), int(index.item_height[line])
         frame = frame_size(file, stored, step.request.limits)
         shapes = self._shapes(int(items.media[item]), frame)

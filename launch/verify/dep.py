@@ -59,7 +59,7 @@ class VerifyDep(Verification):
         """
         tolerance = tolerance_for(config.train.dtype, config.dep.exchange_dtype, self.steps)
         *_, last = check_start(config, self.steps).plans
-        if not len(last.items.row):
+        if not len(last.items):
             raise ValueError(
                 "the step to compare holds no media, so there is nothing to verify; raise "
                 "data.rows_per_step or the share of the sources with media, or change data.seed"

@@ -102,7 +102,7 @@ def colocated_gradients(run) -> dict[str, torch.Tensor]:
     run.encoder.sums.zero()
     run.backbone.models[0].zero_grad_buffer()
     for row, microbatch in enumerate(microbatches):
-        mine = [item for item in range(len(items.row)) if items.row[item] == row]
+        mine = [item for item in range(len(items)) if items.row[item] == row]
         if mine:
             packed = torch.cat([torch.from_numpy(batch.media[item]) for item in mine])
             microbatch.leaf = run.encoder.module(packed, [grids[item] for item in mine])

@@ -54,7 +54,7 @@ def test_written_boxes_are_where_the_pixels_are(corpus):
             numbers = REGION.search(text)
             assert numbers, text
             draw = draws[item]
-            line = plan.items.item[item]
+            line = plan.items.index_line[item]
             index = planner.indices[boxes]
             size = (index.item_width[line], index.item_height[line])
             if draw is not None:

@@ -127,7 +127,7 @@ def test_steps_equal_reading_the_tar_files(make, built, tokenizer):
         samples, items = batch.plan.samples, batch.plan.items
         assert batch.row_ids.tolist() == list(range(6))
         assert not batch.bad
-        assert sorted(batch.media) == list(batch.media) == list(range(items.item.size))
+        assert sorted(batch.media) == list(batch.media) == list(range(len(items)))
         expected = np.full((6, 96), tokenizer.pad)
         for s in range(samples.index.size):
             source, key = (
@@ -293,13 +293,13 @@ def test_damaged_media_are_bad_items_and_the_rest_is_whole(make, built):
         repair()
     same = [
         i
-        for i in range(plan.items.item.size)
-        if plan.items.item[i] == line
+        for i in range(len(plan.items))
+        if plan.items.index_line[i] == line
         and plan.samples.source[plan.items.sample[i]] == plan.samples.source[sample]
     ]
     assert [bad.item for bad in batch.bad] == same
     assert f"source 'shots', sample '{index.key_of(at)}', file 0 in" in batch.bad[0].reason
-    assert sorted([*batch.media, *same]) == list(range(plan.items.item.size))
+    assert sorted([*batch.media, *same]) == list(range(len(plan.items)))
     assert fingerprint(batch.rows) == fingerprint(clean.rows)
     for item, patches in batch.media.items():
         assert np.array_equal(patches, clean.media[item])
@@ -432,6 +432,6 @@ def test_text_only_sources_make_steps_without_media(make, built):
     web = [index for index in built[1] if index.name == "web"]
     assert isinstance(web[0], SourceIndex)
     batch = next(make(CONFIG.replace(sources={"web": 1.0}), indices=web))
-    assert batch.plan.items.item.size == batch.plan.vision_tokens == 0
+    assert len(batch.plan.items) == batch.plan.vision_tokens == 0
     assert not batch.media
     assert batch.rows.loss_mask.any()

@@ -58,7 +58,7 @@ def file_of(root, index, line):
 
 def expected_patches(config, planner, plan, item):
     """Patches of an image as the rules have them: file, draw of that file, limits at the level."""
-    sample, line = int(plan.items.sample[item]), int(plan.items.item[item])
+    sample, line = int(plan.items.sample[item]), int(plan.items.index_line[item])
     source = planner.sources[plan.samples.source[sample]]
     chosen = np.array([sample])
     [detail] = source.variation.details(
@@ -92,7 +92,7 @@ def test_a_shrunk_picture_without_augmentation_is_the_picture_at_its_level(corpu
     for planner, plan, _, fetched in fetched_steps(corpus, 3, augment={}):
         for item in np.flatnonzero(plan.items.level > 0).tolist():
             index = planner.indices[plan.samples.source[plan.items.sample[item]]]
-            file = file_of(config.root, index, int(plan.items.item[item]))
+            file = file_of(config.root, index, int(plan.items.index_line[item]))
             at = limits_at(config.limits, int(plan.items.level[item]))
             expected, grid = image_patches(read_image(file), at)
             whole = image_patches(read_image(file), config.limits)[1]
@@ -137,7 +137,7 @@ def test_regions_of_a_picture_left_alone_are_written_as_they_are(corpus, losing)
             plain += 1
             assert numbers == expected, text
             [item] = np.flatnonzero(plan.items.sample == sample)
-            file = file_of(config.root, index, int(plan.items.item[item]))
+            file = file_of(config.root, index, int(plan.items.index_line[item]))
             whole = image_patches(read_image(file), config.limits)[0]
             assert np.array_equal(fetched.media[item], whole)
     assert plain > 10
@@ -157,7 +157,7 @@ def test_a_picture_of_another_size_than_in_the_index_is_a_bad_sample(corpus):
     reasons = {bad.item: bad.reason for bad in fetched.bad}
     assert len(wrong) > 5
     for item in wrong:
-        line = int(plan.items.item[item])
+        line = int(plan.items.index_line[item])
         size = f"{captions.item_width[line]} x {captions.item_height[line]}"
         other = f"{captions.item_width[line]} x {captions.item_height[line] + 1}"
         assert f"decodes to {size} pixels, the index promises {other}" in reasons[item]

@@ -38,7 +38,7 @@ def needs_of(plan, rank, world):
     rows = plan.num_rows // world
     return Needs(
         np.arange(rank * rows, (rank + 1) * rows),
-        np.flatnonzero((plan.items.tokens + plan.items.item) % world == rank),
+        np.flatnonzero((plan.items.tokens + plan.items.index_line) % world == rank),
     )
 
 
@@ -51,7 +51,7 @@ def digest_of(plan, parts):
             for values in (part.rows.tokens, part.rows.labels, part.rows.loss_mask):
                 sha.update(values[row].tobytes())
     media = {item: patches for part in parts for item, patches in part.media.items()}
-    assert sorted(media) == list(range(plan.items.item.size))
+    assert sorted(media) == list(range(len(plan.items)))
     for item in sorted(media):
         sha.update(media[item].tobytes())
     return sha.hexdigest()

@@ -109,7 +109,7 @@ def test_media_stand_where_the_samples_tokens_say(planner):
             assert len(symbols) == samples.length[sample]
             for item, start, pads, shape in slow_items:
                 assert items.sample[place] == sample
-                assert items.item[place] == item
+                assert items.index_line[place] == item
                 assert items.row[place] == samples.row[sample]
                 assert items.start[place] == samples.start[sample] + start
                 assert items.tokens[place] == pads
@@ -121,7 +121,7 @@ def test_media_stand_where_the_samples_tokens_say(planner):
                 assert items.chunk[place] == index.item_chunk[item]
                 seen["chunk" if items.kind[place] else "image"] += 1
                 place += 1
-        assert place == items.item.size
+        assert place == len(items)
         assert plan.vision_tokens == items.tokens.sum()
         assert plan.text_tokens + plan.vision_tokens == plan.num_tokens == samples.length.sum()
     assert min(seen.values()) > 10

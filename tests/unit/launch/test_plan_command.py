@@ -78,7 +78,7 @@ def test_the_table_is_what_the_plan_says(root, overrides):
     for number, (step, (plan, vision)) in enumerate(steps):
         items, patches = plan.items, plan.items.patches
         assert step["step"] == plan.step == number
-        assert (step["items"], step["patches"]) == (len(items.row), patches.sum())
+        assert (step["items"], step["patches"]) == (len(items), patches.sum())
         assert step["vision_tokens"] == items.tokens.sum()
         assert step["tokens"] == plan.samples.length.sum()
         owner = [int(row) // (8 // REPLICAS) for row in items.row]

@@ -19,8 +19,8 @@ from kimi_pretrain.reliability.run_history import (
     check_place,
     check_unused,
     check_way_back,
+    last_own_step,
     latest_in,
-    line_before,
     note_place,
     noted_place,
     where,
@@ -171,7 +171,7 @@ def test_what_goes_on_from_elsewhere_has_nothing_here_behind_it(tmp_path, monkey
         (tmp_path / "other/step_00000003", 3, -1),
     ):
         found = SimpleNamespace(uri=str(uri), step=step)
-        assert line_before(place, found) == before, uri
+        assert last_own_step(place, found) == before, uri
     run = SimpleNamespace(config=load_config("tiny_cpu", ["checkpoint.every=null"]), step=3)
     CheckpointScheduler(
         place, Owner("run", "start"), run, lambda phase: None, before=-1

@@ -341,7 +341,7 @@ def reports(plan: GlobalPlan, spans: list[dict]) -> list[SimpleNamespace]:
     return [
         SimpleNamespace(
             loss=1.0, loss_tokens=3000, text_tokens=plan.text_tokens,
-            vision_tokens=plan.vision_tokens, items=len(plan.items.row), skipped=np.zeros(0, int),
+            vision_tokens=plan.vision_tokens, items=len(plan.items), skipped=np.zeros(0, int),
             update=SimpleNamespace(
                 grad_norm=1.0, lr=0.1, applied=True, clipped_heads=5, skipped_steps=2,
                 max_logit=2.0, max_logits=np.array([2.0, -np.inf, 0.5]), own=own_figures(rank),
