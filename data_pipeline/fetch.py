@@ -60,7 +60,15 @@ def everything(plan: GlobalPlan) -> Needs:
 
 @dataclass(frozen=True)
 class TextRead:
-    """One sample's document: where it lies, its CRC-32, and where it goes."""
+    """One sample's document: where it lies, its CRC-32, and where it goes.
+
+    Attributes:
+        span, crc: bytes of the document in its shard, and their CRC-32.
+        name: source and sample key, for messages.
+        sample: number of the sample in the step.
+        row, start: row of the request, first token in that row.
+        layout: which tokens, and where its media and regions are.
+    """
 
     span: Span
     crc: int
@@ -73,7 +81,18 @@ class TextRead:
 
 @dataclass(frozen=True)
 class FileRead:
-    """One media file: where it lies, its CRC-32, and the items that are wanted of it."""
+    """One media file: where it lies, its CRC-32, and the items that are wanted of it.
+
+    Attributes:
+        span, crc: bytes of the file in its shard, and their CRC-32.
+        name: source, sample key and file, for messages.
+        sample: number of the sample in the step.
+        kind: KIND_IMAGE or KIND_VIDEO.
+        items, chunks, grids: of each wanted item its number in the step, its chunk of the video,
+            and its patches (frames, height, width).
+        level: shrink level.
+        draw: what augmentation does to the file; None for nothing.
+    """
 
     span: Span
     crc: int

@@ -128,7 +128,11 @@ class TrainStep:
         microbatches: list[Microbatch],
         loss_tokens: int,
     ) -> tuple[float, int]:
-        """Phases 2 to 6; returns the loss, and the patches that were not encoded twice."""
+        """Phases 2 to 6; returns the loss, and the patches that were not encoded twice.
+
+        `encoded` is [tokens this rank encoded, out_width]; `received` and its gradients are [tokens
+        this first-stage rank holds, out_width], (0, out_width) on ranks of other stages.
+        """
         rank, dep, trained = self.mesh.rank, self.config.dep, self.encoder.trainable
         with self.clock.phase("2 vision forward"):
             shares = vision.encoded_by(rank)
@@ -147,7 +151,7 @@ class TrainStep:
             )
             shape = received.shape
             del encoded, received  # the leaves hold them now
-        loss = self._backbone(batch.plan, microbatches, loss_tokens)  # 4
+        loss = self._backbone(batch.plan, microbatches, loss_tokens)
         if not trained:
             return loss, 0
         with self.clock.phase("5 hand-back"):

@@ -44,8 +44,8 @@ class UpdateReport:
             -inf where no document was seen.
         clipped_heads: heads that QK-Clip shrank, of the whole model.
         skipped_steps: steps of the run that were not applied, this one included.
-        own: of the tensors that this rank updates; `step_stats.merge_figures` joins those of all
-            ranks for the line of metrics.
+        own: figures of the tensors that this rank updates; `step_stats.merge_figures` joins
+            those of all ranks for the line of metrics.
         copies: hashes of some of this rank's tensors, as they were in the step.
     """
 

@@ -67,7 +67,7 @@ class _Window:
     packed: PackedWindow
     samples: SampleTable  # rows of the window; starts in the row
     items: ItemTable  # samples of the window; starts in the row
-    item_ptr: NDArray[np.int64]
+    item_ptr: NDArray[np.int64]  # [samples + 1]; items of sample i are item_ptr[i]:item_ptr[i + 1]
 
 
 class Planner:
@@ -313,20 +313,20 @@ class Planner:
         tokens = np.concatenate([part.layout.tokens for part in parts])[item]
         level = np.concatenate([part.level for part in parts])
         sample = np.repeat(np.arange(at.size), np.diff(item_ptr))
-        named = np.zeros((item.size, 3), np.int16)
+        kind_media_chunk = np.zeros((item.size, 3), np.int16)
         owner = source[at][sample]
         for number, index in enumerate(self.indices):
             chosen = np.flatnonzero(owner == number)
             lines = line[chosen]
-            named[chosen, 0] = index.item_kind[lines]
-            named[chosen, 1] = index.item_media[lines]
-            named[chosen, 2] = index.item_chunk[lines]
+            kind_media_chunk[chosen, 0] = index.item_kind[lines]
+            kind_media_chunk[chosen, 1] = index.item_media[lines]
+            kind_media_chunk[chosen, 2] = index.item_chunk[lines]
         table = ItemTable(
             sample=sample.astype(np.int32),
             index_line=line,
-            kind=named[:, 0].astype(np.int8),
-            media=named[:, 1].copy(),
-            chunk=named[:, 2].copy(),
+            kind=kind_media_chunk[:, 0].astype(np.int8),
+            media=kind_media_chunk[:, 1].copy(),
+            chunk=kind_media_chunk[:, 2].copy(),
             level=level[at][sample],
             frames=grid[:, 0].copy(),
             grid_h=grid[:, 1].copy(),
@@ -354,8 +354,9 @@ class Planner:
     ) -> State:
         """Return a state; it holds the segments that have begun, and the first `known` at least.
 
-        Those that lie ahead follow from the config, and counts from starts and weights: left out,
-        because a state has to stay small. A change that was made by hand is known before it begins.
+        Later segments are omitted: the config determines them. A change that was made by hand is
+        known before it begins. `opened` is the step at which the window in progress was opened; it
+        decides which quarantine the window has.
         """
         # At a window's border nothing is open; one form, or equal states would differ.
         opened = opened if row else step
@@ -385,7 +386,7 @@ class Planner:
         if tuple((s.start, s.weights) for s in mixture.segments[: len(parts)]) != parts:
             mixture = self._mixtures(parts)
         own = mixture.segments[len(parts) - 1].weights
-        # A stage that should have begun would be a past that never was.
+        # A stage that should already have begun was never part of this run.
         position = state["window"] * self.config.pack_window
         missed = [s.start for s in mixture.segments[len(parts) :] if s.start <= position]
         if own != parts[-1][1] or missed:
@@ -462,7 +463,7 @@ def _other_sources(found: object, here: Mapping[str, str]) -> str:
             for name in sorted({*here} & {*found})
             if found[name] != here[name]
         ]
-    what = "; ".join(told) or "which one differs it does not say"
+    what = "; ".join(told) or "the state does not say which source differs"
     return (
         "state field 'manifest': the state belongs to other sources than this configuration's "
         f"{listed(here)}: {what}. Its rows would not be continued: give the sources that the run "

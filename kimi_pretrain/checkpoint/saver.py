@@ -43,9 +43,9 @@ log = logging.getLogger("kimi_pretrain.checkpoint")
 _MIB = 1 << 20
 _POLL_S = 0.2
 _SOON_S = 5.0
-# A save waits so long for pending deletions: after that a new writer is started, which goes on.
+# How long a save waits for pending deletions before replacing the writer.
 _REMOVAL_S = 30.0
-_LAST_REMOVAL_S = 300.0  # at the end there is none
+_LAST_REMOVAL_S = 300.0  # at close no new writer follows
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ class CheckpointSaver:
         self._writer.send("write", step=self.under_way, files=files)
 
     def _commit(self) -> None:
-        """Phase 4: rank 0 completes the checkpoint."""
+        """Step 4 of a save: rank 0 completes the checkpoint."""
         self._phase = "committing"
         if self.mesh.rank != 0:
             return
@@ -396,7 +396,7 @@ class CheckpointSaver:
         if self.mesh.rank == 0:
             if self._writer is not None and self._writer.alive:
                 self._writer.send("remove_torn", step=step)
-                self._writer.poll(_SOON_S)  # as a rule; else the next save waits for it
+                self._writer.poll(_SOON_S)  # usually enough; otherwise the next save waits
             log.warning(
                 "%s; training goes on, failed saves in a row: %d, allowed: %d",
                 self._failure, self._failures, limit - 1,

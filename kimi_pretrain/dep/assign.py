@@ -43,9 +43,10 @@ __all__ = [
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-SLACK = 5  # a mean below the bound by more than its 2**-5 part leaves room: no need to balance
-POOLS = (62, 8, 7, 6, 5, 4, 3)  # tried in turn: a 2**-n part of all work goes where it evens out
-PLACED = 49_152  # items to place in all while these are tried; three at least
+SLACK = 5  # a mean more than 2**-5 of the bound below it: skip balancing
+# Tried in turn: hold back the smallest 2**-n of all work, to even out at the end.
+POOLS = (62, 8, 7, 6, 5, 4, 3)
+PLACED = 49_152  # budget of these attempts: items x attempts; at least 3 attempts
 
 
 def place(costs: Floats, parts: Ints, home: Ints, places: Places, efficiency: float) -> Placement:
@@ -76,7 +77,7 @@ def _place_whole(work: Ints, home: Ints, base: Ints, places: Places) -> Ints:
     """Return the rank of each whole item beside what blocks give ranks to do."""
     levels, bound = places.levels(), least_makespan(work, base)
     if int(work.sum() + base.sum()) // len(base) <= bound - (bound >> SLACK):
-        # One item holds everyone up: there is room, and nothing can be faster than the bound.
+        # The largest item sets the bound; no balancing needed.
         ranks = stay(work, home, base, bound, levels)
         if int(summed(work, ranks, base).max()) <= bound:
             return ranks

@@ -41,6 +41,8 @@ class Exchange:
     def hand_over(self, embeddings: Tensor, plan: VisionPlan, rank: int) -> Tensor:
         """Send each token's embedding to the first-stage rank that holds its place.
 
+        `rank` is this process's global rank, here and below.
+
         Args:
             embeddings: [tokens this rank encoded, hidden], in `plan.encoded_by(rank)` order.
 

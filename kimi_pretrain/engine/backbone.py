@@ -7,7 +7,7 @@ embeddings of a microbatch's media are scattered over the media-pad positions as
 microbatch: a single leaf would cost a full-size zero gradient each time.
 
 Everything that comes out is a sum over tokens: losses, parameter gradients, leaf gradients. They
-are divided once, in `kimi_pretrain.update`.
+are divided once, in `kimi_pretrain.update` (`calculate_per_token_loss` makes them sums).
 """
 
 from collections.abc import Iterable, Iterator

@@ -320,7 +320,7 @@ def test_a_state_that_does_not_name_the_sources_goes_on(planner):
     (ours, after), (theirs, later) = planner.plan(planner.state_dict()), planner.plan(state)
     assert ours.samples.index.tolist() == theirs.samples.index.tolist()
     assert after == later
-    with pytest.raises(ValueError, match="which one differs it does not say"):
+    with pytest.raises(ValueError, match="the state does not say which source differs"):
         planner.load_state_dict(state | {"manifest": "0" * 64})
 
 
