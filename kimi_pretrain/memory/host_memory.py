@@ -227,7 +227,9 @@ class Copy:
         """
         if self._original is not None:
             self._check()
-            self._copies.wait(self._written)
+            # As a user of the storage: it may belong to another stream (that of an exchange), which
+            # would hand its memory on at once, while it is still being copied.
+            self._copies.wait(self._written, self._original)
             self._original = None
 
     def load(self) -> None:

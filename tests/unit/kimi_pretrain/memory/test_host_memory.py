@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from kimi_pretrain.memory.host_memory import HostMemory
+from kimi_pretrain.memory.host_memory import Copies, HostMemory
 from kimi_pretrain.memory.saved import Policy, apply
 from tests.unit.kimi_pretrain.memory.test_saved import (
     KINDS,
@@ -194,6 +194,46 @@ def test_a_host_without_room_is_told(monkeypatch):
     model.policy.begin_step()
     with pytest.raises(ValueError, match=r"train\.offload=true: .* GiB are left"):
         model(leaf())
+
+
+def test_a_storage_is_let_go_as_one_that_the_current_stream_uses():
+    """Else one of another stream would be handed on while it is still being copied."""
+    waits = []
+
+    class Seen(Copies):
+        def wait(self, event, *used):
+            waits.append([one.data_ptr() for one in used])
+
+    kept = policy()
+    kept.host._copies = Seen()
+    kept.open_group()
+    x = leaf().detach() * 1.0
+    saved = kept.keep(x)
+    kept.open_group()
+    assert waits == []
+    kept.open_group()
+    assert waits == [[x.data_ptr()]]
+    del saved
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_storage_of_another_stream_is_not_handed_on_while_it_is_copied():
+    device = torch.device("cuda", torch.cuda.current_device())
+    kept, side = policy(slab=1 << 24, device=device), torch.cuda.Stream(device)
+    kept.open_group()
+    with torch.cuda.stream(side):
+        x = torch.full((1 << 24,), 7.0, device=device)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.stream(kept.host._copies._outward):
+        torch.cuda._sleep(1 << 29)  # a fraction of a second, before the copy
+    saved = kept.keep(x)
+    kept.open_group()
+    kept.open_group()
+    del x
+    with torch.cuda.stream(side):  # the same memory, were it free
+        torch.full((1 << 24,), 8.0, device=device)
+    assert (saved.give() == 7.0).all()
 
 
 @pytest.mark.gpu
