@@ -150,6 +150,7 @@ class Pool:
         self._copies, self._slab_bytes = copies, slab_bytes
         self._free: deque[Slab] = deque()
         self._open: Slab | None = None
+        self._returned: deque[list[Piece]] = deque()  # not yet taken back
         self.slabs = 0
 
     def take(self, size: int) -> list[Piece]:
@@ -158,6 +159,8 @@ class Pool:
         Raises:
             ValueError: the host has not so much memory left.
         """
+        while self._returned:
+            self._take_back(self._returned.popleft())
         pieces: list[Piece] = []
         start = 0
         while start < size:
@@ -170,7 +173,13 @@ class Pool:
         return pieces
 
     def give_back(self, pieces: list[Piece]) -> None:
-        """Take back what `take` gave."""
+        """Say that what `take` gave is needed no more; the next `take` may use it.
+
+        The garbage collector may call this at any point of any method, so it appends and no more.
+        """
+        self._returned.append(pieces)
+
+    def _take_back(self, pieces: list[Piece]) -> None:
         for piece in pieces:
             piece.slab.pieces -= 1
             self._free_if_empty(piece.slab)

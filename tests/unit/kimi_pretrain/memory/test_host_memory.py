@@ -6,7 +6,8 @@ import psutil
 import pytest
 import torch
 
-from kimi_pretrain.memory.host_memory import Copies, HostMemory
+from kimi_pretrain.memory import host_memory
+from kimi_pretrain.memory.host_memory import Copies, HostMemory, Piece, Pool
 from kimi_pretrain.memory.saved import Policy, apply
 from tests.unit.kimi_pretrain.memory.test_saved import (
     KINDS,
@@ -185,6 +186,22 @@ def test_nothing_is_kept_of_an_evaluation_or_a_dropped_graph():
     slabs = model.policy.host.pool.slabs
     assert_same_bits(step(model), step(Stack(Policy())))
     assert model.policy.host.pool.slabs == slabs
+
+
+def test_what_comes_back_while_room_is_taken_overlaps_with_nothing(monkeypatch):
+    """As when the collector runs in between and drops the last storage of the open slab."""
+    pool = Pool(Copies(), 100)
+    dropped = [pool.take(30)]
+
+    def collecting(*args):
+        if dropped:
+            pool.give_back(dropped.pop())
+        return Piece(*args)
+
+    monkeypatch.setattr(host_memory, "Piece", collecting)
+    taken = [piece for size in (30, 40, 150) for piece in pool.take(size)]
+    places = [(id(p.slab), byte) for p in taken for byte in range(p.offset, p.offset + p.size)]
+    assert len(places) == len(set(places)) == 220
 
 
 def test_a_host_without_room_is_told(monkeypatch):
