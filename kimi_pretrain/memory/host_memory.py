@@ -163,13 +163,17 @@ class Pool:
             self._take_back(self._returned.popleft())
         pieces: list[Piece] = []
         start = 0
-        while start < size:
-            slab = self._slab_with_room()
-            length = min(size - start, self._slab_bytes - slab.used)
-            pieces.append(Piece(slab, slab.used, start, length))
-            slab.used += length
-            slab.pieces += 1
-            start += length
+        try:
+            while start < size:
+                slab = self._slab_with_room()
+                length = min(size - start, self._slab_bytes - slab.used)
+                pieces.append(Piece(slab, slab.used, start, length))
+                slab.used += length
+                slab.pieces += 1
+                start += length
+        except BaseException:  # a storage that is only in part there is of no use
+            self.give_back(pieces)
+            raise
         return pieces
 
     def give_back(self, pieces: list[Piece]) -> None:

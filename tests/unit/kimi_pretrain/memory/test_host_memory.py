@@ -204,6 +204,19 @@ def test_what_comes_back_while_room_is_taken_overlaps_with_nothing(monkeypatch):
     assert len(places) == len(set(places)) == 220
 
 
+def test_what_a_storage_without_room_had_taken_is_given_back(monkeypatch):
+    pool, ample = Pool(Copies(), 100), psutil.virtual_memory()
+    first = pool.take(50)
+    available = iter([1 << 30, 1 << 30, 0])  # room for two more slabs
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: ample._replace(available=next(available)))
+    with pytest.raises(ValueError, match=r"train\.offload=true"):
+        pool.take(400)
+    assert pool.slabs == 3
+    pool.give_back(first)
+    pool.take(300)  # all of it, with no new slab
+    assert pool.slabs == 3
+
+
 def test_a_host_without_room_is_told(monkeypatch):
     memory = psutil.virtual_memory()._replace(available=SLAB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
