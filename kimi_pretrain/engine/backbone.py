@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
+from kimi_pretrain.attention.choice import check_kind, kind_of
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine.experts import PaddingAwareRouter
 from kimi_pretrain.engine.gradient_buffers import GradientBuffers, Reduction
@@ -44,8 +45,12 @@ def build_backbone(config: Config, mesh: Mesh) -> "Backbone":
     Expert, tensor and context parallelism are inside Megatron-Core's modules, by their
     configuration and process groups; pipeline parallelism is which layers a chunk holds.
     """
-    engine = engine_config(config)  # sizes, layout and kernels, in Megatron-Core's terms
-    chunks = build_chunks(config, engine)  # this stage's layers, one chunk per virtual stage
+    check_kind(config)  # here, not where a dry run passes: it needs none of the kernels
+    attention = kind_of(config)
+    engine = engine_config(config, attention)  # sizes, layout, kernels, in Megatron-Core's terms
+    chunks = build_chunks(
+        config, engine, attention
+    )  # this stage's layers, one chunk per virtual stage
     move_to(mesh.device, chunks)
     if "language_model" in config.train.frozen:
         freeze(chunks)  # before gradient buffers: frozen parameters get none

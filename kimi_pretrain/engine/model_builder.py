@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from kimi_pretrain.attention.choice import Kind, check_kind, kind_of
+from kimi_pretrain.attention.choice import Kind
 from kimi_pretrain.config import Config
 from kimi_pretrain.engine.experts import GroupedExperts, PaddingAwareRouter
 from kimi_pretrain.engine.fused_attention import FusedCoreAttention
@@ -40,9 +40,13 @@ CORE_ATTENTION = {
 }
 
 
-def engine_config(config: Config) -> MLATransformerConfig:
-    """Return Megatron-Core's configuration of the language model for this run."""
-    check_kind(config)
+def engine_config(config: Config, attention: Kind) -> MLATransformerConfig:
+    """Return Megatron-Core's configuration of the language model for this run.
+
+    Args:
+        config: of the run.
+        attention: the core attention of `build_chunks`.
+    """
     language, layout = config.model.language, config.layout
     dtype = DTYPES[config.train.dtype]
     engine = MLATransformerConfig(
@@ -60,7 +64,7 @@ def engine_config(config: Config) -> MLATransformerConfig:
         # The loss stays a sum over tokens; the one divisor is applied in `step.py`.
         calculate_per_token_loss=True,
         # Records the maxima of attention; Megatron-Core's own clip is not used.
-        log_max_attention_logit=kind_of(config) == "transformer_engine",
+        log_max_attention_logit=attention == "transformer_engine",
         # Fused kernels exist for CUDA only.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -179,21 +183,29 @@ def layer_specs(
     return block
 
 
-def build_chunks(config: Config, engine: MLATransformerConfig) -> list[LanguageModel]:
-    """Build this rank's model chunks (one, or `layout.vpp`), uninitialised."""
+def build_chunks(
+    config: Config, engine: MLATransformerConfig, attention: Kind
+) -> list[LanguageModel]:
+    """Build this rank's model chunks (one, or `layout.vpp`), uninitialised.
+
+    Args:
+        config: of the run.
+        engine: from `engine_config`.
+        attention: the core attention. None has parameters, so what only counts may take any.
+    """
     return [
-        _build_chunk(config, engine, stage)
+        _build_chunk(config, engine, attention, stage)
         for stage in (range(config.layout.vpp) if config.layout.vpp > 1 else [None])
     ]
 
 
 def _build_chunk(
-    config: Config, engine: MLATransformerConfig, vp_stage: int | None
+    config: Config, engine: MLATransformerConfig, attention: Kind, vp_stage: int | None
 ) -> LanguageModel:
     virtual = {} if vp_stage is None else dict(ignore_virtual=False, vp_stage=vp_stage)
     chunk = LanguageModel(
         engine,
-        layer_specs(engine, kind_of(config), vp_stage),
+        layer_specs(engine, attention, vp_stage),
         vocab_size=config.model.language.vocab_size,
         max_sequence_length=config.data.seq_len,
         pre_process=parallel_state.is_pipeline_first_stage(**virtual),

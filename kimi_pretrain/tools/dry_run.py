@@ -148,7 +148,8 @@ def _build_stage(config: Config, stage: int) -> tuple[StageCount, list[PlannedGr
     try:
         mesh = engine_mesh.build(layout, torch.device("cpu"))
         with torch.device("meta"):
-            chunks = build_chunks(config, engine_config(config))
+            # The run's own attention may need a device, or a package, that is not here.
+            chunks = build_chunks(config, engine_config(config, "portable"), "portable")
         held = [
             view
             for chunk in chunks

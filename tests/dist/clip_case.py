@@ -185,7 +185,7 @@ def kernel_wiring(run) -> dict:
 
     from kimi_pretrain.attention import flex
     from kimi_pretrain.config import ConfigError
-    from kimi_pretrain.engine import model_builder
+    from kimi_pretrain.engine import backbone as backbone_module
     from kimi_pretrain.engine.backbone import build_backbone
     from kimi_pretrain.engine.fused_attention import FusedCoreAttention, kernel_rows
     from kimi_pretrain.engine.microbatch import build_microbatches
@@ -202,9 +202,9 @@ def kernel_wiring(run) -> dict:
             build_backbone(config, run.mesh)
         except ConfigError as error:
             refusals[kind] = str(error)
-        check, model_builder.check_kind = model_builder.check_kind, lambda config: None
+        check, backbone_module.check_kind = backbone_module.check_kind, lambda config: None
         backbone = backbones[kind] = build_backbone(config, run.mesh)
-        model_builder.check_kind = check
+        backbone_module.check_kind = check
         Update(config, run.mesh, run.encoder, backbone)  # says where gradients are summed
     batch, rows = next(run.loader), run.config.train.rows_per_microbatch
     results = {}

@@ -90,7 +90,8 @@ def check_one_t(result: dict, lines: list[str]) -> None:
 
 LAYOUT = layout(pp=2, vpp=2, dp=2, ep=2)
 SCRIPT = """
-import json, sys
+import json, os, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from kimi_pretrain.tools import dry_run
 from kimi_pretrain.config import load_config
 from kimi_pretrain.memory import plan
@@ -103,6 +104,9 @@ def table(*overrides):
 job = sys.argv[1:]
 tiny = dry_run.dry_run(load_config("tiny_cpu"))
 found = {"tiny": (list(dry_run.table_lines(tiny)), dry_run.as_json(tiny)), "job": table(*job)}
+for kind in ("flex", "transformer_engine"):
+    found[kind] = table(*job, f"train.attention={kind}", "train.dtype=bfloat16")
+found["bfloat16"] = table(*job, "train.attention=portable", "train.dtype=bfloat16")
 found["alone"] = table(*job, "optim.shard_state=false")
 found["frozen"] = table(*job, "train.frozen=[vision_tower, language_model]")
 found["planned"] = {}
@@ -146,6 +150,12 @@ def test_owners_are_those_of_a_real_job(tables, data_root, tmp_path):
     rows = read_table(tables["job"])
     assert {row["name"]: int(row["owner"]) for row in rows} == owners
     assert set(owners.values()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("kind", ["flex", "transformer_engine"])
+def test_an_attention_that_cannot_run_here_is_counted(kind, tables):
+    """A cluster's config is looked at on a laptop."""
+    assert tables[kind] == tables["bfloat16"]
 
 
 def test_without_sharding_each_rank_updates_what_it_holds(tables):
