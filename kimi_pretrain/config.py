@@ -96,7 +96,7 @@ class TrainConfig(Section):
     attention: Literal["auto", "portable", "flex", "transformer_engine"] = "auto"
     """What computes the language model's attention: plain torch block by block (portable), torch's
     FlexAttention on CUDA (flex), Transformer Engine's kernels. None holds a matrix of logits. auto:
-    flex on a GPU, in bfloat16 and float32, portable elsewhere.
+    flex on a GPU in bfloat16, portable elsewhere.
     [-; kimi_pretrain/attention/choice.py]"""
     recompute: list[Literal["norms", "swiglu", "mla_up"]] = Field(default_factory=list)
     """What is computed again in the backward pass instead of kept: outputs of norms, of SwiGLU, and

@@ -4,10 +4,11 @@ Nothing here loads torch before a run asks for an attention that needs a GPU.
 """
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import Literal
 
 from packaging.version import Version
@@ -24,12 +25,12 @@ INSTEAD = "set train.attention=portable"
 
 
 def kind_of(config: Config) -> Kind:
-    """Return the attention of this process; `auto` is flex on a GPU, in bfloat16 and float32."""
+    """Return the attention of this process; `auto` is flex on a GPU, in bfloat16."""
     train = config.train
     if train.attention != "auto":
         return train.attention
-    # FlexAttention's kernels have no float64.
-    return "flex" if train.dtype != "float64" and Host.here().cuda else "portable"
+    # FlexAttention's kernels have no float64, and in float32 none has been compared on a GPU yet.
+    return "flex" if train.dtype == "bfloat16" and Host.here().cuda else "portable"
 
 
 def check_kind(config: Config, *, explicit: bool = False) -> None:
@@ -62,7 +63,9 @@ class Host:
         torch: torch's version.
         maxima: whether its FlexAttention can hand over the largest logits.
         triton: whether Triton is there, which compiles them.
+        compiler: the C compiler that Triton takes for its launchers, or None.
         transformer_engine: version, or None.
+        transformer_engine_torch: version of its half for torch, a package of its own, or None.
         cudnn: as torch reports it, 92100 for 9.21.0; None: there is none.
         environment: of the process.
     """
@@ -71,7 +74,9 @@ class Host:
     torch: str
     maxima: bool
     triton: bool
+    compiler: str | None
     transformer_engine: str | None
+    transformer_engine_torch: str | None
     cudnn: int | None
     environment: Mapping[str, str]
 
@@ -89,7 +94,9 @@ class Host:
             torch=torch.__version__,
             maxima="max_scores" in getattr(request, "_fields", ()),
             triton=_version("triton") is not None,
+            compiler=_compiler(),
             transformer_engine=_version("transformer-engine"),
+            transformer_engine_torch=_transformer_engine_torch(),
             cudnn=torch.backends.cudnn.version(),
             environment=os.environ,
         )
@@ -102,6 +109,25 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _compiler() -> str | None:
+    """Return what Triton's runtime/build.py would take: CC alone where it is set."""
+    asked = os.environ.get("CC")
+    names = ("gcc", "clang") if asked is None else (asked,)
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def _transformer_engine_torch() -> str | None:
+    if (found := _version("transformer-engine-torch")) is not None:
+        return found
+    # Built from its repository, as in NVIDIA's containers, it is one package with the extension.
+    try:
+        whole = distribution("transformer-engine")
+    except PackageNotFoundError:
+        return None
+    built = any(file.name.startswith("transformer_engine_torch.") for file in whole.files or ())
+    return whole.version if built else None
+
+
 def flex_problem(host: Host) -> str | None:
     """Return why FlexAttention cannot run, or None."""
     if not host.cuda:
@@ -109,10 +135,18 @@ def flex_problem(host: Host) -> str | None:
     if not host.maxima:
         return (
             f"needs a torch whose FlexAttention gives the largest logits (AuxRequest.max_scores), "
-            f"for QK-Clip; torch {host.torch} has none: install 2.13, or {INSTEAD}"
+            f"for QK-Clip; torch {host.torch} has none: install torch >= 2.9 "
+            f"(tested with 2.13), or {INSTEAD}"
         )
     if not host.triton:
         return f"needs Triton, which compiles its kernels: pip install triton, or {INSTEAD}"
+    if host.compiler is None:
+        asked = host.environment.get("CC")
+        return (
+            "needs a C compiler, for Triton's launchers, and there is "
+            f"{'neither gcc nor clang' if asked is None else f'no CC={asked}'}: install gcc, or "
+            f"name one in CC, or {INSTEAD}"
+        )
     return None
 
 
@@ -129,11 +163,24 @@ def transformer_engine_problem(host: Host) -> str | None:
             f"pip install --no-build-isolation 'transformer-engine[pytorch]>={TE_MINIMUM}', or "
             f"{INSTEAD}"
         )
+    half = host.transformer_engine_torch
+    if half is None or Version(half) != Version(found):
+        return (
+            f"needs transformer-engine-torch in the version of transformer-engine, {found}, and it "
+            f"is {'not installed' if half is None else f'here in version {half}'}: "
+            f"pip install --no-build-isolation 'transformer-engine[pytorch]=={found}', or {INSTEAD}"
+        )
     if (host.cudnn or 0) < CUDNN_MINIMUM:
         return (
             f"needs cuDNN >= {_cudnn(CUDNN_MINIMUM)}, for the largest logits; torch {host.torch} "
             f"has {_cudnn(host.cudnn) if host.cudnn else 'none'}: install a newer "
             f"nvidia-cudnn package, or {INSTEAD}"
+        )
+    fused = host.environment.get("NVTE_FUSED_ATTN", "1")
+    if fused != "1":
+        return (
+            f"needs cuDNN's fused kernels, which NVTE_FUSED_ATTN={fused} in the environment "
+            f"switches off: unset it, or {INSTEAD}"
         )
     unfused = host.environment.get("NVTE_UNFUSED_ATTN")
     if unfused != "0":

@@ -22,7 +22,9 @@ GPU = Host(
     torch="2.13.0",
     maxima=True,
     triton=True,
+    compiler="/usr/bin/gcc",
     transformer_engine="2.20.2",
+    transformer_engine_torch="2.20.2",
     cudnn=92100,
     environment={"NVTE_UNFUSED_ATTN": "0"},
 )
@@ -37,10 +39,11 @@ def config(*overrides):
     ("attention", "dtype", "host", "kind"),
     [
         ("auto", "bfloat16", GPU, "flex"),
-        ("auto", "float32", GPU, "flex"),
+        ("auto", "float32", GPU, "portable"),
         ("auto", "float64", GPU, "portable"),
         ("auto", "bfloat16", CPU, "portable"),
         ("portable", "bfloat16", GPU, "portable"),
+        ("flex", "float32", GPU, "flex"),
         ("flex", "bfloat16", CPU, "flex"),
         ("transformer_engine", "bfloat16", CPU, "transformer_engine"),
     ],
@@ -55,6 +58,8 @@ def test_a_whole_host_is_taken(monkeypatch):
     assert flex_problem(GPU) is None
     assert transformer_engine_problem(GPU) is None
     assert flex_problem(replace(GPU, transformer_engine=None, cudnn=None, environment={})) is None
+    fused = {"NVTE_UNFUSED_ATTN": "0", "NVTE_FUSED_ATTN": "1"}
+    assert transformer_engine_problem(replace(GPU, compiler=None, environment=fused)) is None
     monkeypatch.setattr(Host, "here", lambda: GPU)
     for kind in ("auto", "portable", "flex", "transformer_engine"):
         check_kind(config(f"train.attention={kind}", "train.dtype=bfloat16"))
@@ -62,8 +67,10 @@ def test_a_whole_host_is_taken(monkeypatch):
 
 FLEX = {
     "no GPU": (dict(cuda=False), ("CUDA", "portable")),
-    "old torch": (dict(maxima=False, torch="2.8.0"), ("2.8.0", "max_scores", "QK-Clip", "2.13")),
+    "old torch": (dict(maxima=False, torch="2.8.0"), ("2.8.0", "max_scores", "QK-Clip", ">= 2.9")),
     "no Triton": (dict(triton=False), ("Triton", "pip install triton")),
+    "no compiler": (dict(compiler=None), ("C compiler", "neither gcc nor clang", "install gcc")),
+    "no such CC": (dict(compiler=None, environment={"CC": "icc"}), ("C compiler", "CC=icc")),
 }
 
 
@@ -80,10 +87,19 @@ TE = {
     "no GPU": (dict(cuda=False, transformer_engine=None), ("CUDA device",)),
     "missing": (dict(transformer_engine=None), (">= 2.17", "not installed", "pip install")),
     "old": (dict(transformer_engine="2.16.1"), (">= 2.17", "2.16.1", "pip install")),
+    "no half": (
+        dict(transformer_engine_torch=None),
+        ("transformer-engine-torch", "not installed", "transformer-engine[pytorch]==2.20.2"),
+    ),
+    "other half": (dict(transformer_engine_torch="2.19.0"), ("2.20.2, and it is", "2.19.0")),
     "torch's own cuDNN": (dict(cudnn=92000), ("cuDNN >= 9.21", "9.20", "2.13.0")),
     "no cuDNN": (dict(cudnn=None), ("cuDNN >= 9.21", "none")),
     "unset": (dict(environment={}), ("NVTE_UNFUSED_ATTN=0", "not set")),
     "other": (dict(environment={"NVTE_UNFUSED_ATTN": "1"}), ("NVTE_UNFUSED_ATTN=1",)),
+    "no fused": (
+        dict(environment={"NVTE_UNFUSED_ATTN": "0", "NVTE_FUSED_ATTN": "0"}),
+        ("NVTE_FUSED_ATTN=0", "unset it"),
+    ),
 }
 
 
@@ -107,13 +123,43 @@ def test_this_host_is_looked_at():
     assert here.maxima  # of the torch that the project pins
     assert here.torch.split("+")[0].count(".") == 2
     assert here.transformer_engine is None
+    assert here.transformer_engine_torch is None
+
+
+def test_the_compiler_is_the_one_that_triton_takes(monkeypatch, tmp_path):
+    for name in ("cc", "clang", "mine"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for cc, found in ((None, "clang"), ("mine", "mine"), ("no such", None)):
+        monkeypatch.delenv("CC", raising=False)
+        if cc is not None:
+            monkeypatch.setenv("CC", cc)
+        assert Host.here().compiler == (found and str(tmp_path / found))
+
+
+@pytest.mark.parametrize(
+    ("files", "half"),
+    [
+        ("transformer_engine/__init__.py,,\n", None),
+        ("transformer_engine_torch.cpython-312-x86_64-linux-gnu.so,,\n", "2.20.2+abc"),
+    ],
+)
+def test_one_package_built_from_source_has_both_halves(files, half, monkeypatch, tmp_path):
+    info = tmp_path / "transformer_engine-2.20.2+abc.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: transformer-engine\nVersion: 2.20.2+abc\n")
+    (info / "RECORD").write_text(files)
+    monkeypatch.syspath_prepend(tmp_path)
+    here = Host.here()
+    assert (here.transformer_engine, here.transformer_engine_torch) == ("2.20.2+abc", half)
 
 
 def test_auto_is_left_to_the_processes_of_the_run(monkeypatch):
     monkeypatch.setattr(Host, "here", lambda: replace(GPU, maxima=False))
-    check_kind(config(), explicit=True)
+    asked = config("train.dtype=bfloat16")
+    check_kind(asked, explicit=True)
     with pytest.raises(ConfigError, match="train.attention=auto .*max_scores"):
-        check_kind(config())
+        check_kind(asked)
 
 
 def test_a_run_is_refused_before_its_data_is_opened(monkeypatch):
