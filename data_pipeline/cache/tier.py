@@ -70,7 +70,7 @@ class OpenBlock:
     """A checked block, open in this process; reads go on after its file was removed.
 
     Read by call and not through a map: that would turn an error of the disk into the process's
-    death, and from shared memory it is no faster (26 us for 40 kB either way).
+    death, and from shared memory a 40 kB read is no faster (26 us either way).
 
     Attributes:
         tier: name of the tier it lies in.
