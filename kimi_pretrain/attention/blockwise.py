@@ -3,10 +3,14 @@
 Queries go block by block, each block with all keys that any of its queries sees, so a softmax is
 of whole rows and needs no rescaling. For the backward pass it keeps queries, keys and values alone
 and computes the blocks again (FlashAttention, arXiv:2205.14135, section 3.1, which also cuts the
-keys). The room of the logits is constant; all else grows with the number of tokens.
+keys). The room of the logits is constant up to 8,192 keys (`LOGITS` / `QUERIES`), then that of one
+head's block, 128 x the document; all else grows with the number of tokens.
 
 Neighbouring short documents share a block, hidden from each other by a mask: a row holds dozens,
 and one product each would be mostly overhead. A longer document is cut into blocks of its own.
+
+What is hidden has weight zero, and zero times NaN is NaN: a value that is NaN or infinite spreads
+to all queries of a block with its key, those of neighbouring documents, too.
 
 Shape suffixes: Q queries of this rank, R tokens of the row, N heads, D query/key width, V value
 width, L queries of a block, K keys of a block.
@@ -60,10 +64,12 @@ class Block:
 
 def blocks_of(spans: KeySpans, device: torch.device) -> list[Block]:
     """Cut a rank's queries into blocks, in order; every query is in one."""
-    diagonal: dict[int, Tensor] = {}  # blocks of one document differ in their size alone
+    # Blocks of one document differ in their size alone, as long as their queries are consecutive.
+    diagonal: dict[int, Tensor] = {}
     blocks = []
     for begin, end in _runs(spans):
         first_L, last_L = spans.first_Q[begin:end], spans.last_Q[begin:end]
+        assert last_L[-1] - last_L[0] == end - begin - 1  # consecutive; see `diagonal`
         keys = slice(int(first_L[0]), int(last_L[-1]) + 1)
         if first_L[-1] == first_L[0]:  # causal is enough
             shown = int(last_L[0]) + 1 - keys.start

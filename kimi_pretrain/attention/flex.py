@@ -123,7 +123,9 @@ def fused_kernel(
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    # Static: a run has one shape, an evaluation perhaps another.
+    # Static: a run has one shape, an evaluation perhaps another. Each combination of shape, type
+    # and grad mode is a kernel; torch compiles 8 (torch._dynamo.config.recompile_limit), and with
+    # `fullgraph` the ninth is an error rather than whole matrices, silently.
     return torch.compile(torch_flex.flex_attention, dynamic=False, fullgraph=True)
 
 

@@ -291,7 +291,7 @@ class Backbone:
     def _run(self, microbatches, forward_step, **options) -> list[Any]:
         virtual = self.config.layout.vpp > 1
         rows = self.config.train.rows_per_microbatch
-        return self.schedule(
+        results = self.schedule(
             forward_step_func=forward_step,
             data_iterator=[iter(microbatches) for _ in self.models]
             if virtual
@@ -302,6 +302,9 @@ class Backbone:
             micro_batch_size=1,
             **options,
         )
+        for chunk in self.chunks:
+            chunk.forget_plans()
+        return results
 
     def _forward_step(
         self, microbatches: Iterator[Microbatch], model, return_schedule_plan: bool = False

@@ -102,8 +102,8 @@ class PaddingAwareRouter(Saves, TopKRouter):
     already: the count was summed in place.
 
     Attributes:
-        padding_of_plan: padding of the microbatch whose plan runs, bool [1, tokens]; read where the
-            schedule gives no mask, see `language_model`.
+        padding_of_plan: padding of the microbatch whose plan runs, bool [1, tokens], None outside a
+            schedule; read where the schedule gives no mask, see `language_model`.
     """
 
     padding_of_plan: Tensor | None = None

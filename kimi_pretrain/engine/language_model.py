@@ -36,6 +36,12 @@ class LanguageModel(GPTModel):
                 module.padding_of_plan = padding_mask
         return super().build_schedule_plan(*args, padding_mask=padding_mask, **kwargs)
 
+    def forget_plans(self) -> None:
+        """Take the mask from the routers when a schedule has ended: it is of no other tokens."""
+        for module in self.modules():
+            if isinstance(module, PaddingAwareRouter):
+                module.padding_of_plan = None
+
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Return the cross entropy of each token, [1, tokens], float64 for float64 logits.
 

@@ -76,7 +76,24 @@ def engine_config(config: Config, attention: Kind) -> MLATransformerConfig:
     # Megatron-Core's check lets bfloat16 through alone; the schedule is the same for every type,
     # and the proofs of it run in float32.
     engine.overlap_moe_expert_parallel_comm = layout.overlap_experts
+    if layout.overlap_experts:
+        check_overlap(engine)
     return engine
+
+
+def check_overlap(engine: MLATransformerConfig) -> None:
+    """Assert what Megatron-Core 0.19.2's combined schedule needs, of every type of number.
+
+    Its own check (transformer_config.py, `__post_init__`) sees the switch in bfloat16 alone.
+    """
+    virtual = engine.virtual_pipeline_model_parallel_size
+    assert engine.pipeline_model_parallel_size == 1 or virtual is not None
+    assert engine.expert_model_parallel_size > 1
+    assert engine.moe_token_dispatcher_type == "alltoall"
+    assert engine.recompute_granularity is None
+    assert not engine.moe_shared_expert_overlap
+    assert not engine.mtp_num_layers
+    assert not engine.delay_wgrad_compute  # our experts do not split it, see `GroupedExperts`
 
 
 def _architecture(language: LanguageConfig) -> dict:

@@ -37,10 +37,11 @@ def overlap(run) -> dict[str, Any]:
     """Compare two steps and an evaluation with overlapped experts to those without, by bits.
 
     Returns "differs": what is not equal on some rank; "compared": how many tensors were, by kind;
-    "padding": tokens of padding; "held": tensors that a step left in a graph, beyond those of a
-    plain step (Megatron-Core's dispatchers keep the last probabilities); "complete": whether as
-    many gradients were reported as complete; "orders": in how many orders the ranks of a stage saw
-    them.
+    "padding": tokens of padding; "masks": routers that still hold one after a step; "accepted":
+    settings that our check should refuse and does not; "held": tensors that a step left in a
+    graph, beyond those of a plain step (Megatron-Core's dispatchers keep the last probabilities);
+    "complete": whether as many gradients were reported as complete; "orders": in how many orders
+    the ranks of a stage saw them.
     """
     batches = [next(run.loader) for _ in range(STEPS)]
     plain, found = (_steps(run, batches, overlapped) for overlapped in (False, True))
@@ -49,10 +50,37 @@ def overlap(run) -> dict[str, Any]:
         "differs": _differs(run, plain, found),
         "compared": {kind: len(tensors) for kind, tensors in plain["tensors"].items()},
         "padding": sum(run.mesh.gather(found["padding"])),
+        "masks": sum(run.mesh.gather(found["masks"])),
+        "accepted": _accepted(run),
         "held": max(run.mesh.gather(found["held"] - plain["held"])),
         "complete": all(run.mesh.gather(sorted(found["order"]) == sorted(plain["order"]))),
         "orders": len({tuple(order) for stage, order in stages if stage == run.mesh.stage}),
     }
+
+
+def _accepted(run) -> list[str]:
+    """Return which settings that the combined schedule cannot take would pass our check."""
+    from kimi_pretrain.engine.model_builder import check_overlap, engine_config
+
+    layout = run.config.layout.model_copy(update={"overlap_experts": True})
+    config = run.config.model_copy(update={"layout": layout})
+    wrong = {
+        "expert_model_parallel_size": 1, "moe_token_dispatcher_type": "allgather",
+        "recompute_granularity": "full", "moe_shared_expert_overlap": True, "mtp_num_layers": 2,
+        "delay_wgrad_compute": True,
+    }  # fmt: skip
+    if layout.pp > 1:
+        wrong["virtual_pipeline_model_parallel_size"] = None
+    accepted = []
+    for name, value in wrong.items():
+        engine = engine_config(config, "portable")  # which must pass itself
+        setattr(engine, name, value)
+        try:
+            check_overlap(engine)
+        except AssertionError:
+            continue
+        accepted.append(name)
+    return accepted
 
 
 def overlap_uncured(run) -> list[str]:
@@ -90,12 +118,13 @@ def _steps(run, batches, overlapped: bool) -> dict[str, Any]:
     backbone.reduction = reduction = Recorded()
     kinds = ("loss", "leaf", "gradient", "bias", "largest logit", "evaluation")
     tensors: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in kinds}
-    padding = held = 0
+    padding = held = masks = 0
     for step, batch in enumerate(batches):
         microbatches = _microbatches(config, run.mesh, batch)
         padding += sum(int(microbatch.padding.sum()) for microbatch in microbatches)
         tensors["loss"][f"{step}"] = backbone.train_step(microbatches, 0.7).loss_sum
         held = max(held, _graphs())
+        masks += sum(router.padding_of_plan is not None for _, router in backbone.routers())
         leaves = [m.leaf.grad for m in microbatches if m.leaf is not None]
         tensors["leaf"] |= {f"{step} {number}": grad for number, grad in enumerate(leaves)}
         for view in backbone.views() if backbone.trainable else ():
@@ -108,7 +137,8 @@ def _steps(run, batches, overlapped: bool) -> dict[str, Any]:
     microbatches = _microbatches(config, run.mesh, batches[0])
     for number, logits in enumerate(backbone.evaluate(microbatches, torch.clone).outputs):
         tensors["evaluation"][f"{number}"] = logits
-    return {"tensors": tensors, "order": reduction.order, "held": held, "padding": padding}
+    counts = {"held": held, "padding": padding, "masks": masks}
+    return {"tensors": tensors, "order": reduction.order, **counts}
 
 
 def _graphs() -> int:

@@ -56,6 +56,8 @@ def slow(data_root, tmp_path_factory):
 def check(result, trained=True):
     assert result["differs"] == []
     assert result["padding"] > 0
+    assert result["masks"] == 0
+    assert result["accepted"] == []
     assert result["held"] == 0
     assert result["complete"]
     assert result["orders"] == 1

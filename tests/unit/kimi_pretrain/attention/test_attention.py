@@ -78,6 +78,16 @@ def test_blocks_hold_every_query_once_and_every_key_it_sees(num_cp):
             assert (found == visible(spans)).all()
 
 
+def test_a_block_is_of_one_chunk():
+    """The first of two ranks has the first and the last: equal sizes share a mask, which takes
+    consecutive queries for granted.
+    """
+    shared = SequenceParts(48, 2)
+    for borders in ([0, 48], [0, 5, 40, 48], [0, 12, 36, 48], [0, 16, 32, 48]):
+        spans = KeySpans.of(borders, [True] * (len(borders) - 1), shared, 0)
+        assert [block.queries for block in blocks_of(spans, CPU)] == [slice(0, 12), slice(12, 24)]
+
+
 def test_a_short_document_s_block_has_no_other_keys():
     """What today's small documents pay: 40 of 30 tokens share 20 blocks, each 60 by 60."""
     blocks = blocks_of(KeySpans.of(list(range(0, 1201, 30)), [True] * 40), CPU)
