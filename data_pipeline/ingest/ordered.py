@@ -7,6 +7,7 @@ and memory stays bounded.
 
 import threading
 from collections.abc import Callable, Generator, Iterable
+from queue import SimpleQueue
 from typing import TypeVar
 
 from data_pipeline.workers.workers import Workers
@@ -23,7 +24,8 @@ def ordered_map(
     Args:
         setup: called once in each process, gives the function; it must be picklable. What is
             expensive to build or to send is sent once, not with every task.
-        tasks: read in a thread, only a few more than there are workers ahead of the results.
+        tasks: read in the thread of whoever reads the results (a cursor of SQLite allows no other),
+            only a few more than there are workers ahead of them.
         workers: processes; 0 does the work here.
 
     Raises:
@@ -33,4 +35,15 @@ def ordered_map(
         yield from map(setup(), tasks)
         return
     with Workers(setup, workers, timeout_s=threading.TIMEOUT_MAX) as pool:
-        yield from pool.run(((task, 0) for task in tasks), max_bytes=0, max_jobs=2 * workers + 2)
+        fed = SimpleQueue[tuple[Task, int] | None]()  # None: there are no more
+        most = 2 * workers + 2
+        results = pool.run(iter(fed.get, None), max_bytes=0, max_jobs=most)
+        try:
+            for number, task in enumerate(tasks, 1):
+                fed.put((task, 0))
+                if number >= most:
+                    yield next(results)
+            fed.put(None)
+            yield from results
+        finally:
+            fed.put(None)  # or a worker's thread would wait for a task for ever

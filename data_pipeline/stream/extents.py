@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.index.columns import ShardInfo
-from data_pipeline.store.objects import check_key, in_threads
+from data_pipeline.store.objects import check_key
 from data_pipeline.store.open import FolderStore, Store, StoreError
 from data_pipeline.stream.stretch import Stretch, by_first_use
 
@@ -152,8 +152,10 @@ class StoreExtents:
         self._store, self._keeps_whole = store, whole
         self._room = memory_bytes
         self._kept: OrderedDict[str, tuple[Future[bytes], int]] = OrderedDict()
-        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shard")
+        # All requests are made here, so there are never more than `threads`. Who waits for pieces
+        # has a thread of the other pool: here, all could wait and none be left to fetch.
+        self._pieces = ThreadPoolExecutor(threads, thread_name_prefix="piece")
 
     def prepare(self, stretch: Stretch) -> "BufferParts":
         """Begin to fetch the parts of a stretch."""
@@ -173,6 +175,7 @@ class StoreExtents:
         """End all threads and free what is kept."""
         self._kept.clear()
         self._pool.shutdown(cancel_futures=True)
+        self._pieces.shutdown(cancel_futures=True)
 
     def _whole(self, info: ShardInfo) -> "Future[bytes]":
         kept = self._kept.pop(info.key, None)
@@ -186,11 +189,15 @@ class StoreExtents:
     def _fetch(self, key: str, offset: int, length: int) -> bytes:
         count = max(1, -(-length // MAX_PIECE))
         cuts = [offset + length * i // count for i in range(count + 1)]
-
-        def read(piece: int) -> bytes:
-            return self._store.get(key, cuts[piece], cuts[piece + 1] - cuts[piece])
-
-        return b"".join(in_threads(read, range(count), self._threads))
+        pieces = [
+            self._pieces.submit(self._store.get, key, begin, end - begin)
+            for begin, end in zip(cuts, cuts[1:])
+        ]
+        try:
+            return b"".join([piece.result(PATIENCE_S) for piece in pieces])
+        finally:  # after an error the others are of no use
+            for piece in pieces:
+                piece.cancel()
 
 
 class BufferParts:

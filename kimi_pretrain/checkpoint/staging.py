@@ -12,8 +12,9 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from threading import Thread
 from typing import Any
 
 import torch
@@ -146,6 +147,8 @@ def _cudart() -> Any:
 class BackgroundCopy:
     """A thread that stages tensors, which must not change until `wait` has returned.
 
+    The process may end without waiting for it: on a dead GPU a copy never ends.
+
     On a CUDA device it uses a stream of its own, which waits for the work queued before it and runs
     beside the step's own work.
     """
@@ -174,9 +177,18 @@ class BackgroundCopy:
             with context:
                 buffers.copy(tensors, which)
 
-        pool = ThreadPoolExecutor(1, "checkpoint copy")
-        self._copied = pool.submit(work)
-        pool.shutdown(wait=False)  # the thread ends with its work
+        copied = self._copied = Future[None]()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                copied.set_exception(error)
+            else:
+                copied.set_result(None)
+
+        # Not an executor's: those are waited for at exit.
+        Thread(target=run, name="checkpoint copy", daemon=True).start()
 
     def wait(self) -> None:
         """Wait until everything is copied. Raises what the copy raised."""

@@ -324,18 +324,20 @@ class Place:
     def read_text(self, name: str) -> str | None:
         """Return the text of a small file beside the checkpoints; None: it is not there.
 
+        Bytes that are no UTF-8 become U+FFFD, so who reads the text tells of the damage by name.
+
         Raises:
             OSError, StoreError: it cannot be read, which does not mean that it is not there.
         """
         if self.folder is not None:
             try:
-                return (self.folder / name).read_text()
+                return (self.folder / name).read_text(errors="replace")
             except (FileNotFoundError, NotADirectoryError):
                 return None
         from data_pipeline.store.open import MissingKey
 
         try:
-            return self.store.get(name).decode()
+            return self.store.get(name).decode(errors="replace")
         except MissingKey:
             return None
 

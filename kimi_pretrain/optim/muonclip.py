@@ -251,7 +251,7 @@ class DistributedMuonClip:
             gamma: [heads] from `qk_clip.factors`, the same on all ranks.
 
         Raises:
-            ValueError: not such names, or only one of the two is held.
+            ValueError: not such names, only one of the two is held, or sizes do not fit `shape`.
         """
         wanted = (r"\.self_attn\.q(_b)?_proj\.weight", r"\.self_attn\.kv_b_proj\.weight")
         names = (q_name, kv_b_name)
@@ -261,9 +261,15 @@ class DistributedMuonClip:
                 f"qk-clip needs q_b_proj (or q_proj) and kv_b_proj of one layer, got {names}, "
                 f"of which this rank holds {held.count(True)}"
             )
-        assert len(gamma) == shape.num_heads, (gamma.shape, shape)
         root, rope, v = gamma.sqrt(), shape.qk_rope_dim, shape.v_dim
         if all(held):
+            for name, rows in zip(names, (shape.qk_nope_dim + rope, shape.qk_nope_dim + v)):
+                found = tuple(self._tensors[name].data.shape)
+                if gamma.shape != (shape.num_heads,) or found[0] != shape.num_heads * rows:
+                    raise ValueError(
+                        f"qk-clip: weight '{name}' {found} and gamma {tuple(gamma.shape)} do not "
+                        f"fit {shape.num_heads} heads of {rows} rows"
+                    )
             self.change_weight(q_name, lambda weight: scale_heads_(weight, root, rope, gamma))
             self.change_weight(kv_b_name, lambda weight: scale_heads_(weight, root, v))
 

@@ -1,5 +1,7 @@
 """The distributed optimizer as one process: resume, masters, what is done at a time, refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -72,6 +74,25 @@ def test_a_rank_without_the_layer_has_nothing_to_clip():
 def test_qk_clip_refuses_names_that_are_no_pair(names):
     with pytest.raises(ValueError, match="of one layer"):
         Job(ALONE).optimizer.apply_qk_clip(*names, torch.ones(4), SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "shape", "told"),
+    [
+        (torch.ones(2), SHAPE, r"q_b_proj.*gamma \(2,\) do not fit 4 heads of 6 rows"),
+        (torch.ones(()), SHAPE, r"gamma \(\) do not fit 4 heads"),
+        (torch.ones(4), replace(SHAPE, qk_rope_dim=3), r"q_b_proj.* 4 heads of 7 rows"),
+        (torch.ones(4), replace(SHAPE, v_dim=5), r"kv_b_proj.* 4 heads of 9 rows"),
+        # Two heads divide all rows, and would be scaled in silence.
+        (torch.ones(2), replace(SHAPE, num_heads=2), r"q_b_proj.* 2 heads of 6 rows"),
+    ],
+)
+def test_qk_clip_refuses_sizes_that_do_not_fit(gamma, shape, told):
+    job = Job(ALONE)
+    before = job.save()["weights"]
+    with pytest.raises(ValueError, match=told):
+        job.optimizer.apply_qk_clip(Q, KV, gamma / 2, shape)
+    assert all(torch.equal(before[name], weight) for name, weight in job.toy.weights.items())
 
 
 def test_weights_loaded_without_state_reach_the_masters():

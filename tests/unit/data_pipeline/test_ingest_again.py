@@ -1,6 +1,7 @@
 """Ingest by workers, and taken up again where it stopped: the same bytes either way."""
 
 import os
+import threading
 import traceback
 
 import pytest
@@ -67,6 +68,19 @@ def test_work_runs_ahead_only_a_little():
         assert next(results) == number
         assert len(taken) <= number + 5
     results.close()
+
+
+def test_tasks_are_read_in_the_thread_of_who_reads_the_results():
+    """A generator over a cursor of SQLite allows no other."""
+    threads = []
+
+    def tasks():
+        for number in range(30):
+            threads.append(threading.get_ident())
+            yield number
+
+    assert list(ordered_map(_identity, tasks(), 2)) == list(range(30))
+    assert set(threads) == {threading.get_ident()}
 
 
 def _identity():

@@ -3,6 +3,7 @@ import os
 import pickle
 import tarfile
 import threading
+import time
 from dataclasses import replace
 from itertools import islice
 
@@ -18,10 +19,12 @@ from data_pipeline.plan.blend import UNITS, append_segment, blend
 from data_pipeline.plan.order import ShardOrder
 from data_pipeline.store.objects import Span
 from data_pipeline.store.open import FolderStore, MissingKey, StoreError
+from data_pipeline.stream import extents
 from data_pipeline.stream import stream as stream_module
 from data_pipeline.stream.batches import member_name
-from data_pipeline.stream.extents import ranges
+from data_pipeline.stream.extents import StoreExtents, ranges
 from data_pipeline.stream.stream import SampleStream, StreamConfig
+from data_pipeline.stream.stretch import Stretch
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO
 from tests.resume import assert_resumes_anywhere, fingerprint
 
@@ -721,6 +724,49 @@ def test_sources_ranks_and_shares_are_checked(built):
     ):
         with pytest.raises(ValueError, match=complaint):
             wrong()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_no_more_requests_at_once_than_threads(monkeypatch, whole):
+    """However many pieces the shards have."""
+    monkeypatch.setattr(extents, "MAX_PIECE", 1000)
+    bodies = {f"{n}.tar": bytes([n]) * 7700 for n in range(6)}
+    store = Counting(bodies)
+    size = np.full(6, 7700 - extents.HEADER)
+    stretch = Stretch(
+        source=np.zeros(6, np.int16), sample=np.arange(6), epoch=np.zeros(6, np.int64),
+        part_ptr=np.arange(7), slot=np.arange(6), offset=np.full(6, extents.HEADER), length=size,
+        crc=np.zeros(6, np.uint32), shards=[ShardInfo(key, 7700, "", 1) for key in bodies],
+    )  # fmt: skip
+    fetched = StoreExtents(store, whole, 1 << 20, 3)
+    try:
+        parts = fetched.prepare(stretch).read(0, 6)
+    finally:
+        fetched.close()
+    assert parts == [body[extents.HEADER :] for body in bodies.values()]
+    assert store.most == 3
+    assert store.count == 6 * 8
+
+
+class Counting:
+    """A store that counts requests, and those at once; the first ones wait for a third."""
+
+    uri = "counting"
+
+    def __init__(self, bodies):
+        self._bodies, self._lock = bodies, threading.Lock()
+        self._three = threading.Barrier(3)
+        self.now = self.most = self.count = 0
+
+    def get(self, key, offset, length):
+        with self._lock:
+            self.now, self.count = self.now + 1, self.count + 1
+            self.most = max(self.most, self.now)
+        self._three.wait(30)  # 48 requests are sixteen times three
+        time.sleep(0.001)  # a fourth, if there may be one, comes meanwhile
+        with self._lock:
+            self.now -= 1
+        return self._bodies[key][offset : offset + length]
 
 
 def test_spans_are_merged_into_ranges():

@@ -160,6 +160,8 @@ def test_a_checkpoint_is_completed_only_at_one_s_own_place(tmp_path):
     assert place.steps() == []
     place.write_text(OWNER, "half a fi")
     assert "expected the id of a run" in commit(place, MINE)["failed"]
+    (tmp_path / OWNER).write_bytes(b"\xff\xfe{")
+    assert f"{tmp_path}/{OWNER} is " in commit(place, MINE)["failed"]
     # A copy of the run's folder, from where the first one could not be seen.
     place.write_text(OWNER, json.dumps({**MINE._asdict(), "start": "s2", "host": "far"}))
     told = commit(place, MINE)["failed"]

@@ -95,9 +95,11 @@ def test_tensors_may_change_while_they_are_written(tmp_path):
 def test_what_is_still_is_copied_while_training_goes_on(tmp_path, monkeypatch):
     """The copy is held up until training asks for its end: nothing waits for it before."""
     may_go_on, copy = threading.Event(), StagingBuffers.copy
+    ends_with_process = list[bool]()
 
     def slow(aside, tensors, which):
         if threading.current_thread() is not threading.main_thread():
+            ends_with_process.append(threading.current_thread().daemon)
             assert may_go_on.wait(30)
         copy(aside, tensors, which)
 
@@ -109,6 +111,7 @@ def test_what_is_still_is_copied_while_training_goes_on(tmp_path, monkeypatch):
     held["late"].fill_(2)  # forbidden, and so tells when it was copied
     may_go_on.set()
     saver.wait_staged()
+    assert ends_with_process == [True]
     assert not saver.is_staging
     held["late"].fill_(3)
     uri = saver.finish()
