@@ -59,6 +59,12 @@ def test_what_is_not_finite_is_seen(planted):
     assert found[[0, 2]].isfinite().all()
 
 
+def test_the_smallest_numbers_have_scales():
+    x = random(3, 256, scale=1e-35)
+    found = from_fp8(*to_fp8(x), torch.float32).double()
+    assert (found - x).norm() < 0.04 * x.double().norm()
+
+
 def test_no_tokens():
     codes, scales = to_fp8(random(0, 256))
     assert from_fp8(codes, scales, torch.bfloat16).shape == (0, 256)

@@ -133,6 +133,25 @@ def test_small_tensors_and_weights_stay():
     assert out.requires_grad
 
 
+def test_integers_and_tensors_of_another_device_stay():
+    kept = policy()
+    kept.open_group()
+    assert kept.host.keep(torch.arange(64)) is None
+    assert kept.host.keep(torch.empty(64, device="meta")) is None
+    found = kept.keep(torch.arange(64))
+    assert kept.bytes_by_kind() == {"kept": 64 * 8}
+    assert torch.equal(found.give(), torch.arange(64))
+
+
+def test_an_evaluation_opens_no_group():
+    kept = policy()
+    with torch.no_grad():
+        kept.open_group()
+    assert kept.host._groups == []
+    kept.open_group()
+    assert len(kept.host._groups) == 1
+
+
 def test_views_of_a_storage_share_one_copy():
     kept = policy()
     kept.open_group()

@@ -228,6 +228,36 @@ def test_nothing_is_held_after_an_exception_or_without_a_graph():
     assert policy.bytes_by_kind() == {}
 
 
+def test_a_view_of_an_input_is_not_kept_alive_by_itself():
+    """Its recipe would lie on the storage that it holds: for ever, without a backward pass."""
+    policy = Policy(["norms"])
+    x = leaf() * 1.0
+    seen = weakref.ref(x.untyped_storage())
+    with policy.saving():
+        out = policy.remade("norms", lambda x: x.view(WIDTH, TOKENS), x)
+        loss = (out * out).sum()
+    del x, out, loss
+    assert seen() is None
+    assert policy.bytes_by_kind() == {}
+
+
+def test_an_int_view_of_an_output_keeps_its_type():
+    policy = Policy(["norms"])
+    with policy.saving():
+        out = policy.remade("norms", torch.tanh, leaf() * 1.0)
+        bits = out.detach().view(torch.int32)
+        saved = policy.keep(bits)
+    assert saved.give().dtype == torch.int32
+    assert torch.equal(saved.give(), bits)
+
+
+def test_an_evaluation_notes_no_recipe():
+    policy = Policy(KINDS, fp8=True)
+    with torch.no_grad():
+        out = policy.remade("norms", torch.tanh, leaf() * 1.0)
+    assert not hasattr(out.untyped_storage(), "treatment")
+
+
 def test_views_of_outputs_are_found():
     results = []
     for policy in (Policy(["swiglu"]), Policy()):
