@@ -1,7 +1,12 @@
 """What a process of a test job does about saved tensors: one step, again and again."""
 
+import sys
+from collections import Counter
+
 import numpy as np
 import torch
+
+from kimi_pretrain.memory.saved import Policy, apply
 
 ALL = ["norms", "swiglu", "mla_up"]
 OFFLOAD = {"offload": True, "offload_min_mib": 0.0}
@@ -23,13 +28,66 @@ EQUALS = {name: "none" for name in POLICIES if name != "none" and "fp8" not in n
 SHORT = ("none", "recompute, offload", "fp8", "fp8, offload")
 
 
+class Watched(Policy):
+    """A policy that notes what it did, and for which module.
+
+    Attributes:
+        done: how often a class of modules asked for a context ("saving DenseMlp"), had an output
+            computed again in the backward pass ("swiglu DenseMlp"), or codes ("fp8 DenseMlp"); and
+            "groups".
+        peak: the most bytes of a kind at the beginning of a layer.
+    """
+
+    def __init__(self, policy: Policy):
+        super().__init__(policy.recompute, fp8=policy.fp8, host=policy.host)
+        self.done, self.peak = Counter(), {}
+
+    def _note(self, what):
+        """Count what the module did that called the method which calls this one."""
+        self.done[f"{what} {type(sys._getframe(2).f_locals['self']).__name__}"] += 1
+
+    def open_group(self):
+        super().open_group()
+        if torch.is_grad_enabled():
+            self.done["groups"] += 1
+            for kind, size in self.bytes_by_kind().items():
+                self.peak[kind] = max(size, self.peak.get(kind, 0))
+
+    def saving(self):
+        if torch.is_grad_enabled():
+            self._note("saving")
+        return super().saving()
+
+    def remade(self, kind, make, *inputs):
+        asked_by = type(sys._getframe(1).f_locals["self"]).__name__
+
+        def counted(*values):
+            self.done[f"{kind} {asked_by}"] += not torch.is_grad_enabled()
+            return make(*values)
+
+        return super().remade(kind, counted, *inputs)
+
+    def squeezed(self, x):
+        found = super().squeezed(x)
+        if hasattr(found.untyped_storage(), "treatment") and torch.is_grad_enabled():
+            self._note("fp8")
+        return found
+
+
+def _watch(backbone):
+    backbone.policy = Watched(backbone.policy)
+    for chunk in backbone.chunks:
+        apply(backbone.policy, chunk.modules(), chunk.parameters())
+
+
 def policies(run, names=tuple(POLICIES)) -> dict:
     """One step of the same microbatches under every policy, and an evaluation after each.
 
     Returns for every policy the names of what differs on some rank from the policy of `EQUALS` (for
     one without: from "none"), the bytes that are held once step and evaluation are over, the number
-    of things compared, and the groups that a second step brought back late; under "padding" the
-    tokens of padding in all parts.
+    of things compared, the groups that a second step brought back late, and what the policy did in
+    the first step (`Watched`); under "padding" the tokens of padding in all parts, under "layers"
+    and "dense layers" the forward passes of a layer on all ranks.
     """
     microbatches = _planted(run)
     found, results, late = {}, {}, 0
@@ -38,7 +96,11 @@ def policies(run, names=tuple(POLICIES)) -> dict:
         train = run.config.train.model_copy(update=changed)
         run.backbone.config = run.config.model_copy(update={"train": train})
         run.backbone.apply_memory_policy()
+        _watch(run.backbone)
         found[name] = _step(run, microbatches)
+        watched = run.backbone.policy
+        groups = len(watched.host._groups) if watched.host is not None else 0
+        did = dict(watched.done), dict(watched.peak), groups
         if changed.get("offload"):  # once more: in the order that the first step found
             again = _step(run, microbatches)
             assert all(torch.equal(value, again[key]) for key, value in found[name].items())
@@ -50,15 +112,22 @@ def policies(run, names=tuple(POLICIES)) -> dict:
         ]
         assert found[name].keys() == other.keys()
         held = {k: v for k, v in run.backbone.policy.bytes_by_kind().items() if k != "weights"}
-        parts = run.mesh.gather((differing, held, len(other), late))
+        parts = run.mesh.gather((differing, held, len(other), late, did))
         results[name] = {
             "differing": sorted({key for part in parts for key in part[0]}),
             "held": [part[1] for part in parts],
             "compared": sum(part[2] for part in parts),
             "late": [part[3] for part in parts],
+            "did": [part[4] for part in parts],
         }
     padding = sum(int(one.padding.sum()) for one in microbatches)
-    return results | {"padding": sum(run.mesh.gather(padding))}
+    ranks = len(run.mesh.gather(None)) // run.config.layout.pp
+    language = run.config.model.language
+    return results | {
+        "padding": sum(run.mesh.gather(padding)),
+        "layers": language.num_layers * len(microbatches) * ranks,
+        "dense layers": language.num_dense_layers * len(microbatches) * ranks,
+    }
 
 
 def _planted(run):

@@ -1,5 +1,7 @@
 """Saved tensors made again, in FP8 or in host memory: a step in several layouts, bit for bit."""
 
+from collections import Counter
+
 import pytest
 
 from tests.dist.jobs import run_jobs
@@ -63,3 +65,54 @@ def test_a_schedule_that_was_seen_once_brings_nothing_late(job, policy, found):
 @cases(*POLICIES)
 def test_nothing_is_held_after_a_step_and_an_evaluation(job, policy, found):
     assert found[job][policy]["held"] == [{}] * 4
+
+
+@cases(*(name for name in POLICIES if name != "none"))
+def test_the_policy_acts_in_every_module(job, policy, found):
+    """Where nothing is treated, the bits are those of no policy, too."""
+    of_job, settings, trained = found[job], POLICIES[policy], "frozen" not in job
+    layers, dense = of_job["layers"], of_job["dense layers"]
+    assert layers > dense > 0
+    sparse = layers - dense
+    wanted = {"groups": layers, "saving FirstNorm": layers, "saving PackedLatentAttention": layers}
+    wanted |= {"saving DenseMlp": dense, "saving SharedExperts": sparse}
+    wanted |= {"saving GroupedExperts": sparse, "saving PaddingAwareRouter": sparse}
+    kinds = settings.get("recompute", [])
+    if "mla_up" in kinds:
+        wanted["mla_up PackedLatentAttention"] = layers
+    if "norms" in kinds and trained:  # the latents' two and the one before the MLP
+        wanted |= {"norms FirstNorm": layers, "norms PartNorm": 3 * layers}
+    if "swiglu" in kinds and trained:
+        wanted |= {"swiglu DenseMlp": dense, "swiglu SharedExperts": sparse}
+        wanted["swiglu GroupedExperts"] = sparse
+    if settings.get("fp8_storage"):
+        wanted |= {"fp8 DenseMlp": dense, "fp8 SharedExperts": sparse}
+        wanted["fp8 GroupedExperts"] = 2 * sparse
+    done = sum((Counter(done) for done, _, _ in of_job[policy]["did"]), Counter())
+    del done["saving PartNorm"]  # one more where the model ends
+    if not trained:  # the norms whose gradients are needed all the same
+        assert ("norms" in kinds) == (done.pop("norms PartNorm", 0) > 0)
+    assert dict(done) == wanted
+
+
+@cases("offload", "recompute, offload", "fp8, offload")
+def test_offload_moves_what_is_saved(job, policy, found):
+    """On every rank, with a group for each layer and microbatch."""
+    for done, peak, groups in found[job][policy]["did"]:
+        assert groups == done["groups"] > 0
+        assert 0 < peak["moving"] <= peak["host"]
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        *(("recompute", kind) for kind in ("norms", "swiglu", "mla_up")),
+        ("fp8", "recompute"),
+        ("recompute, offload", "offload"),
+        ("fp8, offload", "recompute, offload"),
+    ],
+)
+def test_every_treatment_leaves_fewer_bytes(less, more, found):
+    kind = "host" if "offload" in less else "kept"
+    pairs = zip(found[FIRST][less]["did"], found[FIRST][more]["did"], strict=True)
+    assert all(one[1][kind] < other[1][kind] for one, other in pairs)
