@@ -116,6 +116,8 @@ def _servers() -> Path:
     with open(folder / "lock", "w") as lock:
         flock(lock, LOCK_EX)
         if not stand_in.exists():
+            for number in range(_SERVERS):  # of a starter that was killed on the way
+                (folder / f"server{number}").unlink(missing_ok=True)
             _start_servers(folder)
             stand_in.write_text(_STAND_IN.format(python=sys.executable, address=f"{folder}/server"))
             stand_in.chmod(0o700)

@@ -32,8 +32,9 @@ def main(out: Path) -> None:
     try:
         for name, action, overrides in jobs:
             config = load_config("tiny_cpu", overrides)
-            if of != config.layout:
-                of, mesh = config.layout, mesh_of(config, mesh)
+            wanted = config.layout, config.train.timeout_seconds
+            if of != wanted:
+                of, mesh = wanted, mesh_of(config, mesh)
             run = Run(config, mesh)
             try:
                 results[name] = ACTIONS[action](run)

@@ -177,3 +177,34 @@ def test_faults_are_judged_by_the_reference(tmp_path):
     broken = outcome("lost-gradient")
     assert not broken.passed
     assert not broken.as_dict()["faults"]["lost-gradient"]["found"]  # nobody can tell
+
+
+def test_what_passes_says_so(capsys):
+    out = shown(result(GOOD), capsys)
+    assert out.rstrip().splitlines()[-1] == "PASS: the step with DEP is the step without it"
+    assert "FAIL" not in out
+    assert "layout.pp" in out
+    coarse = shown(result(GOOD, dtype="bfloat16"), capsys)
+    assert "PASS" in coarse
+    assert "train.dtype=float32" in coarse
+
+
+def test_a_planted_step_is_shown_as_the_step(capsys):
+    out = shown(result(BAD, planted="lost-item"), capsys)
+    assert out.rstrip().endswith("(planted: lost-item)")
+
+
+def test_tokens_that_chose_other_experts_are_counted(capsys):
+    def routes(step: int, at_ties: int, wrong: int = 0, first: str | None = None) -> dict:
+        return dict(step=step, tokens=1864, at_ties=at_ties, wrong=wrong, first_wrong=first)
+
+    ties = [routes(1, 0), routes(2, 1), routes(3, 5)]
+    out = shown(result(comparison(group("head"), routes=ties)), capsys)
+    assert "one token of 1,864 chose another expert in step 2: rounding" in out
+    assert "5 tokens of 1,864 chose other experts in step 3: rounding" in out
+    assert "in step 1" not in out
+    assert "FAIL" not in out
+    wrong = [routes(1, 0, 2, "row 0, token 7")]
+    out = shown(result(comparison(group("head"), passed=False, routes=wrong)), capsys)
+    assert "FAIL: 2 tokens of 1,864 chose other experts in step 1, and at no tie" in out
+    assert "first row 0, token 7" in out

@@ -239,6 +239,21 @@ def test_a_killed_writer_fails_the_save_on_all_ranks_and_training_goes_on(tmp_pa
     assert "training goes on" in caplog.text
 
 
+def test_too_many_failures_in_a_row_stop_the_run(tmp_path):
+    saver = checkpoints(tmp_path, ranks.alone(), "checkpoint.failures=2")
+
+    def fail(step: int) -> None:
+        (tmp_path / f"step_{step:08d}.partial").write_text("in the way")
+        saver.begin(ranks.tensors(step), ranks.state(step))
+        while saver.under_way:
+            saver.advance([saver.progress(0.1)])
+
+    fail(1)
+    with pytest.raises(CheckpointError, match=r"save 2 in a row.*checkpoint\.failures=2"):
+        fail(2)
+    saver.close()
+
+
 def fail_and_try_again(tmp_path, monkeypatch, meanwhile) -> CheckpointSaver:
     """Let a save of step 1 fail, stop the process that removes what is left of it, save again."""
     monkeypatch.setattr("kimi_pretrain.checkpoint.saver._SOON_S", 0.0)

@@ -78,3 +78,10 @@ def test_the_size_of_muon_s_updates_is_the_documented_one(shape, dtype):
     """docs/METRICS.md calls 0.16 to 0.2 healthy."""
     update = update_scale(*shape) * orthogonalise(draw(*shape, seed=5), 5, dtype)
     assert 0.16 < report_of({"experts": [update]}).figures().update_rms["experts"] < 0.2
+
+
+def test_counting_twice_adds_up():
+    report = report_of({"router": [torch.full((4,), 2.0)]})
+    report.count("router", [torch.full((12,), 4.0)])
+    assert report.figures().update_rms == {"router": pytest.approx(math.sqrt(13.0))}
+    assert report.figures().elements == {"router": 16}

@@ -19,13 +19,14 @@ from kimi_pretrain.optim.step_stats import UpdateFigures
 from kimi_pretrain.reliability.anomaly_guard import Verdict
 from kimi_pretrain.telemetry import mfu as counting
 from kimi_pretrain.telemetry.exposed import exposed
-from kimi_pretrain.telemetry.metrics import Telemetry, rank_metrics
+from kimi_pretrain.telemetry.metrics import Telemetry, rank_metrics, share_of_largest
 from kimi_pretrain.telemetry.mfu import (
     Peak,
     backbone_flops,
     encoder_flops,
     peak_flops,
     step_flops,
+    utilisation,
 )
 from kimi_pretrain.telemetry.phases import (
     PhaseClock,
@@ -488,3 +489,13 @@ def test_board_draws_every_number_under_a_plain_name():
     assert drawn["exchange_bytes/over"] == 300
     assert not [tag for tag in drawn if tag == "step" or tag.endswith(("/rank", "/mean", "/max"))]
     assert all(isinstance(value, int | float) for value in drawn.values())
+
+
+def test_utilisation():
+    assert utilisation(6e12, 2.0, 4, Peak(1.5e12, "")) == 0.5
+
+
+def test_share_of_largest():
+    sizes = np.array([1, 9, 5, 5, 5, 5, 5, 5, 5, 5])
+    assert share_of_largest(sizes, 0.1) == 9 / 50
+    assert share_of_largest(sizes[:0], 0.1) is None
