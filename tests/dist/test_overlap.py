@@ -14,6 +14,7 @@ BFLOAT16 = ("train.dtype=bfloat16",)
 # Name -> layout, and other settings. A chunk of the first has no layers, only the loss.
 CASES = {
     "PP2 x VPP2 x EP2": (PIPELINE, ("layout.stages=Et|t|tt|L",)),
+    "EP2, two copies, bfloat16": (dict(dp=4, ep=2), BFLOAT16),
 }
 SLOW = {
     "bfloat16": (PIPELINE, BFLOAT16),
