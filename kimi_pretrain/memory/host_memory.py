@@ -11,7 +11,7 @@ On CUDA there is one stream for each direction, so that neither waits for the ot
 the host's memory is pinned. Without CUDA the same happens with plain copies.
 
 Host memory is slabs of one size, used one after the other; a storage may lie in several. They go
-back into the pool with the last storage in them, so the pool stops to grow with the first step.
+back into the pool with the last storage in them, so the pool hardly grows after the first steps.
 """
 
 import weakref

@@ -108,7 +108,7 @@ def _attention(config: Config) -> Iterator[Kept]:
         yield Kept("rotary angles", tokens.row * rope * 4, False)
     else:
         yield Kept("query, key, value", tokens.cp * query * item)
-    if "mla_up" not in recompute or config.layout.cp > 1:  # gathered ones are not made again
+    if "mla_up" not in recompute or config.layout.cp > 1:  # gathered ones are not recomputed
         yield Kept("query, key, value", tokens.row * query * item)
         yield Kept("query, key, value", tokens.row * value * item)
     yield Kept("attention's output", tokens.cp * value * item)

@@ -53,7 +53,7 @@ class StageMemory:
         activations: by kind, all microbatches in flight, on the device.
         host: those in host memory (`train.offload`).
         embeddings: of the media that its microbatches wait with, and their gradients.
-        passing: what one layer makes and drops: tensors that are made again, tokens on their way
+        passing: what one layer makes and drops: tensors that are recomputed, tokens on their way
             to experts and back, or the logits of the loss.
         encoder: activations of the largest chunk of media and buffers of the exchange.
         update: staging of weights that are broadcast.

@@ -1,10 +1,10 @@
-"""One policy over saved tensors: what the backward pass needs is kept, made again, or put away.
+"""One policy over saved tensors: what the backward pass needs is kept, recomputed, or put away.
 
 `torch.autograd.graph.saved_tensors_hooks` hands over every tensor that autograd saves, and asks for
 it back. What becomes of a tensor is written on its storage, whose Python object torch keeps for as
 long as the storage lives: views, `detach()` and what custom Functions save all lead to it.
 
-- `remade(kind, make, *inputs)`: the outputs are dropped, and made again from the inputs for the
+- `remade(kind, make, *inputs)`: the outputs are dropped, and recomputed from the inputs for the
   first consumer that asks; the last one's end frees them.
 - `squeezed(x)`: what is saved of `x` are its FP8 codes (`fp8_tiles`).
 - all else of floating point may wait in host memory (`host_memory`).
@@ -111,7 +111,7 @@ class Policy:
     """What becomes of saved tensors; the default keeps all of them, without a hook.
 
     Args:
-        recompute: kinds of computations whose outputs are made again.
+        recompute: kinds of computations whose outputs are recomputed.
         fp8: whether `squeezed` tensors are saved as FP8 codes.
         host: where what is kept waits, if not on the device.
     """
@@ -142,10 +142,10 @@ class Policy:
         return saved_tensors_hooks(self.keep, _give) if self.active else nullcontext()
 
     def remade(self, kind: str, make: Callable[..., Any], *inputs: Any) -> Any:
-        """Return `make(*inputs)`; what is saved of it is made again from the inputs.
+        """Return `make(*inputs)`; what is saved of it is recomputed from the inputs.
 
         Args:
-            kind: of the computation; only kinds in `recompute` are made again.
+            kind: of the computation; only kinds in `recompute` are recomputed.
             make: gives a tensor, or a tuple of them, and the same bits at every call. It runs once
                 more in the backward pass, without a graph. Weights that it reads stay in it.
             inputs: tensors, saved by this policy, and other values.
@@ -157,7 +157,7 @@ class Policy:
         return out
 
     def squeezed(self, x: Tensor) -> Tensor:
-        """Return `x` itself; what is saved of it are its FP8 codes, unless it is made again."""
+        """Return `x` itself; what is saved of it are its FP8 codes, unless it is recomputed."""
         found = getattr(x.untyped_storage(), "treatment", None)
         if self.fp8 and torch.is_grad_enabled() and found is None:
             self._made_by(x, from_fp8, [*to_fp8(x.detach()), x.dtype])
@@ -195,7 +195,7 @@ class Policy:
         own = {x.untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}
         for index, tensor in enumerate(out if isinstance(out, tuple) else (out,)):
             storage = tensor.untyped_storage()
-            # Only where the output is all of its storage: else what is made again lies elsewhere.
+            # Only where the output is all of its storage: else what is recomputed lies elsewhere.
             # A view of an input would keep itself alive.
             whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
             if whole and storage._cdata not in own:
