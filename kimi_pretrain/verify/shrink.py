@@ -57,7 +57,9 @@ def shrink(config: Config, processes: int = 4, tokenizer_size: int | None = None
     after = config.model_dump(mode="json")
     after["layout"] |= _layout(config.layout, processes)
     after["layout"]["stages"] = None  # it counts layers, of which there are fewer
-    layout = LayoutConfig(**after["layout"])
+    layout = LayoutConfig(**after["layout"] | {"overlap_experts": False})
+    can_overlap = layout.ep > 1 and (layout.pp == 1 or layout.vpp > 1)
+    after["layout"]["overlap_experts"] &= can_overlap
     after["model"]["language"] |= _language(config, layout, tokenizer_size)
     after["model"]["vision"] |= _vision(config)
     after["model"]["vision"]["out_width"] = after["model"]["language"]["hidden_size"]
@@ -113,7 +115,7 @@ def _train(config: Config) -> dict[str, Any]:
     return {
         "rows_per_microbatch": min(train.rows_per_microbatch, 2),
         "dtype": "float64" if train.dtype == "float64" else "float32",
-        "attention": "portable",
+        "attention": "auto",  # the portable one in these types
         "fp8_storage": False,  # an encoder's rounding moves codes, and these gradients by percents
         "vision_weights": None,  # they have the old sizes
         "start_from": None,

@@ -11,14 +11,14 @@ from kimi_pretrain.verify.shrink import shrink
 PRESETS = ("kimi_k25_1t", "moonlight_16b_a3b", "tiny_cpu")
 CASES = {
     "vpp": ["layout.pp=8", "layout.vpp=4", "layout.dp=1", "layout.ep=1", "layout.stages=null",
-            "model.language.num_layers=64"],
+            "layout.overlap_experts=false", "model.language.num_layers=64"],
     "cp": ["layout.pp=1", "layout.vpp=1", "layout.dp=4", "layout.cp=4", "layout.ep=16",
            "layout.stages=null"],
     "tp": ["layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.tp=8", "layout.ep=8",
            "layout.stages=null"],
     "split": ["dep.max_split=16", "dep.scope=4", "dep.keep_activations=auto",
               "dep.memory_limit_gib=20.0", "dep.exchange_dtype=bfloat16"],
-    "wide rows": ["train.rows_per_microbatch=8", "train.dtype=float64"],
+    "wide rows": ["train.rows_per_microbatch=8", "train.dtype=float64", "train.fp8_storage=false"],
     "no dense layer": ["model.language.num_dense_layers=0"],
 }  # fmt: skip
 
