@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from benchmarks.memory.live import LiveBytes
+from benchmarks.memory.live import PeakBytes
 from kimi_pretrain.attention.blockwise import block_attention, blocks_of, whole_attention
 from kimi_pretrain.attention.spans import KeySpans
 
@@ -28,7 +28,7 @@ def attention_peak(
     """
     spans = KeySpans.of([0, tokens], [True])
     blocks = blocks_of(spans, torch.device(device))
-    with LiveBytes() as live:
+    with PeakBytes() as live:
         q, k, v, grad = (
             torch.empty(tokens, heads, width, dtype=dtype, device=device)
             for width in (qk_dim, qk_dim, v_dim, v_dim)

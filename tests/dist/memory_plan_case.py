@@ -5,30 +5,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-
-class Live(TorchDispatchMode):
-    """Knows every storage that an operator made, and which of them are still there."""
-
-    def __init__(self):
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return out
-
-    def bytes(self) -> int:
-        """Return the bytes of all that are there."""
-        gc.collect()
-        return sum(size for storage, size in self._made.values() if not storage.expired())
+from benchmarks.memory.live import LiveBytes
 
 
 class _Attention(torch.autograd.Function):
@@ -75,10 +53,11 @@ def _model_bytes(run, num_layers: int, num_dense_layers: int) -> int:
     model = run.config.model.model_copy(update={"language": language})
     backbone = build_backbone(run.config.model_copy(update={"model": model}), run.mesh)
     microbatch, found, graphs = _microbatches(run)[0], [], []
-    with Live() as live:
+    with LiveBytes() as live:
         for _ in range(2):
             graphs.append(backbone._forward(microbatch, backbone.chunks[0], microbatch.labels))
-            found.append(live.bytes())
+            gc.collect()
+            found.append(live.now())
     return found[1] - found[0]
 
 
