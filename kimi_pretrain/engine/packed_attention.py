@@ -12,6 +12,7 @@ width.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -196,29 +197,37 @@ class PackedCoreAttention(MegatronModule):
         return of_all_heads(local_N, heads, self.tp_group.rank(), ranks)
 
 
-class PortableCoreAttention(PackedCoreAttention):
+class SpanCoreAttention(PackedCoreAttention):
+    """By a function of `kimi_pretrain.attention`, which gives each query's largest logit.
+
+    Attributes:
+        layout: of spans on a device: what the function needs to know of the rows.
+        function: (query, key, value, layout, scale) -> output, largest logits [heads, tokens].
+    """
+
+    layout: Callable[[KeySpans, torch.device], Any]
+    function: Callable[..., tuple[Tensor, Tensor]]
+
+    def prepare(self, rows: PackedRows, device: torch.device) -> Any:
+        """Return the layout, and which queries' logits count."""
+        return self.layout(rows.spans, device), rows.spans.counted(device)
+
+    def attend(
+        self, q_TND: Tensor, k_RND: Tensor, v_RNV: Tensor, prepared: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [tokens, heads * v dim] and the largest logits [heads of this rank]."""
+        layout, counted_T = prepared
+        out_TNV, max_NT = self.function(q_TND, k_RND, v_RNV, layout, self.softmax_scale)
+        return rearrange(out_TNV, "t n v -> t (n v)"), largest(max_NT, counted_T)
+
+
+class PortableCoreAttention(SpanCoreAttention):
     """Block by block in plain torch; see `kimi_pretrain.attention.blockwise`."""
 
-    def prepare(self, rows: PackedRows, device: torch.device):
-        """Return the blocks, and which queries' logits count."""
-        return blocks_of(rows.spans, device), rows.spans.counted(device)
-
-    def attend(self, q_TND: Tensor, k_RND: Tensor, v_RNV: Tensor, prepared):
-        """Return the output [tokens, heads * v dim] and the largest logits [heads of this rank]."""
-        blocks, counted_T = prepared
-        out_TNV, max_NT = block_attention(q_TND, k_RND, v_RNV, blocks, self.softmax_scale)
-        return rearrange(out_TNV, "t n v -> t (n v)"), largest(max_NT, counted_T)
+    layout, function = staticmethod(blocks_of), staticmethod(block_attention)
 
 
-class FlexCoreAttention(PackedCoreAttention):
+class FlexCoreAttention(SpanCoreAttention):
     """By torch's FlexAttention; see `kimi_pretrain.attention.flex`."""
 
-    def prepare(self, rows: PackedRows, device: torch.device):
-        """Return the block mask, and which queries' logits count."""
-        return block_mask(rows.spans, device), rows.spans.counted(device)
-
-    def attend(self, q_TND: Tensor, k_RND: Tensor, v_RNV: Tensor, prepared):
-        """Return the output [tokens, heads * v dim] and the largest logits [heads of this rank]."""
-        mask, counted_T = prepared
-        out_TNV, max_NT = flex_attention(q_TND, k_RND, v_RNV, mask, self.softmax_scale)
-        return rearrange(out_TNV, "t n v -> t (n v)"), largest(max_NT, counted_T)
+    layout, function = staticmethod(block_mask), staticmethod(flex_attention)
