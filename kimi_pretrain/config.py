@@ -70,6 +70,9 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
     list("-+.0123456789"),
 )
 
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
+"""Bytes of a number, by `train.dtype`."""
+
 
 class TrainConfig(Section):
     """The loop: length, precision, what is measured."""

@@ -10,9 +10,8 @@ keeps more.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kimi_pretrain.config import Config
+from kimi_pretrain.config import ITEMSIZE, Config
 
-ITEMSIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
 _TILE = 128  # of `fp8_tiles`; a scale of four bytes each
 _INDEX = 8  # int64
 

@@ -17,9 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from kimi_pretrain.config import Config, ConfigError
+from kimi_pretrain.config import ITEMSIZE, Config, ConfigError
 from kimi_pretrain.memory.kept import (
-    ITEMSIZE,
     Kept,
     Tokens,
     head_tensors,
@@ -184,8 +183,7 @@ def _switches(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def _with(config: Config, section: str, **values: object) -> Config:
-    changed = getattr(config, section).model_copy(update=values)
-    return config.model_copy(update={section: changed})
+    return config.replace(**{section: getattr(config, section).replace(**values)})
 
 
 def chunks_of(config: Config) -> list[tuple[range, bool]]:
@@ -280,7 +278,8 @@ def _layers(config: Config, layers: range, has_loss: bool) -> Iterator[list[Kept
 
 
 def _moves(config: Config, tensor: Kept) -> bool:
-    return tensor.moves and tensor.size >= config.train.offload_min_mib * MIB
+    train = config.train
+    return train.offload and tensor.moves and tensor.size >= train.offload_min_mib * MIB
 
 
 def _activations(
@@ -299,11 +298,12 @@ def _activations(
     host, largest = 0, 0
     for count, chunk in zip(held, groups, strict=True):
         for group in chunk:
-            away = [t for t in group if config.train.offload and _moves(config, t)]
+            moved = 0
             for tensor in group:
-                if tensor not in away:
+                if _moves(config, tensor):
+                    moved += tensor.size
+                else:
                     device[tensor.kind] += count * tensor.size
-            moved = sum(t.size for t in away)
             host, largest = host + count * moved, max(largest, moved)
     if config.train.offload:
         device["layers on their way"] = min(host, 4 * largest)
