@@ -179,11 +179,7 @@ def _checked_pieces(segments: Segments) -> list[tuple[str, Any, bool]]:
     """Return the pieces of a sample; ValueError: its JSON is not as docs/data_format.md has it."""
     try:
         return list(_pieces(segments))
-    except (
-        AttributeError,
-        KeyError,
-        TypeError,
-    ) as error:  # of the JSON alone: nothing else is here
+    except (AttributeError, KeyError, TypeError) as error:  # of the JSON: nothing else is here
         raise ValueError(f"a segment of the sample's JSON is of another form: {error!r}") from error
 
 

@@ -218,9 +218,8 @@ def _check_guard(
             checkpoints.finish()
         except CheckpointError as error:
             log.warning("the checkpoint under way is not complete: %s", error)
-        recorder.status(
-            "running", run.step, checkpoints.uri
-        )  # who catches this adds that it failed
+        # Who catches this adds that the run failed.
+        recorder.status("running", run.step, checkpoints.uri)
         raise
 
 
