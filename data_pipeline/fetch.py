@@ -118,7 +118,8 @@ class StepRequest:
     files: tuple[FileRead, ...]
 
     def __repr__(self) -> str:
-        return f"StepRequest({self.step}, {len(self.texts)} texts, {len(self.files)} files)"
+        counts = f"{len(self.texts)} texts, {len(self.files)} files"
+        return f"StepRequest(step {self.step + 1}, {counts})"
 
     @property
     def num_bytes(self) -> int:
@@ -172,7 +173,8 @@ def resolve(planner: Planner, plan: GlobalPlan, needs: Needs) -> StepRequest:
         ("item", items, len(plan.items)),
     ):
         if wanted.size and not 0 <= wanted.min() <= wanted.max() < total:
-            raise ValueError(f"needs name {what}s {wanted.tolist()}, step {plan.step} has {total}")
+            step = plan.step + 1
+            raise ValueError(f"needs name {what}s {wanted.tolist()}, step {step} has {total}")
     items = np.unique(items)
     samples, places = _samples_of(plan, rows)
     owners = np.unique(np.concatenate([samples, plan.items.sample[items].astype(np.int64)]))

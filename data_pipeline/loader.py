@@ -78,7 +78,7 @@ class LoaderStats:
 
 
 class LoaderError(RuntimeError):
-    """A step could not be fetched; `step` is its number, `__cause__` what happened."""
+    """A step could not be fetched; `step` is its number, from 1, `__cause__` what happened."""
 
     def __init__(self, step: int, cause: BaseException):
         super().__init__(f"step {step}: {type(cause).__name__}: {cause}")
@@ -154,7 +154,7 @@ class Loader:
         if self._closed:
             raise ValueError("the loader is closed")
         begin = time.monotonic()
-        step = self._state["step"]
+        done = self._state["step"]
         try:
             if self._run is None:
                 self._run = self._start()
@@ -162,11 +162,11 @@ class Loader:
             plan, state, rows = self._planned.popleft()
         except Exception as error:
             self._forget()
-            raise LoaderError(step, error) from error
+            raise LoaderError(done + 1, error) from error
         except BaseException:  # an interrupt may fall between taking a step and noting it
             self._forget()
             raise
-        assert plan.step == step
+        assert plan.step == done
         self._state = state
         self._count(
             steps=1,

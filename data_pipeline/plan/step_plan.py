@@ -78,7 +78,10 @@ class ItemTable:
 
 @dataclass(frozen=True, eq=False)
 class GlobalPlan:
-    """One global step: `num_rows` rows of `seq_len` tokens, their samples and media items."""
+    """One global step: `num_rows` rows of `seq_len` tokens, their samples and media items.
+
+    `step` is how many steps came before it; users are told step + 1, as in metrics.jsonl.
+    """
 
     step: int
     seq_len: int

@@ -43,10 +43,10 @@ def vision_bytes(
 
 
 class TooMuchMemory(ValueError):
-    """A step's media do not fit; the message names the step, the rank and both sizes."""
+    """A step's media do not fit; the message names the rank and both sizes."""
 
 
-def check_memory(needed: NDArray[np.int64], limit_bytes: int, step: int) -> None:
+def check_memory(needed: NDArray[np.int64], limit_bytes: int) -> None:
     """Refuse a plan that does not fit.
 
     Raises:
@@ -55,8 +55,8 @@ def check_memory(needed: NDArray[np.int64], limit_bytes: int, step: int) -> None
     worst = int(needed.argmax())
     if needed[worst] > limit_bytes:
         raise TooMuchMemory(
-            f"step {step}: the media of rank {worst} would take {needed[worst] / GIB:.2f} GiB, "
-            f"over dep.memory_limit_gib={limit_bytes / GIB:g}; lower dep.max_patches_per_chunk or "
+            f"the media of rank {worst} would take {needed[worst] / GIB:.2f} GiB, over "
+            f"dep.memory_limit_gib={limit_bytes / GIB:g}; lower dep.max_patches_per_chunk or "
             "data.limits, or raise the limit"
         )
 

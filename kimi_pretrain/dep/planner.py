@@ -50,7 +50,7 @@ class VisionPlanner:
         vision = self._plan(plan)
         limit = self.config.dep.memory_limit_gib
         if limit is not None:
-            check_memory(self.memory(plan, vision), int(limit * GIB), plan.step)
+            check_memory(self.memory(plan, vision), int(limit * GIB))
         with self._lock:
             self._recent.append((plan, vision))
         return vision

@@ -41,6 +41,7 @@ class Prediction:
     """One step, before it is run.
 
     Attributes:
+        step: its number in the run, from 1.
         items, patches: media of the global batch.
         tokens, vision_tokens: of samples, and media tokens among them.
         loads: for each way of assigning, the load of the ranks.
@@ -103,8 +104,8 @@ def predict(
     plain = {"placement": "decoupled", "memory_limit_gib": None}
     ways = {assign: VisionPlanner(_with_dep(config, assign=assign, **plain)) for assign in ASSIGNS}
     state, vision, steps = planner.state_dict(), VisionPlanner(own), list[Prediction]()
-    for number in range(num_steps):
-        progress(number / num_steps, f"step {number}")
+    for number in range(1, num_steps + 1):
+        progress((number - 1) / num_steps, f"step {number}")
         plan, state = planner.plan(state)
         steps.append(predict_step(plan, vision, ways))
     return Predictions(config, tuple(steps), tuple(planner.notices()))
@@ -124,7 +125,7 @@ def predict_step(
     largest = int(seconds.argmax()) if len(seconds) else None
     memory = own.memory(plan, vision)
     return Prediction(
-        step=plan.step,
+        step=plan.step + 1,
         items=len(vision.tokens),
         patches=int(vision.patches.sum()),
         tokens=plan.num_tokens,

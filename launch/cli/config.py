@@ -125,7 +125,7 @@ def check(
             f"tokenizer {loaded.data.tokenizer}: {found['tokenizer_ids']:,} ids; "
             f"model.language.vocab_size is {loaded.model.language.vocab_size:,}"
         )
-        for number, step in enumerate(found["steps"]):
+        for number, step in enumerate(found["steps"], 1):
             typer.echo(
                 f"step {number}: {step['samples']:,} samples, {step['media']:,} media in "
                 f"{loaded.data.rows_per_step:,} rows"

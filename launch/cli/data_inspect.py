@@ -222,13 +222,13 @@ def show(
         str | None, typer.Option(help="Show rows as a run with this config gets them.")
     ] = None,
     step: Annotated[
-        int | None, typer.Option(min=0, help="Which step (with --config); from 0 on.")
+        int | None,
+        typer.Option(min=1, help="Which step (with --config), as in metrics.jsonl: from 1."),
     ] = None,
     anomaly: Annotated[
         Path | None,
         typer.Option(
-            help="A run's anomalies.jsonl (with --config): its last step, or that of --step, "
-            "counted as in metrics.jsonl."
+            help="A run's anomalies.jsonl (with --config): its last step, or that of --step."
         ),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="How many rows of it.")] = 4,
@@ -265,7 +265,7 @@ def show(
                 raise ValueError("--source and --sample show stored samples: leave out --config")
             chosen = range(first_row, first_row + rows)
             found = find_anomaly(anomaly, step) if anomaly is not None else None
-            _write(out, show_rows(config, tuple(arguments or ()), step or 0, chosen, found))
+            _write(out, show_rows(config, tuple(arguments or ()), step or 1, chosen, found))
         elif anomaly is not None:
             raise ValueError("--anomaly needs --config: that of the run, RUN_DIR/config.yaml")
         else:

@@ -56,7 +56,7 @@ def show_rows(
     Args:
         config: YAML file or preset.
         overrides: `section.key=value`.
-        step: number from 0, of a run that has put no sample into quarantine.
+        step: number from 1, as in metrics.jsonl, of a run that has put no sample into quarantine.
         rows: numbers of rows in the step; those beyond the last are ignored.
         anomaly: entry of anomalies.jsonl; shows its step, as the run had it, in place of `step`.
 
@@ -78,7 +78,7 @@ def show_rows(
     tokenizer = open_tokenizer(data, store)
     with Loader(data, store, indices, tokenizer, needs) as loader:
         if anomaly is None:
-            loader.load_state_dict(loader.planner.state_at(step))
+            loader.load_state_dict(loader.planner.state_at(step - 1))
         else:
             loader.load_state_dict(anomaly["loader"])
         batch = next(loader)

@@ -77,7 +77,7 @@ def _row(step: Step, place: int, row: int) -> Iterator[str]:
     samples = [read for read in step.request.texts if read.row == place]
     filled = sum(read.layout.length for read in samples)
     learnt = int(rows.loss_mask[place].sum())
-    yield f'<section id="row-{row}">\n<h2>Row {row} of step {plan.step}</h2>'
+    yield f'<section id="row-{row}">\n<h2>Row {row} of step {plan.step + 1}</h2>'
     said = (
         f"{len(samples)} document{'s' * (len(samples) != 1)}, {filled:,} of {plan.seq_len:,} "
         f"tokens ({percent(filled / plan.seq_len)} filled), {learnt:,} learnt "

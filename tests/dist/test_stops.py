@@ -189,7 +189,7 @@ def test_a_step_that_is_not_finite_is_skipped_written_down_and_can_be_looked_at(
     found = find_anomaly(tmp_path / "anomalies.jsonl", 3)
     assert (found["kind"], found["action"], found["loss"]) == ("nonfinite", "skip", None)
     assert len(found["samples"]) > 8  # of all rows
-    page = show_rows(str(tmp_path / "config.yaml"), (), 0, range(2), found)
+    page = show_rows(str(tmp_path / "config.yaml"), (), 1, range(2), found)
     assert "Step 3 of metrics.jsonl: nonfinite" in page
     assert read_status(tmp_path) == Status("finished", 4, 4)
 

@@ -242,7 +242,8 @@ def test_rows_are_those_of_the_loader(corpus, tmp_path):
     with Loader(data, store, indices, tokenizer) as loader:
         next(loader)
         batch = next(loader)
-    page = show(corpus, tmp_path / "show.html", "--step", 1, "--rows", 3, "--first-row", 2)
+    page = show(corpus, tmp_path / "show.html", "--step", 2, "--rows", 3, "--first-row", 2)
+    assert "Row 4 of step 2<" in (tmp_path / "show.html").read_text()  # as in metrics.jsonl
     learnt = sum("l" in classes for classes, _ in page.spans)
     assert batch.rows is not None
     masks = batch.rows.loss_mask[2:5]
@@ -267,7 +268,7 @@ def test_a_label_that_is_not_the_next_token_is_marked(corpus, monkeypatch):
         self.labels[row, start : start + len(ids) - 2] = ids[2:]
 
     monkeypatch.setattr(RowBatch, "place", shifted)
-    page = Page(show_rows("tiny_cpu", overrides(corpus), 0, range(1)))
+    page = Page(show_rows("tiny_cpu", overrides(corpus), 1, range(1)))
     assert any("w" in classes for classes, _ in page.spans)
 
 
@@ -338,7 +339,7 @@ def test_a_split_text_and_a_damaged_sample_are_told(damaged, tmp_path):
     show(damaged, tmp_path / "s.html", "--rows", 16, sources="{digits: 1.0, prose: 9.0}")
     text = (tmp_path / "s.html").read_text()
     assert "part 1 of a split text" in text
-    everything = show_rows("tiny_cpu", overrides(damaged, sources="{digits: 1.0}"), 0, range(16))
+    everything = show_rows("tiny_cpu", overrides(damaged, sources="{digits: 1.0}"), 1, range(16))
     assert "CRC-32 is" in everything
     assert "file 0 could not be used" in everything
 
@@ -364,12 +365,12 @@ WRONG = bytes(value ^ 1 for value in range(256))
 def test_a_page_of_rows_reads_documents_by_their_checksum(corpus, monkeypatch):
     """The loader reads and checks; the page then reads the documents once more."""
     given = overrides(corpus, sources="{mixed: 1.0}")
-    expected = show_rows("tiny_cpu", given, 0, range(2))
+    expected = show_rows("tiny_cpu", given, 1, range(2))
     stores = []
     monkeypatch.setattr(
         "launch.cli.data_show.open_data", lambda data: stores.append(Unsteady(corpus)) or stores[0]
     )
-    assert show_rows("tiny_cpu", given, 0, range(2)) == expected
+    assert show_rows("tiny_cpu", given, 1, range(2)) == expected
     assert max(stores[0].reads.values()) > 1
 
 
@@ -408,7 +409,7 @@ def test_a_swapped_image_is_the_next_one_that_fits():
 
 
 def test_the_same_page_twice(corpus):
-    pages = {show_rows("tiny_cpu", overrides(corpus, augment=AUGMENT), 3, range(2)) for _ in "ab"}
+    pages = {show_rows("tiny_cpu", overrides(corpus, augment=AUGMENT), 4, range(2)) for _ in "ab"}
     assert len(pages) == 1
 
 
@@ -440,6 +441,7 @@ def test_samples_that_are_not_there(corpus, tmp_path, arguments, said):
 def test_rows_that_are_not_there(corpus, tmp_path):
     given = ("--config", "tiny_cpu", *overrides(corpus), "--out", tmp_path / "x.html")
     assert "a step has 16 rows" in run("show", *given, "--first-row", 16, code=2).stderr
+    assert "greater than or equal to 1" in run("show", *given, "--step", 0, code=2).stderr  # steps count from 1
     assert "leave out --config" in run("show", *given, "--source", "digits", code=2).stderr
 
 
@@ -469,7 +471,7 @@ def test_rows_of_an_anomaly_are_those_that_the_run_had(corpus, tmp_path):
     ids = [int(i) for a in titles if "title" in a for i in a["title"].split()]
     assert batch.rows is not None
     assert ids == [i for i in batch.rows.tokens.flatten().tolist() if i not in special]
-    plain = show(corpus, tmp_path / "plain.html", "--step", 2, "--rows", 16)
+    plain = show(corpus, tmp_path / "plain.html", "--step", 3, "--rows", 16)
     assert plain.spans != page.spans  # as if nothing were in quarantine
     other = ("show", "--config", "tiny_cpu", *given, "--out", tmp_path / "x.html", *shown)
     assert "it has steps 1, 3" in run(*other, "--step", 2, code=2).stderr

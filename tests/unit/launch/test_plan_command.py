@@ -75,9 +75,9 @@ def test_the_table_is_what_the_plan_says(root, overrides):
     assert len(found["steps"]) == 3
     assert (found["total"]["split"] > 0) == bool(overrides)
     steps = zip(found["steps"], plans_of(root, 3, *overrides), strict=True)
-    for number, (step, (plan, vision)) in enumerate(steps):
+    for number, (step, (plan, vision)) in enumerate(steps, 1):
         items, patches = plan.items, plan.items.patches
-        assert step["step"] == plan.step == number
+        assert step["step"] == plan.step + 1 == number
         assert (step["items"], step["patches"]) == (len(items), patches.sum())
         assert step["vision_tokens"] == items.tokens.sum()
         assert step["tokens"] == plan.samples.length.sum()
@@ -153,7 +153,7 @@ def test_the_printed_lines_hold_the_numbers(root):
     printed = run(root, "--steps", "2", "--json").stdout.splitlines()
     found = json.loads(printed[-1])
     assert printed[0].startswith("4 ranks on nodes of 2; ")
-    rows = [line for line in printed if line.split()[:1] in (["0"], ["1"], ["all"])]
+    rows = [line for line in printed if line.split()[:1] in (["1"], ["2"], ["all"])]
     for line, step in zip(rows, [*found["steps"], found["total"]], strict=True):
         numbers, seconds, ratios, split, moved, most = line.split("|")
         assert numbers.split()[1:3] == [f"{step['items']:,}", f"{step['patches']:,}"]

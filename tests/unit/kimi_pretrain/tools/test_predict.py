@@ -13,7 +13,7 @@ def test_the_advised_split_is_one_that_the_configuration_takes():
     """A node has eight ranks, but the encoder four heads to divide among them."""
     config = load_config("tiny_cpu", EIGHT_RANKS)
     step = Prediction(
-        step=0, items=9, patches=300, tokens=200, vision_tokens=75, loads={}, own=Load(1.0, 8.0),
+        step=1, items=9, patches=300, tokens=200, vision_tokens=75, loads={}, own=Load(1.0, 8.0),
         largest_patches=256, largest_seconds=8.0, split=0, moved=Moved(0, 0, 0), exchange_bytes=0,
         memory_bytes=0, memory_rank=0,
     )  # fmt: skip
