@@ -441,7 +441,7 @@ def test_samples_that_are_not_there(corpus, tmp_path, arguments, said):
 def test_rows_that_are_not_there(corpus, tmp_path):
     given = ("--config", "tiny_cpu", *overrides(corpus), "--out", tmp_path / "x.html")
     assert "a step has 16 rows" in run("show", *given, "--first-row", 16, code=2).stderr
-    assert "greater than or equal to 1" in run("show", *given, "--step", 0, code=2).stderr  # steps count from 1
+    assert "'--step'" in run("show", *given, "--step", 0, code=2).stderr  # from 1 on
     assert "leave out --config" in run("show", *given, "--source", "digits", code=2).stderr
 
 
