@@ -29,7 +29,7 @@ from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.randomness import seed_step
 from kimi_pretrain.reliability.anomaly_guard import AnomalyError
 from kimi_pretrain.reliability.exit_report import step_faults
-from kimi_pretrain.reliability.preflight import check_node, unsaved
+from kimi_pretrain.reliability.preflight import check_host, check_node, unsaved
 from kimi_pretrain.reliability.run_history import (
     check_may_begin,
     check_way_back,
@@ -78,6 +78,7 @@ def train(
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     check_kind(config)
+    check_host(config)
     watchdog = _start_watchdog(config, run_dir, stop)
     watchdog.enter("join the job")
     mesh = engine_mesh.start(config.layout, backstop(config.train.timeout_seconds))

@@ -19,9 +19,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import psutil
 import torch
 from torch import Tensor
+
+from kimi_pretrain.memory.host_room import host_room
 
 SLAB_BYTES = 64 * 2**20  # a power of two: torch would round pinned memory up to one
 
@@ -203,13 +204,13 @@ class Pool:
                 self._free.append(slab)
 
     def _new(self) -> Slab:
-        left = psutil.virtual_memory().available
-        if left < 2 * self._slab_bytes:
+        left = host_room()
+        if left.size < 2 * self._slab_bytes:
             held = self.slabs * self._slab_bytes
             raise ValueError(
                 f"train.offload=true: this process keeps {held / 2**30:.1f} GiB of activations in "
-                f"host memory and needs more, of which {left / 2**30:.1f} GiB are left; set "
-                "train.offload=false, or have fewer tokens in flight"
+                f"host memory and needs more, of which {left.size / 2**30:.1f} GiB are left "
+                f"({left.bound}); set train.offload=false, or have fewer tokens in flight"
             )
         self.slabs += 1
         return Slab(self._copies.slab(self._slab_bytes))

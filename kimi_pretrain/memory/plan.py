@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from kimi_pretrain.config import ITEMSIZE, Config, ConfigError
+from kimi_pretrain.config import ITEMSIZE, Config
 from kimi_pretrain.memory.kept import (
     Kept,
     Tokens,
@@ -127,41 +127,21 @@ def plan_memory(config: Config, division: Division | None = None) -> MemoryPlan:
     peak = max(stage.peak for stage in stages)
     found = (
         Switch(setting, max(stage.peak for stage in _stages(changed, division, elements)))
-        for setting, changed in _switches(config)
+        for setting, changed in switches_of(config)
     )
     return MemoryPlan(stages, tuple(switch for switch in found if switch.peak < peak))
 
 
-def check_memory_limit(config: Config) -> None:
-    """Refuse a run whose fullest rank is over `train.memory_limit_gib`.
+def host_bytes(config: Config) -> list[int]:
+    """Return, for each stage, the bytes that each of its ranks has in host memory."""
+    chunks, pp = chunks_of(config), config.layout.pp
+    return [_activations(config, chunks[stage::pp], stage)[2] for stage in range(pp)]
 
-    Raises:
-        ConfigError: names the rank, both sizes, and the single change that suffices, if one does.
+
+def switches_of(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield the single changes that may lower a peak, the least costly first, each as the text of
+    its setting and the configuration with it.
     """
-    limit = config.train.memory_limit_gib
-    if limit is None:
-        return
-    plan = plan_memory(config)
-    most = plan.fullest
-    if most.peak <= limit * GIB:
-        return
-    enough = next((s for s in plan.switches if s.peak <= limit * GIB), None)
-    if enough is not None:
-        advice = f"{enough.setting} alone brings it to {enough.peak / GIB:.1f} GiB"
-    elif plan.switches:
-        best = min(plan.switches, key=lambda switch: switch.peak)
-        advice = f"no single switch suffices; {best.setting} brings it to {best.peak / GIB:.1f} GiB"
-    else:
-        advice = "give it more ranks (layout.pp, layout.ep, layout.cp)"
-    raise ConfigError(
-        f"train.memory_limit_gib={limit:g}: rank {most.rank} (stage {most.stage}) would hold "
-        f"{most.peak / GIB:.1f} GiB: weights {most.weights / GIB:.1f}, gradients "
-        f"{most.gradients / GIB:.1f}, optimizer {most.optimizer / GIB:.1f}, activations "
-        f"{most.activations.total() / GIB:.1f}; {advice}"
-    )
-
-
-def _switches(config: Config) -> Iterator[tuple[str, Config]]:
     train, dep, layout = config.train, config.dep, config.layout
     if set(train.recompute) != set(EVERYTHING):
         name = f"train.recompute=[{', '.join(EVERYTHING)}]"

@@ -36,7 +36,12 @@ class Checked:
 
 
 def check_start(
-    config: Config, steps: int = 1, patience: float | None = None, *, data_alone: bool = False
+    config: Config,
+    steps: int = 1,
+    patience: float | None = None,
+    *,
+    data_alone: bool = False,
+    ranks_here: int | None = None,
 ) -> Checked:
     """Check that a run can start and take its first steps.
 
@@ -48,6 +53,7 @@ def check_start(
         steps: to plan, from the first; 0 for a run that goes on from a checkpoint.
         patience: most seconds to wait for a store that does not answer; None: `data.patience`.
         data_alone: for who shows by itself what is too large, and saves nothing.
+        ranks_here: how many ranks this machine is to run; None: none of this run.
 
     Raises:
         ValueError: tokenizer, sources, shares, sizes, memory or the place are not as they must be.
@@ -56,9 +62,16 @@ def check_start(
     """
     wait = config.data.patience if patience is None else min(patience, config.data.patience)
     if config.train.memory_limit_gib is not None:
-        from kimi_pretrain.memory.plan import check_memory_limit  # it divides the optimizer: torch
+        from kimi_pretrain.memory.limits import check_memory_limit  # it loads torch
 
         check_memory_limit(config)
+    if ranks_here is not None and config.train.offload:
+        from kimi_pretrain.memory.limits import check_host_memory
+
+        world = config.layout.world_size()
+        check_host_memory(
+            config, [range(first, first + ranks_here) for first in range(0, world, ranks_here)]
+        )
     # Without its cache: that belongs to the run's own processes.
     store = open_data(config.data.replace(cache=None, patience=wait))
     tokenizer, indices = read_sources(config, store)
@@ -159,6 +172,23 @@ def check_node(config: Config) -> None:
             "across machines, which is slow; set it to %s",
             per_node, here, world, here,
         )  # fmt: skip
+
+
+def check_host(config: Config) -> None:
+    """Refuse offload without room on the host, in every rank: for those whom nobody here started.
+
+    As in `check_node` the first process of each machine looks, at its own.
+
+    Raises:
+        ConfigError: see `check_host_memory`.
+    """
+    if not config.train.offload or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    from kimi_pretrain.memory.limits import check_host_memory
+
+    first = int(os.environ.get("RANK", "0"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", config.layout.world_size()))
+    check_host_memory(config, [range(first, first + here)])
 
 
 def load_tokenizer(config: Config, store: Store) -> Tokenizer:

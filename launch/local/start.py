@@ -96,7 +96,8 @@ def _start_several(
     if nodes.rendezvous is not None and nodes.count > 1:
         check_rendezvous(nodes.rendezvous)
     check_kind(config, explicit=True)
-    check_start(config, steps=1 if job.resume is None else 0)  # once, rather than in every rank
+    # Once, rather than in every rank.
+    check_start(config, steps=1 if job.resume is None else 0, ranks_here=nodes.processes)
     typer.echo(describe(config))
     log = torchrun.log_name(nodes)
     with torchrun.prepared(job, nodes, worker, machines.max_restarts) as (command, env):

@@ -58,7 +58,7 @@ class VerifyDep(Verification):
             ValueError: the last step has no media.
         """
         tolerance = tolerance_for(config.train.dtype, config.dep.exchange_dtype, self.steps)
-        *_, last = check_start(config, self.steps).plans
+        *_, last = check_start(config, self.steps, ranks_here=config.layout.world_size()).plans
         if not len(last.items):
             raise ValueError(
                 "the step to compare holds no media, so there is nothing to verify; raise "

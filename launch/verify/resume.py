@@ -70,7 +70,7 @@ class VerifyResume(Verification):
     def run(self, config: Config, jobs: Jobs, faults: Sequence[str]) -> Result:
         """Run the three jobs of the comparison, the last also with each fault; then elsewhere."""
         other = self._other(config, jobs.folder)
-        check_start(config, self.steps)
+        check_start(config, self.steps, ranks_here=config.layout.world_size())
         jobs.announce(config)
         with temporary_place(config, jobs.folder) as place, ExitStack() as opened:
             runs = Runs(config, jobs, place, self.stop_after, opened)

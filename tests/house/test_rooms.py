@@ -52,6 +52,9 @@ ROOMS: dict[str, set[str]] = {
         "kimi_pretrain.tools.optimizer_division", "kimi_pretrain.weights.shapes",
         "moonvit3d.layouts", "moonvit3d.memory",
     },
+    "kimi_pretrain.memory.limits": {
+        *BASE, "kimi_pretrain.memory.host_room", "kimi_pretrain.memory.plan",
+    },
     "kimi_pretrain.engine": {
         *BASE, "kimi_pretrain.attention", "kimi_pretrain.memory", "kimi_pretrain.parallel",
         "data_pipeline.loader",
@@ -65,7 +68,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "kimi_pretrain.reliability": {
         *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.dep.planner", "kimi_pretrain.engine.mesh",
-        "kimi_pretrain.memory.plan", "kimi_pretrain.optim", "data_pipeline", "moonvit3d.geometry",
+        "kimi_pretrain.memory.limits", "kimi_pretrain.optim", "data_pipeline",
+        "moonvit3d.geometry",
     },
     "kimi_pretrain.weights": {
         *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.engine.mesh",

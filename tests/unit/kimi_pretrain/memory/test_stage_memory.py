@@ -4,10 +4,10 @@ import pytest
 
 from kimi_pretrain.config import ConfigError, load_config
 from kimi_pretrain.memory.kept import layer_tensors
+from kimi_pretrain.memory.limits import check_memory_limit
 from kimi_pretrain.memory.plan import (
     EVERYTHING,
     GIB,
-    check_memory_limit,
     divide_config,
     microbatches_in_flight,
     plan_memory,
