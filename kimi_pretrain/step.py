@@ -19,6 +19,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from data_pipeline.loader import BadSample, Needs, StepBatch
 from data_pipeline.plan.planner import GlobalPlan
@@ -30,6 +31,7 @@ from kimi_pretrain.dep.planner import VisionPlanner, grids_of
 from kimi_pretrain.dep.vision_plan import VisionPlan, runs
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch, build_microbatches, replica_rows
+from kimi_pretrain.losses import LossSums, summed
 from kimi_pretrain.model import Model
 from kimi_pretrain.telemetry.phases import PhaseClock
 from kimi_pretrain.update import Update, UpdateReport
@@ -64,6 +66,7 @@ class StepReport:
         exchange_bytes: embeddings sent to other ranks "over", gradients sent "back", by this rank;
             a key is absent if its phase was skipped.
         kept_patches: patches that this rank did not have to encode again.
+        losses: of the tokens whose loss this rank counts, by source and place.
     """
 
     loss: float
@@ -79,6 +82,15 @@ class StepReport:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     exchange_bytes: dict[str, int] = field(default_factory=dict)
     kept_patches: int = 0
+    losses: LossSums = field(default_factory=LossSums)
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """What phase 4 comes to: the mean of the global batch, and this rank's sums by source."""
+
+    mean: float
+    own: LossSums
 
 
 class TrainStep:
@@ -118,7 +130,7 @@ class TrainStep:
         else:
             loss, kept_patches = self._decoupled(batch, vision, microbatches, loss_tokens)
         with self.clock.phase("7 update"):
-            update = self.update.run(loss_tokens, loss)
+            update = self.update.run(loss_tokens, loss.mean)
         return self._report(batch, vision, skipped, loss_tokens, loss, update, kept_patches)
 
     def _decoupled(
@@ -127,7 +139,7 @@ class TrainStep:
         vision: VisionPlan,
         microbatches: list[Microbatch],
         loss_tokens: int,
-    ) -> tuple[float, int]:
+    ) -> tuple[BatchLoss, int]:
         """Phases 2 to 6; returns the loss, and the patches that were not encoded twice.
 
         `encoded` is [tokens this rank encoded, out_width]; `received` and its gradients are [tokens
@@ -167,14 +179,23 @@ class TrainStep:
 
     def _backbone(
         self, plan: GlobalPlan, microbatches: list[Microbatch], loss_tokens: int
-    ) -> float:
-        """Phase 4; returns the mean loss of the global batch."""
+    ) -> BatchLoss:
+        """Phase 4; the sums by source travel with the rank's report."""
         with self.clock.phase("4 backbone"):
             aux_scale = loss_tokens / max(1, plan.num_tokens)
             result = self.backbone.train_step(microbatches, aux_scale)
             mine = float(result.loss_sum) if self.mesh.counts_loss else 0.0
             (loss_sum,) = self.mesh.sum([mine])
-        return loss_sum / max(1, loss_tokens)
+            own = self._own_losses(microbatches, result.losses)
+        return BatchLoss(loss_sum / max(1, loss_tokens), own)
+
+    def _own_losses(self, microbatches: list[Microbatch], losses: list[Tensor]) -> LossSums:
+        """Return the sums by source of the tokens whose loss this rank counts."""
+        if not self.mesh.counts_loss:
+            return LossSums()
+        cells = [one.cells for one in microbatches if one.cells is not None]
+        values = torch.cat([one.flatten() for one in losses]).double().cpu()
+        return summed(values.numpy(), np.concatenate(cells))
 
     def _colocated(
         self,
@@ -182,7 +203,7 @@ class TrainStep:
         vision: VisionPlan,
         microbatches: list[Microbatch],
         loss_tokens: int,
-    ) -> float:
+    ) -> BatchLoss:
         """The baseline: the first stage encodes inside the graph of each microbatch."""
         media, grids = self._pixels(batch, vision), grids_of(batch.plan)
         received = vision.received_by(self.mesh.rank)
@@ -206,7 +227,7 @@ class TrainStep:
         vision: VisionPlan,
         skipped: np.ndarray,
         loss_tokens: int,
-        loss: float,
+        loss: BatchLoss,
         update: UpdateReport,
         kept_patches: int,
     ) -> StepReport:
@@ -214,7 +235,8 @@ class TrainStep:
         planned = self.exchange.bytes_sent(vision, self.mesh.rank, width, size)
         ran = self.clock.spans
         return StepReport(
-            loss=loss,
+            loss=loss.mean,
+            losses=loss.own,
             loss_tokens=loss_tokens,
             text_tokens=int(batch.plan.text_tokens),
             vision_tokens=int(batch.plan.vision_tokens),

@@ -14,12 +14,10 @@ anything that may have been planned when it was found; so this too is the same o
 after every resume.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,8 +31,8 @@ from data_pipeline.plan.csr import gather_rows
 from data_pipeline.plan.mixture import Mixer, Mixture
 from data_pipeline.plan.pack import PackedWindow, pack_window
 from data_pipeline.plan.source import DataUsedUp, Drawn, Source
+from data_pipeline.plan.state import Identity, State, segments_of
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
-from typed_config.section import Section
 
 __all__ = [
     "DataUsedUp",
@@ -46,13 +44,10 @@ __all__ = [
     "TooManyUnusable",
 ]
 
-SCHEMA = 2
-_HASH = 12  # hexadecimal digits of a source's content hash in a state
 KEPT_WINDOWS = 16  # packed windows held in memory, some 100 bytes per sample
 # More than may be planned ahead of the step in use, with some to spare.
 QUARANTINE_DELAY = MAX_PREFETCH + 8
 
-State = dict[str, Any]
 Table = TypeVar("Table", SampleTable, ItemTable)
 
 
@@ -97,10 +92,8 @@ class Planner:
         self._mixer = Mixer(config, self._totals, units)
         self.mixture = self._mixer.mixture()
         self._mixer.check(self.mixture)
-        contents = "\n".join(f"{index.name} {index.content_hash}" for index in self.indices)
-        self.manifest = hashlib.sha256(contents.encode()).hexdigest()
-        self._contents = {index.name: index.content_hash[:_HASH] for index in self.indices}
-        self._packing = _packing(config)
+        self._identity = Identity(self.indices, config)
+        self.manifest = self._identity.manifest
         self._window = lru_cache(maxsize=KEPT_WINDOWS)(self._pack)
         self._mixtures = lru_cache(maxsize=KEPT_WINDOWS)(self._mix)
         # Replaced as a whole, never changed: the loader's thread reads it while it plans.
@@ -199,8 +192,8 @@ class Planner:
         Raises:
             ValueError: the state belongs to other data, another seed or another packing.
         """
-        self._check(state)
-        parts = self._parts(state)
+        self._identity.check(state)
+        parts = segments_of(state)
         start = (state["window"] + (state["row"] > 0)) * self.config.pack_window
         kept: tuple[Segment, ...] = ()
         for begin, weights in parts:
@@ -345,10 +338,6 @@ class Planner:
             past = append_segment(past, begin, weights)
         return self._mixer.mixture(past, start)
 
-    @staticmethod
-    def _parts(state: Mapping[str, Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        return tuple((int(start), tuple(weights)) for start, weights in state["blend"])
-
     def _encode(
         self, mixture: Mixture, window: int, row: int, step: int, opened: int, known: int = 1
     ) -> State:
@@ -364,12 +353,7 @@ class Planner:
         begun = sum(segment.start <= position for segment in mixture.segments)
         begun = mixture.segments[: max(begun, known)]
         return {
-            "schema": SCHEMA,
-            "manifest": self.manifest,
-            "sources": dict(self._contents),
-            "packing": dict(self._packing),
-            "decoders": _decoders() if self.config.same_decoders else None,
-            "seed": self.config.seed,
+            **self._identity.fields(),
             "blend": [[s.start, list(s.weights)] for s in begun],
             "window": int(window),
             "row": int(row),
@@ -380,8 +364,8 @@ class Planner:
 
     def _decode(self, state: Mapping[str, Any]) -> Mixture:
         """Check a state and return the mixture it goes on with."""
-        self._check(state)
-        parts = self._parts(state)
+        self._identity.check(state)
+        parts = segments_of(state)
         mixture = self.mixture
         if tuple((s.start, s.weights) for s in mixture.segments[: len(parts)]) != parts:
             mixture = self._mixtures(parts)
@@ -396,115 +380,6 @@ class Planner:
                 "new shares from the next window on, pass the state through Planner.with_own_blend"
             )
         return mixture
-
-    def _check(self, state: Mapping[str, Any]) -> None:
-        """Refuse, field by field, a state of another run, or one that is none."""
-        expected = self._encode(self.mixture, 0, 0, 0, 0)
-        # States of earlier versions do not name the sources.
-        if {*state, "sources"} != set(expected):
-            raise ValueError(
-                f"state has fields {listed(sorted(state))}; expected {listed(sorted(expected))}"
-            )
-        _same("schema", state["schema"], expected["schema"])
-        if state["manifest"] != self.manifest:
-            raise ValueError(_other_sources(state.get("sources"), self._contents))
-        _same("seed", state["seed"], expected["seed"])
-        packing = state["packing"] if isinstance(state["packing"], dict) else {}
-        for field, value in self._packing.items():
-            _same(f"packing.{field}", packing.get(field), value)
-        if self.config.same_decoders and state["decoders"] not in (None, expected["decoders"]):
-            raise ValueError(
-                f"state field 'decoders' is {state['decoders']!r}, installed are "
-                f"{expected['decoders']!r}: pictures may decode to other pixels; install those "
-                "versions, or accept the difference with same_decoders: false"
-            )
-        for field in ("window", "row", "opened", "step"):
-            value = state[field]
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"state field {field!r} is {value!r}; expected an integer >= 0")
-        self._check_lists(state)
-
-    def _check_lists(self, state: Mapping[str, Any]) -> None:
-        """Refuse a blend or a quarantine of another form, or of other data."""
-        window = self.config.pack_window
-        try:
-            starts = [start for start, _ in self._parts(state)]
-        except (TypeError, ValueError):
-            starts = []
-        if not starts or starts[0] != 0 or any(start % window for start in starts):
-            raise ValueError(
-                f"state field 'blend' is {state['blend']!r}; expected [[0, weights], ...] with "
-                f"starts at multiples of {window}"
-            )
-        try:
-            entries = [(int(a), int(b), int(c)) for a, b, c in state["quarantine"]]
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"state field 'quarantine' is {state['quarantine']!r}; expected [[source, sample, "
-                "step], ...]"
-            ) from None
-        for source, sample, _ in entries:
-            inside = 0 <= source < len(self.indices)
-            if not inside or not 0 <= sample < self.indices[source].num_samples:
-                raise ValueError(
-                    f"state field 'quarantine' names sample {sample} of source {source}, which "
-                    "this data does not have"
-                )
-
-
-def _other_sources(found: object, here: Mapping[str, str]) -> str:
-    """Say how the sources of a state (name -> content hash) differ from those of this run."""
-    told: list[str] = []
-    if isinstance(found, Mapping):
-        told += [f"source {name!r} is no longer among them" for name in sorted({*found} - {*here})]
-        told += [f"source {name!r} is new" for name in sorted({*here} - {*found})]
-        told += [
-            f"source {name!r} holds other data than it did"
-            for name in sorted({*here} & {*found})
-            if found[name] != here[name]
-        ]
-    what = "; ".join(told) or "the state does not say which source differs"
-    return (
-        "state field 'manifest': the state belongs to other sources than this configuration's "
-        f"{listed(here)}: {what}. Its rows would not be continued: give the sources that the run "
-        "began with, or begin a new run (train.start_from takes the weights along)"
-    )
-
-
-def _packing(config: DataConfig) -> dict[str, Any]:
-    """What else the rows depend on, small enough for a state."""
-    augment = json.dumps([[name, _text(config.augment[name])] for name in sorted(config.augment)])
-    return {
-        "seq_len": config.seq_len,
-        "pack_window": config.pack_window,
-        "shard_window": config.shard_window,
-        "limits": [config.limits.image, config.limits.frame, config.limits.side],
-        "split_text": config.split_text,
-        "shrink_media": config.shrink_media,
-        "augment": hashlib.sha256(augment.encode()).hexdigest()[:16] if config.augment else None,
-    }
-
-
-def _text(value: object) -> str:
-    """A section as Name(key=value, ...): its hash in states must not change with pydantic's."""
-    if not isinstance(value, Section):
-        return repr(value)
-    keys = (f"{name}={_text(getattr(value, name))}" for name in type(value).model_fields)
-    return f"{type(value).__name__}({', '.join(keys)})"
-
-
-@lru_cache(maxsize=1)
-def _decoders() -> str:
-    """Name the libraries that turn bytes into pixels, with their versions."""
-    return " ".join(f"{name} {version(name)}" for name in ("pillow", "av"))
-
-
-def _same(field: str, value: object, expected: object) -> None:
-    if value != expected:
-        raise ValueError(
-            f"state field {field!r} is {value!r}, this run has {expected!r}: the state belongs "
-            "to another run and its rows would not be continued"
-        )
 
 
 def _join(pieces: Sequence[tuple[_Window, int, int]]) -> tuple[SampleTable, ItemTable]:

@@ -83,10 +83,12 @@ class BackboneResult:
 
     Attributes:
         loss_sum: summed token losses, 0-d fp64.
+        losses: of the tokens of each microbatch, [1, own tokens].
         outputs: for a forward without labels, what `collect` returned for each microbatch.
     """
 
     loss_sum: Tensor
+    losses: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
 
 
@@ -192,15 +194,12 @@ class Backbone:
         self.policy.begin_step()
         self._aux_scale = aux_scale
         self._biases = [(bias, bias.clone()) for bias in self._routing_biases()]
-        losses = self._run(microbatches, self._forward_step, forward_only=False)
+        found = self._run(microbatches, self._forward_step, forward_only=False)
         if self.trainable:
             assert self.reduction is not None, "set `reduction` first: it sums the gradients"
             self.full_params.gather_grads()
             self.reduction.finish()
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for loss in losses:
-            total += loss["loss_sum"]
-        return BackboneResult(total)
+        return self._summed(found)
 
     def undo_routing_biases(self) -> None:
         """Restore the routing biases of before the step, whose update was skipped.
@@ -210,6 +209,12 @@ class Backbone:
         for bias, before in self._biases:
             bias.copy_(before)
 
+    def _summed(self, found: list[dict[str, Tensor]]) -> BackboneResult:
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for one in found:
+            total += one["loss_sum"]
+        return BackboneResult(total, [one["losses"] for one in found])
+
     @torch.no_grad()
     def evaluate(self, microbatches: list[Microbatch], collect) -> BackboneResult:
         """Run the forward alone; `collect(logits [1, tokens, vocab])` on the last stage."""
@@ -218,7 +223,7 @@ class Backbone:
             model.eval()
         step = partial(self._logits_step, collect)
         outputs = self._run(microbatches, step, forward_only=True, collect_non_loss_data=True)
-        return BackboneResult(torch.zeros((), dtype=torch.float64), outputs)
+        return BackboneResult(torch.zeros((), dtype=torch.float64), outputs=outputs)
 
     def take_max_logits(self) -> dict[int, Tensor]:
         """Return the largest logits since the last call: global layer (from 0) -> [heads]."""
@@ -362,4 +367,5 @@ def _finalize(model, num_tokens=None, **kwargs) -> None:
 def _sum_loss(loss_mask: Tensor, losses: Tensor):
     """Return (sum of the token losses that count, their number, what to remember)."""
     counted = (losses * loss_mask).sum()
-    return counted, loss_mask.sum().int(), {"loss_sum": counted.detach().double()}
+    found = {"loss_sum": counted.detach().double(), "losses": losses.detach()}
+    return counted, loss_mask.sum().int(), found

@@ -16,6 +16,7 @@ from data_pipeline.loader import StepBatch
 from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.packed_attention import PackedRows
+from kimi_pretrain.losses import cells_of
 from kimi_pretrain.parallel.sequence import SequenceParts
 
 
@@ -31,6 +32,8 @@ class Microbatch:
         padding: True at the padding at the ends of rows, bool [1, tokens of this rank's part].
         tokens, labels: int64 [1, own tokens]; only on the first and the last stage.
         loss_mask: which labels count, bool [1, own tokens]; only on the last stage.
+        cells: for the losses by source, int32 [own tokens] on the host, -1 where none counts
+            (`kimi_pretrain.losses`); there, too.
         leaf: vision embeddings at this rank's part, [media tokens, hidden]; only on the first
             stage.
         leaf_positions: where they go in the part, int64 [media tokens].
@@ -43,6 +46,7 @@ class Microbatch:
     tokens: Tensor | None = None
     labels: Tensor | None = None
     loss_mask: Tensor | None = None
+    cells: np.ndarray | None = None
     leaf: Tensor | None = None
     leaf_positions: Tensor | None = None
     media: Callable[[], Tensor] | None = None
@@ -110,6 +114,9 @@ def _microbatch(
         microbatch.tokens = _select(batch.rows.tokens[local], mine, device)
         microbatch.labels = _select(batch.rows.labels[local], mine, device)
         microbatch.loss_mask = _select(loss_mask, mine, device)
+        if mesh.counts_loss:
+            cells = np.where(loss_mask, cells_of(plan, rows), -1)
+            microbatch.cells = cells.reshape(-1)[mine]
     return microbatch
 
 

@@ -19,6 +19,7 @@ from kimi_pretrain.dep.assign import load_per_rank, max_over_mean, round_robin
 from kimi_pretrain.dep.memory_limit import GIB
 from kimi_pretrain.dep.planner import grids_of
 from kimi_pretrain.dep.vision_plan import VisionPlan
+from kimi_pretrain.losses import LossSums, merged
 from kimi_pretrain.optim.step_stats import UpdateFigures, merge_figures
 from kimi_pretrain.parallel.ranks import scopes
 from kimi_pretrain.telemetry.exposed import exposed
@@ -37,7 +38,7 @@ class RankMetrics:
     """What one rank measured in a step; part of its `RankReport`.
 
     Attributes:
-        spans, peak_bytes, exchange_bytes, kept_patches: as in `StepReport`.
+        spans, peak_bytes, exchange_bytes, kept_patches, losses: as in `StepReport`.
         first_stage: whether the rank takes in embeddings.
         seconds: of the whole step, waiting for data included.
         requests, bytes: of the store, since the run began.
@@ -56,6 +57,7 @@ class RankMetrics:
     bytes: int
     update: UpdateFigures = field(default_factory=UpdateFigures)
     save: Mapping[str, float] = field(default_factory=dict)
+    losses: LossSums = field(default_factory=LossSums)
 
 
 def rank_metrics(
@@ -78,6 +80,7 @@ def rank_metrics(
         bytes=stats.bytes,
         update=report.update.own,
         save=dict(save or {}),
+        losses=report.losses,
     )
 
 
@@ -99,9 +102,12 @@ class Telemetry:
     ) -> dict[str, Any]:
         """Return the line of a step, counted from 1; docs/METRICS.md explains each name."""
         seconds = max(record.seconds for record in everyone)
+        data = self.config.data
+        table = merged((one.losses for one in everyone), data.source_names, data.seq_len)
         return {
             "step": step,
             "loss": report.loss,
+            **table.as_line(),
             "grad_norm": report.update.grad_norm,
             "lr": report.update.lr,
             "applied": report.update.applied,

@@ -45,6 +45,8 @@ PACKAGES = (*MANIFEST_PACKAGES, "pillow", "av", "boto3", "tiktoken", "transforme
 log = logging.getLogger("kimi_pretrain.telemetry.run_dir")
 
 NOT_DRAWN = ("step", "rank", "mean")
+# Numbers by the names of sources, which may be any, "max" too.
+BY_SOURCE = ("loss_by_source", "loss_tokens_by_source")
 # Lists with a number for each layer; other lists (of ranks) are not drawn.
 BY_LAYER = ("max_logits",)
 
@@ -202,7 +204,10 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for name, value in line.items():
-        if isinstance(value, Mapping):
+        if name in BY_SOURCE and isinstance(value, Mapping):
+            named = {f"{name}/{inner}": number for inner, number in value.items()}
+            found |= {tag: number for tag, number in named.items() if number is not None}
+        elif isinstance(value, Mapping):
             for inner, number in scalars(value).items():
                 found[name if inner == "max" else f"{name}/{inner}"] = number
         elif name in BY_LAYER:

@@ -82,6 +82,69 @@ def loss_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
+def losses_plot(
+    metrics: Sequence[dict[str, Any]], path: Path, heldout: Sequence[dict[str, Any]] = ()
+) -> None:
+    """Draw the loss of each source, and below by how far into its document a token is.
+
+    Means of the last steps, weighed by their tokens; the held-out sources' as points, joined.
+
+    Args:
+        metrics: lines with "step", "loss_by_source", "loss_tokens_by_source" and the same by
+            position; a run that wrote none in its first steps is drawn from there on.
+        heldout: lines of heldout.jsonl, with the same names.
+
+    Raises:
+        KeyError: no line has them.
+        ValueError: no token was trained on.
+    """
+    lines = [line for line in metrics if "loss_by_source" in line]
+    if not lines:
+        raise KeyError("loss_by_source")
+    panels = {"source": (4, "loss per token (nats)"), "position": (2, "by place\nin the document")}
+    shape = {"height_ratios": [height for height, _ in panels.values()], "sharex": True}
+    figure, axes = _figure((9, 7), len(panels), 1, **shape)
+    for one, (what, (_, label)) in zip(axes, panels.items(), strict=True):
+        names = [*lines[-1][f"loss_by_{what}"]]
+        names += [n for line in heldout[-1:] for n in line[f"loss_by_{what}"] if n not in names]
+        colours = {name: (*OTHERS, EXPOSED, MUTED)[at % 8] for at, name in enumerate(names)}
+        drawn = _curves(one, lines, what, colours, SMOOTHING_STEPS, linewidth=1.6)
+        drawn += _curves(one, heldout, what, colours, 1, marker="o", markersize=4, linestyle="--")
+        if not drawn:
+            raise ValueError("no token of this run was trained on: there is no loss to draw")
+        one.set_ylabel(label)
+        one.legend(frameon=False, fontsize=8, ncols=4)
+    axes[0].set_title(f"Loss by source, mean of the last {min(SMOOTHING_STEPS, len(lines))} steps")
+    axes[-1].set_xlabel("step")
+    _save(figure, path)
+
+
+def _curves(
+    axes: Axes,
+    lines: Sequence[dict[str, Any]],
+    what: str,
+    colours: dict[str, str],
+    window: int,
+    **style: Any,
+) -> int:
+    """Draw the losses by source or by position; returns how many curves there are."""
+    drawn, kind = 0, "held out: " if "marker" in style else ""
+    steps = np.array([line["step"] for line in lines])
+    for name, colour in colours.items():
+        tokens = [line[f"loss_tokens_by_{what}"].get(name, 0) for line in lines]
+        means = [line[f"loss_by_{what}"].get(name) for line in lines]
+        # A step whose loss was not finite counts as one without tokens.
+        tokens = np.array([n if mean is not None else 0 for n, mean in zip(tokens, means)])
+        if not tokens.any():
+            continue
+        sums = running_mean(tokens * np.array([mean or 0.0 for mean in means]), window)
+        counts = running_mean(tokens.astype(float), window)
+        seen = counts > 0
+        axes.plot(steps[seen], sums[seen] / counts[seen], color=colour, label=kind + name, **style)
+        drawn += 1
+    return drawn
+
+
 def dep_balance_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw how the encoder's work lies on the ranks, in one typical step and over all steps.
 

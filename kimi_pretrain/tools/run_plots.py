@@ -31,6 +31,7 @@ def draw(run: Path, out: Path) -> dict[str, Any]:
     losses = [m for m in metrics if m["loss"] is not None]
     pictures: dict[str, Callable[[Path], None]] = {
         "loss.png": lambda file: plots.loss_plot(losses, file),
+        "losses.png": lambda file: plots.losses_plot(metrics, file),
         "dep_balance.png": lambda file: plots.dep_balance_plot(metrics, file),
         "muonclip.png": lambda file: plots.muonclip_plot(metrics, file, threshold),
     }

@@ -69,7 +69,7 @@ def show(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
     console.print(table)
     for line in summary["resumed_differences"]:
         console.print(f"  {line}", style="red", highlight=False)
-    pictures = [f"{name}.png" for name in ("loss", "muonclip", "dep_balance", "timeline")]
+    pictures = [f"{name}.png" for name in ("loss", "losses", "muonclip", "dep_balance", "timeline")]
     pages = ["stats.html", "rows.html"]
     files = [
         "summary.json",

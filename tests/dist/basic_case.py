@@ -3,11 +3,13 @@
 import torch
 
 from kimi_pretrain.dep.config import CostConfig
+from kimi_pretrain.losses import merged
 from tests.dist.deepseek import deepseek_v3
 
 
 def losses(run) -> list[dict]:
-    """Loss, norm and counts of each step."""
+    """Loss, norm and counts of each step; the losses of all ranks by source and place."""
+    names, seq_len = run.config.data.source_names, run.config.data.seq_len
     reports = [run.train_step.run(next(run.loader)) for _ in range(run.config.train.steps)]
     return [
         {
@@ -19,6 +21,7 @@ def losses(run) -> list[dict]:
             "loss_tokens": report.loss_tokens,
             "skipped_samples": len(report.skipped),
             "items": report.items,
+            "table": merged(run.mesh.gather(report.losses), names, seq_len).as_line(),
         }
         for report in reports
     ]

@@ -78,6 +78,21 @@ def assert_same(steps, expected, rel=1e-5):
             assert step[count] == wanted[count]
         for number in ("loss", "grad_norm", "max_logit"):
             assert step[number] == pytest.approx(wanted[number], rel=rel), number
+        assert_same_losses(step, wanted, rel)
+
+
+def assert_same_losses(step, wanted, rel=1e-5):
+    """The losses by source and by place; those of all sources are those of the step."""
+    for name, values in wanted["table"].items():
+        seen = {key: value for key, value in values.items() if value is not None}
+        found = {key: value for key, value in step["table"][name].items() if value is not None}
+        assert found == pytest.approx(seen, rel=rel), name
+    table = step["table"]
+    for what in ("source", "position"):
+        tokens = table[f"loss_tokens_by_{what}"]
+        assert sum(tokens.values()) == step["loss_tokens"]
+        total = sum(table[f"loss_by_{what}"][name] * n for name, n in tokens.items() if n)
+        assert total / step["loss_tokens"] == pytest.approx(step["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -6,6 +6,7 @@ import pytest
 from kimi_pretrain.config import ConfigError, load_config
 from kimi_pretrain.parallel.sequence import SequenceParts
 from tests.dist.jobs import run_jobs
+from tests.dist.test_layouts import assert_same_losses
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -59,6 +60,7 @@ def test_shared_rows_train_as_in_one_process(name, found):
             assert step[count] == wanted[count], count
         for number in ("loss", "grad_norm", "max_logit"):
             assert step[number] == pytest.approx(wanted[number], rel=1e-5), number
+        assert_same_losses(step, wanted)
     assert sum(step["clipped_heads"] for step in shared["steps"]) > 0
     assert all(step["vision_tokens"] > 0 for step in shared["steps"])
 
@@ -68,6 +70,7 @@ def test_float64_is_float64_up_to_the_loss(found):
     for step, wanted in zip(found["float64"], found["float64, one process"], strict=True):
         assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-12)
         assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-10)
+        assert_same_losses(step, wanted, rel=1e-12)
 
 
 def test_a_frozen_language_model_passes_the_same_gradients(found):

@@ -15,6 +15,7 @@ from data_pipeline.loader import LoaderStats
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
 from kimi_pretrain.config import load_config
 from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.losses import LossSums
 from kimi_pretrain.optim.step_stats import UpdateFigures
 from kimi_pretrain.reliability.anomaly_guard import Verdict
 from kimi_pretrain.telemetry import mfu as counting
@@ -336,6 +337,13 @@ def own_figures(rank: int) -> UpdateFigures:
     return UpdateFigures({group: square}, {group: count}, 0.5 * rank, 0.25 + 0.01 * rank)
 
 
+def own_losses(rank: int) -> LossSums:
+    """Ranks 2 and 3 count losses: of source 1 both, of source 2 the last."""
+    cells = {2: [1], 3: [1, 2]}.get(rank, [])  # rows of 256 tokens have one bin
+    numbers = np.arange(1, len(cells) + 1)
+    return LossSums(np.array(cells, int), 3.0 * numbers, numbers)
+
+
 def reports(plan: GlobalPlan, spans: list[dict]) -> list[SimpleNamespace]:
     """What the ranks of a 2-stage layout with 2 replicas report of a step."""
     vision = VisionPlanner(CONFIG).plan(plan)
@@ -350,7 +358,7 @@ def reports(plan: GlobalPlan, spans: list[dict]) -> list[SimpleNamespace]:
             ),
             vision=vision, spans=spans[rank], kept_patches=10 * rank,
             peak_bytes={"4 backbone": (rank + 1) << 30, "7 update": (8 - rank) << 29},
-            exchange_bytes={"over": 100 * rank, "back": 30 - rank},
+            exchange_bytes={"over": 100 * rank, "back": 30 - rank}, losses=own_losses(rank),
         )
         for rank in range(RANKS)
     ]  # fmt: skip
@@ -393,6 +401,12 @@ def test_a_line_says_what_the_ranks_measured():
     assert line["store"] == {"requests": 12, "bytes": 4000}
     assert line["checkpoint"] == {"stall_seconds": 0.5, "background_seconds": 3.0}
     assert line["anomaly"] is None
+    first, second, third, *others = CONFIG.data.source_names
+    nothing = dict.fromkeys([first, *others])
+    assert line["loss_by_source"] == {second: 3.0, third: 3.0} | nothing
+    nothing = dict.fromkeys(nothing, 0)
+    assert line["loss_tokens_by_source"] == {second: 2, third: 2} | nothing
+    assert line["loss_tokens_by_position"] == {"0-255": 4}
 
 
 def test_the_optimizer_s_figures_are_those_of_all_ranks():
@@ -484,9 +498,16 @@ def test_board_draws_every_number_under_a_plain_name():
     for tag in ("loss", "mfu", "exposed_encoder_seconds", "exposed_encoder_parts/forward",
                 "phase_seconds/4 backbone", "imbalance/predicted", "balance/naive",
                 "exchange_bytes/over", "exchange_bytes/over/sum", "peak_gib/4 backbone",
-                "peak_gib/4 backbone/first_stage", "peak_gib_step", "store/bytes"):  # fmt: skip
+                "peak_gib/4 backbone/first_stage", "peak_gib_step", "store/bytes",
+                f"loss_by_source/{CONFIG.data.source_names[1]}",
+                "loss_by_position/0-255"):  # fmt: skip
         assert tag in drawn, tag
     assert drawn["exchange_bytes/over"] == 300
+    assert f"loss_by_source/{CONFIG.data.source_names[0]}" not in drawn
+    assert scalars({"loss_by_source": {"max": 2.0, "step": 1.0}}) == {
+        "loss_by_source/max": 2.0,
+        "loss_by_source/step": 1.0,
+    }
     assert not [tag for tag in drawn if tag == "step" or tag.endswith(("/rank", "/mean", "/max"))]
     assert all(isinstance(value, int | float) for value in drawn.values())
 

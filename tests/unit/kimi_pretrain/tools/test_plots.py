@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from PIL import Image
 
 from kimi_pretrain.tools.plots import (
@@ -9,6 +10,7 @@ from kimi_pretrain.tools.plots import (
     PHASES,
     dep_balance_plot,
     loss_plot,
+    losses_plot,
     muonclip_plot,
     running_mean,
     timeline_plot,
@@ -30,6 +32,21 @@ def lines(steps: int, media: bool = True) -> list[dict]:
             | {"predicted_seconds_per_rank": {k: [1e-4 * n for n in v] for k, v in loads.items()}}
         )
     return made
+
+
+def by_source(steps: int, first: int = 1, **extra) -> list[dict]:
+    """Two sources, the second from step 3 on, with the loss of each step `step + number`."""
+    return [
+        {
+            "step": step,
+            "loss_by_source": {"a": 1.0 + step, "b": 2.0 + step if step > 2 else None},
+            "loss_tokens_by_source": {"a": 10 * step, "b": 5 if step > 2 else 0},
+            "loss_by_position": {"0-255": 1.5 + step},
+            "loss_tokens_by_position": {"0-255": 15 * step},
+        }
+        | extra
+        for step in range(first, steps + 1)
+    ]
 
 
 def trace(ranks: int) -> dict:
@@ -147,3 +164,32 @@ def test_running_mean_against_the_definition():
     values = np.random.default_rng(1).random(50)
     wanted = [values[max(0, i - 6) : i + 1].mean() for i in range(50)]
     assert np.allclose(running_mean(values, 7), wanted)
+
+
+def test_curves_of_sources_are_means_weighed_by_tokens(tmp_path, monkeypatch):
+    drawn = {}
+    plot = Axes.plot
+
+    def spy(self, steps, values, **style):
+        drawn[style["label"]] = (list(steps), list(values))
+        return plot(self, steps, values, **style)
+
+    monkeypatch.setattr(Axes, "plot", spy)
+    heldout = by_source(4, first=4)
+    losses_plot([{"step": 0}, *by_source(4)], tmp_path / "losses.png", heldout)
+    assert picture(tmp_path / "losses.png").std() > 5
+    steps, values = drawn["a"]
+    weighed = [sum(n * (1 + n) for n in range(1, k + 1)) / sum(range(1, k + 1)) for k in steps]
+    assert steps == [1, 2, 3, 4]
+    assert values == pytest.approx(weighed)
+    assert drawn["b"] == ([3, 4], [5.0, 5.5])
+    assert drawn["held out: a"] == ([4], [5.0])
+    assert "0-255" in drawn
+
+
+def test_a_run_without_losses_by_source_has_no_such_picture(tmp_path):
+    with pytest.raises(KeyError, match="loss_by_source"):
+        losses_plot(lines(3), tmp_path / "losses.png")
+    nothing = {"loss_by_source": {"a": None}, "loss_tokens_by_source": {"a": 0}}
+    with pytest.raises(ValueError, match="no token"):
+        losses_plot([by_source(1)[0] | nothing], tmp_path / "losses.png")

@@ -1,0 +1,166 @@
+"""The state of a planner: what must stay the same for rows to go on, and how another is refused."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+from data_pipeline.config import DataConfig
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.names import listed
+from typed_config.section import Section
+
+SCHEMA = 2
+_HASH = 12  # hexadecimal digits of a source's content hash in a state
+
+# What a planner adds: how far the run is.
+OWN_FIELDS = ("blend", "window", "row", "opened", "step", "quarantine")
+
+State = dict[str, Any]
+
+
+class Identity:
+    """What every state of a run says of its data: sources, packing, decoders, seed.
+
+    Args:
+        indices: of the sources, in the planner's order.
+    """
+
+    def __init__(self, indices: Sequence[SourceIndex], config: DataConfig):
+        self.config, self.indices = config, indices
+        contents = "\n".join(f"{index.name} {index.content_hash}" for index in indices)
+        self.manifest = hashlib.sha256(contents.encode()).hexdigest()
+        self._contents = {index.name: index.content_hash[:_HASH] for index in indices}
+        self._packing = _packing(config)
+
+    def fields(self) -> State:
+        """Return these fields of a state."""
+        return {
+            "schema": SCHEMA,
+            "manifest": self.manifest,
+            "sources": dict(self._contents),
+            "packing": dict(self._packing),
+            "decoders": _decoders() if self.config.same_decoders else None,
+            "seed": self.config.seed,
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse, field by field, a state of another run, or one that is none.
+
+        Raises:
+            ValueError: naming the field.
+        """
+        expected = self.fields()
+        fields = {*expected, *OWN_FIELDS}
+        # States of earlier versions do not name the sources.
+        if {*state, "sources"} != fields:
+            raise ValueError(
+                f"state has fields {listed(sorted(state))}; expected {listed(sorted(fields))}"
+            )
+        _same("schema", state["schema"], expected["schema"])
+        if state["manifest"] != self.manifest:
+            raise ValueError(_other_sources(state.get("sources"), self._contents))
+        _same("seed", state["seed"], expected["seed"])
+        packing = state["packing"] if isinstance(state["packing"], dict) else {}
+        for field, value in self._packing.items():
+            _same(f"packing.{field}", packing.get(field), value)
+        if self.config.same_decoders and state["decoders"] not in (None, expected["decoders"]):
+            raise ValueError(
+                f"state field 'decoders' is {state['decoders']!r}, installed are "
+                f"{expected['decoders']!r}: pictures may decode to other pixels; install those "
+                "versions, or accept the difference with same_decoders: false"
+            )
+        for field in ("window", "row", "opened", "step"):
+            value = state[field]
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"state field {field!r} is {value!r}; expected an integer >= 0")
+        self._check_lists(state)
+
+    def _check_lists(self, state: Mapping[str, Any]) -> None:
+        """Refuse a blend or a quarantine of another form, or of other data."""
+        window = self.config.pack_window
+        try:
+            starts = [start for start, _ in segments_of(state)]
+        except (TypeError, ValueError):
+            starts = []
+        if not starts or starts[0] != 0 or any(start % window for start in starts):
+            raise ValueError(
+                f"state field 'blend' is {state['blend']!r}; expected [[0, weights], ...] with "
+                f"starts at multiples of {window}"
+            )
+        try:
+            entries = [(int(a), int(b), int(c)) for a, b, c in state["quarantine"]]
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"state field 'quarantine' is {state['quarantine']!r}; expected [[source, sample, "
+                "step], ...]"
+            ) from None
+        for source, sample, _ in entries:
+            inside = 0 <= source < len(self.indices)
+            if not inside or not 0 <= sample < self.indices[source].num_samples:
+                raise ValueError(
+                    f"state field 'quarantine' names sample {sample} of source {source}, which "
+                    "this data does not have"
+                )
+
+
+def segments_of(state: Mapping[str, Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the (start, weights) of the segments that a state has gone through."""
+    return tuple((int(start), tuple(weights)) for start, weights in state["blend"])
+
+
+def _other_sources(found: object, here: Mapping[str, str]) -> str:
+    """Say how the sources of a state (name -> content hash) differ from those of this run."""
+    told: list[str] = []
+    if isinstance(found, Mapping):
+        told += [f"source {name!r} is no longer among them" for name in sorted({*found} - {*here})]
+        told += [f"source {name!r} is new" for name in sorted({*here} - {*found})]
+        told += [
+            f"source {name!r} holds other data than it did"
+            for name in sorted({*here} & {*found})
+            if found[name] != here[name]
+        ]
+    what = "; ".join(told) or "the state does not say which source differs"
+    return (
+        "state field 'manifest': the state belongs to other sources than this configuration's "
+        f"{listed(here)}: {what}. Its rows would not be continued: give the sources that the run "
+        "began with, or begin a new run (train.start_from takes the weights along)"
+    )
+
+
+def _packing(config: DataConfig) -> dict[str, Any]:
+    """What else the rows depend on, small enough for a state."""
+    augment = json.dumps([[name, _text(config.augment[name])] for name in sorted(config.augment)])
+    return {
+        "seq_len": config.seq_len,
+        "pack_window": config.pack_window,
+        "shard_window": config.shard_window,
+        "limits": [config.limits.image, config.limits.frame, config.limits.side],
+        "split_text": config.split_text,
+        "shrink_media": config.shrink_media,
+        "augment": hashlib.sha256(augment.encode()).hexdigest()[:16] if config.augment else None,
+    }
+
+
+def _text(value: object) -> str:
+    """A section as Name(key=value, ...): its hash in states must not change with pydantic's."""
+    if not isinstance(value, Section):
+        return repr(value)
+    keys = (f"{name}={_text(getattr(value, name))}" for name in type(value).model_fields)
+    return f"{type(value).__name__}({', '.join(keys)})"
+
+
+@lru_cache(maxsize=1)
+def _decoders() -> str:
+    """Name the libraries that turn bytes into pixels, with their versions."""
+    return " ".join(f"{name} {version(name)}" for name in ("pillow", "av"))
+
+
+def _same(field: str, value: object, expected: object) -> None:
+    if value != expected:
+        raise ValueError(
+            f"state field {field!r} is {value!r}, this run has {expected!r}: the state belongs "
+            "to another run and its rows would not be continued"
+        )
