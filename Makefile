@@ -74,6 +74,7 @@ check: $(STAMP) ## format, lint, spelling, types and shell scripts; changes noth
 	$(BIN)/shellcheck .ci/run launch/slurm/job.sbatch
 	$(BIN)/python -m pytest -p no:cacheprovider tests/unit/launch/test_slurm.py -k shellcheck
 
-fix: $(STAMP) ## format, and mend what lint can mend
+fix: $(STAMP) ## format, mend what lint can mend, and write docs/FILES.md
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python -m tests.house.files_page

@@ -1,31 +1,13 @@
-"""The way in stays short: the reading path, the appendix beside it, and the README."""
+"""The way in stays short: the reading path, the list of all files beside it, and the README."""
 
 import re
 
-import pytest
-
 from tests import ROOT
+from tests.house import files_page
+from tests.house.files_page import path_of
 
-ARCHITECTURE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
-PACKAGES = ("typed_config", "moonvit3d", "data_pipeline", "kimi_pretrain", "launch")
+ARCHITECTURE = files_page.ARCHITECTURE.read_text()
 MOST_FILES, MOST_LINES, README_LINES = 20, 5000, 150
-
-
-def path_of(text: str) -> list[tuple[int, str]]:
-    """Return (number, file) of the reading path, in the order of the page."""
-    found = re.findall(r"^(\d+)\. `([\w./]+)`:", text.partition("\n## Appendix")[0], re.MULTILINE)
-    return [(int(number), file) for number, file in found]
-
-
-def appendix_of(text: str) -> list[str]:
-    """Return the files of the appendix, in the order of the page."""
-    return re.findall(r"^- `([\w./]+)`: \S", text.partition("\n## Appendix")[2], re.MULTILINE)
-
-
-def modules() -> set[str]:
-    """Return every module of the five packages but `__init__`, whose room the appendix names."""
-    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
-    return {str(file.relative_to(ROOT)) for file in files if file.name != "__init__.py"}
 
 
 def test_the_path_is_short_numbered_and_there():
@@ -39,8 +21,8 @@ def test_the_path_is_short_numbered_and_there():
 
 
 def test_the_page_speaks_of_names_that_exist():
-    """`name` in the lines of a file of the path; `name` (`file`) anywhere before the appendix."""
-    text = ARCHITECTURE.partition("\n## Appendix")[0]
+    """`name` in the lines of a file of the path; `name` (`file`) anywhere in the page."""
+    text = ARCHITECTURE
     entry = r"^\d+\. `([\w./]+)`:(.*?)(?=^\d+\. |^## )"
     entries = re.findall(entry, text, re.MULTILINE | re.DOTALL)
     named = [(file, name) for file, about in entries for name in re.findall(r"`(\w+)`", about)]
@@ -54,16 +36,11 @@ def test_the_page_speaks_of_names_that_exist():
     assert not gone, gone
 
 
-def test_the_appendix_names_every_other_module_once():
-    files = [file for _, file in path_of(ARCHITECTURE)]
-    named = appendix_of(ARCHITECTURE)
-    twice = {file for file in named if named.count(file) > 1 or file in files}
-    missing = modules() - set(named) - set(files)
-    gone = set(named) - modules()
-    assert (missing, gone, twice) == (set(), set(), set()), (
-        "one line for each file in docs/ARCHITECTURE.md, appendix: - `path`: what it does; "
-        f"missing {sorted(missing)}, gone {sorted(gone)}, on the path or twice {sorted(twice)}"
-    )
+def test_the_list_of_files_is_that_of_the_docstrings():
+    page = files_page.current()
+    unnamed = re.findall(r"^- `(.*)`.*: $", page, re.MULTILINE)
+    assert not unnamed, f"modules without a docstring: {unnamed}"
+    assert files_page.PAGE.read_text() == page, "run: make fix"
 
 
 def test_the_drawing_has_the_phases_of_the_step():
@@ -85,14 +62,21 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
-@pytest.mark.parametrize(
-    ("page", "path", "appendix"),
-    [
-        ("1. `a/b.py`: x\n2. `c.yaml`: y\n\n## Appendix\n\n- `d.py`: z\n",
-         [(1, "a/b.py"), (2, "c.yaml")], ["d.py"]),
-        ("2. `a.py`: x\n\n## Appendix\n\n- `a.py`:\n", [(2, "a.py")], []),
-    ],
-)  # fmt: skip
-def test_a_page_is_read_as_written(page, path, appendix):
-    assert path_of(page) == path
-    assert appendix_of(page) == appendix
+def test_a_page_is_read_as_written():
+    page = "1. `a/b.py`: x\n2. `c.yaml`: y\n- `d.py`: z\n3. `e.py`\n"
+    assert path_of(page) == [(1, "a/b.py"), (2, "c.yaml")]
+
+
+def test_every_module_has_its_line_and_the_path_its_numbers(tmp_path):
+    room = tmp_path / "kimi_pretrain" / "dep"
+    room.mkdir(parents=True)
+    (room / "__init__.py").write_text('"""The room."""')
+    (room / "b.py").write_text('"""What b does,\nin two lines.\n\nMore."""')
+    (room / "a.py").write_text("x = 1")
+    (room / "no_module.txt").write_text("")
+    page = files_page.page(tmp_path, {"kimi_pretrain/dep/b.py": 7})
+    assert page.removeprefix(files_page.HEAD) == (
+        "\n## `kimi_pretrain/dep`\n\nThe room.\n\n"
+        "- `kimi_pretrain/dep/a.py`: \n"
+        "- `kimi_pretrain/dep/b.py` (7): What b does, in two lines.\n"
+    )
