@@ -41,6 +41,9 @@ def _check_ratio(ratio: float | None) -> float | None:
 
 
 Shares = Annotated[dict[str, float], AfterValidator(_check_shares)]
+HeldOut = Annotated[
+    dict[str, float], AfterValidator(lambda found: _check_shares(found) if found else found)
+]
 Ratio = Annotated[float | None, AfterValidator(_check_ratio)]
 Positive = Annotated[Finite, Field(gt=0)]
 
@@ -80,6 +83,14 @@ class DataConfig(Section):
     schedule: list[BlendStage] = Field(default_factory=list)
     """Other shares later in training, in the order of their after_tokens.
     [-; data_pipeline/plan/mixture.py]"""
+    heldout: HeldOut = Field(default_factory=dict)
+    """Source -> share, as `sources`, of samples that are never trained on: for train.validate_every
+    and `kimi-pretrain eval --heldout`.
+    [-; kimi_pretrain/validation.py]"""
+    heldout_tokens: int = Field(default=1 << 20, ge=1, le=2**40)
+    """Most tokens of held-out samples, all sources together, that a validation goes through; of a
+    source that has fewer it takes all, once.
+    [tokens; kimi_pretrain/validation.py]"""
     max_epochs: dict[str, Positive] = Field(default_factory=dict)
     """Source -> how often it may be gone through at most; then the others share.
     [epochs; data_pipeline/plan/mixture.py]"""
@@ -137,7 +148,7 @@ class DataConfig(Section):
     [samples; data_pipeline/plan/planner.py]"""
     same_decoders: bool = True
     """A state is refused where other versions of the decoders are installed.
-    [-; data_pipeline/plan/planner.py]"""
+    [-; data_pipeline/plan/state.py]"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -152,12 +163,24 @@ class DataConfig(Section):
                     f"{where} names {listed(unknown)}, which no source is called; "
                     f"{did_you_mean(unknown[0], self.source_names)}"
                 )
+        if both := sorted({*self.heldout} & {*self.source_names}):
+            raise ValueError(
+                f"heldout names {listed(both)}, which training draws from: their loss would not be "
+                "that of held-out data; leave them out of one"
+            )
         starts = [stage.after_tokens for stage in self.schedule]
         if starts != sorted(set(starts)):
             raise ValueError(f"schedule: after_tokens are {listed(starts)}; they must increase")
         if self.workers and not self.prefetch_steps:
             raise ValueError("workers fetch ahead: prefetch_steps must be 1 or more for them")
         return self
+
+    def of_heldout(self) -> "DataConfig":
+        """Return the configuration that reads the held-out sources, as they are stored."""
+        return self.replace(
+            sources=self.heldout, heldout={}, vision_token_ratio=None, schedule=[], max_epochs={},
+            augment={},
+        )  # fmt: skip
 
     @property
     def source_names(self) -> tuple[str, ...]:

@@ -114,6 +114,9 @@ class TrainConfig(Section):
     docs/MEMORY.md. [-; kimi_pretrain/memory/host_memory.py]"""
     offload_min_mib: float = Field(default=1.0, ge=0)
     """Smaller tensors stay on the device. [MiB; kimi_pretrain/engine/backbone.py]"""
+    validate_every: int | None = Field(default=None, gt=0)
+    """Steps between validations: the loss of the sources of `data.heldout`, before the first step
+    and after the last one, too; changes nothing. null: none. [steps; kimi_pretrain/train.py]"""
     print_every: int = Field(default=10, gt=0)
     """Where output goes into a file or a pipe, every so many steps are told in a line.
     [steps; kimi_pretrain/telemetry/recorder.py]"""
@@ -179,6 +182,11 @@ class Config(Section):
         check_dep(self)
         check_attention(self)
         check_memory(self)
+        if self.train.validate_every is not None and not self.data.heldout:
+            raise ValueError(
+                f"train.validate_every={self.train.validate_every} with no source in data.heldout: "
+                "name those whose loss is wanted, as data.heldout={name: 1}"
+            )
         if self.checkpoint.place is not None:
             split_place("checkpoint.place", self.checkpoint.place)
         stretches(self.optim, self.tokens_per_step())  # refuses segments that overlap

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from data_pipeline.access import open_data
+from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.reads import check_shards
 from data_pipeline.loader import Loader
 from kimi_pretrain.checkpoint.find import find
@@ -21,10 +22,11 @@ from kimi_pretrain.dep.weights import load_vision_weights
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.model import Model
 from kimi_pretrain.optim.groups import replicas_of
-from kimi_pretrain.reliability.preflight import check_item_sizes, read_sources
+from kimi_pretrain.reliability.preflight import check_item_sizes, read_heldout, read_sources
 from kimi_pretrain.reliability.replica_check import Replicas
 from kimi_pretrain.step import TrainStep, needs
 from kimi_pretrain.update import Update
+from kimi_pretrain.validation import Validation
 from kimi_pretrain.weights.initial_weights import open_initial_weights
 
 log = logging.getLogger("kimi_pretrain.train")
@@ -66,6 +68,7 @@ class Run:
         self._routing_biases = {view.name for view in self.backbone.views(buffers=True)} - trained
         self.update = Update(config, mesh, self.encoder, self.backbone)
         self.train_step = TrainStep(config, mesh, self.model, self.update, self.planner)
+        self.validation = self._validation()
         self.step = 0
         if start is not None:
             watch("read the first weights")
@@ -82,10 +85,19 @@ class Run:
         data = self.config.data
         self.tokenizer, indices = read_sources(self.config, self.store)
         check_item_sizes(self.config, indices)
-        for index in indices:  # ranks share the work of checking shards
+        self._heldout = list[SourceIndex]()
+        if self.config.train.validate_every is not None:
+            self._heldout = read_heldout(self.config, self.store, self.tokenizer, indices)
+        for index in (*indices, *self._heldout):  # ranks share the work of checking shards
             self._watch("check the shards")
             check_shards(self.store, index, self.mesh.world_size, self.mesh.rank)
         return Loader(data, self.store, indices, self.tokenizer, needs(self.mesh, self.planner))
+
+    def _validation(self) -> Validation | None:
+        if self.config.train.validate_every is None:
+            return None
+        found = (self.store, self.tokenizer, self._heldout)
+        return Validation(self.config, self.mesh, self.model, *found)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return everything a checkpoint holds: the model's and the optimizer's tensors."""

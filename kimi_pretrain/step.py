@@ -24,7 +24,7 @@ from torch import Tensor
 from data_pipeline.loader import BadSample, Needs, StepBatch
 from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.config import Config
-from kimi_pretrain.dep.encoder import Pixels
+from kimi_pretrain.dep.encoder import EncoderPass, Pixels
 from kimi_pretrain.dep.leaves import attach_leaves, leaf_gradients
 from kimi_pretrain.dep.memory_limit import GIB
 from kimi_pretrain.dep.planner import VisionPlanner, grids_of
@@ -93,15 +93,103 @@ class BatchLoss:
     own: LossSums
 
 
-class TrainStep:
+class ForwardStep:
+    """Phases 2 to 4 without a graph; and what training has in common with it."""
+
+    def __init__(self, config: Config, mesh: Mesh, model: Model, planner: VisionPlanner):
+        self.config, self.mesh, self.planner = config, mesh, planner
+        self.encoder, self.backbone, self.exchange = model.encoder, model.backbone, model.exchange
+        self.clock = PhaseClock(mesh.device)
+
+    def forward(self, batch: StepBatch) -> tuple[LossSums, np.ndarray]:
+        """Run phases 2 to 4 forward alone; changes nothing that training or a checkpoint knows.
+
+        Returns:
+            the losses of the tokens that this rank counts, and the unusable samples of all.
+        """
+        vision = self.planner.plan(batch.plan)
+        microbatches, skipped = self._prepare(batch)
+        if len(vision.tokens):
+            with torch.no_grad():
+                self._encode(batch, vision, microbatches, trained=False)
+        losses = self.backbone.losses(microbatches)
+        return self._own_losses(microbatches, losses), skipped
+
+    def _prepare(self, batch: StepBatch) -> tuple[list[Microbatch], np.ndarray]:
+        """Return this rank's parts of the rows, and the samples whose loss does not count."""
+        skipped = self._skipped_samples(batch)
+        rows, restart = self.config.train.rows_per_microbatch, self.config.data.restart_positions
+        return build_microbatches(batch, self.mesh, rows, skipped, restart), skipped
+
+    def _encode(
+        self,
+        batch: StepBatch,
+        vision: VisionPlan,
+        microbatches: list[Microbatch],
+        *,
+        trained: bool,
+        room: int = 0,
+    ) -> tuple[EncoderPass, list[Tensor | None], torch.Size]:
+        """Phases 2 and 3; returns the pass, the rows of `received` in each leaf, and its shape.
+
+        `encoded` is [tokens this rank encoded, out_width]; `received` is [tokens this first-stage
+        rank holds, out_width], (0, out_width) on ranks of other stages.
+        """
+        rank = self.mesh.rank
+        with self.clock.phase("2 vision forward"):
+            media = self._pixels(batch, vision)
+            shares, grids = vision.encoded_by(rank), grids_of(batch.plan)
+            work = self.encoder.begin(shares, grids, media, room)
+            encoded = work.forward()
+        with self.clock.phase("3 hand-over"):
+            received = self.exchange.hand_over(encoded, vision, rank)
+            leaf_rows = attach_leaves(
+                microbatches if self.mesh.is_first_stage else (),
+                received,
+                vision.received_by(rank),
+                requires_grad=trained,
+                offload=self.config.dep.offload_outputs,
+            )
+        return work, leaf_rows, received.shape  # the leaves hold the embeddings now
+
+    def _own_losses(self, microbatches: list[Microbatch], losses: list[Tensor]) -> LossSums:
+        """Return the sums by source of the tokens whose loss this rank counts."""
+        if not self.mesh.counts_loss:
+            return LossSums()
+        cells = [one.cells for one in microbatches if one.cells is not None]
+        values = torch.cat([one.flatten() for one in losses]).double().cpu()
+        return summed(values.numpy(), np.concatenate(cells))
+
+    def _pixels(self, batch: StepBatch, vision: VisionPlan) -> Pixels:
+        """Return the patches of the items that this rank has fetched.
+
+        An unusable item becomes black patches of its planned size: shapes and collectives stay as
+        planned, and the loss of its sample is masked.
+        """
+        sizes = batch.plan.items.patches
+        missing = set(vision.fetched_by(self.mesh.rank).tolist()) - batch.media.keys()
+        # An unreported one would be trained on as a black image.
+        assert missing <= {bad.item for bad in batch.bad}, (missing, batch.bad)
+        blank = {item: np.zeros((int(sizes[item]), 3, 14, 14), np.uint8) for item in missing}
+        return {**batch.media, **blank}
+
+    def _skipped_samples(self, batch: StepBatch) -> np.ndarray:
+        """Return the samples that some rank found unusable, the same array on every rank."""
+        if not self.mesh.max([float(len(batch.bad))])[0]:  # one number, as a rule
+            return np.zeros(0, np.int64)
+        unusable = np.zeros(len(batch.plan.samples.row))
+        unusable[[bad.sample for bad in batch.bad]] = 1.0
+        return np.flatnonzero(np.array(self.mesh.max(unusable.tolist())) > 0)
+
+
+class TrainStep(ForwardStep):
     """Runs steps over one encoder, backbone and optimizer."""
 
     def __init__(
         self, config: Config, mesh: Mesh, model: Model, update: Update, planner: VisionPlanner
     ):
-        self.config, self.mesh, self.update, self.planner = config, mesh, update, planner
-        self.encoder, self.backbone, self.exchange = model.encoder, model.backbone, model.exchange
-        self.clock = PhaseClock(mesh.device)
+        super().__init__(config, mesh, model, planner)
+        self.update = update
 
     def run(self, batch: StepBatch, *, text_only: bool = False) -> StepReport:
         """Run phases 2 to 7 on a fetched step.
@@ -115,10 +203,7 @@ class TrainStep:
         self.encoder.sums.zero()
         with self.clock.phase("prepare"):
             vision = self.planner.plan(batch.plan)
-            skipped = self._skipped_samples(batch)
-            rows = self.config.train.rows_per_microbatch
-            restart = self.config.data.restart_positions
-            microbatches = build_microbatches(batch, self.mesh, rows, skipped, restart)
+            microbatches, skipped = self._prepare(batch)
             loss_tokens = self._count_loss_tokens(microbatches)
             if text_only:
                 self._replace_media_tokens(batch.plan, microbatches)
@@ -140,29 +225,12 @@ class TrainStep:
         microbatches: list[Microbatch],
         loss_tokens: int,
     ) -> tuple[BatchLoss, int]:
-        """Phases 2 to 6; returns the loss, and the patches that were not encoded twice.
-
-        `encoded` is [tokens this rank encoded, out_width]; `received` and its gradients are [tokens
-        this first-stage rank holds, out_width], (0, out_width) on ranks of other stages.
-        """
-        rank, dep, trained = self.mesh.rank, self.config.dep, self.encoder.trainable
-        with self.clock.phase("2 vision forward"):
-            shares = vision.encoded_by(rank)
-            room = self._room_for_activations(vision)
-            media = self._pixels(batch, vision)
-            work = self.encoder.begin(shares, grids_of(batch.plan), media, room)
-            encoded = work.forward()
-        with self.clock.phase("3 hand-over"):
-            received = self.exchange.hand_over(encoded, vision, rank)
-            leaf_rows = attach_leaves(
-                microbatches if self.mesh.is_first_stage else (),
-                received,
-                vision.received_by(rank),
-                requires_grad=trained,
-                offload=dep.offload_outputs,
-            )
-            shape = received.shape
-            del encoded, received  # the leaves hold them now
+        """Phases 2 to 6; returns the loss, and the patches that were not encoded twice."""
+        rank, trained = self.mesh.rank, self.encoder.trainable
+        room = self._room_for_activations(vision)
+        work, leaf_rows, shape = self._encode(
+            batch, vision, microbatches, trained=trained, room=room
+        )
         loss = self._backbone(batch.plan, microbatches, loss_tokens)
         if not trained:
             return loss, 0
@@ -188,14 +256,6 @@ class TrainStep:
             (loss_sum,) = self.mesh.sum([mine])
             own = self._own_losses(microbatches, result.losses)
         return BatchLoss(loss_sum / max(1, loss_tokens), own)
-
-    def _own_losses(self, microbatches: list[Microbatch], losses: list[Tensor]) -> LossSums:
-        """Return the sums by source of the tokens whose loss this rank counts."""
-        if not self.mesh.counts_loss:
-            return LossSums()
-        cells = [one.cells for one in microbatches if one.cells is not None]
-        values = torch.cat([one.flatten() for one in losses]).double().cpu()
-        return summed(values.numpy(), np.concatenate(cells))
 
     def _colocated(
         self,
@@ -260,27 +320,6 @@ class TrainStep:
         tokens = vision.tokens_held()
         embedding = self.config.model.vision.out_width * self.encoder.dtype.itemsize
         return int(dep.memory_limit_gib * GIB) - int(tokens[self.mesh.rank]) * embedding
-
-    def _pixels(self, batch: StepBatch, vision: VisionPlan) -> Pixels:
-        """Return the patches of the items that this rank has fetched.
-
-        An unusable item becomes black patches of its planned size: shapes and collectives stay as
-        planned, and the loss of its sample is masked.
-        """
-        sizes = batch.plan.items.patches
-        missing = set(vision.fetched_by(self.mesh.rank).tolist()) - batch.media.keys()
-        # An unreported one would be trained on as a black image.
-        assert missing <= {bad.item for bad in batch.bad}, (missing, batch.bad)
-        blank = {item: np.zeros((int(sizes[item]), 3, 14, 14), np.uint8) for item in missing}
-        return {**batch.media, **blank}
-
-    def _skipped_samples(self, batch: StepBatch) -> np.ndarray:
-        """Return the samples that some rank found unusable, the same array on every rank."""
-        if not self.mesh.max([float(len(batch.bad))])[0]:  # one number, as a rule
-            return np.zeros(0, np.int64)
-        unusable = np.zeros(len(batch.plan.samples.row))
-        unusable[[bad.sample for bad in batch.bad]] = 1.0
-        return np.flatnonzero(np.array(self.mesh.max(unusable.tolist())) > 0)
 
     def _count_loss_tokens(self, microbatches: list[Microbatch]) -> int:
         """Return the loss tokens of the global batch: the one divisor."""

@@ -17,6 +17,7 @@ import torch
 
 from data_pipeline.loader import LoaderError, StepBatch
 from data_pipeline.plan.planner import DataUsedUp, TooManyUnusable
+from data_pipeline.plan.report import blend_report
 from kimi_pretrain.attention.choice import check_kind
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
@@ -135,6 +136,7 @@ def _train_steps(
     config, mesh = run.config, run.mesh
     reason = stop_reason(mesh.gather(stop()))
     while run.step < config.train.steps and reason is None:
+        _validate_if_due(run, recorder, watchdog)
         watchdog.begin_step(run.step + 1)
         watchdog.enter(WAIT_FOR_DATA)  # phases 0 and 1 have run ahead
         loader_state, start = run.loader.state_dict(), time.time()
@@ -156,10 +158,27 @@ def _train_steps(
             recorder.status("running", run.step, checkpoints.uri)
         reason = stop_reason(rank.stop for rank in everyone)
     if run.step >= config.train.steps:
+        _validate_if_due(run, recorder, watchdog)
         if config.checkpoint.every:
             checkpoints.now()
         return None
     return _save_and_stop(checkpoints, reason)
+
+
+def _validate_if_due(run: Run, recorder: Recorder, watchdog: Watchdog) -> None:
+    """Write the held-out loss after the steps done so far, unless an earlier start did.
+
+    Before the step after them: a resumed run finds what one lacks that was killed meanwhile.
+    """
+    every = run.config.train.validate_every
+    if run.validation is None or every is None:
+        return
+    if run.step % every and run.step < run.config.train.steps:
+        return
+    watchdog.enter("validate")
+    if not run.mesh.from_first(partial(recorder.validated, run.step)):
+        found = run.validation.run(watchdog.progress("validate"))
+        recorder.heldout(found.line(run.step))
 
 
 def _next_batch(run: Run, checkpoints: CheckpointScheduler) -> StepBatch:
@@ -286,6 +305,6 @@ def _log_start(run: Run, run_dir: Path) -> None:
         log.warning("all %d steps (train.steps) are done: nothing is trained", run.step)
     elif (notice := unsaved(run.config)) is not None:
         log.warning("%s", notice)
-    log.info("data: %s", run.loader.planner.report())
+    log.info("data: %s", blend_report(run.loader.planner))
     for notice in run.loader.planner.notices():
         log.warning("%s", notice)

@@ -56,7 +56,7 @@ class TooManyUnusable(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class _Window:
+class Window:
     """A packed window: its samples by (row, start), their items, where each sample's begin."""
 
     packed: PackedWindow
@@ -87,9 +87,9 @@ class Planner:
                 f"{listed(names)}"
             )
         self.sources = tuple(Source(index, config) for index in self.indices)
-        self._totals = [source.totals for source in self.sources]
+        self.totals = [source.totals for source in self.sources]
         units = [source.num_units for source in self.sources]
-        self._mixer = Mixer(config, self._totals, units)
+        self._mixer = Mixer(config, self.totals, units)
         self.mixture = self._mixer.mixture()
         self._mixer.check(self.mixture)
         self._identity = Identity(self.indices, config)
@@ -113,7 +113,7 @@ class Planner:
         mixture = self._decode(state)
         step, opened = state["step"], state["opened"]
         window, row, missing = state["window"], state["row"], self.config.rows_per_step
-        pieces: list[tuple[_Window, int, int]] = []
+        pieces: list[tuple[Window, int, int]] = []
         while missing:
             opened = opened if row else step
             content = self._content(window, mixture, opened)
@@ -124,7 +124,7 @@ class Planner:
             pieces.append((content, row, end))
             missing -= end - row
             window, row = (window + 1, 0) if end == rows else (window, end)
-        samples, items = _join(pieces)
+        samples, items = join(pieces)
         plan = GlobalPlan(step, self.config.seq_len, self.config.rows_per_step, samples, items)
         known = len(state["blend"])
         return plan, self._encode(mixture, window, row, step + 1, opened, known)
@@ -209,37 +209,7 @@ class Planner:
         """Return what a person should know of samples that do not fit a row, a line a source."""
         return [source.notice for source in self.sources if source.notice is not None]
 
-    def report(self) -> dict[str, Any]:
-        """Return what the blend comes to, ready for JSON.
-
-        Per source: samples; how many were split, shrunk and refused; longest sample; mean tokens of
-        a draw, share of draws, of tokens, and of media tokens in its own tokens; for the whole: the
-        expected share of media tokens. Shares are those at the start.
-        """
-        weights = self.mixture.segments[0].weights
-        rate = [w * t.tokens / t.samples for w, t in zip(weights, self._totals)]
-        sources: dict[str, Any] = {}
-        vision = 0.0
-        for i, (source, total) in enumerate(zip(self.sources, self._totals)):
-            inside = total.vision_tokens / total.tokens
-            vision += rate[i] / sum(rate) * inside
-            sources[total.name] = {
-                **source.counts,
-                "mean_tokens": total.tokens / total.samples,
-                "draw_share": weights[i] / sum(weights),
-                "token_share": rate[i] / sum(rate),
-                "vision_share": inside,
-            }
-        segments = [[s.start, list(s.weights)] for s in self.mixture.segments]
-        return {
-            "sources": sources,
-            "vision_token_ratio": vision,
-            "manifest": self.manifest,
-            "blend": segments,
-            "ends_at": self.mixture.end,
-        }
-
-    def _content(self, window: int, mixture: Mixture, opened: int) -> _Window:
+    def _content(self, window: int, mixture: Mixture, opened: int) -> Window:
         end = (window + 1) * self.config.pack_window
         if mixture.end is not None and end > mixture.end:
             raise DataUsedUp(f"the data ends at position {mixture.end}: {mixture.reason}")
@@ -252,10 +222,21 @@ class Planner:
 
     def _pack(
         self, window: int, segments: tuple[Segment, ...], quarantined: tuple[tuple[int, int], ...]
-    ) -> _Window:
+    ) -> Window:
         size = self.config.pack_window
         position = np.arange(window * size, (window + 1) * size)
         source, draw = blend(position, segments)
+        return self.packed(position, source, draw, quarantined)
+
+    def packed(
+        self,
+        position: NDArray[np.int64],
+        source: NDArray[np.int16],
+        draw: NDArray[np.int64],
+        quarantined: tuple[tuple[int, int], ...] = (),
+    ) -> Window:
+        """Pack the draws of some positions, [n] each, into rows that hold nothing else."""
+        size = len(position)
         places: list[NDArray[np.int64]] = []
         parts: list[Drawn] = []
         for number, content in enumerate(self.sources):
@@ -282,7 +263,7 @@ class Planner:
             length=packed.length,
         )
         items, item_ptr = self._items(parts, source[np.concatenate(places)], at, samples)
-        return _Window(packed, samples, items, item_ptr)
+        return Window(packed, samples, items, item_ptr)
 
     def _items(
         self,
@@ -382,8 +363,8 @@ class Planner:
         return mixture
 
 
-def _join(pieces: Sequence[tuple[_Window, int, int]]) -> tuple[SampleTable, ItemTable]:
-    """Take rows [first, end) of each window and number them through as the rows of a step."""
+def join(pieces: Sequence[tuple[Window, int, int]]) -> tuple[SampleTable, ItemTable]:
+    """Take rows of each (window, first, end) and number them through as the rows of a step."""
     samples: list[SampleTable] = []
     items: list[ItemTable] = []
     rows_before = samples_before = 0

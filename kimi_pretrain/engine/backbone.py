@@ -216,6 +216,14 @@ class Backbone:
         return BackboneResult(total, [one["losses"] for one in found])
 
     @torch.no_grad()
+    def losses(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """Run the forward alone; returns what `BackboneResult.losses` holds after a step."""
+        self.full_params.copy_to_model()
+        for model in self.models:
+            model.eval()
+        return self._summed(self._run(microbatches, self._forward_step, forward_only=True)).losses
+
+    @torch.no_grad()
     def evaluate(self, microbatches: list[Microbatch], collect) -> BackboneResult:
         """Run the forward alone; `collect(logits [1, tokens, vocab])` on the last stage."""
         self.full_params.copy_to_model()

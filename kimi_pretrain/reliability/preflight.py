@@ -78,6 +78,8 @@ def check_start(
     if data_alone:
         return Checked(tokenizer, indices, [])
     check_item_sizes(config, indices)
+    if config.train.validate_every is not None:
+        Planner(read_heldout(config, store, tokenizer, indices), config.data.of_heldout())
     planner, vision = Planner(indices, config.data), VisionPlanner(config)
     plans, state = list[GlobalPlan](), planner.state_dict()
     for _ in range(steps):
@@ -100,6 +102,30 @@ def read_sources(config: Config, store: Store) -> tuple[Tokenizer, list[SourceIn
     for index in indices:
         check_tokenizer(index, tokenizer)
     return tokenizer, indices
+
+
+def read_heldout(
+    config: Config, store: Store, tokenizer: Tokenizer, trained_on: Sequence[SourceIndex]
+) -> list[SourceIndex]:
+    """Read the indices of `data.heldout`, and check that training does not draw from them.
+
+    A source of the same content under another name is refused; one sample of many that is in both
+    is not looked for (`kimi-pretrain data stats --duplicates` does).
+
+    Raises:
+        ConfigError, IndexMismatch, StoreError: see `check_start`.
+    """
+    indices = [read_index(store, name) for name in sorted(config.data.heldout)]
+    contents = {index.content_hash: index.name for index in trained_on}
+    for index in indices:
+        check_tokenizer(index, tokenizer)
+        if (same := contents.get(index.content_hash)) is not None:
+            raise ConfigError(
+                f"data.heldout.{index.name} holds the samples of data.sources.{same}: its loss "
+                "would be that of training data; give samples that training does not draw"
+            )
+    check_item_sizes(config, indices)
+    return indices
 
 
 def _check_place(uri: str, patience: float) -> None:

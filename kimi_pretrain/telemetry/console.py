@@ -64,6 +64,18 @@ class StepDisplay:
             with suppress(OSError):
                 print(text, flush=True)
 
+    def heldout(self, line: Mapping[str, Any]) -> None:
+        """Show a validation by its line of heldout.jsonl."""
+        means = [f"{n} {m:.4f}" for n, m in line["loss_by_source"].items() if m is not None]
+        loss = "none counted" if line["loss"] is None else f"{line['loss']:.4f}"
+        text = f"held out at step {line['step']}: loss {loss} ({', '.join(means)})"
+        self._shown += line["seconds"]  # it is no part of a step
+        with suppress(OSError):
+            if self._lines is None:
+                self._bar.console.print(text)
+            else:
+                print(text, flush=True)
+
     def close(self) -> None:
         """End the bar."""
         self._bar.stop()

@@ -53,6 +53,23 @@ def cut_after(file: Path, step: int) -> int | None:
         os.close(fd)
 
 
+def last_step(file: Path) -> int | None:
+    """Return the step of the last whole line of a file; None where there is none.
+
+    Raises:
+        ValueError: the line is none of a step.
+    """
+    if not file.is_file():
+        return None
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        end = _after_newline(fd, os.fstat(fd).st_size)
+        start = _after_newline(fd, end - 1) if end else 0
+        return _step_of(os.pread(fd, end - start, start), file, start) if end else None
+    finally:
+        os.close(fd)
+
+
 def _append(fd: int, start: int, end: int, file: Path) -> None:
     """Append a stretch of a file to another, durably; drops a torn line at that one's end."""
     with naming(file):

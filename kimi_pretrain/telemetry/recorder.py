@@ -22,6 +22,7 @@ from kimi_pretrain.reliability.replica_check import CopyHash, check_copies
 from kimi_pretrain.reliability.run_files import Appended, best_effort
 from kimi_pretrain.reliability.status import Status, write_status
 from kimi_pretrain.telemetry.console import StepDisplay
+from kimi_pretrain.telemetry.jsonl import last_step
 from kimi_pretrain.telemetry.metrics import RankMetrics, Telemetry
 from kimi_pretrain.telemetry.run_dir import MetricsWriter, write_trace
 
@@ -122,6 +123,15 @@ class Recorder:
             line = anomaly(step, verdict, loss, norm, batch.plan, self.indices, state)
             self._anomalies.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._quarantine(step, batch, everyone)
+
+    def validated(self, step: int) -> bool:
+        """Whether heldout.jsonl has a line of a step already, written before this start."""
+        return self.writes and last_step(self.run_dir / "heldout.jsonl") == step
+
+    def heldout(self, line: dict[str, Any]) -> None:
+        """Write the line of a validation."""
+        if self.writes:
+            self.metrics.write_heldout(line)
 
     def _quarantine(self, step: int, batch: StepBatch, everyone: Sequence[RankReport]) -> None:
         # Two stages that read the same row find the same fault: a set.

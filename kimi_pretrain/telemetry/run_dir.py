@@ -46,7 +46,7 @@ log = logging.getLogger("kimi_pretrain.telemetry.run_dir")
 
 NOT_DRAWN = ("step", "rank", "mean")
 # Numbers by the names of sources, which may be any, "max" too.
-BY_SOURCE = ("loss_by_source", "loss_tokens_by_source")
+BY_SOURCE = ("loss_by_source", "loss_tokens_by_source", "loss_by_source_and_position")
 # Lists with a number for each layer; other lists (of ranks) are not drawn.
 BY_LAYER = ("max_logits",)
 
@@ -117,7 +117,7 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, first_step: int, display: StepDisplay | None = None):
-        for name in ("metrics.jsonl", "quarantine.jsonl", "anomalies.jsonl"):
+        for name in ("metrics.jsonl", "heldout.jsonl", "quarantine.jsonl", "anomalies.jsonl"):
             last = cut_after(folder / name, first_step)
             if last is not None:
                 kept = abandoned(folder / name).name
@@ -126,6 +126,7 @@ class MetricsWriter:
                     name, first_step, last, kept,
                 )  # fmt: skip
         self._lines = Appended(folder / "metrics.jsonl")
+        self._heldout = Appended(folder / "heldout.jsonl")
         self._board = _Board(folder / "tensorboard", first_step + 1)
         self._display = display
 
@@ -140,11 +141,21 @@ class MetricsWriter:
         self._lines.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._board.write(line["step"], scalars(line))
 
+    def write_heldout(self, line: dict[str, Any]) -> None:
+        """Record a validation, in heldout.jsonl and under heldout/ in TensorBoard."""
+        if self._display is not None:
+            self._display.heldout(line)
+        line = finite(line)
+        self._heldout.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        drawn = scalars({name: value for name, value in line.items() if name != "kind"})
+        self._board.write(line["step"], {f"heldout/{tag}": number for tag, number in drawn.items()})
+
     def close(self) -> None:
         """Flush and close everything."""
         if self._display is not None:
             self._display.close()
         self._lines.close()
+        self._heldout.close()
         self._board.close()
 
 
@@ -205,8 +216,10 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in line.items():
         if name in BY_SOURCE and isinstance(value, Mapping):
-            named = {f"{name}/{inner}": number for inner, number in value.items()}
-            found |= {tag: number for tag, number in named.items() if number is not None}
+            for source, inside in value.items():
+                bins = inside if isinstance(inside, Mapping) else {None: inside}
+                tags = {"/".join(filter(None, (name, source, at))): n for at, n in bins.items()}
+                found |= {tag: number for tag, number in tags.items() if number is not None}
         elif isinstance(value, Mapping):
             for inner, number in scalars(value).items():
                 found[name if inner == "max" else f"{name}/{inner}"] = number

@@ -35,7 +35,7 @@ from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch
 from kimi_pretrain.engine.packed_attention import PackedRows
 from kimi_pretrain.model import Model
-from kimi_pretrain.reliability.preflight import load_tokenizer
+from kimi_pretrain.reliability.preflight import load_tokenizer, read_heldout, read_sources
 from kimi_pretrain.reliability.run_history import latest_in
 from kimi_pretrain.tools.held_out import (
     Document,
@@ -47,6 +47,7 @@ from kimi_pretrain.tools.held_out import (
     room_of,
     swap_images,
 )
+from kimi_pretrain.validation import Validation
 
 # math.exp of more has no float.
 _LARGEST_EXPONENT = 700.0
@@ -108,6 +109,40 @@ def evaluate(
         else:
             result = reader.know(read_texts(store, index, config, tokenizer, samples))
         return {"source": source, **result, "left_out": left_out, "step": reader.step}
+    finally:
+        engine_mesh.stop()
+
+
+def heldout(config: Config, checkpoint: str | Path) -> dict[str, Any]:
+    """Return the held-out loss of a checkpoint: the line that a validation of the run writes.
+
+    The same samples as in training, whatever layout it had, in one process; docs/METRICS.md has the
+    names.
+
+    Args:
+        config: of the run, with `data.heldout`; its layout is set aside.
+        checkpoint: as `evaluate`.
+
+    Raises:
+        ValueError: there are no held-out sources, or they are training's.
+        IndexMismatch: they were made with another tokenizer, or are damaged.
+    """
+    if not config.data.heldout:
+        raise ValueError("data.heldout names no source; give some, as data.heldout={name: 1}")
+    values = config.model_dump(mode="json") | {"layout": {}}
+    config = parse_config(values, "evaluation")
+    found = open_checkpoint(latest_in(checkpoint))
+    store = open_data(config.data)
+    tokenizer, trained_on = read_sources(config, store)
+    indices = read_heldout(config, store, tokenizer, trained_on)
+    verified(found, config)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
+    mesh = engine_mesh.start(config.layout)
+    try:
+        model = Model.build(config, mesh)
+        step = load(found, model.tensors()).step
+        return Validation(config, mesh, model, store, tokenizer, indices).run().line(step)
     finally:
         engine_mesh.stop()
 

@@ -27,11 +27,16 @@ def draw(run: Path, out: Path) -> dict[str, Any]:
     from kimi_pretrain.tools import plots
 
     metrics = read_steps(run / "metrics.jsonl")
+    validations = run / "heldout.jsonl"
+    try:
+        heldout = read_steps(validations)
+    except ValueError:  # there was none
+        heldout = []
     threshold = _threshold(run / "config.yaml")
     losses = [m for m in metrics if m["loss"] is not None]
     pictures: dict[str, Callable[[Path], None]] = {
         "loss.png": lambda file: plots.loss_plot(losses, file),
-        "losses.png": lambda file: plots.losses_plot(metrics, file),
+        "losses.png": lambda file: plots.losses_plot(metrics, file, heldout),
         "dep_balance.png": lambda file: plots.dep_balance_plot(metrics, file),
         "muonclip.png": lambda file: plots.muonclip_plot(metrics, file, threshold),
     }

@@ -1,7 +1,7 @@
 """`kimi-pretrain eval`: accuracy of a checkpoint on held-out pages of digits, or loss on texts."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,8 +13,11 @@ from launch.local.user_errors import one_line_errors
 def evaluate(
     config: ConfigOption,
     checkpoint: Annotated[str, typer.Option(help="Checkpoint, or run for its newest.")],
-    source: Annotated[str, typer.Option(help="Source to read, under data.root.")],
+    source: Annotated[str | None, typer.Option(help="Source to read, under data.root.")] = None,
     overrides: Overrides = None,
+    heldout: Annotated[
+        bool, typer.Option("--heldout", help="Loss of data.heldout, as in training.")
+    ] = False,
     texts: Annotated[bool, typer.Option("--texts", help="Count samples without media.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Look at the first samples.")] = None,
     as_json: JsonOption = False,
@@ -28,6 +31,9 @@ def evaluate(
     Of a source without media, and with --texts: loss and perplexity over all
     tokens of whole texts that the model is trained to write.
 
+    With --heldout instead of --source: the loss of the sources of data.heldout,
+    the line that train.validate_every writes, in one process.
+
     It says what was counted, and what was left out and why (docs/METRICS.md).
 
     \b
@@ -37,10 +43,18 @@ def evaluate(
     """
     quiet_libraries()
     with one_line_errors():
+        if heldout == (source is not None):
+            raise ValueError("give --source NAME, or --heldout for the sources of data.heldout")
         from kimi_pretrain.config import load_config
         from kimi_pretrain.tools.evaluate import evaluate as measure
+        from kimi_pretrain.tools.evaluate import heldout as measure_heldout
 
         loaded = load_config(config, overrides or ())
+        if heldout:
+            line = measure_heldout(loaded, checkpoint)
+            typer.echo(json.dumps(line) if as_json else table_of(line))
+            return
+        assert source is not None
         result = measure(loaded, checkpoint, source, texts=texts, limit=limit)
         if as_json:
             typer.echo(json.dumps(result))
@@ -48,3 +62,16 @@ def evaluate(
         whys = [f"{number:,} {why}" for why, number in result["left_out"].items()]
         for key, value in (result | {"left_out": ", ".join(whys) or "nothing"}).items():
             typer.echo(f"{key:16s} {'not known' if value is None else value}")
+
+
+def table_of(line: dict[str, Any]) -> str:
+    """Return the losses of a line of heldout.jsonl as text."""
+    lines = [("all", line["loss"], line["loss_tokens"])]
+    for what in ("source", "position"):
+        means, tokens = line[f"loss_by_{what}"], line[f"loss_tokens_by_{what}"]
+        lines += [(name, mean, tokens[name]) for name, mean in means.items()]
+    told = [
+        f"{name:20s} {'-' if mean is None else format(mean, '.4f'):>8s}  {tokens:,} tokens"
+        for name, mean, tokens in lines
+    ]
+    return "\n".join([f"held-out loss after {line['step']} steps, nats a token", *told])

@@ -27,6 +27,16 @@ def losses(run) -> list[dict]:
     ]
 
 
+def validated(run) -> dict:
+    """Held-out losses before the first step and after the last, and the rows that hold samples."""
+    lines = [run.validation.run().line(0)]
+    for _ in range(run.config.train.steps):
+        run.train_step.run(next(run.loader))
+    lines.append(run.validation.run().line(run.config.train.steps))
+    rows = [sorted(set(plan.samples.row.tolist())) for plan in run.validation.plans]
+    return {"lines": lines, "rows": rows}
+
+
 def dep_gradients(run) -> dict[str, torch.Tensor]:
     """One step through DEP: every parameter's divided gradient, by name."""
     report = run.train_step.run(next(run.loader))
@@ -284,6 +294,7 @@ def _gather(run, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 ACTIONS = {
     "losses": losses,
+    "validated": validated,
     "dep_gradients": dep_gradients,
     "colocated_gradients": colocated_gradients,
     "dep_variants": dep_variants,

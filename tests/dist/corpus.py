@@ -15,7 +15,10 @@ WORDS = SENTENCE.split()
 
 
 def build(root: Path) -> None:
-    """Write sources `pictures` and `words` and a tokenizer under `root`."""
+    """Write sources `pictures` and `words` and a tokenizer under `root`; and what is held out.
+
+    Of `pictures_heldout` one file is damaged, so that its sample cannot be used.
+    """
     generator = np.random.Generator(np.random.Philox(key=7))
     store = open_store(str(root))
     texts = [" ".join(generator.choice(WORDS, size=40)) for _ in range(200)]
@@ -30,6 +33,19 @@ def build(root: Path) -> None:
         (_picture(i, generator) for i in range(150)),
         store, "pictures", tokenizer, shard_bytes=50_000,
     )  # fmt: skip
+
+    generator = np.random.Generator(np.random.Philox(key=8))
+    held = [_picture(i, generator) for i in range(8)]
+    ingest(held, store, "pictures_heldout", tokenizer, shard_bytes=500_000)
+    texts = [" ".join(generator.choice(WORDS, size=int(n))) for n in (10, 60, 300)]
+    ingest(
+        (CrudeSample(f"h{i:04d}", [TextSegment(text)], {}) for i, text in enumerate(texts)),
+        store, "words_heldout", tokenizer, shard_bytes=50_000,
+    )  # fmt: skip
+    shard = min((root / "pictures_heldout").rglob("*.tar"))
+    body = bytearray(shard.read_bytes())
+    body[body.index(b"IDAT") + 20] ^= 255
+    shard.write_bytes(body)
 
 
 def _picture(number: int, generator: np.random.Generator) -> CrudeSample:

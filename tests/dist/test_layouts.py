@@ -29,6 +29,24 @@ DTYPES = {"float32": 1e-5, "float64": 1e-10}
 NO_BALANCE_LOSS = "model.language.aux_loss_coeff=0.0"
 
 
+HELDOUT = (
+    "data.heldout={pictures_heldout: 1, words_heldout: 1}", "data.heldout_tokens=100000",
+    "train.validate_every=1",
+)  # fmt: skip
+FEWER_ROWS = "data.rows_per_step=4", "train.steps=1"
+VALIDATED = {
+    "validated": (1, {}),
+    "validated in four": (4, FOUR | dict(vpp=2)),
+    "validated, rows shared": (
+        4,
+        {},
+        "layout.cp=2",
+        "layout.tp=2",
+        *FEWER_ROWS,
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def found(data_root, tmp_path_factory):
     """processes -> results by name: all jobs of so many processes run in one go."""
@@ -54,6 +72,9 @@ def found(data_root, tmp_path_factory):
     single["gathered"] = "gathered", layout()
     quadruple["gathered"] = "gathered", layout(**FOUR)
     quadruple |= {name: losses(FOUR | dict(vpp=2), *more) for name, more in SPARSE.items()}
+    for name, (processes, axes, *changed) in VALIDATED.items():
+        jobs = single if processes == 1 else quadruple
+        jobs[name] = "validated", ("train.steps=2", *HELDOUT, CLIP, *layout(**axes), *changed)
     for dtype in DTYPES:
         step = f"train.dtype={dtype}", "train.steps=1"
         single[dtype] = "colocated_gradients", (*step, *layout())
@@ -171,3 +192,24 @@ def test_objects_of_all_sizes_arrive_in_the_order_of_ranks(processes, found):
 def test_a_step_that_is_not_finite_changes_nothing(found):
     expected = {"finite step": True, "infinite step": False, "applied": False}
     assert found[4]["infinity"] == expected
+
+
+@pytest.mark.parametrize("name", ["validated in four", "validated, rows shared"])
+def test_held_out_losses_are_those_of_one_process(name, found):
+    """Rows without a sample, other steps, an unusable sample: the same numbers."""
+    several, one = found[4][name], found[1]["validated"]
+    compared = 2
+    if name == "validated, rows shared":
+        compared = 1  # of the same weights: its steps take fewer rows
+    else:
+        assert several["rows"][-1][-1] < 7, "no microbatch of the last step is empty"
+    for line, wanted in zip(several["lines"][:compared], one["lines"]):
+        for count in ("step", "kind", "loss_tokens", "loss_tokens_by_source",
+                      "loss_tokens_by_position", "text_tokens", "vision_tokens",
+                      "skipped_samples"):  # fmt: skip
+            assert line[count] == wanted[count], count
+        for means in ("loss", "loss_by_source", "loss_by_position"):
+            assert line[means] == pytest.approx(wanted[means], rel=1e-4), means
+        assert line["skipped_samples"] == 1
+    assert one["lines"][0]["loss"] != one["lines"][1]["loss"]
+    assert one["lines"][0]["vision_tokens"] > 100

@@ -18,6 +18,7 @@ from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.status import read_status
 from moonvit3d.model import VisionEncoder, initialise
 from moonvit3d.weights import save
+from tests import fork_server
 from tests.dist.jobs import SMALL, layout, read_metrics, train
 from tests.dist.live import open_to_others, ranks, started, wait_for, wait_for_steps
 
@@ -31,6 +32,12 @@ FOUR = (*layout(pp=2, vpp=2, dp=2, ep=2), SEED)
 PATIENCE = 30  # train.timeout_seconds: no phase of these steps takes as long, on any machine
 # The optimizer's numbers in a line, but for its seconds.
 OPTIMIZER = ("max_logits", "clipped_heads", "update_rms", "orthogonality_error", "skipped_steps")
+
+
+HELDOUT = (
+    "data.heldout={words_heldout: 1, pictures_heldout: 1}", "data.heldout_tokens=1000",
+    "train.validate_every=2",
+)  # fmt: skip
 
 
 class Alone:
@@ -50,13 +57,14 @@ def straight(data_root, tmp_path_factory):
     """Six steps in four processes with a checkpoint after the third."""
     folder = tmp_path_factory.mktemp("straight")
     overrides = (f"data.root={data_root}", "train.steps=6", "checkpoint.every=3", *FOUR)
-    more = ("train.trace_step=2", "train.pictures=true", "--json")
+    more = ("train.trace_step=2", "train.pictures=true", *HELDOUT, "--json")
     done = train(folder, *overrides, *more)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "told.json").write_text(done.stdout.splitlines()[-1])
     assert re.search(r"^step 1/6  loss [\d.]+  [\d,]+ tokens/s  ETA \d", done.stdout, re.MULTILINE)
     assert re.search(r"^step 6/6 .* ETA 0:00:00$", done.stdout, re.MULTILINE)
-    for name in ("loss", "dep_balance", "muonclip", "timeline"):  # drawn at its end
+    assert re.search(r"^held out at step 4: loss \d\.\d+ \(pict", done.stdout, re.MULTILINE)
+    for name in ("loss", "losses", "dep_balance", "muonclip", "timeline"):  # drawn at its end
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     return folder
 
@@ -142,10 +150,13 @@ def test_a_run_that_failed_goes_on_and_one_that_is_told_to_end_saves(interrupted
 
 
 def test_resume_is_bitwise(straight, interrupted, data_root):
-    """Ended by the watchdog, started again, stopped and resumed: the same in every bit."""
+    """Ended by the watchdog, started again, stopped and resumed: the same in every bit.
+
+    It was not validated until its last start, and the other all along: as if it had not been.
+    """
     folder = interrupted.folder
     overrides = (f"data.root={data_root}", "train.steps=6", "checkpoint.every=3", *FOUR)
-    done = train(folder, *overrides, resume=Path("latest"))
+    done = train(folder, *overrides, *HELDOUT, resume=Path("latest"))
     assert done.returncode == 0, done.stdout + done.stderr
     rest = read_metrics(straight)
     assert [line["step"] for line in rest] == [1, 2, 3, 4, 5, 6]
@@ -161,6 +172,29 @@ def test_resume_is_bitwise(straight, interrupted, data_root):
     status = read_status(folder)
     assert status is not None
     assert (status.state, status.step) == ("finished", 6)
+    whole, part = (held_out(run) for run in (straight, folder))
+    assert [line["step"] for line in whole] == [0, 2, 4, 6]
+    assert part == whole[-len(part) :]
+    assert part
+
+
+def held_out(folder: Path) -> list[dict]:
+    """Return the lines of heldout.jsonl without their seconds."""
+    lines = (folder / "heldout.jsonl").read_text().splitlines()
+    return [{**json.loads(line), "seconds": None} for line in lines]
+
+
+def test_eval_gives_the_last_validation(straight):
+    """In one process, from the checkpoint of four: the same samples, the same numbers."""
+    wanted = held_out(straight)[-1]
+    command = ["-m", "launch.cli", "eval", "--config", str(straight / "config.yaml")]
+    done = fork_server.run([*command, "--checkpoint", str(straight), "--heldout", "--json"], 100.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    for name in ("step", "loss_tokens", "loss_tokens_by_source", "vision_tokens"):
+        assert line[name] == wanted[name], name
+    for name in ("loss", "loss_by_source", "loss_by_position"):
+        assert line[name] == pytest.approx(wanted[name], rel=1e-5), name
 
 
 def test_resume_in_another_layout_equals_to_rounding(straight, checkpoint, data_root, tmp_path):

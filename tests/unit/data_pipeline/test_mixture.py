@@ -220,9 +220,9 @@ def test_a_stage_keeps_the_ratio_unless_it_has_its_own():
     planner = planner_of(vision_token_ratio=0.04, schedule=stages)
     ratios = []
     for segment in planner.mixture.segments:
-        tokens = [w * t.tokens / t.samples for w, t in zip(segment.weights, planner._totals)]
+        tokens = [w * t.tokens / t.samples for w, t in zip(segment.weights, planner.totals)]
         vision = sum(
-            w * t.vision_tokens / t.samples for w, t in zip(segment.weights, planner._totals)
+            w * t.vision_tokens / t.samples for w, t in zip(segment.weights, planner.totals)
         )
         ratios.append(vision / sum(tokens))
     assert ratios == pytest.approx([0.04, 0.04, 0.02], abs=1e-4)

@@ -12,7 +12,9 @@ from data_pipeline.augment.config import (
     JpegConfig,
 )
 from data_pipeline.config import DataConfig
+from data_pipeline.plan.once import once as take_once
 from data_pipeline.plan.planner import Planner
+from data_pipeline.plan.report import blend_report
 from moonvit3d.geometry import PatchLimits
 from tests.resume import assert_resumes_anywhere
 from tests.unit.data_pipeline.plain import made_index, slow_sample, slow_window
@@ -203,7 +205,7 @@ def test_plan_keeps_the_state_it_is_given(planner):
 
 def test_epochs_use_every_sample_once(indices):
     planner = Planner(indices, CONFIG.replace(seq_len=2000, rows_per_step=3))
-    assert not any(source["refused"] for source in planner.report()["sources"].values())
+    assert not any(source["refused"] for source in blend_report(planner)["sources"].values())
     plans, state = run(planner, 60)
     assert state["window"] > 10
     columns = [(p.samples.source, p.samples.index, p.samples.epoch) for p in plans]
@@ -223,7 +225,7 @@ def test_epochs_use_every_sample_once(indices):
 def test_vision_share_of_a_long_run_is_the_ratio(indices, ratio):
     config = CONFIG.replace(vision_token_ratio=ratio, pack_window=512, rows_per_step=400)
     planner = Planner(indices, config)
-    assert planner.report()["vision_token_ratio"] == pytest.approx(ratio, abs=1e-5)
+    assert blend_report(planner)["vision_token_ratio"] == pytest.approx(ratio, abs=1e-5)
     plans, _ = run(planner, 8)
     vision, total = sum(p.vision_tokens for p in plans), sum(p.num_tokens for p in plans)
     assert vision / total == pytest.approx(ratio, rel=0.05)
@@ -232,7 +234,7 @@ def test_vision_share_of_a_long_run_is_the_ratio(indices, ratio):
 def test_too_long_samples_are_replaced_inside_their_shard(indices):
     config = CONFIG.replace(seq_len=90, vision_token_ratio=None)
     planner = Planner(indices, config)
-    report = planner.report()["sources"]
+    report = blend_report(planner)["sources"]
     assert all(report[name]["refused"] > 0 for name in config.sources)
     assert report["web"]["longest"] > 90
     plans, _ = run(planner, 30)
@@ -381,3 +383,50 @@ def test_the_hash_of_the_augmentation_stays_what_checkpoints_hold():
     augment = {"web": settings, "captions": AugmentConfig(turn=0.1, min_visible=1e-05)}
     planner = Planner(made_indices(), CONFIG.replace(augment=augment))
     assert planner.state_dict()["packing"]["augment"] == "990ecca6fdc114a2"
+
+
+def once(tokens, **changes):
+    config = CONFIG.replace(vision_token_ratio=None, **changes)
+    planner = Planner(made_indices(), config)
+    return planner, take_once(planner, tokens)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_once_takes_every_unit_that_fits_a_row_once(split):
+    planner, plans = once(10**9, split_text=split)
+    found = [
+        unit
+        for plan in plans
+        for unit in zip(*(getattr(plan.samples, c).tolist() for c in ("source", "index", "part")))
+    ]
+    assert len(found) == len(set(found))
+    expected = 0
+    for number, source in enumerate(planner.sources):
+        drawn = source.draw(np.arange(source.num_units))
+        expected += len({*zip(drawn.sample.tolist(), drawn.part.tolist())})
+        assert {i for s, i, _ in found if s == number} == {*drawn.sample.tolist()}
+    assert len(found) == expected
+    assert all(plan.num_rows == CONFIG.rows_per_step for plan in plans)
+    assert [plan.step for plan in plans] == list(range(len(plans)))
+
+
+def test_once_is_the_same_in_steps_of_other_rows():
+    def units(plans):
+        of = [(p.samples.source, p.samples.index, p.samples.start, p.samples.length) for p in plans]
+        return [np.concatenate(column).tolist() for column in zip(*of, strict=True)]
+
+    (_, some), (_, others) = once(5000), once(5000, rows_per_step=2, pack_window=16)
+    assert units(some) == units(others)
+    assert len(others) > len(some)
+
+
+def test_once_divides_the_tokens_by_the_shares_and_takes_one_unit_at_least():
+    planner, plans = once(6000)
+    sums = np.zeros(3)
+    for plan in plans:
+        sums += np.bincount(plan.samples.source, plan.samples.length, minlength=3)
+    for source, total in zip(planner.sources, sums, strict=True):
+        share = CONFIG.sources[source.index.name] / sum(CONFIG.sources.values())
+        assert 6000 * share - 300 < total <= 6000 * share
+    assert len(once(1)[1]) == 1
+    assert sorted(once(1)[1][0].samples.source.tolist()) == [0, 1, 2]

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kimi_pretrain.tools.run_plots import draw_at_the_end, read_steps
+from launch.cli.evaluate import table_of
 from launch.cli.main import app
 from tests.unit.kimi_pretrain.tools.test_plots import lines, whole_step
 
@@ -62,3 +63,24 @@ def test_of_a_long_run_some_steps_are_read_the_last_among_them(tmp_path, steps):
 def test_pictures_at_the_end_fail_no_run(tmp_path, capsys):
     draw_at_the_end(tmp_path / "gone")
     assert "no pictures (ValueError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [(), ("--source", "words", "--heldout")])
+def test_eval_wants_one_source_or_the_held_out_ones(given, tmp_path):
+    command = ["eval", "--config", "tiny_cpu", "--checkpoint", str(tmp_path), *given]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert "give --source NAME, or --heldout" in done.stderr
+
+
+def test_the_losses_of_a_validation_as_a_table():
+    line = {"step": 4, "loss": 2.5, "loss_tokens": 1200}
+    for what, name in (("source", "books"), ("position", "0-255")):
+        line[f"loss_by_{what}"] = {name: 2.5, "none": None}
+        line[f"loss_tokens_by_{what}"] = {name: 1200, "none": 0}
+    told = table_of(line).splitlines()
+    assert told[0] == "held-out loss after 4 steps, nats a token"
+    cells = [row.split() for row in told[1:]]
+    assert cells[0] == ["all", "2.5000", "1,200", "tokens"]
+    assert cells[1] == ["books", "2.5000", "1,200", "tokens"]
+    assert cells[2] == ["none", "-", "0", "tokens"]

@@ -1,13 +1,19 @@
 """What a rank says before the first step, and what it does when too many samples are unusable."""
 
+from pathlib import Path
+from shutil import copytree
 from types import SimpleNamespace
 
 import pytest
 
+from data_pipeline.ingest.ingest import CrudeSample, TextSegment, ingest
 from data_pipeline.plan.planner import TooManyUnusable
+from data_pipeline.store.open import open_store
+from data_pipeline.text import Tokenizer
 from kimi_pretrain.checkpoint.scheduler import CheckpointScheduler
-from kimi_pretrain.config import load_config
-from kimi_pretrain.reliability.preflight import check_node, unsaved
+from kimi_pretrain.config import ConfigError, load_config
+from kimi_pretrain.reliability.preflight import check_node, check_start, unsaved
+from tests.dist.jobs import SMALL
 
 
 @pytest.mark.parametrize(
@@ -41,3 +47,36 @@ def test_one_unusable_sample_too_many_saves_what_was_trained():
     with pytest.raises(TooManyUnusable), checkpoints.saving_before(TooManyUnusable):
         raise TooManyUnusable("1,001 of them")
     assert saved == [7]
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (["train.validate_every=5"], "train.validate_every=5 with no source in data.heldout"),
+        (["data.heldout={words: 1}"], "heldout names words, which training draws from"),
+        (["data.heldout={words_heldout: 0}"], "'words_heldout' is 0"),
+    ],
+)
+def test_held_out_sources_that_cannot_be_are_refused(keys, told):
+    with pytest.raises(ConfigError, match=told):
+        load_config("tiny_cpu", [*SMALL, *keys])
+
+
+def test_a_source_of_training_under_another_name_is_no_held_out_one(data_root: Path, tmp_path):
+    """The same samples, ingested under two names, are found by their content."""
+    root = tmp_path / "corpus"
+    copytree(data_root, root)
+    store = open_store(str(root))
+    tokenizer = Tokenizer.from_store(store, "tokenizer.tiktoken")
+    for name in ("words_again", "words_new"):
+        text = "it rained" if name == "words_new" else "the cat sat"
+        samples = [CrudeSample("w", [TextSegment(text)], {})]
+        ingest(samples, store, name, tokenizer)
+    keys = (f"data.root={root}", "data.vision_token_ratio=null", "train.validate_every=5")
+    ingest([CrudeSample("w", [TextSegment("the cat sat")], {})], store, "cats", tokenizer)
+    cats = "data.sources={cats: 1}"
+    one = ("layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.ep=1")
+    check_start(load_config("tiny_cpu", [*SMALL, *keys, cats, *one, "data.heldout={words_new: 1}"]))
+    same = load_config("tiny_cpu", [*SMALL, *keys, cats, *one, "data.heldout={words_again: 1}"])
+    with pytest.raises(ConfigError, match=r"data.heldout.words_again holds the samples of .*cats"):
+        check_start(same)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kimi_pretrain.telemetry import jsonl
-from kimi_pretrain.telemetry.jsonl import cut_after
+from kimi_pretrain.telemetry.jsonl import cut_after, last_step
 
 
 def plain(text: str, step: int) -> str:
@@ -68,6 +68,15 @@ def test_what_is_read_does_not_grow_with_the_steps_done(tmp_path, monkeypatch):
 def read_by_this_process() -> int:
     with open("/proc/self/io") as numbers:
         return int(numbers.readline().removeprefix("rchar:"))
+
+
+def test_the_last_step_of_a_file(tmp_path):
+    file = tmp_path / "heldout.jsonl"
+    assert last_step(file) is None
+    file.write_text('{"step"')
+    assert last_step(file) is None
+    file.write_text(line(3) + line(40, length=70_000) + '{"step": 50')
+    assert last_step(file) == 40
 
 
 def test_lines_are_cut_only_when_they_are_kept(tmp_path):
