@@ -87,14 +87,14 @@ def train(
     # Nothing is torn down on an error: other ranks may be inside a collective, and leaving it in
     # order would wait for them. The process ends, and with it the job.
     place = place_of(config, run_dir)
-    restarted = any(mesh.gather(restarted))  # of several machines not all need to know
+    restarted = any(mesh.all_gather_object(restarted))  # of several machines not all need to know
     watchdog.enter("claim the place of checkpoints")
-    owner = mesh.from_first(partial(claim_place, place, run_dir, resume, restarted))
+    owner = mesh.broadcast_from_rank0(partial(claim_place, place, run_dir, resume, restarted))
     progress = watchdog.progress("find the checkpoint")
     wanted = ("latest" if restarted else None, resume, otherwise)
     found, before = _find_checkpoint(wanted, place, config, mesh, progress)
     if found is None and (restarted or resume is not None):
-        mesh.from_first(partial(check_may_begin, run_dir, place, or_start or restarted))
+        mesh.broadcast_from_rank0(partial(check_may_begin, run_dir, place, or_start or restarted))
     run = Run(config, mesh, found, watchdog.enter)
     run.train_step.clock.on_phase = watchdog.enter
     if prepare is not None:
@@ -134,7 +134,7 @@ def _train_steps(
 ) -> str | None:
     """Train step by step; returns why it stopped before the last step, or None."""
     config, mesh = run.config, run.mesh
-    reason = stop_reason(mesh.gather(stop()))
+    reason = stop_reason(mesh.all_gather_object(stop()))
     while run.step < config.train.steps and reason is None:
         _validate_if_due(run, recorder, watchdog)
         watchdog.begin_step(run.step + 1)
@@ -148,7 +148,8 @@ def _train_steps(
         report.spans[WAIT_FOR_DATA] = (start, fetched)
         watchdog.enter("8 report")
         mine = _rank_report(run, report, time.time() - start, checkpoints, stop())
-        everyone: list[Any] = mesh.gather(mine)  # one that begins or awaits a save has more
+        # The one collective of the loop; a step that begins or awaits a save has more.
+        everyone: list[Any] = mesh.all_gather_object(mine)
         check_agreement(run.step, everyone)
         watchdog.enter("8 record")
         recorder.step(run.step, batch, report, everyone, loader_state)
@@ -287,12 +288,12 @@ def _find_checkpoint(
     for one in wanted:
         if one is None:
             continue
-        uri = one if one == "latest" else mesh.from_first(partial(latest_in, one))
+        uri = one if one == "latest" else mesh.broadcast_from_rank0(partial(latest_in, one))
         found = find(uri, place, config, mesh, progress, own=True)
         if found is not None:
             before = last_own_step(place, found)
             if uri != "latest":
-                mesh.from_first(partial(check_way_back, place, before))
+                mesh.broadcast_from_rank0(partial(check_way_back, place, before))
             return found, before
     return None, 0
 

@@ -43,13 +43,13 @@ class Mesh:
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
-    def gather(self, value: object) -> list[Any]:
+    def all_gather_object(self, value: object) -> list[Any]:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        return self.gather(make() if self.rank == 0 else None)[0]
+    def broadcast_from_rank0(self, make: Callable[[], Any]) -> Any:
+        return self.all_gather_object(make() if self.rank == 0 else None)[0]
 
 
 def held(rank: int, world_size: int, mib: int) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class Measured:
 
     def together(self, seconds: float) -> float:
         """The slowest rank's."""
-        return max(self.mesh.gather(seconds))
+        return max(self.mesh.all_gather_object(seconds))
 
     def state(self) -> RunState:
         self.step += 1
@@ -93,9 +93,9 @@ class Measured:
         """Seconds of everything once."""
         found: dict[str, float] = {}
         for way in disk.WAYS:
-            self.mesh.gather(None)
+            self.mesh.all_gather_object(None)
             found[f"dd {way}"] = self.together(disk.write(self.source, self._file("dd"), way))
-        self.mesh.gather(None)
+        self.mesh.all_gather_object(None)
         mine = dict(list(self.tensors.items())[: self._mine()])
         found["torch.save"] = self.together(disk.save_by_torch(mine, self._file("pt")))
         found |= self._save() | self._load(mine)
@@ -120,9 +120,9 @@ class Measured:
     def _load(self, mine: dict[str, Tensor]) -> dict[str, float]:
         folder = self.root / "checkpoints" / f"step_{self.step:08d}"
         files = sorted(folder.glob(f"rank_{self.mesh.rank:05d}_*"))
-        self.mesh.gather(disk.forget([*files, self._file("pt")]))
+        self.mesh.all_gather_object(disk.forget([*files, self._file("pt")]))
         found = {"dd reads": self.together(disk.read(files))}
-        self.mesh.gather(disk.forget([*files, self._file("pt")]))
+        self.mesh.all_gather_object(disk.forget([*files, self._file("pt")]))
         start = time.perf_counter()
         checkpoint = find("latest", self.place, self.config, self.mesh)  # type: ignore[arg-type]
         assert checkpoint is not None
@@ -152,7 +152,7 @@ class Measured:
         least, count, start = (STEPS if self.saver.under_way is None else 1), 0, time.perf_counter()
         while True:
             self._compute()
-            self.saver.advance(self.mesh.gather(self.saver.progress()))
+            self.saver.advance(self.mesh.all_gather_object(self.saver.progress()))
             count += 1
             if count >= least and over():
                 return self.together((time.perf_counter() - start) / count)

@@ -91,7 +91,7 @@ def _peaks(mesh: Mesh, variant: Variant, batch: StepBatch) -> list[dict[str, int
     before = _resident()
     report = variant.run(batch)
     mine = {phase: peak - before for phase, peak in report.peak_bytes.items()}
-    everyone: list[Any] = mesh.gather(mine)
+    everyone: list[Any] = mesh.all_gather_object(mine)
     return everyone
 
 

@@ -67,7 +67,7 @@ def _calibrate(config: Config, mesh: Mesh, seconds: float) -> list[Any]:
         "loads": len(found.measured.timings),
         "repeats": found.measured.repeats,
     }
-    return mesh.gather(mine)
+    return mesh.all_gather_object(mine)
 
 
 def _run(bench: Bench, name: str, variant: Variant, batch: StepBatch) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _run(bench: Bench, name: str, variant: Variant, batch: StepBatch) -> dict[st
         mine["phases"] = seconds_of_phases(report.spans)
         mine["busy_phases"] = dict(variant.clock.busy)
         mine["sent"] = 0 if variant.text_only else sum(report.exchange_bytes.values())
-    everyone: list[Any] = mesh.gather(mine)
+    everyone: list[Any] = mesh.all_gather_object(mine)
     found = {"seconds": max(one.pop("seconds") for one in everyone), "ranks": everyone}
     return found if report is None else {**found, "loss": report.loss}
 
@@ -137,7 +137,7 @@ def _facts(bench: Bench) -> dict[str, Any]:
     mine = sum(view.data.numel() for view in bench.model.backbone.views())
     return {
         "encoder_parameters": encoder,
-        "language_parameters_by_stage": bench.mesh.gather(mine),
+        "language_parameters_by_stage": bench.mesh.all_gather_object(mine),
         "microbatches": config.num_microbatches(),
         "rows_per_microbatch": config.train.rows_per_microbatch,
         "seq_len": config.data.seq_len,

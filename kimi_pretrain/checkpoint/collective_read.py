@@ -83,14 +83,14 @@ def on_all_ranks(work: Callable[[], T], mesh: "Mesh | None") -> list[T]:
     if mesh is None:
         return [work()]
     mine = Outcome.of(work)
-    everyone: list[Any] = mesh.gather(mine.sendable())
+    everyone: list[Any] = mesh.all_gather_object(mine.sendable())
     everyone[mesh.rank] = mine
     return [outcome.result() for outcome in everyone]
 
 
-def from_first(make: Callable[[], T], mesh: "Mesh | None") -> T:
+def broadcast_from_rank0(make: Callable[[], T], mesh: "Mesh | None") -> T:
     """Return what rank 0 makes, on every rank; an error that it meets is raised on all."""
-    return make() if mesh is None else mesh.from_first(make)
+    return make() if mesh is None else mesh.broadcast_from_rank0(make)
 
 
 def _by_group(names: Iterable[str], copies: Mapping[str, str]) -> dict[str, list[str]]:

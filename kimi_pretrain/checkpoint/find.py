@@ -10,7 +10,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kimi_pretrain.checkpoint.collective_read import from_first, on_all_ranks
+from kimi_pretrain.checkpoint.collective_read import broadcast_from_rank0, on_all_ranks
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, storage_errors
 from kimi_pretrain.checkpoint.file_access import CheckpointUnreadable, OnBytes
 from kimi_pretrain.checkpoint.manifest import MANIFEST, check_fits, share_of_files
@@ -51,7 +51,7 @@ def find(
     """
     if os.fspath(resume) != "latest":
         return verified(open_checkpoint(resume), config, mesh, progress)
-    steps = from_first(partial(_steps_of, place, own), mesh)
+    steps = broadcast_from_rank0(partial(_steps_of, place, own), mesh)
     for step in reversed(steps):
         found = place.checkpoint(step)
         problems = _problems(found, config, mesh, progress, listed=True)
@@ -98,7 +98,7 @@ def _problems(
     Args:
         listed: whether it was complete a moment ago.
     """
-    texts, problem = from_first(partial(_texts, found, listed), mesh)
+    texts, problem = broadcast_from_rank0(partial(_texts, found, listed), mesh)
     if problem is not None:
         return [problem]
     found.know(texts)

@@ -35,7 +35,7 @@ def hash_tensors(tensors: Mapping[str, Tensor], mesh: "Mesh") -> dict[str, str]:
         RuntimeError: replicas of one tensor differ, which must never happen; the same on all ranks.
     """
     mine = {name: hash_tensor(tensor) for name, tensor in tensors.items()}
-    everyone: list[Any] = mesh.gather(digest(mine))
+    everyone: list[Any] = mesh.all_gather_object(digest(mine))
     senders = _senders(everyone)
     sent = zlib.compress(json.dumps(mine).encode()) if mesh.rank in senders else b""
     parts = _to_first(sent, mesh)
@@ -44,7 +44,7 @@ def hash_tensors(tensors: Mapping[str, Tensor], mesh: "Mesh") -> dict[str, str]:
     def merge() -> None:
         found.update(_merged((rank, json.loads(zlib.decompress(parts[rank]))) for rank in senders))
 
-    mesh.from_first(merge)
+    mesh.broadcast_from_rank0(merge)
     return found
 
 
@@ -62,10 +62,10 @@ def _senders(everyone: Sequence[str]) -> list[int]:
 def _to_first(mine: bytes, mesh: "Mesh") -> list[bytes]:
     """Return the bytes of all ranks on rank 0, in pieces that fit beside a full device."""
     piece = max(PIECE, TOGETHER // mesh.world_size)
-    lengths: list[Any] = mesh.gather(len(mine))
+    lengths: list[Any] = mesh.all_gather_object(len(mine))
     parts: list[list[bytes]] = [[] for _ in lengths]
     for at in range(0, max(lengths), piece):
-        pieces: list[Any] = mesh.gather(mine[at : at + piece])
+        pieces: list[Any] = mesh.all_gather_object(mine[at : at + piece])
         if mesh.rank == 0:
             for part, got in zip(parts, pieces, strict=True):
                 part.append(got)

@@ -5,7 +5,7 @@ From its start on, rank 0's writer also removes what killed runs have left. The 
 1. begin      every rank stages (copies) its share; a thread stages what changes in the update
               alone, while the next step runs, and `wait_staged` waits before the update
 2. write      its writer process hashes and writes the files, in the background
-3. advance    the ranks exchange their progress, in the one gather of a training step
+3. advance    the ranks exchange their progress, in the one all-gather of a training step
 4. commit     when all have written, rank 0's writer writes manifest.json: the save is complete
 5. retire     what need not be kept is removed; nothing waits for it
 
@@ -76,7 +76,7 @@ class CheckpointSaver:
         ...
         saver.wait_staged()                        # before what is `unchanged` changes
         ...
-        everyone = mesh.gather(saver.progress())   # part of the step's own gather
+        everyone = mesh.all_gather_object(saver.progress())   # part of the step's own all-gather
         done = saver.advance(everyone)             # the URI of what is complete now, or None
         ...
         saver.finish()                             # wait for the last one
@@ -88,7 +88,7 @@ class CheckpointSaver:
     Args:
         place: a folder that all ranks see, or an object store.
         config: of the run.
-        mesh: of the job; only its rank, world size, device and `gather` are used.
+        mesh: of the job; only its rank, world size, device and `all_gather_object` are used.
         alive: called whenever a rank that waits has seen bytes being written, so that a watchdog
             can tell a slow save from one that hangs.
         owner: who must own the place when a checkpoint is committed; None: anybody.
@@ -125,7 +125,7 @@ class CheckpointSaver:
         self._saved: RunState | None = None  # of `uri`
         self._phase: Literal["writing", "committing"] = "writing"
         self._files: dict[str, Fingerprint] = {}  # of all ranks, so far; used by rank 0 alone
-        self._files_reported = False  # whether this rank's files have gone through a gather
+        self._files_reported = False  # whether this rank's files have gone through an all-gather
         self._began = 0.0
         self._seen_bytes = 0
         self._failures = 0
@@ -140,7 +140,7 @@ class CheckpointSaver:
         Raises:
             CheckpointError: not enough memory; the same on all ranks.
         """
-        everyone: list[Any] = self.mesh.gather(sharding.compressed(_sizes(tensors)))
+        everyone: list[Any] = self.mesh.all_gather_object(sharding.compressed(_sizes(tensors)))
         sizes = sharding.decompressed(everyone)
         weights = sharding.weight_map(sizes, self.config.checkpoint.file_mib * _MIB)
         texts: dict[str, bytes] = {}
@@ -156,7 +156,7 @@ class CheckpointSaver:
             self._writer = self._start(step)
         except (CheckpointError, OSError) as error:
             problem, kind = str(error), error_class(error)
-        outcomes: list[Any] = self.mesh.gather((problem, kind))
+        outcomes: list[Any] = self.mesh.all_gather_object((problem, kind))
         if problems := _by_rank([problem for problem, _ in outcomes]):
             self._release(0.0)
             raise next(kind for problem, kind in outcomes if problem)(problems)
@@ -186,7 +186,7 @@ class CheckpointSaver:
         self._await_save()
         self._await_removals(state.step)
         ready = self._staging is not None and self._staging.holds(tensors)
-        everyone: list[Any] = self.mesh.gather((ready, state == self._saved))
+        everyone: list[Any] = self.mesh.all_gather_object((ready, state == self._saved))
         if all(same for _, same in everyone):
             return
         if not all(ready for ready, _ in everyone):
@@ -239,7 +239,7 @@ class CheckpointSaver:
             return SaveProgress("writing", writer.bytes_done, warnings=warnings)
         if self._phase == "committing" and self.mesh.rank == 0:
             return SaveProgress("committed", writer.bytes_done, warnings=warnings)
-        # There may be thousands of ranks: each rank's files go through the gather once.
+        # There may be thousands of ranks: each rank's files are gathered once.
         written = {} if self._files_reported else writer.done["value"]
         files = {name: Fingerprint(**found) for name, found in written.items()}
         return SaveProgress("written", writer.bytes_done, files, warnings=warnings)
@@ -302,7 +302,7 @@ class CheckpointSaver:
     def _await_save(self) -> None:
         """Wait for the save that is under way, as the training loop does between its steps."""
         while self.under_way is not None:
-            everyone: list[Any] = self.mesh.gather(self.progress(_POLL_S))
+            everyone: list[Any] = self.mesh.all_gather_object(self.progress(_POLL_S))
             done = sum(progress.bytes_done for progress in everyone if progress is not None)
             if done != self._seen_bytes:
                 self._seen_bytes = done

@@ -1,7 +1,7 @@
 """When a run is saved, and to what place: the loop's side of `kimi_pretrain.checkpoint`.
 
 A save begins after the step that it is due at and goes on in the background while the next steps
-are trained; every step's gather carries how far each rank is. At a stop, and at the end, it is
+are trained; every step's all-gather carries how far each rank is. At a stop, and at the end, it is
 waited for.
 """
 
@@ -82,7 +82,7 @@ class CheckpointScheduler:
             self._open()
 
     def progress(self) -> SaveProgress | None:
-        """Return how far this rank is with a save, for the step's gather."""
+        """Return how far this rank is with a save, for the step's all-gather."""
         return self._saver.progress() if self._saver else None
 
     def seconds(self) -> dict[str, float]:
@@ -158,7 +158,7 @@ class CheckpointScheduler:
         return self._saver is not None and self._saver.under_way is not None
 
     def _open(self) -> CheckpointSaver:
-        self.run.mesh.from_first(self._abandon_later)
+        self.run.mesh.broadcast_from_rank0(self._abandon_later)
         self._saver = CheckpointSaver(
             self.place, self.config, self.run.mesh, self._report_saving, owner=self._owner
         )

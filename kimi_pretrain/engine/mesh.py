@@ -83,11 +83,11 @@ class Mesh:
 
     def sum(self, values: list[float]) -> list[float]:
         """Return element-wise sums over all ranks, in fp64."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: list[float]) -> list[float]:
         """Return element-wise maxima over all ranks, in fp64."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def sum_(self, values: torch.Tensor) -> None:
         """Sum a tensor over all ranks, in place and without waiting for the device."""
@@ -104,25 +104,25 @@ class Mesh:
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.groups[group])
         return torch.nonzero(both[0] != -both[1]).flatten().tolist()
 
-    def gather(self, value: object) -> list[object]:
+    def all_gather_object(self, value: object) -> list[object]:
         """Return every rank's (small) object, in rank order, on every rank.
 
-        torch's own `all_gather_object` copies from a CUDA device once for every rank, and waits
-        each time. Here there are two copies, whatever the number of ranks: of the lengths, and of
-        the pickles, all padded to the longest.
+        torch's function of this name copies from a CUDA device once for every rank, and waits each
+        time. Here there are two copies, whatever the number of ranks: of the lengths, and of the
+        pickles, all padded to the longest.
         """
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = self._gather(torch.tensor([len(mine)], dtype=torch.int64)).tolist()
+        lengths = self._all_gather(torch.tensor([len(mine)], dtype=torch.int64)).tolist()
         longest = max(lengths)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(mine)] = mine
-        sent = self._gather(padded).cpu().numpy().data
+        sent = self._all_gather(padded).cpu().numpy().data
         starts = range(0, longest * self.world_size, longest)
         return [
             pickle.loads(sent[at : at + length]) for at, length in zip(starts, lengths, strict=True)
         ]
 
-    def from_first(self, make: Callable[[], T]) -> T:
+    def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
         """Call `make` on rank 0 and broadcast its result; an exception is raised on all ranks."""
         outcome = Outcome.of(make) if self.rank == 0 else Outcome()
         sent = [outcome.sendable()]
@@ -148,14 +148,14 @@ class Mesh:
         """Wait for all ranks."""
         dist.barrier()
 
-    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
+    def _all_gather(self, mine: torch.Tensor) -> torch.Tensor:
         """Return the equally long vectors of all ranks, one behind the other, on the device."""
         mine = mine.to(self.device)
         everyone = mine.new_empty(self.world_size * len(mine))
         dist.all_gather_into_tensor(everyone, mine)
         return everyone
 
-    def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    def _all_reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=op)
         return tensor.tolist()

@@ -390,7 +390,7 @@ def _divide(
     load = sum(shares.values(), OwnerLoad())
     for name, group in groups.items():
         load -= shares[name]
-        found = choose_owners(held[name], group.gather(load), rules, config)
+        found = choose_owners(held[name], group.all_gather_object(load), rules, config)
         load += load_of(held[name], found, group.index, rules, config)
         owners |= found
     return owners

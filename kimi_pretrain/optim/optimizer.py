@@ -307,7 +307,7 @@ class MuonClip(torch.optim.Optimizer):
             index: {part: value.cpu() for part, value in state.items()}
             for index, state in own["state"].items()
         }
-        found = self._group.gather_to(own["state"], to)
+        found = self._group.gather_object(own["state"], to)
         if found is None:
             return None
         merged = {index: state for states in found for index, state in states.items()}

@@ -34,14 +34,14 @@ class ReplicaGroup:
         ranks = tuple(dist.get_process_group_ranks(group))
         return ReplicaGroup(group, ranks, dist.get_rank(group))
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's (small) value, in the group's order; a collective call."""
         found: list[Any] = [value] * len(self.ranks)
         if len(self.ranks) > 1:
             dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def gather_to(self, value: Any, index: int) -> list[Any] | None:
+    def gather_object(self, value: Any, index: int) -> list[Any] | None:
         """Return every rank's value on one rank of the group, None elsewhere; a collective call."""
         if len(self.ranks) == 1:
             return [value]
@@ -66,7 +66,7 @@ class ReplicaGroup:
         """
         lines = [f"{t.name} {tuple(t.data.shape)} {t.data.dtype}" for t in tensors]
         digest = blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-        found = self.gather((len(lines), digest))
+        found = self.all_gather_object((len(lines), digest))
         if len(set(found)) > 1:
             raise ValueError(
                 f"optimizer: the ranks of replica group '{name}' hold different tensors; "

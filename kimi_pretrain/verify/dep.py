@@ -156,7 +156,7 @@ def differing_copies(run: Run) -> list[str]:
     found = run.update.differing(lambda tensor: tensor.data)
     if not run.config.optim.shard_state:
         found += run.update.differing(lambda tensor: tensor.grad())
-    everyone: list[Any] = run.mesh.gather(found)
+    everyone: list[Any] = run.mesh.all_gather_object(found)
     return sorted({name for part in everyone for name in part})
 
 

@@ -37,7 +37,7 @@ def _next_best(
 
 def _with_routers(run: "Run") -> list[int]:
     """Return the ranks that hold routers; a collective call."""
-    held: list[Any] = run.mesh.gather(any(True for _ in run.backbone.routers()))
+    held: list[Any] = run.mesh.all_gather_object(any(True for _ in run.backbone.routers()))
     return [rank for rank, holds in enumerate(held) if holds]
 
 
@@ -167,7 +167,7 @@ def _wrong_divisor(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     def weighing(microbatches: "list[Microbatch]", aux_scale: float) -> "BackboneResult":
         masks = [m.loss_mask for m in microbatches if m.loss_mask is not None]
         mine = sum(int(mask.sum()) for mask in masks) if mesh.counts_loss else 0
-        counts: list[Any] = mesh.gather((mesh.replica, mine))
+        counts: list[Any] = mesh.all_gather_object((mesh.replica, mine))
         own = sum(count for replica, count in counts if replica == mesh.num_replicas - 1)
         factor = sum(count for _, count in counts) / max(1, own)
         if mesh.replica != mesh.num_replicas - 1:

@@ -35,7 +35,7 @@ def _momentum(run: "Run") -> dict[str, Tensor]:
     """
     state = run.update.optimizer.state_dict()
     held = [{n: t for n, t in state.items() if n.startswith(one) and t.any()} for one in _MOMENTUM]
-    everyone: list[Any] = run.mesh.gather(bool(held[0]))
+    everyone: list[Any] = run.mesh.all_gather_object(bool(held[0]))
     return held[0] if any(everyone) else held[1]
 
 
@@ -47,7 +47,7 @@ def _biases(run: "Run") -> dict[str, Tensor]:
 def _smallest(run: "Run", held: "Callable[[Run], dict[str, Tensor]]") -> str | None:
     """Return the smallest of the tensors of all ranks, the hardest to miss; None without any."""
     mine = [(tensor.numel(), name) for name, tensor in held(run).items()]
-    everyone: list[Any] = run.mesh.gather(min(mine, default=None))
+    everyone: list[Any] = run.mesh.all_gather_object(min(mine, default=None))
     return min((one for one in everyone if one is not None), default=(0, None))[1]
 
 
@@ -64,7 +64,7 @@ def _pair(run: "Run") -> tuple[str, str] | None:
 
 def _masters(run: "Run") -> bool:
     held = any(name.startswith("optim.master.") for name in run.update.optimizer.state_dict())
-    return any(run.mesh.gather(held))
+    return any(run.mesh.all_gather_object(held))
 
 
 def _fault(
@@ -148,12 +148,12 @@ def _lost_step_count(replaced: Replaced, run: "Run") -> None:
 
 @_fault(
     "the momentum of two tensors of one shape is loaded into each other's place",
-    lambda run: any(run.mesh.gather(_pair(run))),
+    lambda run: any(run.mesh.all_gather_object(_pair(run))),
     "no process keeps momentum of two tensors of one shape",
 )
 def _swapped_states(replaced: Replaced, run: "Run") -> None:
     """Swap what the optimizer keeps of two tensors of one shape, as a wrong file name would."""
-    pairs: list[Any] = run.mesh.gather(_pair(run))
+    pairs: list[Any] = run.mesh.all_gather_object(_pair(run))
     rank = next(rank for rank, pair in enumerate(pairs) if pair is not None)
     if run.mesh.rank == rank:
         held = run.update.optimizer.state_dict()

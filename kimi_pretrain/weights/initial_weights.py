@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kimi_pretrain.checkpoint.collective_read import from_first, on_all_ranks, read_and_broadcast
+from kimi_pretrain.checkpoint.collective_read import (
+    broadcast_from_rank0,
+    on_all_ranks,
+    read_and_broadcast,
+)
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import MANIFEST, share_of_files
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint
@@ -119,7 +123,7 @@ def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> InitialW
     if uri is None:
         return None
     try:
-        weights, settings = from_first(partial(open_compatible, uri, config.model), mesh)
+        weights, settings = broadcast_from_rank0(partial(open_compatible, uri, config.model), mesh)
         return InitialWeights(weights, settings, encoder)
     except (CheckpointError, FileNotFoundError) as error:
         raise type(error)(f"train.start_from: {error}") from None

@@ -21,7 +21,7 @@ def losses(run) -> list[dict]:
             "loss_tokens": report.loss_tokens,
             "skipped_samples": len(report.skipped),
             "items": report.items,
-            "table": merged(run.mesh.gather(report.losses), names, seq_len).as_line(),
+            "table": merged(run.mesh.all_gather_object(report.losses), names, seq_len).as_line(),
         }
         for report in reports
     ]
@@ -84,7 +84,7 @@ def dep_variants(run) -> dict[str, dict]:
         found[name] = {
             "loss": report.loss,
             "shared": int((report.vision.parts > 1).sum()),
-            "kept": sum(run.mesh.gather(report.kept_patches)),
+            "kept": sum(run.mesh.all_gather_object(report.kept_patches)),
             "patches": int(report.vision.patches.sum()),
             "gradients": _gather(run, gradients),
             "phases": sorted(report.spans),
@@ -198,7 +198,7 @@ def planted_bit(run) -> dict[str, object]:
 
     def told(step: int, copies) -> str:
         try:
-            check_copies(step, run.mesh.gather(copies))
+            check_copies(step, run.mesh.all_gather_object(copies))
         except RuntimeError as error:
             return str(error)
         return ""
@@ -212,11 +212,11 @@ def planted_bit(run) -> dict[str, object]:
     sound = [told(step, run.replicas.hashes(step)) for step in range(1, turns + 1)]
     first = trained()
     names = [copy.name for copy in run.replicas.hashes(2)]
-    owned = run.mesh.gather([run.update.optimizer.owns(name) for name in names])
+    owned = run.mesh.all_gather_object([run.update.optimizer.owns(name) for name in names])
     name = names[owned[1].index(False)]
     if run.mesh.rank == 1:
         run.model.tensors()[name].view(-1)[:1].view(torch.uint8)[0] ^= 1
-    second, after = trained(), run.mesh.gather(int(hash_bits(run.model.tensors()[name])))
+    second, after = trained(), run.mesh.all_gather_object(int(hash_bits(run.model.tensors()[name])))
     found = {"name": name, "sound": "".join(sound), "told": [first, second, trained()]}
     return found | {"equal again": after[0] == after[1]}
 
@@ -287,7 +287,7 @@ def _owned_gradients(run, loss_tokens: int) -> dict[str, torch.Tensor]:
 
 def _gather(run, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     everything: dict[str, torch.Tensor] = {}
-    for part in run.mesh.gather({name: grad.clone() for name, grad in mine.items()}):
+    for part in run.mesh.all_gather_object({name: grad.clone() for name, grad in mine.items()}):
         everything.update(part)
     return everything
 

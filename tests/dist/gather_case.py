@@ -20,8 +20,8 @@ def objects(rank: int, world_size: int) -> list[Any]:
 def gathered(run) -> list[list[Any]]:
     """Gather each of `objects`; what arrived, which must be the same on all ranks."""
     mesh = run.mesh
-    found = [mesh.gather(value) for value in objects(mesh.rank, mesh.world_size)]
-    everywhere = mesh.gather(found)
+    found = [mesh.all_gather_object(value) for value in objects(mesh.rank, mesh.world_size)]
+    everywhere = mesh.all_gather_object(found)
     assert all(repr(there) == repr(found) for there in everywhere)
     return found
 

@@ -112,7 +112,7 @@ def policies(run, names=tuple(POLICIES)) -> dict:
         ]
         assert found[name].keys() == other.keys()
         held = {k: v for k, v in run.backbone.policy.bytes_by_kind().items() if k != "weights"}
-        parts = run.mesh.gather((differing, held, len(other), late, did))
+        parts = run.mesh.all_gather_object((differing, held, len(other), late, did))
         results[name] = {
             "differing": sorted({key for part in parts for key in part[0]}),
             "held": [part[1] for part in parts],
@@ -121,10 +121,10 @@ def policies(run, names=tuple(POLICIES)) -> dict:
             "did": [part[4] for part in parts],
         }
     padding = sum(int(one.padding.sum()) for one in microbatches)
-    ranks = len(run.mesh.gather(None)) // run.config.layout.pp
+    ranks = len(run.mesh.all_gather_object(None)) // run.config.layout.pp
     language = run.config.model.language
     return results | {
-        "padding": sum(run.mesh.gather(padding)),
+        "padding": sum(run.mesh.all_gather_object(padding)),
         "layers": language.num_layers * len(microbatches) * ranks,
         "dense layers": language.num_dense_layers * len(microbatches) * ranks,
     }

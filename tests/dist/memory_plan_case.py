@@ -89,7 +89,7 @@ def in_flight(run) -> list[Any]:
     finally:
         backbone._forward = forward
     assert not any(held)
-    return run.mesh.gather((run.mesh.stage, tuple(best)))
+    return run.mesh.all_gather_object((run.mesh.stage, tuple(best)))
 
 
 def _microbatches(run) -> list:

@@ -44,7 +44,7 @@ def trained(run) -> dict[str, Any]:
     clipped = _train(run, SAVE_AT)
     run.save(_checkpoints(run))
     clipped += _train(run, STEPS)
-    early = run.mesh.gather(run.backbone.reduction.early_buckets)
+    early = run.mesh.all_gather_object(run.backbone.reduction.early_buckets)
     return {"weights": _weights(run), "clipped": clipped, "early": early}
 
 
@@ -205,7 +205,7 @@ def traffic(run) -> dict[str, Any]:
     with Wire() as ours:
         run.train_step.run(batch)
     counters = run.backbone.reduction, run.encoder.sums, run.update.optimizer
-    told = [sum(run.mesh.gather(counter.bytes_moved)) for counter in counters]
+    told = [sum(run.mesh.all_gather_object(counter.bytes_moved)) for counter in counters]
     elements = sum(tensor.data.numel() for tensor in run.update.named)
     buffers = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True

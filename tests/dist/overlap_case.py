@@ -45,15 +45,17 @@ def overlap(run) -> dict[str, Any]:
     """
     batches = [next(run.loader) for _ in range(STEPS)]
     plain, found = (_steps(run, batches, overlapped) for overlapped in (False, True))
-    stages = run.mesh.gather((run.mesh.stage, found["order"]))
+    stages = run.mesh.all_gather_object((run.mesh.stage, found["order"]))
     return {
         "differs": _differs(run, plain, found),
         "compared": {kind: len(tensors) for kind, tensors in plain["tensors"].items()},
-        "padding": sum(run.mesh.gather(found["padding"])),
-        "masks": sum(run.mesh.gather(found["masks"])),
+        "padding": sum(run.mesh.all_gather_object(found["padding"])),
+        "masks": sum(run.mesh.all_gather_object(found["masks"])),
         "accepted": _accepted(run),
-        "held": max(run.mesh.gather(found["held"] - plain["held"])),
-        "complete": all(run.mesh.gather(sorted(found["order"]) == sorted(plain["order"]))),
+        "held": max(run.mesh.all_gather_object(found["held"] - plain["held"])),
+        "complete": all(
+            run.mesh.all_gather_object(sorted(found["order"]) == sorted(plain["order"]))
+        ),
         "orders": len({tuple(order) for stage, order in stages if stage == run.mesh.stage}),
     }
 
@@ -105,7 +107,7 @@ def _differs(run, plain: dict, found: dict) -> list[str]:
         others = found["tensors"][kind]
         assert tensors.keys() == others.keys()
         mine += [f"{kind} {name}" for name in tensors if not tensors[name].equal(others[name])]
-    return sorted({name for names in run.mesh.gather(mine) for name in names})
+    return sorted({name for names in run.mesh.all_gather_object(mine) for name in names})
 
 
 def _steps(run, batches, overlapped: bool) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def leaf_gradients(run) -> dict:
     ]
     mine = {number: (at, one.leaf.grad) for number, (one, at) in planted.items()}
     gradients = torch.zeros(batch.plan.num_rows // rows, shared.tokens, hidden)
-    for part in mesh.gather(mine):
+    for part in mesh.all_gather_object(mine):
         for number, (at, gradient) in part.items():
             gradients[number, at] += gradient
     buffers = sum(hasattr(view.param, "main_grad") for view in run.backbone.views())
@@ -66,7 +66,7 @@ def shared_rows(run) -> dict:
     hash_tensors(run.tensors(), run.mesh)  # copies are equal bit for bit
     shapes: dict[str, tuple[int, ...]] = {}
     mine = {name: tuple(tensor.shape) for name, tensor in run.tensors().items()}
-    for part in run.mesh.gather(mine):
+    for part in run.mesh.all_gather_object(mine):
         shapes.update(part)
     return {"leaves": leaves, "steps": steps, "shapes": shapes}
 

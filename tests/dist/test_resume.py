@@ -45,10 +45,10 @@ class Alone:
 
     rank, world_size, device = 0, 1, torch.device("cpu")
 
-    def gather(self, value: object) -> list[object]:
+    def all_gather_object(self, value: object) -> list[object]:
         return [value]
 
-    def from_first(self, make):
+    def broadcast_from_rank0(self, make):
         return make()
 
 

@@ -102,7 +102,7 @@ def weights_started(run) -> dict:
             wrong.append(name)
     mine = {"wrong": wrong, "masters": masters, "moments": moments, "tensors": len(run.tensors())}
     return {
-        "ranks": run.mesh.gather(mine),
+        "ranks": run.mesh.all_gather_object(mine),
         "steps": (run.step, run.update.optimizer.steps, run.loader.state_dict()["step"]),
     }
 

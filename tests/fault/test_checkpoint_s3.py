@@ -173,12 +173,12 @@ def test_a_store_that_is_gone_fails_the_save_and_training_goes_on(place, proxy, 
         saver = CheckpointSaver(open_place(place.uri, patience=1.0), ranks.config(), mesh)
         saver.begin(ranks.tensors(1), ranks.state(1, 1))
         saver.finish()
-        mesh.gather(proxy.faults.append(gone) if mesh.rank == 0 else None)
+        mesh.all_gather_object(proxy.faults.append(gone) if mesh.rank == 0 else None)
         saver.begin(ranks.tensors(2), ranks.state(2, 2))
         # Of this kind, so that the run ends with the exit code that is worth a restart.
         with pytest.raises(CheckpointUnavailable, match="step 2 could not .*: .*gave up") as told:
             saver.finish()
-        mesh.gather(proxy.faults.remove(gone) if mesh.rank == 0 else None)
+        mesh.all_gather_object(proxy.faults.remove(gone) if mesh.rank == 0 else None)
         saver.begin(ranks.tensors(3), ranks.state(3, 3))
         saver.finish()
         saver.close()

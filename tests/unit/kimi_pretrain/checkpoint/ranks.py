@@ -60,16 +60,16 @@ class Mesh:
     def __init__(self, rank: int, threads: Threads):
         self.rank, self.world_size, self._threads = rank, len(threads.values), threads
 
-    def gather(self, value: object) -> list[object]:
+    def all_gather_object(self, value: object) -> list[object]:
         self._threads.values[self.rank] = value
         self._threads.barrier.wait()
         values = list(self._threads.values)
         self._threads.barrier.wait()
         return values
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
+    def broadcast_from_rank0(self, make: Callable[[], Any]) -> Any:
         outcome = Outcome.of(make) if self.rank == 0 else Outcome()
-        sent: list[Any] = self.gather(pickle.dumps(outcome.sendable()))
+        sent: list[Any] = self.all_gather_object(pickle.dumps(outcome.sendable()))
         return (outcome if self.rank == 0 else pickle.loads(sent[0])).result()
 
     def index_in(self, group: str) -> tuple[int, int]:
@@ -78,9 +78,9 @@ class Mesh:
 
     def broadcast_copies(self, group: str, tensors: Sequence[torch.Tensor]) -> None:
         for index, tensor in enumerate(tensors):
-            everyone: list[Any] = self.gather(tensor)
+            everyone: list[Any] = self.all_gather_object(tensor)
             copied = everyone[index % self.world_size].clone()
-            self.gather(None)  # nobody writes before all have read
+            self.all_gather_object(None)  # nobody writes before all have read
             tensor.copy_(copied)
 
 

@@ -62,11 +62,11 @@ def test_copies_are_sent_once_and_in_bounded_pieces(monkeypatch):
     class Counting(Mesh):
         def __init__(self, mesh: Mesh):
             super().__init__(mesh.rank, mesh._threads)
-            self.from_first = mesh.from_first  # what it sends is no hash
+            self.broadcast_from_rank0 = mesh.broadcast_from_rank0  # what it sends is no hash
 
-        def gather(self, value: Any) -> list[Any]:
+        def all_gather_object(self, value: Any) -> list[Any]:
             sent[self.rank].append(pickle.dumps(value))
-            return super().gather(value)
+            return super().all_gather_object(value)
 
     def work(mesh: Mesh) -> dict[str, str]:
         mine = {n: t for n, t in held(mesh.rank).items() if not n.startswith("optim")}
@@ -74,7 +74,7 @@ def test_copies_are_sent_once_and_in_bounded_pieces(monkeypatch):
 
     found = on_ranks(8, work)[0]
     assert len(found) == 7
-    done = len(pickle.dumps(pickle.dumps(Outcome())))  # as `from_first` sends it
+    done = len(pickle.dumps(pickle.dumps(Outcome())))  # as `broadcast_from_rank0` sends it
     most = max(len(pickle.dumps("0" * 64)) + 20, done)  # a digest, a piece of 64 bytes, or "done"
     assert max(len(one) for all_of_one in sent.values() for one in all_of_one) <= most
     told = [sum(len(one) for one in sent[rank]) for rank in range(8)]

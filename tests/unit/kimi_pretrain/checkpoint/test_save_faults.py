@@ -126,7 +126,7 @@ def test_what_was_written_is_told_once_and_again_if_it_was_not_heard(tmp_path):
             assert time.monotonic() < until
             if mesh.rank == 1 and not unheard:  # so that rank 0 has written long before
                 time.sleep(0.5)
-            everyone: list[SaveProgress] = mesh.gather(saver.progress(0.05))
+            everyone: list[SaveProgress] = mesh.all_gather_object(saver.progress(0.05))
             counts.append([len(progress.files) for progress in everyone])
             if unheard == 0 and sum(counts[-1]):
                 unheard = 1

@@ -142,11 +142,11 @@ def test_the_loop_brings_a_save_to_its_end(tmp_path):
         saver.begin(ranks.tensors(2), ranks.state(2))
         done, steps = None, 0
         while done is None:
-            done = saver.advance(mesh.gather(saver.progress()))
+            done = saver.advance(mesh.all_gather_object(saver.progress()))
             assert saver.under_way == (None if done else 2)
             steps += 1
             time.sleep(0.01)
-        assert saver.advance(mesh.gather(saver.progress())) is None
+        assert saver.advance(mesh.all_gather_object(saver.progress())) is None
         saver.close()
         return done, steps
 
@@ -309,12 +309,12 @@ def test_nothing_is_complete_before_all_have_written(tmp_path):
         saver.begin(ranks.tensors(1), ranks.state(1))
         since = None
         while since is None or time.monotonic() < since + 0.2:
-            everyone = mesh.gather(saver.progress(0.01))
+            everyone = mesh.all_gather_object(saver.progress(0.01))
             assert saver.advance(everyone) is None
             assert everyone[1].phase == "writing"
             if since is None and everyone[0].phase == "written":
                 since = time.monotonic()
-            since = mesh.gather(since)[0]
+            since = mesh.all_gather_object(since)[0]
         assert open_place(tmp_path).steps() == []
         if mesh.rank == 1:
             kill_writer(saver, signal.SIGCONT)

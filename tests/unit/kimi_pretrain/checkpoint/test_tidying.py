@@ -243,12 +243,12 @@ def test_a_step_is_protected_before_any_rank_begins_with_it(tmp_path, monkeypatc
         plain(writer, do, **values)
 
     class Mesh(ranks.Mesh):
-        def gather(self, value: object) -> list[object]:
+        def all_gather_object(self, value: object) -> list[object]:
             # By then other ranks may begin to write, with a new writer after `prepare`.
             sent.append(("gather", None))
             writer = saver._writer
             assert writer is None or not (writer.busy and writer._job_kind == "protect")
-            return super().gather(value)
+            return super().all_gather_object(value)
 
     monkeypatch.setattr(WriterClient, "send", send)
     mesh = Mesh(0, ranks.Threads(1))
