@@ -177,7 +177,7 @@ def _validate_if_due(run: Run, recorder: Recorder, watchdog: Watchdog) -> None:
     if run.step % every and run.step < run.config.train.steps:
         return
     watchdog.enter("validate")
-    if not run.mesh.from_first(partial(recorder.validated, run.step)):
+    if not run.mesh.broadcast_from_rank0(partial(recorder.validated, run.step)):
         found = run.validation.run(watchdog.progress("validate"))
         recorder.heldout(found.line(run.step))
 

@@ -118,7 +118,7 @@ class Validation:
                 log.warning("held out: skipped a sample: %s", one.reason)
             mine.append(sums)
             skipped += len(bad)
-        everyone: list[Any] = self.mesh.gather(mine)
+        everyone: list[Any] = self.mesh.all_gather_object(mine)
         data = self._planner.config
         table = merged(itertools.chain(*everyone), data.source_names, data.seq_len)
         text, vision = (
