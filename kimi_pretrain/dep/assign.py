@@ -1,10 +1,24 @@
 """Which rank encodes which media item: one assignment over the whole global batch. Pure.
 
-`place` works in two steps: first the lowest time of the slowest rank (`balance`), then an
-assignment of that time in which embeddings travel little (`nearby`). Items too large for balance
-are shared by blocks of ranks (`split`). Every rank computes the same answer from metadata alone,
-without communication (phase 0). Longest processing time first is R. L. Graham's rule (1969,
-"Bounds on multiprocessing timing anomalies"); `longest_processing_time` is the plain baseline.
+Terms: *work* is an item's seconds as an integer, *home* the rank that needs it, *base* what a rank
+does anyway (its parts of split items), its *load* base and the work given to it; *levels* group
+ranks from near to far: replica on one node, replica, node, all. `place` makes the slowest rank as
+fast as it can, then lets embeddings travel little:
+
+    blocks   items of several parts (`choose_splits`) go to blocks of 2 to 16 ranks: `split`
+    bound    nothing is faster than the mean, the largest item, or two large items on one rank; with
+             the mean far below it, large items decide, and `stay` under the bound is the answer
+    balance  LPT (Graham, 1969): most costly first, to the least loaded rank; if that is not near
+             the bound, packed under the least capacity that works, then ranks swap items:
+             `makespan`. Its slowest load is the limit from here on
+    stay     all items begin at home; most costly first, a home over the limit sends them to the
+             least loaded rank with room in the nearest group: `nearby`. Tried with larger and
+             larger pools of smallest items, dealt last by LPT, then swaps, till no load is over
+    else     the balanced assignment, nearer at the same loads: ranks exchange all their work
+             (`rename`), items of equal work change places (`trade`)
+
+Every rank computes the same answer from metadata alone, without communication (phase 0).
+`longest_processing_time` and `round_robin` are the plain baselines.
 """
 
 from collections.abc import Iterator
