@@ -398,6 +398,13 @@ def test_inputs_that_cannot_be_used(tmp_path, tokenizer):
         open_inputs([], "caption")
 
 
+def test_a_link_to_nothing_is_told(tmp_path):
+    folder = tmp_path / "in"
+    _put(folder, {"a.txt": "x"})
+    (folder / "a.png").symlink_to(tmp_path / "gone.png")
+    assert _loaded(str(folder), "caption") == {"a": "missing file"}
+
+
 def test_equal_keys_of_two_inputs(tmp_path, store, tokenizer):
     for name in ("one", "two"):
         _put(tmp_path / name, {"a.png": PNG, "a.txt": name})

@@ -13,6 +13,7 @@ from kimi_pretrain.optim.newton_schulz import (
     COEFFICIENTS,
     EPSILON,
     flops,
+    iterate,
     orthogonalise,
     orthogonalise_reference,
     orthogonality_error,
@@ -99,6 +100,14 @@ def test_a_batch_is_its_matrices_one_by_one(sizes, shape, dtype, tolerance):
     assert o.shape == x.shape
     for one, result in zip(x.flatten(0, -3), o.flatten(0, -3)):
         assert apart(result, orthogonalise(one, 5, dtype)) <= tolerance
+
+
+@pytest.mark.parametrize("shape", [(10, 11), (10, 40)])
+def test_the_scale_multiplies_the_result_once(sizes, shape):
+    x = matrix(shape).double()
+    x = x / x.norm()
+    parts = segments(*shape, 5)
+    assert torch.allclose(iterate(x, parts, 3.5), 3.5 * iterate(x, parts), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (4, 30), (3, 4, 30)])

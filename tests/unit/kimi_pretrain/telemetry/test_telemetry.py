@@ -516,6 +516,12 @@ def test_utilisation():
     assert utilisation(6e12, 2.0, 4, Peak(1.5e12, "")) == 0.5
 
 
+def test_a_phase_in_pieces_counts_whole():
+    pieces = {"4 backbone": (0.0, 2.0), "other": (2.0, 3.0), "4 backbone#2": (3.0, 4.5)}
+    line = line_of(global_plan([]), [pieces] * RANKS)
+    assert line["phase_seconds"]["4 backbone"] == {"max": 3.5, "mean": 3.5}
+
+
 def test_share_of_largest():
     sizes = np.array([1, 9, 5, 5, 5, 5, 5, 5, 5, 5])
     assert share_of_largest(sizes, 0.1) == 9 / 50
