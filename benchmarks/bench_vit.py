@@ -42,7 +42,7 @@ Grid = tuple[int, int, int]
 def heavy_tailed(patches: int, largest: int) -> list[Grid]:
     """Sizes as measured on a real mixture: log-normal, median 1,660 patches, a tenth above 18,500.
 
-    Half of the larger ones are video chunks of 2 to 4 frames. Cut off at ``largest``.
+    Half of the larger ones are video chunks of 2 to 4 frames. Cut off at `largest`.
     """
     draw = random.Random(0)
     grids: list[Grid] = []
@@ -74,7 +74,7 @@ MIXES = {"heavy_tailed": heavy_tailed, "icons": icons, "digits": digits}
 
 
 def peer(encoder: VisionEncoder) -> torch.nn.ModuleDict:
-    """transformers' tower and projection with the weights of ``encoder``."""
+    """transformers' tower and projection with the weights of `encoder`."""
     config, weight = encoder.config, next(encoder.parameters())
     vision = kimi.Kimi_K25VisionConfig(
         pos_emb_height=config.pos_grid, pos_emb_width=config.pos_grid,

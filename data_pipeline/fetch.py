@@ -3,8 +3,8 @@
     plan + needs -> StepRequest (a few numbers for each sample and file)        resolve
     StepRequest -> ranged reads -> rows of tokens, patches of media             Fetcher
 
-A request holds all that is to be known, so that it can be carried out in another process that has
-neither plan nor index: a store and a tokenizer are enough.
+A request is self-contained: another process, with a store and a tokenizer, can carry it out without
+the plan or an index.
 
 Bytes that do not have the checksum of the index are read again, from the store itself. If they stay
 wrong, or a medium does not decode, the sample is reported as unusable and everything else goes on.

@@ -1,8 +1,8 @@
 """Attention inside each item of a pack, and nothing across items.
 
 Functions with one signature: a plain reference that the others are tested against,
-``scaled_dot_product_attention`` item by item (any device, any float type), and torch's
-variable-length kernel for CUDA. ``choose`` is the only place that picks.
+`scaled_dot_product_attention` item by item (any device, any float type), and torch's
+variable-length kernel for CUDA. `choose` is the only place that picks.
 
 Shape suffixes: L packed patches, N heads, H head width.
 """
@@ -64,7 +64,7 @@ def attend_sdpa(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments)
 def attend_varlen(q_LNH: Tensor, k_LNH: Tensor, v_LNH: Tensor, segments: Segments) -> Tensor:
     """All segments in one FlashAttention call, [L, N, H]. CUDA, bfloat16 or float16.
 
-    Its backward is deterministic under ``torch.use_deterministic_algorithms(True)`` only.
+    Its backward is deterministic under `torch.use_deterministic_algorithms(True)` only.
     """
     from torch.nn.attention.varlen import varlen_attn
 

@@ -1,6 +1,6 @@
 """One pre-norm transformer block of MoonViT-3D.
 
-Layout and names are the released checkpoint's: fused ``wqkv`` in the order q | k | v, each
+Layout and names are the released checkpoint's: fused `wqkv` in the order q | k | v, each
 head-major, and an MLP with the tanh form of GELU; every layer has biases.
 
 Shape suffixes: L packed patches, C width, N heads, H head width, P rotary pairs, K = 3 * C.
@@ -26,7 +26,7 @@ class MLP(nn.Module):
         self.fc1 = nn.Linear(hidden, width)
 
     def forward(self, x_LC: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[L, C] to [L, C]; ``lengths`` are the rows of each item."""
+        """[L, C] to [L, C]; `lengths` are the rows of each item."""
         return rows.gelu_linear(self.fc0(x_LC), self.fc1, lengths, "tanh")
 
 

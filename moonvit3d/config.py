@@ -1,7 +1,7 @@
 """The few numbers that define a MoonViT-3D encoder and its projector.
 
 Defaults are Kimi K2.5's (Kimi K2.5 report, section 4.2; sizes as in the released checkpoint). The
-patch side (14), the 2x2 merge and the 4 frames of a chunk are fixed in ``geometry``: other values
+patch side (14), the 2x2 merge and the 4 frames of a chunk are fixed in `geometry`: other values
 would change every token count.
 """
 

@@ -48,7 +48,7 @@ class VisionCheckpoint:
         prefix: what stands before every name.
         files: tensor name to the file that holds it, skipped tensors included.
         headers: of every tensor that is not skipped.
-        stated: the sizes that ``save`` or ``convert`` noted; empty for files of other writers.
+        stated: the sizes that `save` or `convert` noted; empty for files of other writers.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class VisionCheckpoint:
     stated: Mapping[str, Any]
 
     def plan(self, config: MoonViTConfig, part: Part | None) -> dict[str, tuple[str, ...]]:
-        """``layouts.plan`` with the file's name in its errors, and the stated constants checked."""
+        """`layouts.plan` with the file's name in its errors, and the stated constants checked."""
         try:
             _, makings = layouts.plan(self.headers, config, part)
         except ValueError as error:
@@ -74,7 +74,7 @@ class VisionCheckpoint:
         return makings
 
     def read(self, name: str, sources: Sequence[str], config: MoonViTConfig) -> Tensor:
-        """The released tensor ``name``; ValueError where a number is not finite."""
+        """The released tensor `name`; ValueError where a number is not finite."""
         pieces = []
         for source in sources:
             piece = self.handles[self.files[source]].get_tensor(source)

@@ -2,10 +2,10 @@
 
 The one place that says how large an item is on the patch grid and how many language-model tokens
 it becomes; data pipeline, planner and model all ask here. The rules are those of Kimi K2.5's
-released processor (``navit_resize`` and its video sampling): shrink, never enlarge, until the patch
+released processor (`navit_resize` and its video sampling): shrink, never enlarge, until the patch
 limits hold, then pad right and bottom to whole 28-pixel tokens. The size that the limits bound is
 the one *before* padding: an image shrunk to 16,384 patches can be padded to a few per cent more, so
-a row that must hold the largest image needs more than ``limits.image / 4`` tokens.
+a row that must hold the largest image needs more than `limits.image / 4` tokens.
 """
 
 import math
@@ -70,10 +70,10 @@ def grid(
     """Patch grid (t, h, w) of one item; h and w are even.
 
     Args:
-        kind: ``KIND_IMAGE`` or ``KIND_VIDEO`` (one chunk of a video).
+        kind: `KIND_IMAGE` or `KIND_VIDEO` (one chunk of a video).
         frames: 1 for an image, 1 to 4 for a video chunk.
         height, width: source pixels (note the order).
-        limits: patch limits; ``limits.image`` bounds an image, ``limits.frame`` a chunk's frame.
+        limits: patch limits; `limits.image` bounds an image, `limits.frame` a chunk's frame.
 
     Raises:
         ValueError: unknown kind, or a frame count that the kind cannot have.
@@ -91,9 +91,9 @@ def grids(
     widths: ArrayLike,
     limits: PatchLimits,
 ) -> np.ndarray:
-    """``grid`` of many items at once: int64 [n, 3], equal to the scalar rule item by item.
+    """`grid` of many items at once: int64 [n, 3], equal to the scalar rule item by item.
 
-    Arguments are integer arrays [n]; errors are those of ``grid``, naming the first bad item.
+    Arguments are integer arrays [n]; errors are those of `grid`, naming the first bad item.
     """
     kind, frame, height, width = (
         np.asarray(a, dtype=np.int64) for a in (kinds, frames, heights, widths)
@@ -153,8 +153,8 @@ class VideoChunk:
 def video_chunks(num_frames: int, fps: float) -> list[VideoChunk]:
     """The frames that a video is sampled at, grouped by four.
 
-    Sampling is at ``min(2, fps)`` frames a second, spread evenly from the first to the last frame;
-    both roundings go half to even (Python's and numpy's ``round``), as in the reference.
+    Sampling is at `min(2, fps)` frames a second, spread evenly from the first to the last frame;
+    both roundings go half to even (Python's and numpy's `round`), as in the reference.
 
     Args:
         num_frames: frames of the video, at least 1.

@@ -1,11 +1,11 @@
 """Which tensor of a checkpoint is which parameter: names, shapes and row orders, no files.
 
-Four layouts are known. ``released`` is Kimi K2.5's checkpoint, whose names are also this package's
-parameter names. ``transformers`` is the module names of transformers 5.23.0's ``Kimi_K25Model``:
+Four layouts are known. `released` is Kimi K2.5's checkpoint, whose names are also this package's
+parameter names. `transformers` is the module names of transformers 5.23.0's `Kimi_K25Model`:
 q, k and v apart, and the rows of q and k reordered, because that code rotates channel i with
 channel i + head_dim / 2 where the checkpoint (and this package) rotate neighbours.
-``transformers-saved`` is what its ``save_pretrained`` writes: the released layout, q and k in their
-first order, with two modules misnamed. ``siglip`` is ``SiglipModel`` or ``SiglipVisionModel``
+`transformers-saved` is what its `save_pretrained` writes: the released layout, q and k in their
+first order, with two modules misnamed. `siglip` is `SiglipModel` or `SiglipVisionModel`
 (google/siglip-so400m-patch14-384), from which Kimi-VL's tower was initialised (its report, 2.1).
 
 Shape suffixes: G side of the stored position grid, S side of the wanted one, C width.
@@ -45,8 +45,8 @@ class NameScheme:
 
     Args:
         name: for people and messages.
-        renamed: released module (or tensor) to its name there. ``{i}`` is the block's number,
-            ``{qkv}`` stands for three tensors that are stacked on the first axis. What is not
+        renamed: released module (or tensor) to its name there. `{i}` is the block's number,
+            `{qkv}` stands for three tensors that are stacked on the first axis. What is not
             listed keeps its released name.
         prefixes: what may stand before every name, tried in this order.
         parts: what such a checkpoint can fill.
@@ -60,7 +60,7 @@ class NameScheme:
     skipped: tuple[str, ...] = ("language_model.", "model.language_model.", "lm_head.")
 
     def sources(self, released: str) -> tuple[str, ...]:
-        """Names, without prefix, of what makes up the tensor ``released`` (``{i}`` may stay)."""
+        """Names, without prefix, of what makes up the tensor `released` (`{i}` may stay)."""
         block = re.search(r"\.blocks\.(\d+)\.", released)
         index = block.group(1) if block else "{i}"
         template = released.replace(f".blocks.{index}.", ".blocks.{i}.")
@@ -135,7 +135,7 @@ def part_of(released: str) -> Part:
 
 @lru_cache(maxsize=1)
 def _templates() -> tuple[str, ...]:
-    """Every released name once, ``{i}`` standing for the block's number."""
+    """Every released name once, `{i}` standing for the block's number."""
     tiny = MoonViTConfig(width=4, depth=1, heads=1, mlp_width=1, pos_grid=1, out_width=1)
     return tuple(name.replace(".blocks.0.", ".blocks.{i}.") for name in released_shapes(tiny))
 
@@ -242,14 +242,14 @@ def neighbours(rows: Tensor, heads: int) -> Tensor:
 
 
 def halves(rows: Tensor, heads: int) -> Tensor:
-    """The inverse of ``neighbours``."""
+    """The inverse of `neighbours`."""
     return rearrange(rows, "(n p two) ... -> (n two p) ...", n=heads, two=2)
 
 
 def resize_grid(table: Tensor, side: int) -> Tensor:
     """SigLIP's position table [G * G, C] as a grid [S, S, C].
 
-    Bicubic, by the rule that ``positions.Positions`` samples its grid with. At its own size the
+    Bicubic, by the rule that `positions.Positions` samples its grid with. At its own size the
     grid keeps its bits and type; otherwise it is float32, or float64 for a float64 table.
     """
     stored = math.isqrt(len(table))
@@ -261,7 +261,7 @@ def resize_grid(table: Tensor, side: int) -> Tensor:
 
 
 def assemble(layout: NameScheme, name: str, pieces: list[Tensor], config: MoonViTConfig) -> Tensor:
-    """One released tensor from the tensors that ``plan`` names for it."""
+    """One released tensor from the tensors that `plan` names for it."""
     if layout is SIGLIP and name == POSITIONS:
         return resize_grid(pieces[0], config.pos_grid)
     if len(pieces) == 1:
@@ -282,25 +282,25 @@ def from_transformers(
     """A Kimi_K25 model's tensors under released names and in released order.
 
     Args:
-        tensors: ``Kimi_K25Model.state_dict()``, or that of a model around it (names that begin
-            with ``model.``), or what ``save_pretrained`` wrote. The language model is skipped.
+        tensors: `Kimi_K25Model.state_dict()`, or that of a model around it (names that begin
+            with `model.`), or what `save_pretrained` wrote. The language model is skipped.
         config: sizes; the heads decide the order of rows.
 
     Returns:
         Released name to tensor; a tensor that needs no change is passed on, not copied.
 
     Raises:
-        ValueError: as ``plan``, or tensors of another layout.
+        ValueError: as `plan`, or tensors of another layout.
     """
     return _released(tensors, config, part, (TRANSFORMERS, SAVED))
 
 
 def from_siglip(tensors: Mapping[str, Tensor], config: MoonViTConfig) -> dict[str, Tensor]:
-    """SigLIP's vision tower under released names; as ``from_transformers``.
+    """SigLIP's vision tower under released names; as `from_transformers`.
 
     Args:
-        tensors: state dict of ``SiglipModel`` or ``SiglipVisionModel``.
-        config: sizes; the position grid is resampled to ``pos_grid``.
+        tensors: state dict of `SiglipModel` or `SiglipVisionModel`.
+        config: sizes; the position grid is resampled to `pos_grid`.
     """
     return _released(tensors, config, "vision_tower", (SIGLIP,))
 
@@ -308,9 +308,9 @@ def from_siglip(tensors: Mapping[str, Tensor], config: MoonViTConfig) -> dict[st
 def to_transformers(
     tensors: Mapping[str, Tensor], config: MoonViTConfig, part: Part | None = None
 ) -> dict[str, Tensor]:
-    """The inverse of ``from_transformers``: the names of ``Kimi_K25Model.state_dict()``.
+    """The inverse of `from_transformers`: the names of `Kimi_K25Model.state_dict()`.
 
-    They come without the ``model.`` of a model around it.
+    They come without the `model.` of a model around it.
     """
     out = {}
     for name, tensor in _released(tensors, config, part, (RELEASED,)).items():

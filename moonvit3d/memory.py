@@ -1,7 +1,7 @@
 """Memory that training the encoder takes, for planners. numpy only.
 
 What autograd keeps is linear in patches: fused attention stores no logits. Counted from the code of
-``block`` and ``projector``, one term for each tensor that a later backward step reads.
+`block` and `projector`, one term for each tensor that a later backward step reads.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def activation_bytes(
 
     The sum over the items of a chunk is the chunk's peak, beyond weights, gradients and the uint8
     pixels. One weight's gradient comes on top while it is added up (20 MiB in float32 at Kimi
-    K2.5's size), and on CPU the rows that fill a pack up (``rows.padding``).
+    K2.5's size), and on CPU the rows that fill a pack up (`rows.padding`).
 
     Args:
         grids: (t, h, w) patch grids, or an integer array [n, 3].

@@ -2,10 +2,10 @@
 
     patches [L, 3, 14, 14] -> PatchEmbed -> Encoder -> sd2_tpool -> Projector -> [T, out_width]
 
-Kimi K2.5 report, section 4.2. ``VisionEncoder`` is the whole; read it from the bottom up. Items of
+Kimi K2.5 report, section 4.2. `VisionEncoder` is the whole; read it from the bottom up. Items of
 any size, one to four frames each, are packed one after the other; attention spans an item's patches
-in space and time. Single-device maths: ``share`` is how several devices encode one large item.
-Parameter names are those of the released checkpoint. Weights are undefined until ``initialise`` or
+in space and time. Single-device maths: `share` is how several devices encode one large item.
+Parameter names are those of the released checkpoint. Weights are undefined until `initialise` or
 a checkpoint fills them.
 
 Shape suffixes: L packed patches, C width, T tokens, P rotary pairs.
@@ -36,7 +36,7 @@ Grids = Sequence[Grid] | np.ndarray | Tensor
 
 
 def normalise(patches: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Bytes to floats in [-1, 1]: ``(px / 255 - 0.5) / 0.5``.
+    """Bytes to floats in [-1, 1]: `(px / 255 - 0.5) / 0.5`.
 
     Args:
         patches: uint8, any shape.
@@ -76,7 +76,7 @@ class Encoder(nn.Module):
     def forward(
         self, x_LC: Tensor, rotary_LP: Tensor, segments: Segments, attend: Attend = attend
     ) -> Tensor:
-        """[L, C] to [L, C]; arguments as for ``Block``."""
+        """[L, C] to [L, C]; arguments as for `Block`."""
         for block in self.blocks:
             x_LC = block(x_LC, rotary_LP, segments, attend)
         return self.final_layernorm(x_LC)
@@ -94,12 +94,12 @@ class MoonViT3D(nn.Module):
     def forward(self, patches: Tensor, grids: Grids, share: Share | None = None) -> Tensor:
         """Encode a pack, or this device's share of one item.
 
-        On CPU the pack is filled up with empty rows that attend to themselves (``rows.padding``).
+        On CPU the pack is filled up with empty rows that attend to themselves (`rows.padding`).
 
         Args:
             patches: [L, 3, 14, 14], uint8 pixels or normalised floats.
             grids: (t, h, w) of each item, or integers [items, 3]; may be empty.
-            share: of the only item; ``patches`` are then its patches, in its order.
+            share: of the only item; `patches` are then its patches, in its order.
 
         Returns:
             [T, 4, C] in the parameters' dtype; with a share, of its tokens.
@@ -150,7 +150,7 @@ class VisionEncoder(nn.Module):
         """Encode items into language-model embeddings.
 
         On CPU an item's output has the same bits whatever it is packed with, so also for every
-        ``max_patches_per_chunk``; on an accelerator the last bits may differ.
+        `max_patches_per_chunk`; on an accelerator the last bits may differ.
 
         Args:
             patches: [L, 3, 14, 14] of all items in order, uint8 pixels or normalised floats.
@@ -164,7 +164,7 @@ class VisionEncoder(nn.Module):
 
         Raises:
             ValueError: patches and grids that do not belong together, pixels that are not
-                numbers, or an item over ``max_patches_per_chunk``.
+                numbers, or an item over `max_patches_per_chunk`.
         """
         grids = checked_grids(patches, grids)
         if max_patches_per_chunk is None or not grids:
@@ -243,7 +243,7 @@ def initialise(encoder: VisionEncoder, seed: int) -> None:
     truncated normals of Glorot's width, std sqrt(2 / (fan_in + fan_out)) with q, k and v counted
     as three matrices: 0.029 at Kimi's width, and still of the right size where a small config's
     0.02 would start the signal ten times too low. The patch embedding uses 1 / sqrt(fan_in), and
-    the position grid ``config.pos_init_std``.
+    the position grid `config.pos_init_std`.
     """
     for name, parameter in encoder.named_parameters():
         if name.endswith(".bias"):

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 def chunks(sizes: Iterable[int], max_patches_per_chunk: int) -> list[slice]:
-    """Cut items of these sizes, in order, into runs of at most ``max_patches_per_chunk`` patches.
+    """Cut items of these sizes, in order, into runs of at most `max_patches_per_chunk` patches.
 
     An item is never divided, and no run is empty.
 

@@ -35,11 +35,11 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @lru_cache(maxsize=2048)
 def bicubic_matrix(target: int, source: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Matrix [target, source] that resamples one axis as bicubic ``F.interpolate`` does.
+    """Matrix [target, source] that resamples one axis as bicubic `F.interpolate` does.
 
     Half-pixel centres (align_corners=False), no antialiasing. Resampling by a matrix product has a
-    deterministic gradient, which ``F.interpolate`` lacks on CUDA. The rows are read off
-    ``F.interpolate`` on the identity: computing them afresh rounds the sampling places otherwise,
+    deterministic gradient, which `F.interpolate` lacks on CUDA. The rows are read off
+    `F.interpolate` on the identity: computing them afresh rounds the sampling places otherwise,
     and costs a factor of three in agreement. An entry of the cache is at most 512 x 64 numbers.
     """
     # A tensor born in inference mode could not be used by a later training step.
@@ -151,10 +151,10 @@ def rotate(x: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
 
     Args:
         x: queries, keys or both: [L, ..., head_dim].
-        cos_LP, sin_LP: from ``rotary_angles``.
+        cos_LP, sin_LP: from `rotary_angles`.
 
     Returns:
-        The shape and dtype of ``x``.
+        The shape and dtype of `x`.
     """
     even, odd = rearrange(x.to(cos_LP.dtype), "l ... (p two) -> two l ... p", two=2)
     between = (1,) * (x.ndim - 2)
@@ -164,7 +164,7 @@ def rotate(x: Tensor, cos_LP: Tensor, sin_LP: Tensor) -> Tensor:
 
 
 def rotate_qkv(qkv_LK: Tensor, rotary_LP: Tensor, heads: int, lengths: Sequence[int]) -> Tensor:
-    """As ``rotate`` on the queries and keys inside a fused projection, in its own memory.
+    """As `rotate` on the queries and keys inside a fused projection, in its own memory.
 
     The backward pass then keeps one copy of them, and there are no temporaries.
 

@@ -1,9 +1,9 @@
 """From pixels to patches: resize, pad, cut. numpy and Pillow only.
 
-The rule is the Kimi K2.5 processor's: bicubic resize by Pillow to ``geometry.resized``, zeros to
+The rule is the Kimi K2.5 processor's: bicubic resize by Pillow to `geometry.resized`, zeros to
 the right and below up to whole tokens, 14x14 patches in row order, channels first inside a patch.
 Padding happens before normalisation, so uint8 0 stands for it exactly and patches travel as bytes;
-``moonvit3d.model.normalise`` turns them into floats where they are used.
+`moonvit3d.model.normalise` turns them into floats where they are used.
 """
 
 import numpy as np
@@ -36,7 +36,7 @@ def image_patches(
 def video_patches(
     frames: np.ndarray, limits: PatchLimits = _DEFAULT_LIMITS
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Patches of one video chunk, frame by frame; as ``image_patches``.
+    """Patches of one video chunk, frame by frame; as `image_patches`.
 
     Args:
         frames: uint8 [t, H, W, 3] with 1 <= t <= 4.

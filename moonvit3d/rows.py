@@ -10,7 +10,7 @@ Only the CPU needs help. Two things there depend on a row's neighbours, both in 
 * PyTorch computes the last few numbers of a call, and of each thread's share of it, by scalar
   code, which rounds GELU and complex products differently. Whole blocks leave one or two threads
   no such rest; with more threads, of which PyTorch may use any number, these two are called item
-  by item (``spans``): an item then always has the same rest.
+  by item (`spans`): an item then always has the same rest.
 
 Everything else that the encoder does treats each row, or each item, by itself already.
 """
@@ -27,7 +27,7 @@ BLOCK = 64  # rows for each thread; also more numbers than PyTorch's loops take 
 
 
 def padding(rows: int, device: torch.device) -> int:
-    """Rows to add to a pack of ``rows`` before its matrix products; 0 on an accelerator."""
+    """Rows to add to a pack of `rows` before its matrix products; 0 on an accelerator."""
     if device.type != "cpu":
         return 0
     return -rows % (BLOCK * torch.get_num_threads())
@@ -39,12 +39,12 @@ def padding_lengths(rows: int) -> list[int]:
 
 
 def pad(x: Tensor, rows: int) -> Tensor:
-    """``x`` [L, ...] with ``rows`` rows of zeros behind it."""
+    """`x` [L, ...] with `rows` rows of zeros behind it."""
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows)) if rows else x
 
 
 def spans(x: Tensor, lengths: Sequence[int]) -> Sequence[int]:
-    """Rows of ``x`` that one call may treat together: all of them, or each item's.
+    """Rows of `x` that one call may treat together: all of them, or each item's.
 
     Args:
         x: whole blocks of rows.
@@ -55,14 +55,14 @@ def spans(x: Tensor, lengths: Sequence[int]) -> Sequence[int]:
 
 
 def gelu_linear(x: Tensor, linear: nn.Module, lengths: Sequence[int], approximate: str) -> Tensor:
-    """``linear(gelu(x))``, keeping ``x`` alone for the backward pass.
+    """`linear(gelu(x))`, keeping `x` alone for the backward pass.
 
     GELU is computed again there: one pass over memory for a fifth of what a block keeps. Without a
-    graph it is written over ``x``. Where others have a hand in it (autocast, ``torch.compile``,
-    hooks on ``linear``, an adapter in its place), the two are called plainly.
+    graph it is written over `x`. Where others have a hand in it (autocast, `torch.compile`,
+    hooks on `linear`, an adapter in its place), the two are called plainly.
 
     Args:
-        x: whole blocks of rows [L, width] (``padding``); must not be used again by the caller.
+        x: whole blocks of rows [L, width] (`padding`); must not be used again by the caller.
         linear: with a bias, or what a user put in its place.
         lengths: rows of each item, adding up to L.
         approximate: "tanh" or "none".

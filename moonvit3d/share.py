@@ -4,8 +4,8 @@ The item's tokens are divided, and a token brings its 4 * t patches along, so th
 projecting need nothing from elsewhere. A device holds its patches as a strip: of each frame first
 the upper patches of all its tokens, then the lower ones. To whatever treats patches or tokens by
 themselves a share is then an ordinary item of grid (t, 2, 2 * tokens). Two things are the whole
-item's: positions, which are looked up by ``rows``, and attention, which the caller supplies
-(``attend``), because this package does not know how devices talk.
+item's: positions, which are looked up by `rows`, and attention, which the caller supplies
+(`attend`), because this package does not know how devices talk.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Weights in files: load, save, convert and inspect safetensors checkpoints of the encoder.
 
-``load`` reads a file, or of a whole sharded Kimi K2.5 checkpoint only the encoder's tensors, in
-any layout that ``layouts`` knows; ``save`` writes the released names. Everything is checked before
+`load` reads a file, or of a whole sharded Kimi K2.5 checkpoint only the encoder's tensors, in
+any layout that `layouts` knows; `save` writes the released names. Everything is checked before
 the first parameter changes. Files are mapped, not read, and tensors pass one parameter at a time.
 
     python -m moonvit3d.weights inspect kimi-k2.5/
@@ -43,8 +43,8 @@ def load(
     Args:
         encoder: on any device but meta, in any floating type.
         path: a .safetensors file, the index of a sharded checkpoint, or a folder with either
-            ``model.safetensors`` or ``model.safetensors.index.json``.
-        part: fill the ``vision_tower`` or the ``mm_projector`` alone. None fills both, except from
+            `model.safetensors` or `model.safetensors.index.json`.
+        part: fill the `vision_tower` or the `mm_projector` alone. None fills both, except from
             SigLIP, which has no projector: that one stays as it was.
         rounding: let numbers change where the encoder's type cannot hold them. Without it only
             what is exact is done, such as widening bfloat16 to float32.
@@ -74,7 +74,7 @@ def load(
 
 
 def check(path: str | os.PathLike[str], config: MoonViTConfig, part: Part | None = None) -> None:
-    """Raise what ``load`` would raise for names, shapes, types and sizes; only headers are read."""
+    """Raise what `load` would raise for names, shapes, types and sizes; only headers are read."""
     with opened(Path(path)) as checkpoint:
         checkpoint.plan(config, part)
 
@@ -89,7 +89,7 @@ def save(encoder: VisionEncoder, path: str | os.PathLike[str], *, overwrite: boo
         encoder: on any device, in float64, float32, bfloat16 or float16.
 
     Raises:
-        FileExistsError: there is a file, and ``overwrite`` is not set.
+        FileExistsError: there is a file, and `overwrite` is not set.
         FileNotFoundError: there is no such folder.
     """
     tensors = {name: parameter.detach() for name, parameter in _parameters(encoder).items()}
@@ -112,13 +112,13 @@ def convert(
 
     Args:
         destination: the file to write; its folder must exist.
-        to: ``released``, or ``transformers`` for the names of ``Kimi_K25Model.state_dict()``.
-        part: as for ``load``.
+        to: `released`, or `transformers` for the names of `Kimi_K25Model.state_dict()`.
+        part: as for `load`.
         heads: attention heads; None takes what the file states, else width / 72.
         pos_grid: side that a SigLIP position grid is resampled to; None is 64.
 
     Returns:
-        Names of the tensors that were written. Errors are those of ``load`` and ``save``.
+        Names of the tensors that were written. Errors are those of `load` and `save`.
     """
     with opened(Path(source)) as checkpoint:
         config = checkpoint.config(heads, pos_grid)
@@ -139,7 +139,7 @@ def convert(
 def inspect(path: str | os.PathLike[str]) -> str:
     """Layout, sizes as far as shapes tell, and counts of a checkpoint's vision tensors, as text.
 
-    Only headers are read. Errors are those of ``load``, or of a tensor that a size is read from.
+    Only headers are read. Errors are those of `load`, or of a tensor that a size is read from.
     """
     with opened(Path(path)) as checkpoint:
         lines = [f"{checkpoint.path}: layout {checkpoint.layout.name}"]
@@ -161,7 +161,7 @@ def _parameters(encoder: VisionEncoder) -> dict[str, Tensor]:
 
 
 def _check_fits(value: Tensor, dtype: torch.dtype, rounding: bool, where: str) -> None:
-    """Raise ValueError where ``dtype`` cannot hold a number, or not exactly without rounding."""
+    """Raise ValueError where `dtype` cannot hold a number, or not exactly without rounding."""
     if torch.promote_types(value.dtype, dtype) == dtype:
         return  # widening
     rounded = value.to(dtype)
@@ -190,7 +190,7 @@ def _sizes(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command; see ``--help``."""
+    """The command; see `--help`."""
     parser = argparse.ArgumentParser(
         prog="python -m moonvit3d.weights",
         description=__doc__,

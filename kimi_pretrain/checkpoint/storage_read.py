@@ -292,10 +292,13 @@ class Place:
             return []
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, in order. Raises as `folders` and `Files`.
+        """Return the steps of the complete checkpoints, in order.
 
         An object store is asked for the folders and, of each, for the manifest: to list all files
         of hundreds of checkpoints takes minutes.
+
+        Raises:
+            OSError, StoreError: the place, or a manifest's place in it, cannot be read.
         """
         found = [step for name in self.folders() if (step := step_of(name)) is not None]
         with ThreadPoolExecutor(_LOOKS) as pool:

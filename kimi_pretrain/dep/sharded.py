@@ -239,7 +239,7 @@ class BlockAttention:
 def _exchange(
     x: Tensor, to: Sequence[int], from_: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Send ``to[i]`` rows of ``x`` to member i, in order; ``from_[i]`` rows come from it."""
+    """Send `to[i]` rows of `x` to member i, in order; `from_[i]` rows come from it."""
     return _AllToAll.apply(x, list(to), list(from_), group)
 
 

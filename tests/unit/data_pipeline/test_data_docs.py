@@ -26,12 +26,13 @@ from moonvit3d.geometry import PatchLimits
 from tests import ROOT, docs
 
 PAGE = (ROOT / "docs" / "DATA.md").read_text()
+CONFIG_PAGE = (ROOT / "docs" / "CONFIG.md").read_text()
 EXAMPLES = docs.blocks("docs/DATA.md", "yaml")
 TINY = yaml.safe_load((ROOT / "configs" / "tiny_cpu.yaml").read_text())
 REQUIRED = "required"
-SECTIONS = {
+SECTIONS = {"cache": CacheConfig, "limits": PatchLimits}
+AUGMENTED = {
     "affine": AffineConfig, "crop": CropConfig, "colour": ColourConfig, "jpeg": JpegConfig,
-    "cache": CacheConfig, "limits": PatchLimits,
 }  # fmt: skip
 
 
@@ -69,11 +70,8 @@ def test_an_example_with_a_wrong_key_would_be_seen():
 
 
 def listed() -> dict[str, str]:
-    """Key -> default, as the page has them: `- `key` (default): ...` or a line of a table."""
-    text = section(3)
-    points = re.findall(r"^- `([\w.]+)` \((.+?)\): ", text, flags=re.MULTILINE)
-    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+?) \|", text, flags=re.MULTILINE)
-    found = points + rows
+    """Key -> default, as the page has them: `- `key` (default): ...`."""
+    found = re.findall(r"^- `([\w.]+)` \((.+?)\): ", section(3), flags=re.MULTILINE)
     assert len(dict(found)) == len(found), "a key stands twice"
     return dict(found)
 
@@ -81,7 +79,7 @@ def listed() -> dict[str, str]:
 def keys_of_the_code() -> dict[str, object]:
     """The same from the models: a section is its keys, but for those that may be null."""
     found: dict[str, object] = {}
-    kinds = {None: DataConfig, "augmented": AugmentConfig, **SECTIONS}
+    kinds = {None: DataConfig, **SECTIONS}
     for name, kind in kinds.items():
         prefix = f"{name}." if name in SECTIONS else ""
         for name, field in kind.model_fields.items():
@@ -108,9 +106,21 @@ def test_a_stage_has_the_keys_that_are_listed():
     assert names.split(", ") == list(BlendStage.model_fields)
 
 
-def limits_of_the_table() -> list[tuple[str, float, float]]:
-    rows = re.findall(r"^\| `([\w.]+)` \| [^|]+ \| ([\d.]+) to ([\d.]+) \|", section(3), re.M)
-    return [(key, float(low), float(high)) for key, low, high in rows]
+def limits_of_augmentation() -> list[tuple[str, float, float]]:
+    """Return (key, least, most), as docs/CONFIG.md has them: in the type, or "within a to b"."""
+    found: list[tuple[str, float, float]] = []
+    for part in CONFIG_PAGE.split("\n### `data.augment.<name>")[1:]:
+        inside, rows = part.split("`", 1)
+        prefix = f"{inside[1:]}." if inside else ""
+        for key, rest in re.findall(r"^\| `(\w+)` \| (.*)$", rows.split("\n### ")[0], re.M):
+            if limits := re.search(r">= ([\d.]+), <= ([\d.]+)|within ([\d.]+) to ([\d.]+)", rest):
+                low, high = (float(number.rstrip(".")) for number in limits.groups() if number)
+                found.append((prefix + key, low, high))
+    return found
+
+
+def test_all_ranges_of_augmentation_are_read():
+    assert len(limits_of_augmentation()) == 19
 
 
 def augmented(key: str, value):
@@ -124,12 +134,14 @@ def augmented(key: str, value):
         **more.get(name, {}).get(inside[0], {}),
         **({"quality": (5, 9)} if key[0] == "j" else {}),
     }
-    return SECTIONS[inside[0]](**(others | {name: value}))
+    return AUGMENTED[inside[0]](**(others | {name: value}))
 
 
-@pytest.mark.parametrize(("key", "low", "high"), limits_of_the_table())
-def test_the_table_states_what_is_allowed(key, low, high):
-    field = keys_of_the_code()[key]
+@pytest.mark.parametrize(("key", "low", "high"), limits_of_augmentation())
+def test_the_page_states_what_is_allowed(key, low, high):
+    *inside, name = key.split(".")
+    kind = AUGMENTED[inside[0]] if inside else AugmentConfig
+    field = kind.model_fields[name].get_default()
     ranged = isinstance(field, tuple) or key == "jpeg.quality"
     whole = key == "jpeg.quality"
 

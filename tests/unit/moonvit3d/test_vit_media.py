@@ -26,7 +26,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
 def png(depth, colour, width, height, rows):
-    """A PNG written by hand; ``rows`` are its bytes without the filter byte of each row."""
+    """A PNG written by hand; `rows` are its bytes without the filter byte of each row."""
 
     def chunk(name, body):
         return (

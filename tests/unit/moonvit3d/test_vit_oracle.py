@@ -291,7 +291,7 @@ def test_equals_transformers_in_float64(case, monkeypatch):
     Needed where patches look alike (FAINT): the gradients of q and k then nearly vanish beside
     that of v, and float32 keeps little of them. Of 876 such in 100 faint cases 54 were more than
     1e-5 from the oracle's (4e-5 at most; every other tensor within 6e-6). Against float64, 51 of
-    ours and 6 of the oracle's were; none of ours with ``attend_reference`` in the place of the
+    ours and 6 of the oracle's were; none of ours with `attend_reference` in the place of the
     fused attention, whose backward pass rounds in another order.
 
     The oracle computes its rotary and bicubic weights in float32 whatever its parameters are;

@@ -58,7 +58,7 @@ def test_golden_hashes_of_the_released_processor(pixels, grid, sha):
 
 @pytest.fixture(scope="module")
 def processor():
-    """transformers' Kimi_K25ImageProcessor without torchvision: ``preprocess(pixels, limits)``.
+    """transformers' Kimi_K25ImageProcessor without torchvision: `preprocess(pixels, limits)`.
 
     Its own methods run, cut out of the installed file; what it takes from torchvision is fed:
     Pillow's resize (as the released processor does it), zero padding, subtract-and-divide.

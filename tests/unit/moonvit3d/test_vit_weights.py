@@ -56,7 +56,7 @@ def tensors(encoder):
 
 
 def shard(folder, tensors, place):
-    """Write tensors into the files that ``place(name)`` says, with an index."""
+    """Write tensors into the files that `place(name)` says, with an index."""
     places = {name: place(name) for name in tensors}
     for file in set(places.values()):
         save_file({n: tensors[n].contiguous() for n in tensors if places[n] == file}, folder / file)
