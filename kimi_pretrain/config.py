@@ -73,6 +73,9 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 """Bytes of a number, by `train.dtype`."""
 
+MIB, GIB = 1 << 20, 1 << 30
+"""Bytes of the units that keys and messages have."""
+
 
 class TrainConfig(Section):
     """The loop: length, precision, what is measured."""

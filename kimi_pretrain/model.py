@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimi_pretrain.config import Config
+from kimi_pretrain.config import MIB, Config
 from kimi_pretrain.dep.encoder import DecoupledEncoder
 from kimi_pretrain.dep.exchange import Exchange, scope_group
-from kimi_pretrain.dep.memory_limit import MIB
 from kimi_pretrain.dep.sharded import blocks
 from kimi_pretrain.engine.backbone import Backbone, build_backbone
 from kimi_pretrain.engine.mesh import Mesh

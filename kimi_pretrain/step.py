@@ -23,10 +23,9 @@ from torch import Tensor
 
 from data_pipeline.loader import BadSample, Needs, StepBatch
 from data_pipeline.plan.planner import GlobalPlan
-from kimi_pretrain.config import Config
+from kimi_pretrain.config import GIB, Config
 from kimi_pretrain.dep.encoder import EncoderPass, Pixels
 from kimi_pretrain.dep.leaves import attach_leaves, leaf_gradients
-from kimi_pretrain.dep.memory_limit import GIB
 from kimi_pretrain.dep.planner import VisionPlanner, grids_of
 from kimi_pretrain.dep.vision_plan import VisionPlan, runs
 from kimi_pretrain.engine.mesh import Mesh

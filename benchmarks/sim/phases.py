@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from benchmarks.sim.assumptions import Assumptions, gradient_sum_seconds
 from benchmarks.sim.backbone import text_seconds
 from data_pipeline.plan.step_plan import GlobalPlan
-from kimi_pretrain.config import Config, replicas_per_scope
+from kimi_pretrain.config import GIB, Config, replicas_per_scope
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP, CostModel
-from kimi_pretrain.dep.memory_limit import GIB, cut, kept_chunks
+from kimi_pretrain.dep.memory_limit import cut, kept_chunks
 from kimi_pretrain.dep.places import seconds_of_part
 from kimi_pretrain.dep.planner import VisionPlanner, grids_of
 from kimi_pretrain.dep.vision_plan import VisionPlan

@@ -32,6 +32,7 @@ from kimi_pretrain.checkpoint.manifest import (
 from kimi_pretrain.checkpoint.staging import BackgroundCopy, StagingBuffers
 from kimi_pretrain.checkpoint.storage_read import Place
 from kimi_pretrain.checkpoint.writer_client import WriterClient
+from kimi_pretrain.config import MIB
 
 if TYPE_CHECKING:
     from kimi_pretrain.checkpoint.ownership import Owner
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kimi_pretrain.checkpoint")
 
-_MIB = 1 << 20
 _POLL_S = 0.2
 _SOON_S = 5.0
 # How long a save waits for pending deletions before replacing the writer.
@@ -142,7 +142,7 @@ class CheckpointSaver:
         """
         everyone: list[Any] = self.mesh.all_gather_object(sharding.compressed(_sizes(tensors)))
         sizes = sharding.decompressed(everyone)
-        weights = sharding.weight_map(sizes, self.config.checkpoint.file_mib * _MIB)
+        weights = sharding.weight_map(sizes, self.config.checkpoint.file_mib * MIB)
         texts: dict[str, bytes] = {}
         if self.mesh.rank == 0:
             total = sum({name: size for held in sizes for name, size in held.items()}.values())

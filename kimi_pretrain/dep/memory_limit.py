@@ -5,12 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kimi_pretrain.config import GIB
 from kimi_pretrain.dep.vision_plan import Shares, VisionPlan
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.memory import activation_bytes
 from moonvit3d.packing import chunks
-
-MIB, GIB = 1 << 20, 1 << 30
 
 
 def vision_bytes(

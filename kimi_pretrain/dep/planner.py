@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.plan.planner import GlobalPlan
-from kimi_pretrain.config import ITEMSIZE, Config
+from kimi_pretrain.config import GIB, ITEMSIZE, Config
 from kimi_pretrain.dep.assign import choose_splits, place, round_robin
 from kimi_pretrain.dep.cost import CostModel
-from kimi_pretrain.dep.memory_limit import GIB, check_memory, vision_bytes
+from kimi_pretrain.dep.memory_limit import check_memory, vision_bytes
 from kimi_pretrain.dep.places import Placement, Places
 from kimi_pretrain.dep.vision_plan import Destinations, Ints, VisionPlan, shares_of, spans_of
 from kimi_pretrain.parallel.ranks import Ranks, scopes

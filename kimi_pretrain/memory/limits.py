@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from kimi_pretrain.config import Config, ConfigError
+from kimi_pretrain.config import GIB, Config, ConfigError
 from kimi_pretrain.memory.host_room import host_room
-from kimi_pretrain.memory.plan import GIB, host_bytes, plan_memory, switches_of
+from kimi_pretrain.memory.plan import host_bytes, plan_memory, switches_of
 
 
 def check_memory_limit(config: Config) -> None:

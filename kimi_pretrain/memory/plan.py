@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from kimi_pretrain.config import ITEMSIZE, Config
+from kimi_pretrain.config import GIB, ITEMSIZE, MIB, Config
 from kimi_pretrain.memory.kept import (
     Kept,
     Tokens,
@@ -35,7 +35,6 @@ from moonvit3d.memory import activation_bytes
 
 _Shapes = list[tuple[str, tuple[int, ...]]]
 
-GIB, MIB = 1 << 30, 1 << 20
 EVERYTHING = ["norms", "swiglu", "mla_up"]
 
 

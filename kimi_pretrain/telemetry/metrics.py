@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from data_pipeline.loader import LoaderStats
 from data_pipeline.plan.step_plan import GlobalPlan
-from kimi_pretrain.config import Config
+from kimi_pretrain.config import GIB, Config
 from kimi_pretrain.dep.assign import load_per_rank, max_over_mean, round_robin
-from kimi_pretrain.dep.memory_limit import GIB
 from kimi_pretrain.dep.planner import grids_of
 from kimi_pretrain.dep.vision_plan import VisionPlan
 from kimi_pretrain.losses import LossSums, merged

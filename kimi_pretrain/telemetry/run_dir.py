@@ -30,8 +30,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from kimi_pretrain.checkpoint.manifest import PACKAGES as MANIFEST_PACKAGES
 from kimi_pretrain.checkpoint.manifest import installed_versions
-from kimi_pretrain.config import Config, dump_config
-from kimi_pretrain.dep.memory_limit import GIB
+from kimi_pretrain.config import GIB, Config, dump_config
 from kimi_pretrain.reliability.anomaly_guard import finite
 from kimi_pretrain.reliability.run_files import Appended, write_whole
 from kimi_pretrain.telemetry.console import StepDisplay

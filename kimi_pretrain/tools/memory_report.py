@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from kimi_pretrain.memory.plan import GIB, MemoryPlan, StageMemory
+from kimi_pretrain.config import GIB
+from kimi_pretrain.memory.plan import MemoryPlan, StageMemory
 from kimi_pretrain.tools.optimizer_report import runs
 
 # Memory of common cards as their data sheets give it, in GB of 10^9 bytes.

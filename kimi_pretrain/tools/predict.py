@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from data_pipeline.plan.planner import GlobalPlan, Planner
-from kimi_pretrain.config import ITEMSIZE, Config
-from kimi_pretrain.dep.memory_limit import GIB, MIB
+from kimi_pretrain.config import GIB, ITEMSIZE, MIB, Config
 from kimi_pretrain.dep.places import Moved, seconds_of_part
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.dep.vision_plan import Ints, VisionPlan

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.config import GIB
 from kimi_pretrain.reliability.run_history import latest_in
 from kimi_pretrain.weights import int4
 from kimi_pretrain.weights.hf_config import Kind, SpecialIds, config_json
@@ -20,7 +21,7 @@ from kimi_pretrain.weights.model_config import ModelConfig
 from kimi_pretrain.weights.report import seq_len
 from kimi_pretrain.weights.shapes import BIAS, LANGUAGE, is_routed_expert, model_shapes
 from kimi_pretrain.weights.weight_reader import CONFIG, open_weights
-from kimi_pretrain.weights.weight_writer import GIB, OutputTensor, new_folder, write, write_json
+from kimi_pretrain.weights.weight_writer import OutputTensor, new_folder, write, write_json
 from moonvit3d.safetensors_io import entry_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -24,8 +24,6 @@ from moonvit3d.safetensors_io import (
     write_tensors,
 )
 
-GIB = 1 << 30
-
 
 class OutputTensor(NamedTuple):
     """A tensor to write, and what it is made from: those of one source may be made together."""

@@ -182,9 +182,9 @@ def export(
         --tokenizer kimi.tiktoken
     """
     with one_line_errors():
+        from kimi_pretrain.config import GIB
         from kimi_pretrain.weights.hf_export import ExportOptions, plan
         from kimi_pretrain.weights.hf_export import export as write
-        from kimi_pretrain.weights.weight_writer import GIB
         from launch.cli import checkpoint_view as view
         from launch.cli.progress import byte_bar
 

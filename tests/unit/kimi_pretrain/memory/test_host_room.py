@@ -5,10 +5,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kimi_pretrain.config import ConfigError, load_config
+from kimi_pretrain.config import GIB, ConfigError, load_config
 from kimi_pretrain.memory import limits
 from kimi_pretrain.memory.host_room import Room, host_room
-from kimi_pretrain.memory.plan import GIB, host_bytes
+from kimi_pretrain.memory.plan import host_bytes
 from kimi_pretrain.reliability.preflight import check_host, check_start
 from tests.dist.jobs import SMALL, layout
 
