@@ -51,15 +51,33 @@ Positive = Annotated[Finite, Field(gt=0)]
 class BlendStage(Section):
     """Other shares from some point of training on."""
 
-    after_tokens: int = Field(ge=1, le=2**62)
-    """Expected tokens of the stream before this stage; it begins with the next window.
+    after_tokens: int | None = Field(default=None, ge=1, le=2**62)
+    """Expected tokens of samples (padding apart) before this stage; it begins with the next window.
     [tokens; data_pipeline/plan/mixture.py]"""
+    after_share: float | None = Field(default=None, gt=0, lt=1)
+    """The same as a share of data.budget, in its place. [-; data_pipeline/plan/mixture.py]"""
     sources: Shares
     """Source -> token share, as `data.sources`; a source left out is not drawn, a new one may come
     in.
     [-; data_pipeline/plan/mixture.py]"""
     vision_token_ratio: Ratio = None
     """Another one for this stage; null keeps that of `data`. [-; data_pipeline/plan/mixture.py]"""
+
+
+class TokenBudget(Section):
+    """Tokens of samples, padding apart, after which a run ends: whichever is reached first."""
+
+    text: int | None = Field(default=None, ge=1, le=2**62)
+    """Tokens that are no media pads; text inside documents with media is text.
+    [tokens; data_pipeline/plan/budget.py]"""
+    vision: int | None = Field(default=None, ge=1, le=2**62)
+    """Media pads. [tokens; data_pipeline/plan/budget.py]"""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.text is None and self.vision is None:
+            raise ValueError("give text, vision or both, in tokens; or leave the budget out")
+        return self
 
 
 class DataConfig(Section):
@@ -91,6 +109,9 @@ class DataConfig(Section):
     """Most tokens of held-out samples, all sources together, that a validation goes through; of a
     source that has fewer it takes all, once.
     [tokens; kimi_pretrain/validation.py]"""
+    budget: TokenBudget | None = None
+    """Tokens after which the run ends, before train.steps are done; null: train.steps alone count.
+    [-; data_pipeline/plan/budget.py]"""
     max_epochs: dict[str, Positive] = Field(default_factory=dict)
     """Source -> how often it may be gone through at most; then the others share.
     [epochs; data_pipeline/plan/mixture.py]"""
@@ -168,18 +189,36 @@ class DataConfig(Section):
                 f"heldout names {listed(both)}, which training draws from: their loss would not be "
                 "that of held-out data; leave them out of one"
             )
-        starts = [stage.after_tokens for stage in self.schedule]
-        if starts != sorted(set(starts)):
-            raise ValueError(f"schedule: after_tokens are {listed(starts)}; they must increase")
+        self._check_schedule()
         if self.workers and not self.prefetch_steps:
             raise ValueError("workers fetch ahead: prefetch_steps must be 1 or more for them")
         return self
+
+    def _check_schedule(self) -> None:
+        keys = {
+            key
+            for stage in self.schedule
+            for key in ("after_tokens", "after_share")
+            if getattr(stage, key) is not None
+        }
+        given = [(stage.after_tokens, stage.after_share) for stage in self.schedule]
+        if self.schedule and (len(keys) != 1 or any(one == (None, None) for one in given)):
+            raise ValueError(
+                "schedule: each stage wants after_tokens, or each after_share; they are "
+                + ", ".join(f"(after_tokens={a}, after_share={b})" for a, b in given)
+            )
+        if "after_share" in keys and self.budget is None:
+            raise ValueError("schedule: after_share is a share of data.budget, which is not given")
+        for key in keys:
+            starts = [getattr(stage, key) for stage in self.schedule]
+            if starts != sorted(set(starts)):
+                raise ValueError(f"schedule: {key} are {listed(starts)}; they must increase")
 
     def of_heldout(self) -> "DataConfig":
         """Return the configuration that reads the held-out sources, as they are stored."""
         return self.replace(
             sources=self.heldout, heldout={}, vision_token_ratio=None, schedule=[], max_epochs={},
-            augment={},
+            augment={}, budget=None,
         )  # fmt: skip
 
     @property

@@ -25,6 +25,7 @@ from data_pipeline.collate import RowBatch
 from data_pipeline.config import DataConfig
 from data_pipeline.fetch import BadSample, Fetched, Fetcher, Needs, StepRequest, everything, resolve
 from data_pipeline.index.columns import SourceIndex
+from data_pipeline.plan.budget import used_up
 from data_pipeline.plan.planner import GlobalPlan, Planner, State
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
@@ -210,6 +211,14 @@ class Loader:
         self._forget()
         self.planner.load_state_dict(state)
         self._state = self.planner.state_dict()
+
+    @property
+    def used_up(self) -> str | None:
+        """Which tokens of `data.budget` the steps handed out have used up; None: there are some.
+
+        The loader itself goes on: to end is the consumer's.
+        """
+        return used_up(self._config.budget, self._state)
 
     def close(self) -> None:
         """End all workers and threads."""

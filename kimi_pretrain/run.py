@@ -68,7 +68,10 @@ class Run:
         self._routing_biases = {view.name for view in self.backbone.views(buffers=True)} - trained
         self.update = Update(config, mesh, self.encoder, self.backbone)
         self.train_step = TrainStep(config, mesh, self.model, self.update, self.planner)
-        self.validation = self._validation()
+        self.validation = None
+        if config.train.validate_every is not None:
+            found = (self.store, self.tokenizer, self._heldout)
+            self.validation = Validation(config, mesh, self.model, *found)
         self.step = 0
         if start is not None:
             watch("read the first weights")
@@ -93,11 +96,12 @@ class Run:
             check_shards(self.store, index, self.mesh.world_size, self.mesh.rank)
         return Loader(data, self.store, indices, self.tokenizer, needs(self.mesh, self.planner))
 
-    def _validation(self) -> Validation | None:
-        if self.config.train.validate_every is None:
-            return None
-        found = (self.store, self.tokenizer, self._heldout)
-        return Validation(self.config, self.mesh, self.model, *found)
+    @property
+    def finished(self) -> str | None:
+        """Why no step is left to train: all are done, or the budget is used up; None: some are."""
+        if self.step >= self.config.train.steps:
+            return f"all {self.config.train.steps} steps (train.steps) are done"
+        return self.loader.used_up
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return everything a checkpoint holds: the model's and the optimizer's tensors."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from data_pipeline.loader import LoaderError, StepBatch
+from data_pipeline.plan.budget import budget_notices
 from data_pipeline.plan.planner import DataUsedUp, TooManyUnusable
 from data_pipeline.plan.report import blend_report
 from kimi_pretrain.attention.choice import check_kind
@@ -135,7 +136,7 @@ def _train_steps(
     """Train step by step; returns why it stopped before the last step, or None."""
     config, mesh = run.config, run.mesh
     reason = stop_reason(mesh.all_gather_object(stop()))
-    while run.step < config.train.steps and reason is None:
+    while run.finished is None and reason is None:
         _validate_if_due(run, recorder, watchdog)
         watchdog.begin_step(run.step + 1)
         watchdog.enter(WAIT_FOR_DATA)  # phases 0 and 1 have run ahead
@@ -158,7 +159,8 @@ def _train_steps(
         if checkpoints.after_step([rank.save for rank in everyone]):
             recorder.status("running", run.step, checkpoints.uri)
         reason = stop_reason(rank.stop for rank in everyone)
-    if run.step >= config.train.steps:
+    if run.finished is not None:
+        log.info("finished after step %d: %s", run.step, run.finished)
         _validate_if_due(run, recorder, watchdog)
         if config.checkpoint.every:
             checkpoints.now()
@@ -174,7 +176,7 @@ def _validate_if_due(run: Run, recorder: Recorder, watchdog: Watchdog) -> None:
     every = run.config.train.validate_every
     if run.validation is None or every is None:
         return
-    if run.step % every and run.step < run.config.train.steps:
+    if run.step % every and run.finished is None:
         return
     watchdog.enter("validate")
     if not run.mesh.broadcast_from_rank0(partial(recorder.validated, run.step)):
@@ -302,10 +304,11 @@ def _log_start(run: Run, run_dir: Path) -> None:
     """Write what runs, and with which data, into the run folder and the log; on rank 0."""
     describe_environment(run_dir, run.config)
     log.info("%s", describe(run.config))
-    if run.step >= run.config.train.steps:
-        log.warning("all %d steps (train.steps) are done: nothing is trained", run.step)
+    if run.finished is not None:
+        log.warning("%s: nothing is trained", run.finished)
     elif (notice := unsaved(run.config)) is not None:
         log.warning("%s", notice)
     log.info("data: %s", blend_report(run.loader.planner))
-    for notice in run.loader.planner.notices():
+    planner = run.loader.planner
+    for notice in (*planner.notices(), *budget_notices(planner, run.config.train.steps)):
         log.warning("%s", notice)

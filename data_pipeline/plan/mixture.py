@@ -53,7 +53,9 @@ class Mixer:
         self._names = config.source_names
         self._window = config.pack_window
         self._totals = tuple(totals)
-        self._tokens = [Fraction(total.tokens, total.samples) for total in totals]
+        # What stages are counted in: all tokens, or those of the one kind that has a budget.
+        counted = [count_of(config, total) for total in totals]
+        self._tokens = [Fraction(n, total.samples) for n, total in zip(counted, totals)]
         # The draws after which a source is used up.
         self._caps = [
             int(Fraction(str(config.max_epochs[name])) * n) if name in config.max_epochs else None
@@ -64,7 +66,9 @@ class Mixer:
             sources=config.sources,
             vision_token_ratio=config.vision_token_ratio,
         )
-        self._stages = ((0, first), *((stage.after_tokens, stage) for stage in config.schedule))
+        self._stages = (
+            (Fraction(0), first), *((start_of(config, stage), stage) for stage in config.schedule)
+        )  # fmt: skip
         self._ratio = config.vision_token_ratio
 
     def mixture(self, past: Sequence[Segment] = (), start: int = 0) -> Mixture:
@@ -125,7 +129,7 @@ class Mixer:
             self._stage_at(self.tokens_before(segment.start, mixture.segments))
             for segment in mixture.segments
         ]
-        skipped = [self._stages[n][0] for n in range(max(reached)) if n not in reached]
+        skipped = [int(self._stages[n][0]) for n in range(max(reached)) if n not in reached]
         if skipped:
             raise ValueError(
                 f"the stages of the schedule after {skipped} tokens are over before they begin: "
@@ -161,6 +165,11 @@ class Mixer:
         ends = list(borders.values())
         if number + 1 < len(self._stages):
             rate = sum((w * mean for w, mean in zip(weights, self._tokens)), Fraction(0)) / UNITS
+            if not rate:
+                raise ValueError(
+                    f"data.schedule[{number}] begins at a share of data.budget, of which "
+                    "the sources before it hold nothing; give the budget of the other kind, too"
+                )
             left = ceil((self._stages[number + 1][0] - tokens) / rate)
             ends.append(start + -(-left // self._window) * self._window)
         return grown, min(ends) if ends else None
@@ -191,6 +200,26 @@ class Mixer:
             since = (last - segment.start) // self._window * self._window
             borders[source] = segment.start + since
         return borders
+
+
+def count_of(config: DataConfig, total: SourceTotals) -> int:
+    """Return a source's tokens of the kind in which the stages of the schedule are counted."""
+    budget = config.budget
+    if budget is None or not config.schedule or config.schedule[0].after_share is None:
+        return total.tokens
+    if budget.text is not None and budget.vision is not None:
+        return total.tokens
+    return total.vision_tokens if budget.text is None else total.tokens - total.vision_tokens
+
+
+def start_of(config: DataConfig, stage: BlendStage) -> Fraction:
+    """Return the tokens, of the kind of `count_of`, before a stage."""
+    if stage.after_tokens is not None:
+        return Fraction(stage.after_tokens)
+    assert config.budget is not None  # checked with the configuration
+    assert stage.after_share is not None
+    whole = (config.budget.text or 0) + (config.budget.vision or 0)
+    return Fraction(str(stage.after_share)) * whole
 
 
 class _UsedUp(Exception):

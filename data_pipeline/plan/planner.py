@@ -64,6 +64,12 @@ class Window:
     items: ItemTable  # samples of the window; starts in the row
     item_ptr: NDArray[np.int64]  # [samples + 1]; items of sample i are item_ptr[i]:item_ptr[i + 1]
 
+    def tokens_before(self, row: int) -> tuple[int, int]:
+        """Return the text and the vision tokens of the rows before one."""
+        end = int(self.packed.row_ptr[row])
+        vision = int(self.items.tokens[: int(self.item_ptr[end])].sum(dtype=np.int64))
+        return int(self.samples.length[:end].sum(dtype=np.int64)) - vision, vision
+
 
 class Planner:
     """Plans steps from the indices of all sources.
@@ -98,7 +104,7 @@ class Planner:
         self._mixtures = lru_cache(maxsize=KEPT_WINDOWS)(self._mix)
         # Replaced as a whole, never changed: the loader's thread reads it while it plans.
         self._quarantine: tuple[tuple[int, int, int], ...] = ()
-        self._state = self._encode(self.mixture, 0, 0, 0, 0)
+        self._state = self._encode(self.mixture, 0, 0, 0, 0, (0, 0))
 
     def plan(self, state: Mapping[str, Any]) -> tuple[GlobalPlan, State]:
         """Return the plan of the state's step and the state after it; `state` is kept.
@@ -126,8 +132,10 @@ class Planner:
             window, row = (window + 1, 0) if end == rows else (window, end)
         samples, items = join(pieces)
         plan = GlobalPlan(step, self.config.seq_len, self.config.rows_per_step, samples, items)
-        known = len(state["blend"])
-        return plan, self._encode(mixture, window, row, step + 1, opened, known)
+        known, before = len(state["blend"]), state.get("tokens")
+        # None after a state of an earlier version, which did not count.
+        tokens = before and (before[0] + plan.text_tokens, before[1] + plan.vision_tokens)
+        return plan, self._encode(mixture, window, row, step + 1, opened, tokens, known)
 
     def state_at(self, step: int) -> State:
         """Return the state before `step` of a run that began at step 0 with this config.
@@ -138,10 +146,14 @@ class Planner:
         rows_per_step = self.config.rows_per_step
         row = step * rows_per_step
         first = 0  # rows before the window
-        while row >= (rows := self._content(window, self.mixture, opened).packed.num_rows):
+        content, text, vision = self._content(window, self.mixture, opened), 0, 0
+        while row >= (rows := content.packed.num_rows):
+            text, vision = (a + b for a, b in zip((text, vision), content.tokens_before(rows)))
             window, row, first = window + 1, row - rows, first + rows
             opened = first // rows_per_step
-        return self._encode(self.mixture, window, row, step, opened)
+            content = self._content(window, self.mixture, opened)
+        text, vision = (a + b for a, b in zip((text, vision), content.tokens_before(row)))
+        return self._encode(self.mixture, window, row, step, opened, (text, vision))
 
     def state_dict(self) -> State:
         """Return the state to begin with: step 0, or what `load_state_dict` was given."""
@@ -200,9 +212,8 @@ class Planner:
             if begin < start:
                 kept = append_segment(kept, begin, weights)
         mixture = self._mixer.mixture(kept, start)
-        changed = self._encode(
-            mixture, state["window"], state["row"], state["step"], state["opened"], len(kept) + 1
-        )
+        where = (state["window"], state["row"], state["step"], state["opened"])
+        changed = self._encode(mixture, *where, state.get("tokens"), len(kept) + 1)
         return {**changed, "quarantine": state["quarantine"]}
 
     def notices(self) -> list[str]:
@@ -320,13 +331,20 @@ class Planner:
         return self._mixer.mixture(past, start)
 
     def _encode(
-        self, mixture: Mixture, window: int, row: int, step: int, opened: int, known: int = 1
+        self,
+        mixture: Mixture,
+        window: int,
+        row: int,
+        step: int,
+        opened: int,
+        tokens: Sequence[int] | None,
+        known: int = 1,
     ) -> State:
         """Return a state; it holds the segments that have begun, and the first `known` at least.
 
         Later segments are omitted: the config determines them. A change that was made by hand is
         known before it begins. `opened` is the step at which the window in progress was opened; it
-        decides which quarantine the window has.
+        decides which quarantine the window has. `tokens`: text, vision, before the step.
         """
         # At a window's border nothing is open; one form, or equal states would differ.
         opened = opened if row else step
@@ -340,6 +358,7 @@ class Planner:
             "row": int(row),
             "opened": int(opened),
             "step": int(step),
+            "tokens": None if tokens is None else list(tokens),
             "quarantine": [],
         }
 

@@ -16,7 +16,7 @@ SCHEMA = 2
 _HASH = 12  # hexadecimal digits of a source's content hash in a state
 
 # What a planner adds: how far the run is.
-OWN_FIELDS = ("blend", "window", "row", "opened", "step", "quarantine")
+OWN_FIELDS = ("blend", "window", "row", "opened", "step", "tokens", "quarantine")
 
 State = dict[str, Any]
 
@@ -54,8 +54,8 @@ class Identity:
         """
         expected = self.fields()
         fields = {*expected, *OWN_FIELDS}
-        # States of earlier versions do not name the sources.
-        if {*state, "sources"} != fields:
+        # States of earlier versions do not name the sources, nor count tokens.
+        if {*state, "sources", "tokens"} != fields:
             raise ValueError(
                 f"state has fields {listed(sorted(state))}; expected {listed(sorted(fields))}"
             )
@@ -77,6 +77,22 @@ class Identity:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"state field {field!r} is {value!r}; expected an integer >= 0")
         self._check_lists(state)
+        self._check_tokens(state.get("tokens"))
+
+    def _check_tokens(self, tokens: object) -> None:
+        if tokens is None:
+            if self.config.budget is not None:
+                raise ValueError(
+                    "state field 'tokens' is missing: the state was written by an earlier version, "
+                    "so nobody knows what is left of data.budget; leave it out, or begin a new run "
+                    "from its weights (train.start_from)"
+                )
+            return
+        counts = tokens if isinstance(tokens, list) else []
+        if len(counts) != 2 or not all(type(n) is int and n >= 0 for n in counts):
+            raise ValueError(
+                f"state field 'tokens' is {tokens!r}; expected [text, vision], integers >= 0"
+            )
 
     def _check_lists(self, state: Mapping[str, Any]) -> None:
         """Refuse a blend or a quarantine of another form, or of other data."""

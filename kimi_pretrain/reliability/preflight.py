@@ -7,7 +7,7 @@ all problems that the configuration and the indices decide. Nothing here loads t
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from data_pipeline.access import check_tokenizer, open_data, open_tokenizer
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import read_index
+from data_pipeline.plan.budget import budget_notices
 from data_pipeline.plan.planner import GlobalPlan, Planner
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
@@ -28,11 +29,15 @@ log = logging.getLogger("kimi_pretrain.reliability.preflight")
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found sound: indices as in `data.source_names`, and the plans of the first steps."""
+    """What was found sound: indices as in `data.source_names`, and the plans of the first steps.
+
+    `notices`: where a budget ends the run.
+    """
 
     tokenizer: Tokenizer
     indices: list[SourceIndex]
     plans: list[GlobalPlan]
+    notices: list[str] = field(default_factory=list)
 
 
 def check_start(
@@ -88,7 +93,7 @@ def check_start(
         plans.append(plan)
     if config.checkpoint.place is not None:
         _check_place(config.checkpoint.place, wait)
-    return Checked(tokenizer, indices, plans)
+    return Checked(tokenizer, indices, plans, budget_notices(planner, config.train.steps))
 
 
 def read_sources(config: Config, store: Store) -> tuple[Tokenizer, list[SourceIndex]]:

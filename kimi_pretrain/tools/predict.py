@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from data_pipeline.plan.budget import budget_notices
 from data_pipeline.plan.planner import GlobalPlan, Planner
 from kimi_pretrain.config import GIB, ITEMSIZE, MIB, Config
 from kimi_pretrain.dep.places import Moved, seconds_of_part
@@ -107,7 +108,9 @@ def predict(
         progress((number - 1) / num_steps, f"step {number}")
         plan, state = planner.plan(state)
         steps.append(predict_step(plan, vision, ways))
-    return Predictions(config, tuple(steps), tuple(planner.notices()))
+    return Predictions(
+        config, tuple(steps), (*planner.notices(), *budget_notices(planner, config.train.steps))
+    )
 
 
 def predict_step(

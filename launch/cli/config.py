@@ -130,6 +130,8 @@ def check(
                 f"step {number}: {step['samples']:,} samples, {step['media']:,} media in "
                 f"{loaded.data.rows_per_step:,} rows"
             )
+        for notice in checked.notices:
+            typer.echo(notice)
         typer.echo("sound: nothing that could be known before the start stands in its way")
         if as_json:
             typer.echo(json.dumps(found))

@@ -125,6 +125,7 @@ def check_data(config: "Config") -> None:
     from kimi_pretrain.reliability.preflight import check_start, data_is_here
 
     if data_is_here(config):
-        check_start(config)
+        for notice in check_start(config).notices:
+            typer.echo(notice)
     else:
         typer.echo(f"data.root={config.data.root} is not on this machine: data are not checked")

@@ -331,10 +331,19 @@ def test_a_run_starts_from_given_vision_weights(data_root, tmp_path):
         save(encoder, tmp_path / f"{seed}.safetensors")
     for name, start in (("seed", "null"), ("same", tmp_path / "0.safetensors"),
                         ("other", tmp_path / "1.safetensors")):  # fmt: skip
-        done = train(tmp_path / name, f"data.root={data_root}", "train.steps=2", *layout(),
+        ends = ["train.steps=2"]
+        if name == "same":  # it ends by its budget: the second step goes one token over it
+            first = read_metrics(tmp_path / "seed")[0]
+            ends = ["train.steps=9", f"data.budget={{text: {first['text_tokens'] + 1}}}"]
+        done = train(tmp_path / name, f"data.root={data_root}", *ends, *layout(),
                      "train.seed=0", "checkpoint.every=1",
                      f"train.vision_weights={start}")  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
+        assert ("data.budget ends after 2 steps" in done.stderr) == (name == "same")
+        assert (tmp_path / name / "checkpoints" / "step_00000002" / "manifest.json").is_file()
+        status = read_status(tmp_path / name)
+        assert status is not None
+        assert (status.state, status.step) == ("finished", 2)
         runs[name] = [line["loss"] for line in read_metrics(tmp_path / name)]
     assert runs["same"] == runs["seed"]
     assert runs["other"][0] != runs["seed"][0]

@@ -39,7 +39,7 @@ def test_overrides_win_and_keep_their_types():
         ("model.language.yarn={factr: 2}", "did you mean model.language.yarn.factor?"),
         ("data.augment={digits: {crp: {}}}", "did you mean data.augment.digits.crop?"),
         ("data.augment={digits: {crop: {aera: 1}}}", "did you mean data.augment.digits.crop.area?"),
-        ("data.schedule=[{after: 3}]", "unknown key data.schedule.0.after; known are after_tokens"),
+        ("data.schedule=[{after: 3}]", "unknown key data.schedule.0.after; did you mean"),
         ("data.cache={foldr: /tmp}", "did you mean data.cache.folder?"),
         ("modle.vision.width=64", "did you mean model?"),
         ("train.steps=none", "train.steps"),
