@@ -102,7 +102,7 @@ def test_every_key_is_listed_with_its_default():
 
 
 def test_a_stage_has_the_keys_that_are_listed():
-    (names,) = re.findall(r"each `\{(after_tokens, .+?)\}`", section(3))
+    (names,) = re.findall(r"each\s+`\{(after_tokens, .+?)\}`", section(3))
     assert names.split(", ") == list(BlendStage.model_fields)
 
 
