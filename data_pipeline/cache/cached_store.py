@@ -184,7 +184,18 @@ class CachedStore:
             return self._inner.get(key, offset, length, etag=etag)
         objects.check_range(offset, length)
         rest = max(0, known.size - offset)
-        return self.get_many([Span(key, offset, rest if length is None else length)])[0]
+        length = rest if length is None else length
+        index, start = divmod(offset, self._block_bytes)
+        if 0 < length <= min(rest, self._block_bytes - start):  # in one block, which may be open
+            found: list[bytes] = []
+
+            def take(_: Place, read: Read) -> int:
+                found.append(read(start, start + length))
+                return length
+
+            if self._blocks.serve((known, index), take):
+                return found[-1]
+        return self.get_many([Span(key, offset, length)])[0]
 
     def get_many(
         self, requests: Sequence[Span], max_gap: int = 65536, threads: int = 8
