@@ -17,10 +17,23 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from torch import Tensor
 
 from kimi_pretrain.engine.experts import PaddingAwareRouter
+from kimi_pretrain.engine.held_by_schedule import hollow, release_behind_layers
+from kimi_pretrain.memory.saved import Saves
 
 
-class LanguageModel(GPTModel):
+class LanguageModel(Saves, GPTModel):
     """Megatron-Core's `GPTModel`; the plain schedule in float32 and bfloat16 is as it was."""
+
+    def forward(self, *args, **kwargs):
+        """Return what the base class does."""
+        out = super().forward(*args, **kwargs)
+        if self._offloaded and torch.is_grad_enabled() and not self.pre_process:
+            hollow(self.decoder.input_tensor)
+        return out
+
+    @property
+    def _offloaded(self) -> bool:
+        return self.policy.host is not None
 
     def build_schedule_plan(self, *args, padding_mask: Tensor, **kwargs):
         """Return the plan of one microbatch for the combined schedule.
@@ -34,7 +47,9 @@ class LanguageModel(GPTModel):
         for module in self.modules():
             if isinstance(module, PaddingAwareRouter):
                 module.padding_of_plan = padding_mask
-        return super().build_schedule_plan(*args, padding_mask=padding_mask, **kwargs)
+        plan = super().build_schedule_plan(*args, padding_mask=padding_mask, **kwargs)
+        release_behind_layers(plan, self._offloaded)
+        return plan
 
     def forget_plans(self) -> None:
         """Take the mask from the routers when a schedule has ended: it is of no other tokens."""

@@ -128,8 +128,6 @@ class PackedLatentAttention(Saves, MLASelfAttention):
             packed_seq_params: the row, `PackedRows`.
         """
         rows, config = packed_seq_params, self.config
-        angles = self.rotary_pos_emb(rows)
-        angles, factor = angles if isinstance(angles, tuple) else (angles, 1.0)
         query_latent, key_value = self._qkv_down_projection(hidden_states)
         latent, rotary = config.kv_lora_rank, config.qk_pos_emb_head_dim
         key_latent, key_rotary = key_value.split([latent, rotary], dim=-1)
@@ -141,13 +139,15 @@ class PackedLatentAttention(Saves, MLASelfAttention):
         if config.q_lora_rank is not None:
             query_latent = self.q_layernorm(query_latent)
         key_latent = self.kv_layernorm(key_latent)
-        up = partial(self._up_projections, rows=rows, angles=angles, factor=factor)
+        up = partial(self._up_projections, rows=rows)
         made = self.policy.remade("mla_up", up, query_latent, key_latent, key_rotary)
         return *made, query_latent, key_latent
 
     def _up_projections(
-        self, query_latent: Tensor, key_latent: Tensor, key_rotary: Tensor, rows, angles, factor
+        self, query_latent: Tensor, key_latent: Tensor, key_rotary: Tensor, rows: PackedRows
     ) -> tuple[Tensor, Tensor, Tensor]:
+        angles = self.rotary_pos_emb(rows)  # here: else every layer would hold its own
+        angles, factor = angles if isinstance(angles, tuple) else (angles, 1.0)
         config, heads = self.config, self.num_attention_heads_per_partition
         plain, rotary, width = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         has_latent = config.q_lora_rank is not None

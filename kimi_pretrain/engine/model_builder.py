@@ -173,6 +173,8 @@ def _pipeline(layout: LayoutConfig, dtype: torch.dtype) -> dict:
         # for every interleaved layout.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        # A chunk's output, once it is sent, is the root of a graph and no more.
+        deallocate_pipeline_outputs=True,
     )
 
 

@@ -62,14 +62,6 @@ def layer_tensors(config: Config, dense: bool) -> Iterator[Kept]:
     yield from _dense_mlp(config) if dense else _experts(config)
 
 
-def output_tensor(config: Config) -> Kept:
-    """Return what the schedule keeps of a chunk beside its layers: its output, until its backward
-    pass begins. The last chunk's is the loss.
-    """
-    hidden, item = config.model.language.hidden_size, ITEMSIZE[config.train.dtype]
-    return Kept("outputs of chunks", Tokens.of(config).part * hidden * item, False)
-
-
 def head_tensors(config: Config) -> Iterator[Kept]:
     """Yield what the final norm, the head and the loss keep of a microbatch; the head lies outside
     the policy, so the norm's output stays.
@@ -103,9 +95,7 @@ def _attention(config: Config) -> Iterator[Kept]:
                 yield Kept("norms", tokens.part * width * item)
     for _ in range(4):  # cosines and sines, for queries and for keys
         yield Kept("rotary angles", tokens.cp * rope * item)
-    if "mla_up" in recompute:
-        yield Kept("rotary angles", tokens.row * rope * 4, False)
-    else:
+    if "mla_up" not in recompute:
         yield Kept("query, key, value", tokens.cp * query * item)
     if "mla_up" not in recompute or config.layout.cp > 1:  # gathered ones are not recomputed
         yield Kept("query, key, value", tokens.row * query * item)

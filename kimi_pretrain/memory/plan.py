@@ -23,7 +23,6 @@ from kimi_pretrain.memory.kept import (
     Tokens,
     head_tensors,
     layer_tensors,
-    output_tensor,
 )
 from kimi_pretrain.optim.groups import ModelShape, replicas_of
 from kimi_pretrain.optim.owners import TensorSize
@@ -249,11 +248,12 @@ def _stages(
 
 
 def _layers(config: Config, layers: range, has_loss: bool) -> Iterator[list[Kept]]:
-    """Yield what is kept of a chunk's microbatch, layer by layer, then beside its layers."""
+    """Yield what is kept of a chunk's microbatch, layer by layer, then for the loss."""
     num_dense = config.model.language.num_dense_layers
     for layer in layers:
         yield list(layer_tensors(config, dense=layer < num_dense))
-    yield list(head_tensors(config)) if has_loss else [output_tensor(config)]
+    if has_loss:
+        yield list(head_tensors(config))
 
 
 def _moves(config: Config, tensor: Kept) -> bool:

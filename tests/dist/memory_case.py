@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from kimi_pretrain.memory.saved import Policy, apply
 
@@ -35,22 +36,33 @@ class Watched(Policy):
         done: how often a class of modules asked for a context ("saving DenseMlp"), had an output
             computed again in the backward pass ("swiglu DenseMlp"), or codes ("fp8 DenseMlp"); and
             "groups".
-        peak: the most bytes of a kind at the beginning of a layer.
+        peak: the most bytes of a kind at the beginning of a layer; "left" are those of storages
+            that were let go and that somebody else holds.
     """
 
     def __init__(self, policy: Policy):
         super().__init__(policy.recompute, fp8=policy.fp8, host=policy.host)
         self.done, self.peak = Counter(), {}
+        self._let_go: list[tuple[StorageWeakRef, int]] = []
 
     def _note(self, what):
         """Count what the module did that called the method which calls this one."""
         self.done[f"{what} {type(sys._getframe(2).f_locals['self']).__name__}"] += 1
 
     def open_group(self):
+        groups = self.host._groups if self.host is not None else []
+        going = groups[-2].alive() if len(groups) >= 2 else []
+        storages = [
+            (StorageWeakRef(copy._original.untyped_storage()), copy.nbytes)
+            for copy in going
+            if copy._original is not None and not groups[-2].expected
+        ]
         super().open_group()
         if torch.is_grad_enabled():
+            self._let_go = [one for one in (*self._let_go, *storages) if not one[0].expired()]
+            held = self.bytes_by_kind() | {"left": sum(size for _, size in self._let_go)}
             self.done["groups"] += 1
-            for kind, size in self.bytes_by_kind().items():
+            for kind, size in held.items():
                 self.peak[kind] = max(size, self.peak.get(kind, 0))
 
     def saving(self):
@@ -87,7 +99,7 @@ def policies(run, names=tuple(POLICIES)) -> dict:
     one without: from "none"), the bytes that are held once step and evaluation are over, the number
     of things compared, the groups that a second step brought back late, and what the policy did in
     the first step (`Watched`); under "padding" the tokens of padding in all parts, under "layers"
-    and "dense layers" the forward passes of a layer on all ranks.
+    and "dense layers" the forward passes of a layer on all ranks; "bytes of a residual".
     """
     microbatches = _planted(run)
     found, results, late = {}, {}, 0
@@ -125,6 +137,9 @@ def policies(run, names=tuple(POLICIES)) -> dict:
     language = run.config.model.language
     return results | {
         "padding": sum(run.mesh.all_gather_object(padding)),
+        "bytes of a residual": microbatches[0].padding.numel()
+        * language.hidden_size
+        * run.backbone.dtype.itemsize,
         "layers": language.num_layers * len(microbatches) * ranks,
         "dense layers": language.num_dense_layers * len(microbatches) * ranks,
     }

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.memory.live import LiveBytes
 
@@ -61,17 +62,63 @@ def _model_bytes(run, num_layers: int, num_dense_layers: int) -> int:
     return found[1] - found[0]
 
 
+def planned(run) -> list[str]:
+    """Return what the plan of one microbatch in the combined schedule keeps alone after its forward
+    pass: tensors that the policy does not keep, or has elsewhere. The last layer's output is read
+    outside the policy, and weights of sent tokens are one number each.
+    """
+    from megatron.core.pipeline_parallel.utils import set_streams
+
+    backbone, microbatch = run.backbone, _microbatches(run)[0]
+    chunk, policy = backbone.chunks[0], backbone.policy
+    set_streams()
+    policy.begin_step()
+    plan = backbone._forward(microbatch, chunk, microbatch.labels, chunk.build_schedule_plan)
+    loss = type(plan).run(plan, None)
+    chunk.forget_plans()
+    kept = {one.tensor.untyped_storage()._cdata for one in policy._kept}
+    if policy.host is not None:
+        on_device = [copy._original for copy in policy.host._all if copy._original is not None]
+        kept |= {tensor.untyped_storage()._cdata for tensor in on_device}
+    nodes = {"before": plan.pre_process}
+    for number in range(plan.num_layers()):
+        layer = plan.get_layer(number)
+        for part in ("pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine"):
+            nodes[f"{number} {part}"] = getattr(layer, part)
+    *_, last = nodes
+    alone = []
+    for name, node in nodes.items():
+        for what in ("inputs", "output", "detached", "before_detached"):
+            held = getattr(node, what, None)
+            for tensor in held if isinstance(held, list | tuple) else (held,):
+                if tensor is None or tensor.dim() < 2 or (name, what) == (last, "output"):
+                    continue
+                storage = tensor.untyped_storage()
+                if storage._cdata not in kept and storage.nbytes() > tensor.itemsize:
+                    alone.append(f"{name} {what} {list(tensor.shape)}")
+    state = plan.state.decoder_input
+    if state is not None and state.untyped_storage()._cdata not in kept:
+        alone.append("decoder_input")
+    assert loss.grad_fn is not None
+    return sorted({one for some in run.mesh.all_gather_object(alone) for one in some})
+
+
 def in_flight(run) -> list[Any]:
-    """Return, of each rank, its stage and how many microbatches of each chunk were in flight when
-    most were, in a step of the real schedule.
+    """Return, of each rank, its stage, how many microbatches of each chunk were in flight when
+    most were, in a step of the real schedule, and how many outputs were at the end of a forward
+    pass, beside its own.
     """
     backbone = run.backbone
+    outputs, most = [], 0
     held, best = [0] * len(backbone.chunks), [0] * len(backbone.chunks)
     forward = backbone._forward
 
     def counted(batch, model, labels, *rest):
-        nonlocal best
+        nonlocal best, most
         out = forward(batch, model, labels, *rest)
+        most = max(most, sum(not one.expired() for one in outputs))
+        if out.numel() > batch.tokens.numel():  # else losses, which the schedule does not send
+            outputs.append(StorageWeakRef(out.untyped_storage()))
         chunk = backbone.chunks.index(getattr(model, "module", model))
         held[chunk] += 1
         if sum(held) > sum(best):
@@ -89,7 +136,7 @@ def in_flight(run) -> list[Any]:
     finally:
         backbone._forward = forward
     assert not any(held)
-    return run.mesh.all_gather_object((run.mesh.stage, tuple(best)))
+    return run.mesh.all_gather_object((run.mesh.stage, tuple(best), most))
 
 
 def _microbatches(run) -> list:
@@ -99,4 +146,4 @@ def _microbatches(run) -> list:
     return build_microbatches(batch, run.mesh, rows, np.zeros(0, np.int64))
 
 
-ACTIONS = {"kept_bytes": kept_bytes, "in_flight": in_flight}
+ACTIONS = {"kept_bytes": kept_bytes, "planned": planned, "in_flight": in_flight}

@@ -103,6 +103,13 @@ def test_offload_moves_what_is_saved(job, policy, found):
         assert 0 < peak["moving"] <= peak["host"]
 
 
+@cases("offload", "recompute, offload", "fp8, offload")
+def test_what_is_let_go_is_free(job, policy, found):
+    """No schedule holds it, but for the input of the microbatch that was run last."""
+    for _, peak, _ in found[job][policy]["did"]:
+        assert peak["left"] <= found[job]["bytes of a residual"] < peak["host"] / 5
+
+
 @pytest.mark.parametrize(
     ("less", "more"),
     [

@@ -28,6 +28,10 @@ POLICIES = {
     "fp8": ("train.dtype=bfloat16", "train.fp8_storage=true"),
     "all": ("train.dtype=bfloat16", EVERYTHING, "train.fp8_storage=true"),
 }
+PLANNED = {
+    "plan, all": (EVERYTHING, "train.fp8_storage=true"),
+    "plan, offload": (EVERYTHING, "train.offload=true", "train.offload_min_mib=0"),
+}
 SCHEDULES = {
     "PP2 x VPP2": layout(pp=2, vpp=2),
     "PP2 x VPP2, few": (*layout(pp=2, vpp=2), "train.rows_per_microbatch=4"),
@@ -43,6 +47,8 @@ def found(data_root, tmp_path_factory):
         for name, settings in POLICIES.items()
     }
     flight = {name: ("in_flight", (data, *settings)) for name, settings in SCHEDULES.items()}
+    for name, settings in PLANNED.items():
+        flight[name] = "planned", (data, *layout(dp=2, ep=2), *settings)
     return run_jobs(kept, folder / "kept", 1) | run_jobs(flight, folder / "flight", 2)
 
 
@@ -59,5 +65,14 @@ def test_kept_bytes_are_those_of_the_formulas(name, found):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_microbatches_in_flight_are_those_of_the_schedule(name, found):
     config = load_config("tiny_cpu", [*SMALL, *SCHEDULES[name]])
-    for stage, held in found[name]:
+    for stage, held, outputs in found[name]:
         assert held == microbatches_in_flight(config, stage, [1] * config.layout.vpp)
+        assert outputs <= 1  # it is let go once it is sent
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_plan_of_a_microbatch_keeps_nothing_alone(name, found):
+    """Under overlapped experts. The shared experts' output was kept by the plan alone, and, with
+    offload, the residuals.
+    """
+    assert found[name] == []
