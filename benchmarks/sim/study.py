@@ -104,7 +104,7 @@ def config_of(case: Case, scheme: Scheme | None = None) -> Config:
     values: dict[str, Any] = {f"layout.{key}": value for key, value in layout.items()}
     values |= {f"data.limits.{key}": value for key, value in case.limits.items()}
     values |= {
-        "layout.overlap_experts": layout["ep"] > 1,
+        "layout.overlap_experts": layout["ep"] > 1 and layout.get("vpp", 2) > 1,
         "data.rows_per_step": case.rows_per_rank * case.ranks,
         "data.vision_token_ratio": case.vision,
         "data.seed": case.seed,

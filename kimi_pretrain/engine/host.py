@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 import torch
+from torch.utils._device import _device_constructors
 
 MEGATRON_VERSION = "0.19.2"
 _FACTORIES = (
@@ -143,6 +144,9 @@ def _patch_torch_cuda() -> None:
 def _patch_tensors() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment]
+    # `with torch.device(...)` takes note of the factories at its first use: be that before they are
+    # patched, or it sets no device, and a dry run fills an encoder of 471 million numbers.
+    _device_constructors()
     # Tensor factories are called with the literal device="cuda" and with pin_memory.
     for name in _FACTORIES:
         setattr(torch, name, _on_host(getattr(torch, name)))

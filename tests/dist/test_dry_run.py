@@ -91,6 +91,7 @@ def check_one_t(result: dict, lines: list[str]) -> None:
 LAYOUT = layout(pp=2, vpp=2, dp=2, ep=2)
 SCRIPT = """
 import json, os, sys
+import torch
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from kimi_pretrain.tools import dry_run
 from kimi_pretrain.config import load_config
@@ -121,6 +122,8 @@ for name, more in (("job", ()), ("frozen", ("train.frozen=[vision_tower, languag
         "encoder": built.vision_tower + built.projector,
         "weights": [stage.weights for stage in built.memory.stages],
     }
+with torch.device("meta"):
+    found["device"] = torch.empty(1).device.type
 groups._RULES = tuple(rule for rule in groups._RULES if rule[1] != "router")
 try:
     found["rule"] = table(*job)
@@ -136,6 +139,11 @@ def tables() -> dict:
     done = fork_server.run(["-c", SCRIPT, *SMALL, *LAYOUT], 150)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_meta_device_is_heeded_beside_the_engine(tables):
+    """Its patches hid the factories from `with torch.device`: an encoder's numbers were filled."""
+    assert tables["device"] == "meta"
 
 
 def test_counts_of_the_demo_s_model(tables):
