@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     switch_load_balancing_loss_func,
@@ -20,7 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from kimi_pretrain.memory.pointwise import swiglu
-from kimi_pretrain.memory.saved import Saves
+from kimi_pretrain.memory.saved import Saves, trimmed
 
 
 def grouped_linear(x_TI: Tensor, weight_EOI: Tensor, tokens_E: Tensor) -> Tensor:
@@ -91,6 +92,19 @@ class GroupedExperts(Saves, MegatronModule):
 
     def backward_dw(self) -> None:
         """Weight gradients are not split from the backward here."""
+
+
+class ExpertLayer(MoELayer):
+    """Megatron-Core's MoE layer, keeping the places of the tokens that are sent and no others.
+
+    To put tokens into the order of experts it sorts all places of tokens x experts and saves the
+    first of them as a view, which holds all: with K2's 384 experts 3,072 bytes a token for 64.
+    """
+
+    def preprocess(self, *args, **kwargs):
+        """Return tokens in the order of experts, and their weights."""
+        with trimmed():
+            return super().preprocess(*args, **kwargs)
 
 
 class PaddingAwareRouter(Saves, TopKRouter):

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from kimi_pretrain.attention.choice import Kind
 from kimi_pretrain.config import Config
-from kimi_pretrain.engine.experts import GroupedExperts, PaddingAwareRouter
+from kimi_pretrain.engine.experts import ExpertLayer, GroupedExperts, PaddingAwareRouter
 from kimi_pretrain.engine.fused_attention import FusedCoreAttention
 from kimi_pretrain.engine.gated_mlp import DenseMlp, SharedExperts
 from kimi_pretrain.engine.language_model import LanguageModel
@@ -191,11 +191,13 @@ def layer_specs(
         plain = config.q_lora_rank is None
         attention.module = PlainQueryAttention if plain else PackedLatentAttention
         mlp = layer.submodules.mlp
-        if isinstance(mlp, partial) and mlp.func is MoELayer:
+        # Layers may share a spec, which then has been through here.
+        if isinstance(mlp, partial) and mlp.func in (MoELayer, ExpertLayer):
             experts = mlp.keywords["submodules"]
             experts.router = PaddingAwareRouter
             experts.experts = GroupedExperts
             experts.shared_experts = partial(SharedExperts, **experts.shared_experts.keywords)
+            layer.submodules.mlp = partial(ExpertLayer, *mlp.args, **mlp.keywords)
         else:
             layer.submodules.mlp = partial(DenseMlp.as_mlp_submodule, **mlp.keywords)
     block.layer_norm = PartNorm

@@ -120,8 +120,8 @@ def _experts(config: Config) -> Iterator[Kept]:
         yield Kept("router", tokens.part * wide)
     yield Kept("router", sent * _INDEX, False)  # choices
     yield Kept("router", sent * wide)  # their weights
-    # Places of all tokens and experts in their new order, those of what is sent, and its weights.
-    yield Kept("router", tokens.part * experts * _INDEX, False)
+    # Of what is sent, in its new order: places among tokens x experts, tokens, and weights.
+    yield Kept("router", sent * _INDEX, False)
     yield Kept("router", sent * _INDEX, False)
     yield Kept("router", sent * wide)
     # Padding; tokens of each expert, and where they end; scalars of the balance loss.

@@ -216,10 +216,23 @@ def apply(policy: Policy, modules: Iterable[object], params: Iterable[Tensor]) -
     mark_weights(params)
 
 
+def trimmed() -> AbstractContextManager[Any]:
+    """Return a context in which integers that are saved do not hold the rest of their storage.
+
+    For code of others that saves the beginning of what it sorted: the part is copied.
+    """
+    return saved_tensors_hooks(_trim, _give)
+
+
 def mark_weights(params: Iterable[Tensor]) -> None:
     """Mark storages of parameters: they are there anyway, views of them included."""
     for param in params:
         param.untyped_storage().treatment = _WEIGHT  # type: ignore[attr-defined]
+
+
+def _trim(tensor: Tensor) -> Saved:
+    part = not tensor.is_floating_point() and tensor.nbytes < tensor.untyped_storage().nbytes()
+    return Kept(tensor.clone() if part else tensor, "kept")
 
 
 def _give(saved: Saved) -> Tensor:

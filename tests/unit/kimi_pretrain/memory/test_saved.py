@@ -1,5 +1,6 @@
 """The policy over saved tensors, on a block made of its three kinds: bits, bytes, misuse."""
 
+import gc
 import weakref
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 
 from kimi_pretrain.memory.fp8_tiles import from_fp8, to_fp8
 from kimi_pretrain.memory.pointwise import rms_norm, swiglu
-from kimi_pretrain.memory.saved import Policy, Saves, apply
+from kimi_pretrain.memory.saved import Policy, Saves, apply, trimmed
 
 WIDTH, TOKENS = 128, 24
 KINDS = ("norms", "swiglu", "mla_up")
@@ -270,3 +271,20 @@ def test_views_of_outputs_are_found():
         product.sum().backward()
         results.append([x.grad, *(one.give() for one in copied)])
     assert_same_bits(*results)
+
+
+def test_a_saved_part_does_not_hold_the_rest():
+    """Of a sorted order whose beginning is saved, the beginning stays; values and gradient do."""
+    x = torch.randn(8, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    order = torch.argsort(x.detach())
+    rest = weakref.ref(order.untyped_storage())
+    with trimmed():
+        y = x[order[:3]]
+    expected = torch.zeros(8)
+    expected[order[:3]] = torch.tensor([1.0, 2.0, 3.0])
+    del order
+    gc.collect()
+    assert rest() is None
+    y.backward(torch.tensor([1.0, 2.0, 3.0]))
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
