@@ -89,14 +89,22 @@ class TrainConfig(Section):
     seed: int = 0
     """Seed of the weights, and of what is random in a step. [-; kimi_pretrain/model.py]"""
     vision_weights: str | None = None
-    """A safetensors checkpoint (a file, or a folder that every node sees) that the encoder starts
-    from, in any layout that `moonvit3d.weights` knows: Kimi K2.5's own, or SigLIP's.
-    [-; kimi_pretrain/dep/weights.py]"""
+    """What the encoder starts from: a safetensors file or a Hugging Face folder in any layout that
+    `moonvit3d.weights` knows (Kimi K2.5's own, SigLIP's), a checkpoint, or a run's folder (its
+    latest one); docs/STAGES.md. [-; kimi_pretrain/weights/vision_weights.py]"""
+    vision_part: Literal["tower", "projector", "both"] | None = None
+    """What is taken of vision_weights. The tower alone fits where the language model has another
+    width. null: both, and of SigLIP, which has no projector, the tower.
+    [-; kimi_pretrain/weights/vision_weights.py]"""
     start_from: str | None = None
     """Where all weights start from: a checkpoint, a run's folder (its latest one) or a Hugging Face
     folder of K2, Moonlight or K2.5, with a fresh optimizer, schedule and data; docs/WEIGHTS.md.
-    Where vision_weights is given too, the encoder is from there.
+    What vision_weights gives is from there.
     [-; kimi_pretrain/weights/initial_weights.py]"""
+    start_optimizer: Literal["fresh", "keep"] = "fresh"
+    """keep: go on with the optimizer's state, the count of steps (train.steps are those of both
+    together) and the place in the schedule of start_from, and with its data where they are the
+    same; docs/STAGES.md. [-; kimi_pretrain/weights/kept_optimizer.py]"""
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Precision of weights and activations. [-; kimi_pretrain/engine/model_builder.py]"""
     attention: Literal["auto", "portable", "flex", "transformer_engine"] = "auto"
@@ -146,7 +154,10 @@ class TrainConfig(Section):
     frozen: list[Literal["vision_tower", "projector", "language_model"]] = Field(
         default_factory=list
     )
-    """Parts that are not trained. [-; kimi_pretrain/model.py]"""
+    """Parts that are not trained. A run is resumed with the same. [-; kimi_pretrain/model.py]"""
+    stage: str | None = Field(default=None, min_length=1)
+    """Name of this stage of training, for its checkpoints: a run is resumed with the same.
+    [-; kimi_pretrain/checkpoint/manifest.py]"""
 
 
 class Config(Section):
@@ -304,8 +315,23 @@ def check_dep(config: Config) -> None:
             f"dep.placement=colocated with layout.cp={layout.cp}, layout.tp={layout.tp}: the "
             "baseline encodes a microbatch on the one first-stage rank that holds it"
         )
+    _check_start(train)
     if len(set(train.frozen)) == 3:
         raise ValueError(f"train.frozen={train.frozen}: nothing is left to train")
+
+
+def _check_start(train: TrainConfig) -> None:
+    """Refuse keys of a start that mean nothing without, or beside, others."""
+    if train.vision_part is not None and train.vision_weights is None:
+        raise ValueError(
+            f"train.vision_part={train.vision_part} without train.vision_weights: a part of what?"
+        )
+    if train.start_optimizer == "keep" and (train.start_from is None or train.vision_weights):
+        raise ValueError(
+            f"train.start_optimizer=keep with train.start_from={train.start_from}, "
+            f"train.vision_weights={train.vision_weights}: what is kept is the optimizer's state "
+            "of the weights in train.start_from, and of no others"
+        )
 
 
 def check_attention(config: Config) -> None:

@@ -18,7 +18,6 @@ from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_place
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.planner import VisionPlanner
-from kimi_pretrain.dep.weights import load_vision_weights
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.model import Model
 from kimi_pretrain.optim.groups import replicas_of
@@ -61,8 +60,6 @@ class Run:
         watch("build the model")
         self.model = Model.build(config, mesh)
         self.encoder, self.backbone = self.model.encoder, self.model.backbone
-        if resume is None:
-            load_vision_weights(config, self.encoder.module)
         watch("build the optimizer")
         trained = {view.name for view in self.backbone.views()}
         self._routing_biases = {view.name for view in self.backbone.views(buffers=True)} - trained
@@ -77,6 +74,8 @@ class Run:
             watch("read the first weights")
             progress = partial(watch, "read the first weights")
             start.fill(mesh, self.tensors(), self.replica_group_of(), progress)
+            if start.keep:
+                self._resume(start.checkpoint(), kept=True)
         if resume is not None:
             self._resume(resume)
         watch("compare the replicas")
@@ -135,14 +134,21 @@ class Run:
         assert uri is not None
         return uri
 
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        progress = partial(self._watch, "load the checkpoint")
-        tensors, copies = self.tensors(), self.replica_group_of()
+    def _resume(self, checkpoint: Checkpoint, *, kept: bool = False) -> None:
+        """Go on from a checkpoint; `kept`: as another stage, whose data may be others."""
+        progress, copies = partial(self._watch, "load the checkpoint"), self.replica_group_of()
+        tensors = self.update.optimizer.state_dict() if kept else self.tensors()
         state = load(checkpoint, tensors, progress, mesh=self.mesh, copies=copies)
-        self.update.resume(state.step, state.optimizer_steps)
-        self.update.guard.resume(state.losses, state.skips_in_row)
-        self.loader.load_state_dict(state.loader)
         self.step = state.step
+        self.update.resume(state.step, state.optimizer_steps)
+        try:
+            self.loader.load_state_dict(state.loader)
+            self.update.guard.resume(state.losses, state.skips_in_row)  # of these data
+        except ValueError as error:
+            if not kept:
+                raise
+            self.loader.load_state_dict(self.loader.planner.beginning(self.step))
+            log.info("the data begin anew: %s", error)
         log.info("resumed from %s: %d steps are done", checkpoint.uri, self.step)
 
     def close(self) -> None:

@@ -153,15 +153,7 @@ def parse_header(text: bytes, size: int, where: str) -> dict[str, TensorEntry]:
     Raises:
         SafetensorsError: something that a reader could not rely on.
     """
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise SafetensorsError(
-            f"{where}: its header is not JSON ({reason}); the file is damaged"
-        ) from None
-    if not isinstance(values, dict):
-        raise SafetensorsError(f"{where}: its header is no JSON object")
+    values = _parse_object(text, where)
     start = _PREFIX + len(text)
     entries = {
         name: _parse_entry(name, value, start, where)
@@ -179,6 +171,31 @@ def parse_header(text: bytes, size: int, where: str) -> dict[str, TensorEntry]:
     if end != size:
         raise SafetensorsError(f"{where}: {size} bytes, its header tells of {end}")
     return entries
+
+
+def parse_metadata(text: bytes, where: str) -> dict[str, str]:
+    """Return what a header's JSON says besides its tensors.
+
+    Raises:
+        SafetensorsError: it is no JSON object, or says something else than texts.
+    """
+    found = _parse_object(text, where).get(_METADATA, {})
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise SafetensorsError(f"{where}: {_METADATA} of its header is {found!r:.200}, want texts")
+    return found
+
+
+def _parse_object(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise SafetensorsError(
+            f"{where}: its header is not JSON ({reason}); the file is damaged"
+        ) from None
+    if not isinstance(values, dict):
+        raise SafetensorsError(f"{where}: its header is no JSON object")
+    return values
 
 
 def _parse_entry(name: str, value: Any, start: int, where: str) -> TensorEntry:

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, is_transient
 from kimi_pretrain.checkpoint.manifest import Fingerprint
-from moonvit3d.safetensors_io import SafetensorsError, TensorEntry, header_length, parse_header
+from moonvit3d.safetensors_io import (
+    SafetensorsError,
+    TensorEntry,
+    header_length,
+    parse_header,
+    parse_metadata,
+)
 
 if TYPE_CHECKING:
     from data_pipeline.store.open import Store
@@ -185,12 +191,28 @@ def read_header(files: Files, name: str, size: int | None) -> dict[str, TensorEn
     Raises:
         CheckpointError: it is no whole safetensors file. Otherwise as `Files.read`.
     """
+    with _no_damage():
+        text = _header_text(files, name, size)
+        return parse_header(text, size or 0, files.where(name))
+
+
+def read_metadata(files: Files, name: str, size: int | None) -> dict[str, str]:
+    """Return what the header of a safetensors file says besides its tensors; as `read_header`."""
+    with _no_damage():
+        return parse_metadata(_header_text(files, name, size), files.where(name))
+
+
+def _header_text(files: Files, name: str, size: int | None) -> bytes:
     where = files.where(name)
     if size is None or size < 8:
         raise CheckpointError(f"{where}: {size or 0} bytes are no whole safetensors file")
+    return files.read(name, 8, header_length(files.read(name, 0, 8), size, where))
+
+
+@contextmanager
+def _no_damage() -> Iterator[None]:
     try:
-        length = header_length(files.read(name, 0, 8), size, where)
-        return parse_header(files.read(name, 8, length), size, where)
+        yield
     except SafetensorsError as error:
         raise CheckpointError(f"{error}; take another checkpoint") from None
 

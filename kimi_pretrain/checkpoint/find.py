@@ -120,7 +120,7 @@ def _damaged(
         found.warn_if_unhashed()
     check_fits(manifest, config, found.uri)
     with storage_errors(found.uri):
-        return found.verify(share_of_files(manifest, rank, world_size), progress)
+        return found.verify(share_of_files(manifest.files, rank, world_size), progress)
 
 
 def _texts(found: Checkpoint, listed: bool) -> tuple[dict[str, bytes], str | None]:

@@ -78,6 +78,7 @@ class Manifest:
         contents: "all" to go on from, or "weights" of the model alone.
         versions: package -> version that wrote it.
         files: name -> fingerprint of every other file of the folder, index.json among them.
+        training: see `training_of`. None: of an earlier version, which did not state it.
         hashed: whether it was read with a hash of its own.
     """
 
@@ -88,6 +89,7 @@ class Manifest:
     contents: Contents
     versions: dict[str, str | None]
     files: dict[str, Fingerprint]
+    training: dict[str, Any] | None = None
     hashed: bool = field(default=True, compare=False)
 
     def text(self) -> str:
@@ -95,6 +97,8 @@ class Manifest:
         files = {name: asdict(self.files[name]) for name in sorted(self.files)}
         values = {"schema": SCHEMA, **asdict(self), "files": files}
         del values["hashed"]
+        if self.training is None:  # as it was read
+            del values["training"]
         return json.dumps(values | {_HASH: digest(values)}, indent=1) + "\n"
 
 
@@ -114,7 +118,20 @@ def manifest_of(
         contents=contents,
         versions=dict(versions),
         files=dict(files),
+        training=training_of(config),
     )
+
+
+def training_of(config: "Config") -> dict[str, Any]:
+    """Return what a run trains, and under which name: all of one run's checkpoints have the same.
+
+    `tokens_per_step`, which a resume may change, says where in its schedule a run is.
+    """
+    return {
+        "stage": config.train.stage,
+        "frozen": sorted(set(config.train.frozen)),
+        "tokens_per_step": config.tokens_per_step(),
+    }
 
 
 def installed_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
@@ -133,9 +150,9 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def share_of_files(manifest: Manifest, rank: int, world_size: int) -> list[str]:
+def share_of_files(files: Mapping[str, Fingerprint], rank: int, world_size: int) -> list[str]:
     """Return the files that one rank hashes of a checkpoint; the ranks' bytes are about equal."""
-    order = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
+    order = sorted(files, key=lambda name: (-files[name].bytes, name))
     return order[rank::world_size]
 
 
@@ -208,6 +225,7 @@ def parse_manifest(text: str | bytes, where: str) -> Manifest:
         contents=contents,
         versions={str(name): version for name, version in versions.items()},
         files=_parse_files(_part(values, "files", dict, where), where),
+        training=_part(values, "training", dict, where) if "training" in values else None,
         hashed=schema == SCHEMA,
     )
 
@@ -257,6 +275,34 @@ def check_fits(manifest: Manifest, config: "Config", where: str) -> None:
             f"{where}: written with train.dtype={manifest.dtype}, this run has "
             f"train.dtype={config.train.dtype}"
         )
+
+
+def check_resumes(manifest: Manifest, config: "Config", where: str) -> None:
+    """Refuse to go on with a checkpoint as another stage, or with other parts frozen.
+
+    A part that was frozen has no optimizer state, and one that is frozen now would lose its own.
+
+    Raises:
+        CheckpointError: names the key, with both values.
+    """
+    if manifest.training is None:
+        return
+    here = training_of(config)
+    for key in ("stage", "frozen"):
+        found = manifest.training.get(key)
+        if found != here[key]:
+            raise CheckpointError(
+                f"{where}: written with train.{key}={_told(found)}, this run has train.{key}="
+                f"{_told(here[key])}: a resume goes on with the same stage; begin the next one in "
+                "a --run-dir of its own, with train.start_from"
+            )
+
+
+def _told(value: Any) -> str:
+    """Return a plain value as one writes it on the command line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(str, value))}]"
+    return "null" if value is None else str(value)
 
 
 def first_difference(found: Any, wanted: Any, where: str) -> str | None:

@@ -52,7 +52,7 @@ def engine_config(config: Config, attention: Kind) -> MLATransformerConfig:
     engine = MLATransformerConfig(
         **_architecture(language),
         **_rotary(language),
-        **_experts(language, config.train.dtype),
+        **_experts(config),
         **_pipeline(layout, dtype),
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -135,8 +135,9 @@ def _rotary(language: LanguageConfig) -> dict:
     )
 
 
-def _experts(language: LanguageConfig, dtype: str) -> dict:
-    dense = language.num_dense_layers
+def _experts(config: Config) -> dict:
+    language, dtype = config.model.language, config.train.dtype
+    dense, frozen = language.num_dense_layers, "language_model" in config.train.frozen
     return dict(
         num_moe_experts=language.num_experts,
         moe_layer_freq=[0] * dense + [1] * (language.num_layers - dense),
@@ -150,7 +151,9 @@ def _experts(language: LanguageConfig, dtype: str) -> dict:
         moe_router_enable_expert_bias=True,
         moe_router_bias_update_rate=language.expert_bias_update_rate,
         moe_router_load_balancing_type="seq_aux_loss",
-        moe_aux_loss_coeff=language.aux_loss_coeff,
+        # A frozen router cannot become more even: its balance loss would only bend what the
+        # encoder learns from the captions.
+        moe_aux_loss_coeff=0.0 if frozen else language.aux_loss_coeff,
         moe_router_dtype="fp64" if dtype == "float64" else "fp32",
         moe_token_dispatcher_type="alltoall",
     )

@@ -68,6 +68,10 @@ class ModelShape:
         )
 
 
+MOMENTS: dict[str, tuple[str, ...]] = {"muon": ("momentum",), "adamw": ("exp_avg", "exp_avg_sq")}
+"""What an owner keeps of a tensor besides its master copy, by the kind of its rule."""
+
+
 @dataclass(frozen=True)
 class NamedTensor:
     """One tensor of the checkpoint as the optimizer sees it.

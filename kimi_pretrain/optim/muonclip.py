@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from torch.distributed import ProcessGroup
 from kimi_pretrain.optim.batched import orthogonality_errors
 from kimi_pretrain.optim.broadcast import Transfer, cut_rounds, finish, launch
 from kimi_pretrain.optim.config import UpdateSettings
-from kimi_pretrain.optim.groups import ModelShape, NamedTensor, Rule, TensorRules
+from kimi_pretrain.optim.groups import MOMENTS, ModelShape, NamedTensor, Rule, TensorRules
 from kimi_pretrain.optim.muon import adamw_update, muon_update
 from kimi_pretrain.optim.owners import (
     ORDER,
@@ -347,8 +348,8 @@ class _State:
     def zeros(tensor: NamedTensor, rule: Rule) -> "_State":
         data = tensor.data.detach()
         wide = _state_dtype(data)
-        names = ("momentum",) if rule.kind == "muon" else ("exp_avg", "exp_avg_sq")
-        moments = {name: torch.zeros(data.shape, dtype=wide, device=data.device) for name in names}
+        zeros = partial(torch.zeros, data.shape, dtype=wide, device=data.device)
+        moments = {name: zeros() for name in MOMENTS[rule.kind]}
         if data.dtype == wide:
             return _State(data, False, moments)
         return _State(data.to(wide, memory_format=torch.contiguous_format), True, moments)

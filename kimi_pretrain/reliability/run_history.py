@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kimi_pretrain.checkpoint.errors import storage_errors
-from kimi_pretrain.checkpoint.manifest import MANIFEST, step_name
+from kimi_pretrain.checkpoint.manifest import MANIFEST, check_resumes, step_name
 from kimi_pretrain.checkpoint.ownership import Owner
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place, open_place
 from kimi_pretrain.reliability.run_lock import RUN, claim, read_run, write_run
@@ -164,17 +164,22 @@ def check_may_begin(run_dir: Path, place: Place, or_start: bool) -> None:
     )
 
 
-def check_latest(run_dir: Path, place: Place, or_start: bool) -> None:
-    """Refuse early, by one listing, what a start with "latest" would come to.
+def check_latest(config: "Config", run_dir: Path, place: Place, or_start: bool) -> None:
+    """Refuse early, by one listing and one manifest, what a start with "latest" would come to.
 
     Raises:
-        ValueError, CheckpointError: as `check_place`, `check_may_begin`; the place cannot be read.
+        ValueError, CheckpointError: as `check_place`, `check_may_begin`, `check_resumes`; the place
+            cannot be read.
     """
     check_place(run_dir, place)
     with storage_errors(place.uri):
-        empty = not place.folders()
+        empty, steps = not place.folders(), place.steps()
     if empty:
         check_may_begin(run_dir, place, or_start)
+    if steps:
+        newest = place.checkpoint(steps[-1])
+        if not newest.manifest_problems():  # a damaged one is told, or passed over, at the start
+            check_resumes(newest.manifest(), config, newest.uri)
 
 
 def claim_place(

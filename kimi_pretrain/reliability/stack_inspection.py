@@ -37,7 +37,7 @@ FILING = (
     "kimi_pretrain/checkpoint/", "kimi_pretrain/weights/", "kimi_pretrain/telemetry/recorder.py",
     "kimi_pretrain/telemetry/run_dir.py", "kimi_pretrain/reliability/run_files.py",
     "kimi_pretrain/reliability/anomaly_guard.py", "kimi_pretrain/reliability/run_lock.py",
-    "kimi_pretrain/reliability/status.py", "kimi_pretrain/dep/weights.py", "moonvit3d/files.py",
+    "kimi_pretrain/reliability/status.py", "moonvit3d/files.py",
     "moonvit3d/safetensors_io.py",
 )  # fmt: skip
 DEVICE_CALLS = (*WAITING_CALLS, ".cpu(", ".item(", ".tolist(", ".copy_(", ".to(")

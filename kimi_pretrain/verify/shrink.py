@@ -118,7 +118,9 @@ def _train(config: Config) -> dict[str, Any]:
         "attention": "auto",  # the portable one in these types
         "fp8_storage": False,  # an encoder's rounding moves codes, and these gradients by percents
         "vision_weights": None,  # they have the old sizes
+        "vision_part": None,
         "start_from": None,
+        "start_optimizer": "fresh",
     }
 
 

@@ -217,13 +217,17 @@ def differences(found: Mapping[str, Any], model: ModelConfig) -> Differences:
         *_unequal(text, SIZES, model.language, "model.language"),
         *_not_fixed(text),
     ]
-    vision: Mapping[str, Any] = found.get("vision_config") or {}
-    for ours, keys in VISION_SIZES.items():
-        present = {key: ours for key in keys if key in vision}
-        sizes += _unequal(vision, present, model.vision, "model.vision")
+    sizes += vision_differences(found, model.vision)
     settings = [*_unequal(text, SETTINGS, model.language, "model.language")]
     settings += _rotary(text, model.language)
     return Differences(tuple(sizes), tuple(settings))
+
+
+def vision_differences(found: Mapping[str, Any], config: MoonViTConfig) -> list[str]:
+    """Return what a config.json says otherwise of the encoder's sizes, in words."""
+    vision: Mapping[str, Any] = found.get("vision_config") or {}
+    present = {key: ours for ours, keys in VISION_SIZES.items() for key in keys if key in vision}
+    return list(_unequal(vision, present, config, "model.vision"))
 
 
 def _unequal(

@@ -1,13 +1,14 @@
-"""A run's first weights from a checkpoint or a Hugging Face folder: `train.start_from`.
+"""A run's first weights: `train.start_from`, and `train.vision_weights` for the encoder.
 
-Weights alone: optimizer, schedule and data start from zero. Under any layout each rank reads a part
-of what it holds, and receives the rest from others. Master copies of the optimizer, where the run
-has some, take the most exact numbers that are stored: another run's masters, or the weights in a
-wider type.
+Under any layout each rank reads a part of what it holds, and receives the rest from others. Master
+copies of the optimizer, where the run has some, take the most exact numbers that are stored:
+another run's masters, or the weights in a wider type. Optimizer, schedule and data start from zero
+unless `train.start_optimizer` keeps them (`weights.kept_optimizer`).
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,12 +22,15 @@ from kimi_pretrain.checkpoint.collective_read import (
     read_and_broadcast,
 )
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.manifest import MANIFEST, share_of_files
-from kimi_pretrain.checkpoint.storage_read import open_checkpoint
+from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, share_of_files
+from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_checkpoint
 from kimi_pretrain.config import Config
 from kimi_pretrain.weights.compatibility import open_compatible
+from kimi_pretrain.weights.kept_optimizer import check_kept
 from kimi_pretrain.weights.matching import MASTER, Weights
 from kimi_pretrain.weights.shapes import VISION
+from kimi_pretrain.weights.vision_weights import VisionWeights, open_vision_weights
+from kimi_pretrain.weights.weight_reader import WeightReader
 
 if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
@@ -39,26 +43,40 @@ class InitialWeights:
     """Where a fresh run's weights come from, matched with its model.
 
     Attributes:
+        weights: of `train.start_from`; None: it is not set.
         settings: messages about settings that differ there.
-        keep_encoder: `train.vision_weights`, which the encoder has then.
+        vision: of `train.vision_weights`; they come before those of `weights`.
+        keep: whether the optimizer is taken over from where `weights` are.
     """
 
-    weights: Weights
+    weights: Weights | None
     settings: tuple[str, ...]
-    keep_encoder: str | None
+    vision: VisionWeights | None
+    keep: bool = False
 
     def lines(self) -> list[str]:
         """Return what to log of it."""
-        reader = self.weights.reader
-        kind = "a Hugging Face folder"
-        if reader.manifest is not None:
-            kind = f"the checkpoint of step {reader.manifest.state.step}"
-        lines = [f"weights from {kind}, {reader.where}; optimizer, schedule and data begin anew"]
-        if self.keep_encoder is not None:
-            lines.append(f"the encoder from train.vision_weights={self.keep_encoder}")
-        elif self.weights.absent:
-            lines.append(f"no {' or '.join(self.weights.absent)} there: the encoder from the seed")
+        lines: list[str] = []
+        taken = set[str]()
+        if self.vision is not None:
+            taken = {f"{name.split('.')[0]}." for name in self.vision.sources}
+        if self.weights is not None:
+            reader = self.weights.reader
+            begin = "" if self.keep else "; optimizer, schedule and data begin anew"
+            lines.append(f"weights from {_kind(reader)}, {reader.where}{begin}")
+        if self.vision is not None:
+            reader, parts = self.vision.reader, _listed(part for part in VISION if part in taken)
+            lines.append(f"the {parts} from {_kind(reader)}, {reader.where}")
+        here = () if self.weights is None else self.weights.sources
+        seeded = [p for p in VISION if p not in taken and not any(n.startswith(p) for n in here)]
+        if seeded:
+            lines.append(f"the {_listed(seeded)} from the seed: not there")
         return lines + [f"set otherwise than there: {text}" for text in self.settings]
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the checkpoint of ours that `train.start_from` names; `fill` has verified it."""
+        assert self.weights is not None
+        return _checkpoint_of(self.weights)
 
     def fill(
         self,
@@ -80,63 +98,125 @@ class InitialWeights:
             CheckpointError: a file of the checkpoint is damaged (on all ranks), or a number is not
                 finite.
         """
-        _check_hashes(self.weights, mesh, alive)
-        self.weights.reader.mark_verified()
         if mesh.rank == 0:
             for line in self.lines():
                 log.info("%s", line)
-        wanted = {name: tensor for name, tensor in tensors.items() if self._takes(name)}
-        sources, headers = self.weights.sources, self.weights.reader.headers
+        left = dict(tensors)
+        for key, weights in (("vision_weights", self.vision), ("start_from", self.weights)):
+            if weights is None:
+                continue
+            wanted = {n: t for n, t in left.items() if n.removeprefix(MASTER) in weights.sources}
+            left = {name: tensor for name, tensor in left.items() if name not in wanted}
+            whole = self.keep and weights is self.weights
+            _check_hashes(f"train.{key}", weights, whole, mesh, alive)
+            _fill(weights, wanted, mesh, copies, alive)
 
-        def place(name: str) -> tuple[str, tuple[str, ...]]:
-            source = sources[name.removeprefix(MASTER)]
-            return headers[source[0]].file, source
 
-        @torch.no_grad()
-        def read(name: str) -> None:
-            tensor = wanted[name]
-            tensor.copy_(self.weights.read(name.removeprefix(MASTER), tensor.dtype))
-            alive()
+def _fill(
+    weights: Weights,
+    wanted: Mapping[str, Tensor],
+    mesh: "Mesh",
+    copies: Mapping[str, str],
+    alive: Callable[[], None],
+) -> None:
+    """Fill weights and master copies in place."""
+    sources, headers = weights.sources, weights.reader.headers
 
-        read_and_broadcast(wanted, copies, mesh, read, place)
+    def place(name: str) -> tuple[str, tuple[str, ...]]:
+        source = sources[name.removeprefix(MASTER)]
+        return headers[source[0]].file, source
 
-    def _takes(self, name: str) -> bool:
-        """Whether a tensor of the run, a weight or its master copy, is filled."""
-        weight = name.removeprefix(MASTER)
-        if self.keep_encoder is not None and weight.startswith(VISION):
-            return False
-        return weight in self.weights.sources
+    @torch.no_grad()
+    def read(name: str) -> None:
+        tensor = wanted[name]
+        tensor.copy_(weights.read(name.removeprefix(MASTER), tensor.dtype))
+        alive()
+
+    read_and_broadcast(wanted, copies, mesh, read, place)
 
 
 def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> InitialWeights | None:
-    """Match `train.start_from` with the model, by headers alone; None: it is not set. Collective.
+    """Match what a fresh run starts from with its model, by headers alone. Collective.
 
     Rank 0 reads the headers, and decides which checkpoint is the newest of a run, for all.
 
     Args:
         mesh: None: this process alone.
 
+    Returns:
+        None: neither `train.start_from` nor `train.vision_weights` is set.
+
     Raises:
         FileNotFoundError, CheckpointError: it is not there, or does not fit.
     """
-    uri, encoder = config.train.start_from, config.train.vision_weights
-    if uri is None:
+    uri, encoder, part = (
+        getattr(config.train, key) for key in ("start_from", "vision_weights", "vision_part")
+    )
+    if uri is None and encoder is None:
         return None
+    weights, settings, vision = None, (), None
+    if encoder is not None:
+        with _named("train.vision_weights"):
+            open_vision = partial(open_vision_weights, encoder, part, config.model.vision)
+            vision = broadcast_from_rank0(open_vision, mesh)
+    if uri is not None:
+        with _named("train.start_from"):
+            open_start = partial(_open_start, uri, config)
+            weights, settings = broadcast_from_rank0(open_start, mesh)
+    return InitialWeights(weights, settings, vision, config.train.start_optimizer == "keep")
+
+
+def _open_start(uri: str, config: Config) -> tuple[Weights, tuple[str, ...]]:
+    found = open_compatible(uri, config.model)
+    if config.train.start_optimizer == "keep":
+        check_kept(found[0], config)
+    return found
+
+
+@contextmanager
+def _named(key: str) -> Iterator[None]:
     try:
-        weights, settings = broadcast_from_rank0(partial(open_compatible, uri, config.model), mesh)
-        return InitialWeights(weights, settings, encoder)
+        yield
     except (CheckpointError, FileNotFoundError) as error:
-        raise type(error)(f"train.start_from: {error}") from None
+        raise type(error)(f"{key}: {error}") from None
 
 
-def _check_hashes(weights: Weights, mesh: "Mesh", alive: Callable[[], None]) -> None:
-    """Compare a checkpoint's files with its manifest, each on one rank."""
-    manifest = weights.reader.manifest
+def _kind(reader: WeightReader) -> str:
+    if reader.manifest is None:
+        return "safetensors"
+    return f"the checkpoint of step {reader.manifest.state.step}"
+
+
+def _listed(parts: Iterable[str]) -> str:
+    return " and ".join(part.rstrip(".") for part in parts)
+
+
+def _checkpoint_of(weights: Weights) -> Checkpoint:
+    assert weights.reader.manifest is not None
+    found = open_checkpoint(weights.reader.where)
+    found.know({MANIFEST: weights.reader.manifest.text().encode()})  # as rank 0 has read it
+    return found
+
+
+def _check_hashes(
+    key: str, weights: Weights, whole: bool, mesh: "Mesh", alive: Callable[[], None]
+) -> None:
+    """Compare a checkpoint's files with its manifest, each on one rank.
+
+    Args:
+        whole: all of them; else those that hold weights.
+    """
+    manifest, headers = weights.reader.manifest, weights.reader.headers
     if manifest is None:
         return
-    checkpoint = open_checkpoint(weights.reader.where)
-    checkpoint.know({MANIFEST: manifest.text().encode()})  # as rank 0 has read it
-    mine = share_of_files(manifest, mesh.rank, mesh.world_size)
+    checkpoint = _checkpoint_of(weights)
+    held = {source for sources in weights.sources.values() for source in sources}
+    held |= {MASTER + name for name in weights.sources}
+    files = {INDEX, *(headers[name].file for name in held if name in headers)}
+    files |= set(manifest.files) if whole else set()
+    named = {file: manifest.files[file] for file in files}
+    mine = share_of_files(named, mesh.rank, mesh.world_size)
     everyone = on_all_ranks(lambda: checkpoint.verify(mine, lambda _: alive()), mesh)
     if problems := [problem for part in everyone for problem in part]:
-        raise CheckpointError(f"train.start_from: {'; '.join(problems)}")
+        raise CheckpointError(f"{key}: {'; '.join(problems)}")
+    weights.reader.mark_verified(files)

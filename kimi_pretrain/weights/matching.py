@@ -53,7 +53,7 @@ class Weights:
         sources = self.sources[name]
         if self.from_master(name, dtype):
             sources = (MASTER + name,)
-        tensor = self._made(sources)
+        tensor = self._made(name, sources)
         if torch.promote_types(tensor.dtype, dtype) == dtype:
             return tensor.to(dtype)  # widening changes no number
         return check_finite(tensor.to(dtype), self.reader.place(sources[0]))
@@ -64,7 +64,8 @@ class Weights:
         now = self.reader.headers[self.sources[name][0]].dtype
         return held is not None and torch.promote_types(now, dtype) != now
 
-    def _made(self, sources: tuple[str, ...]) -> Tensor:
+    def _made(self, name: str, sources: tuple[str, ...]) -> Tensor:
+        """Return tensor `name` of the model from the stored tensors that make it up."""
         first = self.reader.read(sources[0])
         if len(sources) == 1:
             return check_finite(first, self.reader.place(sources[0]))

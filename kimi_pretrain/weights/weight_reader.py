@@ -10,17 +10,24 @@ compared with that. Hugging Face folders have no hashes.
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.checkpoint.file_access import Files, FolderFiles, StoreFiles, read_header
+from kimi_pretrain.checkpoint.file_access import (
+    Files,
+    FolderFiles,
+    StoreFiles,
+    read_header,
+    read_metadata,
+)
 from kimi_pretrain.checkpoint.manifest import INDEX as CHECKPOINT_INDEX
 from kimi_pretrain.checkpoint.manifest import (
     MANIFEST,
@@ -30,10 +37,12 @@ from kimi_pretrain.checkpoint.manifest import (
     parse_json,
 )
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place, open_checkpoint, open_place
+from moonvit3d.files import KEY as SIZES_KEY
 from moonvit3d.safetensors_io import INDEX, SINGLE, TensorEntry, bytes_of, torch_dtype
 
 CONFIG = "config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp", ".npz", ".npy")
+SUFFIX = ".safetensors"
 _MOST_CONFIG_BYTES = 16 << 20
 _THREADS = 16  # files whose headers are read at a time
 
@@ -59,12 +68,14 @@ class WeightReader:
         headers: of every tensor, by name, in the order of names.
         config: config.json of a Hugging Face folder that has one.
         manifest: of a checkpoint of ours.
+        stated: the encoder's sizes that `moonvit3d.weights` notes in a file of its own.
     """
 
     where: str
     headers: Mapping[str, TensorHeader]
     config: Mapping[str, Any] | None = None
     manifest: Manifest | None = None
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out open files and what was verified: each process does both for itself."""
@@ -90,10 +101,10 @@ class WeightReader:
         if self.manifest is not None:
             self._verified.check((CHECKPOINT_INDEX, self.headers[name].file))
 
-    def mark_verified(self) -> None:
-        """Take all files for verified: the ranks of a job have shared the hashing."""
+    def mark_verified(self, files: Collection[str]) -> None:
+        """Take these files for verified: the ranks of a job have shared the hashing."""
         if self.manifest is not None:
-            self._verified.whole |= self.manifest.files.keys()
+            self._verified.whole.update(files)
 
     def read(self, name: str) -> Tensor:
         """Return a tensor on the CPU, in its own type. May be called from any thread.
@@ -132,21 +143,32 @@ class _Verified:
                     self.whole.add(file)
 
 
-def open_weights(uri: str | os.PathLike[str]) -> WeightReader:
+def open_weights(
+    uri: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda name: True
+) -> WeightReader:
     """Read the headers of a folder: a checkpoint of ours, or Hugging Face's safetensors.
 
     Args:
-        uri: a path, or s3://bucket/prefix.
+        uri: a path, or s3://bucket/prefix; or one .safetensors file, or an index, of a folder.
+        wanted: of the names in an index. A file that holds none of them is not looked for.
 
     Raises:
         FileNotFoundError: no such folder, or no weights in it.
         CheckpointError: pickled weights; a file that is missing or damaged.
     """
+    folder, _, name = os.fspath(uri).rpartition("/")
+    if name == INDEX:
+        uri = folder or "."
+    elif name.endswith(SUFFIX) and not Path(uri).is_dir():
+        files = _files_in(open_place(folder or "."))
+        if files.size(name) is None:
+            raise FileNotFoundError(f"{os.fspath(uri)}: no such file")
+        return _hugging_face(files, {name: None}, [name])
     files, names = _folder(uri)
     if MANIFEST in names:
         return checkpoint_weights(open_checkpoint(uri))
     if INDEX in names:
-        return _hugging_face(files, _indexed(files, names), names)
+        return _hugging_face(files, _indexed(files, names, wanted), names)
     if SINGLE in names:
         return _hugging_face(files, {SINGLE: None}, names)
     raise _no_weights(files.uri, names)
@@ -197,7 +219,7 @@ def _no_weights(where: str, names: list[str]) -> Exception:
         )
     if "run.json" in names or "metrics.jsonl" in names:
         return FileNotFoundError(f"{where}: the folder of a run that holds no complete checkpoint")
-    loose = [name for name in names if name.endswith(".safetensors")]
+    loose = [name for name in names if name.endswith(SUFFIX)]
     found = f"{len(loose)} .safetensors without an index" if loose else f"{len(names)} other files"
     return FileNotFoundError(
         f"{where}: no weights: expected {MANIFEST} of a checkpoint, {SINGLE} or {INDEX}; found "
@@ -222,10 +244,21 @@ def _hugging_face(
             )
         headers |= {name: _header(held[name], file) for name in (held if some is None else some)}
     config = _json(files, CONFIG, _MOST_CONFIG_BYTES) if CONFIG in names else None
-    return WeightReader(files.uri, dict(sorted(headers.items())), config)
+    stated = _stated(files, *wanted) if len(wanted) == 1 else {}
+    return WeightReader(files.uri, dict(sorted(headers.items())), config, stated=stated)
 
 
-def _indexed(files: Files, names: list[str]) -> dict[str, set[str] | None]:
+def _stated(files: Files, file: str) -> dict[str, Any]:
+    text = read_metadata(files, file, files.size(file)).get(SIZES_KEY, "{}")
+    found = parse_json(text, files.where(file), _MOST_CONFIG_BYTES)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{files.where(file)}: metadata {SIZES_KEY} = {text!r}: want sizes")
+    return found
+
+
+def _indexed(
+    files: Files, names: list[str], wants: Callable[[str], bool]
+) -> dict[str, set[str] | None]:
     """Return file -> its tensors, of an index."""
     where = files.where(INDEX)
     weight_map = _json(files, INDEX, MOST_INDEX_BYTES).get("weight_map")
@@ -234,7 +267,9 @@ def _indexed(files: Files, names: list[str]) -> dict[str, set[str] | None]:
     wanted: dict[str, set[str] | None] = {}
     for name, file in weight_map.items():
         check_file_name(file, where)
-        if not file.endswith(".safetensors"):
+        if not wants(name):
+            continue
+        if not file.endswith(SUFFIX):
             raise CheckpointError(
                 f"{where}: {name!r} is in {file!r}: only safetensors are read, never pickles"
             )

@@ -204,7 +204,7 @@ def check_runs(config: "Config", folder: Path, seeds: tuple[int, ...], or_start:
     for number, one in enumerate(run_folders(folder, seeds)):
         place = places[number] if places else named or one / "checkpoints"
         try:
-            check_latest(one, open_place(place, PATIENCE_S), or_start)
+            check_latest(config, one, open_place(place, PATIENCE_S), or_start)
         except CheckpointError as error:  # the nodes may have access that this machine lacks
             told = f"not looked for a checkpoint from here, the job will: {error}"
             typer.echo(f"warning: {told}", err=True)

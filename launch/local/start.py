@@ -188,22 +188,20 @@ def check_once(job: Job, config: "Config", *, alone: bool) -> None:
         run_history.check_fresh(run_dir)
         check_weights(config)
     elif job.resume == LATEST:
-        run_history.check_latest(run_dir, run_history.place_of(config, run_dir), job.or_start)
+        place = run_history.place_of(config, run_dir)
+        run_history.check_latest(config, run_dir, place, job.or_start)
     else:
-        from kimi_pretrain.checkpoint.manifest import check_fits
+        from kimi_pretrain.checkpoint.manifest import check_fits, check_resumes
         from kimi_pretrain.checkpoint.storage_read import open_checkpoint
 
         found = open_checkpoint(job.resume)
         check_fits(found.manifest(), config, found.uri)
+        check_resumes(found.manifest(), config, found.uri)
 
 
 def check_weights(config: "Config") -> None:
     """Compare the headers of first weights with the model; loads torch if some are named."""
-    if config.train.vision_weights is not None:
-        from kimi_pretrain.dep.weights import check_vision_weights
-
-        check_vision_weights(config)
-    if config.train.start_from is not None:
+    if config.train.start_from is not None or config.train.vision_weights is not None:
         from kimi_pretrain.weights.initial_weights import open_initial_weights
 
         open_initial_weights(config)

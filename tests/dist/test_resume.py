@@ -1,5 +1,6 @@
 """A resumed run equals an uninterrupted one (I3); a bad checkpoint is refused before training."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -11,11 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.load import load
 from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.status import read_status
+from kimi_pretrain.weights.compatibility import open_compatible
+from kimi_pretrain.weights.initial_weights import open_initial_weights
+from kimi_pretrain.weights.kept_optimizer import check_kept
 from moonvit3d.model import VisionEncoder, initialise
 from moonvit3d.weights import save
 from tests import fork_server
@@ -197,6 +202,61 @@ def test_eval_gives_the_last_validation(straight):
         assert line[name] == pytest.approx(wanted[name], rel=1e-5), name
 
 
+def test_a_stage_that_keeps_all_and_changes_nothing_is_an_unbroken_run(
+    straight, data_root, tmp_path
+):
+    start = f"train.start_from={straight / 'checkpoints' / 'step_00000003'}"
+    settings = (f"data.root={data_root}", "train.steps=6", *FOUR, start)
+    done = train(tmp_path / "kept", *settings, "train.start_optimizer=keep")
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept, first = (
+        json.loads((run / "state_hashes.json").read_text()) for run in (tmp_path / "kept", straight)
+    )
+    assert kept == first
+    assert [line["step"] for line in read_metrics(tmp_path / "kept")] == [4, 5, 6]
+
+
+IN_TOKENS = "optim={schedule: [{tokens: 40960, lr: 1.0e-3, shape: linear}]}"
+# Of the checkpoint after three steps: what cannot be kept, and what is said.
+NOT_KEPT = {
+    "all done": (("train.steps=3",), "has done 3 steps"),
+    "precision": (("train.dtype=bfloat16",), "written with train.dtype=float32"),
+    "matrices": (("optim.matrices=adamw",), "first 'optim.exp_avg.*another optim.matrices"),
+    "tokens a step": (("data.rows_per_step=16", IN_TOKENS), "had 1,024 tokens, .* have 2,048"),
+    "another model": (("model.language.num_experts=4",), "does not fit the model"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_KEPT)
+def test_what_cannot_be_kept_is_named_from_headers(name, straight):
+    overrides, told = NOT_KEPT[name]
+    start = f"train.start_from={straight / 'checkpoints' / 'step_00000003'}"
+    keep = (*SMALL, *ONE, start, "train.start_optimizer=keep", "train.steps=6")
+    with pytest.raises(CheckpointError, match=rf"^train\.start_from: .*{told}") as error:
+        open_initial_weights(load_config("tiny_cpu", (*keep, *overrides)))
+    assert "\n" not in str(error.value)
+    in_steps = ("data.rows_per_step=16", "layout.dp=2")  # the place in a schedule of steps stays
+    assert open_initial_weights(load_config("tiny_cpu", (*keep, *in_steps))) is not None
+
+
+def test_a_part_that_was_frozen_has_nothing_to_keep(straight):
+    config = load_config("tiny_cpu", (*SMALL, *ONE))
+    weights, _ = open_compatible(straight / "checkpoints" / "step_00000003", config.model)
+    reader = weights.reader
+    headers = {
+        name: header
+        for name, header in reader.headers.items()
+        if not (name.startswith("optim.") and "mm_projector" in name)
+    }
+    training = {"stage": None, "frozen": ["projector"]}
+    manifest = dataclasses.replace(reader.manifest, training=training)
+    frozen = dataclasses.replace(reader, headers=headers, manifest=manifest)
+    with pytest.raises(
+        CheckpointError, match=r"mm_projector\S+: there train\.frozen=\[projector\]"
+    ):
+        check_kept(dataclasses.replace(weights, reader=frozen), config)
+
+
 def test_resume_in_another_layout_equals_to_rounding(straight, checkpoint, data_root, tmp_path):
     overrides = (f"data.root={data_root}", "train.steps=6", *ONE)
     done = train(tmp_path / "one", *overrides, resume=checkpoint)
@@ -297,6 +357,7 @@ BAD = [
     ("one bit", _flip_a_byte, (), "sha256"),
     ("another model", lambda folder: None, ("model.language.num_experts=4",), "num_experts"),
     ("another dtype", lambda folder: None, ("train.dtype=bfloat16",), "train.dtype=float32"),
+    ("another stage", lambda folder: None, ("train.stage=next",), "train.stage=null"),
     ("other data", lambda folder: None, ("data.seed=5",), "seed"),
 ]
 

@@ -73,7 +73,7 @@ ROOMS: dict[str, set[str]] = {
         "moonvit3d.geometry",
     },
     "kimi_pretrain.weights": {
-        *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.engine.mesh",
+        *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.engine.mesh", "kimi_pretrain.optim",
         "kimi_pretrain.reliability.run_history", "kimi_pretrain.weights.shapes",
         "data_pipeline.store", "moonvit3d",
     },

@@ -11,6 +11,7 @@ from kimi_pretrain.checkpoint.manifest import (
     Manifest,
     RunState,
     check_fits,
+    check_resumes,
     manifest_of,
     parse_index,
     parse_json,
@@ -147,6 +148,38 @@ def test_a_checkpoint_of_another_model_is_refused(override, told):
     with pytest.raises(CheckpointError, match=told):
         check_fits(manifest(), ranks.config(override), "there")
     check_fits(manifest(), ranks.config("layout.dp=1", "layout.ep=1"), "there")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.frozen=[language_model]", "train.frozen=[projector, vision_tower], this run has "
+         "train.frozen=[language_model]"),
+        ("train.frozen=[]", "this run has train.frozen=[]"),
+        ("train.stage=joint", "train.stage=captions, this run has train.stage=joint"),
+        ("train.stage=null", "this run has train.stage=null"),
+    ],
+)  # fmt: skip
+def test_a_stage_is_resumed_as_it_was(override, told):
+    stage = ("train.stage=captions", "train.frozen=[vision_tower, projector]")
+    written = manifest_of(ranks.config(*stage), STATE, FILES, {})
+    found = parse_manifest(written.text(), "there")
+    assert found == written
+    with pytest.raises(CheckpointError) as error:
+        check_resumes(found, ranks.config(*stage, override), "there")
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+    same = ("train.stage=captions", "train.frozen=[projector, vision_tower, projector]")
+    check_resumes(found, ranks.config(*same, "data.rows_per_step=32"), "there")
+
+
+def test_a_manifest_of_before_stages_had_names_is_resumed():
+    values = json.loads(manifest().text())
+    del values["training"]
+    old = parse_manifest(ranks.sealed(values), "there")
+    assert old.training is None
+    assert json.loads(old.text()) == json.loads(ranks.sealed(values))
+    check_resumes(old, ranks.config("train.stage=captions", "train.frozen=[projector]"), "there")
 
 
 def test_names_of_steps():

@@ -269,12 +269,15 @@ def test_start_from_tells_what_the_encoder_starts_from(tmp_path):
     folder = write_folder(tmp_path / "hf", language_alone(WEIGHTS))
     start = open_initial_weights(small_config(f"train.start_from={folder}"))
     assert start is not None
-    assert "no vision_tower or mm_projector there: the encoder from the seed" in start.lines()
-    start = open_initial_weights(
-        small_config(f"train.start_from={folder}", "train.vision_weights=v")
-    )
+    assert "the vision_tower and mm_projector from the seed: not there" in start.lines()
+    whole = write_folder(tmp_path / "whole", WEIGHTS)
+    vision = f"train.vision_weights={whole}"
+    start = open_initial_weights(small_config(f"train.start_from={folder}", vision))
     assert start is not None
-    assert "the encoder from train.vision_weights=v" in start.lines()
+    assert f"the vision_tower and mm_projector from safetensors, {whole}" in start.lines()
+    start = open_initial_weights(small_config(vision, "train.vision_part=tower"))
+    assert start is not None
+    assert "the mm_projector from the seed: not there" in start.lines()
 
 
 def test_the_latest_of_a_run_is_taken(tmp_path):

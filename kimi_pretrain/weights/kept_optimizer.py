@@ -1,0 +1,105 @@
+"""What a stage keeps of the optimizer of the stage before it: `train.start_optimizer: keep`.
+
+K2's learning rate falls across the border from 4k to 32k context (arXiv:2507.20534, section 2.5):
+one optimizer, one schedule, other rows. So momentum, moments, master copies, the count of updates
+and that of steps go on. All that could not is found by headers, before a process is started.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.manifest import Manifest
+from kimi_pretrain.config import Config
+from kimi_pretrain.optim.groups import MOMENTS, ModelShape
+from kimi_pretrain.optim.schedule import stretches
+from kimi_pretrain.weights.matching import MASTER, OPTIMIZER, Weights
+from kimi_pretrain.weights.shapes import BIAS, PARTS, model_shapes
+from kimi_pretrain.weights.weight_reader import TensorHeader, and_more
+
+_FRESH = "; set train.start_optimizer=fresh"
+
+
+def check_kept(weights: Weights, config: Config) -> None:
+    """Refuse weights whose optimizer cannot go on in this run; headers are read, no tensor.
+
+    Raises:
+        CheckpointError: names what cannot be kept.
+    """
+    where, manifest = weights.reader.where, weights.reader.manifest
+    if manifest is None or manifest.contents != "all":
+        raise CheckpointError(
+            f"{where} holds weights alone, train.start_optimizer=keep needs an optimizer{_FRESH}"
+        )
+    if manifest.dtype != config.train.dtype:
+        raise CheckpointError(
+            f"{where}: written with train.dtype={manifest.dtype}, this run has train.dtype="
+            f"{config.train.dtype}: its master copies cannot be kept{_FRESH}"
+        )
+    if manifest.state.step >= config.train.steps:
+        raise CheckpointError(
+            f"{where} has done {manifest.state.step} steps, which train.start_optimizer=keep "
+            f"counts on from, and train.steps={config.train.steps}: nothing would be trained; give "
+            "the steps of both stages together"
+        )
+    _check_schedule(manifest, config, where)
+    _check_state(weights, manifest, config)
+
+
+def _check_schedule(manifest: Manifest, config: Config, where: str) -> None:
+    """Refuse another batch where the schedule counts tokens: its places would be other steps."""
+    here = config.tokens_per_step()
+    there = (manifest.training or {}).get("tokens_per_step", here)
+    places = [
+        [(stretch.start / tokens, stretch.end / tokens) for stretch in stretches(optim, tokens)]
+        for optim, tokens in ((config.optim, here), (config.optim, there))
+    ]
+    if places[0] != places[1]:
+        raise CheckpointError(
+            f"{where}: its steps had {there:,} tokens, those of this run have {here:,} "
+            "(data.rows_per_step x data.seq_len): the place in a schedule that counts tokens "
+            f"cannot be kept; keep their product, or write optim.schedule in steps{_FRESH[1:]}"
+        )
+
+
+def _check_state(weights: Weights, manifest: Manifest, config: Config) -> None:
+    where, headers = weights.reader.where, weights.reader.headers
+    wanted = dict(_state(config))
+    if missing := [name for name in wanted if name not in headers]:
+        frozen = (manifest.training or {}).get("frozen", [])
+        hint = f": there train.frozen=[{', '.join(frozen)}]" if frozen else ""
+        if _other_rule(missing[0], headers):
+            hint = ": written with another optim.matrices"
+        raise CheckpointError(
+            f"{where}: {len(missing):,} tensors of the optimizer's state are missing, first "
+            f"{missing[0]!r}{hint}{_FRESH}"
+        )
+    wrong = [
+        f"{name!r} is {found.dtype} {list(found.shape)}, this run has {dtype} {list(shape)}"
+        for name, (dtype, shape) in wanted.items()
+        if ((found := headers[name]).dtype, found.shape) != (dtype, shape)
+    ]
+    if wrong:
+        raise CheckpointError(f"{where}: {wrong[0]}{and_more(len(wrong) - 1)}{_FRESH}")
+
+
+def _state(config: Config) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    """Yield name, type and shape of the whole state of a run's optimizer."""
+    rules, own = ModelShape.of(config.model), getattr(torch, config.train.dtype)
+    wide = torch.promote_types(own, torch.float32)
+    frozen = tuple(PARTS[part] for part in config.train.frozen)
+    for name, shape in model_shapes(config.model).items():
+        if name.startswith(frozen) or name.endswith(BIAS):
+            continue
+        for moment in MOMENTS[rules.rule_of(name, shape, config.optim.matrices).kind]:
+            yield f"{OPTIMIZER}{moment}.{name}", (wide, shape)
+        if own != wide:
+            yield MASTER + name, (wide, shape)
+
+
+def _other_rule(missing: str, headers: Mapping[str, TensorHeader]) -> bool:
+    """Whether the tensor of this state has one, of another kind."""
+    name = missing.split(".", 2)[2]
+    moments = [moment for kind in MOMENTS.values() for moment in kind]
+    return any(f"{OPTIMIZER}{moment}.{name}" in headers for moment in moments)

@@ -1,0 +1,102 @@
+"""What a fresh run's encoder starts from: `train.vision_weights`, matched by headers alone.
+
+A file or folder in any layout that `moonvit3d.layouts` knows (Kimi K2.5's, SigLIP's, those of
+transformers), or a checkpoint of ours, on a disk or in an object store. Of a whole model only the
+files that hold the encoder are looked at, and of the encoder one part may be taken alone: a stage
+of training with another language model has a projector of another width, and takes the tower.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.reliability.run_history import latest_in
+from kimi_pretrain.weights.hf_config import vision_differences
+from kimi_pretrain.weights.matching import OPTIMIZER, Weights
+from kimi_pretrain.weights.shapes import VISION
+from kimi_pretrain.weights.weight_reader import WeightReader, open_weights
+from moonvit3d.config import MoonViTConfig
+from moonvit3d.files import CONSTANTS
+from moonvit3d.layouts import LAYOUTS, NameScheme, Part, TensorHeader, assemble, plan
+
+_PARTS: dict[str, Part] = {"tower": "vision_tower", "projector": "mm_projector"}
+_TOWER, _PROJECTOR = VISION
+# Names of a whole model, of a SigLIP model and of a checkpoint that are no part of an encoder.
+_SKIPPED = (OPTIMIZER, *sorted({prefix for layout in LAYOUTS for prefix in layout.skipped}))
+
+
+@dataclass(frozen=True)
+class VisionWeights(Weights):
+    """Stored tensors matched with an encoder's parameters; q, k and v may be stored apart."""
+
+    layout: NameScheme
+    config: MoonViTConfig
+
+    def _made(self, name: str, sources: tuple[str, ...]) -> Tensor:
+        pieces = [super(VisionWeights, self)._made(name, (source,)) for source in sources]
+        return assemble(self.layout, name, pieces, self.config)
+
+
+def open_vision_weights(
+    uri: str, part: Literal["tower", "projector", "both"] | None, config: MoonViTConfig
+) -> VisionWeights:
+    """Match weights with an encoder; headers are read, no tensor.
+
+    Args:
+        uri: a .safetensors file, a Hugging Face folder, a checkpoint or a run's folder (its newest
+            checkpoint); a path or s3://bucket/prefix.
+        part: None: both, and of SigLIP, which has no projector, the tower.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        CheckpointError: a part is not there, a tensor of it is missing, unexpected, of another
+            shape or type; or the heads, `norm_eps` or `rope_theta` are others.
+    """
+    where = latest_in(uri)
+    reader = open_weights(where, lambda name: not name.startswith(_SKIPPED))
+    headers = {
+        name: TensorHeader(header.shape, header.dtype)
+        for name, header in reader.headers.items()
+        if not name.startswith(_SKIPPED)
+    }
+    try:
+        layout, sources = plan(headers, config, None if part is None else _PARTS.get(part))
+        _check_parts(part, layout, sources)
+    except ValueError as error:
+        hint = _hint(part, headers, str(error))
+        raise CheckpointError(f"{where}: {error}{hint}") from None
+    _check_constants(reader, where, config)
+    return VisionWeights(reader, sources, (), layout, config)
+
+
+def _check_parts(part: str | None, layout: NameScheme, sources: Mapping[str, object]) -> None:
+    if part == "both" and not any(name.startswith(_PROJECTOR) for name in sources):
+        raise ValueError(f"no projector in layout {layout.name}")
+
+
+def _hint(part: str | None, headers: Mapping[str, object], error: str) -> str:
+    """Say how to take the tower alone, where that may be what is wanted."""
+    of_projector = "projector" in error.partition(":")[0] or _PROJECTOR in error
+    tower = any(_TOWER in name or "vision_model." in name for name in headers)
+    if part in (None, "both") and of_projector and tower:
+        return "; train.vision_part=tower takes the tower alone"
+    return ""
+
+
+def _check_constants(reader: WeightReader, where: str, config: MoonViTConfig) -> None:
+    """Compare what leaves no trace in shapes: heads, norm_eps, rope_theta."""
+    stated = dict(reader.stated)
+    if reader.manifest is not None:
+        stated = reader.manifest.model.get("vision", {})
+    for name in ("heads", *CONSTANTS):
+        here = getattr(config, name)
+        if stated.get(name, here) != here:
+            raise CheckpointError(
+                f"{where} was written with {name} = {stated[name]!r}, "
+                f"model.vision.{name} is {here!r}"
+            )
+    if reader.config is not None and (found := vision_differences(reader.config, config)):
+        raise CheckpointError(f"{where}/config.json: {found[0]}")
