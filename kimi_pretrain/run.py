@@ -116,14 +116,9 @@ class Run:
 
     def run_state(self) -> RunState:
         """Return what a checkpoint holds besides tensors."""
-        guard = self.update.guard
-        return RunState(
-            self.step,
-            self.update.optimizer.steps,
-            self.loader.state_dict(),
-            guard.losses,
-            guard.skips_in_row,
-        )
+        guard, updates = self.update.guard, self.update.optimizer.steps
+        loader = self.loader.state_dict()
+        return RunState(self.step, updates, loader, guard.losses, guard.skips_in_row)
 
     def save(self, root: str | os.PathLike[str]) -> str:
         """Write a checkpoint of the step that was just done, and wait for it; returns its URI."""
@@ -135,7 +130,6 @@ class Run:
         return uri
 
     def _resume(self, checkpoint: Checkpoint, *, kept: bool = False) -> None:
-        """Go on from a checkpoint; `kept`: as another stage, whose data may be others."""
         progress, copies = partial(self._watch, "load the checkpoint"), self.replica_group_of()
         tensors = self.update.optimizer.state_dict() if kept else self.tensors()
         state = load(checkpoint, tensors, progress, mesh=self.mesh, copies=copies)
@@ -144,10 +138,11 @@ class Run:
         try:
             self.loader.load_state_dict(state.loader)
             self.update.guard.resume(state.losses, state.skips_in_row)  # of these data
-        except ValueError as error:
+        except ValueError as error:  # of other data, which another stage may have
             if not kept:
                 raise
-            self.loader.load_state_dict(self.loader.planner.beginning(self.step))
+            here = {"step": self.step, "opened": self.step}
+            self.loader.load_state_dict(self.loader.state_dict() | here)
             log.info("the data begin anew: %s", error)
         log.info("resumed from %s: %d steps are done", checkpoint.uri, self.step)
 

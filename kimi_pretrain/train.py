@@ -22,7 +22,6 @@ from data_pipeline.plan.report import blend_report
 from kimi_pretrain.attention.choice import check_kind
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
-from kimi_pretrain.checkpoint.manifest import check_resumes
 from kimi_pretrain.checkpoint.scheduler import CheckpointScheduler
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place
 from kimi_pretrain.config import Config, describe
@@ -294,7 +293,6 @@ def _find_checkpoint(
         uri = one if one == "latest" else mesh.broadcast_from_rank0(partial(latest_in, one))
         found = find(uri, place, config, mesh, progress, own=True)
         if found is not None:
-            check_resumes(found.manifest(), config, found.uri)
             before = last_own_step(place, found)
             if uri != "latest":
                 mesh.broadcast_from_rank0(partial(check_way_back, place, before))

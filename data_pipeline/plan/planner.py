@@ -155,10 +155,6 @@ class Planner:
         text, vision = (a + b for a, b in zip((text, vision), content.tokens_before(row)))
         return self._encode(self.mixture, window, row, step, opened, (text, vision))
 
-    def beginning(self, step: int) -> State:
-        """Return a state that begins with this config's data at `step`, instead of at step 0."""
-        return self._encode(self.mixture, 0, 0, step, step)
-
     def state_dict(self) -> State:
         """Return the state to begin with: step 0, or what `load_state_dict` was given."""
         return self.with_quarantine(self._state)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kimi_pretrain.checkpoint.collective_read import broadcast_from_rank0, on_all_ranks
 from kimi_pretrain.checkpoint.errors import CheckpointError, CheckpointUnavailable, storage_errors
 from kimi_pretrain.checkpoint.file_access import CheckpointUnreadable, OnBytes
-from kimi_pretrain.checkpoint.manifest import MANIFEST, check_fits, share_of_files
+from kimi_pretrain.checkpoint.manifest import MANIFEST, check_fits, check_resumes, share_of_files
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place, open_checkpoint
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def find(
         mesh: None: this process alone.
         progress: called with the bytes that this rank has just hashed.
         own: whether `place` belongs to this run, claimed: what a killed run has left in the middle
-            of a rename is put right then. A place that is only read is left as it is.
+            of a rename is put right then, and the checkpoint must be of this stage
+            (`check_resumes`). A place that is only read is left as it is.
 
     Raises:
         CheckpointError: the checkpoint is damaged (names file, what was found and expected), is not
@@ -50,12 +51,17 @@ def find(
             checkpoint is taken.
     """
     if os.fspath(resume) != "latest":
-        return verified(open_checkpoint(resume), config, mesh, progress)
+        found = verified(open_checkpoint(resume), config, mesh, progress)
+        if own:
+            check_resumes(found.manifest(), config, found.uri)
+        return found
     steps = broadcast_from_rank0(partial(_steps_of, place, own), mesh)
     for step in reversed(steps):
         found = place.checkpoint(step)
         problems = _problems(found, config, mesh, progress, listed=True)
         if not problems:
+            if own:
+                check_resumes(found.manifest(), config, found.uri)
             return found
         damage = "; ".join(problems)
         if not config.resume.fallback:

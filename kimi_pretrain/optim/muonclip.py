@@ -20,7 +20,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -348,8 +347,8 @@ class _State:
     def zeros(tensor: NamedTensor, rule: Rule) -> "_State":
         data = tensor.data.detach()
         wide = _state_dtype(data)
-        zeros = partial(torch.zeros, data.shape, dtype=wide, device=data.device)
-        moments = {name: zeros() for name in MOMENTS[rule.kind]}
+        names = MOMENTS[rule.kind]
+        moments = {name: torch.zeros(data.shape, dtype=wide, device=data.device) for name in names}
         if data.dtype == wide:
             return _State(data, False, moments)
         return _State(data.to(wide, memory_format=torch.contiguous_format), True, moments)
