@@ -84,7 +84,7 @@ def main() -> None:
     found["orders"] = accuracy.orders(*plan.studied[-1])
     found = {"about": describe(arguments, device, load, time.monotonic() - begin), **found}
     found["targets"] = report.targets(found)
-    write(found, arguments.out)
+    write(found, arguments.out, report.page(found))
 
 
 def parse() -> argparse.Namespace:
