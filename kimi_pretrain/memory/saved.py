@@ -9,6 +9,9 @@ long as the storage lives: views, `detach()` and what custom Functions save all 
 - `squeezed(x)`: what is saved of `x` are its FP8 codes (`fp8_tiles`).
 - all else of floating point may wait in host memory (`host_memory`).
 
+Inputs are kept and codes made when autograd saves the tensor, and not before: products with frozen
+weights save no input.
+
 The graph is the ordinary one, so recompute and host memory change no bit. A consumer outside the
 hooks, or one that nobody thought of, keeps its tensor: that costs memory, and reads nothing that is
 gone. As autograd does without hooks, a tensor that was written to after it was saved is refused.
@@ -64,11 +67,26 @@ class Kept:
 
 
 class Recipe:
-    """A computation that can be done again; its outputs live as long as somebody holds it."""
+    """A computation that can be done again; its outputs live as long as somebody holds it.
+
+    Args:
+        make: the computation.
+        inputs: tensors, as `Kept`, and other values.
+    """
 
     def __init__(self, make: Callable[..., Any], inputs: list[Any]):
-        self._make, self._inputs = make, inputs
+        self._make, self._inputs, self._saved = make, inputs, False
         self._made: tuple[Tensor, ...] | None = None
+
+    def save(self, keep: Callable[[Tensor], Saved]) -> None:
+        """Put in the place of the inputs what `keep` gives for them; only the first call does.
+
+        Raises:
+            RuntimeError: one was written to since the computation.
+        """
+        if not self._saved:
+            self._saved = True
+            self._inputs = [keep(x.give()) if isinstance(x, Kept) else x for x in self._inputs]
 
     def output(self, index: int) -> Tensor:
         """Return one of the outputs; all are made at the first call."""
@@ -80,17 +98,44 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Output:
-    """On a storage: it holds this output of a recipe, as long as nobody writes to it."""
+class Treatment:
+    """On a storage: what is saved of it, as long as nobody writes to it.
 
-    recipe: Recipe
-    index: int
+    Attributes:
+        shape, dtype, version: of the tensor that is all of the storage.
+    """
+
+    shape: torch.Size
     dtype: torch.dtype
     version: int
 
     def covers(self, tensor: Tensor) -> bool:
-        """Whether the recipe gives what is in this tensor of the storage."""
+        """Whether this tensor of the storage holds what the treatment is for.
+
+        `tensor.data` counts versions of its own, from 0. So an alias made by it, as Megatron-Core's
+        `make_viewless_tensor` does, is covered; but what is written through one goes unseen.
+        """
         return tensor.dtype == self.dtype and tensor._version == self.version
+
+
+@dataclass(frozen=True)
+class Output(Treatment):
+    """This output of a recipe."""
+
+    recipe: Recipe
+    index: int
+
+
+@dataclass(frozen=True)
+class Codes(Treatment):
+    """FP8 codes, which are made of the first tensor that is saved."""
+
+    def made(self, tensor: Tensor) -> Output:
+        """Return the codes of the whole storage as a recipe of it, given any view."""
+        whole = torch.empty(0, dtype=self.dtype, device=tensor.device)
+        codes, scales = to_fp8(whole.set_(tensor.untyped_storage(), 0, self.shape))
+        recipe = Recipe(from_fp8, [Kept(codes, "kept"), Kept(scales, "kept"), self.dtype])
+        return Output(self.shape, self.dtype, self.version, recipe, 0)
 
 
 class Remade:
@@ -152,21 +197,31 @@ class Policy:
         """
         out = make(*inputs)
         if kind in self.recompute and torch.is_grad_enabled():
-            detached = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
-            self._made_by(out, make, detached)
+            # Not yet kept, and detached as ever: see `Kept`.
+            held = [Kept(x, "kept") if isinstance(x, Tensor) else x for x in inputs]
+            recipe = Recipe(make, held)
+            own = {x.untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}
+            for index, tensor in enumerate(out if isinstance(out, tuple) else (out,)):
+                # A view of an input would keep itself alive.
+                if _is_whole(tensor) and tensor.untyped_storage()._cdata not in own:
+                    _treat(tensor, Output, recipe, index)
         return out
 
     def squeezed(self, x: Tensor) -> Tensor:
         """Return `x` itself; what is saved of it are its FP8 codes, unless it is recomputed."""
         found = getattr(x.untyped_storage(), "treatment", None)
-        if self.fp8 and torch.is_grad_enabled() and found is None:
-            self._made_by(x, from_fp8, [*to_fp8(x.detach()), x.dtype])
+        if self.fp8 and torch.is_grad_enabled() and found is None and _is_whole(x):
+            _treat(x, Codes)
         return x
 
     def keep(self, tensor: Tensor) -> Saved:
         """Return what takes the place of a tensor that autograd saves."""
-        treatment = getattr(tensor.untyped_storage(), "treatment", None)
+        storage: Any = tensor.untyped_storage()
+        treatment = getattr(storage, "treatment", None)
+        if isinstance(treatment, Codes):
+            treatment = storage.treatment = treatment.made(tensor)
         if isinstance(treatment, Output) and treatment.covers(tensor):
+            treatment.recipe.save(self.keep)
             return Remade(treatment.recipe, treatment.index, tensor)
         if self.host is not None and treatment != _WEIGHT:
             away = self.host.keep(tensor)
@@ -189,17 +244,6 @@ class Policy:
         for kind, storage in storages.values():
             found[kind] += storage.nbytes()
         return dict(found) | (self.host.bytes_by_kind() if self.host is not None else {})
-
-    def _made_by(self, out: Any, make: Callable[..., Any], inputs: list[Any]) -> None:
-        recipe = Recipe(make, [self.keep(x) if isinstance(x, Tensor) else x for x in inputs])
-        own = {x.untyped_storage()._cdata for x in inputs if isinstance(x, Tensor)}
-        for index, tensor in enumerate(out if isinstance(out, tuple) else (out,)):
-            storage = tensor.untyped_storage()
-            # Only where the output is all of its storage: else what is recomputed lies elsewhere.
-            # A view of an input would keep itself alive.
-            whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
-            if whole and storage._cdata not in own:
-                storage.treatment = Output(recipe, index, tensor.dtype, tensor._version)
 
 
 class Saves:
@@ -233,6 +277,16 @@ def mark_weights(params: Iterable[Tensor]) -> None:
 def _trim(tensor: Tensor) -> Saved:
     part = not tensor.is_floating_point() and tensor.nbytes < tensor.untyped_storage().nbytes()
     return Kept(tensor.clone() if part else tensor, "kept")
+
+
+def _is_whole(x: Tensor) -> bool:
+    """Whether a tensor is all of its storage, in order: else what is made again lies elsewhere."""
+    return x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+
+
+def _treat(x: Tensor, treatment: type[Treatment], *rest: Any) -> None:
+    storage: Any = x.untyped_storage()
+    storage.treatment = treatment(x.shape, x.dtype, x._version, *rest)
 
 
 def _give(saved: Saved) -> Tensor:

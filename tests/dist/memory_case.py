@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kimi_pretrain.memory.saved import Policy, apply
+from kimi_pretrain.memory.saved import Codes, Policy, apply
 
 ALL = ["norms", "swiglu", "mla_up"]
 OFFLOAD = {"offload": True, "offload_min_mib": 0.0}
@@ -34,8 +34,8 @@ class Watched(Policy):
 
     Attributes:
         done: how often a class of modules asked for a context ("saving DenseMlp"), had an output
-            computed again in the backward pass ("swiglu DenseMlp"), or codes ("fp8 DenseMlp"); and
-            "groups".
+            computed again in the backward pass ("swiglu DenseMlp"), or a tensor of which codes are
+            to be saved ("fp8 DenseMlp"); "codes" that were made, and "groups".
         peak: the most bytes of a kind at the beginning of a layer; "left" are those of storages
             that were let go and that somebody else holds.
     """
@@ -79,6 +79,11 @@ class Watched(Policy):
 
         return super().remade(kind, counted, *inputs)
 
+    def keep(self, tensor):
+        treatment = getattr(tensor.untyped_storage(), "treatment", None)
+        self.done["codes"] += isinstance(treatment, Codes)
+        return super().keep(tensor)
+
     def squeezed(self, x):
         found = super().squeezed(x)
         if hasattr(found.untyped_storage(), "treatment") and torch.is_grad_enabled():
@@ -97,9 +102,10 @@ def policies(run, names=tuple(POLICIES)) -> dict:
 
     Returns for every policy the names of what differs on some rank from the policy of `EQUALS` (for
     one without: from "none"), the bytes that are held once step and evaluation are over, the number
-    of things compared, the groups that a second step brought back late, and what the policy did in
-    the first step (`Watched`); under "padding" the tokens of padding in all parts, under "layers"
-    and "dense layers" the forward passes of a layer on all ranks; "bytes of a residual".
+    of things compared, the groups that a second step brought back late, what the policy did in
+    the first step (`Watched`), and which tensor is farthest from that policy's, and how far; under
+    "padding" the tokens of padding in all parts, under "layers" and "dense layers" the forward
+    passes of a layer on all ranks; "bytes of a residual".
     """
     microbatches = _planted(run)
     found, results, late = {}, {}, 0
@@ -124,13 +130,15 @@ def policies(run, names=tuple(POLICIES)) -> dict:
         ]
         assert found[name].keys() == other.keys()
         held = {k: v for k, v in run.backbone.policy.bytes_by_kind().items() if k != "weights"}
-        parts = run.mesh.all_gather_object((differing, held, len(other), late, did))
+        far = [(_error(value, other[key]), key) for key, value in found[name].items()]
+        parts = run.mesh.all_gather_object((differing, held, len(other), late, did, max(far)))
         results[name] = {
             "differing": sorted({key for part in parts for key in part[0]}),
             "held": [part[1] for part in parts],
             "compared": sum(part[2] for part in parts),
             "late": [part[3] for part in parts],
             "did": [part[4] for part in parts],
+            "error": max(part[5] for part in parts),
         }
     padding = sum(int(one.padding.sum()) for one in microbatches)
     ranks = len(run.mesh.all_gather_object(None)) // run.config.layout.pp
@@ -143,6 +151,13 @@ def policies(run, names=tuple(POLICIES)) -> dict:
         "layers": language.num_layers * len(microbatches) * ranks,
         "dense layers": language.num_dense_layers * len(microbatches) * ranks,
     }
+
+
+def _error(one, other) -> float:
+    """Return how far a tensor is from another, relative to its norm."""
+    one, other = one.double(), other.double()
+    scale = other.norm()
+    return float((one - other).norm() / scale) if scale > 0 else float(one.norm())
 
 
 def _planted(run):
