@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
 from kimi_pretrain.attention.choice import check_kind, kind_of
-from kimi_pretrain.config import Config
+from kimi_pretrain.config import Config, ConfigError
 from kimi_pretrain.engine.experts import PaddingAwareRouter
 from kimi_pretrain.engine.gradient_buffers import GradientBuffers, Reduction
 from kimi_pretrain.engine.language_model import LanguageModel
@@ -35,7 +35,9 @@ from kimi_pretrain.engine.model_builder import DTYPES, build_chunks, engine_conf
 from kimi_pretrain.engine.packed_attention import PackedCoreAttention
 from kimi_pretrain.engine.param_names import View, views
 from kimi_pretrain.engine.tp_full_params import FullParams
+from kimi_pretrain.memory.fp8_tiles import CAPABILITY
 from kimi_pretrain.memory.host_memory import HostMemory
+from kimi_pretrain.memory.pointwise import wide_dtype
 from kimi_pretrain.memory.saved import Policy, apply
 
 
@@ -46,6 +48,7 @@ def build_backbone(config: Config, mesh: Mesh) -> "Backbone":
     configuration and process groups; pipeline parallelism is which layers a chunk holds.
     """
     check_kind(config)  # here, not where a dry run passes: it needs none of the kernels
+    check_fp8_storage(config, mesh.device)
     attention = kind_of(config)
     engine = engine_config(config, attention)  # sizes, layout, kernels, in Megatron-Core's terms
     chunks = build_chunks(
@@ -60,6 +63,27 @@ def build_backbone(config: Config, mesh: Mesh) -> "Backbone":
     backbone.apply_memory_policy()  # after all that may put a parameter into another storage
     backbone.connect_schedule()
     return backbone
+
+
+def check_fp8_storage(config: Config, device: torch.device) -> None:
+    """Refuse `train.fp8_storage` on a CUDA device for which its casts cannot be compiled.
+
+    Raises:
+        ConfigError: gives the device's compute capability.
+    """
+    if not config.train.fp8_storage or device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < CAPABILITY:
+        raise ConfigError(
+            f"train.fp8_storage=true needs a GPU of compute capability {_dotted(CAPABILITY)} or "
+            f"more, for which Triton compiles casts to E4M3, and {device} has {_dotted(found)}; "
+            "set train.fp8_storage=false"
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def move_to(device: torch.device, chunks: Iterable[nn.Module]) -> None:
@@ -162,7 +186,7 @@ class Backbone:
         # Called without a token count it puts tensor-parallel ranks' gradients of norms together
         # and updates the routing biases, but does not divide: the one divisor is in the update.
         self.engine.finalize_model_grads_func = _finalize
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(self.dtype)
         self.engine.moe_grad_scale_func = lambda: torch.tensor([self._aux_scale], dtype=wide)
 
     def views(self, *, buffers: bool = False) -> Iterator[View]:

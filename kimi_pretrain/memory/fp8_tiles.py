@@ -13,6 +13,9 @@ from kimi_pretrain.memory.pointwise import one_kernel
 
 TILE = 128
 _LARGEST = 448.0  # of E4M3, which has no infinity
+CAPABILITY = (8, 9)
+"""The least compute capability: Triton, which compiles `to_fp8` on CUDA, has no E4M3 below it. An
+uncompiled cast runs on any device, but through an fp32 copy of the experts' tokens."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of tiles of zeros
 
 

@@ -32,9 +32,9 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def wide_dtype(x: Tensor) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type to compute in: fp32, and fp64 for fp64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -54,7 +54,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(wide_dtype(x))
+        wide = x.to(wide_dtype(x.dtype))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale * weight.to(wide.dtype)).to(x.dtype)
@@ -103,7 +103,7 @@ class _SwiGlu(torch.autograd.Function):
 
 @one_kernel
 def _forward(gate_up: Tensor, weight: Tensor | None) -> Tensor:
-    gate, up = gate_up.to(wide_dtype(gate_up)).chunk(2, -1)
+    gate, up = gate_up.to(wide_dtype(gate_up.dtype)).chunk(2, -1)
     out = F.silu(gate) * up
     if weight is not None:
         out = out * weight.to(out.dtype).unsqueeze(-1)
@@ -114,7 +114,7 @@ def _forward(gate_up: Tensor, weight: Tensor | None) -> Tensor:
 def _backward(
     gate_up: Tensor, weight: Tensor | None, grad: Tensor, of_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    gate, up = gate_up.to(wide_dtype(gate_up)).chunk(2, -1)
+    gate, up = gate_up.to(wide_dtype(gate_up.dtype)).chunk(2, -1)
     grad = grad.to(gate.dtype)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid

@@ -102,8 +102,8 @@ def policies(run, names=tuple(POLICIES)) -> dict:
 
     Returns for every policy the names of what differs on some rank from the policy of `EQUALS` (for
     one without: from "none"), the bytes that are held once step and evaluation are over, the number
-    of things compared, the groups that a second step brought back late, what the policy did in
-    the first step (`Watched`), and which tensor is farthest from that policy's, and how far; under
+    of things compared, the groups that a second step brought back late, what the policy did in the
+    first step (`Watched`), and which tensor is farthest from that policy's, and how far; under
     "padding" the tokens of padding in all parts, under "layers" and "dense layers" the forward
     passes of a layer on all ranks; "bytes of a residual".
     """
