@@ -35,7 +35,7 @@ from kimi_pretrain.engine.model_builder import DTYPES, build_chunks, engine_conf
 from kimi_pretrain.engine.packed_attention import PackedCoreAttention
 from kimi_pretrain.engine.param_names import View, views
 from kimi_pretrain.engine.tp_full_params import FullParams
-from kimi_pretrain.memory.fp8_tiles import CAPABILITY
+from kimi_pretrain.memory.fp8_tiles import fp8_problem
 from kimi_pretrain.memory.host_memory import HostMemory
 from kimi_pretrain.memory.pointwise import wide_dtype
 from kimi_pretrain.memory.saved import Policy, apply
@@ -48,7 +48,8 @@ def build_backbone(config: Config, mesh: Mesh) -> "Backbone":
     configuration and process groups; pipeline parallelism is which layers a chunk holds.
     """
     check_kind(config)  # here, not where a dry run passes: it needs none of the kernels
-    check_fp8_storage(config, mesh.device)
+    if config.train.fp8_storage and (problem := fp8_problem(mesh.device)) is not None:
+        raise ConfigError(f"train.fp8_storage=true {problem}")
     attention = kind_of(config)
     engine = engine_config(config, attention)  # sizes, layout, kernels, in Megatron-Core's terms
     chunks = build_chunks(
@@ -63,27 +64,6 @@ def build_backbone(config: Config, mesh: Mesh) -> "Backbone":
     backbone.apply_memory_policy()  # after all that may put a parameter into another storage
     backbone.connect_schedule()
     return backbone
-
-
-def check_fp8_storage(config: Config, device: torch.device) -> None:
-    """Refuse `train.fp8_storage` on a CUDA device for which its casts cannot be compiled.
-
-    Raises:
-        ConfigError: gives the device's compute capability.
-    """
-    if not config.train.fp8_storage or device.type != "cuda":
-        return
-    found = torch.cuda.get_device_capability(device)
-    if found < CAPABILITY:
-        raise ConfigError(
-            f"train.fp8_storage=true needs a GPU of compute capability {_dotted(CAPABILITY)} or "
-            f"more, for which Triton compiles casts to E4M3, and {device} has {_dotted(found)}; "
-            "set train.fp8_storage=false"
-        )
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
 
 
 def move_to(device: torch.device, chunks: Iterable[nn.Module]) -> None:

@@ -13,10 +13,28 @@ from kimi_pretrain.memory.pointwise import one_kernel
 
 TILE = 128
 _LARGEST = 448.0  # of E4M3, which has no infinity
-CAPABILITY = (8, 9)
-"""The least compute capability: Triton, which compiles `to_fp8` on CUDA, has no E4M3 below it. An
-uncompiled cast runs on any device, but through an fp32 copy of the experts' tokens."""
+_CAPABILITY = (8, 9)  # from which on Triton, which compiles `to_fp8` on CUDA, has E4M3
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of tiles of zeros
+
+
+def fp8_problem(device: torch.device) -> str | None:
+    """Return why the casts cannot run on a device, or None.
+
+    An uncompiled cast runs on every CUDA device, but through an fp32 copy of the experts' tokens.
+    """
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_capability(device)
+    if found >= _CAPABILITY:
+        return None
+    return (
+        f"needs compute capability {_dotted(_CAPABILITY)} or more, for which Triton compiles casts "
+        f"to E4M3, and {device} has {_dotted(found)}; set train.fp8_storage=false"
+    )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 @one_kernel

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from kimi_pretrain.memory import fp8_tiles
-from kimi_pretrain.memory.fp8_tiles import TILE, from_fp8, to_fp8
+from kimi_pretrain.memory.fp8_tiles import TILE, fp8_problem, from_fp8, to_fp8
 
 
 def random(*shape, seed=0, scale=1.0):
@@ -117,3 +117,19 @@ def test_the_formulas_can_be_compiled_whole(function):
         found, wanted = compiled(*arguments), formula(*arguments)
         pairs = zip(found, wanted, strict=True) if function == "to_fp8" else [(found, wanted)]
         assert all(torch.equal(one.float(), other.float()) for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    ("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)]
+)
+def test_a_device_for_which_triton_has_no_e4m3_is_refused(capability, refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    told = fp8_problem(torch.device("cuda", 1))
+    assert (told is not None) == refused
+    if told is not None:
+        for part in ("8.9", f"cuda:1 has 8.{capability[1]}", "train.fp8_storage=false"):
+            assert part in told
+
+
+def test_casts_need_nothing_of_a_host():
+    assert fp8_problem(torch.device("cpu")) is None
