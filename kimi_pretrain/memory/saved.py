@@ -133,7 +133,8 @@ class Codes(Treatment):
     def made(self, tensor: Tensor) -> Output:
         """Return the codes of the whole storage as a recipe of it, given any view."""
         whole = torch.empty(0, dtype=self.dtype, device=tensor.device)
-        codes, scales = to_fp8(whole.set_(tensor.untyped_storage(), 0, self.shape))
+        whole.set_(tensor.untyped_storage(), 0, self.shape)  # type: ignore[call-overload]
+        codes, scales = to_fp8(whole)
         recipe = Recipe(from_fp8, [Kept(codes, "kept"), Kept(scales, "kept"), self.dtype])
         return Output(self.shape, self.dtype, self.version, recipe, 0)
 
