@@ -15,6 +15,7 @@ from tests.dist.memory_plan_case import ACTIONS as MEMORY_PLAN
 from tests.dist.muonclip_case import ACTIONS as MUONCLIP
 from tests.dist.overlap_case import ACTIONS as OVERLAP
 from tests.dist.owners_case import ACTIONS as OWNERS
+from tests.dist.precision_case import ACTIONS as PRECISION
 from tests.dist.routes_case import ACTIONS as ROUTES
 from tests.dist.sequence_case import ACTIONS as SEQUENCE
 from tests.dist.weights_case import ACTIONS as WEIGHTS
@@ -75,6 +76,7 @@ ACTIONS = {
     **CLIP,
     **GATHER,
     **MEMORY,
+    **PRECISION,
     **WEIGHTS,
 }
 
