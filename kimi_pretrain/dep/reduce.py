@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from moonvit3d.positions import working_dtype
-
 BUCKET_ELEMENTS = 1 << 23
 
 
@@ -44,7 +42,7 @@ class GradientSum:
         device: torch.device,
         bucket_elements: int = BUCKET_ELEMENTS,
     ):
-        wide = working_dtype(dtype)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
         self._params, self._limit = dict(params), bucket_elements
         elements = sum(param.numel() for param in params.values())
         self.buffer = torch.zeros(elements, dtype=wide, device=device)

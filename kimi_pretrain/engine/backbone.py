@@ -52,9 +52,7 @@ def build_backbone(config: Config, mesh: Mesh) -> "Backbone":
         raise ConfigError(f"train.fp8_storage=true {problem}")
     attention = kind_of(config)
     engine = engine_config(config, attention)  # sizes, layout, kernels, in Megatron-Core's terms
-    chunks = build_chunks(
-        config, engine, attention
-    )  # this stage's layers, one chunk per virtual stage
+    chunks = build_chunks(config, engine, attention)  # this stage's, one per virtual stage
     move_to(mesh.device, chunks)
     if "language_model" in config.train.frozen:
         freeze(chunks)  # before gradient buffers: frozen parameters get none
