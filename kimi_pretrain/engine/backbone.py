@@ -37,7 +37,6 @@ from kimi_pretrain.engine.param_names import View, views
 from kimi_pretrain.engine.tp_full_params import FullParams
 from kimi_pretrain.memory.fp8_tiles import fp8_problem
 from kimi_pretrain.memory.host_memory import HostMemory
-from kimi_pretrain.memory.pointwise import wide_dtype
 from kimi_pretrain.memory.saved import Policy, apply
 
 
@@ -53,7 +52,8 @@ def build_backbone(config: Config, mesh: Mesh) -> "Backbone":
     attention = kind_of(config)
     engine = engine_config(config, attention)  # sizes, layout, kernels, in Megatron-Core's terms
     chunks = build_chunks(config, engine, attention)  # this stage's, one per virtual stage
-    move_to(mesh.device, chunks)
+    for chunk in chunks:
+        chunk.to(mesh.device)
     if "language_model" in config.train.frozen:
         freeze(chunks)  # before gradient buffers: frozen parameters get none
     backbone = Backbone(config, mesh, engine, chunks)
@@ -62,12 +62,6 @@ def build_backbone(config: Config, mesh: Mesh) -> "Backbone":
     backbone.apply_memory_policy()  # after all that may put a parameter into another storage
     backbone.connect_schedule()
     return backbone
-
-
-def move_to(device: torch.device, chunks: Iterable[nn.Module]) -> None:
-    """Move all chunks to the device of this rank."""
-    for chunk in chunks:
-        chunk.to(device)
 
 
 def freeze(chunks: Iterable[nn.Module]) -> None:
@@ -164,7 +158,7 @@ class Backbone:
         # Called without a token count it puts tensor-parallel ranks' gradients of norms together
         # and updates the routing biases, but does not divide: the one divisor is in the update.
         self.engine.finalize_model_grads_func = _finalize
-        wide = wide_dtype(self.dtype)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.engine.moe_grad_scale_func = lambda: torch.tensor([self._aux_scale], dtype=wide)
 
     def views(self, *, buffers: bool = False) -> Iterator[View]:
