@@ -218,7 +218,7 @@ def _check_header(
 ) -> None:
     want: tuple[int | str, ...] = (shape[0] // pieces, *shape[1:])
     right = header.shape == want
-    if layout is SIGLIP and name == POSITIONS:  # any square grid; it is resampled
+    if layout == SIGLIP and name == POSITIONS:  # any square grid; it is resampled
         want = ("side * side", shape[-1])
         cells = header.shape[0] if header.shape else 0
         right = header.shape[1:] == want[1:] and cells > 0 and math.isqrt(cells) ** 2 == cells
@@ -262,13 +262,13 @@ def resize_grid(table: Tensor, side: int) -> Tensor:
 
 def assemble(layout: NameScheme, name: str, pieces: list[Tensor], config: MoonViTConfig) -> Tensor:
     """One released tensor from the tensors that `plan` names for it."""
-    if layout is SIGLIP and name == POSITIONS:
+    if layout == SIGLIP and name == POSITIONS:
         return resize_grid(pieces[0], config.pos_grid)
     if len(pieces) == 1:
         return pieces[0]
     q, k, v = pieces
     # SigLIP turns nothing, so the order of its channels inside a head is free: they stay.
-    if layout is TRANSFORMERS:
+    if layout == TRANSFORMERS:
         q, k = neighbours(q, config.heads), neighbours(k, config.heads)
     return torch.cat([q, k, v])
 
