@@ -157,7 +157,9 @@ class Backbone:
         self.engine.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         # Called without a token count it puts tensor-parallel ranks' gradients of norms together
         # and updates the routing biases, but does not divide: the one divisor is in the update.
-        self.engine.finalize_model_grads_func = _finalize
+        self.engine.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: (
+            finalize_model_grads(model, None, **kwargs)
+        )
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.engine.moe_grad_scale_func = lambda: torch.tensor([self._aux_scale], dtype=wide)
 
@@ -364,12 +366,9 @@ class Backbone:
         return rearrange(flat, "t h -> t 1 h")
 
 
-def _finalize(model, num_tokens=None, **kwargs) -> None:
-    finalize_model_grads(model, None, **kwargs)
-
-
 def _sum_loss(loss_mask: Tensor, losses: Tensor):
     """Return (sum of the token losses that count, their number, what to remember)."""
     counted = (losses * loss_mask).sum()
-    found = {"loss_sum": counted.detach().double(), "losses": losses.detach()}
+    # Copies: the combined schedule frees the storages of this node's inputs on CUDA.
+    found = {"loss_sum": counted.detach().double().clone(), "losses": losses.detach().clone()}
     return counted, loss_mask.sum().int(), found

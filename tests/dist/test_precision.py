@@ -1,7 +1,8 @@
-"""Every attention in bfloat16, in a whole model: none loses more than the others."""
+"""Every attention in bfloat16, in a whole model; and what is remembered of losses."""
 
 import pytest
 
+from tests import fork_server
 from tests.dist.jobs import layout, run_job
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -17,3 +18,26 @@ def test_no_attention_loses_more_in_bfloat16_than_another(data_root, tmp_path):
     assert min(errors) > 1e-4, found  # bfloat16 was used
     assert max(errors) <= 1.5 * min(errors), found
     assert max(one["loss"] for one in found.values()) <= 2**-8, found
+
+
+FREED = """
+import os
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from kimi_pretrain.engine import host
+host.enable()
+import torch
+from kimi_pretrain.engine.backbone import _sum_loss
+for dtype in (torch.float32, torch.float64):
+    losses = torch.tensor([1.0, 2.0, 4.0], dtype=dtype)
+    summed, count, found = _sum_loss(torch.tensor([1.0, 0.0, 1.0], dtype=dtype), losses)
+    losses.untyped_storage().resize_(0)
+    summed.untyped_storage().resize_(0)
+    assert found["losses"].tolist() == [1.0, 2.0, 4.0]
+    assert found["loss_sum"].item() == 5.0
+"""
+
+
+def test_losses_are_read_after_their_storage_was_freed():
+    """As the combined schedule does behind the loss's backward pass, on CUDA alone."""
+    done = fork_server.run(["-c", FREED], 60)
+    assert done.returncode == 0, done.stderr
