@@ -19,7 +19,7 @@ from megatron.core.models.common.model_chunk_schedule_plan import (
     TransformerLayerSchedulePlan,
     TransformerModelChunkSchedulePlan,
 )
-from megatron.core.pipeline_parallel.utils import NoopScheduleNode, ScheduleNode
+from megatron.core.pipeline_parallel.utils import NoopScheduleNode, ScheduleNode, get_comm_stream
 from torch import Tensor
 
 
@@ -52,6 +52,7 @@ def release_behind_layers(plan: TransformerModelChunkSchedulePlan, offloaded: bo
         elif not dense:
             _behind(last, partial(_release_shared, layer))
         previous = last
+    _behind(previous, partial(_mark_as_sent, previous))
 
 
 def _behind(node: ScheduleNode, release) -> None:
@@ -59,12 +60,19 @@ def _behind(node: ScheduleNode, release) -> None:
     run = node.forward
 
     def forward(*inputs):
-        del node.forward  # that of its class again: this one would have the node hold itself
+        # That of its class again: this one would have the node hold itself.
+        node.__dict__.pop("forward", None)
         out = run(*inputs)
         release()
         return out
 
     node.forward = forward
+
+
+def _mark_as_sent(node: ScheduleNode) -> None:
+    """Tell the allocator that the stream of communication sends a chunk's output, freed then."""
+    if isinstance(node.output, Tensor):
+        node.output.record_stream(get_comm_stream())
 
 
 def _release_shared(layer: TransformerLayerSchedulePlan) -> None:

@@ -149,8 +149,6 @@ class PackedLatentAttention(Saves, MLASelfAttention):
         angles = self.rotary_pos_emb(rows)  # here: else every layer would hold its own
         angles, factor = angles if isinstance(angles, tuple) else (angles, 1.0)
         config, heads = self.config, self.num_attention_heads_per_partition
-        angles = self.rotary_pos_emb(rows)  # here: what is made again keeps none of them
-        angles, factor = angles if isinstance(angles, tuple) else (angles, 1.0)
         plain, rotary, width = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         has_latent = config.q_lora_rank is not None
         to_query = self.linear_q_up_proj if has_latent else self.linear_q_proj

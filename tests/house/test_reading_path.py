@@ -1,6 +1,7 @@
 """The way in stays short: the reading path, the list of all files beside it, and the README."""
 
 import re
+import subprocess
 
 from tests import ROOT
 from tests.house import files_page
@@ -34,6 +35,18 @@ def test_the_page_speaks_of_names_that_exist():
     ]
     assert named
     assert not gone, gone
+
+
+def test_no_file_holds_two_versions():
+    """Marks of a merge that nobody resolved."""
+    done = subprocess.run(
+        ["git", "grep", "-lE", "^(<{7}|>{7}) "],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
 
 
 def test_the_list_of_files_is_that_of_the_docstrings():
