@@ -12,9 +12,13 @@ from pathlib import Path
 
 import psutil
 
-# Limit, use, and the cached pages of files within that use, which give way to a process.
-_VERSION_2 = "memory.max", "memory.current", "inactive_file"
-_VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+# Limit, use, and what of that use gives way to a process: cached pages of files, and their names.
+_VERSION_2 = (
+    "memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"),
+)  # fmt: skip
+_VERSION_1 = (
+    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def _rooms(groups: Path, membership: Path) -> Iterator[Room]:
                 yield from _room_in(folder, *files)
 
 
-def _room_in(folder: Path, limit: str, used: str, cached: str) -> Iterator[Room]:
+def _room_in(folder: Path, limit: str, used: str, cached: tuple[str, ...]) -> Iterator[Room]:
     """Yield what a control group leaves, if it has a limit."""
     try:
         most = (folder / limit).read_text().strip()
@@ -61,6 +65,7 @@ def _room_in(folder: Path, limit: str, used: str, cached: str) -> Iterator[Room]
             return
         size = int(most) - int((folder / used).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except FileNotFoundError:  # a group of another container, or the root of version 2
+    except OSError:  # a group of another container, the root of version 2, or not for us to read
         return
-    yield Room(max(0, size + int(stat.get(cached, 0))), f"{folder / limit} ({int(most):,} bytes)")
+    size += sum(int(stat.get(kind, 0)) for kind in cached)
+    yield Room(max(0, size), f"{folder / limit} ({int(most):,} bytes)")

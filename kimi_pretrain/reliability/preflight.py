@@ -217,9 +217,11 @@ def check_host(config: Config) -> None:
         return
     from kimi_pretrain.memory.limits import check_host_memory
 
-    first = int(os.environ.get("RANK", "0"))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", config.layout.world_size()))
-    check_host_memory(config, [range(first, first + here)])
+    first, world = int(os.environ.get("RANK", "0")), config.layout.world_size()
+    here = os.environ.get("LOCAL_WORLD_SIZE")
+    if here is None and world > 1 and "RANK" in os.environ:
+        return  # who started us does not tell how many ranks this machine has
+    check_host_memory(config, [range(first, min(first + int(here or world), world))])
 
 
 def load_tokenizer(config: Config, store: Store) -> Tokenizer:

@@ -31,7 +31,7 @@ GROUPS = {
         {
             "job/memory.max": 9 * GIB,
             "job/memory.current": 8 * GIB,
-            "job/memory.stat": f"anon 5\ninactive_file {3 * GIB}",
+            "job/memory.stat": f"inactive_file {GIB}\nactive_file {GIB}\nslab_reclaimable {GIB}",
         },
         4 * GIB,
     ),
@@ -40,9 +40,10 @@ GROUPS = {
         {
             "memory/job/memory.limit_in_bytes": 9 * GIB,
             "memory/job/memory.usage_in_bytes": 3 * GIB,
-            "memory/job/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}",
+            "memory/job/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n"
+            "total_active_file 9",
         },
-        7 * GIB,
+        7 * GIB + 9,
     ),
     "version 1 without a limit": (
         "4:memory:/\n",
