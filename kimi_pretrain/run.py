@@ -139,11 +139,12 @@ class Run:
             self.loader.load_state_dict(state.loader)
             self.update.guard.resume(state.losses, state.skips_in_row)  # of these data
         except ValueError as error:  # of other data, which another stage may have
-            if not kept:
+            here, there = self.loader.state_dict(), state.loader
+            same = all(there.get(name) == here[name] for name in ("manifest", "seed", "packing"))
+            if not kept or (same and there.get("blend", here["blend"])[:1] == here["blend"][:1]):
                 raise
-            here = {"step": self.step, "opened": self.step}
-            self.loader.load_state_dict(self.loader.state_dict() | here)
-            log.info("the data begin anew: %s", error)
+            self.loader.load_state_dict(here | {"step": self.step, "opened": self.step})
+            log.warning("the data begin anew: %s", error)
         log.info("resumed from %s: %d steps are done", checkpoint.uri, self.step)
 
     def close(self) -> None:

@@ -137,7 +137,9 @@ def _train_steps(
     config, mesh = run.config, run.mesh
     reason = stop_reason(mesh.all_gather_object(stop()))
     while run.finished is None and reason is None:
-        _validate_if_due(run, recorder, watchdog)
+        if not _validate_if_due(run, recorder, watchdog, stop):
+            reason = stop_reason(mesh.all_gather_object(stop()))
+            break
         watchdog.begin_step(run.step + 1)
         watchdog.enter(WAIT_FOR_DATA)  # phases 0 and 1 have run ahead
         loader_state, start = run.loader.state_dict(), time.time()
@@ -161,40 +163,41 @@ def _train_steps(
         reason = stop_reason(rank.stop for rank in everyone)
     if run.finished is not None:
         log.info("finished after step %d: %s", run.step, run.finished)
-        _validate_if_due(run, recorder, watchdog)
         if config.checkpoint.every:
             checkpoints.now()
+        _validate_if_due(run, recorder, watchdog, stop)
         return None
     return _save_and_stop(checkpoints, reason)
 
 
-def _validate_if_due(run: Run, recorder: Recorder, watchdog: Watchdog) -> None:
+def _validate_if_due(
+    run: Run, recorder: Recorder, watchdog: Watchdog, stop: Callable[[], str | None]
+) -> bool:
     """Write the held-out loss after the steps done so far, unless an earlier start did.
 
-    Before the step after them: a resumed run finds what one lacks that was killed meanwhile.
+    Before the step after them: a resumed run finds what one lacks that was killed meanwhile. False
+    if a rank was told to stop: nothing is written then.
     """
     every = run.config.train.validate_every
-    if run.validation is None or every is None:
-        return
-    if run.step % every and run.finished is None:
-        return
+    if run.validation is None or not every or (run.step % every and run.finished is None):
+        return True
     watchdog.enter("validate")
-    if not run.mesh.broadcast_from_rank0(partial(recorder.validated, run.step)):
-        found = run.validation.run(watchdog.progress("validate"))
+    if run.mesh.broadcast_from_rank0(partial(recorder.validated, run.step)):
+        return True
+    found = run.validation.run(watchdog.progress("validate"), stop)
+    if found is not None:
         recorder.heldout(found.line(run.step))
+    return found is not None
 
 
 def _next_batch(run: Run, checkpoints: CheckpointScheduler) -> StepBatch:
-    """Return the next step's batch; if there can be none, save what was trained so far and raise.
-
-    The data is used up, or a step does not fit into memory: with more memory or smaller chunks the
-    run can be resumed.
-    """
+    """Return the next step's batch; if there can be none, save what was trained and raise."""
     try:
         return next(run.loader)
     except LoaderError as error:
         if isinstance(error.__cause__, DataUsedUp | TooMuchMemory):
-            # A function of config and step: all ranks are here, and saving is collective.
+            # A function of config and step: all ranks are here, and saving is collective. With more
+            # memory, or smaller chunks, the run can be resumed.
             log.warning("step %d: %s; saving a checkpoint", run.step + 1, error.__cause__)
             checkpoints.now()
         raise

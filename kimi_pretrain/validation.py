@@ -100,11 +100,16 @@ class Validation:
         log.info("held out: %d samples or parts of texts in %d batches: %s",
                  sum(counts.values()), len(self.plans), counts)  # fmt: skip
 
-    def run(self, watch: Callable[[object], None] = lambda done: None) -> HeldOutLoss:
-        """Go through all held-out samples once. Collective.
+    def run(
+        self,
+        watch: Callable[[object], None] = lambda done: None,
+        stop: Callable[[], str | None] = lambda: None,
+    ) -> HeldOutLoss | None:
+        """Go through all held-out samples once; None if a rank was told to stop. Collective.
 
         Args:
             watch: called with the number of batches done.
+            stop: why this rank is to stop, if it is; asked before each batch.
 
         Raises:
             StoreError, IndexMismatch: they cannot be read.
@@ -113,6 +118,8 @@ class Validation:
         mine = list[LossSums]()
         for number, batch in enumerate(self._batches()):
             watch(number)
+            if any(self.mesh.all_gather_object(stop())):
+                return None
             sums, bad = self._step.forward(batch)
             for one in batch.bad:
                 log.warning("held out: skipped a sample: %s", one.reason)

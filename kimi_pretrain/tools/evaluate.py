@@ -142,7 +142,9 @@ def heldout(config: Config, checkpoint: str | Path) -> dict[str, Any]:
     try:
         model = Model.build(config, mesh)
         step = load(found, model.tensors()).step
-        return Validation(config, mesh, model, store, tokenizer, indices).run().line(step)
+        found = Validation(config, mesh, model, store, tokenizer, indices).run()
+        assert found is not None  # nobody tells it to stop
+        return found.line(step)
     finally:
         engine_mesh.stop()
 
