@@ -74,10 +74,16 @@ FROZEN = {
 def dep_variants(run) -> dict[str, dict]:
     """Gradients of one batch under every setting above, in one job; see `DEP_VARIANTS`."""
     found = {}
-    for name, changed in {**DEP_VARIANTS, **FROZEN}.items():
+    for name, changed in {**DEP_VARIANTS, **FROZEN, "no balance loss": {}}.items():
         dep = run.config.dep.model_copy(update={k: v for k, v in changed.items() if k != "frozen"})
         train = run.config.train.model_copy(update={"frozen": changed.get("frozen", [])})
         config = run.config.model_copy(update={"dep": dep, "train": train})
+        if name == "no balance loss":
+            config = config.replace(
+                model=config.model.replace(
+                    language=config.model.language.replace(aux_loss_coeff=0.0)
+                )
+            )
         other = type(run)(config, run.mesh)
         report = other.train_step.run(next(other.loader))
         gradients = _owned_gradients(other, report.loss_tokens)

@@ -179,7 +179,8 @@ def test_adamw_in_parts_changes_no_bit(monkeypatch, elements, dtype):
 def test_what_is_not_sent_is_updated_more_at_a_time(monkeypatch):
     limits: dict[str, int] = {}
     monkeypatch.setattr(ReplicaGroup, "of", lambda ranks: ReplicaGroup(None, ranks, 0))
-    monkeypatch.setattr(ReplicaGroup, "gather", lambda self, value: [value] * len(self.ranks))
+    gathered = lambda self, value: [value] * len(self.ranks)  # noqa: E731
+    monkeypatch.setattr(ReplicaGroup, "all_gather_object", gathered)
     monkeypatch.setattr(muonclip, "cut_rounds", lambda *args: limits.update(args[-1]) or [])
     ranks = {"dense": (0, 1), "expert": (0,), "encoder": (0, 1, 2)}
     DistributedMuonClip([], ranks, CONFIG, SHAPE)

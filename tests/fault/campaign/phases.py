@@ -39,7 +39,7 @@ PHASES: tuple[tuple[str, str, str], ...] = (
     ("kimi_pretrain/reliability/run_files.py", "", "writing metrics"),
     ("kimi_pretrain/telemetry/run_dir.py", "", "writing metrics"),
     ("kimi_pretrain/train.py", "_train_steps", "between steps"),
-    ("engine/mesh.py", "gather", "gather between steps"),
+    ("engine/mesh.py", "all_gather_object", "gather between steps"),
     ("kimi_pretrain/train.py", "", "starting"),
     ("launch/local/worker.py", "", "starting"),
 )
