@@ -13,9 +13,9 @@ import argparse
 import math
 import platform
 import random
-import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from transformers.models.kimi_k25 import modeling_kimi_k25 as kimi
 
+from benchmarks.device import peak_bytes, wall_seconds
 from benchmarks.result import RESULTS, processor, write
 from moonvit3d.attention import choose
 from moonvit3d.config import MoonViTConfig
@@ -156,38 +156,11 @@ def run(call: Callable[[], list[Tensor]], backward: bool) -> None:
             torch.autograd.backward(out, [torch.ones_like(each) for each in out])
 
 
-def seconds(call: Callable[[], list[Tensor]], backward: bool, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run(call, backward)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def peak_bytes(call: Callable[[], list[Tensor]], backward: bool, device: torch.device) -> int:
-    """Highest sum of allocations above what was there before (weights, gradients, pixels)."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run(call, backward)
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run(call, backward)
-    found = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = top = 0
-    for event in sorted(found, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        top = max(top, live)
-    return top
-
-
 def matmul_peak(dtype: torch.dtype, device: torch.device) -> float:
     """FLOP/s of a square matrix product, the best of five."""
     side = 8192 if device.type == "cuda" else 3072
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    best = min(seconds(lambda: [a @ b], False, device) for _ in range(6))
+    best = min(wall_seconds(lambda: a @ b, device) for _ in range(6))
     return 2 * side**3 / best
 
 
@@ -201,12 +174,13 @@ def measure(args: argparse.Namespace, mix: str, encoder: VisionEncoder, other: A
         apart = difference(both[0](), both[1](), grids)
     rows = []
     for backward in (False, True):
-        memory = [peak_bytes(call, backward, weight.device) for call in both]
+        memory = [peak_bytes(partial(run, call, backward), weight.device) for call in both]
         peak, times = 0.0, [math.inf, math.inf]
         for _ in range(args.repeats):  # in turns, so that a busy moment hits both
             peak = max(peak, matmul_peak(weight.dtype, weight.device))
             for side, call in enumerate(both):
-                times[side] = min(times[side], seconds(call, backward, weight.device))
+                once = wall_seconds(partial(run, call, backward), weight.device)
+                times[side] = min(times[side], once)
         work = operations * (3 if backward else 1)
         sides = {
             name: {
