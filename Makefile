@@ -10,7 +10,7 @@ RUN_DIR ?= runs/demo
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-unit test-dist test-fault slurm-lab slurm-lab-end bench check fix
+.PHONY: help setup demo test test-all test-unit test-dist test-fault slurm-lab slurm-lab-end bench gpu gpu-wheels check fix
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -65,6 +65,17 @@ bench: $(STAMP) ## measure planning, DEP, MuonClip, checkpoints, and loading aga
 	$(BIN)/python benchmarks/bench_muon.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_muonclip.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_checkpoint.py $(filter --quick,$(ARGS))
+
+# On a machine with a CUDA device, by its own Python and torch; no .venv.
+GPU_WHEELS ?= runs/gpu_wheels
+GPU_SITE := $(CURDIR)/runs/gpu_site
+gpu: ## all tests marked gpu and all benchmarks on one CUDA device, under 9 minutes (docs/GPU.md)
+	@if ls $(GPU_WHEELS)/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps \
+	  --no-compile --upgrade --target $(GPU_SITE) $(GPU_WHEELS)/*.whl; fi
+	PYTHONPATH=$(GPU_SITE) $(PYTHON) -m benchmarks.gpu.run $(ARGS)
+
+gpu-wheels: $(STAMP) ## collect what `make gpu` needs beside torch into runs/gpu_wheels
+	$(BIN)/python -m benchmarks.gpu.wheels $(GPU_WHEELS) $(ARGS)
 
 check: $(STAMP) ## format, lint, spelling, types and shell scripts; changes nothing
 	$(BIN)/ruff format --check .

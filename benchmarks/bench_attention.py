@@ -37,7 +37,8 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFI
 HEADS, QK, V = 64, 192, 128  # Kimi K2's
 ROWS = {
     "one document of 4,096": [4096],
-    "16 documents in 4,096": [1450, 800, 520, 380, 260, 180, 130, 100, 80, 60, 45, 35, 25, 16, 9, 6],
+    "16 documents in 4,096": [1450, 800, 520, 380, 260, 180, 130, 100, 80, 60, 45, 35, 25, 16, 9,
+                              6],
     "one document of 32,768": [32768],
 }  # fmt: skip
 SMALL = {"one document": [96], "three documents": [40, 50, 6]}
@@ -220,8 +221,8 @@ def page(found: Found) -> str:
     lines += [
         *verdicts(found["targets"], {"target": "target", "found": "measured", "met": "met"}),
         f"{sizes['heads']} heads, queries and keys {sizes['qk']} wide, values {sizes['v']}, "
-        f"{sizes['dtype']}. Operations are those of the logits that are shown, a backward pass "
-        f"{BACKWARD} times a forward; the matmul peak, {rate / 1e12:.3g} TFLOP/s, is the fastest of "
+        f"{sizes['dtype']}. Operations are those of the logits that are shown, a backward "
+        f"pass {BACKWARD} times a forward; the matmul peak, {rate / 1e12:.3g} TFLOP/s, is the fastest of "
         "five square products. Peak memory: above the inputs, the gradients included.",
         "",
         *table(
@@ -251,7 +252,8 @@ def _cells(row: Found, rate: float) -> list[str]:
     return [
         row["row"], row["form"], f"{row['forward']['median'] * 1e3:.2f}", f"{seconds * 1e3:.2f}",
         f"{row['tokens'] / seconds:,.0f}", f"{speed / 1e12:.3g}", f"{speed / rate:.0%}",
-        f"{row['peak_bytes'] / 2**20:,.0f}", f"{row['forward']['first'] + row['both']['first']:.1f}",
+        f"{row['peak_bytes'] / 2**20:,.0f}",
+        f"{row['forward']['first'] + row['both']['first']:.1f}",
     ]  # fmt: skip
 
 

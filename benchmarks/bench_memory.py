@@ -2,12 +2,12 @@
 
 Two layers with 16 experts each, microbatches of 4,096 tokens, four of them in flight as on an early
 pipeline stage. Each policy of docs/MEMORY.md
-takes steps over the same microbatches, on one device: seconds, the highest memory above the weights
-and gradients, and the bytes that one microbatch leaves behind, beside those of the memory plan.
-What recomputes or moves must give the bits of none: losses and gradients are compared, with a second
-step of none as the control.
+takes steps over the same microbatches, on one device: seconds, the highest memory above weights and
+gradients, and the bytes that one microbatch leaves behind, beside those of the memory plan.
+What recomputes or moves must give the bits of none: losses and gradients are compared, with a
+second step of none as the control.
 
-    python -m benchmarks.bench_memory                  # writes memory_cpu.*: an eighth of the widths
+    python -m benchmarks.bench_memory                  # memory_cpu.*: an eighth of the widths
     python -m benchmarks.bench_memory --device cuda    # memory_cuda.*
     python -m benchmarks.bench_memory --quick          # seconds; figures not to quote
 """

@@ -1,0 +1,75 @@
+"""What `make gpu` runs: each part a process of its own, with a limit of its own.
+
+The limits add up to less than nine minutes. On a CPU every part has a short form, so that a GPU is
+not needed to find a wrong argument.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MOST_SECONDS = 540
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process.
+
+    Attributes:
+        name: also of the result file, NAME_<device>.json.
+        about: what it does.
+        seconds: after which it is ended.
+        command: arguments of Python; "{out}" is the result file.
+        short: the same on a CPU.
+    """
+
+    name: str
+    about: str
+    seconds: float
+    command: Sequence[str]
+    short: Sequence[str]
+
+    def arguments(self, device: str, folder: Path) -> list[str]:
+        """Return the arguments of Python for a device."""
+        given = self.command if device == "cuda" else self.short
+        return [each.format(out=self.result(device, folder)) for each in given]
+
+    def result(self, device: str, folder: Path) -> Path:
+        """Return the file that it writes."""
+        return folder / f"{self.name}_{device}.json"
+
+
+def _benchmark(name: str, *short: str, long: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    module = ["-m", f"benchmarks.bench_{name}", "--out", "{out}"]
+    return [*module, "--device", "cuda", *long], [*module, *(short or ("--quick",))]
+
+
+PARTS = [
+    Part("offload", "copies between device and host", 30, *_benchmark("offload")),
+    Part("attention", "attention in three forms", 90, *_benchmark("attention")),
+    Part("memory", "a layer's step under each memory policy", 100, *_benchmark("memory")),
+    Part(
+        "tests", "all tests marked gpu", 180,
+        ["-m", "benchmarks.gpu.marked_tests", "--out", "{out}", "--device", "cuda"],
+        ["-m", "benchmarks.gpu.marked_tests", "--out", "{out}"],
+    ),
+    Part(
+        "calibration", "what the vision encoder costs", 40,
+        ["-m", "launch.cli", "plan", "--config", "kimi_k25_1t", "--calibrate", "--max-seconds",
+         "20", "--out", "{out}", "train.threads=null"],
+        ["-m", "launch.cli", "plan", "--config", "tiny_cpu", "--calibrate", "--max-seconds", "5",
+         "--out", "{out}", "data.limits.image=64"],
+    ),
+    Part(
+        "vit", "MoonViT-3D against transformers", 40,
+        *_benchmark(
+            "vit", "--device", "cpu", "--width", "tiny", "--layers", "1", "--patches", "200",
+            "--largest", "64", "--repeats", "1", "--mix", "digits",
+            long=("--patches", "65536", "--mix", "heavy_tailed"),
+        ),
+    ),
+    Part(
+        "muon", "Muon against torch.optim.Muon", 30,
+        *_benchmark("muon", "--quick", long=("--only", "k2", "--rounds", "5")),
+    ),
+]  # fmt: skip
