@@ -222,8 +222,8 @@ def page(found: Found) -> str:
         *verdicts(found["targets"], {"target": "target", "found": "measured", "met": "met"}),
         f"{sizes['heads']} heads, queries and keys {sizes['qk']} wide, values {sizes['v']}, "
         f"{sizes['dtype']}. Operations are those of the logits that are shown, a backward "
-        f"pass {BACKWARD} times a forward; the matmul peak, {rate / 1e12:.3g} TFLOP/s, is the fastest of "
-        "five square products. Peak memory: above the inputs, the gradients included.",
+        f"pass {BACKWARD} times a forward; the matmul peak, {rate / 1e12:.3g} TFLOP/s, is the "
+        "fastest of five square products. Peak memory: above the inputs, the gradients included.",
         "",
         *table(
             ["row", "form", "forward, ms", "and backward, ms", "tokens/s", "TFLOP/s",

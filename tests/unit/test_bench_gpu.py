@@ -10,7 +10,7 @@ from benchmarks.gpu.marked_tests import marked_files
 from benchmarks.gpu.parts import PARTS, Part
 from tests import ROOT, fork_server
 
-QUICK = ("offload", "attention", "memory")
+QUICK = ("offload", "attention")
 
 
 def by_fork(arguments, seconds):
@@ -25,8 +25,6 @@ def test_the_short_form_runs_and_the_page_reads_it(tmp_path):
     assert "could not be read" not in page
     assert all(f"## {name}\n" in page for name in QUICK)
     assert page.count("not run now") == len(PARTS) - len(QUICK)
-    memory = json.loads((tmp_path / "memory_cpu.json").read_text())
-    assert all(one["met"] for one in memory["targets"])
 
 
 @pytest.mark.slow
@@ -34,6 +32,8 @@ def test_the_short_form_runs_and_the_page_reads_it(tmp_path):
 def test_the_whole_short_form_runs(tmp_path):
     assert run.run(PARTS, "cpu", tmp_path) == 0
     assert "could not be read" not in (tmp_path / "gpu_cpu.md").read_text()
+    memory = json.loads((tmp_path / "memory_cpu.json").read_text())
+    assert all(one["met"] for one in memory["targets"])
 
 
 def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path):
@@ -43,7 +43,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path):
     write = "import sys; open(sys.argv[1], 'w').write('{}')".replace("{}", "{{}}")
     chosen = [
         part("offload", "raise SystemExit('a reason')"),
-        part("attention", "import time; time.sleep(60)", 0.5),
+        part("attention", "import time; time.sleep(60)", 0.1),
         part("memory", "pass"),
         part("muon", write),
     ]
