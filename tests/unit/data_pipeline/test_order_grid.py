@@ -91,7 +91,10 @@ def reference(corpus):
     return digests, states
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    "num_workers",
+    [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_one_stream_for_every_world_and_number_of_workers(corpus, reference, num_workers):
     config, tokenizer, indices = corpus
     digests, states = reference
