@@ -428,5 +428,13 @@ def test_once_divides_the_tokens_by_the_shares_and_takes_one_unit_at_least():
     for source, total in zip(planner.sources, sums, strict=True):
         share = CONFIG.sources[source.index.name] / sum(CONFIG.sources.values())
         assert 6000 * share - 300 < total <= 6000 * share
+    # As many as there are fit exactly, and with one token fewer there is one unit fewer.
+    sources = {"sources": {"web": 1.0}}
+    web = [index for index in made_indices() if index.name == "web"]
+    alone = Planner(web, CONFIG.replace(vision_token_ratio=None, **sources))
+    plans = take_once(alone, 6000)
+    whole = sum(plan.num_tokens for plan in plans)
+    assert sum(plan.num_tokens for plan in take_once(alone, whole)) == whole
+    assert sum(plan.num_tokens for plan in take_once(alone, whole - 1)) < whole
     assert len(once(1)[1]) == 1
     assert sorted(once(1)[1][0].samples.source.tolist()) == [0, 1, 2]

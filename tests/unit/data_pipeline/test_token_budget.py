@@ -48,6 +48,28 @@ def test_a_budget_ends_at_the_first_step_that_reaches_it(budget):
     raise AssertionError("the budget was never reached")
 
 
+def test_a_budget_that_a_step_meets_exactly_ends_there():
+    *_, (_, text, vision) = walk(planner_of(), 3)
+    for budget in (TokenBudget(text=text), TokenBudget(vision=vision)):
+        end = budget_end(planner := planner_of(budget=budget))
+        assert (end.step, end.exact, end.tokens) == (3, True, (text, vision))
+        (told,) = budget_notices(planner, steps=3)
+        assert told.startswith("data.budget ends after 3 steps")
+        (told,) = budget_notices(planner, steps=2)
+        assert told.startswith("train.steps=2 ends the run before")
+
+
+def test_the_end_of_a_run_of_stages_is_told_from_the_shares_of_each():
+    """Text alone, then media as well, of which there is a budget."""
+    stage = BlendStage(after_share=0.5, sources=MEDIA | TEXTS, vision_token_ratio=0.2)
+    budget = TokenBudget(text=400_000)
+    planner = planner_of(sources=TEXTS, vision_token_ratio=None, schedule=[stage], budget=budget)
+    about, exact = budget_end(planner, most_windows=6), budget_end(planner, most_windows=10**6)
+    assert (about.exact, exact.exact) == (False, True)
+    assert about.step == pytest.approx(exact.step, rel=0.05)
+    assert about.tokens == pytest.approx(exact.tokens, rel=0.05)
+
+
 @pytest.mark.parametrize("budget", [{"text": 240_000}, {"vision": 60_000}])
 def test_a_long_run_s_end_is_told_from_its_first_windows(budget):
     planner = planner_of(budget=TokenBudget(**budget))

@@ -117,6 +117,8 @@ def test_offload_without_room_is_refused_before_data_are_opened(room):
     room(2 * first - 1)
     with pytest.raises(ConfigError, match="ranks 0 to 1 of"):  # two machines of two: the first
         check_start(config, ranks_here=2)
+    with pytest.raises(ConfigError, match="ranks 0 to 1 of"):  # whichever is named first
+        limits.check_host_memory(config, [range(2, 4), range(2)])
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,13 @@ def test_a_run_over_the_limit_is_refused_before_data_are_opened():
     told = str(error.value)
     for part in (f"rank {most.rank} ", "train.memory_limit_gib=", f"{enough.setting} alone"):
         assert part in told
-    with pytest.raises(ConfigError, match="no single switch suffices"):
+    check_memory_limit(limited(most.peak / GIB))  # exactly
+    with pytest.raises(ConfigError):
+        check_memory_limit(limited((most.peak - 1) / GIB))
+    best = min(plan.switches, key=lambda switch: switch.peak)
+    with pytest.raises(ConfigError, match="no single switch suffices") as error:
         check_start(limited(most.lasting / 2 / GIB))
+    assert f"{best.setting} brings it to" in str(error.value)
 
 
 def test_every_switch_of_the_plan_is_one_that_can_be_set():

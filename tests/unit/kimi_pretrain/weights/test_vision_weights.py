@@ -1,5 +1,6 @@
 """What an encoder starts from: each kind of source, each part, and each refusal, by headers."""
 
+import json
 import pickle
 import re
 
@@ -218,6 +219,19 @@ def test_what_does_not_fit_is_one_line_with_the_key(kind, name, tmp_path):
     assert told in str(error.value)
     assert str(uri) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_folder_s_config_json_tells_what_shapes_do_not(tmp_path):
+    """Two heads of 32 or four of 16: the same tensors, another encoder."""
+    folder = write_folder(tmp_path / "hf", WEIGHTS)
+    uri = f"train.vision_weights={folder}"
+    config = folder / "config.json"
+    config.write_text(json.dumps({"vision_config": {"vt_num_attention_heads": 2}}))
+    opened(uri)
+    config.write_text(json.dumps({"vision_config": {"vt_num_attention_heads": 4}}))
+    told = r"/config\.json: vt_num_attention_heads is 4, model\.vision\.heads is 2$"
+    with pytest.raises(CheckpointError, match=told):
+        opened(uri)
 
 
 def test_nothing_there_and_damage(tmp_path):
