@@ -142,16 +142,16 @@ def _train_steps(
             break
         watchdog.begin_step(run.step + 1)
         watchdog.enter(WAIT_FOR_DATA)  # phases 0 and 1 have run ahead
-        loader_state, start = run.loader.state_dict(), time.time()
+        loader_state, start, began = run.loader.state_dict(), time.time(), time.perf_counter()
         batch = _next_batch(run, checkpoints)
-        fetched = time.time()
+        fetched = start + time.perf_counter() - began
         seed_step(config.train.seed, run.step, mesh)
         report = run.train_step.run(batch)  # phases 2 to 7
         run.step += 1
         report.spans[WAIT_FOR_DATA] = (start, fetched)
         watchdog.enter("8 report")
-        mine = _rank_report(run, report, time.time() - start, checkpoints, stop())
-        # The one collective of the loop; a step that begins or awaits a save has more.
+        mine = _rank_report(run, report, time.perf_counter() - began, checkpoints, stop())
+        # The one collective of the loop; a due validation, or a save at begin or end, has more.
         everyone: list[Any] = mesh.all_gather_object(mine)
         check_agreement(run.step, everyone)
         watchdog.enter("8 record")
@@ -175,7 +175,7 @@ def _validate_if_due(
 ) -> bool:
     """Write the held-out loss after the steps done so far, unless an earlier start did.
 
-    Before the step after them: a resumed run finds what one lacks that was killed meanwhile. False
+    Called before the next step, so that a run killed meanwhile makes up for it once resumed. False
     if a rank was told to stop: nothing is written then.
     """
     every = run.config.train.validate_every
@@ -244,7 +244,7 @@ def _check_guard(
             checkpoints.finish()
         except CheckpointError as error:
             log.warning("the checkpoint under way is not complete: %s", error)
-        # Who catches this adds that the run failed.
+        # The caller that catches this records the failure.
         recorder.status("running", run.step, checkpoints.uri)
         raise
 

@@ -4,8 +4,8 @@ Draw k of a source of N samples lies in epoch k // N at place k % N. Inside an e
 two levels, because one flat shuffle would turn every sample into a small request of its own:
 
 1. the shards are permuted;
-2. `shard_window` neighbours of that order form a window, and its samples are permuted among
-   themselves. A larger window mixes better, a smaller one reads longer ranges.
+2. `shard_window` neighbours of that order form a shard window, and its samples are permuted
+   among themselves. A larger one mixes better, a smaller one reads longer ranges.
 
 Both levels are the same function, `permute`: a Feistel network over the smallest power of two that
 holds the domain, walked again while it lands outside (cycle walking; Black and Rogaway, "Ciphers
@@ -55,7 +55,7 @@ def permute(index: ArrayLike, size: ArrayLike, key: ArrayLike) -> NDArray[np.int
     values = _feistel(places.astype(np.uint64), bits, keys)
     limits = sizes.astype(np.uint64)
     outside = np.flatnonzero(values >= limits)
-    while outside.size:  # at most half of the domain lies outside, so this halves each time
+    while outside.size:  # under half of the power of two lies outside: few rounds are left
         values[outside] = _feistel(values[outside], bits[outside], keys[outside])
         outside = outside[values[outside] >= limits[outside]]
     return values.astype(np.int64).reshape(shape)
@@ -89,7 +89,7 @@ def _feistel(
 
 @dataclass(frozen=True)
 class _Epochs:
-    """The shard tables of E epochs laid end to end (place of epoch e starts at e * samples)."""
+    """The shard tables of E epochs laid end to end (the e-th starts at place e * samples)."""
 
     epochs: NDArray[np.int64]  # [E] epoch numbers, ascending
     keys: NDArray[np.uint64]  # [E]
@@ -156,7 +156,8 @@ class ShardOrder:
         offset = np.arange(epochs.size)[:, None] * self.num_samples
         starts = np.cumsum(sizes, axis=1) - sizes + offset
         windows = starts[:, :: self.shard_window]
-        self._last = _Epochs(
+        # Two threads may plan: what is returned is this one's, whatever the other keeps.
+        self._last = last = _Epochs(
             epochs=epochs,
             keys=keys,
             shards=shards.ravel(),
@@ -164,4 +165,4 @@ class ShardOrder:
             windows=np.append(windows.ravel(), epochs.size * self.num_samples),
             windows_per_epoch=windows.shape[1],
         )
-        return self._last
+        return last

@@ -393,19 +393,17 @@ class CheckpointSaver:
         self.under_way = None
         self._failures += 1
         self._failure = kind(f"the checkpoint of step {step} could not be written: {reason}")
-        if self.mesh.rank == 0:
-            if self._writer is not None and self._writer.alive:
-                self._writer.send("remove_torn", step=step)
-                self._writer.poll(_SOON_S)  # usually enough; otherwise the next save waits
-            log.warning(
-                "%s; training goes on, failed saves in a row: %d, allowed: %d",
-                self._failure, self._failures, limit - 1,
-            )  # fmt: skip
+        if self.mesh.rank == 0 and self._writer is not None and self._writer.alive:
+            self._writer.send("remove_torn", step=step)
+            self._writer.poll(_SOON_S)  # usually enough; otherwise the next save waits
         if self._failures >= limit:
             raise kind(
                 f"{self._failure}. That was save {self._failures} in a row to fail "
                 f"(checkpoint.failures={limit}), so the run stops"
             )
+        if self.mesh.rank == 0:
+            text = "%s; training goes on, failed saves in a row: %d, allowed: %d"
+            log.warning(text, self._failure, self._failures, limit - 1)
 
     def _collect_files(self, reports: Sequence[SaveProgress]) -> None:
         """Collect the files that ranks report; a report that is not handled here is repeated."""

@@ -112,3 +112,17 @@ def test_refusals_name_the_numbers():
         ShardOrder([1], 0, 0, "s")
     with pytest.raises(ValueError, match="draw -1"):
         ShardOrder([3], 1, 0, "s").samples([-1])
+
+
+def test_another_thread_s_tables_never_take_the_place_of_one_s_own():
+    """What one thread keeps for the next call may be replaced before it returns."""
+
+    class Shared(ShardOrder):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, others if name == "_last" and value is not None else value)
+
+    order = ShardOrder([20] * 5, 2, seed=1, source="s")
+    order.samples(np.arange(300, 400))
+    others = order._last
+    expected = order.samples(np.arange(100))[0].tolist()
+    assert Shared([20] * 5, 2, seed=1, source="s").samples(np.arange(100))[0].tolist() == expected
