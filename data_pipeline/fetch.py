@@ -42,7 +42,7 @@ from moonvit3d.media import MediaError
 # Tokens of split texts that are remembered: a whole book is encoded once and not for each row.
 _KEPT_TOKENS = 8 << 20
 _PATCH_BYTES = 3 * 14 * 14
-_TOKEN_BYTES = 8 + 8 + 1
+_TOKEN_BYTES = 8 + 8 + 1  # token, label, loss mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +188,7 @@ def resolve(planner: Planner, plan: GlobalPlan, needs: Needs) -> StepRequest:
 def _samples_of(
     plan: GlobalPlan, rows: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the samples of some rows, in the order of `rows`, and which of those rows it is."""
+    """Return the samples of some rows, in the order of `rows`, and the index there of each's."""
     first = np.searchsorted(plan.samples.row, rows)
     count = np.searchsorted(plan.samples.row, rows, side="right") - first
     before = np.cumsum(count) - count
@@ -199,7 +199,7 @@ def _samples_of(
 def _details(
     planner: Planner, plan: GlobalPlan, samples: NDArray[np.int64]
 ) -> dict[int, Detail | None]:
-    """Return what chance does to each of the samples; None where nothing can happen."""
+    """Return the random draws of each sample (augmentation, wording, regions); None: no draw."""
     found: dict[int, Detail | None] = dict.fromkeys(samples.tolist())
     table = plan.samples
     for number, source in enumerate(planner.sources):

@@ -9,7 +9,6 @@ last step it handed out: what was fetched ahead and not used is forgotten, and f
 resume.
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,7 +123,6 @@ class Loader:
         for index in self.indices:
             check_tokenizer(index, tokenizer)
         self.stats = LoaderStats()
-        self._stats_lock = threading.Lock()
         self._config, self._needs = config, needs
         self._state = self.planner.state_dict()
         versions = shard_versions(self.indices)
@@ -198,7 +196,7 @@ class Loader:
     def state_dict(self) -> State:
         """Return the state after the last step that `next` returned.
 
-        JSON, below 1 KB but for some 20 bytes for each sample in quarantine.
+        JSON: 0.5 KB, 40 bytes for each source, 20 for each sample in quarantine.
         """
         return self.planner.with_quarantine(self._state)
 
@@ -262,9 +260,8 @@ class Loader:
             run.close()
 
     def _count(self, **more: float) -> None:
-        with self._stats_lock:
-            now = self.stats
-            self.stats = replace(now, **{k: getattr(now, k) + v for k, v in more.items()})
+        now = self.stats
+        self.stats = replace(now, **{k: getattr(now, k) + v for k, v in more.items()})
 
 
 def _same(fetcher: Fetcher) -> Fetcher:

@@ -34,8 +34,8 @@ log = logging.getLogger("kimi_pretrain.train")
 class Run:
     """Everything a run is made of; cheap checks come first.
 
-    The order is store, indices, shards, then the model. State is in the model, the optimizer, the
-    guard and the loader; `tensors` and `run_state` are all of it.
+    The order is initial weights, store, indices, shards, model. State is in the model, the
+    optimizer, the guard and the loader; `tensors` and `run_state` are all of it.
 
     Args:
         resume: checkpoint to resume from: as from `find`, or a folder or URI that is verified here.
@@ -137,8 +137,8 @@ class Run:
         self.update.resume(state.step, state.optimizer_steps)
         try:
             self.loader.load_state_dict(state.loader)
-            self.update.guard.resume(state.losses, state.skips_in_row)  # of these data
-        except ValueError as error:  # of other data, which another stage may have
+            self.update.guard.resume(state.losses, state.skips_in_row)  # losses of these data
+        except ValueError as error:  # of other data, as a stage that keeps the optimizer may be
             here, there = self.loader.state_dict(), state.loader
             same = all(there.get(name) == here[name] for name in ("manifest", "seed", "packing"))
             if not kept or (same and there.get("blend", here["blend"])[:1] == here["blend"][:1]):

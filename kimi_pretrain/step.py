@@ -1,7 +1,7 @@
 """One training step: phases 2 to 7 of docs/ARCHITECTURE.md (K2.5 report, section 4.5.1).
 
     0 plan, 1 fetch       ahead of time in the loader; `needs` tells it what this rank reads
-    2 vision forward      every rank encodes its media without a graph, in chunks
+    2 vision forward      every rank encodes its media in chunks, as a rule without a graph
     3 hand-over           embeddings to the first pipeline stages, where they become leaves
     4 backbone            forward and backward of all microbatches in the pipeline schedule
     5 hand-back           the leaves' gradients back to the ranks that encoded
@@ -65,7 +65,7 @@ class StepReport:
         exchange_bytes: embeddings sent to other ranks "over", gradients sent "back", by this rank;
             a key is absent if its phase was skipped.
         kept_patches: patches that this rank did not have to encode again.
-        losses: of the tokens whose loss this rank counts, by source and place.
+        losses: of the tokens whose loss this rank counts, by source and place in the document.
     """
 
     loss: float
@@ -129,7 +129,7 @@ class ForwardStep:
         trained: bool,
         room: int = 0,
     ) -> tuple[EncoderPass, list[Tensor | None], torch.Size]:
-        """Phases 2 and 3; returns the pass, the rows of `received` in each leaf, and its shape.
+        """Phases 2 and 3; returns the pass, rows of `received` in each leaf, `received.shape`.
 
         `encoded` is [tokens this rank encoded, out_width]; `received` is [tokens this first-stage
         rank holds, out_width], (0, out_width) on ranks of other stages.

@@ -71,8 +71,8 @@ class Update:
     Attributes:
         skipped_steps: of the run so far: steps done minus updates done.
         before_change: called before the first tensor changes.
-        hash_copies: called in each step, before anything changes: an update with `shard_state`
-            makes all copies equal again.
+        hash_copies: called in each step, before anything changes: with `shard_state` the update's
+            broadcasts would overwrite a copy that had drifted.
     """
 
     def __init__(self, config: Config, mesh: Mesh, encoder: DecoupledEncoder, backbone: Backbone):
@@ -113,15 +113,15 @@ class Update:
             self.backbone.undo_routing_biases()
             self.skipped_steps += 1
         return UpdateReport(
-            lr,
-            grad_norm,
-            verdict.applies,
-            max_logits.amax(1).numpy(),
-            clipped,
-            self.skipped_steps,
-            own,
-            verdict,
-            copies,
+            lr=lr,
+            grad_norm=grad_norm,
+            applied=verdict.applies,
+            max_logits=max_logits.amax(1).numpy(),
+            clipped_heads=clipped,
+            skipped_steps=self.skipped_steps,
+            own=own,
+            verdict=verdict,
+            copies=copies,
         )
 
     def _norm_and_maxima(self) -> tuple[float, Tensor]:

@@ -8,7 +8,7 @@ in space and time. Single-device maths: `share` is how several devices encode on
 Parameter names are those of the released checkpoint. Weights are undefined until `initialise` or
 a checkpoint fills them.
 
-Shape suffixes: L packed patches, C width, T tokens, P rotary pairs.
+Shape suffixes: L packed patches, K numbers of a patch, C width, T tokens, P rotary pairs.
 """
 
 import hashlib

@@ -31,7 +31,7 @@ from data_pipeline.plan.csr import gather_rows
 from data_pipeline.plan.mixture import Mixer, Mixture
 from data_pipeline.plan.pack import PackedWindow, pack_window
 from data_pipeline.plan.source import DataUsedUp, Drawn, Source
-from data_pipeline.plan.state import Identity, State, segments_of
+from data_pipeline.plan.state import Identity, State, blend_segments_of
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
 
 __all__ = [
@@ -109,8 +109,8 @@ class Planner:
     def plan(self, state: Mapping[str, Any]) -> tuple[GlobalPlan, State]:
         """Return the plan of the state's step and the state after it; `state` is kept.
 
-        A function of the state and of the quarantine that this planner holds: that of a state
-        counts from `load_state_dict` on.
+        A function of the state and of this planner's quarantine; that in a state counts only once
+        `load_state_dict` has taken it.
 
         Raises:
             ValueError: the state belongs to other data, another seed or another packing.
@@ -205,7 +205,7 @@ class Planner:
             ValueError: the state belongs to other data, another seed or another packing.
         """
         self._identity.check(state)
-        parts = segments_of(state)
+        parts = blend_segments_of(state)
         start = (state["window"] + (state["row"] > 0)) * self.config.pack_window
         kept: tuple[Segment, ...] = ()
         for begin, weights in parts:
@@ -342,9 +342,9 @@ class Planner:
     ) -> State:
         """Return a state; it holds the segments that have begun, and the first `known` at least.
 
-        Later segments are omitted: the config determines them. A change that was made by hand is
-        known before it begins. `opened` is the step at which the window in progress was opened; it
-        decides which quarantine the window has. `tokens`: text, vision, before the step.
+        Later segments are omitted: the config determines them. `known` keeps those that
+        `with_own_blend` added before they begin. `opened`: step at which the window in progress was
+        opened, which decides its quarantine. `tokens`: text, vision, before the step.
         """
         # At a window's border nothing is open; one form, or equal states would differ.
         opened = opened if row else step
@@ -365,7 +365,7 @@ class Planner:
     def _decode(self, state: Mapping[str, Any]) -> Mixture:
         """Check a state and return the mixture it goes on with."""
         self._identity.check(state)
-        parts = segments_of(state)
+        parts = blend_segments_of(state)
         mixture = self.mixture
         if tuple((s.start, s.weights) for s in mixture.segments[: len(parts)]) != parts:
             mixture = self._mixtures(parts)

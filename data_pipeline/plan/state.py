@@ -98,7 +98,7 @@ class Identity:
         """Refuse a blend or a quarantine of another form, or of other data."""
         window = self.config.pack_window
         try:
-            starts = [start for start, _ in segments_of(state)]
+            starts = [start for start, _ in blend_segments_of(state)]
         except (TypeError, ValueError):
             starts = []
         if not starts or starts[0] != 0 or any(start % window for start in starts):
@@ -122,7 +122,7 @@ class Identity:
                 )
 
 
-def segments_of(state: Mapping[str, Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def blend_segments_of(state: Mapping[str, Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Return the (start, weights) of the segments that a state has gone through."""
     return tuple((int(start), tuple(weights)) for start, weights in state["blend"])
 

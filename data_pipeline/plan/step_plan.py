@@ -48,7 +48,7 @@ class ItemTable:
         media: int16 [m] number of its file in the sample.
         chunk: int16 [m] number of the chunk in its video.
         level: int16 [m] shrink level (`data_pipeline.plan.layout.limits_at`).
-        frames, grid_h, grid_w: int32 [m] patches along each side.
+        frames, grid_h, grid_w: int32 [m] frames, and patches down and across each.
         row: int32 [m] row of the step.
         start: int32 [m] first media-pad token in the row.
         tokens: int32 [m] media-pad tokens.

@@ -57,10 +57,10 @@ __all__ = [
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-SLACK = 5  # a mean more than 2**-5 of the bound below it: skip balancing
-# Tried in turn: hold back the smallest 2**-n of all work, to even out at the end.
+SLACK = 5  # mean below the bound by more than 2**-5 of it: large items decide, try `stay` alone
+# Tried in turn: hold back the smallest items, 2**-n of all work, to deal last; 62: none.
 POOLS = (62, 8, 7, 6, 5, 4, 3)
-PLACED = 49_152  # budget of these attempts: items x attempts; at least 3 attempts
+PLACED = 49_152  # items x attempts in all, but 3 attempts at least (2 or none if packed tightly)
 
 
 def place(costs: Floats, parts: Ints, home: Ints, places: Places, efficiency: float) -> Placement:

@@ -19,7 +19,6 @@ from kimi_pretrain.dep import sharded
 from kimi_pretrain.dep.memory_limit import cut, kept_chunks
 from kimi_pretrain.dep.reduce import GradientSum
 from kimi_pretrain.dep.vision_plan import Shares
-from moonvit3d import packing
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.geometry import num_tokens
 from moonvit3d.memory import activation_bytes
@@ -110,8 +109,7 @@ class DecoupledEncoder:
 
     def encode(self, pixels: list[NDArray[np.uint8]], grids: list[Grid]) -> Tensor:
         """Encode whole items inside the graph, in chunks: the co-located baseline."""
-        cuts = packing.chunks((t * h * w for t, h, w in grids), self.budget)
-        return torch.cat([self.module(self.tensor(pixels[one]), grids[one]) for one in cuts])
+        return self.module(self.tensor(pixels), grids, self.budget)
 
     def tensor(self, pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
         """Return the patches of several items as one tensor on the device, uint8."""

@@ -115,6 +115,7 @@ class VisionPlan:
         split_efficiency: what is left of a rank's speed when it shares an item.
         order: all ranks, those that share their media side by side; an item that several ranks
             encode lies on neighbours in this order, [ranks].
+        spans: which tokens go from which rank to which, and where they lie there.
     """
 
     rank: Ints

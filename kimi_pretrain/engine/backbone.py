@@ -302,11 +302,10 @@ class Backbone:
     def _run(self, microbatches, forward_step, **options) -> list[Any]:
         virtual = self.config.layout.vpp > 1
         rows = self.config.train.rows_per_microbatch
+        each = [iter(microbatches) for _ in self.models]
         results = self.schedule(
             forward_step_func=forward_step,
-            data_iterator=[iter(microbatches) for _ in self.models]
-            if virtual
-            else iter(microbatches),
+            data_iterator=each if virtual else each[0],
             model=self.models if virtual else self.models[0],
             num_microbatches=len(microbatches),
             seq_length=rows * self.config.data.seq_len,

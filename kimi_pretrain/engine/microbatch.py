@@ -30,10 +30,10 @@ class Microbatch:
     Attributes:
         packed: segments of the row; every stage needs them.
         padding: True at the padding at the ends of rows, bool [1, tokens of this rank's part].
-        tokens, labels: int64 [1, own tokens]; only on the first and the last stage.
-        loss_mask: which labels count, bool [1, own tokens]; only on the last stage.
+        tokens, labels, loss_mask: [1, own tokens], int64, int64, and bool: which labels count;
+            only on the first and the last stage.
         cells: for the losses by source, int32 [own tokens] on the host, -1 where none counts
-            (`kimi_pretrain.losses`); there, too.
+            (`kimi_pretrain.losses`); only where `mesh.counts_loss`.
         leaf: vision embeddings at this rank's part, [media tokens, hidden]; only on the first
             stage.
         leaf_positions: where they go in the part, int64 [media tokens].
@@ -124,13 +124,10 @@ def segments(plan: GlobalPlan, rows: range) -> tuple[list[int], list[bool]]:
     """Return the segment borders of rows laid end to end, and which segments are documents."""
     borders, documents = [0], []
     for number, row in enumerate(rows):
-        first, end = np.searchsorted(plan.samples.row, [row, row + 1])
-        ends = number * plan.seq_len + np.cumsum(plan.samples.length[first:end])
-        borders += ends.tolist()
-        documents += [True] * len(ends)
-        if borders[-1] < (number + 1) * plan.seq_len:
-            borders.append((number + 1) * plan.seq_len)
-            documents.append(False)
+        ends = plan.cu_seqlens(row)[1:].tolist()
+        samples = int(np.count_nonzero(plan.samples.row == row))
+        borders += [number * plan.seq_len + end for end in ends]
+        documents += [n < samples for n in range(len(ends))]
     return borders, documents
 
 

@@ -1,6 +1,6 @@
 """Broadcasts updated weights from their owners in buckets, overlapped with the next update.
 
-See `muonclip` for the round of launch, compute and finish.
+See `muonclip` for the round of compute, launch and finish.
 """
 
 from collections.abc import Mapping, Sequence

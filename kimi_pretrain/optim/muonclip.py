@@ -4,11 +4,11 @@ Newton-Schulz needs whole matrices, so optimizer state is sharded by tensor and 
 flat buffer. The ranks of a replica group divide its tensors (`owners.choose_owners`). Only the
 owner receives the summed gradient (`reduce`) and keeps momentum, moments and fp32 master. Updated
 weights are broadcast once, in their own dtype: the same bytes as ZeRO-1. A step works in rounds.
-In round k
+In round k, for the k-th bucket of each owner in turn
 
-    launch    start to receive the k-th bucket of every other owner
-    compute   update the own k-th bucket, start to broadcast it
-    finish    round k-1: wait, and copy received weights into the model
+    compute   update it, if it is this rank's own
+    launch    start its broadcast: send it, or receive another owner's
+    finish    behind the last: wait for round k-1, copy received weights into the model
 
 so the products of one bucket run while the one before is on its way. Buckets are cut from names,
 shapes and dtypes alone, so all ranks of a group issue the same collectives in the same order.
@@ -61,7 +61,7 @@ class DistributedMuonClip:
 
     Attributes:
         steps: updates done.
-        missed: name -> updates in which this rank had no gradient for a tensor it owns.
+        missed: name -> updates without a gradient here; counts in `optim.optimizer` alone.
         owners: name -> index of the owner inside the tensor's replica group. With `shard_state`
             off it only says which rank counts a tensor (`leads`).
         bytes_moved: by the broadcasts of the last step, counted at the sender: n - 1 times the
