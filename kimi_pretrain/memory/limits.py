@@ -4,36 +4,54 @@ from collections.abc import Iterable
 
 from kimi_pretrain.config import GIB, Config, ConfigError
 from kimi_pretrain.memory.host_room import host_room
-from kimi_pretrain.memory.plan import host_bytes, plan_memory, switches_of
+from kimi_pretrain.memory.plan import host_bytes, plan_memory, single_changes
+from kimi_pretrain.memory.search import Search, search
+from kimi_pretrain.memory.states import divide_config
 
 
 def check_memory_limit(config: Config) -> None:
     """Refuse a run whose fullest rank is over `train.memory_limit_gib`.
 
     Raises:
-        ConfigError: names the rank, both sizes, and the single change that suffices, if one does.
+        ConfigError: names the rank, both sizes, and what suffices: the least costly switch, or
+            switches together, or more ranks.
     """
     limit = config.train.memory_limit_gib
     if limit is None:
         return
-    plan = plan_memory(config)
+    division = divide_config(config)
+    plan = plan_memory(config, division)
     most = plan.fullest
     if most.peak <= limit * GIB:
         return
     enough = next((s for s in plan.switches if s.peak <= limit * GIB), None)
     if enough is not None:
         advice = f"{enough.setting} alone brings it to {enough.peak / GIB:.1f} GiB"
-    elif plan.switches:
-        best = min(plan.switches, key=lambda switch: switch.peak)
-        advice = f"no single switch suffices; {best.setting} brings it to {best.peak / GIB:.1f} GiB"
     else:
-        advice = "give it more ranks (layout.pp, layout.ep, layout.cp)"
+        advice = "no single switch suffices; "
+        advice += _together(search(config, int(limit * GIB), division), config.layout.world_size())
+    least = max(stage.weights for stage in plan.stages)
+    if least > limit * GIB:
+        advice = f"weights alone take up to {least / GIB:.1f} GiB; {advice}"
     raise ConfigError(
         f"train.memory_limit_gib={limit:g}: rank {most.rank} (stage {most.stage}) would hold "
         f"{most.peak / GIB:.1f} GiB: weights {most.weights / GIB:.1f}, gradients "
         f"{most.gradients / GIB:.1f}, optimizer {most.optimizer / GIB:.1f}, activations "
         f"{most.activations.total() / GIB:.1f}; {advice}"
     )
+
+
+def _together(found: Search, ranks: int) -> str:
+    """Return the least that is to be changed, as text."""
+    least = found.least
+    fewest = f"all that helps brings {ranks} ranks to {least.fullest.peak / GIB:.1f} GiB at least"
+    if not found.fits:
+        return f"{fewest}, more of layout.dp and layout.ep do not suffice; raise layout.pp"
+    fit = found.fits[0]
+    settings = " ".join(fit.settings)
+    if fit.ranks == ranks:
+        return f"{settings} bring it to {fit.fullest.peak / GIB:.1f} GiB"
+    return f"{fewest}; {fit.ranks} ranks suffice with {settings}"
 
 
 def check_host_memory(config: Config, machines: Iterable[range]) -> None:
@@ -55,8 +73,8 @@ def check_host_memory(config: Config, machines: Iterable[range]) -> None:
     if needed <= room.size:
         return
     others = [
-        (setting, max(size for _, size in _needed(changed, places)))
-        for setting, changed in switches_of(config)
+        (str(change), max(size for _, size in _needed(other, places)))
+        for change, other in single_changes(config)
     ]
     advice = "train.offload=false keeps them on the devices"
     if enough := [setting for setting, size in others if size <= room.size]:

@@ -2,9 +2,10 @@
 
 What a rank holds at once is
 
-    weights + gradients + optimizer state + the largest of three phases:
-    backbone    activations of all microbatches in flight, vision embeddings, what is passing
-    encoder     activations of one chunk of media, embeddings, exchange buffers
+    weights + gradients + optimizer state + vision embeddings + the largest of four phases:
+    encoder     activations of one chunk of media
+    exchange    embeddings on their way to first stages, or their gradients back
+    backbone    activations of all microbatches in flight, what is passing, the encoder's if kept
     update      staging of updated weights
 
 State is divided among the owners that the run itself would choose (`optim.owners`); microbatches
@@ -15,26 +16,13 @@ and NCCL's buffers (1 to 3 GiB), fragmentation, and experts that get more tokens
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from kimi_pretrain.config import GIB, ITEMSIZE, MIB, Config
-from kimi_pretrain.memory.kept import (
-    Kept,
-    Tokens,
-    head_tensors,
-    layer_tensors,
-)
-from kimi_pretrain.optim.groups import ModelShape, replicas_of
-from kimi_pretrain.optim.owners import TensorSize
-from kimi_pretrain.parallel.layout import expand_stages
-from kimi_pretrain.tools.optimizer_division import Division, PlannedGroup, divide, stage_groups
-from kimi_pretrain.weights.shapes import BIAS, LANGUAGE, is_routed_expert, language_shapes
-from moonvit3d.layouts import released_shapes
+from kimi_pretrain.memory.kept import Kept, Tokens, head_tensors, layer_tensors
+from kimi_pretrain.memory.states import Sizes, chunks_of, divide_config
+from kimi_pretrain.memory.switches import Change, changed, switches
+from kimi_pretrain.tools.optimizer_division import Division
 from moonvit3d.memory import activation_bytes
-
-_Shapes = list[tuple[str, tuple[int, ...]]]
-
-EVERYTHING = ["norms", "swiglu", "mla_up"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +38,12 @@ class StageMemory:
         activations: by kind, all microbatches in flight, on the device.
         host: those in host memory (`train.offload`).
         embeddings: of the media that its microbatches wait with, and their gradients.
+        waiting: activations of the encoder that are kept until its backward pass
+            (`dep.keep_activations`).
         passing: what one layer makes and drops: tensors that are recomputed, tokens on their way
             to experts and back, or the logits of the loss.
-        encoder: activations of the largest chunk of media and buffers of the exchange.
+        encoder: activations of the largest chunk of media, and of those that are kept.
+        exchange: what arrives at once, and buffers of what is sent and received at a time.
         update: staging of weights that are broadcast.
     """
 
@@ -66,8 +57,10 @@ class StageMemory:
     activations: Counter[str] = field(hash=False)
     host: int
     embeddings: int
+    waiting: int
     passing: int
     encoder: int
+    exchange: int
     update: int
 
     @property
@@ -76,14 +69,25 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer
 
     @property
-    def backbone(self) -> int:
-        """Bytes of the backbone's phase beside those."""
-        return self.activations.total() + self.embeddings + self.passing
+    def phases(self) -> dict[str, int]:
+        """Bytes of each phase beside those; no two are there together."""
+        return {
+            "backbone": self.embeddings + self.activations.total() + self.passing + self.waiting,
+            "encoder": self.embeddings + self.encoder,
+            "exchange": self.embeddings + self.exchange + self.waiting,
+            "update": self.update,
+        }
 
     @property
     def peak(self) -> int:
         """The most that is held at once."""
-        return self.lasting + max(self.backbone, self.embeddings + self.encoder, self.update)
+        return self.lasting + max(self.phases.values())
+
+    @property
+    def fullest_phase(self) -> str:
+        """The phase in which that is held."""
+        phases = self.phases
+        return max(phases, key=lambda name: phases[name])
 
 
 @dataclass(frozen=True)
@@ -119,65 +123,27 @@ def plan_memory(config: Config, division: Division | None = None) -> MemoryPlan:
         division: of the optimizer's state, if it is known; else it is made here, which takes
             seconds at a trillion parameters.
     """
-    division = division or divide_config(config)
-    elements = _elements(config)
-    stages = _stages(config, division, elements)
+    division, sizes = division or divide_config(config), Sizes.of(config)
+    stages = stages_of(config, division, sizes)
     peak = max(stage.peak for stage in stages)
     found = (
-        Switch(setting, max(stage.peak for stage in _stages(changed, division, elements)))
-        for setting, changed in switches_of(config)
+        Switch(str(change), max(stage.peak for stage in stages_of(other, division, sizes)))
+        for change, other in single_changes(config)
     )
     return MemoryPlan(stages, tuple(switch for switch in found if switch.peak < peak))
+
+
+def single_changes(config: Config) -> Iterator[tuple[Change, Config]]:
+    """Yield the single changes that may lower a peak, the least costly first, with their result."""
+    for levels in switches(config):
+        for change in levels:
+            yield change, changed(config, [change])
 
 
 def host_bytes(config: Config) -> list[int]:
     """Return, for each stage, the bytes that each of its ranks has in host memory."""
     chunks, pp = chunks_of(config), config.layout.pp
     return [_activations(config, chunks[stage::pp], stage)[2] for stage in range(pp)]
-
-
-def switches_of(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yield the single changes that may lower a peak, the least costly first, each as the text of
-    its setting and the configuration with it.
-    """
-    train, dep, layout = config.train, config.dep, config.layout
-    if set(train.recompute) != set(EVERYTHING):
-        name = f"train.recompute=[{', '.join(EVERYTHING)}]"
-        yield name, _with(config, "train", recompute=EVERYTHING)
-    if not train.fp8_storage and train.dtype != "float64":
-        yield "train.fp8_storage=true", _with(config, "train", fp8_storage=True)
-    if not train.offload:
-        yield "train.offload=true", _with(config, "train", offload=True)
-    if not dep.offload_outputs:
-        yield "dep.offload_outputs=true", _with(config, "dep", offload_outputs=True)
-    if layout.overlap_experts:
-        yield "layout.overlap_experts=false", _with(config, "layout", overlap_experts=False)
-    limits, half = config.data.limits, dep.max_patches_per_chunk // 2
-    if half >= max(limits.image, 4 * limits.frame):  # the largest item still fits
-        name = f"dep.max_patches_per_chunk={half}"
-        yield name, _with(config, "dep", max_patches_per_chunk=half)
-    if train.rows_per_microbatch > 1:
-        yield "train.rows_per_microbatch=1", _with(config, "train", rows_per_microbatch=1)
-
-
-def _with(config: Config, section: str, **values: object) -> Config:
-    return config.replace(**{section: getattr(config, section).replace(**values)})
-
-
-def chunks_of(config: Config) -> list[tuple[range, bool]]:
-    """Return, of each of the pp x vpp chunks in the order of the model, its layers and whether it
-    has the loss.
-    """
-    layout, num_layers = config.layout, config.model.language.num_layers
-    count = layout.pp * layout.vpp
-    if layout.stages is None:
-        each = num_layers // count
-        sizes = [each] * count
-    else:
-        sizes = [chunk.count("t") for chunk in expand_stages(layout.stages)]
-    ends = [sum(sizes[: n + 1]) for n in range(count)]
-    ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    return [(layers, n == count - 1) for n, layers in enumerate(ranges)]
 
 
 def microbatches_in_flight(config: Config, stage: int, weights: Sequence[int]) -> tuple[int, ...]:
@@ -199,7 +165,8 @@ def microbatches_in_flight(config: Config, stage: int, weights: Sequence[int]) -
         return number // layout.pp % layout.vpp
 
     held, best = [0] * layout.vpp, (0,) * layout.vpp
-    for forward in range(total):
+    # Then the same again and again: once round all chunks shows the most.
+    for forward in range(min(total, warmup + layout.pp * layout.vpp)):
         held[chunk(forward)] += 1
         if _weigh(held, weights) > _weigh(best, weights):
             best = tuple(held)
@@ -212,21 +179,27 @@ def _weigh(held: Sequence[int], weights: Sequence[int]) -> int:
     return sum(count * weight for count, weight in zip(held, weights, strict=True))
 
 
-def _stages(
-    config: Config, division: Division, elements: Sequence[tuple[int, int]]
-) -> tuple[StageMemory, ...]:
+def stages_of(config: Config, division: Division | None, sizes: Sizes) -> tuple[StageMemory, ...]:
+    """Return the memory of every stage's fullest rank.
+
+    Args:
+        division: of the optimizer's state; None: what it takes at least.
+    """
     layout, item = config.layout, ITEMSIZE[config.train.dtype]
-    frozen = "language_model" in config.train.frozen
-    encoder = [_encoder_elements(config, trained) for trained in (False, True)]
+    frozen, encoder = "language_model" in config.train.frozen, sizes.encoder
     per_stage = layout.world_size() // layout.pp
     chunks = chunks_of(config)
     found = []
     for stage in range(layout.pp):
         ranks = range(stage * per_stage, (stage + 1) * per_stage)
-        rank = max(ranks, key=lambda rank: (division.loads[rank].state_bytes, -rank))
+        rank, state, update = ranks[0], sizes.state[stage], 0
+        if division is not None:
+            loads = division.loads
+            rank = max(ranks, key=lambda rank: (loads[rank].state_bytes, -rank))
+            state, update = loads[rank].state_bytes, _update(config, division, rank)
         own = chunks[stage :: layout.pp]
         held, activations, host = _activations(config, own, stage)
-        own_elements = sum(elements[stage])
+        own_elements = sum(sizes.stages[stage])
         found.append(
             StageMemory(
                 stage=stage,
@@ -235,13 +208,15 @@ def _stages(
                 in_flight=held,
                 weights=item * (own_elements + encoder[0]),
                 gradients=max(4, item) * (own_elements * (not frozen) + encoder[1]),
-                optimizer=division.loads[rank].state_bytes,
+                optimizer=state,
                 activations=activations,
                 host=host,
                 embeddings=_embeddings(config, stage),
+                waiting=_waiting(config),
                 passing=_passing(config, own),
                 encoder=_encoder(config),
-                update=_update(config, division, rank),
+                exchange=_exchange(config, stage),
+                update=update,
             )
         )
     return tuple(found)
@@ -289,106 +264,30 @@ def _activations(
     return held, device, host
 
 
-def _elements(config: Config) -> list[tuple[int, int]]:
-    """Return, for each stage, the numbers in the parameters of a rank, and in the whole tensors
-    that it keeps beside its slices under tensor parallelism.
-    """
-    layout, found = config.layout, []
-    for held in _by_stage(config):
-        elements = whole = 0
-        for name, shape in held:
-            size = prod(shape)
-            if is_routed_expert(name):
-                elements += size // layout.ep
-            elif layout.tp > 1 and _is_cut(name):
-                elements += size // layout.tp
-                whole += size
-            else:
-                elements += size
-        found.append((elements, whole))
-    return found
-
-
-_CUT = ("embed_tokens", "lm_head", "q_proj", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj",
-        "up_proj", "down_proj")  # fmt: skip
-
-
-def _is_cut(name: str) -> bool:
-    return name.split(".")[-2] in _CUT
-
-
-def _by_stage(config: Config) -> list[_Shapes]:
-    """Return name and shape of every parameter of the language model, whole, by stage."""
-    pp = config.layout.pp
-    stage_of = {
-        layer: number % pp
-        for number, (layers, _) in enumerate(chunks_of(config))
-        for layer in layers
-    }
-    found: list[_Shapes] = [[] for _ in range(pp)]
-    for name, shape in language_shapes(config.model.language).items():
-        if name.endswith(BIAS):
-            continue
-        layer = name.removeprefix(f"{LANGUAGE}model.layers.").partition(".")[0]
-        if layer.isdecimal():
-            stage = stage_of[int(layer)]
-        else:
-            stage = 0 if "embed_tokens" in name else pp - 1
-        found[stage].append((name, shape))
-    return found
-
-
-def _encoder_shapes(config: Config, trained: bool) -> _Shapes:
-    prefixes = {"vision_tower": "vision_tower.", "projector": "mm_projector."}
-    frozen = config.train.frozen if trained else []
-    without = tuple(prefix for part, prefix in prefixes.items() if part in frozen)
-    shapes = released_shapes(config.model.vision)
-    return [(name, shape) for name, shape in shapes.items() if not name.startswith(without)]
-
-
-def _encoder_elements(config: Config, trained: bool) -> int:
-    return sum(prod(shape) for _, shape in _encoder_shapes(config, trained))
-
-
-def divide_config(config: Config) -> Division:
-    """Divide the optimizer's work as the run itself would; no model is built."""
-    layout, item = config.layout, ITEMSIZE[config.train.dtype]
-    per_stage = layout.world_size() // layout.pp
-    encoder = tuple(
-        TensorSize(name, shape, item) for name, shape in _encoder_shapes(config, trained=True)
-    )
-    groups = [PlannedGroup("encoder", tuple(range(layout.world_size())), encoder)]
-    first_slice = config.model.language.num_experts // layout.ep
-    for stage, parameters in enumerate(_by_stage(config)):
-        held: dict[str, list[TensorSize]] = {"dense": [], "expert": []}
-        for name, shape in parameters if "language_model" not in config.train.frozen else ():
-            if not is_routed_expert(name) or _expert(name) < first_slice:
-                held[replicas_of(name)].append(TensorSize(name, shape, item))
-        groups += stage_groups(stage, per_stage, layout.ep, held)
-    return divide(groups, layout.world_size(), ModelShape.of(config.model), config.optim)
-
-
-def _expert(name: str) -> int:
-    return int(name.partition(".experts.")[2].partition(".")[0])
-
-
 def _embeddings(config: Config, stage: int) -> int:
     """Return the bytes of vision embeddings and their gradients that wait on a rank."""
-    ratio = config.data.vision_token_ratio or 0.0
-    layout, item = config.layout, ITEMSIZE[config.train.dtype]
-    width = config.model.language.hidden_size * item
-    tokens = int(ratio * config.tokens_per_step())
-    encoded = -(-tokens // layout.world_size())  # by itself, until they are sent; then gradients
+    encoded, received = _media_bytes(config)
     if stage > 0 or config.dep.offload_outputs:
-        return encoded * width
-    return (-(-tokens // (layout.dp * layout.cp * layout.tp)) * 2 + encoded) * width
+        return encoded  # by itself, until they are sent; then gradients
+    return 2 * received + encoded
+
+
+def _media_bytes(config: Config) -> tuple[int, int]:
+    """Return the bytes of the embeddings that a rank encodes, and that one of a first stage gets,
+    where they are spread evenly.
+    """
+    layout, item = config.layout, ITEMSIZE[config.train.dtype]
+    tokens = int((config.data.vision_token_ratio or 0.0) * config.tokens_per_step())
+    ranks = layout.world_size(), layout.world_size() // layout.pp
+    encoded, received = (-(-tokens // n) * config.model.language.hidden_size * item for n in ranks)
+    return encoded, received
 
 
 def _passing(config: Config, chunks: Sequence[tuple[range, bool]]) -> int:
     """Return the most that one layer, or the loss, makes and drops."""
     language, tokens = config.model.language, Tokens.of(config)
     item = ITEMSIZE[config.train.dtype]
-    without = _with(config, "train", recompute=[], fp8_storage=False)
+    without = config.replace(train=config.train.replace(recompute=[], fp8_storage=False))
     most = 0
     for layers, has_loss in chunks:
         for dense in {layer < language.num_dense_layers for layer in layers}:
@@ -410,9 +309,26 @@ def _encoder(config: Config) -> int:
     dep, item = config.dep, ITEMSIZE[config.train.dtype]
     half = -(-dep.max_patches_per_chunk // 2)
     chunk = int(activation_bytes([(1, 2, half)], config.model.vision, item)[0])
-    if dep.memory_limit_gib is not None:
-        chunk = min(chunk, int(dep.memory_limit_gib * GIB))
-    return chunk + 2 * dep.exchange_budget_mib * MIB
+    if dep.keep_activations == "auto":  # as many chunks as there is room for
+        return _room(config)
+    return chunk if dep.memory_limit_gib is None else min(chunk, _room(config))
+
+
+def _room(config: Config) -> int:
+    assert config.dep.memory_limit_gib is not None
+    return int(config.dep.memory_limit_gib * GIB)
+
+
+def _waiting(config: Config) -> int:
+    return _room(config) if config.dep.keep_activations == "auto" else 0
+
+
+def _exchange(config: Config, stage: int) -> int:
+    """Return the bytes that the hand-over, or the hand-back, takes beside what waits."""
+    encoded, received = _media_bytes(config)
+    # Put together, or in another order; on a first stage all that arrived, before it is leaves.
+    once_more = encoded + (received if stage == 0 else 0)
+    return once_more + 2 * config.dep.exchange_budget_mib * MIB
 
 
 def _update(config: Config, division: Division, rank: int) -> int:

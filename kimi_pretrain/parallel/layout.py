@@ -55,6 +55,24 @@ def expand_stages(stages: str) -> list[str]:
     return text.split("|")
 
 
+def even_stages(num_layers: int, chunks: int) -> str | None:
+    """Return a layout string with equal chunks but for the last, whose loss costs about two layers,
+    and then the first, which has the embedding; None if the layers divide evenly.
+
+    Raises:
+        ValueError: others would have to have fewer, too.
+    """
+    each, rest = -(-num_layers // chunks), -num_layers % chunks
+    if not rest:
+        return None
+    last = min(each, rest)
+    first = min(each, rest - last)
+    if chunks < 3 or rest > last + first:
+        raise ValueError(f"{num_layers} layers do not divide over {chunks} chunks")
+    middle = f"({'t' * each}|)*{chunks - 2}"
+    return f"E{'t' * (each - first)}|{middle}{'t' * (each - last)}L"
+
+
 def check_stages(stages: str, chunks: int, num_layers: int) -> None:
     """Refuse a layout string that has not these chunks and layers.
 

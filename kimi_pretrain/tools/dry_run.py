@@ -18,7 +18,6 @@ from kimi_pretrain.config import Config
 from kimi_pretrain.engine import mesh as engine_mesh
 from kimi_pretrain.engine.model_builder import DTYPES, build_chunks, engine_config
 from kimi_pretrain.engine.param_names import View, layers_of, views
-from kimi_pretrain.memory.plan import MemoryPlan, plan_memory
 from kimi_pretrain.optim.groups import ModelShape, replicas_of
 from kimi_pretrain.optim.owners import TensorSize
 from kimi_pretrain.tools import memory_report
@@ -63,7 +62,7 @@ class DryRun:
     Attributes:
         optimizer: who owns what, in figures.
         division: the same, tensor by tensor.
-        memory: what every rank would hold.
+        memory: what every rank would hold, and what brings that under a limit.
     """
 
     stages: tuple[StageCount, ...]
@@ -74,7 +73,7 @@ class DryRun:
     projector: int
     optimizer: OptimizerSummary
     division: Division
-    memory: MemoryPlan
+    memory: memory_report.MemoryReport
 
 
 def dry_run(config: Config) -> DryRun:
@@ -102,7 +101,7 @@ def dry_run(config: Config) -> DryRun:
         projector=_count(encoder.mm_projector),
         optimizer=summarise(division, [stage.layers for stage in stages]),
         division=division,
-        memory=plan_memory(config, division),
+        memory=memory_report.report(config, division),
     )
 
 

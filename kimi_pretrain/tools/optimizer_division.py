@@ -16,7 +16,6 @@ from kimi_pretrain.optim.owners import (
     TensorSize,
     choose_owners,
     costs_of,
-    share_of,
 )
 
 
@@ -65,7 +64,10 @@ def divide(
     if not config.shard_state:
         loads = _sums(num_ranks, ordered, wholes)
         return Division(tuple(ordered), tuple(costs), (None,) * len(ordered), tuple(loads))
-    shares = [share_of(g.tensors, len(g.ranks), model, config) for g in ordered]
+    shares = [  # as `owners.share_of` has them
+        OwnerLoad(whole.flops // len(group.ranks), whole.state_bytes // len(group.ranks))
+        for whole, group in zip(wholes, ordered, strict=True)
+    ]
     loads = _sums(num_ranks, ordered, shares)
     owners: list[dict[str, int]] = []
     for group, cost, share in zip(ordered, costs, shares, strict=True):

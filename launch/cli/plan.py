@@ -45,13 +45,15 @@ def plan(
 
     With --memory it prints what the fullest rank of each pipeline stage holds:
     weights, gradients, optimizer state, activations by kind, the encoder; which
-    rank is fullest, and which single switch lowers that. train.memory_limit_gib
-    refuses a run that would hold more.
+    rank is fullest, and which single switch lowers that. Where that is over
+    train.memory_limit_gib, or over the memory of a common card, it lists which
+    settings together bring it under, and what more ranks would spare. A run over
+    the limit is refused.
 
     \b
     kimi-pretrain plan --config configs/kimi_k25_1t.yaml \\
         data.root=s3://bucket/corpus --steps 20
-    kimi-pretrain plan --config kimi_k25_1t --memory train.recompute=[]
+    kimi-pretrain plan --config kimi_k25_1t --memory train.memory_limit_gib=72
     kimi-pretrain plan --config tiny_cpu --calibrate --max-seconds 30
     kimi-pretrain plan --config my.yaml --calibrate --json --out cost.json
     """
@@ -86,10 +88,9 @@ def _calibrate(config: "Config", max_seconds: float) -> dict[str, Any]:
 
 
 def _plan_memory(config: "Config") -> dict[str, Any]:
-    from kimi_pretrain.memory.plan import plan_memory
     from kimi_pretrain.tools import memory_report
 
-    found = plan_memory(config)
+    found = memory_report.report(config)
     for line in memory_report.lines(found):
         typer.echo(line)
     return memory_report.as_json(found)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from kimi_pretrain.optim.config import GROUPS
-from tests import fork_server
+from tests import ROOT, fork_server
 from tests.dist.jobs import SMALL, layout, run_job
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
@@ -67,6 +67,12 @@ def check_one_t(result: dict, lines: list[str]) -> None:
     memory = result["memory"]["stages"]
     assert max(stage["peak"] for stage in memory) <= 141e9
     assert any("H200 (141 GB): fits" in line for line in lines)
+    (searched,) = result["memory"]["searches"].values()
+    assert searched["fits"][0]["ranks"] == 256
+    assert "train.offload=true" in searched["fits"][0]["settings"]
+    (start,) = [n for n, line in enumerate(lines) if line.startswith("under ")]
+    answer = "\n".join(lines[start : start + 3 + len(searched["fits"])])
+    assert answer in (ROOT / "docs" / "MEMORY.md").read_text(), answer
     assert result["language_model_activated"] == 32_861_477_888
     assert f"language model    {1_026_408_209_408:,} parameters" in lines
     optimizer = result["optimizer"]
@@ -95,7 +101,7 @@ import torch
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from kimi_pretrain.tools import dry_run
 from kimi_pretrain.config import load_config
-from kimi_pretrain.memory import plan
+from kimi_pretrain.memory import states
 from kimi_pretrain.optim import groups
 
 def table(*overrides):
@@ -114,13 +120,13 @@ found["planned"] = {}
 for name, more in (("job", ()), ("frozen", ("train.frozen=[vision_tower, language_model]",)),
                    ("slices", ("layout.dp=1", "layout.tp=2", "layout.ep=2"))):
     config = load_config("tiny_cpu", (*job, *more))
-    built, planned = dry_run.dry_run(config), plan.divide_config(config)
+    built, planned = dry_run.dry_run(config), states.divide_config(config)
     found["planned"][name] = {
         "owners": planned.owners == built.division.owners,
         "loads": planned.loads == built.division.loads,
         "parameters": [stage.per_rank for stage in built.stages],
         "encoder": built.vision_tower + built.projector,
-        "weights": [stage.weights for stage in built.memory.stages],
+        "weights": [stage.weights for stage in built.memory.plan.stages],
     }
 with torch.device("meta"):
     found["device"] = torch.empty(1).device.type

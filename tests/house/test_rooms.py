@@ -48,13 +48,23 @@ ROOMS: dict[str, set[str]] = {
     "kimi_pretrain.memory.kept": BASE,
     "kimi_pretrain.weights.shapes": {"kimi_pretrain.weights.model_config", "moonvit3d.layouts"},
     "kimi_pretrain.tools.optimizer_division": {"kimi_pretrain.optim"},
+    "kimi_pretrain.memory.switches": BASE,
+    "kimi_pretrain.memory.states": {
+        *BASE, "kimi_pretrain.optim", "kimi_pretrain.tools.optimizer_division",
+        "kimi_pretrain.weights.shapes", "moonvit3d.layouts",
+    },
     "kimi_pretrain.memory.plan": {
-        *BASE, "kimi_pretrain.memory.kept", "kimi_pretrain.optim",
-        "kimi_pretrain.tools.optimizer_division", "kimi_pretrain.weights.shapes",
-        "moonvit3d.layouts", "moonvit3d.memory",
+        *BASE, "kimi_pretrain.memory.kept", "kimi_pretrain.memory.states",
+        "kimi_pretrain.memory.switches", "kimi_pretrain.tools.optimizer_division",
+        "moonvit3d.memory",
+    },
+    "kimi_pretrain.memory.search": {
+        *BASE, "kimi_pretrain.memory.plan", "kimi_pretrain.memory.states",
+        "kimi_pretrain.memory.switches", "kimi_pretrain.tools.optimizer_division",
     },
     "kimi_pretrain.memory.limits": {
         *BASE, "kimi_pretrain.memory.host_room", "kimi_pretrain.memory.plan",
+        "kimi_pretrain.memory.search", "kimi_pretrain.memory.states",
     },
     "kimi_pretrain.engine": {
         *BASE, "kimi_pretrain.attention", "kimi_pretrain.losses", "kimi_pretrain.memory",
@@ -109,7 +119,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "kimi_pretrain.tools": {
         *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.dep", "kimi_pretrain.engine",
-        "kimi_pretrain.memory", "kimi_pretrain.memory.plan", "kimi_pretrain.model",
+        "kimi_pretrain.memory", "kimi_pretrain.memory.plan", "kimi_pretrain.memory.search",
+        "kimi_pretrain.memory.states", "kimi_pretrain.model",
         "kimi_pretrain.optim", "kimi_pretrain.parallel", "kimi_pretrain.reliability",
         "kimi_pretrain.run", "kimi_pretrain.tools.optimizer_division", "kimi_pretrain.update",
         "kimi_pretrain.validation",

@@ -10,7 +10,7 @@ from kimi_pretrain.config import (
     load_config,
     parse_config,
 )
-from kimi_pretrain.parallel.layout import expand_stages
+from kimi_pretrain.parallel.layout import check_stages, even_stages, expand_stages
 from tests import ROOT
 
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -104,6 +104,27 @@ def test_settings_of_the_encoder_that_cannot_be_are_named(overrides, told):
 def test_stage_strings_expand_as_megatron_core_reads_them():
     assert expand_stages("Et|(tt|)*2t*3L") == ["Et", "tt", "tt", "tttL"]
     assert len(expand_stages("Ett|(tt|)*29t|L")) == 32
+
+
+def test_layers_that_do_not_divide_are_spread():
+    made = 0
+    for num_layers in range(1, 70):
+        for chunks in range(1, 40):
+            try:
+                stages = even_stages(num_layers, chunks)
+            except ValueError:
+                continue
+            if num_layers % chunks == 0:
+                assert stages is None
+                continue
+            assert stages is not None
+            check_stages(stages, chunks, num_layers)
+            sizes = [chunk.count("t") for chunk in expand_stages(stages)]
+            assert len(set(sizes[1:-1])) == 1
+            assert sizes[-1] < sizes[1] == -(-num_layers // chunks)
+            made += 1
+    assert made > 100
+    assert even_stages(61, 32) == load_config("kimi_k25_1t").layout.stages
 
 
 def test_an_unknown_file_names_the_presets():

@@ -111,7 +111,7 @@ def test_offload_without_room_is_refused_before_data_are_opened(room):
         check_start(config, ranks_here=4)
     (line,) = str(error.value).splitlines()
     for part in ("train.offload=true", "ranks 0 to 3", "a bound", "train.offload=false",
-                 "with train.recompute=[norms, swiglu, mla_up] they fit"):  # fmt: skip
+                 "with train.recompute=[norms,swiglu,mla_up] they fit"):  # fmt: skip
         assert part in line
     assert f"{2 * (first + last) / GIB:.1f} GiB of activations" in line
     room(2 * first - 1)

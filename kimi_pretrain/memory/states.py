@@ -1,0 +1,153 @@
+"""Parameters and optimizer state of the stages of a run, from names and shapes. Pure.
+
+Who keeps which state is what the run itself would choose (`optim.owners`).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from kimi_pretrain.config import ITEMSIZE, Config
+from kimi_pretrain.optim.groups import ModelShape, replicas_of
+from kimi_pretrain.optim.owners import TensorSize
+from kimi_pretrain.parallel.layout import expand_stages
+from kimi_pretrain.tools.optimizer_division import Division, PlannedGroup, divide, stage_groups
+from kimi_pretrain.weights.model_config import LanguageConfig
+from kimi_pretrain.weights.shapes import BIAS, LANGUAGE, is_routed_expert, language_shapes
+from moonvit3d.layouts import released_shapes
+
+_Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the layout alone decides.
+
+    Attributes:
+        stages: for each stage, the numbers in the parameters of a rank, and in the whole tensors
+            that it keeps beside its slices under tensor parallelism.
+        encoder: the numbers in the encoder's parameters, and in those that are trained.
+        state: for each stage, bytes of optimizer state that its fullest rank has at least: the mean
+            over its ranks, by Muon's rule.
+    """
+
+    stages: tuple[tuple[int, int], ...]
+    encoder: tuple[int, int]
+    state: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: Config) -> "Sizes":
+        """Count them."""
+        layout, train = config.layout, config.train
+        language = config.model.language  # frozen, so it has a hash, of which types know nothing
+        counts = _language_counts(language)  # pyright: ignore[reportArgumentType]
+        item = ITEMSIZE[train.dtype]
+        ranks = layout.world_size() // layout.pp
+        a_number = max(4, item) * (2 if item < 4 else 1) * ("language_model" not in train.frozen)
+        stages, state = list[tuple[int, int]](), list[int]()
+        for stage in range(layout.pp):
+            own = [layer for layers, _ in chunks_of(config)[stage :: layout.pp] for layer in layers]
+            own += [_EMBEDDING] * (stage == 0) + [_HEAD] * (stage == layout.pp - 1)
+            plain, cut, experts = (sum(counts[one][kind] for one in own) for kind in range(3))
+            whole = cut if layout.tp > 1 else 0
+            stages.append((plain + cut // layout.tp + experts // layout.ep, whole))
+            state.append((plain + cut + experts) * a_number // ranks)
+        encoder = [
+            sum(prod(shape) for _, shape in _encoder_shapes(config, trained))
+            for trained in (False, True)
+        ]
+        return cls(tuple(stages), (encoder[0], encoder[1]), tuple(state))
+
+
+def divide_config(config: Config) -> Division:
+    """Divide the optimizer's work as the run itself would; no model is built."""
+    layout, item = config.layout, ITEMSIZE[config.train.dtype]
+    per_stage = layout.world_size() // layout.pp
+    encoder = tuple(
+        TensorSize(name, shape, item) for name, shape in _encoder_shapes(config, trained=True)
+    )
+    groups = [PlannedGroup("encoder", tuple(range(layout.world_size())), encoder)]
+    first_slice = config.model.language.num_experts // layout.ep
+    for stage, parameters in enumerate(_by_stage(config)):
+        held: dict[str, list[TensorSize]] = {"dense": [], "expert": []}
+        for name, shape in parameters if "language_model" not in config.train.frozen else ():
+            if not is_routed_expert(name) or _expert(name) < first_slice:
+                held[replicas_of(name)].append(TensorSize(name, shape, item))
+        groups += stage_groups(stage, per_stage, layout.ep, held)
+    return divide(groups, layout.world_size(), ModelShape.of(config.model), config.optim)
+
+
+def chunks_of(config: Config) -> list[tuple[range, bool]]:
+    """Return, of each of the pp x vpp chunks in the order of the model, its layers and whether it
+    has the loss.
+    """
+    layout, num_layers = config.layout, config.model.language.num_layers
+    count = layout.pp * layout.vpp
+    if layout.stages is None:
+        each = num_layers // count
+        sizes = [each] * count
+    else:
+        sizes = [chunk.count("t") for chunk in expand_stages(layout.stages)]
+    ends = [sum(sizes[: n + 1]) for n in range(count)]
+    ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return [(layers, n == count - 1) for n, layers in enumerate(ranges)]
+
+
+_CUT = ("embed_tokens", "lm_head", "q_proj", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj",
+        "up_proj", "down_proj")  # fmt: skip
+
+
+def _is_cut(name: str) -> bool:
+    return name.split(".")[-2] in _CUT
+
+
+_EMBEDDING, _HEAD = -1, -2
+
+
+@lru_cache(maxsize=4)
+def _language_counts(language: LanguageConfig) -> dict[int, tuple[int, int, int]]:
+    """Return the numbers in the parameters of each layer, of the embedding, and of norm and head:
+    those that every rank has whole, those that tensor parallelism cuts, those of routed experts.
+    """
+    counts: dict[int, list[int]] = {}
+    for name, shape in language_shapes(language).items():
+        if not name.endswith(BIAS):
+            kind = 2 if is_routed_expert(name) else int(_is_cut(name))
+            counts.setdefault(_place(name), [0, 0, 0])[kind] += prod(shape)
+    return {place: (plain, cut, experts) for place, (plain, cut, experts) in counts.items()}
+
+
+def _place(name: str) -> int:
+    """Return the layer of a tensor, or `_EMBEDDING` or `_HEAD`."""
+    layer = name.removeprefix(f"{LANGUAGE}model.layers.").partition(".")[0]
+    if layer.isdecimal():
+        return int(layer)
+    return _EMBEDDING if "embed_tokens" in name else _HEAD
+
+
+def _by_stage(config: Config) -> list[_Shapes]:
+    """Return name and shape of every parameter of the language model, whole, by stage."""
+    pp = config.layout.pp
+    stage_of = {
+        layer: number % pp
+        for number, (layers, _) in enumerate(chunks_of(config))
+        for layer in layers
+    }
+    stage_of |= {_EMBEDDING: 0, _HEAD: pp - 1}
+    found: list[_Shapes] = [[] for _ in range(pp)]
+    for name, shape in language_shapes(config.model.language).items():
+        if not name.endswith(BIAS):
+            found[stage_of[_place(name)]].append((name, shape))
+    return found
+
+
+def _encoder_shapes(config: Config, trained: bool) -> _Shapes:
+    prefixes = {"vision_tower": "vision_tower.", "projector": "mm_projector."}
+    frozen = config.train.frozen if trained else []
+    without = tuple(prefix for part, prefix in prefixes.items() if part in frozen)
+    shapes = released_shapes(config.model.vision)
+    return [(name, shape) for name, shape in shapes.items() if not name.startswith(without)]
+
+
+def _expert(name: str) -> int:
+    return int(name.partition(".experts.")[2].partition(".")[0])

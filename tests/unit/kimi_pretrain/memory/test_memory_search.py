@@ -1,0 +1,119 @@
+"""Combinations under a limit of memory: against brute force, and as settings that can be made."""
+
+from itertools import combinations
+
+import pytest
+
+from kimi_pretrain.config import GIB, ConfigError, load_config
+from kimi_pretrain.memory.limits import check_memory_limit
+from kimi_pretrain.memory.plan import plan_memory
+from kimi_pretrain.memory.search import search
+from tests.dist.jobs import SMALL
+
+RUN = (
+    *SMALL, "dep.exchange_budget_mib=1", "dep.max_patches_per_chunk=1024", "data.rows_per_step=64",
+    "train.dtype=bfloat16", "train.attention=portable", "train.offload_min_mib=0",
+    "dep.offload_outputs=true", "train.recompute=[norms,swiglu]", "train.rows_per_microbatch=2",
+)  # fmt: skip
+# All that the run does not have yet, and takes.
+SWITCHES = (
+    ("dep.max_patches_per_chunk=512", "dep.max_patches_per_chunk=256"),
+    ("train.recompute=[norms,swiglu,mla_up]",), ("train.offload=true",),
+    ("train.rows_per_microbatch=1",), ("train.fp8_storage=true",),
+)  # fmt: skip
+
+
+def made(*settings: str):
+    return load_config("tiny_cpu", [*RUN, *settings])
+
+
+def peak(*settings: str) -> int:
+    return plan_memory(made(*settings)).fullest.peak
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[frozenset[str], int]:
+    """Of every combination, each planned by itself from its settings."""
+    chosen = [frozenset[str]()]
+    for levels in SWITCHES:
+        chosen = [one | {level} for one in chosen for level in levels] + chosen
+    return {one: peak(*one) for one in chosen}
+
+
+@pytest.mark.parametrize("place", [0.0, 0.1, 0.4, 0.9])
+def test_what_fits_is_what_brute_force_finds(place, peaks):
+    least, most = min(peaks.values()), peaks[frozenset()]
+    limit = int(least + place * (most - least))
+    found = search(made(), limit)
+    own = on_the_same_layout(found)
+    fits = {one for one, size in peaks.items() if size <= limit}
+    for one in own:
+        assert one.fullest.peak == peaks[frozenset(one.settings)] <= limit
+        for fewer in range(len(one.settings)):  # nothing in it is in vain
+            for some in combinations(one.settings, fewer):
+                assert frozenset(some) not in fits
+    # Whatever fits has all switches of one that is told, each as far or farther.
+    for fit in fits:
+        assert any(
+            all(mild in fit or further(mild) & fit for mild in one.settings) for one in own
+        ), fit
+    assert found.least.fullest.peak == least
+    assert found.tried >= len(peaks)
+
+
+def on_the_same_layout(found):
+    return [one for one in found.fits if not any("layout." in s for s in one.settings)]
+
+
+def further(setting: str) -> set[str]:
+    """Return the levels beyond one."""
+    (levels,) = [levels for levels in SWITCHES if setting in levels]
+    return set(levels[levels.index(setting) + 1 :])
+
+
+def test_more_ranks_are_told_where_they_spare_switches(peaks):
+    """Each row with fewer, or milder, switches than all before it; and true as settings."""
+    limit = min(peaks.values()) * 9 // 10  # too little for this layout
+    found = search(made(), limit)
+    assert found.fits
+    assert found.least.fullest.peak > limit
+    ranks = [one.ranks for one in found.fits]
+    assert ranks == sorted(ranks)
+    for one in found.fits:
+        config = made(*one.settings)
+        assert config.layout.world_size() == one.ranks
+        assert plan_memory(config).fullest == one.fullest
+        assert one.fullest.peak <= limit
+    with pytest.raises(ConfigError) as error:
+        check_memory_limit(made(f"train.memory_limit_gib={limit / GIB}"))
+    first = found.fits[0]
+    assert f"{first.ranks} ranks suffice with {' '.join(first.settings)}" in str(error.value)
+
+
+def test_switches_that_suffice_together_are_told(peaks):
+    singles = [size for one, size in peaks.items() if len(one) == 1]
+    limit = (min(singles) + min(peaks.values())) / 2
+    with pytest.raises(ConfigError) as error:
+        check_memory_limit(made(f"train.memory_limit_gib={limit / GIB}"))
+    found = search(made(), int(limit))
+    assert f"{' '.join(found.fits[0].settings)} bring it to" in str(error.value)
+    assert len(found.fits[0].settings) > 1
+
+
+def test_a_limit_below_the_weights_says_so():
+    weights = max(stage.weights for stage in plan_memory(made()).stages)
+    with pytest.raises(ConfigError) as error:
+        check_memory_limit(made(f"train.memory_limit_gib={weights * 0.9 / GIB}"))
+    assert "weights alone take up to" in str(error.value)
+    with pytest.raises(ConfigError, match="do not suffice; raise layout.pp"):
+        check_memory_limit(made("train.memory_limit_gib=1e-6"))
+
+
+def test_the_order_is_that_of_what_switches_cost(peaks):
+    """Chunks and recompute first, FP8 storage last; on one layout."""
+    order = [setting for levels in SWITCHES for setting in levels]
+    limit = int(0.7 * peaks[frozenset()] + 0.3 * min(peaks.values()))
+    own = on_the_same_layout(search(made(), limit))
+    ranked = [sorted((order.index(s) for s in one.settings), reverse=True) for one in own]
+    assert len(ranked) > 1
+    assert ranked == sorted(ranked)
