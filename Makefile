@@ -10,7 +10,7 @@ RUN_DIR ?= runs/demo
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-unit test-dist test-fault slurm-lab slurm-lab-end bench gpu gpu-wheels check fix
+.PHONY: help setup demo stages test test-all test-unit test-dist test-fault slurm-lab slurm-lab-end bench gpu gpu-wheels check fix
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -32,6 +32,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 
 demo: $(STAMP) ## train a tiny Kimi on real data, resume it, measure it (RUN_DIR=, ARGS="train.steps=40")
 	$(BIN)/kimi-pretrain demo --run-dir $(RUN_DIR) $(ARGS)
+
+stages: $(STAMP) ## captions, projector, joint, long context in toy form, from one file (docs/STAGES.md)
+	$(BIN)/kimi-pretrain demo --stages --run-dir runs/stages $(ARGS)
 
 # Two at a time on two cores: many tests wait, for servers, timeouts or other processes. Files go out
 # in their order, so that the long ones (tests/dist, tests/fault) begin first and none ends alone.

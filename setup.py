@@ -13,5 +13,8 @@ setup(
         "kimi_pretrain.configs",
     ],
     package_dir={"kimi_pretrain.configs": "configs"},
-    package_data={"kimi_pretrain.configs": ["*.yaml"], "launch.slurm": ["*.sbatch"]},
+    package_data={
+        "kimi_pretrain.configs": ["*.yaml", "stages/*.yaml"],
+        "launch.slurm": ["*.sbatch"],
+    },
 )

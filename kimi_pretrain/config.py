@@ -70,6 +70,8 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
     list("-+.0123456789"),
 )
 
+AnySection = typing.TypeVar("AnySection", bound=Section)
+
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
 """Bytes of a number, by `train.dtype`."""
 
@@ -196,6 +198,7 @@ class Config(Section):
         check_dep(self)
         check_attention(self)
         check_memory(self)
+        check_length(self)
         if self.train.validate_every is not None and not self.data.heldout:
             raise ValueError(
                 f"train.validate_every={self.train.validate_every} with no source in data.heldout: "
@@ -377,6 +380,21 @@ def check_memory(config: Config) -> None:
         )
 
 
+def check_length(config: Config) -> None:
+    """Refuse rows that are longer than what YaRN stretches the positions to.
+
+    Raises:
+        ValueError: names the keys and their values.
+    """
+    yarn, seq_len = config.model.language.yarn, config.data.seq_len
+    if yarn is not None and yarn.factor * yarn.original_max_position < seq_len:
+        raise ValueError(
+            f"model.language.yarn.factor={yarn.factor:g} x original_max_position="
+            f"{yarn.original_max_position} is below data.seq_len={seq_len}: later positions would "
+            "lie beyond what the rotary frequencies are stretched to; raise the factor"
+        )
+
+
 def _check_widths(tp: int, language: LanguageConfig) -> None:
     shared = language.num_shared_experts * language.expert_ffn_size
     widths = {
@@ -401,35 +419,63 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         ConfigError: one message that names every key that is wrong.
     """
     file = find_config(path)
-    found = _parse_yaml(_text(file), str(file))
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file}: expected sections such as `model:`, found {_SHORT.repr(found)}")
-    values = typing.cast(dict[str, Any], found)
+    values = read_yaml(file)
     for override in overrides:
         _apply_override(values, override)
     return parse_config(values, where=str(file))
 
 
+def read_yaml(file: Path, such_as: str = "model") -> dict[str, Any]:
+    """Return the mapping that a YAML file holds, in which a key may stand once.
+
+    Args:
+        such_as: a key that is expected, for the message.
+
+    Raises:
+        ConfigError: no YAML, or no mapping.
+    """
+    found = _parse_yaml(_text(file), str(file))
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{file}: expected sections such as `{such_as}:`, found {_SHORT.repr(found)}"
+        )
+    return typing.cast(dict[str, Any], found)
+
+
 def parse_config(values: dict[str, Any], where: str = "config") -> Config:
     """Check nested plain values and return the typed configuration; see `load_config`."""
-    if unknown := list(_unknown_keys(Config, values, "")):
+    return parse_section(Config, values, where)
+
+
+def parse_section(kind: type[AnySection], values: dict[str, Any], where: str) -> AnySection:
+    """Check nested plain values and return them typed.
+
+    Raises:
+        ConfigError: one message that names every key that is wrong.
+    """
+    if unknown := list(_unknown_keys(kind, values, "")):
         raise ConfigError(f"{where}: " + "; ".join(unknown))
     try:
-        return Config.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{where}: " + "; ".join(problems(error, _SHORT.repr))) from None
 
 
-def find_config(path: str | Path) -> Path:
-    """Return the file for a path or a preset's name, in a checkout or in an installed package."""
+def find_config(path: str | Path, kind: str = "configs") -> Path:
+    """Return the file for a path or a preset's name, in a checkout or in an installed package.
+
+    Args:
+        kind: the folder of presets: "configs", or "stages" in it, the chains of stages.
+    """
     given = Path(path)
     if given.is_file():
         return given
     packaged = Path(str(resources.files("kimi_pretrain"))) / "configs"
     checkout = packaged.parent.parent / "configs"
     presets = packaged if packaged.is_dir() else checkout
+    presets = presets if kind == "configs" else presets / kind
     preset = presets / f"{given.stem}.yaml"
-    if preset.is_file() and (given.parent.name in ("", "configs")):
+    if preset.is_file() and (given.parent.name in ("", kind)):
         return preset
     names = sorted(file.stem for file in presets.glob("*.yaml"))
     raise ConfigError(f"no configuration file {given}; shipped presets are {', '.join(names)}")

@@ -38,14 +38,22 @@ def open_compatible(
     Args:
         uri: folder or s3:// URI of a checkpoint, of a run or of Hugging Face safetensors.
 
+    Raises:
+        FileNotFoundError: nothing there.
+        CheckpointError: as `match_compatible`.
+    """
+    return match_compatible(open_weights(latest_in(uri)), model)
+
+
+def match_compatible(reader: WeightReader, model: ModelConfig) -> tuple[Weights, tuple[str, ...]]:
+    """Match weights with a model by their headers.
+
     Returns:
         the weights, and messages about settings that differ where they come from.
 
     Raises:
-        FileNotFoundError: nothing there.
         CheckpointError: they do not fit; one message, with the first reason and how many more.
     """
-    reader = open_weights(latest_in(uri))
     found = _differences(reader, model)
     if found.sizes:
         raise CheckpointError(

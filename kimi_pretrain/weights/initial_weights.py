@@ -25,11 +25,11 @@ from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, share_of_files
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_checkpoint
 from kimi_pretrain.config import Config
-from kimi_pretrain.weights.compatibility import open_compatible
+from kimi_pretrain.weights.compatibility import match_compatible, open_compatible
 from kimi_pretrain.weights.kept_optimizer import check_kept
 from kimi_pretrain.weights.matching import MASTER, Weights
 from kimi_pretrain.weights.shapes import VISION
-from kimi_pretrain.weights.vision_weights import VisionWeights, open_vision_weights
+from kimi_pretrain.weights.vision_weights import VisionWeights, match_vision, open_vision_weights
 from kimi_pretrain.weights.weight_reader import WeightReader
 
 if TYPE_CHECKING:
@@ -166,8 +166,33 @@ def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> InitialW
     return InitialWeights(weights, settings, vision, config.train.start_optimizer == "keep")
 
 
-def _open_start(uri: str, config: Config) -> tuple[Weights, tuple[str, ...]]:
-    found = open_compatible(uri, config.model)
+def check_initial_weights(config: Config, planned: Mapping[str, WeightReader]) -> None:
+    """Check what a fresh run would start from, by headers; some of it may not be written yet.
+
+    Args:
+        planned: for a run's folder without a checkpoint what it will hold at its end, from
+            `weights.planned`. All else is opened.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as `open_initial_weights`.
+    """
+    train, model = config.train, config.model
+    if (encoder := train.vision_weights) is not None:
+        with _named("train.vision_weights"):
+            if encoder in planned:
+                match_vision(planned[encoder], encoder, train.vision_part, model.vision)
+            else:
+                open_vision_weights(encoder, train.vision_part, model.vision)
+    if (uri := train.start_from) is not None:
+        with _named("train.start_from"):
+            _open_start(uri, config, planned.get(uri))
+
+
+def _open_start(
+    uri: str, config: Config, planned: WeightReader | None = None
+) -> tuple[Weights, tuple[str, ...]]:
+    model = config.model
+    found = match_compatible(planned, model) if planned else open_compatible(uri, model)
     if config.train.start_optimizer == "keep":
         check_kept(found[0], config)
     return found

@@ -65,7 +65,7 @@ def _check_schedule(manifest: Manifest, config: Config, where: str) -> None:
 
 def _check_state(weights: Weights, manifest: Manifest, config: Config) -> None:
     where, headers = weights.reader.where, weights.reader.headers
-    wanted = dict(_state(config))
+    wanted = dict(optimizer_state(config))
     if missing := [name for name in wanted if name not in headers]:
         frozen = (manifest.training or {}).get("frozen", [])
         hint = f": there train.frozen=[{', '.join(frozen)}]" if frozen else ""
@@ -84,7 +84,7 @@ def _check_state(weights: Weights, manifest: Manifest, config: Config) -> None:
         raise CheckpointError(f"{where}: {wrong[0]}{and_more(len(wrong) - 1)}{_FRESH}")
 
 
-def _state(config: Config) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
+def optimizer_state(config: Config) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
     """Yield name, type and shape of the whole state of a run's optimizer."""
     rules, own = ModelShape.of(config.model), getattr(torch, config.train.dtype)
     wide = torch.promote_types(own, torch.float32)

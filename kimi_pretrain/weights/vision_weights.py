@@ -52,11 +52,25 @@ def open_vision_weights(
 
     Raises:
         FileNotFoundError: nothing there.
-        CheckpointError: a part is not there, a tensor of it is missing, unexpected, of another
-            shape or type; or the heads, `norm_eps` or `rope_theta` are others.
+        CheckpointError: as `match_vision`.
     """
     where = latest_in(uri)
     reader = open_weights(where, lambda name: not name.startswith(_SKIPPED))
+    return match_vision(reader, where, part, config)
+
+
+def match_vision(
+    reader: WeightReader,
+    where: str,
+    part: Literal["tower", "projector", "both"] | None,
+    config: MoonViTConfig,
+) -> VisionWeights:
+    """Match weights with an encoder by their headers; `where` they are, for messages.
+
+    Raises:
+        CheckpointError: a part is not there, a tensor of it is missing, unexpected, of another
+            shape or type; or the heads, `norm_eps` or `rope_theta` are others.
+    """
     headers = {
         name: TensorHeader(header.shape, header.dtype)
         for name, header in reader.headers.items()

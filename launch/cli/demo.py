@@ -16,6 +16,9 @@ def demo(
     run_dir: Annotated[Path, typer.Option(help="Where everything is left.")] = Path("runs/demo"),
     config: ConfigOption = "tiny_cpu",
     overrides: Overrides = None,
+    stages: Annotated[
+        bool, typer.Option("--stages", help="Instead: the chain of stages `tiny`, docs/STAGES.md.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run the whole system on real data on this machine: about eight minutes on two cores.
@@ -28,10 +31,17 @@ def demo(
     \b
     kimi-pretrain demo
     kimi-pretrain demo --run-dir runs/short train.steps=40 checkpoint.every=20
+    kimi-pretrain demo --stages --run-dir runs/stages
     """
     end_in_order()
     with one_line_errors():
         check_local("--run-dir", run_dir)
+        if stages:
+            from launch.demo.stages import run_stages
+
+            if code := run_stages("tiny", run_dir, overrides or ()):
+                raise typer.Exit(code)
+            return
         from launch.demo.run import run_demo
 
         summary = run_demo(config, run_dir, tuple(overrides or ()))

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from kimi_pretrain import __version__
+from launch.cli.chain import chain
 from launch.cli.checkpoint import checkpoint
 from launch.cli.config import config as config_group
 from launch.cli.data import data
@@ -41,6 +42,7 @@ app.add_typer(verify, name="verify")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(config_group, name="config")
 app.add_typer(s3, name="s3")
+app.command()(chain)
 app.command()(plan)
 app.command()(plot)
 app.command()(submit)

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +16,15 @@ from launch.local.job import LATEST, Job
 from launch.local.user_errors import one_line_errors
 from launch.slurm import queue as slurm_queue
 from launch.slurm import script as slurm
-from launch.slurm.options import SlurmOptions, late_watchdog, nodes_for, parse_seeds
+from launch.slurm.options import SlurmOptions, late_watchdog, parse_seeds
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
 
 # Exit code after Ctrl-C: 128 + SIGINT, as in shells.
 INTERRUPTED = 130
+# In the run folder: the configuration of the job, and SLURM's number of it.
+JOB_CONFIG, JOB = "job.yaml", "slurm_job.json"
 PATIENCE_S = 20.0  # of requests to a store: a login node may not reach it
 
 
@@ -107,51 +110,36 @@ def submit(
     """
     with one_line_errors():
         from kimi_pretrain.config import load_config
+        from launch.slurm.request import SlurmRequest
 
         loaded = load_config(config, overrides or ())
         check_local("--run-dir", run_dir)
         folder = run_dir.resolve()
-        options = SlurmOptions(
-            **nodes_for(loaded.layout.world_size(), gpus_per_node, tasks_per_node),
+        request = SlurmRequest(
+            gpus_per_node=gpus_per_node,
+            tasks_per_node=tasks_per_node,
             cpus_per_task=cpus_per_task,
-            name=name,
             time=time,
+            save_seconds=save_seconds,
+            name=name,
             partition=partition,
             account=account,
-            save_seconds=save_seconds,
+            sbatch=sbatch or [],
+            module=module or [],
+            setup=setup or [],
+            container=container,
+            mount=mount or [],
+            python=python,
             requeue=requeue,
             max_restarts=max_restarts,
-            after=tuple(after or ()),
-            seeds=parse_seeds(seeds),
-            modules=tuple(module or ()),
-            setup=tuple(setup or ()),
-            container=container,
-            mounts=tuple(mount or ()),
-            python=python or ("python3" if container else sys.executable),
-            directives=tuple(sbatch or ()),
         )
-        check_folder(folder, options.seeds, resume)
-        # The run folder can be read here; a checkpoint.place elsewhere may be out of reach.
-        if resume == LATEST and not (loaded.checkpoint.place and (unchecked or dry_run)):
-            check_runs(loaded, folder, options.seeds, or_start)
-        # A requeued job resumes from "latest". Where a start was killed before its first save there
-        # is none: then it begins anew (unless --resume latest asks for one), or from the checkpoint
-        # that --resume names.
-        other = None if resume in (None, LATEST) else resume
-        begin = resume is None or (resume == LATEST and or_start)
-        job = Job(str(folder / "job.yaml"), str(folder), (), LATEST, other, begin)
-        text = slurm.script(job, options, loaded.checkpoint.place)
-        if warning := late_watchdog(options, loaded.train.timeout_seconds):
-            typer.echo(f"warning: {warning}", err=True)
+        world_size = loaded.layout.world_size()
+        options = request.options(world_size, tuple(after or ()), parse_seeds(seeds))
+        begin = Begin(resume, or_start, unchecked)
         if dry_run:
-            typer.echo(text, nl=False)
+            typer.echo(script_of(loaded, folder, options, begin, dry_run), nl=False)
             return
-        slurm_queue.check_slurm()
-        if not unchecked:
-            check_reachable(loaded, resume)
-        number = slurm_queue.submit(write(folder, loaded, text, options.seeds))
-        log = slurm.log_file(str(folder / "seed_%a" if options.seeds else folder), options)
-        log = log.replace("%j", str(number)).replace("%A", str(number))
+        number, log = submit_job(loaded, folder, options, begin)
         if parsable or as_json:
             told = {"job": number, "script": str(folder / "job.sbatch"), "log": log}
             typer.echo(number if parsable else json.dumps(told))
@@ -159,6 +147,61 @@ def submit(
         typer.echo(f"job {number}; its log: {log}")
         if sys.stdout.isatty() if follow is None else follow:
             raise typer.Exit(watch(number, log))
+
+
+@dataclass(frozen=True)
+class Begin:
+    """How a job begins: options of the command of these names."""
+
+    resume: str | None = None
+    or_start: bool = False
+    unchecked: bool = False
+
+
+def submit_job(
+    config: "Config", folder: Path, options: SlurmOptions, begin: Begin
+) -> tuple[int, str]:
+    """Check a job, submit it, and note its number in the run folder; returns number and log.
+
+    Args:
+        config: of the run; copied into its folder.
+        folder: the run folder, absolute.
+
+    Raises:
+        ValueError: it cannot run, or SLURM refused it.
+    """
+    text = script_of(config, folder, options, begin)
+    slurm_queue.check_slurm()
+    if not begin.unchecked:
+        check_reachable(config, begin.resume)
+    number = slurm_queue.submit(write(folder, config, text, options.seeds))
+    (folder / JOB).write_text(json.dumps({"job": number}) + "\n")
+    log = slurm.log_file(str(folder / "seed_%a" if options.seeds else folder), options)
+    return number, log.replace("%j", str(number)).replace("%A", str(number))
+
+
+def script_of(
+    config: "Config", folder: Path, options: SlurmOptions, begin: Begin, dry_run: bool = False
+) -> str:
+    """Check a job's folder, and return its script.
+
+    Raises:
+        ValueError: the folder cannot be used, or holds nothing to go on from.
+    """
+    resume, or_start = begin.resume, begin.or_start
+    check_folder(folder, options.seeds, resume)
+    # The run folder can be read here; a checkpoint.place elsewhere may be out of reach.
+    if resume == LATEST and not (config.checkpoint.place and (begin.unchecked or dry_run)):
+        check_runs(config, folder, options.seeds, or_start)
+    # A requeued job resumes from "latest". Where a start was killed before its first save there
+    # is none: then it begins anew (unless --resume latest asks for one), or from the checkpoint
+    # that --resume names.
+    other = None if resume in (None, LATEST) else resume
+    anew = resume is None or (resume == LATEST and or_start)
+    job = Job(str(folder / JOB_CONFIG), str(folder), (), LATEST, other, anew)
+    if warning := late_watchdog(options, config.train.timeout_seconds):
+        typer.echo(f"warning: {warning}", err=True)
+    return slurm.script(job, options, config.checkpoint.place)
 
 
 def check_folder(folder: Path, seeds: tuple[int, ...], resume: str | None) -> None:
@@ -240,7 +283,7 @@ def write(folder: Path, config: "Config", text: str, seeds: tuple[int, ...]) -> 
 
     for one in run_folders(folder, seeds):
         (one / "logs").mkdir(parents=True, exist_ok=True)
-    (folder / "job.yaml").write_text(dump_config(config))
+    (folder / JOB_CONFIG).write_text(dump_config(config))
     script = folder / "job.sbatch"
     script.write_text(text)
     return script

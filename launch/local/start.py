@@ -37,7 +37,14 @@ class Machines:
     max_restarts: int = 0
 
 
-def start(job: Job, config: "Config", machines: Machines, worker: str = WORKER) -> int:
+def start(
+    job: Job,
+    config: "Config",
+    machines: Machines,
+    worker: str = WORKER,
+    *,
+    apart: bool = False,
+) -> int:
     """Train, in this process or in several started by torchrun; returns the exit code.
 
     Args:
@@ -45,6 +52,7 @@ def start(job: Job, config: "Config", machines: Machines, worker: str = WORKER) 
         config: of the job, loaded.
         machines: where to train.
         worker: module that each of several processes runs.
+        apart: start a single process by torchrun, too, and not in this one.
 
     Raises:
         ValueError: the folder is in use or holds another run, or the processes do not fit.
@@ -57,7 +65,7 @@ def start(job: Job, config: "Config", machines: Machines, worker: str = WORKER) 
 
             job = replace(job, resume=latest_in(job.resume))
         check_once(job, config, alone=machines.count == 1)
-    if "RANK" in os.environ or (world_size == 1 and not machines.max_restarts):
+    if "RANK" in os.environ or (world_size == 1 and not machines.max_restarts and not apart):
         from launch.local.signals import StopSignal
         from launch.local.worker import rank_of_this, run_job
 

@@ -140,12 +140,16 @@ ROOMS: dict[str, set[str]] = {
     },
     "launch.pages": {"data_pipeline", "moonvit3d.geometry"},
     "launch.local": {"kimi_pretrain", "data_pipeline", "typed_config"},
-    "launch.slurm": {"kimi_pretrain.config", "launch.local"},
+    "launch.slurm": {"kimi_pretrain.config", "launch.local", "typed_config"},
+    "launch.chain": {"kimi_pretrain", "launch.local", "launch.slurm", "typed_config"},
     "launch.verify": {"kimi_pretrain", "data_pipeline", "launch.local"},
-    "launch.demo": {"kimi_pretrain", "data_pipeline", "moonvit3d", "launch.local", "launch.verify"},
+    "launch.demo": {
+        "kimi_pretrain", "data_pipeline", "moonvit3d", "launch.chain", "launch.local",
+        "launch.verify",
+    },
     "launch.cli": {
-        "kimi_pretrain", "data_pipeline", "moonvit3d", "typed_config", "launch.demo",
-        "launch.local", "launch.pages", "launch.slurm", "launch.verify",
+        "kimi_pretrain", "data_pipeline", "moonvit3d", "typed_config", "launch.chain",
+        "launch.demo", "launch.local", "launch.pages", "launch.slurm", "launch.verify",
     },
 }  # fmt: skip
 

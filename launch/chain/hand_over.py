@@ -1,0 +1,145 @@
+"""Checks a chain before its first stage starts: what is finished, and what each stage takes over.
+
+What a stage takes from one that has finished, or from elsewhere, is opened; what an earlier stage
+has yet to write is known from its configuration (`kimi_pretrain.weights.planned`). Headers are
+read, no tensor. status.json of a stage's run folder says how far it is.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kimi_pretrain.checkpoint.storage_read import open_checkpoint
+from kimi_pretrain.config import load_config
+from kimi_pretrain.reliability.run_history import check_fresh, latest_in
+from kimi_pretrain.reliability.run_lock import check_folder
+from kimi_pretrain.reliability.status import Status, read_status
+from launch.chain.stages_file import PlannedStage
+from launch.local.user_errors import user_message
+
+if TYPE_CHECKING:
+    from kimi_pretrain.weights.weight_reader import WeightReader
+
+
+class Progress(Enum):
+    """How far a stage is: not begun, begun, or finished."""
+
+    NEW = "to be run"
+    BEGUN = "to be gone on with"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class CheckedStage:
+    """A stage that can run, or has.
+
+    Attributes:
+        stage: with its configuration.
+        progress: how far it is.
+        status: what its folder says; None before it has begun.
+    """
+
+    stage: PlannedStage
+    progress: Progress
+    status: Status | None
+
+
+def check_chain(stages: Sequence[PlannedStage]) -> list[CheckedStage]:
+    """Check every hand-over of a chain, and that what is finished was run as the file says.
+
+    Raises:
+        ValueError: names the stage and what does not fit.
+    """
+    checked, planned = list[CheckedStage](), dict[str, "WeightReader"]()
+    for stage in stages:
+        status = read_status(stage.folder)
+        progress = _progress(status)
+        checked.append(CheckedStage(stage, progress, status))
+        with of_stage(stage):
+            if progress is Progress.FINISHED:
+                assert status is not None
+                _check_finished(stage, status, stages)
+                continue
+            check_folder(stage.folder)
+            if status is None:
+                check_fresh(stage.folder)
+            if status is None or status.checkpoint is None:  # else it goes on from its own
+                _check_sources(stage)
+                _check_hand_over(stage, planned)
+        if any(stage.name in other.sources.values() for other in stages):
+            from kimi_pretrain.weights.planned import planned_weights  # it loads torch
+
+            planned[str(stage.folder)] = planned_weights(stage.config, str(stage.folder))
+    return checked
+
+
+@contextmanager
+def of_stage(stage: PlannedStage) -> Iterator[None]:
+    """Name the stage in a user's error; its exit code stays that of its cause."""
+    try:
+        yield
+    except Exception as error:
+        if (message := user_message(error)) is None:
+            raise
+        raise ValueError(f"stage {stage.name}: {message}") from error
+
+
+def _progress(status: Status | None) -> Progress:
+    if status is None:
+        return Progress.NEW
+    return Progress.FINISHED if status.state == "finished" else Progress.BEGUN
+
+
+def _check_hand_over(stage: PlannedStage, planned: Mapping[str, "WeightReader"]) -> None:
+    train = stage.config.train
+    if train.start_from is not None or train.vision_weights is not None:
+        from kimi_pretrain.weights.initial_weights import check_initial_weights  # it loads torch
+
+        check_initial_weights(stage.config, planned)
+
+
+def _check_sources(stage: PlannedStage) -> None:
+    """Refuse the folder of a run that goes on still: its newest checkpoint is not its last."""
+    train = stage.config.train
+    for key, uri in (("start_from", train.start_from), ("vision_weights", train.vision_weights)):
+        if uri is None or f"train.{key}" in stage.sources or "://" in uri:
+            continue
+        status = read_status(Path(uri))
+        if status is not None and status.state != "finished":
+            of = "" if status.steps is None else f" of {status.steps}"
+            raise ValueError(
+                f"train.{key}: the run of {uri} has not finished ({status.state} after step "
+                f"{status.step}{of}); end it first, or name the checkpoint that is meant"
+            )
+
+
+def _check_finished(stage: PlannedStage, status: Status, stages: Sequence[PlannedStage]) -> None:
+    """Refuse a stage that was run otherwise than the file says now, or lost what it hands on."""
+    found = load_config(stage.folder / "config.yaml").model_dump(mode="json")
+    wanted = stage.config.model_dump(mode="json")
+    if changed := list(_differences(found, wanted)):
+        raise ValueError(
+            f"it has finished in {stage.folder} with {'; '.join(changed)}: what follows would not "
+            "be of this file; set it as it was, or give a run_dir where it can run again"
+        )
+    if not any(stage.name in other.sources.values() for other in stages):
+        return
+    newest = open_checkpoint(latest_in(stage.folder))
+    if newest.step != status.step:
+        raise ValueError(
+            f"it finished after step {status.step}, but its newest checkpoint is {newest.uri}: "
+            "the last one is gone"
+        )
+
+
+def _differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
+    """Yield "key=value, now value" of every key of two plain configurations that differ."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for name in sorted({*found, *wanted}):
+            inner = f"{key}.{name}" if key else name
+            yield from _differences(found.get(name), wanted.get(name), inner)
+    elif found != wanted:
+        yield f"{key}={found!r} (now {wanted!r})"

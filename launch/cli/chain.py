@@ -1,0 +1,152 @@
+"""`kimi-pretrain chain`: the stages of a pre-training, one after the other, from one file."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from data_pipeline.store.addresses import check_local
+from launch.cli.options import Overrides
+from launch.cli.submit import JOB, PATIENCE_S, Begin, script_of, submit_job
+from launch.local.job import LATEST
+from launch.local.signals import end_in_order
+from launch.local.user_errors import one_line_errors
+from launch.slurm import queue as slurm_queue
+
+if TYPE_CHECKING:
+    from launch.chain.hand_over import CheckedStage
+
+
+def chain(
+    stages: Annotated[str, typer.Argument(help="YAML file, or the name of a shipped chain.")],
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the stages' runs are kept; else the file says it.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and start nothing.")
+    ] = False,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="As SLURM jobs, each after the one before it.")
+    ] = False,
+    unchecked: Annotated[
+        bool, typer.Option("--unchecked", help="With --submit: skip the checks of data.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often to restart a stage after a fault.")
+    ] = 0,
+) -> None:
+    """Run the stages of a pre-training, each from what earlier ones left.
+
+    Every stage and every hand-over is checked before the first one starts. The
+    same command goes on where it was stopped or killed: what is finished is not
+    run again. docs/STAGES.md explains the file.
+
+    \b
+    kimi-pretrain chain stages.yaml
+    kimi-pretrain chain stages.yaml --dry-run data.root=/data/corpus
+    kimi-pretrain chain stages.yaml --submit
+    """
+    end_in_order()
+    with one_line_errors():
+        if "RANK" in os.environ:
+            raise ValueError(
+                "chain starts the processes of its stages, and RANK is set: run it outside "
+                "torchrun and srun; on several machines add --submit"
+            )
+        if run_dir is not None:
+            check_local("--run-dir", run_dir)
+        if unchecked and not submit:
+            raise ValueError("--unchecked is for --submit")
+        from launch.chain.hand_over import check_chain
+        from launch.chain.run import run_chain
+        from launch.chain.stages_file import read_stages
+
+        planned = read_stages(stages, overrides or (), run_dir)
+        if submit:
+            submit_chain(check_chain(planned), unchecked, dry_run)
+        elif dry_run:
+            print_plan(check_chain(planned))
+        elif code := run_chain(planned, max_restarts):
+            raise typer.Exit(code)
+
+
+def print_plan(checked: "Sequence[CheckedStage]") -> None:
+    """Print what each stage would do, and check the data that this machine has."""
+    from kimi_pretrain.config import describe
+    from kimi_pretrain.reliability.preflight import data_is_here
+    from launch.chain.hand_over import Progress
+    from launch.chain.run import check_data, told
+
+    for one in checked:
+        typer.echo(told(one))
+        if one.progress is Progress.FINISHED:
+            continue
+        config, train = one.stage.config, one.stage.config.train
+        for key, name in (("weights", "start_from"), ("encoder", "vision_weights")):
+            if (uri := getattr(train, name)) is not None:
+                earlier = one.stage.sources.get(f"train.{name}")
+                typer.echo(f"  {key} from {f'stage {earlier}' if earlier else uri}")
+        if train.start_optimizer == "keep":
+            typer.echo("  the optimizer goes on")
+        trained = [part for part in ("vision_tower", "projector", "language_model")
+                   if part not in train.frozen]  # fmt: skip
+        typer.echo(f"  trained: {', '.join(trained)}")
+        for line in describe(config).splitlines():
+            typer.echo(f"  {line}")
+        if data_is_here(config):
+            check_data([one])
+        else:
+            typer.echo(f"  data.root={config.data.root} is not on this machine: not checked")
+
+
+def submit_chain(checked: "Sequence[CheckedStage]", unchecked: bool, dry_run: bool) -> None:
+    """Submit the stages that have not finished, each as a job after the one before it."""
+    from launch.chain.hand_over import Progress
+    from launch.chain.run import check_data, told
+
+    if not dry_run:
+        slurm_queue.check_slurm()
+        if not unchecked:
+            check_data(checked, PATIENCE_S)
+    after: tuple[int, ...] = ()
+    for one in checked:
+        stage, config = one.stage, one.stage.config
+        if one.progress is Progress.FINISHED:
+            typer.echo(told(one))
+            continue
+        if not dry_run and (number := job_of(stage.folder)) is not None:
+            after = (number,)
+            typer.echo(f"{stage}: job {number} is in the queue: {stage.folder}")
+            continue
+        options = stage.slurm.options(config.layout.world_size(), after)
+        begun = one.progress is Progress.BEGUN
+        begin = Begin(LATEST if begun else None, or_start=begun, unchecked=True)
+        if dry_run:
+            typer.echo(f"# {stage}, after the job of the stage before it", err=True)
+            typer.echo(script_of(config, stage.folder, options, begin, dry_run), nl=False)
+            continue
+        number, log = submit_job(config, stage.folder, options, begin)
+        typer.echo(f"{stage}: job {number}; its log: {log}")
+        after = (number,)
+
+
+def job_of(folder: Path) -> int | None:
+    """Return the number of the job that was submitted for a run folder, if it has not ended."""
+    file = folder / JOB
+    if not file.is_file():
+        return None
+    try:
+        number = int(json.loads(file.read_text())["job"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file}: expected the number of a job; remove it") from None
+    try:
+        found = slurm_queue.states(number)
+    except RuntimeError:  # SLURM has forgotten it
+        return None
+    if found is None:
+        raise ValueError(f"SLURM says nothing about job {number} of {folder}; try again later")
+    return None if all(state.ended for state in found) else number

@@ -1,0 +1,172 @@
+"""A chain that is killed in its stages and taken up again ends as one that never was."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import pytest
+import yaml
+
+from kimi_pretrain.reliability.run_history import latest_in
+from kimi_pretrain.reliability.status import read_status
+from kimi_pretrain.weights.planned import planned_weights
+from kimi_pretrain.weights.weight_reader import open_weights
+from launch.chain.stages_file import read_stages
+from tests import fork_server
+from tests.dist.jobs import SMALL
+from tests.dist.live import steps_of
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+NARROW = {
+    "model.vision.out_width": 32, "model.language.hidden_size": 32,
+    "model.language.num_layers": 2,
+}  # fmt: skip
+NO_ENCODER = {"train.frozen": ["vision_tower", "projector"]}
+TEXT = {"data.sources": {"words": 1.0}, "data.vision_token_ratio": None}
+STAGES: list[dict[str, Any]] = [
+    {"stage": "narrow", "set": {**NARROW, **TEXT, **NO_ENCODER, "train.steps": 2}},
+    {"stage": "captions", "take": {"weights": "narrow"},
+     "set": {**NARROW, "train.frozen": ["language_model"], "train.steps": 8}},
+    {"stage": "wide", "set": {**TEXT, **NO_ENCODER, "train.steps": 8}},
+    {"stage": "projector", "take": {"weights": "wide", "vision": "captions", "part": "tower"},
+     "set": {"train.frozen": ["vision_tower", "language_model"], "train.steps": 8}},
+    {"stage": "joint", "take": {"weights": "projector"},
+     "set": {"train.steps": 8, "train.dtype": "bfloat16", "layout.dp": 2, "layout.ep": 2}},
+    {"stage": "long", "take": {"weights": "joint", "optimizer": "keep"},
+     "set": {"train.steps": 16, "train.dtype": "bfloat16", "data.seq_len": 512,
+             "data.rows_per_step": 2,
+             "model.language.yarn": {"factor": 4.0, "original_max_position": 128}}},
+]  # fmt: skip
+FROZEN = {"vision_tower": "vision_tower.", "projector": "mm_projector.",
+          "language_model": "language_model."}  # fmt: skip
+
+
+def write(folder: Path, data_root: Path, count: int) -> Path:
+    """Write a chain of the first stages into a folder, which is its run_dir, too."""
+    pairs = (text.partition("=") for text in SMALL)
+    small = {key: yaml.safe_load(value) for key, _, value in pairs}
+    chain = {
+        "run_dir": str(folder),
+        "set": small | {
+            "data.root": str(data_root), "checkpoint.every": 1,
+            "checkpoint.asynchronous": False, "layout": {},
+        },
+        "stages": [{"config": "tiny_cpu", **stage} for stage in STAGES[:count]],
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "stages.yaml"
+    file.write_text(yaml.safe_dump(chain, sort_keys=False))
+    return file
+
+
+def run(file: Path, *arguments: str) -> str:
+    done = fork_server.run(["-m", "launch.cli", "chain", str(file), *arguments], 200.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def hashes(folder: Path, stage: str) -> dict[str, Any]:
+    return json.loads((folder / stage / "state_hashes.json").read_text())
+
+
+def ended_in(file: Path, stage: str, number: signal.Signals) -> None:
+    """Run the chain until a stage has done two steps or more of this start, and end it there."""
+    folder = file.parent / stage
+    with TemporaryFile("w+") as told:
+        fork = fork_server.start(["-m", "launch.cli", "chain", str(file)], told, told)
+        before, end = steps_of(folder), time.monotonic() + 150
+        while steps_of(folder) < before + 2:
+            if (code := fork.wait(0.02)) is not None or time.monotonic() > end:
+                fork.kill()
+                told.seek(0)
+                raise AssertionError(f"{code}: {told.read()}")
+        if number == signal.SIGKILL:
+            fork.kill()  # all of its processes at once
+        else:
+            os.kill(fork.pid, number)
+            assert fork.wait(100.0) == 0
+            told.seek(0)
+            assert f"{stage}: not finished; the same command goes on with it" in told.read()
+    status = read_status(folder)
+    assert status is not None
+    assert status.state == ("running" if number == signal.SIGKILL else "stopped")
+
+
+def check_frozen(file: Path) -> int:
+    """Compare frozen tensors with those of the stages they come from; returns how many."""
+    count, after = 0, {}
+    for stage in read_stages(file):
+        after[stage.name] = hashes(file.parent, stage.name)["per_tensor"]
+        for part in stage.config.train.frozen:
+            encoder = stage.sources.get("train.vision_weights")
+            source = encoder if part == "vision_tower" and encoder else None
+            source = source or stage.sources.get("train.start_from")
+            if source is None:
+                continue
+            names = [name for name in after[stage.name] if name.startswith(FROZEN[part])]
+            assert names
+            for name in names:
+                assert after[stage.name][name] == after[source][name], (stage.name, name)
+            count += len(names)
+    return count
+
+
+def check_planned(file: Path) -> None:
+    """What was planned of each stage is what it has written."""
+    for stage in read_stages(file):
+        written = open_weights(latest_in(stage.folder))
+        planned = planned_weights(stage.config, str(stage.folder))
+        for reader in (written, planned):
+            assert reader.manifest is not None
+        assert {n: (h.shape, h.dtype) for n, h in planned.headers.items()} == {
+            n: (h.shape, h.dtype) for n, h in written.headers.items()
+        }
+        for name in ("model", "dtype", "contents", "training"):
+            assert getattr(planned.manifest, name) == getattr(written.manifest, name), name
+        assert planned.manifest.state.step == written.manifest.state.step  # type: ignore[union-attr]
+
+
+def test_one_stage_after_the_other(data_root, tmp_path):
+    file = write(tmp_path, data_root, 2)
+    told = run(file)
+    assert f"stage 1 of 2 narrow: {tmp_path}/narrow\n" in told
+    assert check_frozen(file) > 20
+    check_planned(file)
+    assert [line for line in run(file).splitlines() if line.startswith("stage ")] == [
+        f"stage 1 of 2 narrow: finished after step 2: {tmp_path}/narrow",
+        f"stage 2 of 2 captions: finished after step 8: {tmp_path}/captions",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_in_every_stage(data_root, tmp_path):
+    """Each is killed once; one is killed, gone on with, and told to stop as well."""
+    whole, broken = (write(tmp_path / name, data_root, 6) for name in ("whole", "broken"))
+    run(whole)
+    assert check_frozen(whole) > 60
+    check_planned(whole)
+    for stage in STAGES[1:]:
+        ended_in(broken, stage["stage"], signal.SIGKILL)
+        if stage["stage"] == "joint":
+            ended_in(broken, "joint", signal.SIGTERM)
+    run(broken)
+    for stage in STAGES:
+        name = stage["stage"]
+        assert hashes(tmp_path / "broken", name) == hashes(tmp_path / "whole", name), name
+    told = run(broken)
+    assert told.count("finished after step") == len(STAGES)
+
+
+def test_nothing_starts_where_a_later_stage_could_not(data_root, tmp_path):
+    file = write(tmp_path, data_root, 2)
+    command = ["-m", "launch.cli", "chain", str(file)]
+    done = fork_server.run([*command, "data.sources={pictures: 1.0, wordz: 1.0}"], 60.0)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: stage narrow: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stages.yaml"]

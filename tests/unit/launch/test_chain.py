@@ -1,0 +1,332 @@
+"""`kimi-pretrain chain`: its file, what is refused before anything starts, and its SLURM jobs."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.manifest import Fingerprint, RunState, manifest_of, step_name
+from kimi_pretrain.config import dump_config, load_config
+from kimi_pretrain.weights.initial_weights import check_initial_weights
+from kimi_pretrain.weights.planned import planned_weights
+from launch.chain.stages_file import read_stages
+from launch.cli.main import app
+from launch.slurm import queue as slurm_queue
+from moonvit3d.layouts import released_shapes
+from tests.dist.jobs import SMALL, layout
+from tests.unit.launch.test_submit_command import sbatch  # noqa: F401
+
+OTHER_WIDTH = {  # of the decoder
+    "model.vision.out_width": 32, "model.language.hidden_size": 32, "model.language.q_lora_rank": 8
+}  # fmt: skip
+
+
+def small() -> dict:
+    """Return the small configuration as the keys of a file."""
+    pairs = (text.partition("=") for text in (*SMALL, *layout()))
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
+def stages(tmp_path: Path, *changes: dict) -> Path:
+    """Write a chain of captions, projector, joint and long, with changes of its stages."""
+    chain = {
+        "run_dir": str(tmp_path / "runs"),
+        "slurm": {"gpus_per_node": 0, "tasks_per_node": 1, "partition": "cpu"},
+        "set": {**small(), "checkpoint.every": 2},
+        "stages": [
+            {"stage": "captions", "set": {**OTHER_WIDTH, "train.frozen": ["language_model"]}},
+            {"stage": "projector", "take": {"vision": "captions", "part": "tower"},
+             "set": {"train.frozen": ["vision_tower", "language_model"]}},
+            {"stage": "joint", "take": {"weights": "projector"}, "slurm": {"time": "2-0"}},
+            {"stage": "long", "take": {"weights": "joint", "optimizer": "keep"},
+             "set": {"train.steps": 500}},
+        ],
+    }  # fmt: skip
+    for stage, change in zip(chain["stages"], (*changes, {}, {}, {}, {})):
+        stage |= {"config": "tiny_cpu", **change}
+    tmp_path.mkdir(exist_ok=True)
+    file = tmp_path / "stages.yaml"
+    file.write_text(yaml.safe_dump(chain, sort_keys=False))
+    return file
+
+
+def run(file: Path, *arguments: str):
+    return CliRunner().invoke(app, ["chain", str(file), *arguments])
+
+
+def refused(file: Path, *arguments: str) -> str:
+    result = run(file, "--dry-run", *arguments)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def test_what_a_stage_takes_becomes_keys_of_its_configuration(tmp_path):
+    file = stages(tmp_path)
+    captions, projector, joint, long = read_stages(file, ["train.threads=3"])
+    runs = tmp_path / "runs"
+    assert [one.config.train.stage for one in (captions, long)] == ["captions", "long"]
+    assert (captions.config.train.start_from, captions.config.train.vision_weights) == (None, None)
+    train = projector.config.train
+    assert (train.vision_weights, train.vision_part) == (str(runs / "captions"), "tower")
+    assert train.frozen == ["vision_tower", "language_model"]
+    assert joint.config.train.start_from == str(runs / "projector")
+    assert long.config.train.start_optimizer == "keep"
+    assert {one.config.train.threads for one in (captions, long)} == {3}
+    assert joint.folder == runs / "joint"
+    assert (joint.slurm.time, joint.slurm.partition, captions.slurm.time) == (
+        "2-0", "cpu", "1-00:00:00",
+    )  # fmt: skip
+    assert read_stages(file, (), Path("/elsewhere"))[0].folder == Path("/elsewhere/captions")
+
+
+def test_a_chain_of_which_nothing_is_there_is_checked_by_its_configurations(tmp_path):
+    result = run(stages(tmp_path), "--dry-run")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert f"stage 1 of 4 captions: {tmp_path}/runs/captions" in lines
+    assert "  encoder from stage captions" in lines
+    assert "  the optimizer goes on" in lines
+    assert lines.count("  trained: projector") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_would_not_fit_is_told_before_the_first_stage_runs(tmp_path):
+    take = {"vision": "captions"}
+    told = refused(stages(tmp_path, {}, {"take": {**take, "part": "both"}}))
+    assert told.startswith("error: stage projector: train.vision_weights: ")
+    assert "mm_projector.proj.2.weight has shape [32, 128]: want [64, 128]" in told
+    narrow = {"set": {**OTHER_WIDTH, "model.vision.width": 16}}
+    told = refused(stages(tmp_path, narrow, {"take": {**take, "part": "tower"}}))
+    assert "stage projector: train.vision_weights: " in told
+    assert "has shape [16" in told
+    told = refused(stages(tmp_path, {}, {}, {}, {"set": {**OTHER_WIDTH, "train.steps": 500}}))
+    assert "stage long: train.start_from: " in told
+    assert "does not fit the model" in told
+
+
+def test_an_optimizer_that_could_not_go_on_is_told_too(tmp_path):
+    frozen = {"set": {"train.frozen": ["vision_tower"]}}
+    told = refused(stages(tmp_path, {}, {}, frozen))
+    assert "stage long: train.start_from: " in told
+    assert "of the optimizer's state are missing" in told
+    assert "there train.frozen=[vision_tower]; set train.start_optimizer=fresh" in told
+    told = refused(stages(tmp_path, {}, {}, {}, {"set": {"train.steps": 220}}))
+    assert "has done 220 steps" in told
+    assert "has done" not in refused(  # a budget may end it earlier: known at its end
+        stages(tmp_path, {}, {}, {"set": {"data.budget": {"text": 9}, "train.dtype": "bfloat16"}})
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "told"),
+    [
+        (1, {"stage": "captions"}, "stage 'captions' stands twice: both would have one run folder"),
+        (1, {"stage": "../a"}, "stage '../a': expected a name for its folder"),
+        (1, {"take": {"vision": "joint"}}, "take.vision=joint is no earlier stage; these are capt"),
+        (1, {"take": {"weights": "capitons"}},
+         "take.weights=capitons is neither an earlier stage (captions) nor a file or folder"),
+        (1, {"take": {"weigths": "a"}}, "unknown key stages.1.take.weigths; did you mean stages.1"),
+        (1, {"take": {"part": "all"}}, "stages.1.take.part"),
+        (1, {"take": {"part": "tower"}}, "train.vision_part=tower without train.vision_weights"),
+        (1, {"config": "tiny_gpu"}, "stage projector: no configuration file tiny_gpu"),
+        (1, {"set": {"train.stepz": 3}}, "stage projector: "),
+        (1, {"set": {"train.start_from": "a"}}, "train.start_from is not for `set`: write take.w"),
+        (1, {"set": {"train.stage": "a"}}, "train.stage is not for `set`: write stage for"),
+        (0, {"set": {**OTHER_WIDTH, "checkpoint.every": None}},
+         "stage captions: checkpoint.every is null, so it would end without the checkpoint that "
+         "stage projector takes over"),
+        (3, {"set": {"model.language.yarn": {"factor": 2.0, "original_max_position": 32}}},
+         "yarn.factor=2 x original_max_position=32 is below data.seq_len=128"),
+        (0, {"slurm": {"partitoin": "x"}}, "did you mean stages.0.slurm.partition?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_one_line(tmp_path, number, change, told):
+    changes = [{}, {}, {}, {}]
+    changes[number] = change
+    line = refused(stages(tmp_path, *changes))
+    assert line.startswith(f"error: {tmp_path}/stages.yaml: ")
+    assert told in line
+
+
+def test_two_stages_in_one_place_of_checkpoints_are_refused(tmp_path):
+    told = refused(stages(tmp_path), "checkpoint.place=/shared/checkpoints")
+    assert "stages captions and projector both have checkpoint.place=/shared/checkpoints" in told
+
+
+def test_a_key_stands_once(tmp_path):
+    file = stages(tmp_path)
+    file.write_text(f"{file.read_text()}stages: []\n")
+    assert "key 'stages' stands twice" in refused(file)
+
+
+def test_overrides_of_all_stages_are_no_hand_over(tmp_path):
+    told = refused(stages(tmp_path), "train.start_from=/a")
+    assert "train.start_from is not for `set`: write take.weights" in told
+
+
+def test_a_tower_alone_has_no_projector_to_take(tmp_path):
+
+    (projector,) = [one for one in read_stages(stages(tmp_path)) if one.number == 2]
+    shapes = released_shapes(projector.config.model.vision)
+    tensors = {n: torch.zeros(s) for n, s in shapes.items() if n.startswith("vision_tower.")}
+    save_file(tensors, tmp_path / "tower.safetensors")
+    take = {"vision": str(tmp_path / "tower.safetensors"), "part": "both"}
+    told = refused(stages(tmp_path, {}, {"take": take}))
+    assert "no tensor of mm_projector: part='vision_tower' takes the vision_tower alone" in told
+
+
+def ended(file: Path, number: int, state: str = "finished", step: int = 220, saved: int = 220):
+    """Leave the folder of a stage as a run does; its checkpoint holds no tensors."""
+    stage = read_stages(file)[number]
+    stage.folder.mkdir(parents=True, exist_ok=True)
+
+    (stage.folder / "config.yaml").write_text(dump_config(stage.config))
+    status = {"state": state, "step": step, "steps": 220}
+    (stage.folder / "status.json").write_text(json.dumps(status))
+    checkpoint = stage.folder / "checkpoints" / step_name(saved)
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    index = b'{"weight_map": {}}'
+
+    files = {"index.json": Fingerprint(len(index), hashlib.sha256(index).hexdigest())}
+    (checkpoint / "index.json").write_bytes(index)
+    manifest = manifest_of(stage.config, RunState(saved, saved), files, {})
+    (checkpoint / "manifest.json").write_text(manifest.text())
+    return stage
+
+
+def test_a_finished_stage_is_that_of_the_file(tmp_path):
+    file = stages(tmp_path)
+    ended(file, 0)
+    told = refused(file, "train.threads=7", "data.seed=4")
+    assert told.startswith("error: stage captions: it has finished in ")
+    assert "with data.seed=0 (now 4); train.threads=1 (now 7): what follows would not be" in told
+    ended(file, 0, saved=210)
+    ended(file, 0, step=230)
+    told = refused(file)
+    assert "stage captions: it finished after step 230, but its newest checkpoint is " in told
+    assert told.endswith("step_00000220: the last one is gone")
+
+
+def test_the_folder_of_a_run_that_has_not_ended_is_refused(tmp_path):
+    file = stages(tmp_path)
+    other = ended(file, 0, state="stopped", step=40).folder.rename(tmp_path / "elsewhere")
+    take = {"vision": str(other), "part": "tower"}
+    told = refused(stages(tmp_path, {}, {"take": take}))
+    assert f"stage projector: train.vision_weights: the run of {other} has not finished" in told
+    assert "(stopped after step 40 of 220); end it first, or name the checkpoint" in told
+
+
+def test_the_folder_of_a_later_stage_is_looked_at_before_the_first_runs(tmp_path):
+    file = stages(tmp_path)
+    (tmp_path / "runs" / "long").mkdir(parents=True)
+    (tmp_path / "runs" / "long" / "metrics.jsonl").touch()
+    assert "stage long: " in (told := refused(file))
+    assert "holds an earlier run" in told
+    (tmp_path / "runs" / "joint").touch()
+    assert "/runs/joint is a file; expected a folder" in refused(file)
+
+
+def test_a_stage_that_has_saved_needs_no_longer_what_it_began_from(tmp_path):
+    file = stages(tmp_path)
+    captions, stage = ended(file, 0), ended(file, 1, state="running", step=3, saved=2)
+    status = stage.folder / "status.json"
+    shutil.rmtree(captions.folder / "checkpoints")
+    assert "stage captions: " in refused(file)
+    narrow = {"set": {**OTHER_WIDTH, "model.vision.width": 16}}
+    file = stages(tmp_path / "other", narrow)
+    folder = tmp_path / "other" / "runs" / "projector"
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text(status.read_text())
+    assert "stage projector: train.vision_weights: " in refused(file)
+    values = json.loads(status.read_text()) | {"checkpoint": "/a/step_00000002"}
+    (folder / "status.json").write_text(json.dumps(values))
+    result = run(file, "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert f"stage 2 of 4 projector: running after step 3, goes on: {folder}" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["tiny", "kimi_k25"])
+def test_shipped_chains_fit(name, tmp_path):
+    """At published sizes, too: each stage takes what the one before it will write."""
+    chain = read_stages(name, (), tmp_path)
+    planned = {str(one.folder): planned_weights(one.config, str(one.folder)) for one in chain}
+    for stage in chain:
+        train = stage.config.train
+        known = {key: getattr(train, key) for key in ("start_from", "vision_weights")}
+        elsewhere = {key: None for key, uri in known.items() if uri not in planned}
+        part = None if "vision_weights" in elsewhere else train.vision_part
+        config = stage.config.replace(train=train.replace(**elsewhere, vision_part=part))
+        check_initial_weights(config, planned)
+        if part == "tower":
+            whole = config.replace(train=config.train.replace(vision_part="both"))
+            with pytest.raises(CheckpointError, match="mm_projector.*train.vision_part=tower"):
+                check_initial_weights(whole, planned)
+
+
+def test_a_status_that_is_none_is_told(tmp_path):
+    file = stages(tmp_path)
+    ended(file, 0)
+    (tmp_path / "runs" / "captions" / "status.json").write_text('{"sta')
+    assert "expected how a run stands" in refused(file)
+
+
+@pytest.fixture
+def queue(sbatch, monkeypatch):  # noqa: F811
+    """SLURM that numbers jobs from 41; what it says of one is in the file `states`."""
+    numbers = iter(range(41, 99))
+    monkeypatch.setattr(slurm_queue, "submit", lambda script: next(numbers))
+    return sbatch
+
+
+def test_stages_are_jobs_one_after_the_other(queue):
+    file = stages(queue)
+    ended(file, 0)
+    take = {"vision": str(queue / "none"), "part": "tower"}
+    broken = run(stages(queue, {}, {"take": take}), "--submit", "--unchecked")
+    assert broken.exit_code == 2  # and nothing was submitted
+    first = {"take": None}
+    file = stages(queue, {}, first)
+    result = run(file, "--submit", "--unchecked")
+    assert result.exit_code == 0, result.output
+    runs = queue / "runs"
+    assert result.stdout.splitlines() == [
+        f"stage 1 of 4 captions: finished after step 220: {runs}/captions",
+        *(
+            f"stage {n} of 4 {name}: job {39 + n}; its log: {runs}/{name}/slurm-{39 + n}.out"
+            for n, name in ((2, "projector"), (3, "joint"), (4, "long"))
+        ),
+    ]
+    scripts = {name: (runs / name / "job.sbatch").read_text() for name in ("projector", "joint")}
+    assert "dependency" not in scripts["projector"]
+    assert "#SBATCH --dependency=afterok:41\n" in scripts["joint"]
+    assert "#SBATCH --kill-on-invalid-dep=yes\n" in scripts["joint"]
+    assert "#SBATCH --time=2-0\n" in scripts["joint"]
+    kept = load_config(runs / "joint" / "job.yaml").train
+    assert (kept.start_from, kept.stage) == (str(runs / "projector"), "joint")
+    (queue / "states").write_text("JobId=41 JobState=PENDING\n")
+    again = run(file, "--submit", "--unchecked")
+    assert again.exit_code == 0, again.output
+    assert f"stage 2 of 4 projector: job 41 is in the queue: {runs}/projector" in again.stdout
+    (queue / "states").write_text("JobId=41 JobState=CANCELLED\n")
+    again = run(file, "--submit", "--unchecked")
+    assert f"stage 2 of 4 projector: job 44; its log: {runs}/projector/slurm-44.out" in again.stdout
+
+
+def test_scripts_are_shown_without_slurm(tmp_path):
+    result = run(stages(tmp_path), "--submit", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("#!/bin/bash") == 4
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_chain_is_not_for_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert "run it outside torchrun and srun" in refused(stages(tmp_path))
