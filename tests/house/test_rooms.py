@@ -87,6 +87,7 @@ ROOMS: dict[str, set[str]] = {
         "kimi_pretrain.reliability.run_history", "kimi_pretrain.weights.shapes",
         "data_pipeline.store", "moonvit3d",
     },
+    "kimi_pretrain.siglip": {"kimi_pretrain.checkpoint", "kimi_pretrain.weights"},
     "kimi_pretrain.model": {
         *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.optim",
         "kimi_pretrain.parallel", "moonvit3d",
@@ -174,7 +175,7 @@ WALLS: dict[str, set[str]] = {
         "kimi_pretrain.optim.replica_group", "kimi_pretrain.optim.reduce",
         "kimi_pretrain.optim.broadcast", "kimi_pretrain.optim.optimizer",
         "kimi_pretrain.checkpoint", "kimi_pretrain.tools.dry_run",
-        "kimi_pretrain.parallel.rendezvous",
+        "kimi_pretrain.parallel.rendezvous", "kimi_pretrain.siglip.pair_loss",
     },
 }  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""SigLIP's objective for packed images: pooling head, text tower, sigmoid loss of all pairs."""

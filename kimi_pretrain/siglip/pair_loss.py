@@ -1,0 +1,86 @@
+"""The sigmoid loss of all images with all texts of the global batch (SigLIP, section 3.2 and 3.3).
+
+    L = -1/B sum_i sum_j log sigmoid(z_ij (t x_i . y_j + b)),    z_ij = 1 if i = j, else -1
+
+Each rank has the pairs that the plan gave it, of any number, also none: texts are gathered, images
+stay where they are, and a rank's rows of the table of logits are [its images, all texts]. A SUM is
+returned, and the caller divides by the pairs of the global batch, known from the plan. This is not
+the divisor of a caption loss: gradients of both together are g_siglip / pairs + 2 g_caption /
+loss tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def pair_loss(
+    images_PC: Tensor,
+    texts_PC: Tensor,
+    log_scale: Tensor,
+    bias: Tensor,
+    counts: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Return the sum over this rank's images and the texts of all ranks, undivided. Collective.
+
+    Its backward pass is collective, too: ranks without pairs take part in it. Gradients of what is
+    replicated (towers, scale, bias) are this rank's part: their sum over the group is the whole.
+    Computed in float32, or in float64 where that comes.
+
+    Args:
+        images_PC, texts_PC: embeddings of length one of this rank's pairs, in order.
+        log_scale, bias: learned, one number each, the same on all ranks.
+        counts: pairs of each rank of the group; None of them has to agree with another.
+
+    Raises:
+        ValueError: pairs that are not those of the plan.
+    """
+    rank = 0 if len(counts) == 1 else dist.get_rank(group)
+    if not len(images_PC) == len(texts_PC) == counts[rank]:
+        raise ValueError(
+            f"rank {rank} has {len(images_PC)} images and {len(texts_PC)} texts: the plan says "
+            f"{counts[rank]} pairs"
+        )
+    wide = torch.promote_types(images_PC.dtype, torch.float32)
+    images_PC, texts_PC = images_PC.to(wide), texts_PC.to(wide)
+    texts_BC = texts_PC
+    if len(counts) > 1:
+        texts_BC = _Gather.apply(texts_PC, log_scale, list(counts), rank, group)
+    z_PB = log_scale.to(wide).exp() * (images_PC @ texts_BC.T) + bias.to(wide)
+    sign_PB = torch.full_like(z_PB, -1.0)
+    mine = torch.arange(len(images_PC), device=z_PB.device)
+    sign_PB[mine, mine + sum(counts[:rank])] = 1.0
+    return -F.logsigmoid(sign_PB * z_PB).sum()
+
+
+class _Gather(torch.autograd.Function):
+    """Texts of all ranks, in the order of ranks; the gradient of a text is the sum over all ranks.
+
+    `anchor` is anything that needs a gradient on every rank: a rank whose texts need none would
+    stay away from the backward pass, and the others would wait for it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, texts: Tensor, anchor: Tensor, counts: list[int], rank: int, group: Any
+    ) -> Tensor:
+        ctx.counts, ctx.rank, ctx.group = counts, rank, group
+        padded = texts.new_zeros(max(counts), texts.shape[1])
+        padded[: len(texts)] = texts
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        mine = total.split(ctx.counts)[ctx.rank]
+        return (mine if ctx.needs_input_grad[0] else None), None, None, None, None

@@ -1,0 +1,164 @@
+"""Heads and loss against transformers' SiglipModel and Siglip2's pooling head with its mask."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.siglip.heads import HeadSizes, PoolingHead, SiglipHeads
+from kimi_pretrain.siglip.pair_loss import pair_loss
+from kimi_pretrain.siglip.weights import load_heads
+
+siglip = pytest.importorskip("transformers.models.siglip.modeling_siglip")
+siglip2 = pytest.importorskip("transformers.models.siglip2.modeling_siglip2")
+
+SIZES = HeadSizes(width=32, depth=2, heads=4, mlp_width=48, positions=8, vocabulary=50)
+TEXT = dict(
+    vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, max_position_embeddings=8,
+)  # fmt: skip
+VISION = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+    image_size=28, patch_size=14,
+)  # fmt: skip
+
+
+def drawn(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Weights of which none is zero or one: a bias that is left out must show."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return module
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    found, wanted = found.detach(), wanted.detach()
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.fixture
+def oracle():
+    config = siglip.SiglipConfig(text_config=TEXT, vision_config=VISION)
+    return drawn(siglip.SiglipModel(config)).double()
+
+
+@pytest.fixture
+def heads(oracle) -> SiglipHeads:
+    heads = SiglipHeads(SIZES).double()
+    heads.load_state_dict({n: v for n, v in oracle.state_dict().items() if n in heads.state_dict()})
+    return heads
+
+
+def test_pooling_of_packed_items_is_that_of_padded_items_with_a_mask():
+    config = siglip2.Siglip2VisionConfig(
+        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=1
+    )
+    config._attn_implementation = "sdpa"  # without it the head makes no mask of the mask
+    for dtype, limit in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
+        oracle = drawn(siglip2.Siglip2MultiheadAttentionPoolingHead(config)).to(dtype)
+        head = PoolingHead(SIZES).to(dtype)
+        head.load_state_dict(oracle.state_dict())
+        lengths = [3, 17, 1, 9]
+        x = torch.randn(sum(lengths), 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+        packed, padded = (x.clone().requires_grad_() for _ in range(2))
+        items = torch.nn.utils.rnn.pad_sequence(padded.split(lengths), batch_first=True)
+        mask = torch.arange(17)[None] < torch.tensor(lengths)[:, None]
+        found, wanted = head(packed, lengths), oracle(items, mask)
+        assert relative(found, wanted) <= limit
+        for out in (found, wanted):
+            (out * torch.sin(torch.arange(32).to(dtype))).sum().backward()
+        assert relative(packed.grad, padded.grad) <= 3 * limit
+        parameters = dict(oracle.named_parameters())
+        for name, parameter in head.named_parameters():
+            assert relative(parameter.grad, parameters[name].grad) <= 10 * limit, name
+
+
+def test_no_items_pool_to_none_and_wrong_lengths_are_refused():
+    head = drawn(PoolingHead(SIZES))
+    none = head(torch.zeros(0, 32), [])
+    assert none.shape == (0, 32)
+    none.sum().backward()
+    assert all(not p.grad.any() for p in head.parameters())
+    for lengths in ([2], [2, 0, 1], [3, 3]):
+        with pytest.raises(ValueError, match="patches"):
+            head(torch.zeros(3, 32), lengths)
+
+
+def test_text_tower_is_transformers(oracle, heads):
+    ids = torch.randint(0, 50, (5, 8), generator=torch.Generator().manual_seed(2))
+    assert relative(heads.text_model(ids), oracle.text_model(ids).pooler_output) <= 1e-14
+    single = relative(heads.float().text_model(ids), oracle.float().text_model(ids).pooler_output)
+    assert single <= 1e-6
+    assert heads.text_model(ids[:0]).shape == (0, 32)
+    with pytest.raises(ValueError, match=r"want \[texts, 8\]"):
+        heads.texts(ids[:, :7])
+
+
+def test_loss_and_gradients_are_those_of_siglip_model(oracle, heads):
+    draw = torch.Generator().manual_seed(3)
+    ids, pixels = torch.randint(0, 50, (6, 8), generator=draw), torch.rand(6, 3, 28, 28).double()
+    out = oracle(input_ids=ids, pixel_values=pixels, return_loss=True)
+    out.loss.backward()
+    patches = out.vision_model_output.last_hidden_state.detach()
+    images = heads.images(patches.flatten(0, 1), [4] * 6)
+    loss = pair_loss(images, heads.texts(ids), heads.logit_scale, heads.logit_bias, [6])
+    (loss / 6).backward()
+    assert relative(loss / 6, out.loss) <= 1e-13
+    parameters = dict(oracle.named_parameters())
+    most = max(float(parameters[name].grad.norm()) for name, _ in heads.named_parameters())
+    for name, parameter in heads.named_parameters():  # those of key biases are nought but rounding
+        distance = (parameter.grad - parameters[name].grad).norm()
+        assert float(distance) <= 1e-11 * float(parameters[name].grad.norm()) + 1e-16 * most, name
+
+
+def test_scale_and_bias_begin_as_in_the_paper():
+    heads = SiglipHeads(SIZES)
+    assert heads.logit_scale.exp().item() == pytest.approx(10.0)
+    assert heads.logit_bias.item() == -10.0
+    one = F.normalize(torch.ones(1, 4), dim=-1)
+    loss = pair_loss(one, one, heads.logit_scale, heads.logit_bias, [1])
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-5)  # z = 10 - 10 = 0
+    with pytest.raises(ValueError, match="the plan says 2 pairs"):
+        pair_loss(one, one, heads.logit_scale, heads.logit_bias, [2])
+
+
+def test_heads_are_read_from_a_siglip_checkpoint(oracle, tmp_path):
+    oracle.float().save_pretrained(tmp_path / "whole")
+    heads = SiglipHeads(SIZES)
+    load_heads(heads, str(tmp_path / "whole"))
+    stored = oracle.state_dict()
+    assert all(torch.equal(value, stored[name]) for name, value in heads.state_dict().items())
+    oracle.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    again = SiglipHeads(SIZES)
+    load_heads(again, str(tmp_path / "sharded"))
+    assert all(torch.equal(value, stored[name]) for name, value in again.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(depth=1), "unexpected tensor text_model.encoder.layers.1"),
+        (dict(depth=3), r"no tensor text_model.encoder.layers.2.* 3 blocks"),
+        (dict(mlp_width=40), r"has shape \[48, 32\]: want \[40, 32\]"),
+    ],
+)
+def test_a_model_of_other_sizes_is_refused_before_anything_changes(
+    oracle, tmp_path, change, message
+):
+    oracle.float().save_pretrained(tmp_path)
+    heads = drawn(SiglipHeads(HeadSizes(**{**vars(SIZES), **change})))
+    before = {name: value.clone() for name, value in heads.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        load_heads(heads, str(tmp_path))
+    assert all(torch.equal(value, before[name]) for name, value in heads.state_dict().items())
+
+
+def test_a_number_that_is_not_finite_is_refused(oracle, tmp_path):
+    with torch.no_grad():
+        oracle.logit_bias.fill_(math.nan)
+    oracle.float().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="logit_bias has numbers that are not finite"):
+        load_heads(SiglipHeads(SIZES), str(tmp_path))
