@@ -143,10 +143,10 @@ class Backbone:
 
     def apply_memory_policy(self) -> None:
         """Say what becomes of the tensors that the backward pass needs; see docs/MEMORY.md."""
-        train = self.config.train
-        least = int(train.offload_min_mib * 2**20)
-        host = HostMemory(self.mesh.device, least) if train.offload else None
-        self.policy = Policy(train.recompute, fp8=train.fp8_storage, host=host)
+        train, device = self.config.train, self.mesh.device
+        host = HostMemory(device, int(train.offload_min_mib * 2**20)) if train.offload else None
+        kinds = [*train.recompute, "row"] if self.mesh.num_cp > 1 else train.recompute
+        self.policy = Policy(kinds, fp8=train.fp8_storage, host=host)
         for chunk in self.chunks:
             apply(self.policy, chunk.modules(), chunk.parameters())
 

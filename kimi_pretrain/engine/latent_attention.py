@@ -4,40 +4,54 @@ several ranks share, and its up-projections as one computation that may be done 
 Under sequence parallelism a rank applies norms and small projections to the tokens of its part and
 holds their weights whole: the mark `sequence_parallel` has Megatron-Core sum their gradients over
 the tensor-parallel ranks.
+
+Under context parallelism the ranks gather latents, not keys and values: in K2 576 numbers a token
+where these are 20,480. Each rank projects the row's latents up for its own queries, a few heads at
+a time, and again for the backward pass; docs/MEMORY.md, docs/decisions/008-latents.md.
+
+Shape suffixes: T tokens of this rank, R tokens of the row, L width of latent and rotary key.
 """
 
 from functools import partial
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings import RotaryEmbedding, apply_rotary_pos_emb
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
 from kimi_pretrain.engine.packed_attention import PackedRows
+from kimi_pretrain.memory.kept import ROW_HEADS
 from kimi_pretrain.memory.pointwise import rms_norm
 from kimi_pretrain.memory.saved import Saves
 
 
 class RestartingRotary(nn.Module):
-    """Rotary angles for every token of a packed row, starting over in each segment.
+    """Rotary angles of tokens by their positions, which start over in each segment.
 
-    Given a table as long as the longest segment, Megatron-Core rotates segment by segment, and a
-    row holds dozens. Given one angle for each token of the row it rotates all at once, and under
-    context parallelism takes those of its rank's tokens.
+    Megatron-Core keeps a table of angles for each number of positions that it was asked for, up to
+    32, and the longest document of a microbatch is as long as it is: 2.1 GB at 262,144 positions.
+    A row of a table is its position times one frequency a dimension, so none is needed.
+
+    Args:
+        rotary: Megatron-Core's, of which the frequencies are taken.
     """
 
-    def __init__(self, rotary: nn.Module):
+    def __init__(self, rotary: RotaryEmbedding):
         super().__init__()
-        self.rotary = rotary
+        found = rotary.get_emb(2)
+        table, self.factor = found if isinstance(found, tuple) else (found, 1.0)
+        self.frequencies = table[1]
 
-    def forward(self, rows: PackedRows, packed_seq: bool = True):
-        """Return angles [tokens, 1, 1, dim]; with YaRN also its factor on queries and keys."""
-        found = self.rotary(rows.num_positions, packed_seq=packed_seq)
-        if isinstance(found, tuple):
-            return found[0].index_select(0, rows.positions), found[1]
-        return found.index_select(0, rows.positions)
+    def forward(self, positions: Tensor) -> tuple[Tensor, float]:
+        """Return angles [tokens, 1, 1, dim], and YaRN's factor on queries and keys.
+
+        Args:
+            positions: int64 [tokens].
+        """
+        frequencies = self.frequencies.to(positions.device)
+        return positions.to(frequencies.dtype)[:, None, None, None] * frequencies, self.factor
 
 
 class PartNorm(Saves, nn.RMSNorm):
@@ -101,6 +115,8 @@ class PackedLatentAttention(Saves, MLASelfAttention):
 
         Megatron-Core pads them to the queries' width, 128 to 192 in K2, and cuts the output.
         """
+        if value is None:
+            return self._attend_row(query, key, kwargs["packed_seq_params"])
         padded = self.core_attention.pads_values
         run = super()._run_core_attention if padded else self.core_attention
         return run(query, key, value, *args, **kwargs)
@@ -122,16 +138,18 @@ class PackedLatentAttention(Saves, MLASelfAttention):
 
         As in Megatron-Core, operator by operator; there the up-projections can be done again only
         by a mechanism that frees the storages of query, key and value while others may hold them.
+        Under context parallelism `_row` is in the place of the key, and None in that of the value.
 
         Args:
             hidden_states: [tokens of this rank's part, 1, hidden].
             packed_seq_params: the row, `PackedRows`.
         """
-        rows, config = packed_seq_params, self.config
+        rows, config, remade = packed_seq_params, self.config, self.policy.remade
         query_latent, key_value = self._qkv_down_projection(hidden_states)
         latent, rotary = config.kv_lora_rank, config.qk_pos_emb_head_dim
         key_latent, key_rotary = key_value.split([latent, rotary], dim=-1)
-        if self.tp_group.size() > 1:
+        shared = self.pg_collection.cp.size() > 1
+        if self.tp_group.size() > 1 and not shared:
             key_rotary = gather_from_sequence_parallel_region(key_rotary, group=self.tp_group)
         query_latent, key_latent, key_rotary = (
             x.squeeze(1) for x in (query_latent, key_latent, key_rotary)
@@ -139,37 +157,88 @@ class PackedLatentAttention(Saves, MLASelfAttention):
         if config.q_lora_rank is not None:
             query_latent = self.q_layernorm(query_latent)
         key_latent = self.kv_layernorm(key_latent)
+        if shared:
+            query = remade("mla_up", partial(self._query, rows=rows), query_latent)
+            row_RL = remade("mla_up", partial(self._row, rows=rows), key_latent, key_rotary)
+            return query, row_RL, None, query_latent, key_latent
         up = partial(self._up_projections, rows=rows)
-        made = self.policy.remade("mla_up", up, query_latent, key_latent, key_rotary)
+        made = remade("mla_up", up, query_latent, key_latent, key_rotary)
         return *made, query_latent, key_latent
 
     def _up_projections(
         self, query_latent: Tensor, key_latent: Tensor, key_rotary: Tensor, rows: PackedRows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        angles = self.rotary_pos_emb(rows)  # here: else every layer would hold its own
-        angles, factor = angles if isinstance(angles, tuple) else (angles, 1.0)
-        config, heads = self.config, self.num_attention_heads_per_partition
-        plain, rotary, width = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
-        has_latent = config.q_lora_rank is not None
+        query = self._query(query_latent, rows)
+        key_value = self.linear_kv_up_proj(key_latent)[0]
+        return query, *self._key_value(key_value, self._rotated(key_rotary, rows.positions))
+
+    def _query(self, query_latent: Tensor, rows: PackedRows) -> Tensor:
+        plain, rotary = self.config.qk_head_dim, self.config.qk_pos_emb_head_dim
+        has_latent = self.config.q_lora_rank is not None
         to_query = self.linear_q_up_proj if has_latent else self.linear_q_proj
-        query = to_query(query_latent)[0].unflatten(-1, (heads, plain + rotary))
-        key_value = self.linear_kv_up_proj(key_latent)[0].unflatten(-1, (heads, plain + width))
+        query = to_query(query_latent)[0].unflatten(-1, (-1, plain + rotary))
         query_plain, query_rotary = query.split([plain, rotary], dim=-1)
+        return torch.cat([query_plain, self._rotated(query_rotary, rows.positions)], dim=-1)
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return `x`, [tokens, dim] or [tokens, heads, dim], turned by its tokens' angles."""
+        angles, factor = self.rotary_pos_emb(positions)  # here: else every layer would hold its own
+        heads = x.unsqueeze(-2) if x.dim() == 2 else x
+        turned = apply_rotary_pos_emb(
+            heads.unsqueeze(1), angles, config=self.config, mscale=factor,
+            cp_group=self.pg_collection.cp, mla_rotary_interleaved=True,
+        )  # fmt: skip
+        return turned.view_as(x)
+
+    def _key_value(self, key_value: Tensor, key_rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Return key and value [tokens, heads, dim] of heads' projections, and the rotary key."""
+        plain, width = self.config.qk_head_dim, self.config.v_head_dim
+        key_value = key_value.unflatten(-1, (-1, plain + width))
         key_plain, value = key_value.split([plain, width], dim=-1)
-        # Under context parallelism there is an angle for each token of the row, else of this part.
-        own = angles if config.context_parallel_size > 1 else angles[: len(query)]
+        key_rotary = key_rotary.unsqueeze(-2).expand(-1, key_value.shape[1], -1)
+        return torch.cat([key_plain, key_rotary], dim=-1), value.contiguous()
 
-        def rotate(x: Tensor, borders: Tensor) -> Tensor:
-            return apply_rotary_pos_emb(
-                x, own, config=config, cu_seqlens=borders, mscale=factor,
-                cp_group=self.pg_collection.cp, mla_rotary_interleaved=True,
-            )  # fmt: skip
+    def _row(self, key_latent: Tensor, key_rotary: Tensor, rows: PackedRows) -> Tensor:
+        """Return latents and rotated rotary keys of the row, in its order, [row, latent + rotary].
 
-        query_rotary = rotate(query_rotary, rows.cu_seqlens_q)
-        key_rotary = rotate(key_rotary.unsqueeze(-2), rows.cu_seqlens_kv).expand(-1, heads, -1)
-        query = torch.cat([query_plain, query_rotary], dim=-1)
-        key = torch.cat([key_plain, key_rotary], dim=-1)
-        return query, key, value.contiguous()
+        Over the context-parallel ranks a rank sends those of its part alone; in the backward pass
+        the sums over all queries' ranks come back.
+        """
+        positions = rows.positions.chunk(self.tp_group.size())[self.tp_group.rank()]
+        gathered = torch.cat([key_latent, self._rotated(key_rotary, positions)], dim=-1)
+        for group in (self.pg_collection.cp, self.tp_group):
+            gathered = gather_from_sequence_parallel_region(gathered, group=group)
+        return gathered.index_select(0, rows.row_order)
+
+    def _attend_row(self, query: Tensor, row_RL: Tensor, rows: PackedRows) -> Tensor:
+        """Return the output [tokens, heads * v dim] of this rank's queries over the row.
+
+        Keys and values exist for a few heads at a time, and are made again from the latents
+        whatever `train.recompute` says: autograd would keep those of all heads and layers.
+        """
+        config, remade = self.config, self.policy.remade
+        latent_RL, rotary_RL = row_RL.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
+        weights = self.linear_kv_up_proj.weight.split(
+            ROW_HEADS * (config.qk_head_dim + config.v_head_dim)
+        )
+
+        def project(latent_RL: Tensor, rotary_RL: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return self._key_value(nn.functional.linear(latent_RL, weight), rotary_RL)
+
+        outputs = []
+        for number, some in enumerate(query.split(ROW_HEADS, dim=1)):
+            up = partial(project, weight=weights[number])
+            key, value = remade("row", up, latent_RL, rotary_RL)
+            outputs.append(
+                self.core_attention(
+                    some, key, value, packed_seq_params=rows, first_head=number * ROW_HEADS
+                )
+            )
+        return remade("row", _joined, *outputs)
+
+
+def _joined(*outputs: Tensor) -> Tensor:
+    return torch.cat(outputs, dim=-1)
 
 
 class PlainQueryAttention(PackedLatentAttention):

@@ -5,7 +5,7 @@ of a packed row, and core attentions for its layer spec. The maxima feed QK-Clip
 2.1) and come from the logits that attention has anyway.
 
 Under context parallelism a rank's queries are those of its own tokens, its keys and values those of
-the whole row, gathered.
+the whole row, which `latent_attention` hands over some heads at a time.
 
 Shape suffixes: T tokens of this rank, R tokens of the row, N heads, D query/key width, V value
 width.
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from einops import rearrange
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -36,10 +35,9 @@ class PackedRows(PackedSeqParams):
 
     Attributes:
         spans: which keys each query of this rank sees.
-        row_order: where each token of the row is when all context-parallel ranks' tokens lie end
-            to end, int64 [tokens]; None where one rank holds all.
-        positions: of each token of the row, for its rotary angle, int64 [tokens].
-        num_positions: one more than the largest of them.
+        row_order: where each token of the row is once it is gathered (`SequenceParts.gathered`),
+            int64 [tokens]; None without context parallelism.
+        positions: of this context-parallel rank's tokens, for their rotary angles, int64 [tokens].
         documents: the borders of the documents, for kernels that want these; see
             `document_borders`.
         kernel: all this as the run's attention takes it; made by the first layer that asks.
@@ -48,7 +46,6 @@ class PackedRows(PackedSeqParams):
     spans: KeySpans | None = None
     row_order: Tensor | None = None
     positions: Tensor | None = None
-    num_positions: int = 0
     documents: tuple[list[int], list[int]] = field(default_factory=lambda: ([0], [0]))
     kernel: Any = None
 
@@ -64,18 +61,17 @@ class PackedRows(PackedSeqParams):
     ):
         """Build from segment borders; see `KeySpans.of`.
 
-        Positions begin at 0 in every segment unless they are given, int64 [tokens].
+        Positions of the row begin at 0 in every segment unless they are given, int64 [tokens].
         """
         if positions is None:
             lengths = zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)
             positions = torch.cat([torch.arange(end - start) for start, end in lengths])
-        # Megatron-Core needs borders only to rotate. Every token has an angle of its own, so the
-        # row is one sequence to it, and what it takes for a context-parallel rank are the chunks
-        # of `SequenceParts`.
+        # Megatron-Core reads no borders of ours: the row is one sequence to it.
         row = torch.tensor([0, cu_seqlens[-1]], dtype=torch.int32, device=device)
         gathered = None
         if shared is not None and shared.num_cp > 1:
-            gathered = torch.from_numpy(shared.gathered_cp()).to(device)
+            positions = positions[torch.from_numpy(shared.positions_cp(cp_rank))]
+            gathered = torch.from_numpy(shared.gathered()).to(device)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=row,
@@ -85,7 +81,6 @@ class PackedRows(PackedSeqParams):
             spans=KeySpans.of(cu_seqlens, is_document, shared, cp_rank),
             row_order=gathered,
             positions=positions.to(device),
-            num_positions=int(positions.max()) + 1,
             documents=document_borders(cu_seqlens, is_document),
         )
 
@@ -136,8 +131,6 @@ class PackedCoreAttention(MegatronModule):
     """Core attention for Megatron-Core's layer spec; remembers the maxima since the last `take`.
 
     Maxima are those of training: what an evaluation sees is no reason to change weights.
-    Under context parallelism it gathers keys and values of the row; in the backward pass their
-    gradients are summed over the ranks and scattered.
 
     Attributes:
         pads_values: whether values must be as wide as queries.
@@ -147,7 +140,7 @@ class PackedCoreAttention(MegatronModule):
 
     def __init__(self, config, layer_number, softmax_scale, pg_collection, **_):
         super().__init__(config=config)
-        self.cp_group, self.tp_group = pg_collection.cp, pg_collection.tp
+        self.tp_group = pg_collection.tp
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self._max_N: Tensor | None = None
@@ -166,34 +159,38 @@ class PackedCoreAttention(MegatronModule):
         """
 
     def forward(
-        self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **_
-    ):
-        """Return [tokens, heads * v dim] for packed query, key, value [tokens, heads, dim]."""
+        self, query, key, value, attention_mask=None, attn_mask_type=None, packed_seq_params=None,
+        first_head=0, **_,
+    ):  # fmt: skip
+        """Return [tokens, heads * v dim] for packed query, key, value [tokens, heads, dim].
+
+        Args:
+            first_head: the first of these heads among those of this rank.
+        """
         rows: PackedRows = packed_seq_params
-        if self.cp_group.size() > 1:
-            key, value = (
-                gather_from_sequence_parallel_region(x, group=self.cp_group).index_select(
-                    0, rows.row_order
-                )
-                for x in (key, value)
-            )
         if rows.kernel is None:
             rows.kernel = self.prepare(rows, query.device)
         out, max_N = self.attend(query, key, value, rows.kernel)
         if self.training:
-            self._max_N = max_N if self._max_N is None else torch.maximum(self._max_N, max_N)
+            if self._max_N is None:
+                self._max_N = self._no_maxima(max_N.device, max_N.dtype)
+            some = self._max_N[first_head : first_head + query.shape[1]]
+            torch.maximum(some, max_N, out=some)
         return out
+
+    def _no_maxima(self, device, dtype: torch.dtype | None = None) -> Tensor:
+        heads = self.config.num_attention_heads // self.tp_group.size()
+        return torch.full((heads,), float("-inf"), device=device, dtype=dtype)
 
     def take_max_logits(self) -> Tensor:
         """Return the largest logit of each head since the last call, and forget it; [heads].
 
         -inf for the heads of other tensor-parallel ranks, and for all before the first forward.
         """
-        ranks, heads = self.tp_group.size(), self.config.num_attention_heads
         local_N, self._max_N = self._max_N, None
         if local_N is None:
-            device = torch.cuda.current_device()
-            local_N = torch.full((heads // ranks,), float("-inf"), device=device)
+            local_N = self._no_maxima(torch.cuda.current_device())
+        ranks, heads = self.tp_group.size(), self.config.num_attention_heads
         return of_all_heads(local_N, heads, self.tp_group.rank(), ranks)
 
 

@@ -1,16 +1,20 @@
 """Bytes that one microbatch leaves on a rank for its backward pass, by kind, from shapes. Pure.
 
 One term for each tensor that autograd keeps, under the policy of `train.recompute` and
-`train.fp8_storage`; docs/MEMORY.md has the table. With neither context nor tensor parallelism they
-are what is alive after a forward pass, to the byte: a test compares. Under both a rank keeps its
-share, in the same terms. Routed tokens are those of an even load of experts: a rank that gets more
-keeps more.
+`train.fp8_storage`; docs/MEMORY.md has the table. Without tensor parallelism they are what is alive
+after a forward pass, to the byte: a test compares. With it a rank keeps its share, in the same
+terms. Routed tokens are those of an even load of experts: a rank that gets more keeps more.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kimi_pretrain.config import ITEMSIZE, Config
+
+ROW_HEADS = 4
+"""Heads whose keys and values of a shared row exist at a time. At the 4,096 queries that a rank of
+a long row usually has, four heads are 128 blocks of queries: one for each of a GPU's processors.
+"""
 
 _TILE = 128  # of `fp8_tiles`; a scale of four bytes each
 _INDEX = 8  # int64
@@ -77,29 +81,50 @@ def head_tensors(config: Config) -> Iterator[Kept]:
     yield Kept("logits", tokens.cp * (_INDEX + 1 + wide), False)
 
 
+def row_bytes(config: Config) -> int:
+    """Return the most that a layer makes and drops of a shared row: keys, values and projections of
+    some heads with their gradients, and the gradient of the latents; 0 without context parallelism.
+    """
+    language, layout, tokens = config.model.language, config.layout, Tokens.of(config)
+    if layout.cp == 1:
+        return 0
+    item = ITEMSIZE[config.train.dtype]
+    wide = item if config.train.attention != "portable" else item + max(4, item)  # sums, and cast
+    heads = min(ROW_HEADS, language.num_heads // layout.tp)
+    plain, rope = language.qk_nope_dim + language.v_dim, language.qk_rope_dim
+    latents = (language.kv_lora_rank + rope) * item
+    return tokens.row * (heads * (plain * item + (plain + rope) * (item + wide)) + latents)
+
+
 def _attention(config: Config) -> Iterator[Kept]:
     language, tokens, tp = config.model.language, Tokens.of(config), config.layout.tp
     item, recompute = ITEMSIZE[config.train.dtype], config.train.recompute
     hidden, heads, rope = language.hidden_size, language.num_heads // tp, language.qk_rope_dim
     query, latent = heads * (language.qk_nope_dim + rope), language.kv_lora_rank
     value, wide = heads * language.v_dim, max(4, item)
-    ranks = [latent] if language.q_lora_rank is None else [language.q_lora_rank, latent]
-    # Of each norm its input, one number a token, and its output; one input of the latents' norms
-    # holds the rotary key as well.
-    for kind, widths, more in (("residuals", [hidden, hidden], 0), ("latents", ranks, rope)):
-        for number, width in enumerate(widths):
-            own = width + more * (number == len(widths) - 1)
-            yield Kept(kind, tokens.part * own * item)
-            yield Kept("statistics of norms", tokens.part * wide)
-            if "norms" not in recompute:
-                yield Kept("norms", tokens.part * width * item)
-    for _ in range(4):  # cosines and sines, for queries and for keys
-        yield Kept("rotary angles", tokens.cp * rope * item)
+    shared = config.layout.cp > 1
+    # Of each norm its width, that of the tensor that its input is part of (one holds the rotary key
+    # as well), and whether its output is needed: that of a shared row is gathered, a copy, and is
+    # needed only to be gathered again.
+    norms = [("residuals", hidden, hidden, True)] * 2
+    if language.q_lora_rank is not None:
+        norms.append(("latents", language.q_lora_rank, language.q_lora_rank, True))
+    norms.append(("latents", latent, latent + rope, not shared or "mla_up" in recompute))
+    for kind, width, whole, needed in norms:
+        yield Kept(kind, tokens.part * whole * item)
+        yield Kept("statistics of norms", tokens.part * wide)
+        if needed and "norms" not in recompute:
+            yield Kept("norms", tokens.part * width * item)
+    for number in [tokens.cp, tokens.part if shared else tokens.cp]:  # of queries, of keys
+        for _ in range(2):  # cosines and sines
+            yield Kept("rotary angles", number * rope * item)
     if "mla_up" not in recompute:
         yield Kept("query, key, value", tokens.cp * query * item)
-    if "mla_up" not in recompute or config.layout.cp > 1:  # gathered ones are not recomputed
-        yield Kept("query, key, value", tokens.row * query * item)
-        yield Kept("query, key, value", tokens.row * value * item)
+        if shared:  # gathered; its keys and values are never kept
+            yield Kept("latents of the row", tokens.row * (latent + rope) * item)
+        else:
+            yield Kept("query, key, value", tokens.row * query * item)
+            yield Kept("query, key, value", tokens.row * value * item)
     yield Kept("attention's output", tokens.cp * value * item)
     if config.train.attention != "portable":  # log-sums of the fused kernels
         yield Kept("attention's output", tokens.cp * heads * 4)

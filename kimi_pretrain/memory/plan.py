@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kimi_pretrain.config import GIB, ITEMSIZE, MIB, Config
-from kimi_pretrain.memory.kept import Kept, Tokens, head_tensors, layer_tensors
+from kimi_pretrain.memory.kept import Kept, Tokens, head_tensors, layer_tensors, row_bytes
 from kimi_pretrain.memory.states import Sizes, chunks_of, divide_config
 from kimi_pretrain.memory.switches import Change, changed, switches
 from kimi_pretrain.tools.optimizer_division import Division
@@ -295,7 +295,7 @@ def _passing(config: Config, chunks: Sequence[tuple[range, bool]]) -> int:
                 sum(tensor.size for tensor in layer_tensors(some, dense))
                 for some in (without, config)
             )
-            remade = plain - kept
+            remade = plain - kept + row_bytes(config)
             # Sent and received tokens, in two orders each, forward and backward.
             sent = 0 if dense else 4 * tokens.part * language.experts_per_token
             most = max(most, remade + sent * language.hidden_size * item)

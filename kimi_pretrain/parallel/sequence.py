@@ -65,10 +65,14 @@ class SequenceParts:
         """Return the places in the row of a cp rank's tokens, in its order, [tokens / num_cp]."""
         return np.concatenate([np.arange(*run) for run in self.runs_cp(cp_rank)])
 
-    def gathered_cp(self) -> NDArray[np.int64]:
-        """Return where each token of the row is when all cp ranks' tokens lie end to end."""
-        every = np.concatenate([self.positions_cp(rank) for rank in range(self.num_cp)])
-        return np.argsort(every)
+    def gathered(self) -> NDArray[np.int64]:
+        """Return where each token of the row is once its parts are gathered, int64 [tokens].
+
+        First over the context-parallel ranks, then over the tensor-parallel ones: so each of the
+        latter brings its share over the longer way.
+        """
+        order = [cp * self.num_tp + tp for tp in range(self.num_tp) for cp in range(self.num_cp)]
+        return np.argsort(np.concatenate([self.positions(part) for part in order]))
 
     def positions(self, part: int) -> NDArray[np.int64]:
         """Return the places in the row of a part's tokens, in its order, [tokens / num_parts]."""

@@ -82,9 +82,6 @@ def test_microbatches_have_the_positions_of_their_rows(plan, restart, per_microb
         expected = [slow_positions(plan, row, restart) for row in replica_rows(plan, mesh)]
         together = torch.cat([microbatch.packed.positions for microbatch in found])
         assert together.tolist() == sum(expected, [])
-        for microbatch in found:
-            assert microbatch.packed.num_positions == int(microbatch.packed.positions.max()) + 1
-            assert (microbatch.packed.num_positions == plan.seq_len) or restart
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """What a process of a test job does about rows that several ranks share; see worker.py."""
 
+from collections import Counter
+
 import numpy as np
 import torch
 
@@ -71,4 +73,47 @@ def shared_rows(run) -> dict:
     return {"leaves": leaves, "steps": steps, "shapes": shapes}
 
 
-ACTIONS = {"leaf_gradients": leaf_gradients, "shared_rows": shared_rows}
+def shared_gradients(run) -> dict:
+    """One step: every parameter's divided "gradients" by name, the "maxima" of all heads
+    by layer, and the bytes that a rank "gathered" and had "summed" over its context-parallel group.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+
+    from tests.dist.basic_case import dep_gradients
+
+    cp_group, moved = parallel_state.get_context_parallel_group(), Counter()
+    taken, take = {}, run.backbone.take_max_logits
+    plain = mappings.dist_all_gather_func, mappings.dist_reduce_scatter_func
+
+    def watch():
+        taken.update(take())
+        return taken
+
+    def gather(output, part, group):
+        moved["gathered"] += output.nbytes * (group is cp_group)
+        return plain[0](output, part, group=group)
+
+    def scatter(output, whole, group):
+        moved["summed"] += whole.nbytes * (group is cp_group)
+        return plain[1](output, whole, group=group)
+
+    run.backbone.take_max_logits = watch
+    mappings.dist_all_gather_func, mappings.dist_reduce_scatter_func = gather, scatter
+    try:
+        gradients = dep_gradients(run)
+    finally:
+        mappings.dist_all_gather_func, mappings.dist_reduce_scatter_func = plain
+        del run.backbone.take_max_logits
+    maxima: dict[int, torch.Tensor] = {}
+    for part in run.mesh.all_gather_object(taken):
+        for layer, max_N in part.items():
+            maxima[layer] = torch.maximum(max_N, maxima.get(layer, max_N))
+    return {"gradients": gradients, "maxima": maxima, **moved}
+
+
+ACTIONS = {
+    "leaf_gradients": leaf_gradients,
+    "shared_rows": shared_rows,
+    "shared_gradients": shared_gradients,
+}

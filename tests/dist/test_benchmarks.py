@@ -22,7 +22,9 @@ from tests import ROOT
 
 # Benchmark -> its arguments beside --quick and --out, and what its result file must hold.
 SHORT = {
+    "bench_context.py": ([], ("forms", "targets")),
     "bench_dep.py": (["--work", "{}/work", "--picture", "{}/memory.png"], ("timing", "memory")),
+    "bench_extension.py": (["--pictures", "{}"], ("extension", "border")),
     "bench_loader.py": (["--work", "{}", "--count", "400"], ("speed", "resume", "elastic")),
     "bench_muonclip.py": (["--work", "{}/work", "--pictures", "{}"], ("runs", "targets")),
     "bench_muon.py": ([], ("layers", "accuracy", "targets")),
@@ -37,7 +39,8 @@ SHORT = {
 def test_the_short_form_measures_everything(name, tmp_path):
     arguments, parts = SHORT[name]
     out = tmp_path / "found.json"
-    command = [sys.executable, f"benchmarks/{name}", "--quick", "--out", str(out)]
+    module = f"benchmarks.{name.removesuffix('.py')}"
+    command = [sys.executable, "-m", module, "--quick", "--out", str(out)]
     command += [argument.format(tmp_path) for argument in arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

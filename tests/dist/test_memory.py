@@ -13,7 +13,10 @@ INTERLEAVED = dict(pp=2, vpp=2, dp=2, ep=2)
 JOBS: dict[str, tuple[dict, tuple[str, ...]]] = {
     "PP2 x VPP2 x EP2": (INTERLEAVED, ()),
     "experts overlapped": (INTERLEAVED, ("layout.overlap_experts=true",)),
-    "PP2 x CP2, EP2, bfloat16": (dict(pp=2, cp=2, ep=2), ("train.dtype=bfloat16",)),
+    "PP2 x CP2, EP2, bfloat16": (
+        dict(pp=2, cp=2, ep=2),
+        ("train.dtype=bfloat16", "model.language.num_heads=6"),
+    ),
     "CP2 x TP2, EP2": (dict(cp=2, tp=2, ep=2), ()),
     "frozen language model": (INTERLEAVED, ("train.frozen=[language_model]",)),
 }
@@ -79,8 +82,11 @@ def test_the_policy_acts_in_every_module(job, policy, found):
     wanted |= {"saving DenseMlp": dense, "saving SharedExperts": sparse}
     wanted |= {"saving GroupedExperts": sparse, "saving PaddingAwareRouter": sparse}
     kinds = settings.get("recompute", [])
-    if "mla_up" in kinds:
-        wanted["mla_up PackedLatentAttention"] = layers
+    shared = "CP2" in job
+    if shared:  # keys and values of some heads, twice in the one job; outputs put together
+        wanted["row PackedLatentAttention"] = layers * (3 if "bfloat16" in job else 2)
+    if "mla_up" in kinds:  # queries, and latents that are gathered
+        wanted["mla_up PackedLatentAttention"] = layers * (2 if shared else 1)
     if "norms" in kinds and trained:  # the latents' two and the one before the MLP
         wanted |= {"norms FirstNorm": layers, "norms PartNorm": 3 * layers}
     if "swiglu" in kinds and trained:

@@ -28,6 +28,16 @@ POLICIES = {
     "fp8": ("train.dtype=bfloat16", "train.fp8_storage=true"),
     "all": ("train.dtype=bfloat16", EVERYTHING, "train.fp8_storage=true"),
 }
+# Six heads, of which keys and values of four exist at a time.
+SHARED = {
+    "CP2": ("train.dtype=bfloat16", "model.language.num_heads=6"),
+    "CP2, mla_up": (
+        "train.dtype=bfloat16",
+        "model.language.num_heads=6",
+        "train.recompute=[mla_up]",
+    ),
+    "CP2, all": ("train.dtype=bfloat16", "model.language.num_heads=6", EVERYTHING),
+}
 PLANNED = {
     "plan, all": (EVERYTHING, "train.fp8_storage=true"),
     "plan, offload": (EVERYTHING, "train.offload=true", "train.offload_min_mib=0"),
@@ -47,14 +57,17 @@ def found(data_root, tmp_path_factory):
         for name, settings in POLICIES.items()
     }
     flight = {name: ("in_flight", (data, *settings)) for name, settings in SCHEDULES.items()}
+    for name, settings in SHARED.items():
+        flight[name] = "kept_bytes", (data, *layout(), "layout.cp=2", *K2, *settings)
     for name, settings in PLANNED.items():
         flight[name] = "planned", (data, *layout(dp=2, ep=2), *settings)
     return run_jobs(kept, folder / "kept", 1) | run_jobs(flight, folder / "flight", 2)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*POLICIES, *SHARED])
 def test_kept_bytes_are_those_of_the_formulas(name, found):
-    config = load_config("tiny_cpu", [*SMALL, *layout(), *K2, *POLICIES[name]])
+    settings = POLICIES.get(name) or ("layout.cp=2", *SHARED[name])
+    config = load_config("tiny_cpu", [*SMALL, *layout(), *K2, *settings])
     assert found[name] == {
         "experts": sum(tensor.size for tensor in layer_tensors(config, dense=False)),
         "dense": sum(tensor.size for tensor in layer_tensors(config, dense=True)),

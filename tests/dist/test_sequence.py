@@ -3,21 +3,28 @@
 import numpy as np
 import pytest
 
-from kimi_pretrain.config import ConfigError, load_config
+from kimi_pretrain.config import ITEMSIZE, ConfigError, load_config
 from kimi_pretrain.parallel.sequence import SequenceParts
-from tests.dist.jobs import run_jobs
+from tests.dist.jobs import SMALL, run_jobs
 from tests.dist.test_layouts import assert_same_losses
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
-# The balance loss weighs enough to be seen, the rotary factor of YaRN is on, QK-Clip acts.
+# The balance loss weighs enough to be seen, the rotary factor of YaRN is on, QK-Clip acts. Keys and
+# values of four of the six heads exist at a time.
 COMMON = (
     "train.steps=4", "optim.qk_clip_threshold=0.05", "model.language.aux_loss_coeff=0.1",
-    "model.language.yarn={factor: 4.0, original_max_position: 32}",
+    "model.language.yarn={factor: 4.0, original_max_position: 32}", "model.language.num_heads=6",
 )  # fmt: skip
 LAYOUTS = {
     "DP2 x CP2, EP4": dict(dp=2, cp=2, ep=4),
     "CP2 x TP2": dict(cp=2, tp=2),
+}
+# One step, every gradient: in which precision, and how far it may be from one process.
+GRADIENTS = {
+    "CP4": (dict(cp=4), "float32", 1e-5),
+    "CP2 x TP2, float64": (dict(cp=2, tp=2), "float64", 1e-10),
+    "CP4, float64": (dict(cp=4), "float64", 1e-10),
 }
 
 
@@ -37,8 +44,13 @@ def found(data_root, tmp_path_factory):
     many["frozen"] = job("leaf_gradients", "train.frozen=[language_model]", pp=2, cp=2)
     float64 = "train.dtype=float64", "train.steps=2"
     many["float64"] = job("losses", *float64, cp=2, tp=2)
+    for name, (axes, dtype, _) in GRADIENTS.items():
+        remade = ["train.recompute=[mla_up]"] if "TP" in name else []
+        many[name] = job("shared_gradients", f"train.dtype={dtype}", *remade, **axes)
     folder = tmp_path_factory.mktemp("sequence")
     single = {"one process": job("shared_rows"), "float64, one process": job("losses", *float64)}
+    for dtype in ("float32", "float64"):
+        single[f"gradients, {dtype}"] = job("shared_gradients", f"train.dtype={dtype}")
     single["no balance loss"] = job("leaf_gradients", "model.language.aux_loss_coeff=0.0")
     one = run_jobs(single, folder / "one", 1)
     return one | run_jobs(many, folder / "many", PROCESSES, timeout=200.0)
@@ -72,6 +84,35 @@ def test_float64_is_float64_up_to_the_loss(found):
         assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-12)
         assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-10)
         assert_same_losses(step, wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_every_gradient_and_every_heads_maximum_is_that_of_one_process(name, found):
+    """Each rank has the gradient of its own queries: that of the projection of keys and values, and
+    of the norm below it, is right only as the sum over all.
+    """
+    _, dtype, bound = GRADIENTS[name]
+    shared, alone = found[name], found[f"gradients, {dtype}"]
+    for what in ("gradients", "maxima"):
+        assert shared[what].keys() == alone[what].keys()
+        for key, wanted in alone[what].items():
+            assert (shared[what][key] - wanted).abs().max() <= bound * wanted.abs().max(), key
+    assert len(alone["maxima"]) == 4
+    assert all(len(max_N) == 6 for max_N in alone["maxima"].values())
+    assert any("kv_b_proj" in key for key in alone["gradients"])
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_latents_are_gathered_and_nothing_wider(name, found):
+    axes, dtype, _ = GRADIENTS[name]
+    config = load_config("tiny_cpu", [*SMALL, *COMMON, f"train.dtype={dtype}"])
+    language = config.model.language
+    width = language.kv_lora_rank + language.qk_rope_dim
+    # Each tensor-parallel rank brings its share of a row; and once more for the backward pass.
+    tokens = config.tokens_per_step() // axes.get("tp", 1)
+    wanted = language.num_layers * tokens * width * ITEMSIZE[dtype]
+    assert found[name]["summed"] == wanted
+    assert found[name]["gathered"] == wanted * (2 if "TP" in name else 1)
 
 
 def test_a_frozen_language_model_passes_the_gradients_of_the_captions_alone(found):
@@ -109,8 +150,9 @@ def test_parts_and_granules(num_cp, num_tp):
             granule, inside = divmod(place, parts.granule)
             assert parts.holder[granule] == part
             assert parts.offset[granule] + inside == offset
-    ends = np.concatenate([parts.positions_cp(rank) for rank in range(num_cp)])
-    assert ends[parts.gathered_cp()].tolist() == list(range(144))
+    order = [cp * num_tp + tp for tp in range(num_tp) for cp in range(num_cp)]
+    ends = np.concatenate([parts.positions(part) for part in order])
+    assert ends[parts.gathered()].tolist() == list(range(144))
     assert parts.granule == 144 or parts.num_parts > 1
 
 
