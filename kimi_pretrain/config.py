@@ -197,6 +197,7 @@ class Config(Section):
         check_layout(self)
         check_dep(self)
         check_attention(self)
+        check_context(self)
         check_memory(self)
         check_length(self)
         if self.train.validate_every is not None and not self.data.heldout:
@@ -362,6 +363,23 @@ def check_attention(config: Config) -> None:
             f"train.attention={train.attention} with layout.cp={layout.cp}: it would cut each "
             f"document over the ranks, here the row is cut; {instead}"
         )
+
+
+def check_context(config: Config) -> None:
+    """Refuse rows that are longer than the positions that rotary angles are scaled for.
+
+    Raises:
+        ValueError: names the keys and their values.
+    """
+    yarn, seq_len = config.model.language.yarn, config.data.seq_len
+    if yarn is None or yarn.factor * yarn.original_max_position >= seq_len:
+        return
+    scaled = int(yarn.factor * yarn.original_max_position)
+    raise ValueError(
+        f"data.seq_len={seq_len} is more than the {scaled} positions of model.language.yarn "
+        f"(factor={yarn.factor:g} x original_max_position={yarn.original_max_position}): expected "
+        f"a factor of at least {seq_len / yarn.original_max_position:g}, or shorter rows"
+    )
 
 
 def check_memory(config: Config) -> None:

@@ -13,11 +13,13 @@ from tests.dist.jobs import SMALL, layout, run_job
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
+LONG = "kimi_k25_long_32k", "kimi_k25_long_256k"
 COUNTS = {
     "kimi_k25_1t": dict(
         language_model=1_026_408_209_408, routing_biases=23_040,
         vision_tower=416_866_032, projector=54_277_888,
     ),
+    **{preset: dict(language_model=1_026_408_209_408, routing_biases=23_040) for preset in LONG},
     "moonlight_16b_a3b": dict(
         language_model=15_960_108_544, routing_biases=1_664, vision_tower=416_866_032,
     ),
@@ -29,7 +31,10 @@ def read_table(lines: list[str]) -> list[dict[str, str]]:
     return [dict(zip(head.split("\t"), row.split("\t"), strict=True)) for row in rows]
 
 
-@pytest.mark.parametrize("preset", COUNTS)
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in COUNTS],
+)
 def test_counts_and_balance_of_the_presets(preset, tmp_path):
     table = tmp_path / "tensors.tsv"
     arguments = ["--config", f"configs/{preset}.yaml", "--dry-run", "--json", "--table", str(table)]

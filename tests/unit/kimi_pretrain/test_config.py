@@ -71,6 +71,10 @@ def test_a_wrong_key_or_value_is_named(override, told):
         (['layout.stages="Et|t|t|L"'], ("3 layers", "num_layers is 4")),
         (['layout.stages="tE|t|t|tL"'], ('"E" (embedding) first',)),
         (["model.vision.out_width=64"], ("out_width=64", "hidden_size=128")),
+        (
+            ["model.language.yarn={factor: 64.0}", "data.seq_len=262272"],
+            ("data.seq_len=262272", "262144 positions", "factor=64", "at least 64.03"),
+        ),
     ],
 )
 def test_an_impossible_layout_says_which_numbers(overrides, told):

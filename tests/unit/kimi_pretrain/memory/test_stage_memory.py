@@ -112,3 +112,38 @@ def test_every_switch_of_the_plan_is_one_that_can_be_set():
     for switch in plan.switches:
         changed = limited(100.0, switch.setting)
         assert plan_memory(changed, divide_config(config)).fullest.peak == switch.peak
+
+
+LONG = {"kimi_k25_long_32k": 32_768, "kimi_k25_long_256k": 262_144}
+
+
+@pytest.mark.parametrize(("preset", "length"), LONG.items())
+def test_the_long_presets_take_the_batch_of_before(preset, length):
+    config, before = load_config(preset), load_config("kimi_k25_1t")
+    assert config.data.seq_len == length
+    assert config.tokens_per_step() == before.tokens_per_step() == 1 << 26
+    assert config.data.seq_len // config.layout.cp == before.data.seq_len
+    yarn = config.model.language.yarn
+    assert yarn.factor * yarn.original_max_position == 262_144
+    changed = {"yarn": None}
+    assert config.model.language.model_copy(update=changed) == before.model.language
+
+
+def test_a_shared_row_leaves_nothing_that_grows_with_it():
+    """With `mla_up`; without it the gathered latents, 1,152 bytes a token of the row."""
+    found = {}
+    for settings in ([], ["train.recompute=[norms, swiglu]"]):
+        sizes = []
+        for preset in ("kimi_k25_1t", *LONG):
+            config = load_config(preset, settings)
+            sizes.append(sum(tensor.size for tensor in layer_tensors(config, dense=False)))
+        found[not settings] = sizes
+    assert found[True][0] == found[True][1] == found[True][2]
+    assert found[False][2] - found[False][1] == (262_144 - 32_768) * 1_152
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", LONG)
+def test_the_long_presets_fit_an_h200(preset):
+    plan = plan_memory(load_config(preset))
+    assert plan.fullest.peak < 120e9
