@@ -1,0 +1,285 @@
+"""A longer context, in toy form: what YaRN is worth, and what its border does to the logits.
+
+A small language model, one process, is trained on rows of 256 tokens of real text (the Python
+sources of the standard library), then
+
+1. extension: on rows of 2,048, eight times as long, with YaRN's factor 8 and without YaRN: held-out
+   loss by position, before the first step of the longer rows and after the last;
+2. border: on rows of 256 with the factor of K2.5, 64: the largest logit of each head, step by step.
+   The softmax scale takes YaRN's factor squared, 2.0047, from one step to the next; QK-Clip's
+   threshold lies just above the largest logit before.
+
+    python -m benchmarks.bench_extension             # minutes; extension_cpu.*, two pictures
+    python -m benchmarks.bench_extension --quick     # under a minute; figures not to quote
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks import device as where
+from benchmarks.result import RESULTS, table, verdicts, write
+from kimi_pretrain.config import load_config
+
+if TYPE_CHECKING:
+    from kimi_pretrain.run import Run
+
+ROOT = RESULTS.parent.parent
+SHORT, LONG, FACTOR = 256, 2048, 64.0
+MODEL = (
+    "model.language.num_layers=3", "model.language.num_experts=4", "model.vision.depth=1",
+    "model.vision.width=64", "model.vision.mlp_width=128",
+)  # fmt: skip
+COMMON = (
+    *MODEL, "layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.ep=1", "data.sources={train: 1}",
+    "data.heldout={heldout: 1}", "data.tokenizer=tokenizer/tokenizer.tiktoken",
+    "data.vision_token_ratio=null", "data.schedule=[]", "data.max_epochs={}", "data.augment={}",
+    "data.cache=null", "data.requests_per_second=null", "train.trace_step=null",
+    "train.pictures=false", "train.efficiency_pairs=0", "train.threads=1", "dep.max_split=1",
+)  # fmt: skip
+LR = "0.003"
+
+Found = Mapping[str, Any]
+
+
+def main() -> None:
+    arguments = where.parser(__doc__, "extension")
+    arguments.add_argument("--pictures", type=Path, help="a folder; default docs/pictures")
+    arguments = arguments.parse_args()
+    device = where.device_of(arguments)
+    about = where.about(arguments, device, "megatron-core")
+    folder = arguments.pictures or (
+        arguments.out.parent if arguments.quick else ROOT / "docs" / "pictures"
+    )
+    begin = time.process_time()
+    with tempfile.TemporaryDirectory() as work:
+        found = {"about": about, **run(Path(work), quick=arguments.quick)}
+    found["processor_seconds"] = round(time.process_time() - begin)
+    found["targets"] = targets(found)
+    write(found, arguments.out, page(found))
+    draw_border(found["border"], folder / "yarn_border.png")
+    draw_extension(found["extension"], folder / "yarn_extension.png")
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+def run(work: Path, *, quick: bool) -> dict[str, Any]:
+    """Make the corpus, train everything; returns losses by position, and maxima of heads."""
+    first, longer, few = (6, 2, 3) if quick else (400, 60, 20)
+    make_corpus(work, quick=quick)
+    base = trained(work, "base", first, SHORT, 8, (f"optim.lr={LR}",))
+    start = (f"train.start_from={work / 'base'}", "optim.lr=0.001")
+    yarn = f"model.language.yarn={{factor: {LONG / SHORT}, original_max_position: {SHORT}}}"
+    arms = {
+        name: trained(work, name, longer, LONG, 2, (*start, *setting))
+        for name, setting in {"YaRN": (yarn,), "plain": ()}.items()
+    }
+    # Above every head's, and less than twice the largest: so the border takes some over it.
+    threshold = 1.1 * float(max(max(map(max, step)) for step in base["maxima"][-few:]))
+    yarn = f"model.language.yarn={{factor: {FACTOR}, original_max_position: {SHORT}}}"
+    clip = f"optim.qk_clip_threshold={threshold:.4f}"
+    border = trained(work, "border", few, SHORT, 8, (*start, yarn, clip))
+    return {
+        "settings": {"steps": [first, longer, few], "rows": [[8, SHORT], [2, LONG], [8, SHORT]]},
+        "extension": {
+            f"{name}, {when}": arm["heldout"][number]
+            for name, arm in arms.items()
+            for number, when in ((0, "untrained"), (-1, "trained"))
+        },
+        "border": {
+            "factor": FACTOR,
+            "squared": (0.1 * float(torch.tensor(FACTOR, dtype=torch.float64).log()) + 1) ** 2,
+            "threshold": threshold,
+            "before": base["maxima"][-few:],
+            "after": border["maxima"],
+            "clipped_heads": border["clipped"],
+        },
+    }
+
+
+def make_corpus(work: Path, *, quick: bool) -> None:
+    """Ingest the larger files of the standard library, every eighth of them as held-out."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    large = [file for file in files if file.stat().st_size > 10_000][: 24 if quick else None]
+    for number, file in enumerate(large):
+        place = work / "texts" / ("heldout" if number % 8 == 0 else "train") / f"{file.stem}.txt"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, place)
+    vocabulary = ("--vocab-size", "1024")
+    _data("tokenizer", str(work / "texts" / "train"), "--to", str(work / "corpus"), *vocabulary)
+    for name in ("train", "heldout"):
+        _data(
+            "ingest", str(work / "texts" / name), "--to", str(work / "corpus"), "--name", name,
+            "--category", "text", "--tokenizer", "tokenizer/tokenizer.tiktoken",
+        )  # fmt: skip
+
+
+def _data(*arguments: str) -> None:
+    command = [sys.executable, "-m", "launch.cli", "data", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"error: {' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def trained(
+    work: Path, name: str, steps: int, seq_len: int, rows: int, overrides: tuple[str, ...]
+) -> dict[str, Any]:
+    """Train a run in the folder `name`; returns each step's largest logits [layers][heads] and
+    number of clipped heads, and the held-out losses by position of each validation.
+    """
+    from kimi_pretrain.train import train
+
+    maxima: list[list[list[float]]] = []
+
+    def watch(run: "Run") -> None:
+        take = run.backbone.take_max_logits
+
+        def taken() -> dict[int, torch.Tensor]:
+            found = take()
+            maxima.append([found[layer].tolist() for layer in sorted(found)])
+            return found
+
+        run.backbone.take_max_logits = taken  # type: ignore[method-assign]
+
+    settings = (
+        f"data.root={work / 'corpus'}", f"data.seq_len={seq_len}", f"data.rows_per_step={rows}",
+        f"train.rows_per_microbatch={rows}", f"train.steps={steps}", f"checkpoint.every={steps}",
+        f"train.validate_every={steps}", f"data.heldout_tokens={1 << 16}",
+        "optim.min_lr=0.0003", f"optim.warmup_steps={max(1, steps // 20)}",
+        f"optim.stable_steps={steps // 2}", f"optim.decay_steps={steps // 2}",
+    )  # fmt: skip
+    train(load_config("tiny_cpu", [*COMMON, *settings, *overrides]), work / name, prepare=watch)
+    lines = _lines(work / name / "metrics.jsonl")
+    heldout = _lines(work / name / "heldout.jsonl")
+    return {
+        "maxima": maxima,
+        "clipped": [line["clipped_heads"] for line in lines],
+        "heldout": [line["loss_by_position"] for line in heldout],
+    }
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+# Results ------------------------------------------------------------------------------------------
+
+
+def targets(found: Found) -> list[dict[str, Any]]:
+    """Return what should hold, with what was found."""
+    arms, border = found["extension"], found["border"]
+    last = list(arms["YaRN, untrained"])[-1]
+    far = {name: losses[last] for name, losses in arms.items()}
+    ratio = _ratio(border)
+    rows = [
+        (f"tokens {last}, untrained: no YaRN is worse", f"{far['plain, untrained']:.3f} against "
+         f"{far['YaRN, untrained']:.3f}", far["plain, untrained"] > far["YaRN, untrained"]),
+        (f"tokens {last}: YaRN, trained, is best", f"{far['YaRN, trained']:.3f}",
+         far["YaRN, trained"] == min(far.values())),
+        (f"border: logits grow {border['squared']:.4f}-fold, median of heads",
+         f"{ratio:.3f}", abs(ratio / border["squared"] - 1) < 0.25),
+        ("border: the first step clips heads that were under the threshold",
+         str(border["clipped_heads"][0]), border["clipped_heads"][0] > 0),
+    ]  # fmt: skip
+    return [{"target": a, "found": b, "met": c} for a, b, c in rows]
+
+
+def _heads(steps: list[list[list[float]]]) -> torch.Tensor:
+    """Return maxima [steps, layers * heads]."""
+    return torch.tensor(steps, dtype=torch.float64).flatten(1)
+
+
+def _ratio(border: Found) -> float:
+    """Return how much the median head's logits grew: first step after over median before."""
+    before = _heads(border["before"]).median(0).values
+    return float((_heads(border["after"])[0] / before).median())
+
+
+def page(found: Found) -> str:
+    """Return the results as a page to read."""
+    arms, border, steps = found["extension"], found["border"], found["settings"]["steps"]
+    bins = list(arms["YaRN, untrained"])
+    rows = [[name, *(f"{losses[place]:.3f}" for place in bins)] for name, losses in arms.items()]
+    maxima = [f"{float(_heads(border[key]).max()):.2f}" for key in ("before", "after")]
+    lines = [
+        *where.heading("A longer context in toy form", found),
+        *verdicts(found["targets"], {"target": "target", "found": "measured", "met": "met"}),
+        f"{steps[0]} steps of 8 rows of {SHORT} tokens, then {steps[1]} of 2 rows of {LONG:,}; "
+        "Python sources of the standard library, every eighth file held out. Held-out loss, nats "
+        "a token, by the number of tokens of the document before it:",
+        "",
+        *table(["", *bins], rows),
+        "",
+        "![loss by position](../../docs/pictures/yarn_extension.png)",
+        "",
+        f"Border: factor {border['factor']:g}, rows of {SHORT} as before, threshold "
+        f"{border['threshold']:.2f}. Largest logit {maxima[0]} in the last {steps[2]} steps before "
+        f"it, {maxima[1]} in the first {steps[2]} after; heads clipped in these: "
+        f"{', '.join(map(str, border['clipped_heads']))}.",
+        "",
+        "![largest logits](../../docs/pictures/yarn_border.png)",
+        "",
+        f"{found['processor_seconds']:,} s of one core.",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def draw_border(border: Found, path: Path) -> None:
+    """Write a PNG: the largest logit of each head, step by step, over the border."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.0), dpi=140, layout="constrained")
+    axes = figure.subplots()
+    before, after = _heads(border["before"]), _heads(border["after"])
+    steps = list(range(-len(before) + 1, len(after) + 1))
+    axes.plot(steps, torch.cat([before, after]).numpy(), color="#1f4e9c", linewidth=1, alpha=0.7)
+    axes.axvline(0.5, color="#6b7280", linewidth=1)
+    label = f"threshold of QK-Clip, {border['threshold']:.3g}"
+    axes.axhline(border["threshold"], color="#b8562f", linestyle="--", linewidth=1, label=label)
+    axes.set_title(
+        f"largest logit of each head; YaRN's factor {border['factor']:g} from step 1 on, "
+        f"x {border['squared']:.4f}",
+        fontsize=10,
+    )
+    axes.set_xlabel("step")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=9)
+    _save(figure, axes, path)
+
+
+def draw_extension(arms: Found, path: Path) -> None:
+    """Write a PNG: held-out loss by position of the four arms."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.0), dpi=140, layout="constrained")
+    axes = figure.subplots()
+    for name, losses in arms.items():
+        color = "#1f4e9c" if name.startswith("YaRN") else "#b8562f"
+        style = "--" if name.endswith("untrained") else "-"
+        axes.plot(list(losses), list(losses.values()), style, color=color, marker="o", label=name)
+    axes.set_title(f"held-out loss by position; trained on {SHORT} tokens before", fontsize=10)
+    axes.set_xlabel("tokens of the document before")
+    axes.set_ylabel("nats a token")
+    axes.legend(frameon=False, fontsize=9)
+    _save(figure, axes, path)
+
+
+def _save(figure: Any, axes: Any, path: Path) -> None:
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()
