@@ -11,6 +11,7 @@ from data_pipeline.access import open_data
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.reads import check_shards
 from data_pipeline.loader import Loader
+from data_pipeline.plan.stage import taken_over
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.load import STEPS, load
 from kimi_pretrain.checkpoint.manifest import RunState
@@ -135,16 +136,14 @@ class Run:
         state = load(checkpoint, tensors, progress, mesh=self.mesh, copies=copies)
         self.step = state.step
         self.update.resume(state.step, state.optimizer_steps)
-        try:
-            self.loader.load_state_dict(state.loader)
-            self.update.guard.resume(state.losses, state.skips_in_row)  # losses of these data
-        except ValueError as error:  # of other data, as a stage that keeps the optimizer may be
-            here, there = self.loader.state_dict(), state.loader
-            same = all(there.get(name) == here[name] for name in ("manifest", "seed", "packing"))
-            if not kept or (same and there.get("blend", here["blend"])[:1] == here["blend"][:1]):
-                raise
-            self.loader.load_state_dict(here | {"step": self.step, "opened": self.step})
-            log.warning("the data begin anew: %s", error)
+        data, anew = state.loader, None
+        if kept:
+            data, anew = taken_over(self.loader.planner, data, state.step)
+        self.loader.load_state_dict(data)
+        if anew is None:
+            self.update.guard.resume(state.losses, state.skips_in_row)  # of these data
+        else:
+            log.warning("the data begin anew: %s", anew)
         log.info("resumed from %s: %d steps are done", checkpoint.uri, self.step)
 
     def close(self) -> None:

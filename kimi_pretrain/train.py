@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from data_pipeline.loader import LoaderError, StepBatch
-from data_pipeline.plan.budget import budget_notices
+from data_pipeline.plan.budget import BudgetEnd, budget_end, budget_notices
 from data_pipeline.plan.planner import DataUsedUp, TooManyUnusable
 from data_pipeline.plan.report import blend_report
 from kimi_pretrain.attention.choice import check_kind
@@ -101,13 +101,13 @@ def train(
     if prepare is not None:
         prepare(run)
     check_node(config)
-    if mesh.rank == 0:
-        _log_start(run, run_dir)
+    end = _log_start(run, run_dir) if mesh.rank == 0 else None
     checkpoints = CheckpointScheduler(
         place, owner, run, watchdog.enter, found and found.uri, before
     )
     run.update.before_change = checkpoints.before_update
-    recorder = Recorder(config, run_dir, mesh, run.step, run.loader.indices)
+    history = "none" if found is None else "own" if before == run.step else "other"
+    recorder = Recorder(config, run_dir, mesh, run.step, run.loader.indices, history, end)
     recorder.status("running", run.step, checkpoints.uri)
     with step_faults():
         reason = _train_steps(run, recorder, checkpoints, watchdog, stop)
@@ -175,14 +175,16 @@ def _validate_if_due(
 ) -> bool:
     """Write the held-out loss after the steps done so far, unless an earlier start did.
 
-    Called before the next step, so that a run killed meanwhile makes up for it once resumed. False
-    if a rank was told to stop: nothing is written then.
+    Called before the next step, so that a run killed meanwhile makes up for it once resumed, and a
+    stage that keeps the count of steps begins with one. False if a rank was told to stop: nothing
+    is written then.
     """
     every = run.config.train.validate_every
-    if run.validation is None or not every or (run.step % every and run.finished is None):
+    due = bool(every) and (run.step % every == 0 or run.finished is not None)
+    if run.validation is None or not (due or run.step == recorder.first_step):
         return True
     watchdog.enter("validate")
-    if run.mesh.broadcast_from_rank0(partial(recorder.validated, run.step)):
+    if not run.mesh.broadcast_from_rank0(partial(recorder.to_validate, run.step, due)):
         return True
     found = run.validation.run(watchdog.progress("validate"), stop)
     if found is not None:
@@ -303,8 +305,8 @@ def _find_checkpoint(
     return None, 0
 
 
-def _log_start(run: Run, run_dir: Path) -> None:
-    """Write what runs, and with which data, into the run folder and the log; on rank 0."""
+def _log_start(run: Run, run_dir: Path) -> BudgetEnd | None:
+    """Write what runs, on which data, to folder and log; return where a budget ends it. Rank 0."""
     describe_environment(run_dir, run.config)
     log.info("%s", describe(run.config))
     if run.finished is not None:
@@ -313,5 +315,7 @@ def _log_start(run: Run, run_dir: Path) -> None:
         log.warning("%s", notice)
     log.info("data: %s", blend_report(run.loader.planner))
     planner = run.loader.planner
-    for notice in (*planner.notices(), *budget_notices(planner, run.config.train.steps)):
+    end = budget_end(planner)
+    for notice in (*planner.notices(), *budget_notices(end, run.config.train.steps)):
         log.warning("%s", notice)
+    return end

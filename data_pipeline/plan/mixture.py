@@ -8,7 +8,7 @@ form. Both take effect at the border of a packing window, since a window is pack
 source stops at the last border at which it has not gone beyond its epochs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -105,6 +105,54 @@ class Mixer:
         ]
         ratio = stage.vision_token_ratio
         return weights_for_ratio(self._totals, shares, self._ratio if ratio is None else ratio)
+
+    def refusal(
+        self, parts: Sequence[tuple[int, tuple[int, ...]]], own: tuple[int, ...], missed: list[int]
+    ) -> str:
+        """Say why a state's segments, (start, weights) each, are not those of this config.
+
+        Args:
+            own: what it gives where the last of them begins.
+            missed: where it would have changed the shares since.
+        """
+        found = f"this config changes at {missed}" if missed else f"this config gives {own}"
+        told = f"state field 'blend' ends with weights {parts[-1][1]}, {found}; "
+        if all(stage.after_share is None for _, stage in self._stages):
+            return told + (
+                "to go on with the new shares from the next window on, pass the state through "
+                "Planner.with_own_blend"
+            )
+        places = [
+            f"data.schedule[{number}] with after_tokens={tokens}"
+            for number, tokens in self._begun(parts)
+        ]
+        return told + (
+            "where a stage with after_share begins moves with data.budget, which may change before "
+            "the first of them has begun; after that, leave it as it was, or give each stage its "
+            "place in tokens" + (f": {', '.join(places)}" if places else "")
+        )
+
+    def _begun(self, parts: Sequence[tuple[int, tuple[int, ...]]]) -> Iterator[tuple[int, int]]:
+        """Yield (number in the schedule, after_tokens that begins it there) of stages begun."""
+        totals = [Fraction(total.tokens, total.samples) for total in self._totals]
+        past: tuple[Segment, ...] = ()
+        number = 0
+        for start, weights in parts:
+            past = append_segment(past, start, weights)
+            if start and number < len(self._stages) - 1:
+                try:
+                    begun = self.weights(self._stages[number + 1][1]) == weights
+                except ValueError:
+                    begun = False
+                if begun:
+                    # Amid its last window, far from where rounding would move it to another.
+                    first, end = (
+                        counts_before(at, past[:-1]) for at in (start - self._window, start)
+                    )
+                    counts = (first + end).tolist()
+                    tokens = sum((n * mean for n, mean in zip(counts, totals)), Fraction(0))
+                    yield number, ceil(tokens / 2)
+                    number += 1
 
     def check(self, mixture: Mixture) -> None:
         """Refuse a blend that leaves out what the config asks for, because windows are too large.

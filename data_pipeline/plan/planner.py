@@ -116,7 +116,7 @@ class Planner:
             ValueError: the state belongs to other data, another seed or another packing.
             DataUsedUp: the step would go beyond the last epoch of the data.
         """
-        mixture = self._decode(state)
+        mixture = self.mixture_of(state)
         step, opened = state["step"], state["opened"]
         window, row, missing = state["window"], state["row"], self.config.rows_per_step
         pieces: list[tuple[Window, int, int]] = []
@@ -170,10 +170,25 @@ class Planner:
         Raises:
             ValueError: naming the field that does not belong to this planner.
         """
-        self._decode(state)
+        self.mixture_of(state)
         entries = state["quarantine"]
         self._quarantine = tuple((int(a), int(b), int(c)) for a, b, c in entries)
         self._state = json.loads(json.dumps(dict(state)))
+
+    def mixture_of(self, state: Mapping[str, Any]) -> Mixture:
+        """Check a state as `load_state_dict`, and return the mixture it goes on with."""
+        self._identity.check(state)
+        parts = blend_segments_of(state)
+        mixture = self.mixture
+        if tuple((s.start, s.weights) for s in mixture.segments[: len(parts)]) != parts:
+            mixture = self._mixtures(parts)
+        # A stage that should already have begun was never part of this run.
+        position = state["window"] * self.config.pack_window
+        missed = [s.start for s in mixture.segments[len(parts) :] if s.start <= position]
+        own = mixture.segments[len(parts) - 1].weights
+        if own != parts[-1][1] or missed:
+            raise ValueError(self._mixer.refusal(parts, own, missed))
+        return mixture
 
     def quarantine(self, source: int, sample: int, step: int) -> bool:
         """Fill the places of a sample, which step `step` showed to be unusable, from later on.
@@ -361,25 +376,6 @@ class Planner:
             "tokens": None if tokens is None else list(tokens),
             "quarantine": [],
         }
-
-    def _decode(self, state: Mapping[str, Any]) -> Mixture:
-        """Check a state and return the mixture it goes on with."""
-        self._identity.check(state)
-        parts = blend_segments_of(state)
-        mixture = self.mixture
-        if tuple((s.start, s.weights) for s in mixture.segments[: len(parts)]) != parts:
-            mixture = self._mixtures(parts)
-        own = mixture.segments[len(parts) - 1].weights
-        # A stage that should already have begun was never part of this run.
-        position = state["window"] * self.config.pack_window
-        missed = [s.start for s in mixture.segments[len(parts) :] if s.start <= position]
-        if own != parts[-1][1] or missed:
-            found = f"this config gives {own}" if not missed else f"this config changes at {missed}"
-            raise ValueError(
-                f"state field 'blend' ends with weights {parts[-1][1]}, {found}; to go on with the "
-                "new shares from the next window on, pass the state through Planner.with_own_blend"
-            )
-        return mixture
 
 
 def join(pieces: Sequence[tuple[Window, int, int]]) -> tuple[SampleTable, ItemTable]:

@@ -15,13 +15,17 @@ import numpy as np
 from data_pipeline.access import check_tokenizer, open_data, open_tokenizer
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import read_index
-from data_pipeline.plan.budget import budget_notices
+from data_pipeline.plan.budget import budget_end, budget_notices
+from data_pipeline.plan.once import once
 from data_pipeline.plan.planner import GlobalPlan, Planner
+from data_pipeline.plan.stage import taken_over
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
-from kimi_pretrain.checkpoint.storage_read import open_place
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
 from kimi_pretrain.config import Config, ConfigError
 from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.reliability.run_history import latest_in
 from moonvit3d.geometry import grids
 
 log = logging.getLogger("kimi_pretrain.reliability.preflight")
@@ -84,8 +88,10 @@ def check_start(
         return Checked(tokenizer, indices, [])
     check_item_sizes(config, indices)
     if config.train.validate_every is not None:
-        Planner(read_heldout(config, store, tokenizer, indices), config.data.of_heldout())
+        _check_heldout(config, read_heldout(config, store, tokenizer, indices))
     planner, vision = Planner(indices, config.data), VisionPlanner(config)
+    if steps and config.train.start_optimizer == "keep":
+        _take_over(planner, config)
     plans, state = list[GlobalPlan](), planner.state_dict()
     for _ in range(steps):
         plan, state = planner.plan(state)
@@ -93,7 +99,8 @@ def check_start(
         plans.append(plan)
     if config.checkpoint.place is not None:
         _check_place(config.checkpoint.place, wait)
-    return Checked(tokenizer, indices, plans, budget_notices(planner, config.train.steps))
+    notices = budget_notices(budget_end(planner), config.train.steps)
+    return Checked(tokenizer, indices, plans, notices)
 
 
 def read_sources(config: Config, store: Store) -> tuple[Tokenizer, list[SourceIndex]]:
@@ -131,6 +138,40 @@ def read_heldout(
             )
     check_item_sizes(config, indices)
     return indices
+
+
+def _check_heldout(config: Config, indices: Sequence[SourceIndex]) -> None:
+    """Plan the held-out samples as a validation will: refuses what does not fit into memory."""
+    config = config.model_copy(update={"data": config.data.of_heldout()})
+    vision = VisionPlanner(config)
+    for number, plan in enumerate(once(Planner(indices, config.data), config.data.heldout_tokens)):
+        try:
+            vision.plan(plan)
+        except ValueError as error:
+            names = ", ".join(sorted(config.data.sources))
+            raise ConfigError(f"data.heldout ({names}), batch {number + 1}: {error}") from None
+
+
+def _take_over(planner: Planner, config: Config) -> None:
+    """Have the planner go on as a run that keeps the optimizer of the stage before.
+
+    Where that has not saved yet, or not what can be read, there is nothing to count: the check of
+    first weights tells who is to start from it.
+
+    Raises:
+        ConfigError: its data cannot go on, or leave nothing of the budget.
+    """
+    assert config.train.start_from is not None  # checked with the configuration
+    try:
+        where = latest_in(config.train.start_from)
+        before = open_checkpoint(where).manifest().state
+    except (FileNotFoundError, CheckpointError):
+        return
+    try:
+        state, _ = taken_over(planner, before.loader, before.step)
+    except ValueError as error:
+        raise ConfigError(f"train.start_from: {where}: {error}") from None
+    planner.load_state_dict(state)
 
 
 def _check_place(uri: str, patience: float) -> None:

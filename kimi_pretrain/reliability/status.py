@@ -24,7 +24,8 @@ class Status:
 
     Attributes:
         step: steps done.
-        steps: that the run is to do; None as long as nobody knows.
+        steps: that the run is to do, or most of them: `train.steps`, or fewer where it is known
+            exactly that a budget of tokens ends it; None as long as nobody knows.
         checkpoint: the last one that is complete, as a path or URI.
     """
 

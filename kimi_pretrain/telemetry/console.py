@@ -13,11 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class StepLines:
     """Prints every n-th step as one plain line, also the first of this start and the run's last.
 
-    `first_step` steps of all `steps` were done before.
+    `first_step` steps of all `steps` were done before. `about`: they are an estimate.
     """
 
-    def __init__(self, first_step: int, steps: int, every: int):
+    def __init__(self, first_step: int, steps: int, every: int, *, about: bool = False):
         self._first, self._steps, self._every = first_step, steps, every
+        self._about = "about " if about else ""
         self._done, self._tokens, self._seconds = 0, 0, 0.0
 
     def line(self, step: int, loss: float, tokens: int, seconds: float) -> str | None:
@@ -27,17 +28,22 @@ class StepLines:
         if step % self._every and step not in (self._first + 1, self._steps):
             return None
         speed = self._tokens / max(self._seconds, 1e-9)
-        left = timedelta(seconds=round((self._steps - step) * self._seconds / self._done))
+        to_do = max(self._steps - step, 0)  # an estimate may be too low
+        left = timedelta(seconds=round(to_do * self._seconds / self._done))
         self._done, self._tokens, self._seconds = 0, 0, 0.0
-        return f"step {step}/{self._steps}  loss {loss:.4f}  {speed:,.0f} tokens/s  ETA {left}"
+        steps = f"{self._about}{self._steps}"
+        return (
+            f"step {step}/{steps}  loss {loss:.4f}  {speed:,.0f} tokens/s  ETA {self._about}{left}"
+        )
 
 
 class StepDisplay:
     """Shows each step on stdout, as `StepLines` where that is no terminal; see there."""
 
-    def __init__(self, first_step: int, steps: int, every: int):
+    def __init__(self, first_step: int, steps: int, every: int, *, about: bool = False):
         console = Console()
-        self._lines = None if console.is_terminal else StepLines(first_step, steps, every)
+        lines = StepLines(first_step, steps, every, about=about)
+        self._lines = None if console.is_terminal else lines
         self._shown = time.monotonic()
         self._bar = Progress(
             TextColumn("training"),

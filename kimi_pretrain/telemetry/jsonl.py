@@ -24,6 +24,9 @@ def cut_after(file: Path, step: int) -> int | None:
     Reads no more than these lines and one before them; the file is cut in one go, when they are on
     the disk: a run that is killed just now leaves it as it was or as it shall be.
 
+    Args:
+        step: -1 moves all of them.
+
     Returns:
         the last step whose lines were moved; None: there were none.
 
@@ -37,12 +40,11 @@ def cut_after(file: Path, step: int) -> int | None:
         size, last = os.fstat(fd).st_size, None
         whole = end = _after_newline(fd, size)
         while end:
-            start = _after_newline(fd, end - 1)
-            found = _step_of(os.pread(fd, end - start, start), file, start)
+            start, found = _last_line(fd, end, file)
             if found <= step:
                 break
             last = found if last is None else last
-            end = start if step > 0 else 0  # before the first step there is nothing to look for
+            end = start if step >= 0 else 0  # all of it: there is nothing to look for
         if last is not None:
             _append(fd, end, whole, abandoned(file))
         if end != size:
@@ -64,10 +66,15 @@ def last_step(file: Path) -> int | None:
     fd = os.open(file, os.O_RDONLY)
     try:
         end = _after_newline(fd, os.fstat(fd).st_size)
-        start = _after_newline(fd, end - 1) if end else 0
-        return _step_of(os.pread(fd, end - start, start), file, start) if end else None
+        return _last_line(fd, end, file)[1] if end else None
     finally:
         os.close(fd)
+
+
+def _last_line(fd: int, end: int, file: Path) -> tuple[int, int]:
+    """Return where the line begins that ends before `end`, and its step."""
+    start = _after_newline(fd, end - 1)
+    return start, _step_of(os.pread(fd, end - start, start), file, start)
 
 
 def _append(fd: int, start: int, end: int, file: Path) -> None:

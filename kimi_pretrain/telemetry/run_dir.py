@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ log = logging.getLogger("kimi_pretrain.telemetry.run_dir")
 NOT_DRAWN = ("step", "rank", "mean")
 # Numbers by the names of sources, which may be any, "max" too.
 BY_SOURCE = ("loss_by_source", "loss_tokens_by_source", "loss_by_source_and_position")
+History = Literal["own", "other", "none"]
 # Lists with a number for each layer; other lists (of ranks) are not drawn.
 BY_LAYER = ("max_logits",)
 
@@ -113,15 +114,27 @@ class MetricsWriter:
     Args:
         first_step: steps that were done before.
         display: shows each step on stdout; None shows nothing.
+        history: whose lines stay. "own": of the checkpoint that the run goes on from; "other": of
+            one from elsewhere, so a validation of `first_step` was of other weights; "none": the
+            run begins, and what is there is of a start that saved nothing.
     """
 
-    def __init__(self, folder: Path, first_step: int, display: StepDisplay | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        first_step: int,
+        display: StepDisplay | None = None,
+        history: History = "own",
+    ):
         for name in ("metrics.jsonl", "heldout.jsonl", "quarantine.jsonl", "anomalies.jsonl"):
-            last = cut_after(folder / name, first_step)
+            after = -1 if history == "none" else first_step
+            if history == "other" and name == "heldout.jsonl":
+                after = first_step - 1
+            last = cut_after(folder / name, after)
             if last is not None:
                 kept = abandoned(folder / name).name
                 log.warning(
-                    "%s goes on after step %d; lines of later steps, up to %d, are in %s now",
+                    "%s goes on after step %d; lines of another start, up to step %d, are in %s",
                     name, first_step, last, kept,
                 )  # fmt: skip
         self._lines = Appended(folder / "metrics.jsonl")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from data_pipeline.plan.budget import budget_notices
+from data_pipeline.plan.budget import budget_end, budget_notices
 from data_pipeline.plan.planner import GlobalPlan, Planner
 from kimi_pretrain.config import GIB, ITEMSIZE, MIB, Config
 from kimi_pretrain.dep.places import Moved, seconds_of_part
@@ -108,9 +108,8 @@ def predict(
         progress((number - 1) / num_steps, f"step {number}")
         plan, state = planner.plan(state)
         steps.append(predict_step(plan, vision, ways))
-    return Predictions(
-        config, tuple(steps), (*planner.notices(), *budget_notices(planner, config.train.steps))
-    )
+    ends = budget_notices(budget_end(planner), config.train.steps)
+    return Predictions(config, tuple(steps), (*planner.notices(), *ends))
 
 
 def predict_step(

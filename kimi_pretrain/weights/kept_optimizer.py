@@ -50,17 +50,23 @@ def check_kept(weights: Weights, config: Config) -> None:
 def _check_schedule(manifest: Manifest, config: Config, where: str) -> None:
     """Refuse another batch where the schedule counts tokens: its places would be other steps."""
     here = config.tokens_per_step()
-    there = (manifest.training or {}).get("tokens_per_step", here)
-    places = [
-        [(stretch.start / tokens, stretch.end / tokens) for stretch in stretches(optim, tokens)]
-        for optim, tokens in ((config.optim, here), (config.optim, there))
-    ]
-    if places[0] != places[1]:
-        raise CheckpointError(
-            f"{where}: its steps had {there:,} tokens, those of this run have {here:,} "
-            "(data.rows_per_step x data.seq_len): the place in a schedule that counts tokens "
-            f"cannot be kept; keep their product, or write optim.schedule in steps{_FRESH[1:]}"
-        )
+    there = (manifest.training or {}).get("tokens_per_step")
+    # Of a checkpoint that does not say it: any other number moves what is counted in tokens.
+    if _places(config, here) == _places(config, there or 2 * here):
+        return
+    told = f"had {there:,}" if there else "had nobody knows how many"
+    keep = "keep their product, or " if there else "it is of an earlier version; "
+    raise CheckpointError(
+        f"{where}: its steps {told} tokens, those of this run have {here:,} (data.rows_per_step x "
+        "data.seq_len): the place in a schedule that counts tokens cannot be kept; "
+        f"{keep}write optim.schedule in steps{_FRESH[1:]}"
+    )
+
+
+def _places(config: Config, tokens: int) -> list[tuple[float, float]]:
+    """Return first and last step of each stretch of the schedule, in steps of so many tokens."""
+    found = stretches(config.optim, tokens)
+    return [(stretch.start / tokens, stretch.end / tokens) for stretch in found]
 
 
 def _check_state(weights: Weights, manifest: Manifest, config: Config) -> None:

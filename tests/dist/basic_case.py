@@ -8,10 +8,14 @@ from tests.dist.deepseek import deepseek_v3
 
 
 def losses(run) -> list[dict]:
-    """Loss, norm and counts of each step; the losses of all ranks by source and place."""
+    """Loss, norm and counts of each step; the losses of all ranks by source and place.
+
+    Where the run validates, the held-out losses before the steps, too.
+    """
+    held_out = [_held_out(run)] if run.validation is not None else []
     names, seq_len = run.config.data.source_names, run.config.data.seq_len
     reports = [run.train_step.run(next(run.loader)) for _ in range(run.config.train.steps)]
-    return [
+    return held_out + [
         {
             "loss": report.loss,
             "grad_norm": report.update.grad_norm,
@@ -27,14 +31,27 @@ def losses(run) -> list[dict]:
     ]
 
 
+def _held_out(run) -> dict:
+    """Return the line of a validation without its seconds."""
+    return {**run.validation.run().line(0), "seconds": None}
+
+
 def validated(run) -> dict:
-    """Held-out losses before the first step and after the last, and the rows that hold samples."""
-    lines = [run.validation.run().line(0)]
+    """Held-out losses before the first step and after the last, and the rows that hold samples.
+
+    Under "stopped" what becomes of a validation that the last rank is told to stop after a batch,
+    and of one that goes through all of them while no rank is.
+    """
+    asked = iter([None, "told"])
+    last = run.mesh.rank == run.mesh.world_size - 1
+    batches = list[object]()
+    stopped = run.validation.run(batches.append, lambda: next(asked) if last else None)
+    lines = [run.validation.run(stop=lambda: None).line(0)]
     for _ in range(run.config.train.steps):
         run.train_step.run(next(run.loader))
     lines.append(run.validation.run().line(run.config.train.steps))
     rows = [sorted(set(plan.samples.row.tolist())) for plan in run.validation.plans]
-    return {"lines": lines, "rows": rows}
+    return {"lines": lines, "rows": rows, "stopped": (stopped, batches)}
 
 
 def dep_gradients(run) -> dict[str, torch.Tensor]:
@@ -85,10 +102,13 @@ def dep_variants(run) -> dict[str, dict]:
                 )
             )
         other = type(run)(config, run.mesh)
+        held_out = _held_out(other)
+        parts = [other.validation._step.planner.plan(plan).parts for plan in other.validation.plans]
         report = other.train_step.run(next(other.loader))
         gradients = _owned_gradients(other, report.loss_tokens)
         found[name] = {
             "loss": report.loss,
+            "held out": (held_out, sum(int((part > 1).sum()) for part in parts)),
             "shared": int((report.vision.parts > 1).sum()),
             "kept": sum(run.mesh.all_gather_object(report.kept_patches)),
             "patches": int(report.vision.patches.sum()),

@@ -97,11 +97,14 @@ def _watch(backbone):
         apply(backbone.policy, chunk.modules(), chunk.parameters())
 
 
+EMPTY = torch.zeros(0)
+
+
 def policies(run, names=tuple(POLICIES)) -> dict:
-    """One step of the same microbatches under every policy, and an evaluation after each.
+    """One step of the same microbatches under every policy, and held-out losses after each.
 
     Returns for every policy the names of what differs on some rank from the policy of `EQUALS` (for
-    one without: from "none"), the bytes that are held once step and evaluation are over, the number
+    one without: from "none"), the bytes that are held once step and forward are over, the number
     of things compared, the groups that a second step brought back late, what the policy did in the
     first step (`Watched`), and which tensor is farthest from that policy's, and how far; under
     "padding" the tokens of padding in all parts, under "layers" and "dense layers" the forward
@@ -123,7 +126,8 @@ def policies(run, names=tuple(POLICIES)) -> dict:
             again = _step(run, microbatches)
             assert all(torch.equal(value, again[key]) for key, value in found[name].items())
             late = run.backbone.policy.host.late
-        run.backbone.evaluate(microbatches, lambda logits: None)
+        held_out = run.backbone.losses(microbatches)  # as in a validation
+        found[name]["loss, held out"] = torch.cat([one.flatten() for one in held_out or [EMPTY]])
         other = found[EQUALS.get(name, "none")]
         differing = [
             key for key, value in found[name].items() if not torch.equal(value, other[key])

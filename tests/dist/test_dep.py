@@ -50,12 +50,34 @@ def check_frozen(found: dict, plain: dict, unbalanced: dict) -> None:
         assert ran == (set() if name == "encoder" else backward), name
 
 
+def check_held_out(found: dict, plain: dict) -> None:
+    """A validation before the step comes to the same; the gradients below come after it."""
+    wanted, shared = plain["held out"]
+    assert shared == 0
+    assert wanted["vision_tokens"] > 100
+    for name, variant in found.items():
+        line, shared = variant["held out"]
+        assert (shared > 0) == (name == "shared by two"), name
+        for key, value in line.items():
+            expected = pytest.approx(wanted[key], rel=1e-6) if key in MEANS else wanted[key]
+            assert value == expected, (name, key)
+
+
+HELDOUT = (
+    "data.heldout={pictures_heldout: 1, words_heldout: 1}", "data.heldout_tokens=1200",
+    "train.validate_every=1",
+)  # fmt: skip
+MEANS = ("loss", "loss_by_source", "loss_by_position")
+
+
 def test_every_way_to_encode_comes_to_the_same(data_root, tmp_path):
     """The baseline, kept activations, other chunks, other ranks, shared items: PP2 x EP2, fp32."""
     axes = layout(pp=2, dp=2, ep=2)
-    found = run_job("dep_variants", tmp_path, 4, f"data.root={data_root}", "train.steps=1", *axes)
+    root = f"data.root={data_root}"
+    found = run_job("dep_variants", tmp_path, 4, root, "train.steps=1", *axes, *HELDOUT)
     plain = found.pop("plain")
     assert plain["kept"] == 0
+    check_held_out(found, plain)
     alone = found.pop("no balance loss")
     check_frozen({name: found.pop(name) for name in FROZEN}, plain, alone)
     for name, variant in found.items():

@@ -11,6 +11,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 COMMON = ("train.steps=2", "model.language.aux_loss_coeff=0.1")
 PIPELINE = dict(pp=2, vpp=2, dp=2, ep=2)
 BFLOAT16 = ("train.dtype=bfloat16",)
+HELDOUT = (
+    "data.heldout={pictures_heldout: 1}", "data.heldout_tokens=600", "train.validate_every=1",
+)  # fmt: skip
 # Name -> layout, and other settings. A chunk of the first has no layers, only the loss.
 CASES = {
     "PP2 x VPP2 x EP2": (PIPELINE, ("layout.stages=Et|t|tt|L",)),
@@ -45,7 +48,7 @@ def found(data_root, tmp_path_factory):
     # Without a pipeline Megatron-Core has another schedule for it.
     for layout in CASES:
         for name in ("false", "true"):
-            settings = "optim.qk_clip_threshold=0.05", f"layout.overlap_experts={name}"
+            settings = "optim.qk_clip_threshold=0.05", f"layout.overlap_experts={name}", *HELDOUT
             jobs[f"training, {layout}, {name}"] = "losses", (*jobs[layout][1], *settings)
     return run_jobs(jobs, tmp_path_factory.mktemp("overlap"), 4, timeout=200.0)
 
@@ -92,6 +95,7 @@ def test_a_training_is_the_same(layout, found):
     steps = found[f"training, {layout}, true"]
     assert steps == found[f"training, {layout}, false"]
     assert all(step["vision_tokens"] > 0 for step in steps)
+    assert steps[0]["kind"] == "heldout"
 
 
 REFUSED = {

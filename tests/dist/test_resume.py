@@ -161,6 +161,7 @@ def test_resume_is_bitwise(straight, interrupted, data_root):
     """
     folder = interrupted.folder
     overrides = (f"data.root={data_root}", "train.steps=6", "checkpoint.every=3", *FOUR)
+    begun = read_status(folder).step
     done = train(folder, *overrides, *HELDOUT, resume=Path("latest"))
     assert done.returncode == 0, done.stdout + done.stderr
     rest = read_metrics(straight)
@@ -179,8 +180,14 @@ def test_resume_is_bitwise(straight, interrupted, data_root):
     assert (status.state, status.step) == ("finished", 6)
     whole, part = (held_out(run) for run in (straight, folder))
     assert [line["step"] for line in whole] == [0, 2, 4, 6]
-    assert part == whole[-len(part) :]
-    assert part
+    # Never validated before, it begins with one, at whichever step it goes on.
+    assert part[0]["step"] == begun
+    assert [line for line in part if not line["step"] % 2] == whole[-((6 - begun) // 2 + 1) :]
+
+
+def count_tokens(lines: list[dict]) -> tuple[int, int]:
+    """Return the text and vision tokens of steps."""
+    return sum(line["text_tokens"] for line in lines), sum(line["vision_tokens"] for line in lines)
 
 
 def held_out(folder: Path) -> list[dict]:
@@ -207,8 +214,15 @@ def test_a_stage_that_keeps_all_and_changes_nothing_is_an_unbroken_run(
 ):
     start = f"train.start_from={straight / 'checkpoints' / 'step_00000003'}"
     settings = (f"data.root={data_root}", "train.steps=6", *FOUR, start)
-    done = train(tmp_path / "kept", *settings, "train.start_optimizer=keep")
+    budget = "data.budget={vision: 100000}"
+    done = train(tmp_path / "kept", *settings, "train.start_optimizer=keep", *HELDOUT, budget)
     assert done.returncode == 0, done.stdout + done.stderr
+    used = "{:,} and {:,}".format(*count_tokens(read_metrics(straight)[:3]))
+    told = "train.steps=6 ends the run before data.budget does, which ends after"
+    assert re.search(rf"{told} .* \(those of earlier steps, {used}, among them\)", done.stderr)
+    # Validated at the first step that it has, as any stage, and when it is due.
+    assert [line["step"] for line in held_out(tmp_path / "kept")] == [3, 4, 6]
+    assert held_out(tmp_path / "kept")[1:] == held_out(straight)[-2:]
     kept, first = (
         json.loads((run / "state_hashes.json").read_text()) for run in (tmp_path / "kept", straight)
     )
@@ -255,6 +269,19 @@ def test_a_part_that_was_frozen_has_nothing_to_keep(straight):
         CheckpointError, match=r"mm_projector\S+: there train\.frozen=\[projector\]"
     ):
         check_kept(dataclasses.replace(weights, reader=frozen), config)
+
+
+def test_an_earlier_version_s_place_in_a_schedule_of_tokens_is_not_known(straight):
+    """Its manifest does not say how many tokens a step had; a schedule in steps does not ask."""
+    steps = load_config("tiny_cpu", (*SMALL, *ONE, "train.steps=9"))
+    weights, _ = open_compatible(straight / "checkpoints" / "step_00000003", steps.model)
+    for training in (None, {"stage": None, "frozen": []}):
+        manifest = dataclasses.replace(weights.reader.manifest, training=training)
+        older = dataclasses.replace(weights.reader, manifest=manifest)
+        check_kept(dataclasses.replace(weights, reader=older), steps)
+        tokens = load_config("tiny_cpu", (*SMALL, *ONE, "train.steps=9", IN_TOKENS))
+        with pytest.raises(CheckpointError, match="nobody knows how many tokens, .* 1,024 "):
+            check_kept(dataclasses.replace(weights, reader=older), tokens)
 
 
 def test_resume_in_another_layout_equals_to_rounding(straight, checkpoint, data_root, tmp_path):

@@ -4,9 +4,10 @@ import pytest
 from pydantic import ValidationError
 
 from data_pipeline.config import BlendStage, TokenBudget
-from data_pipeline.plan.budget import budget_end, budget_notices, used_up
+from data_pipeline.plan.budget import budget_end, budget_notices, last_step, used_up
 from data_pipeline.plan.planner import Planner
-from tests.unit.data_pipeline.test_plan import CONFIG, made_indices
+from data_pipeline.plan.stage import taken_over
+from tests.unit.data_pipeline.test_plan import CONFIG, made_indices, row_stream, run
 
 TEXTS = {"web": 1.0}
 MEDIA = {"captions": 1.0, "clips": 1.0}
@@ -51,11 +52,11 @@ def test_a_budget_ends_at_the_first_step_that_reaches_it(budget):
 def test_a_budget_that_a_step_meets_exactly_ends_there():
     *_, (_, text, vision) = walk(planner_of(), 3)
     for budget in (TokenBudget(text=text), TokenBudget(vision=vision)):
-        end = budget_end(planner := planner_of(budget=budget))
+        end = budget_end(planner_of(budget=budget))
         assert (end.step, end.exact, end.tokens) == (3, True, (text, vision))
-        (told,) = budget_notices(planner, steps=3)
+        (told,) = budget_notices(end, steps=3)
         assert told.startswith("data.budget ends after 3 steps")
-        (told,) = budget_notices(planner, steps=2)
+        (told,) = budget_notices(end, steps=2)
         assert told.startswith("train.steps=2 ends the run before")
 
 
@@ -79,11 +80,144 @@ def test_a_long_run_s_end_is_told_from_its_first_windows(budget):
     assert about.tokens == pytest.approx(exact.tokens, rel=0.05)
     assert "about" in str(about)
     assert "about" not in str(exact)
-    (told,) = budget_notices(planner, steps=exact.step)
+    (told,) = budget_notices(exact, steps=exact.step)
     assert told.startswith("data.budget ends after ")
-    (told,) = budget_notices(planner, steps=3)
+    (told,) = budget_notices(exact, steps=3)
     assert told.startswith("train.steps=3 ends the run before data.budget does")
-    assert budget_notices(planner_of(), steps=3) == []
+    assert budget_notices(budget_end(planner_of()), steps=3) == []
+    assert [last_step(exact, steps) for steps in (3, 10**6)] == [3, exact.step]
+    assert last_step(None, 3) == 3
+
+
+def test_the_end_of_a_resumed_run_is_that_of_the_whole_one():
+    """Counted from where it goes on: about, from other windows; exactly, to the same step."""
+    planner = planner_of(budget=TokenBudget(text=240_000))
+    whole = budget_end(planner, most_windows=10**6)
+    planner.load_state_dict(planner.state_at(whole.step // 2))
+    exact, about = budget_end(planner, most_windows=10**6), budget_end(planner, most_windows=5)
+    assert (exact.step, exact.tokens) == (whole.step, whole.tokens)
+    assert not about.exact
+    assert about.step == pytest.approx(whole.step, rel=0.05)
+    assert about.tokens == pytest.approx(whole.tokens, rel=0.05)
+    used = "earlier steps, {:,} and {:,}".format(*planner.state_dict()["tokens"])
+    assert used in str(exact)
+    assert "earlier" not in str(whole)
+
+
+def later_stages(kind: str) -> dict:
+    """A budget of a kind of tokens; text, then media, then text again."""
+    most = {"text": 30_000} if kind == "text" else {"text": 30_000, "vision": 3_000}
+    stages = [
+        BlendStage(after_share=0.25, sources=MEDIA | TEXTS, vision_token_ratio=0.2),
+        BlendStage(after_share=0.5, sources={"web": 3.0, "clips": 1.0}, vision_token_ratio=0.1),
+    ]
+    return {
+        "sources": TEXTS, "vision_token_ratio": None, "schedule": stages,
+        "budget": TokenBudget(**most),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("begun", [1, 2])
+@pytest.mark.parametrize("kind", ["text", "both"])
+def test_a_raised_budget_moves_what_has_not_begun_and_no_stage_that_has(kind, begun):
+    """Refused with the places in tokens that the begun stages had, which go on as before."""
+    changes = later_stages(kind)
+    planner = planner_of(**changes)
+    start = planner.mixture.segments[begun].start
+    states = [planner.state_dict(), *(state for state, *_ in walk(planner, 200))]
+    window = planner.config.pack_window
+    before = [s for s in states if s["window"] * window < planner.mixture.segments[1].start][-2]
+    state = next(s for s in states if s["window"] * window > start)
+    budget = {k: v and 2 * v for k, v in changes["budget"].model_dump().items()}
+    raised = planner_of(**changes | {"budget": TokenBudget(**budget)})
+    raised.load_state_dict(before)
+    assert raised.mixture.segments[1].start > planner.mixture.segments[1].start
+    with pytest.raises(ValueError, match=r"'blend' ends with .* moves with data\.budget") as error:
+        raised.load_state_dict(state)
+    told = str(error.value)
+    places = [
+        int(told.partition(f"data.schedule[{number}] with after_tokens=")[2].split(",")[0])
+        for number in range(begun)
+    ]
+    rest = [10**9 + number for number in range(begun, 2)]  # not begun: anywhere later
+    stages = [
+        stage.replace(after_share=None, after_tokens=tokens)
+        for stage, tokens in zip(changes["schedule"], places + rest, strict=True)
+    ]
+    further = planner_of(**changes | {"budget": TokenBudget(**budget), "schedule": stages})
+    starts = [segment.start for segment in further.mixture.segments[: begun + 1]]
+    assert starts == [segment.start for segment in planner.mixture.segments[: begun + 1]]
+    further.load_state_dict(state)
+    assert row_stream(run(further, 1, state)[0]) == row_stream(run(planner, 1, state)[0])
+
+
+def test_a_lowered_budget_says_why_a_stage_should_have_begun():
+    changes = later_stages("text")
+    planner = planner_of(**changes)
+    state = planner.state_at(4)
+    assert len(state["blend"]) == 1
+    lowered = planner_of(**changes | {"budget": TokenBudget(text=6_000)})
+    with pytest.raises(ValueError, match=r"this config changes at .* moves with data\.budget"):
+        lowered.load_state_dict(state)
+
+
+BUDGET = {"budget": TokenBudget(text=9000)}
+OTHERS = {
+    "seed": {"seed": 77},
+    "packing": {"seq_len": 200},
+    "sources": {"sources": MEDIA},
+    "first shares": {"vision_token_ratio": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_data_of_a_stage_begin_anew_where_they_are_others(name):
+    """From the first row on, with the count of steps; a budget counts from there."""
+    state = planner_of(**BUDGET).state_at(5)
+    changes = BUDGET | OTHERS[name]
+    if name == "sources":
+        changes |= {"vision_token_ratio": None}
+    planner = planner_of(**changes)
+    found, why = taken_over(planner, state, 5)
+    assert why is not None
+    assert found == planner.state_at(0) | {"step": 5, "opened": 5}
+    planner.load_state_dict(found)
+    end, alone = budget_end(planner), budget_end(planner_of(**changes))
+    assert (end.step, end.tokens, end.before) == (alone.step + 5, alone.tokens, (0, 0))
+    plan, _ = planner.plan(found)
+    assert plan.step == 5
+
+
+def test_the_data_of_a_stage_go_on_where_they_are_the_same():
+    """Of a run of other steps and rows a step too; with shares that are to change later."""
+    later = BlendStage(after_tokens=10**6, sources=MEDIA | TEXTS, vision_token_ratio=0.1)
+    state = planner_of(**BUDGET).state_at(5)
+    for changes in ({}, {"rows_per_step": 5}, {"schedule": [later]}):
+        planner = planner_of(**BUDGET | changes)
+        assert taken_over(planner, state, 5) == (state, None)
+        planner.load_state_dict(state)
+        assert budget_end(planner).before == tuple(state["tokens"])
+
+
+def test_the_same_data_that_cannot_go_on_are_refused_not_begun_anew():
+    stage = BlendStage(after_tokens=900, sources=MEDIA | TEXTS, vision_token_ratio=0.1)
+    first = planner_of(schedule=[stage])
+    state = next(state for state, *_ in walk(first, 99) if len(state["blend"]) > 1)
+    with pytest.raises(ValueError, match="'blend' ends with"):
+        taken_over(planner_of(), state, state["step"])
+    with pytest.raises(ValueError, match="'decoders' is 'pillow 1'"):
+        taken_over(first, state | {"decoders": "pillow 1"}, state["step"])
+
+
+def test_a_stage_with_nothing_left_of_its_budget_is_refused():
+    planner = planner_of(**BUDGET)
+    state = planner.state_at(budget_end(planner).step)
+    text = state["tokens"][0]
+    told = rf"data\.budget\.text=9,000 tokens are used up \({text:,}\) by the stages before"
+    with pytest.raises(ValueError, match=f"{told}.*raise data.budget"):
+        taken_over(planner, state, state["step"])
+    more = planner_of(budget=TokenBudget(text=text + 1))
+    assert taken_over(more, state, state["step"]) == (state, None)
 
 
 def test_a_budget_of_what_no_sample_holds_is_refused():

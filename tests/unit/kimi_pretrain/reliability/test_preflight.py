@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from data_pipeline.ingest.ingest import CrudeSample, TextSegment, ingest
-from data_pipeline.plan.planner import TooManyUnusable
+from data_pipeline.plan.budget import budget_end
+from data_pipeline.plan.planner import Planner, TooManyUnusable
 from data_pipeline.store.open import open_store
 from data_pipeline.text import Tokenizer
+from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, RunState, manifest_of
 from kimi_pretrain.checkpoint.scheduler import CheckpointScheduler
 from kimi_pretrain.config import ConfigError, load_config
 from kimi_pretrain.reliability.preflight import check_node, check_start, unsaved
@@ -80,3 +82,43 @@ def test_a_source_of_training_under_another_name_is_no_held_out_one(data_root: P
     same = load_config("tiny_cpu", [*SMALL, *keys, cats, *one, "data.heldout={words_again: 1}"])
     with pytest.raises(ConfigError, match=r"data.heldout.words_again holds the samples of .*cats"):
         check_start(same)
+
+
+ONE = ("layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.ep=1")
+
+
+def test_held_out_media_that_do_not_fit_are_refused_before_a_process_is_started(data_root):
+    """Those of training fit, and those held out, larger in a batch, do not."""
+    keys = (f"data.root={data_root}", "data.sources={words: 1}", "data.vision_token_ratio=null")
+    held = ("data.heldout={pictures_heldout: 1}", "train.validate_every=5")
+    limit = "dep.memory_limit_gib=1.0e-6"
+    check_start(load_config("tiny_cpu", [*SMALL, *keys, *ONE, limit]))
+    check_start(load_config("tiny_cpu", [*SMALL, *keys, *ONE, *held]))
+    with pytest.raises(ConfigError, match=r"^data.heldout \(pictures_heldout\), batch 1: .*memory"):
+        check_start(load_config("tiny_cpu", [*SMALL, *keys, *ONE, *held, limit]))
+
+
+def test_a_kept_stage_counts_its_budget_before_a_process_is_started(data_root, tmp_path):
+    """Its data go on: what the stage before has used counts, and may be all of it."""
+    keys = [*SMALL, *ONE, f"data.root={data_root}", "data.budget={text: 3000}"]
+    config = load_config("tiny_cpu", keys)
+    planner = Planner(check_start(config).indices, config.data)
+    ends = budget_end(planner)
+    for step in (2, ends.step):
+        folder = tmp_path / f"step_{step:08d}"
+        folder.mkdir()
+        state = RunState(step, step, planner.state_at(step))
+        files = {INDEX: Fingerprint(2, "0" * 64)}
+        (folder / MANIFEST).write_text(manifest_of(config, state, files, {}).text())
+    keep = ("train.steps=99", "train.start_optimizer=keep", f"train.start_from={tmp_path}")
+    with pytest.raises(ConfigError, match=r"^train.start_from: .*data.budget.text=3,000 .*raise"):
+        check_start(load_config("tiny_cpu", [*keys, *keep]))
+    (two,) = keep[2:]
+    found = check_start(load_config("tiny_cpu", [*keys, *keep[:2], f"{two}/step_00000002"]))
+    assert found.plans[0].step == 2
+    (told,) = found.notices
+    assert f"ends after {ends.step} steps" in told
+    assert "those of earlier steps, {:,} and {:,}".format(*planner.state_at(2)["tokens"]) in told
+    check_start(load_config("tiny_cpu", [*keys, *keep]), steps=0)  # resumed: counted by its own
+    to_come = f"{two}/to_come"  # of a chain: the stage before has not begun
+    assert check_start(load_config("tiny_cpu", [*keys, *keep[:2], to_come])).plans[0].step == 0

@@ -1,12 +1,23 @@
 """What a run writes down: one line a step, and a trace that viewers read."""
 
 import json
+import pickle
+import re
 import subprocess
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
+from data_pipeline.plan.budget import BudgetEnd
+from kimi_pretrain.config import load_config
+from kimi_pretrain.losses import LossSums, bins_of
+from kimi_pretrain.reliability.anomaly_guard import Verdict
+from kimi_pretrain.reliability.status import read_status
 from kimi_pretrain.telemetry.console import StepDisplay, StepLines
 from kimi_pretrain.telemetry.metrics import RankMetrics
+from kimi_pretrain.telemetry.recorder import RankReport, Recorder
 from kimi_pretrain.telemetry.run_dir import MetricsWriter, git_state, scalars, write_trace
 
 
@@ -67,14 +78,100 @@ def test_all_records_of_later_steps_are_set_aside_and_told(tmp_path, caplog):
         assert (tmp_path / name).read_text() == '{"step": 1}\n'
         kept = name.replace(".", ".abandoned.")
         assert (tmp_path / kept).read_text() == '{"step": 2}\n'
-        assert f"{name} goes on after step 1; lines of later steps, up to 2, are in {kept}" in (
-            caplog.text
-        )
-    MetricsWriter(tmp_path, 0).close()  # from scratch: nothing is left of it
+        told = f"{name} goes on after step 1; lines of another start, up to step 2, are in {kept}"
+        assert told in caplog.text
+    MetricsWriter(tmp_path, 0, history="none").close()  # from scratch: nothing is left of it
     for name in names:
         assert (tmp_path / name).read_text() == ""
         kept = name.replace(".", ".abandoned.")
         assert (tmp_path / kept).read_text() == '{"step": 2}\n{"step": 1}\n'
+
+
+HISTORIES = {
+    # Step 40 is the checkpoint's: with the same weights its validation stays.
+    "own": ([20, 39, 40], [20, 40]),
+    # From elsewhere: what was validated at this step had other weights.
+    "other": ([20, 39, 40], [20]),
+    # A stage that keeps the count of steps, after a start in this folder that saved nothing.
+    "none": ([], []),
+}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_the_lines_of_other_weights_are_set_aside(history, tmp_path):
+    for name, steps in (("metrics", [20, 39, 40, 41]), ("heldout", [20, 40, 60])):
+        lines = "".join(json.dumps({"step": step}) + "\n" for step in steps)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    MetricsWriter(tmp_path, 40, history=history).close()
+    left = [
+        [json.loads(line)["step"] for line in (tmp_path / f"{name}.jsonl").open()]
+        for name in ("metrics", "heldout")
+    ]
+    assert tuple(left) == HISTORIES[history]
+
+
+def test_two_starts_at_step_0_leave_one_validation_of_it(tmp_path):
+    """The second has other weights: nothing was saved of the first."""
+    for loss in (5.0, 6.0):
+        recorder = recorder_of(tmp_path, 0, history="none")
+        assert recorder.to_validate(0, due=True)
+        line = {"step": 0, "kind": "heldout", "loss": loss, "loss_by_source": {}, "seconds": 1.0}
+        recorder.heldout(line)
+        assert not recorder.to_validate(0, due=True)
+        recorder.close()
+    lines = [json.loads(line) for line in (tmp_path / "heldout.jsonl").open()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(0, 6.0)]
+
+
+def test_a_stage_is_validated_at_its_first_step_whichever_it_is(tmp_path):
+    """And a run that goes on only where it has never been; later ones as they are due."""
+    recorder = recorder_of(tmp_path, 403, history="none")
+    assert recorder.to_validate(403, due=False)
+    (tmp_path / "heldout.jsonl").write_text('{"step": 403}\n')
+    assert not recorder.to_validate(403, due=False)
+    assert recorder.to_validate(420, due=True)
+    recorder.close()
+
+
+def recorder_of(folder, first_step: int, history: str, end: BudgetEnd | None = None) -> Recorder:
+    config = load_config("tiny_cpu", ["train.steps=500", "train.peak_tflops=1.0"])
+    alone = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    return Recorder(config, folder, alone, first_step, [], history, end)
+
+
+@pytest.mark.parametrize(("exact", "steps"), [(True, 420), (False, 500)])
+def test_a_budget_s_end_is_told_where_it_is_known(exact, steps, tmp_path, capfd):
+    """An estimate is told as one, and only to people."""
+    end = BudgetEnd(420, exact, (9, 9), (0, 0), "it is used up")
+    recorder = recorder_of(tmp_path, 0, "none", end)
+    recorder.metrics.write({"step": 1, "loss": 1.0, "tokens": 64})
+    recorder.status("running", 1, None)
+    assert read_status(tmp_path).steps == steps
+    recorder.status("finished", 420, None)
+    assert read_status(tmp_path).steps == 420
+    recorder.close()
+    told = "step 1/420 .* ETA 0" if exact else "step 1/about 420 .* ETA about 0"
+    assert re.match(told, capfd.readouterr().out)
+
+
+def test_an_estimate_that_was_too_low_leaves_nothing_to_do():
+    lines = StepLines(0, 9, 4, about=True)
+    told = [lines.line(step, 1.5, 1000, 1.0) for step in range(1, 13)]
+    assert told[-1] == "step 12/about 9  loss 1.5000  1,000 tokens/s  ETA about 0:00:00"
+
+
+def test_a_rank_s_report_stays_small():
+    """As its docstring says: 24 bytes for each source and bin that the rank has a loss of."""
+
+    def size(cells: int) -> int:
+        numbers = np.arange(cells)
+        losses = LossSums(numbers, numbers.astype(np.float64), numbers.copy())
+        metrics = RankMetrics({}, {}, {}, 0, True, 1.0, 0, 0, losses=losses)
+        return len(pickle.dumps(RankReport(metrics, Verdict(None, "apply"))))
+
+    assert size(0) < 2048
+    assert size(2200) - size(0) == pytest.approx(24 * 2200, rel=0.01)
+    assert 200 * len(bins_of(262_144)) == 2200
 
 
 def git(checkout, *arguments: str) -> str:
