@@ -8,6 +8,7 @@ from kimi_pretrain.config import GIB, ConfigError, load_config
 from kimi_pretrain.memory.limits import check_memory_limit
 from kimi_pretrain.memory.plan import plan_memory
 from kimi_pretrain.memory.search import search
+from kimi_pretrain.memory.states import Sizes
 from tests.dist.jobs import SMALL
 
 RUN = (
@@ -109,11 +110,38 @@ def test_a_limit_below_the_weights_says_so():
         check_memory_limit(made("train.memory_limit_gib=1e-6"))
 
 
-def test_the_order_is_that_of_what_switches_cost(peaks):
-    """Chunks and recompute first, FP8 storage last; on one layout."""
-    order = [setting for levels in SWITCHES for setting in levels]
-    limit = int(0.7 * peaks[frozenset()] + 0.3 * min(peaks.values()))
-    own = on_the_same_layout(search(made(), limit))
-    ranked = [sorted((order.index(s) for s in one.settings), reverse=True) for one in own]
-    assert len(ranked) > 1
-    assert ranked == sorted(ranked)
+def cost(one) -> list[int]:
+    """Return how far each switch is thrown, the most costly first."""
+    return [
+        1 + levels.index(set(levels).intersection(one.settings).pop())
+        if set(levels).intersection(one.settings)
+        else 0
+        for levels in reversed(SWITCHES)
+    ]
+
+
+def test_rows_are_in_the_order_of_their_cost(peaks):
+    """Chunks and recompute before FP8 storage; on other layouts each row costs less than all
+    before.
+    """
+    least, most, rows = min(peaks.values()), peaks[frozenset()], []
+    for place in (-0.3, -0.1, *(n / 16 for n in range(1, 16))):
+        found = search(made(), int(least + place * (most - least)))
+        own = on_the_same_layout(found)
+        others = found.fits[len(own) :]
+        assert found.fits[: len(own)] == tuple(own)
+        assert [cost(one) for one in own] == sorted(cost(one) for one in own)
+        best = cost(own[0]) if own else [9]
+        for one in others:
+            assert cost(one) < best
+            best = cost(one)
+        rows += [len(own), len(others)]
+    assert max(rows[::2]) > 1
+    assert max(rows[1::2]) > 1
+
+
+@pytest.mark.parametrize("more", [(), ("layout.dp=8",), ("layout.dp=8", "layout.ep=8")])
+def test_the_least_state_is_less_than_what_the_fullest_rank_has(more):
+    config = made(*more)
+    for stage, least in zip(plan_memory(config).stages, Sizes.of(config).state, strict=True):
+        assert 0 < least <= stage.optimizer
