@@ -5,6 +5,7 @@ Plain `ast`: nothing under test is imported, so this runs in a second without to
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -196,10 +197,18 @@ def room_of(module: str) -> str | None:
     return max(inside, key=len, default=None)
 
 
+@cache
+def nodes_of(text: str) -> list[ast.AST]:
+    """Return the nodes that tell what a module imports, defines and names; each text read once."""
+    kinds = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Name | ast.Constant
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+
+
+@cache
 def imports_of(text: str) -> list[tuple[int, str]]:
     """Return (line, module) of every absolute import, imports inside functions too."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -311,12 +320,12 @@ def test_the_rooms_of_the_data_pipeline_point_one_way():
 def test_every_import_of_ours_finds_its_name():
     """Also where no test goes: in benchmarks, and inside functions."""
     paths = [*sources(), *(p for d in ("benchmarks", "tests") for p in (ROOT / d).rglob("*.py"))]
-    trees = {module_of(path): ast.parse(path.read_text()) for path in paths}
-    names = {module: names_in(tree) for module, tree in trees.items()}
+    trees = {module_of(path): nodes_of(path.read_text()) for path in paths}
+    names = {module: names_in(nodes) for module, nodes in trees.items()}
     bad = [
         f"{module}:{node.lineno} {node.module}.{alias.name}"
-        for module, tree in trees.items()
-        for node in ast.walk(tree)
+        for module, nodes in trees.items()
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and node.module in names
         for alias in node.names
         if alias.name not in names[node.module] and f"{node.module}.{alias.name}" not in names
@@ -324,10 +333,10 @@ def test_every_import_of_ours_finds_its_name():
     assert not bad, "\n".join(bad)
 
 
-def names_in(tree: ast.Module) -> set[str]:
+def names_in(nodes: list[ast.AST]) -> set[str]:
     """Return what a module defines, imports or is given by `__getattr__` (listed in `__all__`)."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -91,11 +91,14 @@ def reference(corpus):
     return digests, states
 
 
-@pytest.mark.parametrize(
-    "num_workers",
-    [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
-)
-def test_one_stream_for_every_world_and_number_of_workers(corpus, reference, num_workers):
+# Two workers try every world, and stops and goes; the whole grid is 25 s of a core a number.
+SLOW = [pytest.param(number, 3, 13, marks=pytest.mark.slow) for number in (0, 1, 2, 4)]
+
+
+@pytest.mark.parametrize(("num_workers", "steps", "resumes"), [(2, 2, 5), *SLOW])
+def test_one_stream_for_every_world_and_number_of_workers(
+    corpus, reference, num_workers, steps, resumes
+):
     config, tokenizer, indices = corpus
     digests, states = reference
     rng = np.random.default_rng(num_workers)
@@ -103,10 +106,9 @@ def test_one_stream_for_every_world_and_number_of_workers(corpus, reference, num
     with Workers(setup, num_workers) as workers:
         planner = Planner(indices, config)
         for world in WORLDS:
-            found = stream(planner, planner.state_dict(), workers, world, 3)
-            assert [digest for digest, _ in found] == digests[:3], world
-        # 13 resumes for each number of workers: 52 in all, each in a world of its own.
-        for _ in range(13):
+            found = stream(planner, planner.state_dict(), workers, world, steps)
+            assert [digest for digest, _ in found] == digests[:steps], world
+        for _ in range(resumes):
             step, world = int(rng.integers(0, STEPS)), int(rng.choice(WORLDS))
             fresh = Planner(indices, config)
             fresh.load_state_dict(states[step])

@@ -42,8 +42,17 @@ def measured_on_cpu(encoder, patches, grids):
     return top
 
 
-@pytest.mark.parametrize("sizes", CONFIGS, ids=lambda s: f"width{s['width']}")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+# Each config and each type once; the other pairs with the slow tests.
+PAIRS = list(zip(CONFIGS, (torch.float32, torch.bfloat16, torch.float64)))
+PAIRS += [
+    pytest.param(sizes, dtype, marks=pytest.mark.slow)
+    for sizes, one in PAIRS
+    for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    if dtype != one
+]
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), PAIRS)
 def test_peak_is_predicted_within_15_percent(sizes, dtype, make_patches):
     config = MoonViTConfig(**sizes)
     encoder = filled(config, dtype, "cpu")

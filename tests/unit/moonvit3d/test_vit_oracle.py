@@ -109,6 +109,7 @@ EDGES = [
 RANDOM = [random_case(seed) for seed in range(NUM_RANDOM)]
 MORE = [pytest.param(case, marks=pytest.mark.slow) for case in RANDOM[16:]]
 FAINT = [replace(case, name=f"faint{case.seed}", gain=0.1) for case in RANDOM[:NUM_FAINT]]
+MORE_FAINT = [pytest.param(case, marks=pytest.mark.slow) for case in FAINT[8:]]
 
 
 # The two sides ----------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ class TorchInFloat64:
         return getattr(torch, name)
 
 
-@pytest.mark.parametrize("case", [*EDGES, *FAINT], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*EDGES, *FAINT[:8], *MORE_FAINT], ids=lambda case: case.name)
 def test_equals_transformers_in_float64(case, monkeypatch):
     """Equal to rounding of float64, so that what float32 leaves is rounding too.
 
