@@ -46,7 +46,10 @@ def _together(found: Search, ranks: int) -> str:
     least = found.least
     fewest = f"all that helps brings {ranks} ranks to {least.fullest.peak / GIB:.1f} GiB at least"
     if not found.fits:
-        return f"{fewest}, more of layout.dp and layout.ep do not suffice; raise layout.pp"
+        return (
+            f"{fewest}, and eight times the replicas (layout.dp, layout.ep) do not suffice; "
+            "layout.pp and layout.tp divide what a rank has of the model"
+        )
     fit = found.fits[0]
     settings = " ".join(fit.settings)
     if fit.ranks == ranks:

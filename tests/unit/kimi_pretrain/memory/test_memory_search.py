@@ -106,7 +106,7 @@ def test_a_limit_below_the_weights_says_so():
     with pytest.raises(ConfigError) as error:
         check_memory_limit(made(f"train.memory_limit_gib={weights * 0.9 / GIB}"))
     assert "weights alone take up to" in str(error.value)
-    with pytest.raises(ConfigError, match="do not suffice; raise layout.pp"):
+    with pytest.raises(ConfigError, match="do not suffice; layout.pp"):
         check_memory_limit(made("train.memory_limit_gib=1e-6"))
 
 
