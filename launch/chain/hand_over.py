@@ -46,6 +46,12 @@ class CheckedStage:
     progress: Progress
     status: Status | None
 
+    @property
+    def has_own(self) -> bool:
+        """Whether it needs no longer what it began from."""
+        saved = self.status is not None and self.status.checkpoint is not None
+        return saved or self.progress is Progress.FINISHED
+
 
 def check_chain(stages: Sequence[PlannedStage]) -> list[CheckedStage]:
     """Check every hand-over of a chain, and that what is finished was run as the file says.
@@ -53,26 +59,30 @@ def check_chain(stages: Sequence[PlannedStage]) -> list[CheckedStage]:
     Raises:
         ValueError: names the stage and what does not fit.
     """
-    checked, planned = list[CheckedStage](), dict[str, "WeightReader"]()
+    checked = list[CheckedStage]()
     for stage in stages:
-        status = read_status(stage.folder)
-        progress = _progress(status)
-        checked.append(CheckedStage(stage, progress, status))
         with of_stage(stage):
-            if progress is Progress.FINISHED:
-                assert status is not None
-                _check_finished(stage, status, stages)
+            status = read_status(stage.folder)
+        checked.append(CheckedStage(stage, _progress(status), status))
+    planned: dict[str, WeightReader] = {}
+    for one in checked:
+        takers = [other for other in checked if one.stage.name in other.stage.sources.values()]
+        with of_stage(one.stage):
+            if one.progress is Progress.FINISHED:
+                _check_finished(one, handed_on=not all(taker.has_own for taker in takers))
                 continue
-            check_folder(stage.folder)
-            if status is None:
-                check_fresh(stage.folder)
-            if status is None or status.checkpoint is None:  # else it goes on from its own
-                _check_sources(stage)
-                _check_hand_over(stage, planned)
-        if any(stage.name in other.sources.values() for other in stages):
+            _check_takers(takers)
+            check_folder(one.stage.folder)
+            if one.status is None:
+                check_fresh(one.stage.folder)
+            if not one.has_own:
+                _check_sources(one.stage)
+                _check_hand_over(one.stage, planned)
+        if takers:
             from kimi_pretrain.weights.planned import planned_weights  # it loads torch
 
-            planned[str(stage.folder)] = planned_weights(stage.config, str(stage.folder))
+            folder = str(one.stage.folder)
+            planned[folder] = planned_weights(one.stage.config, folder)
     return checked
 
 
@@ -116,8 +126,21 @@ def _check_sources(stage: PlannedStage) -> None:
             )
 
 
-def _check_finished(stage: PlannedStage, status: Status, stages: Sequence[PlannedStage]) -> None:
+def _check_takers(takers: Sequence[CheckedStage]) -> None:
+    """Refuse to run a stage of which a later one has what an earlier run of it left."""
+    for taker in takers:
+        if taker.has_own:
+            raise ValueError(
+                f"it has not finished, but stage {taker.stage.name}, which takes from it, has been "
+                f"run in {taker.stage.folder}: of what was here before; remove that folder too, or "
+                "give another run_dir"
+            )
+
+
+def _check_finished(one: CheckedStage, handed_on: bool) -> None:
     """Refuse a stage that was run otherwise than the file says now, or lost what it hands on."""
+    stage, status = one.stage, one.status
+    assert status is not None
     found = load_config(stage.folder / "config.yaml").model_dump(mode="json")
     wanted = stage.config.model_dump(mode="json")
     if changed := list(_differences(found, wanted)):
@@ -125,7 +148,7 @@ def _check_finished(stage: PlannedStage, status: Status, stages: Sequence[Planne
             f"it has finished in {stage.folder} with {'; '.join(changed)}: what follows would not "
             "be of this file; set it as it was, or give a run_dir where it can run again"
         )
-    if not any(stage.name in other.sources.values() for other in stages):
+    if not handed_on:
         return
     newest = open_checkpoint(latest_in(stage.folder))
     if newest.step != status.step:

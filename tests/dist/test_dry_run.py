@@ -50,6 +50,26 @@ def test_counts_and_balance_of_the_presets(preset, tmp_path):
         check_one_t(result, lines)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "groups"),
+    [
+        ("captions_moonlight", {"vision_tower", "projector"}),
+        ("projector_kimi_k25", {"projector"}),
+    ],
+)
+def test_the_presets_of_stages_train_their_part_alone(preset, groups, tmp_path):
+    table = tmp_path / "tensors.tsv"
+    arguments = ["--config", preset, "--dry-run", "--json", "--table", str(table)]
+    done = fork_server.run(["-m", "launch.cli", "train", *arguments], 150)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    model = "kimi_k25_1t" if "k25" in preset else "moonlight_16b_a3b"
+    assert result["language_model"] == COUNTS[model]["language_model"]
+    assert "fits" in next(line for line in done.stdout.splitlines() if "H100" in line)
+    assert {row["group"] for row in read_table(table.read_text().splitlines())} == groups
+
+
 def check_table(rows: list[dict[str, str]], result: dict) -> None:
     """Every parameter is in it once, with an owner; folded it has as many tensors."""
     assert len({row["name"] for row in rows}) == len(rows)

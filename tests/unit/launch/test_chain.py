@@ -237,20 +237,24 @@ def test_the_folder_of_a_later_stage_is_looked_at_before_the_first_runs(tmp_path
 def test_a_stage_that_has_saved_needs_no_longer_what_it_began_from(tmp_path):
     file = stages(tmp_path)
     captions, stage = ended(file, 0), ended(file, 1, state="running", step=3, saved=2)
-    status = stage.folder / "status.json"
     shutil.rmtree(captions.folder / "checkpoints")
     assert "stage captions: " in refused(file)
-    narrow = {"set": {**OTHER_WIDTH, "model.vision.width": 16}}
-    file = stages(tmp_path / "other", narrow)
-    folder = tmp_path / "other" / "runs" / "projector"
-    folder.mkdir(parents=True)
-    (folder / "status.json").write_text(status.read_text())
-    assert "stage projector: train.vision_weights: " in refused(file)
+    status = stage.folder / "status.json"
     values = json.loads(status.read_text()) | {"checkpoint": "/a/step_00000002"}
-    (folder / "status.json").write_text(json.dumps(values))
+    status.write_text(json.dumps(values))
     result = run(file, "--dry-run")
     assert result.exit_code == 0, result.output
-    assert f"stage 2 of 4 projector: running after step 3, goes on: {folder}" in result.stdout
+    assert f"projector: running after step 3, goes on: {stage.folder}" in result.stdout
+
+
+def test_a_stage_is_not_run_again_below_one_that_had_it(tmp_path):
+    file = stages(tmp_path)
+    captions, _ = ended(file, 0), ended(file, 1)
+    shutil.rmtree(captions.folder)
+    told = refused(file)
+    assert "stage captions: it has not finished, but stage projector, which takes from it" in told
+    shutil.rmtree(tmp_path / "runs" / "projector")
+    assert run(file, "--dry-run").exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["tiny", "kimi_k25"])
