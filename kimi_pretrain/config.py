@@ -199,7 +199,6 @@ class Config(Section):
         check_attention(self)
         check_context(self)
         check_memory(self)
-        check_length(self)
         if self.train.validate_every is not None and not self.data.heldout:
             raise ValueError(
                 f"train.validate_every={self.train.validate_every} with no source in data.heldout: "
@@ -395,21 +394,6 @@ def check_memory(config: Config) -> None:
         raise ValueError(
             "train.fp8_storage=true with train.dtype=float64: float64 is for exact comparisons, "
             "FP8 keeps two digits; set train.fp8_storage=false"
-        )
-
-
-def check_length(config: Config) -> None:
-    """Refuse rows that are longer than what YaRN stretches the positions to.
-
-    Raises:
-        ValueError: names the keys and their values.
-    """
-    yarn, seq_len = config.model.language.yarn, config.data.seq_len
-    if yarn is not None and yarn.factor * yarn.original_max_position < seq_len:
-        raise ValueError(
-            f"model.language.yarn.factor={yarn.factor:g} x original_max_position="
-            f"{yarn.original_max_position} is below data.seq_len={seq_len}: later positions would "
-            "lie beyond what the rotary frequencies are stretched to; raise the factor"
         )
 
 

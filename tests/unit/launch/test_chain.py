@@ -144,7 +144,7 @@ def test_an_optimizer_that_could_not_go_on_is_told_too(tmp_path):
          "stage captions: checkpoint.every is null, so it would end without the checkpoint that "
          "stage projector takes over"),
         (3, {"set": {"model.language.yarn": {"factor": 2.0, "original_max_position": 32}}},
-         "yarn.factor=2 x original_max_position=32 is below data.seq_len=128"),
+         "data.seq_len=128 is more than the 64 positions of model.language.yarn"),
         (0, {"slurm": {"partitoin": "x"}}, "did you mean stages.0.slurm.partition?"),
     ],
 )  # fmt: skip
