@@ -161,7 +161,9 @@ def test_killed_in_every_stage(data_root, tmp_path):
         ended_in(broken, stage["stage"], signal.SIGKILL)
         if stage["stage"] == "joint":
             ended_in(broken, "joint", signal.SIGTERM)
-    run(broken)
+    told = run(broken)
+    assert "stage 5 of 6 joint: finished after step 8: " in told
+    assert "stage 6 of 6 long: running after step " in told  # from its own checkpoint
     for stage in STAGES:
         name = stage["stage"]
         assert hashes(tmp_path / "broken", name) == hashes(tmp_path / "whole", name), name
