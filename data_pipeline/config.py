@@ -1,9 +1,10 @@
 """What the data pipeline is asked to do: which sources, in which shares, packed how."""
 
 import math
-from typing import Annotated, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from data_pipeline.augment.config import AugmentConfig
 from data_pipeline.cache.cached_store import CacheConfig
@@ -19,10 +20,58 @@ MAX_SEQ_LEN = 2**31 - 1
 MAX_PREFETCH = 64
 
 
-def _check_shares(shares: dict[str, float]) -> dict[str, float]:
+class ChosenSource(Section):
+    """A source of which samples are chosen by their length."""
+
+    share: float
+    """Its token share, as a plain number would be. [-; data_pipeline/plan/mixture.py]"""
+    min_tokens: int | None = Field(default=None, ge=1, le=2**62)
+    """Samples of fewer are left out. A sample's tokens are those of `data stats`: as it is stored,
+    with its media under data.limits, before it is split, shrunk or augmented.
+    [tokens; data_pipeline/plan/source.py]"""
+    max_tokens: int | None = Field(default=None, ge=1, le=2**62)
+    """Samples of more are left out. [tokens; data_pipeline/plan/source.py]"""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.min_tokens or 1) > (self.max_tokens or math.inf):
+            raise ValueError(f"{self.bounds}: no length is in between")
+        return self
+
+    @property
+    def bounds(self) -> str:
+        """The bounds as one writes them, "min_tokens=8192 max_tokens=65536"; "" without any."""
+        keys = ("min_tokens", "max_tokens")
+        found = {key: getattr(self, key) for key in keys}
+        return " ".join(f"{key}={n}" for key, n in found.items() if n is not None)
+
+
+# The two forms of a share. They are no keys: errors leave out what stands in <>.
+_NUMBER, _CHOSEN = "<share>", "<section>"
+
+
+def _form_of(share: Any) -> str:
+    return _CHOSEN if isinstance(share, Mapping | ChosenSource) else _NUMBER
+
+
+Share = Annotated[
+    Annotated[float, Tag(_NUMBER)] | Annotated[ChosenSource, Tag(_CHOSEN)],
+    Discriminator(_form_of),
+]
+
+
+def share_of(share: float | ChosenSource) -> float:
+    """Return a source's token share."""
+    return share.share if isinstance(share, ChosenSource) else share
+
+
+def _check_shares(
+    shares: dict[str, float | ChosenSource],
+) -> dict[str, float | ChosenSource]:
     if not shares:
         raise ValueError("empty; name at least one source and its token share")
-    for name, share in shares.items():
+    for name, given in shares.items():
+        share = share_of(given)
         if not math.isfinite(share) or share <= 0:
             raise ValueError(
                 f"{name!r} is {share!r}; allowed: a finite share above 0 "
@@ -40,9 +89,9 @@ def _check_ratio(ratio: float | None) -> float | None:
     return ratio
 
 
-Shares = Annotated[dict[str, float], AfterValidator(_check_shares)]
+Shares = Annotated[dict[str, Share], AfterValidator(_check_shares)]
 HeldOut = Annotated[
-    dict[str, float], AfterValidator(lambda found: _check_shares(found) if found else found)
+    dict[str, Share], AfterValidator(lambda found: _check_shares(found) if found else found)
 ]
 Ratio = Annotated[float | None, AfterValidator(_check_ratio)]
 Positive = Annotated[Finite, Field(gt=0)]
@@ -87,7 +136,8 @@ class DataConfig(Section):
     """Where the sources lie: "s3://bucket/prefix" or a folder. [-; data_pipeline/access.py]"""
     sources: Shares
     """Source -> token share inside its modality group (sources with media, sources of text only).
-    Shares are relative: they are divided by the sum of their group.
+    Shares are relative: they are divided by the sum of their group. In the place of a share
+    {share, min_tokens, max_tokens}: samples are chosen by their length.
     [-; data_pipeline/plan/mixture.py]"""
     seq_len: int = Field(ge=3, le=MAX_SEQ_LEN)
     """Length of a row. [tokens; data_pipeline/plan/pack.py]"""
@@ -190,6 +240,13 @@ class DataConfig(Section):
                 "that of held-out data; leave them out of one"
             )
         self._check_schedule()
+        for name in (*self.source_names, *self.heldout):
+            if len(given := {chosen.bounds for chosen in self._choices(name)}) > 1:
+                raise ValueError(
+                    f"source {name!r} is chosen by {' and by '.join(sorted(given))}; a source is "
+                    "the same samples in all stages: give it the same bounds, or ingest it under "
+                    "another name, too (kimi-pretrain data reindex)"
+                )
         if self.workers and not self.prefetch_steps:
             raise ValueError("workers fetch ahead: prefetch_steps must be 1 or more for them")
         return self
@@ -213,6 +270,16 @@ class DataConfig(Section):
             starts = [getattr(stage, key) for stage in self.schedule]
             if starts != sorted(set(starts)):
                 raise ValueError(f"schedule: {key} are {listed(starts)}; they must increase")
+
+    def _choices(self, name: str) -> Iterator[ChosenSource]:
+        """Yield where bounds are given for a source; a plain share takes them over."""
+        for shares in (self.sources, *(stage.sources for stage in self.schedule), self.heldout):
+            if isinstance(found := shares.get(name), ChosenSource) and found.bounds:
+                yield found
+
+    def chosen(self, name: str) -> ChosenSource | None:
+        """Return by which lengths the samples of a source are chosen; None: all are taken."""
+        return next(self._choices(name), None)
 
     def of_heldout(self) -> "DataConfig":
         """Return the configuration that reads the held-out sources, as they are stored."""

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from data_pipeline.augment.regions import NAMES
+from data_pipeline.config import ChosenSource
 from data_pipeline.index.columns import PIECE_REGION, SourceIndex
 from data_pipeline.plan.layout import lay_out
+from data_pipeline.plan.source import choose
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits, grids
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
@@ -27,7 +29,10 @@ _SUMS = ("samples", "shards", "bytes", "items", "tokens", "text_tokens", "media_
 
 
 def source_stats(
-    index: SourceIndex, limits: PatchLimits, seq_len: int | None = None
+    index: SourceIndex,
+    limits: PatchLimits,
+    seq_len: int | None = None,
+    choice: ChosenSource | None = None,
 ) -> dict[str, Any]:
     """The figures of one source.
 
@@ -35,6 +40,7 @@ def source_stats(
         index: of the source.
         limits: how far pictures are scaled down, which fixes their tokens.
         seq_len: tokens of a row, to count the samples that are longer.
+        choice: by which lengths a run chooses samples, to count them.
 
     Returns:
         name, category, tokenizer; samples, shards; bytes (of the shards), json_bytes, media_bytes;
@@ -44,7 +50,8 @@ def source_stats(
         items, scaled_down (items that the limits make smaller), images and videos (`_media`);
         regions by shape, texts_with_variants, variants (wordings beyond the first); flip_ok and
         turn_ok (samples); longest: [key, tokens] of the longest samples; with a seq_len:
-        over_seq_len {samples, share, tokens}.
+        over_seq_len {samples, share, tokens}; with a choice: chosen {bounds, samples, share,
+        tokens}.
     """
     samples = np.arange(index.num_samples)
     sizes = lay_out(index, limits, samples, np.zeros(samples.size, np.int8))
@@ -94,6 +101,14 @@ def source_stats(
             "samples": int(over.sum()),
             "share": float(over.mean()) if over.size else 0.0,
             "tokens": int(sizes.length[over].sum()),
+        }
+    if choice is not None:
+        chosen = choose(index.name, sizes.length, choice)
+        found["chosen"] = {
+            "bounds": choice.bounds,
+            "samples": int(chosen.sum()),
+            "share": float(chosen.mean()) if chosen.size else 0.0,
+            "tokens": int(sizes.length[chosen].sum()),
         }
     return found
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from data_pipeline.config import BlendStage, DataConfig
+from data_pipeline.config import BlendStage, DataConfig, share_of
 from data_pipeline.plan.blend import (
     UNITS,
     Segment,
@@ -100,7 +100,7 @@ class Mixer:
             ValueError: the ratio cannot be had.
         """
         shares = [
-            0.0 if number in without else stage.sources.get(name, 0.0)
+            0.0 if number in without else share_of(stage.sources.get(name, 0.0))
             for number, name in enumerate(self._names)
         ]
         ratio = stage.vision_token_ratio

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.config import share_of
 from data_pipeline.plan.planner import Planner, join
 from data_pipeline.plan.step_plan import GlobalPlan
 
@@ -18,7 +19,7 @@ def once(planner: Planner, tokens: int) -> list[GlobalPlan]:
             holds fewer all are, and one unit at least is.
     """
     config = planner.config
-    shares = [config.sources[source.index.name] for source in planner.sources]
+    shares = [share_of(config.sources[source.index.name]) for source in planner.sources]
     sources: list[NDArray[np.int16]] = []
     draws: list[NDArray[np.int64]] = []
     for number, (source, share) in enumerate(zip(planner.sources, shares, strict=True)):

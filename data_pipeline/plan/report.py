@@ -8,9 +8,9 @@ from data_pipeline.plan.planner import Planner
 def blend_report(planner: Planner) -> dict[str, Any]:
     """Return what the blend comes to, ready for JSON.
 
-    Per source: samples; how many were split, shrunk and refused; longest sample; mean tokens of a
-    draw, share of draws, of tokens, and of media tokens in its own tokens; for the whole: the
-    expected share of media tokens. Shares are those at the start.
+    Per source: samples; how many are chosen, and of these split, shrunk and refused; the longest of
+    them; mean tokens of a draw, share of draws, of tokens, and of media tokens in its own tokens;
+    for the whole: the expected share of media tokens. Shares are those at the start.
     """
     mixture = planner.mixture
     weights = mixture.segments[0].weights

@@ -1,6 +1,8 @@
 """A source as the planner sees it: which sample a draw means, and how large it is.
 
-A *unit* is what a draw hands out: a sample, or a part of one. What does not fit a row:
+A source is those samples of an index that `min_tokens` and `max_tokens` of `data.sources` choose;
+its order is that of an index without the others. A *unit* is what a draw hands out: a sample, or
+a part of one. What does not fit a row:
 
 - a sample of text alone is split into parts of a row's length, units of their own;
 - a sample with media that could fit is shrunk: its patch limits are lowered, by the same resize
@@ -19,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.augment.config import AugmentConfig
-from data_pipeline.config import DataConfig
+from data_pipeline.config import ChosenSource, DataConfig
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.plan.blend import SourceTotals
 from data_pipeline.plan.layout import Layout, lay_out, num_levels
@@ -60,7 +62,8 @@ class Source:
     """One source: its index, the sizes of its samples, and its order of draws.
 
     Raises:
-        ValueError: the source has no samples, or none that fits a row.
+        ValueError: the source has no samples, none of the lengths that are chosen, or none that
+            fits a row.
     """
 
     def __init__(self, index: SourceIndex, config: DataConfig):
@@ -71,21 +74,25 @@ class Source:
         samples = np.arange(index.num_samples)
         self.level = np.zeros(samples.size, np.int16)
         plain = lay_out(index, config.limits, samples, self.level)
-        too_long = np.flatnonzero(plain.length > config.seq_len)
-        self.longest = int(plain.length.max(initial=0))
+        self.choice = config.chosen(index.name)
+        self._chosen = choose(index.name, plain.length, self.choice)
+        too_long = np.flatnonzero(self._chosen & (plain.length > config.seq_len))
+        self.longest = int(plain.length[self._chosen].max(initial=0))
         if config.shrink_media and too_long.size:
             self._find_levels(too_long)
             plain = lay_out(index, config.limits, samples, self.level)
         parts = self._count_parts(plain) if config.split_text else np.ones(samples.size, np.int64)
+        parts[~self._chosen] = 0
         self._layout = plain
         self._sample = np.repeat(samples, parts)
         self._part = np.arange(self._sample.size) - np.repeat(np.cumsum(parts) - parts, parts)
         self._split = parts > 1
-        self._usable = (plain.length <= config.seq_len) | self._split
+        self._usable = self._chosen & ((plain.length <= config.seq_len) | self._split)
         if samples.size and not self._usable.any():
+            shortest = plain.length[self._chosen].min()
             raise ValueError(
-                f"source {index.name!r}: all {samples.size} samples are longer than a row of "
-                f"{config.seq_len} tokens (shortest {plain.length.min()}, longest "
+                f"source {index.name!r}: all {self._chosen.sum()} samples are longer than a row of "
+                f"{config.seq_len} tokens (shortest {shortest}, longest "
                 f"{self.longest}); raise seq_len, lower the patch limits, or split the samples"
             )
         self._shard = index.shard[self._sample]
@@ -113,24 +120,28 @@ class Source:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many samples were split, shrunk and refused, and into how many units."""
+        """How many samples were chosen, split, shrunk and refused, and into how many units."""
         return {
             "samples": self.index.num_samples,
+            "chosen": int(self._chosen.sum()),
             "units": self._sample.size,
             "split": int(self._split.sum()),
             "shrunk": int((self.level > 0).sum()),
-            "refused": int((~self._usable).sum()),
+            "refused": int((self._chosen & ~self._usable).sum()),
             "longest": self.longest,
         }
 
     @property
     def notice(self) -> str | None:
-        """What rows of this length do to the samples, in one line; None: they take them as is.
+        """Which samples are chosen and what rows of this length do to them, in one line.
 
-        Splitting a text loses nothing and is not told.
+        None: all are taken as they are. Splitting a text loses nothing and is not told.
         """
-        refused, shrunk = np.flatnonzero(~self._usable), int((self.level > 0).sum())
+        refused = np.flatnonzero(self._chosen & ~self._usable)
+        shrunk = int((self.level > 0).sum())
         told = []
+        if self.choice is not None:
+            told.append(f"{self._chosen.sum():,} are chosen by {self.choice.bounds}")
         if refused.size:
             first = self.index.key_of(int(refused[0]))
             told.append(
@@ -215,6 +226,28 @@ class Source:
             left = layout.length[split] - 2 - part[split] * (self._seq_len - 2)
             layout.length[split] = np.minimum(left + 2, self._seq_len)
         return Drawn(sample, part.astype(np.int32), epochs, varied, level, layout)
+
+
+def choose(name: str, length: NDArray[np.int64], choice: ChosenSource | None) -> NDArray[np.bool_]:
+    """Return which samples of lengths [n] a source takes, bool [n].
+
+    Raises:
+        ValueError: none of those that there are.
+    """
+    chosen = np.ones(length.size, np.bool_)
+    if choice is None:
+        return chosen
+    if choice.min_tokens is not None:
+        chosen &= length >= choice.min_tokens
+    if choice.max_tokens is not None:
+        chosen &= length <= choice.max_tokens
+    if length.size and not chosen.any():
+        raise ValueError(
+            f"data.sources.{name}: none of its {length.size:,} samples is chosen by "
+            f"{choice.bounds}: the longest has {length.max():,} tokens, the shortest "
+            f"{length.min():,}; change the bounds, or give another source"
+        )
+    return chosen
 
 
 def part_span(part: int, seq_len: int) -> slice:

@@ -30,9 +30,16 @@ class Identity:
 
     def __init__(self, indices: Sequence[SourceIndex], config: DataConfig):
         self.config, self.indices = config, indices
-        contents = "\n".join(f"{index.name} {index.content_hash}" for index in indices)
+        names = [index.name for index in indices]
+        chosen = {name: f" {choice.bounds}" for name in names if (choice := config.chosen(name))}
+        contents = "\n".join(
+            f"{index.name} {index.content_hash}{chosen.get(index.name, '')}" for index in indices
+        )
         self.manifest = hashlib.sha256(contents.encode()).hexdigest()
-        self._contents = {index.name: index.content_hash[:_HASH] for index in indices}
+        # Name -> content, and by which lengths samples are chosen where they are.
+        self._contents = {
+            index.name: index.content_hash[:_HASH] + chosen.get(index.name, "") for index in indices
+        }
         self._packing = _packing(config)
 
     def fields(self) -> State:
@@ -128,16 +135,22 @@ def blend_segments_of(state: Mapping[str, Any]) -> tuple[tuple[int, tuple[int, .
 
 
 def _other_sources(found: object, here: Mapping[str, str]) -> str:
-    """Say how the sources of a state (name -> content hash) differ from those of this run."""
+    """Say how the sources of a state (name -> content hash, bounds) differ from this run's."""
     told: list[str] = []
     if isinstance(found, Mapping):
         told += [f"source {name!r} is no longer among them" for name in sorted({*found} - {*here})]
         told += [f"source {name!r} is new" for name in sorted({*here} - {*found})]
-        told += [
-            f"source {name!r} holds other data than it did"
-            for name in sorted({*here} & {*found})
-            if found[name] != here[name]
-        ]
+        for name in sorted({*here} & {*found}):
+            (before, by), (now, by_now) = (
+                str(one[name]).partition(" ")[::2] for one in (found, here)
+            )
+            if before != now:
+                told.append(f"source {name!r} holds other data than it did")
+            elif by != by_now:
+                every = "no bounds"
+                told.append(
+                    f"source {name!r} was chosen by {by or every}, this run has {by_now or every}"
+                )
     what = "; ".join(told) or "the state does not say which source differs"
     return (
         "state field 'manifest': the state belongs to other sources than this configuration's "

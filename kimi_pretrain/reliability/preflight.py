@@ -16,8 +16,10 @@ from data_pipeline.access import check_tokenizer, open_data, open_tokenizer
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import read_index
 from data_pipeline.plan.budget import budget_end, budget_notices
+from data_pipeline.plan.layout import lay_out
 from data_pipeline.plan.once import once
 from data_pipeline.plan.planner import GlobalPlan, Planner
+from data_pipeline.plan.source import choose
 from data_pipeline.plan.stage import taken_over
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
@@ -35,7 +37,7 @@ log = logging.getLogger("kimi_pretrain.reliability.preflight")
 class Checked:
     """What was found sound: indices as in `data.source_names`, and the plans of the first steps.
 
-    `notices`: where a budget ends the run.
+    `notices`: samples that are chosen or do not fit, by source; where a budget ends the run.
     """
 
     tokenizer: Tokenizer
@@ -99,7 +101,10 @@ def check_start(
         plans.append(plan)
     if config.checkpoint.place is not None:
         _check_place(config.checkpoint.place, wait)
-    notices = budget_notices(budget_end(planner), config.train.steps)
+    notices = [
+        *planner.notices(),
+        *budget_notices(budget_end(planner), config.train.steps),
+    ]
     return Checked(tokenizer, indices, plans, notices)
 
 
@@ -190,8 +195,13 @@ def _check_place(uri: str, patience: float) -> None:
         raise ConfigError(f"checkpoint.place={uri}: {there} {what}; give another place")
 
 
-def check_item_sizes(config: Config, indices: Sequence[SourceIndex]) -> None:
+def check_item_sizes(
+    config: Config, indices: Sequence[SourceIndex], *, every: bool = False
+) -> None:
     """Refuse media that no chunk could hold, before anything expensive starts.
+
+    Args:
+        every: also of samples that the source's bounds of length leave out.
 
     Raises:
         ConfigError: names the source, the sample and both sizes.
@@ -200,6 +210,11 @@ def check_item_sizes(config: Config, indices: Sequence[SourceIndex]) -> None:
     for index in indices:
         shape = (index.item_frames, index.item_height, index.item_width)
         sizes = grids(index.item_kind, *shape, config.data.limits).prod(axis=1)
+        if len(sizes) and not every and (choice := config.data.chosen(index.name)) is not None:
+            samples = np.arange(index.num_samples)
+            length = lay_out(index, config.data.limits, samples, np.zeros_like(samples)).length
+            chosen = choose(index.name, length, choice)
+            sizes = np.where(np.repeat(chosen, np.diff(index.item_ptr)), sizes, 0)
         if len(sizes) and sizes.max() > budget:
             sample = int(np.searchsorted(index.item_ptr, sizes.argmax(), side="right")) - 1
             raise ConfigError(

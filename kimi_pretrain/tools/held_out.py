@@ -78,7 +78,7 @@ def choose(
     media = np.diff(index.item_ptr)
     reasons = {} if limit is None else {f"after the first {limit} (--limit)": every >= limit}
     if pictures:
-        check_item_sizes(config, [index])
+        check_item_sizes(config, [index], every=True)
         room = room_of(config)
         length = lay_out(index, config.data.limits, every, np.zeros_like(every)).length
         reasons |= {

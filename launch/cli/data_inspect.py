@@ -13,6 +13,7 @@ from launch.cli.options import EndpointOption, JsonOption
 from launch.local.user_errors import one_line_errors
 
 if TYPE_CHECKING:
+    from data_pipeline.config import DataConfig
     from data_pipeline.index.columns import SourceIndex
     from data_pipeline.inspect.verify import Checks
     from data_pipeline.store.open import Store
@@ -142,10 +143,13 @@ def stats(
         from data_pipeline.inspect.stats import source_stats, totals
         from launch.cli.sources import open_sources
 
-        limits, seq_len = _limits(config, seq_len, image_patches, frame_patches)
+        limits, seq_len, data = _limits(config, seq_len, image_patches, frame_patches)
         store, names = open_sources(uri, endpoint, source or ())
         indices = [read_index(store, name) for name in names]
-        sources = [source_stats(index, limits, seq_len) for index in indices]
+        sources = [
+            source_stats(index, limits, seq_len, data.chosen(index.name) if data else None)
+            for index in indices
+        ]
         found = {
             "uri": store.uri,
             "limits": {"image": limits.image, "frame": limits.frame, "side": limits.side},
@@ -165,19 +169,18 @@ def stats(
 
 def _limits(
     config: str | None, seq_len: int | None, image: int | None, frame: int | None
-) -> "tuple[PatchLimits, int | None]":
-    """Return limits and row length: from the options, else the config, else the defaults."""
-
+) -> "tuple[PatchLimits, int | None, DataConfig | None]":
+    """Return limits and row length from the options, else the config, else the defaults; and it."""
     from moonvit3d.geometry import PatchLimits
 
-    limits = PatchLimits()
+    limits, loaded = PatchLimits(), None
     if config is not None:
         from kimi_pretrain.config import load_config
 
         loaded = load_config(config).data
         limits, seq_len = loaded.limits, seq_len or loaded.seq_len
     limits = limits.replace(image=image or limits.image, frame=frame or limits.frame)
-    return limits, seq_len
+    return limits, seq_len, loaded
 
 
 def _duplicates(store: "Store", indices: "Sequence[SourceIndex]") -> dict[str, Any]:
@@ -192,13 +195,19 @@ def _print_stats(found: dict[str, Any]) -> None:
     from launch.pages.html import amount, num_bytes, percent
 
     for one in found["sources"]:
-        over = one.get("over_seq_len")
+        over, chosen = one.get("over_seq_len"), one.get("chosen")
         typer.echo(
             f"{one['name']} ({one['category']}): {one['samples']:,} samples, "
             f"{num_bytes(one['bytes'])}, {one['items']:,} items, {one['tokens']:,} tokens "
             f"({percent(one['media_share'])} media, "
             f"{amount(one['tokens_per_sample'].get('mean', 0))} a sample)"
             + (f", {over['samples']:,} longer than a row" if over else "")
+            + (
+                f", {chosen['samples']:,} with {chosen['tokens']:,} tokens chosen by "
+                f"{chosen['bounds']}"
+                if chosen
+                else ""
+            )
         )
     for kind, name in (("media", "media files"), ("samples", "samples")):
         if found["duplicates"] is not None:

@@ -39,19 +39,19 @@ def _held_out(run) -> dict:
 def validated(run) -> dict:
     """Held-out losses before the first step and after the last, and the rows that hold samples.
 
-    Under "stopped" what becomes of a validation that the last rank is told to stop after a batch,
-    and of one that goes through all of them while no rank is.
+    Under "stopped" whether a validation comes to nothing that the last rank is told to stop before
+    its last batch, and the batches it had come to.
     """
-    asked = iter([None, "told"])
-    last = run.mesh.rank == run.mesh.world_size - 1
     batches = list[object]()
+    asked = iter([*([None] * (len(run.validation.plans) - 1)), "told"])
+    last = run.mesh.rank == run.mesh.world_size - 1
     stopped = run.validation.run(batches.append, lambda: next(asked) if last else None)
     lines = [run.validation.run(stop=lambda: None).line(0)]
     for _ in range(run.config.train.steps):
         run.train_step.run(next(run.loader))
     lines.append(run.validation.run().line(run.config.train.steps))
     rows = [sorted(set(plan.samples.row.tolist())) for plan in run.validation.plans]
-    return {"lines": lines, "rows": rows, "stopped": (stopped, batches)}
+    return {"lines": lines, "rows": rows, "stopped": (stopped is None, batches)}
 
 
 def dep_gradients(run) -> dict[str, torch.Tensor]:

@@ -122,3 +122,17 @@ def test_a_kept_stage_counts_its_budget_before_a_process_is_started(data_root, t
     check_start(load_config("tiny_cpu", [*keys, *keep]), steps=0)  # resumed: counted by its own
     to_come = f"{two}/to_come"  # of a chain: the stage before has not begun
     assert check_start(load_config("tiny_cpu", [*keys, *keep[:2], to_come])).plans[0].step == 0
+
+
+def test_media_of_samples_that_are_not_chosen_may_be_too_large(data_root):
+    """Those that a source's bounds leave out are never encoded; a source is named without any."""
+    keys = (f"data.root={data_root}", "data.vision_token_ratio=null", "train.steps=1")
+    small = "dep.max_patches_per_chunk=160"
+    with pytest.raises(ConfigError, match="'pictures', sample .* over dep.max_patches_per_chunk"):
+        check_start(load_config("tiny_cpu", [*SMALL, *keys, *ONE, small]))
+    bounds = "data.sources={words: 1, pictures: {share: 1, max_tokens: 40}}"
+    found = check_start(load_config("tiny_cpu", [*SMALL, *keys, *ONE, small, bounds]))
+    assert any("are chosen by max_tokens=40" in notice for notice in found.notices)
+    none = "data.sources={words: {share: 1, min_tokens: 9999}}"
+    with pytest.raises(ValueError, match="^data.sources.words: none of its 200 samples is chosen"):
+        check_start(load_config("tiny_cpu", [*SMALL, *keys, *ONE, none]))
