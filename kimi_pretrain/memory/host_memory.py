@@ -46,17 +46,21 @@ class Slab:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some bytes of a slab: those of a storage from `start` on."""
+    """Room for some bytes of a storage, from `start` to `end`.
+
+    Attributes:
+        memory: of the slab, uint8 [end - start].
+    """
 
     slab: Slab
-    offset: int
+    memory: Tensor
     start: int
-    size: int
+    end: int
 
-    @property
-    def memory(self) -> Tensor:
-        """The bytes, a view."""
-        return self.slab.memory[self.offset : self.offset + self.size]
+    def of(self, storage: Tensor) -> Tensor:
+        """Return these bytes of a storage, a view: itself where the room is for all of it."""
+        whole = len(self.memory) == len(storage)
+        return storage if whole else storage[self.start : self.end]
 
 
 class Copies:
@@ -69,7 +73,7 @@ class Copies:
     def out(self, source: Tensor, pieces: list[Piece]) -> torch.cuda.Event | None:
         """Start the copy of a storage's bytes to the host; return the event of its end."""
         for piece in pieces:
-            piece.memory.copy_(source[piece.start : piece.start + piece.size])
+            piece.memory.copy_(piece.of(source))
         return None
 
     def back(
@@ -82,7 +86,7 @@ class Copies:
         """
         target = torch.empty(size, dtype=torch.uint8)
         for piece in pieces:
-            target[piece.start : piece.start + piece.size].copy_(piece.memory)
+            piece.of(target).copy_(piece.memory)
         return target, None
 
     def wait(self, event: torch.cuda.Event | None, *used: Tensor) -> None:
@@ -110,8 +114,7 @@ class StreamCopies(Copies):
             for piece in pieces:
                 if piece.slab.read is not None:  # what lay there before may still be on its way
                     self._outward.wait_event(piece.slab.read)
-                part = source[piece.start : piece.start + piece.size]
-                piece.memory.copy_(part, non_blocking=True)
+                piece.memory.copy_(piece.of(source), non_blocking=True)
         return _recorded(self._outward)
 
     def back(
@@ -123,8 +126,7 @@ class StreamCopies(Copies):
         with torch.cuda.stream(self._inward):
             target = torch.empty(size, dtype=torch.uint8, device=self._device)
             for piece in pieces:
-                part = target[piece.start : piece.start + piece.size]
-                part.copy_(piece.memory, non_blocking=True)
+                piece.of(target).copy_(piece.memory, non_blocking=True)
         done = _recorded(self._inward)
         for piece in pieces:
             piece.slab.read = done
@@ -168,7 +170,8 @@ class Pool:
             while start < size:
                 slab = self._slab_with_room()
                 length = min(size - start, self._slab_bytes - slab.used)
-                pieces.append(Piece(slab, slab.used, start, length))
+                memory = slab.memory[slab.used : slab.used + length]
+                pieces.append(Piece(slab, memory, start, start + length))
                 slab.used += length
                 slab.pieces += 1
                 start += length

@@ -91,8 +91,10 @@ class Recipe:
     def output(self, index: int) -> Tensor:
         """Return one of the outputs; all are made at the first call."""
         if self._made is None:
-            with torch.no_grad():
-                made = self._make(*(x.give() if hasattr(x, "give") else x for x in self._inputs))
+            inputs = [x.give() if hasattr(x, "give") else x for x in self._inputs]
+            # A backward pass records no graph, unless one is asked for.
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+                made = self._make(*inputs)
             self._made = made if isinstance(made, tuple) else (made,)
         return self._made[index]
 
@@ -146,11 +148,12 @@ class Remade:
 
     def __init__(self, recipe: Recipe, index: int, tensor: Tensor):
         self.recipe, self.index = recipe, index
-        self.place = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.place = _place(tensor)
 
     def give(self) -> Tensor:
         """Return the view, of an output that is made now if it is the first."""
-        return self.recipe.output(self.index).as_strided(*self.place)
+        output = self.recipe.output(self.index)
+        return output if _place(output) == self.place else output.as_strided(*self.place)
 
 
 class Policy:
@@ -278,6 +281,10 @@ def mark_weights(params: Iterable[Tensor]) -> None:
 def _trim(tensor: Tensor) -> Saved:
     part = not tensor.is_floating_point() and tensor.nbytes < tensor.untyped_storage().nbytes()
     return Kept(tensor.clone() if part else tensor, "kept")
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    return x.size(), x.stride(), x.storage_offset()
 
 
 def _is_whole(x: Tensor) -> bool:
