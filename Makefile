@@ -61,13 +61,15 @@ slurm-lab: $(STAMP) ## bring up a real SLURM of two nodes on this machine, witho
 slurm-lab-end: $(STAMP) ## end it, and its jobs
 	@$(BIN)/python -m tests.slurm.lab down --folder runs/slurm_lab
 
-bench: $(STAMP) ## measure planning, DEP, MuonClip, checkpoints, and loading against other loaders (90 minutes; ARGS="--quick": ours only)
+bench: $(STAMP) ## measure planning, DEP, memory, MuonClip, checkpoints, and loading against other loaders (3 hours; ARGS="--quick": ours only)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_plan.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_loader.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_dep.py $(filter --quick,$(ARGS))
 	$(BIN)/python benchmarks/bench_muon.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_muonclip.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_checkpoint.py $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_memory.py $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_fp8.py $(filter --quick,$(ARGS))
 
 # On a machine with a CUDA device, by its own Python and torch; no .venv.
 GPU_WHEELS ?= runs/gpu_wheels

@@ -1,100 +1,218 @@
 """FP8 storage in training: the demo's configuration, the same seeds with it and without.
 
-    python benchmarks/bench_fp8.py                 (one process; about 200 x 6 steps)
-    python benchmarks/bench_fp8.py --quick         (a few steps of one seed)
+Twice 200 steps for each of three seeds of the weights, in one process of one thread; all see the
+same batches. The end of a run is the mean loss of its last steps. Noise is the spread of these ends
+over seeds without FP8: with FP8 the mean over seeds should be no farther from the mean without.
 
-The end of a run is the mean loss of its last steps. Noise is the spread of these ends over seeds
-without FP8: with FP8 the mean over seeds should be no farther from the mean without than that.
+    python benchmarks/bench_fp8.py                 # the committed results, an hour of one core
+    python benchmarks/bench_fp8.py --quick         # a few steps of one seed; figures not to quote
+
+A run that is done stays in the folder of --work: started again, the benchmark goes on behind it.
 """
 
 import argparse
+import json
+import shutil
 import statistics
+import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.result import RESULTS, cores, processor, versions, write
-from data_pipeline.store.open import open_store
-from kimi_pretrain.config import load_config
-from kimi_pretrain.engine import mesh as engine_mesh
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.result import RESULTS, cores, named, table, verdicts, versions, write
+from data_pipeline.store.open import FolderStore
+from kimi_pretrain.config import Config, load_config
 from launch.demo.corpus import build_corpus
 from launch.local.quiet import quiet_libraries
 
-ASIDE = Path(__file__).resolve().parent.parent / "runs" / "bench_fp8"
+if TYPE_CHECKING:
+    from kimi_pretrain.engine.mesh import Mesh
+
+PRESET = "tiny_cpu"
+WORK = RESULTS.parent.parent / "runs" / "bench_fp8"
 FORMS = {"none": False, "fp8": True}
+
+Found = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained.
+
+    Attributes:
+        steps: of each run.
+        seeds: of the weights; the batches are the same.
+        last: steps whose mean loss is the end of a run.
+        quick: whether the figures mean nothing.
+    """
+
+    steps: int = 200
+    seeds: tuple[int, ...] = (0, 1, 2)
+    last: int = 20
+    quick: bool = False
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few steps of one seed")
-    parser.add_argument("--out", type=Path, default=RESULTS / "fp8_cpu.json")
-    parser.add_argument("--work", type=Path, default=ASIDE, help="the corpus is built here")
+    parser.add_argument("--out", type=Path, help=f"JSON; default {RESULTS.name}/fp8_cpu.json")
+    parser.add_argument("--work", type=Path, default=WORK, help="for the corpus and finished runs")
     arguments = parser.parse_args()
-    steps, seeds, last = (4, [0], 2) if arguments.quick else (200, [0, 1, 2], 20)
+    plan = Plan(4, (0,), 2, quick=True) if arguments.quick else Plan()
+    out = arguments.out or (WORK if plan.quick else RESULTS) / "fp8_cpu.json"
     quiet_libraries()
     torch.set_num_threads(1)
-    corpus = arguments.work / "corpus"
-    if not (corpus / "built").exists():
-        build_corpus(open_store(str(corpus)))
-        (corpus / "built").touch()
-    runs: dict[str, dict[str, Any]] = {name: {} for name in FORMS}
+    runs = train_all(plan, arguments.work.resolve())
+    found = results(plan, runs)
+    write(found, out, page(found))
+
+
+def train_all(plan: Plan, work: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return, of each form, a run of every seed; those that are not there yet are trained."""
+    from kimi_pretrain.engine import mesh as engine_mesh
+
+    corpus = work / "corpus"
+    if not (work / "corpus_built").exists():  # written last
+        shutil.rmtree(corpus, ignore_errors=True)
+        corpus.mkdir(parents=True)
+        build_corpus(FolderStore(corpus))
+        (work / "corpus_built").touch()
+    runs: dict[str, list[dict[str, Any]]] = {form: [] for form in FORMS}
+    mesh = engine_mesh.start(config_of(corpus, plan.steps, 0, False).layout, 600.0)
     try:
-        mesh = engine_mesh.start(config_of(corpus, steps, 0, False).layout, 600.0)
-        for seed in seeds:
-            for name, fp8 in FORMS.items():
-                runs[name][str(seed)] = trained(config_of(corpus, steps, seed, fp8), mesh)
-                end = statistics.mean(runs[name][str(seed)]["losses"][-last:])
-                runs[name][str(seed)]["end"] = end
-                print(f"{name}, seed {seed}: {end:.4f}", flush=True)
+        for seed in plan.seeds:
+            for form, fp8 in FORMS.items():
+                config = config_of(corpus, plan.steps, seed, fp8)
+                kept = work / "done" / f"{form}_{plan.steps}_steps_seed_{seed}.json"
+                one = finished(kept, config) or trained(config, mesh, kept)
+                end = statistics.mean(one["losses"][-plan.last :])
+                runs[form].append({"seed": seed, "end": end, **one})
+                print(f"{form}, seed {seed}: {end:.4f} in {one['seconds']:.0f} s", flush=True)
     finally:
         engine_mesh.stop()
-    found = {
-        "what": "loss with FP8 storage and without", "date": date.today().isoformat(),
-        "processor": processor(), "cores": cores(), "versions": versions("torch", "megatron-core"),
-        "steps": steps, "seeds": seeds, "last": last,
-        **compared({n: [one["end"] for one in of.values()] for n, of in runs.items()}),
-        "runs": runs,
-    }  # fmt: skip
-    write(found, arguments.out)
+    return runs
 
 
-def config_of(corpus: Path, steps: int, seed: int, fp8: bool):
+def config_of(corpus: Path, steps: int, seed: int, fp8: bool) -> Config:
+    """Return the demo's configuration in one process."""
     layout = [f"layout.{axis}=1" for axis in ("pp", "vpp", "dp", "ep")]
     settings = [
         f"data.root={corpus}", "data.cache=null", "data.requests_per_second=null",
         f"train.steps={steps}", f"train.seed={seed}", f"train.fp8_storage={str(fp8).lower()}",
         "train.trace_step=null", "train.efficiency_pairs=0", "checkpoint.every=null",
     ]  # fmt: skip
-    return load_config("tiny_cpu", [*layout, *settings])
+    return load_config(PRESET, [*layout, *settings])
 
 
-def trained(config, mesh) -> dict[str, Any]:
-    """Train; return the loss of every step, and seconds."""
+def finished(kept: Path, config: Config) -> dict[str, Any] | None:
+    """Return a run that an earlier try has finished, if it is one of the very same settings."""
+    earlier = json.loads(kept.read_text()) if kept.is_file() else {}
+    same = earlier.get("config") == config.model_dump(mode="json")
+    return earlier["run"] if same else None
+
+
+def trained(config: Config, mesh: "Mesh", kept: Path) -> dict[str, Any]:
+    """Train and keep what came of it: the loss of every step, and seconds."""
     from kimi_pretrain.run import Run
 
-    start, run = time.perf_counter(), Run(config, mesh)
+    begin = time.perf_counter(), time.process_time()
+    run = Run(config, mesh)
     try:
         losses = [run.train_step.run(next(run.loader)).loss for _ in range(config.train.steps)]
     finally:
         run.close()
-    return {"losses": losses, "seconds": time.perf_counter() - start}
+    found = {
+        "losses": losses,
+        "seconds": time.perf_counter() - begin[0],
+        "processor_seconds": time.process_time() - begin[1],
+    }
+    kept.parent.mkdir(exist_ok=True)
+    part = kept.with_suffix(".part")
+    part.write_text(json.dumps({"config": config.model_dump(mode="json"), "run": found}))
+    part.rename(kept)
+    return found
 
 
-def compared(ends: dict[str, list[float]]) -> dict[str, Any]:
+# Results ------------------------------------------------------------------------------------------
+
+
+def results(plan: Plan, runs: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return everything for JSON."""
+    found = compared({form: [one["end"] for one in of] for form, of in runs.items()})
+    every = [one for of in runs.values() for one in of]
+    return {
+        "about": {
+            "date": date.today().isoformat(),
+            "machine": cores(),
+            "processor_seconds": round(sum(one["processor_seconds"] for one in every)),
+            "quick": plan.quick,
+            "versions": versions("torch", "megatron-core", "numpy"),
+        },
+        "preset": PRESET,
+        "steps": plan.steps,
+        "seeds": plan.seeds,
+        "last": plan.last,
+        "found": found,
+        "targets": targets(found),
+        "runs": runs,
+    }
+
+
+def compared(ends: Mapping[str, list[float]]) -> dict[str, Any]:
     """Return the ends, how far FP8 moves them, and the noise that it is compared with."""
     none, fp8 = ends["none"], ends["fp8"]
-    noise = max(none) - min(none)
-    moved = statistics.mean(fp8) - statistics.mean(none)
     return {
         "ends": ends,
-        "noise": noise,
-        "mean_moved": moved,
+        "noise": max(none) - min(none) if len(none) > 1 else None,
+        "mean_moved": statistics.mean(fp8) - statistics.mean(none),
         "each_moved": [one - other for one, other in zip(fp8, none, strict=True)],
-        "within_noise": abs(moved) <= noise if len(none) > 1 else None,
     }
+
+
+def targets(found: Found) -> list[dict[str, Any]]:
+    """Return what must hold, with what was found."""
+    noise, moved = found["noise"], found["mean_moved"]
+    return [
+        {
+            "target": "the mean end with FP8 is within the noise of the mean end without",
+            "found": f"{moved:+.4f}, noise {'none' if noise is None else f'{noise:.4f}'}",
+            "met": None if noise is None else abs(moved) <= noise,
+        }
+    ]
+
+
+def page(found: Found) -> str:
+    """Return the results as a page to read."""
+    about, ends = found["about"], found["found"]["ends"]
+    rows = zip(found["seeds"], ends["none"], ends["fp8"], found["found"]["each_moved"])
+    lines = [
+        "# FP8 storage in training",
+        "",
+        f"{about['date']}, {about['machine']}, one thread; {named(about['versions'])}. Made by "
+        f"`benchmarks/bench_fp8.py`: {about['processor_seconds']:,} s of one core.",
+        "",
+        *(["**Tiny sizes: no figure here is to be quoted.**", ""] if about["quick"] else []),
+        *verdicts(found["targets"], {"target": "target", "found": "found", "met": "met"}),
+        f"The demo's model and corpus (`configs/{found['preset']}.yaml`) in one process, "
+        f"{found['steps']} steps; an end is the mean loss of the last {found['last']}. Noise is "
+        "the spread of the ends without FP8 over seeds of the weights. All runs see the same "
+        "batches in the same order.",
+        "",
+        *table(
+            ["seed", "end without", "end with FP8", "moved by"],
+            [[seed, f"{a:.4f}", f"{b:.4f}", f"{moved:+.4f}"] for seed, a, b, moved in rows],
+        ),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,297 +1,222 @@
-"""One decoder layer's step under each policy over saved tensors, at Kimi K2's widths.
+"""What the policies over saved tensors leave of a layer's activations, and what they cost.
 
-Two layers with 16 experts each, microbatches of 4,096 tokens, four of them in flight as on an early
-pipeline stage. Each policy of docs/MEMORY.md
-takes steps over the same microbatches, on one device: seconds, the highest memory above weights and
-gradients, and the bytes that one microbatch leaves behind, beside those of the memory plan.
-What recomputes or moves must give the bits of none: losses and gradients are compared, with a
-second step of none as the control.
+    layer       bytes a token that one of K2.5's layers leaves, at its real widths, by counting and
+                by the plan's formulas; and what the first of 16 stages holds of them
+    attention   peak of the attention of a document of 8,192 tokens against the whole-matrix form
+    host_time   the policy's own host time for one saved tensor
+    demo        the demo's step time with recompute on over off, four processes
+    policies    two layers' steps under each policy: time, memory, and whether the bits are the same
 
-    python -m benchmarks.bench_memory                  # memory_cpu.*: an eighth of the widths
-    python -m benchmarks.bench_memory --device cuda    # memory_cuda.*
-    python -m benchmarks.bench_memory --quick          # seconds; figures not to quote
+On CUDA only the last. What is run replaces its section of the result file, the others stay:
+
+    python -m benchmarks.bench_memory                     # memory_cpu.*, a quarter of an hour
+    python -m benchmarks.bench_memory --device cuda       # memory_cuda.*
+    python -m benchmarks.bench_memory --only layer demo   # some parts
+    python -m benchmarks.bench_memory --quick             # a minute; figures not to quote
 """
 
-import gc
+import json
+import os
 import sys
-from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
-from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import device as where
-from benchmarks.memory.live import LiveBytes
+from benchmarks.memory import demo_steps, hook_cost, layer_bytes, policies
+from benchmarks.memory.attention_peak import attention_peak
 from benchmarks.result import table, verdicts, write
-from kimi_pretrain.config import Config, load_config
-from kimi_pretrain.memory.kept import head_tensors, layer_tensors
+from kimi_pretrain.engine import mesh as engine_mesh
 
-if TYPE_CHECKING:
-    from kimi_pretrain.engine.backbone import Backbone
-    from kimi_pretrain.engine.microbatch import Microbatch
-
-ALL = ["norms", "swiglu", "mla_up"]
-POLICIES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "none, again": {},
-    "recompute": {"recompute": ALL},
-    "offload": {"offload": True},
-    "recompute, offload": {"recompute": ALL, "offload": True},
-    "recompute, fp8": {"recompute": ALL, "fp8_storage": True},
-    "recompute, fp8, offload": {"recompute": ALL, "fp8_storage": True, "offload": True},
-}
-EQUALS = {"recompute, fp8": None, "recompute, fp8, offload": "recompute, fp8"}  # else "none"
-AT_MOST = 1.10  # a step with all recomputed, over one without
-
-K2 = {
-    "hidden_size": 7168, "num_heads": 64, "expert_ffn_size": 2048, "dense_ffn_size": 18432,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_dim": 128, "qk_rope_dim": 64, "v_dim": 128,
-}  # fmt: skip
-LAYERS, EXPERTS, TOP = 2, 16, 8
-DOCUMENTS = [0.4, 0.3, 0.2, 0.1]  # of a microbatch's tokens
-IN_FLIGHT, MICROBATCHES = 4, 8
-
+DOCUMENT, HEADS, OF_WHOLE = 8192, 4, 0.10
 Found = Mapping[str, Any]
 
 
 def main() -> None:
-    arguments = where.parser(__doc__, "memory").parse_args()
+    parser = where.parser(__doc__, "memory")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    arguments = parser.parse_args()
     device = where.device_of(arguments)
     about = where.about(arguments, device, "megatron-core", "triton")
-    from kimi_pretrain.engine import mesh as engine_mesh
-    from kimi_pretrain.engine.backbone import Backbone, build_backbone
-
-    config = config_of(arguments.device, arguments.quick)
-    Backbone.initialise = _initialise  # by name, on the CPU, it takes longer than all the rest
-    mesh = engine_mesh.start(config.layout)
-    try:
-        backbone = build_backbone(config, mesh)
-        found = {"about": about, **measure(backbone, device, 1 if arguments.quick else 5)}
-    finally:
-        engine_mesh.stop()
-    found["targets"] = targets(found)
-    write(found, arguments.out, page(found))
+    found = {**earlier(arguments.out, about), "about": about}
+    own = ["policies"] if arguments.device == "cuda" else list(PARTS)
+    for name in arguments.only or own:
+        if name not in own:
+            sys.exit(f"error: --only {name}: without --device cuda")
+        print(f"{name}:", flush=True)
+        load = round(os.getloadavg()[0], 2)
+        found |= {name: MEASURE[name](device, arguments.quick)}
+        found.setdefault("measured", {})[name] = {"date": about["date"], "load_before": load}
+        found["targets"] = targets(found)
+        write(found, arguments.out)
+    arguments.out.with_suffix(".md").write_text(page(found))
+    print(page(found))
     if not all(one["met"] for one in found["targets"] if one["exact"]):
-        sys.exit("error: a policy that must change no bit did")
+        sys.exit("error: a policy that must change no bit did, or bytes are not those of the plan")
 
 
-def config_of(device: str, quick: bool) -> Config:
-    """Return the configuration of the layers; on CUDA attention is FlexAttention."""
-    over = 1 if device == "cuda" else 64 if quick else 8
-    tokens = 4096 if device == "cuda" else 64 if quick else 512
-    sizes = {key: max(4, value // over) for key, value in K2.items()}
-    sizes |= {
-        "num_layers": LAYERS, "num_dense_layers": 0, "num_experts": EXPERTS,
-        "experts_per_token": TOP, "num_shared_experts": 1, "vocab_size": 2048,
-    }  # fmt: skip
-    language = [f"model.language.{key}={value}" for key, value in sizes.items()]
-    layout = ["layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.ep=1", "layout.stages=null"]
-    rest = [
-        f"model.vision.out_width={sizes['hidden_size']}", f"data.seq_len={tokens}",
-        "train.rows_per_microbatch=1", "train.dtype=bfloat16", "train.offload_min_mib=0",
-    ]  # fmt: skip
-    return load_config("tiny_cpu", [*language, *layout, *rest])
+def earlier(out: Path, about: Found) -> dict[str, Any]:
+    """Return what the result file has of the same software and sizes, nothing if it has none."""
+    found = json.loads(out.read_text()) if out.is_file() else {}
+    same = all(found.get("about", {}).get(key) == about[key] for key in ("versions", "quick"))
+    return found if same else {}
 
 
-def _initialise(backbone: "Backbone") -> None:
-    """Fill every tensor on its device."""
-    draw = torch.Generator(backbone.mesh.device).manual_seed(0)
-    with torch.no_grad():
-        for view in backbone.views(buffers=True):
-            if view.name.endswith("norm.weight"):
-                view.data.fill_(1.0)
-            elif view.name.endswith("e_score_correction_bias"):
-                view.data.zero_()
-            else:
-                view.data.normal_(0.0, 0.02, generator=draw)
+# Parts --------------------------------------------------------------------------------------------
 
 
-def microbatches_of(config: Config, device: torch.device) -> list["Microbatch"]:
-    """Return microbatches of a few documents each, random tokens, the last of them padding."""
-    from kimi_pretrain.engine.microbatch import Microbatch
-    from kimi_pretrain.engine.packed_attention import PackedRows
+def _of_one_process(measure: Callable[[engine_mesh.Mesh, torch.device, bool], dict[str, Any]]):
+    def run(device: torch.device, quick: bool) -> dict[str, Any]:
+        mesh = engine_mesh.start(policies.config_of(device.type, quick).layout)
+        try:
+            return measure(mesh, device, quick)
+        finally:
+            engine_mesh.stop()
 
-    tokens, vocabulary = config.data.seq_len, config.model.language.vocab_size
-    draw, made = torch.Generator().manual_seed(0), []
-    borders = [0]
-    for share in DOCUMENTS:
-        borders.append(borders[-1] + round(share * tokens))
-    documents = [True] * (len(DOCUMENTS) - 1) + [False]
-    for _ in range(MICROBATCHES):
-        packed = PackedRows.of([*borders[:-1], tokens], documents, device)
-        counted = torch.from_numpy(packed.spans.counted_Q)[None].to(device)
-        text = torch.randint(0, vocabulary, (1, tokens), generator=draw).to(device)
-        made.append(Microbatch(packed, ~counted, text, text.roll(-1), counted))
-    return made
+    return run
 
 
-# Steps --------------------------------------------------------------------------------------------
+def _attention(device: torch.device, quick: bool) -> dict[str, Any]:
+    tokens = 512 if quick else DOCUMENT
+    peaks = {form: attention_peak(form, tokens, HEADS) for form in ("blocks", "whole")}
+    return {"tokens": tokens, "heads": HEADS, "peak_bytes": peaks}
 
 
-def measure(backbone: "Backbone", device: torch.device, repeats: int) -> dict[str, Any]:
-    """Return what each policy costs and holds, and what differs of its gradients."""
-    config, microbatches = backbone.config, microbatches_of(backbone.config, device)
-    found: dict[str, Any] = {
-        "sizes": {
-            "layers": LAYERS, "experts": EXPERTS, "tokens": config.data.seq_len,
-            "hidden": config.model.language.hidden_size, "in_flight": IN_FLIGHT,
-            "microbatches": MICROBATCHES, "attention": _attention(backbone),
-        },
-        "policies": {},
-    }  # fmt: skip
-    wanted: dict[str, dict[str, Tensor]] = {}
-    for name, changes in POLICIES.items():
-        train = config.train.model_copy(update=changes)
-        backbone.config = config.model_copy(update={"train": train})
-        backbone.apply_memory_policy()
-        results = step(backbone, microbatches)  # compiles kernels; of host memory learns the order
-        if name in ("none", "recompute, fp8"):
-            wanted[name] = results
-        differ = differing(results, wanted.get(EQUALS.get(name, "none") or name, results))
-        del results
-        taken = where.timed(lambda: step(backbone, microbatches, keep=False), device, repeats)
-        host = backbone.policy.host
-        found["policies"][name] = {
-            "seconds": taken,
-            "peak_bytes": where.peak_bytes(
-                lambda: step(backbone, microbatches, keep=False), device
-            ),
-            "left_bytes": left(backbone, microbatches[0]),
-            "planned_bytes": planned(backbone.config),
-            "late_groups": host.late if host is not None else None,
-            "host_bytes": host.pool.slabs * 64 * 2**20 if host is not None else 0,
-            "differing": differ,
-        }
-        print(f"{name:26} {taken['median'] * 1e3:9.1f} ms, differing: {len(differ)}", flush=True)
-    return found
+def _demo(device: torch.device, quick: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return demo_steps.measure(Path(folder), quick)
 
 
-def _attention(backbone: "Backbone") -> str:
-    from kimi_pretrain.engine.packed_attention import PackedCoreAttention
-
-    modules = backbone.chunks[0].modules()
-    return next(type(one).__name__ for one in modules if isinstance(one, PackedCoreAttention))
-
-
-def step(
-    backbone: "Backbone", microbatches: Sequence["Microbatch"], keep: bool = True
-) -> dict[str, Tensor]:
-    """Go forward and backward, some forward passes ahead; return losses and gradients, if kept."""
-    model = backbone.models[0]
-    model.train()
-    model.zero_grad_buffer()
-    backbone.policy.begin_step()
-    waiting: deque[Tensor] = deque()
-    losses = []
-    for one in microbatches:
-        losses.append(_loss(backbone, one))
-        waiting.append(losses[-1])
-        if len(waiting) == IN_FLIGHT:
-            waiting.popleft().backward()
-    while waiting:
-        waiting.popleft().backward()
-    backbone.chunks[0].forget_plans()
-    if not keep:
-        return {}
-    found = {view.name: backbone.grad_of(view).clone() for view in backbone.views()}
-    return found | {"losses": torch.stack([loss.detach() for loss in losses])}
-
-
-def _loss(backbone: "Backbone", one: "Microbatch") -> Tensor:
-    losses = backbone._forward(one, backbone.models[0], one.labels)
-    return (losses * one.loss_mask).sum()
-
-
-def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the tensors whose bits differ, each with its relative distance."""
-    return {
-        name: float((found[name] - value).norm() / value.norm())
-        for name, value in wanted.items()
-        if not torch.equal(found[name], value)
-    }
-
-
-def left(backbone: "Backbone", one: "Microbatch") -> int:
-    """Return the bytes on the device that a forward pass leaves behind, one before it likewise.
-
-    With host memory: of groups that have been let go by, so the last two layers' are still there.
-    """
-    backbone.policy.begin_step()
-    graphs, found = [], []
-    with LiveBytes() as live:
-        for _ in range(2):
-            graphs.append(_loss(backbone, one))
-            gc.collect()
-            found.append(live.now())
-    return found[1] - found[0]
-
-
-def planned(config: Config) -> int:
-    """Return what the memory plan says of the same bytes; none of it moved."""
-    layer = sum(tensor.size for tensor in layer_tensors(config, dense=False))
-    return LAYERS * layer + sum(tensor.size for tensor in head_tensors(config))
+MEASURE: dict[str, Callable[[torch.device, bool], dict[str, Any]]] = {
+    "layer": _of_one_process(lambda mesh, _, quick: layer_bytes.measure(mesh, quick)),
+    "attention": _attention,
+    "host_time": _of_one_process(lambda mesh, _, quick: hook_cost.measure(mesh, quick)),
+    "demo": _demo,
+    "policies": _of_one_process(policies.measure),
+}
+PARTS = tuple(MEASURE)
 
 
 # Results ------------------------------------------------------------------------------------------
 
 
 def targets(found: Found) -> list[dict[str, Any]]:
-    """Return what must hold, with what was found; `exact` where a miss is an error.
-
-    A kernel that does not repeat itself (the control) says nothing of a policy.
-    """
-    policies = found["policies"]
-    control = policies["none, again"]["differing"]
-    rows = [("none: the same bits twice", f"{len(control)} tensors differ", not control, False)]
-    for name in POLICIES:
-        equals = EQUALS.get(name, "none")
-        if name in ("none", "none, again") or equals is None:
-            continue
-        differ = policies[name]["differing"].keys() - control.keys()
-        rows.append((f"{name}: the bits of {equals}", f"{len(differ)} tensors differ",
-                     not differ, True))  # fmt: skip
-    if found["about"]["device"] == "cuda":
-        ratio = _ratio(found, "recompute")
-        rows.append((f"recompute: at most {AT_MOST} x the step without", f"{ratio:.3f}",
-                     ratio <= AT_MOST, False))  # fmt: skip
-    return [{"target": a, "found": b, "met": c, "exact": d} for a, b, c, d in rows]
-
-
-def _ratio(found: Found, name: str) -> float:
-    policies = found["policies"]
-    return policies[name]["seconds"]["median"] / policies["none"]["seconds"]["median"]
+    """Return what must hold of all parts that were run, with what was found."""
+    made: list[dict[str, Any]] = []
+    if "layer" in found:
+        made += layer_bytes.targets(found["layer"])
+    if "attention" in found:
+        one = found["attention"]
+        share = one["peak_bytes"]["blocks"] / one["peak_bytes"]["whole"]
+        what = f"attention of {one['tokens']:,} tokens: at most {OF_WHOLE:.0%} of the whole matrix"
+        met = share <= OF_WHOLE
+        made.append({"target": what, "found": f"{share:.1%}", "met": met, "exact": False})
+    if "host_time" in found:
+        made += hook_cost.targets(found["host_time"])
+    if "demo" in found:
+        made += demo_steps.targets(found["demo"])
+    if "policies" in found:
+        made += policies.targets(found["policies"], found["about"]["device"])
+    return made
 
 
 def page(found: Found) -> str:
     """Return the results as a page to read."""
-    sizes = found["sizes"]
-    rows = [
-        [
-            name, f"{one['seconds']['median'] * 1e3:.1f}", f"{_ratio(found, name):.3f}",
-            f"{one['peak_bytes'] / 2**20:,.0f}", f"{one['left_bytes'] / sizes['tokens']:,.0f}",
-            f"{one['planned_bytes'] / sizes['tokens']:,.0f}",
-            f"{one['host_bytes'] / 2**20:,.0f}" if one["host_bytes"] else "",
-            "" if one["late_groups"] is None else one["late_groups"],
-        ]
-        for name, one in found["policies"].items()
+    made = where.heading("Policies over saved tensors", found)
+    made += verdicts(found["targets"], {"target": "target", "found": "measured", "met": "met"})
+    made += [
+        "When, and the load of the machine before: "
+        + "; ".join(f"{name} {one['date']}, {one['load_before']}"
+                    for name, one in found["measured"].items()) + ".",
+        "",
     ]  # fmt: skip
-    lines = [
-        *where.heading("Policies over saved tensors", found),
-        *verdicts(found["targets"], {"target": "target", "found": "measured", "met": "met"}),
-        f"{sizes['layers']} layers of width {sizes['hidden']}, {sizes['experts']} experts, "
-        f"{sizes['microbatches']} microbatches of {sizes['tokens']:,} tokens, "
-        f"{sizes['in_flight']} in flight, {sizes['attention']}. Peak: above weights and gradients. "
-        "Bytes a token: on the device after a forward pass, of both layers, the last norm, head "
-        "and loss; the plan counts what waits on the host as well.",
+    sections = {"layer": _layer_lines, "attention": _attention_lines, "demo": _demo_lines,
+                "host_time": _host_time_lines, "policies": policies.lines}  # fmt: skip
+    for name, lines in sections.items():
+        made += [*lines(found[name]), ""] if name in found else []
+    return "\n".join(made)
+
+
+def _layer_lines(found: Found) -> list[str]:
+    stage = found["stage"]
+    layers = max(stage["layers"])
+    return [
+        "## What a layer leaves for its backward pass",
+        "",
+        f"One layer with experts of `configs/{layer_bytes.PRESET}.yaml`, bf16, one process, "
+        f"{found['tokens']} tokens, portable attention: live storages, and the formulas of the "
+        f"plan. Fused attention adds {layer_bytes.LOG_SUMS} bytes a head and token. With offload: "
+        "bytes that stay on the device. The first stage's rank holds "
+        f"{stage['in_flight']} microbatches of chunks of {layers} layers, "
+        f"{stage['in_flight_overlapped']} with overlapped experts (PP16 x VPP2), "
+        f"{stage['tokens']:,} tokens each; with offload "
+        f"{layer_bytes.ON_THEIR_WAY} layers on their way come on top of that.",
         "",
         *table(
-            ["policy", "step, ms", "over none", "peak, MiB", "bytes a token", "by the plan",
-             "host, MiB", "groups brought late"],
-            rows,
+            ["policy", "bytes a token", "by the plan", "MB a layer and microbatch",
+             "first stage, GB", "overlapped, GB"],
+            layer_bytes.rows(found),
         ),
     ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+
+
+def _attention_lines(found: Found) -> list[str]:
+    rows = [[form, f"{peak / 2**20:,.1f}"] for form, peak in found["peak_bytes"].items()]
+    return [
+        "## Peak of attention",
+        "",
+        f"One document of {found['tokens']:,} tokens, {found['heads']} heads, widths 192 and 128, "
+        "fp32, forward and backward, inputs and gradients included; counted on the meta device.",
+        "",
+        *table(["form", "peak, MiB"], rows),
+    ]
+
+
+def _host_time_lines(found: Found) -> list[str]:
+    rows = [
+        [kind, f"{one['added']:.1f}", f"{one['work']:.1f}", f"{one['own']:.1f}",
+         found["layer"][kind]]
+        for kind, one in found["kinds"].items()
+    ]  # fmt: skip
+    rows.append(["a layer's mean", "", "", f"{hook_cost.mean_own(dict(found)):.1f}",
+                 sum(found["layer"].values())])  # fmt: skip
+    return [
+        "## Host time for a saved tensor",
+        "",
+        f"Microseconds, both ways; {found['tensors']} tensors of {list(hook_cost.SHAPE)} fp32, "
+        f"the least of {found['rounds']} rounds. Work is what the policy has to do: compute the "
+        "output again, FP8 codes and back, copies to the host and back. Own: the rest, without "
+        "what is kept for it (an input of what is computed again, FP8 codes and scales), which "
+        "counts by itself. Numbers of a layer with every treatment.",
+        "",
+        *table(["kind", "added", "work", "own", "of a layer"], rows),
+    ]
+
+
+def _demo_lines(found: Found) -> list[str]:
+    rows = []
+    for what in found["off"]:
+        each = sorted(demo_steps.ratios(found, what))
+        times = [f"{median(found[form][what]):.3f}" for form in demo_steps.FORMS]
+        quartiles = f"{each[len(each) // 4]:.3f} - {each[-1 - len(each) // 4]:.3f}"
+        rows.append([what, *times, f"{median(each):.3f}", quartiles])
+    return [
+        "## The demo's step with recompute",
+        "",
+        f"`configs/{demo_steps.PRESET}.yaml` in {found['processes']} processes: "
+        f"{found['pairs']} batches, each with and without, in turns which first, behind "
+        f"{found['warm_up']} that do not count. Seconds, medians; the ratio is the median of the "
+        "batches' own, with its quartiles. Backbone: forward and backward passes of rank 0. "
+        "Processor: of all processes together.",
+        "",
+        *table(["", *demo_steps.FORMS, "on / off", "quartiles"], rows),
+    ]
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def _attention(found: Found) -> list[str]:
 def _memory(found: Found) -> list[str]:
     rows = [
         [name, f"{one['seconds']['median'] * 1e3:.1f}", f"{one['peak_bytes'] / 2**20:,.0f}"]
-        for name, one in found["policies"].items()
+        for name, one in found["policies"]["policies"].items()
     ]
     return table(["policy", "step, ms", "peak, MiB"], rows)
 

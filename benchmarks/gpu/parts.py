@@ -47,7 +47,8 @@ def _benchmark(name: str, *short: str, long: Sequence[str] = ()) -> tuple[list[s
 PARTS = [
     Part("offload", "copies between device and host", 30, *_benchmark("offload")),
     Part("attention", "attention in three forms", 90, *_benchmark("attention")),
-    Part("memory", "a layer's step under each memory policy", 100, *_benchmark("memory")),
+    Part("memory", "a layer's step under each memory policy", 100,
+         *_benchmark("memory", "--quick", "--only", "policies")),
     Part(
         "tests", "all tests marked gpu", 180,
         ["-m", "benchmarks.gpu.marked_tests", "--out", "{out}", "--device", "cuda"],

@@ -231,7 +231,8 @@ def _layers(config: Config, layers: range, has_loss: bool) -> Iterator[list[Kept
         yield list(head_tensors(config))
 
 
-def _moves(config: Config, tensor: Kept) -> bool:
+def moves(config: Config, tensor: Kept) -> bool:
+    """Whether a kept tensor waits in host memory under `train.offload`."""
     train = config.train
     return train.offload and tensor.moves and tensor.size >= train.offload_min_mib * MIB
 
@@ -254,7 +255,7 @@ def _activations(
         for group in chunk:
             moved = 0
             for tensor in group:
-                if _moves(config, tensor):
+                if moves(config, tensor):
                     moved += tensor.size
                 else:
                     device[tensor.kind] += count * tensor.size

@@ -1,13 +1,10 @@
 """What a process of a test job finds of memory: what is alive, and when; see worker.py."""
 
-import gc
 from typing import Any
 
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-
-from benchmarks.memory.live import LiveBytes
 
 
 class _Attention(torch.autograd.Function):
@@ -23,8 +20,7 @@ def kept_bytes(run) -> dict[str, int]:
     """Return the bytes that a forward pass of one microbatch leaves: of a layer with experts, of a
     dense one, and of norm, head and loss, as differences between models.
 
-    Storages are counted while the graph is there. Of two forward passes the second counts: what
-    modules remember of the last microbatch alone is not kept by each.
+    Storages are counted while the graph is there.
     """
     from megatron.core.transformer import multi_latent_attention
 
@@ -47,19 +43,14 @@ def kept_bytes(run) -> dict[str, int]:
 
 
 def _model_bytes(run, num_layers: int, num_dense_layers: int) -> int:
+    from benchmarks.memory.layer_bytes import left_bytes
     from kimi_pretrain.engine.backbone import build_backbone
 
     sizes = {"num_layers": num_layers, "num_dense_layers": num_dense_layers}
     language = run.config.model.language.model_copy(update=sizes)
     model = run.config.model.model_copy(update={"language": language})
     backbone = build_backbone(run.config.model_copy(update={"model": model}), run.mesh)
-    microbatch, found, graphs = _microbatches(run)[0], [], []
-    with LiveBytes() as live:
-        for _ in range(2):
-            graphs.append(backbone._forward(microbatch, backbone.chunks[0], microbatch.labels))
-            gc.collect()
-            found.append(live.now())
-    return found[1] - found[0]
+    return left_bytes(backbone, _microbatches(run)[0])
 
 
 def planned(run) -> list[str]:

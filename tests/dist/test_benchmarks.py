@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from benchmarks import bench_fp8
 from benchmarks.muonclip.settings import (
     ADAMW,
     MUON,
@@ -28,6 +29,8 @@ SHORT = {
     "bench_loader.py": (["--work", "{}", "--count", "400"], ("speed", "resume", "elastic")),
     "bench_muonclip.py": (["--work", "{}/work", "--pictures", "{}"], ("runs", "targets")),
     "bench_muon.py": ([], ("layers", "accuracy", "targets")),
+    "bench_fp8.py": (["--work", "{}/work"], ("found", "targets", "runs")),
+    "bench_memory.py": ([], ("layer", "attention", "host_time", "demo", "policies", "targets")),
     "sim_dep.py": (["--picture", "{}/found.png"], ("grid",)),
 }
 
@@ -66,3 +69,14 @@ def test_runs_differ_in_what_they_are_compared_for_and_in_nothing_else():
         assert optim.matrices == "adamw"
         rates = [optim.lr_of(name, optim.lr) for name in ("embedding", "head", "attention")]
         assert rates == [0.005, 0.005, run.lr]
+
+
+def test_only_a_finished_run_of_the_same_settings_is_taken_over(tmp_path):
+    kept = tmp_path / "run.json"
+    config, other = (bench_fp8.config_of(tmp_path, 4, 0, fp8) for fp8 in (True, False))
+    assert bench_fp8.finished(kept, config) is None
+    kept.write_text(
+        json.dumps({"config": config.model_dump(mode="json"), "run": {"losses": [1.0]}})
+    )
+    assert bench_fp8.finished(kept, config) == {"losses": [1.0]}
+    assert bench_fp8.finished(kept, other) is None
