@@ -78,6 +78,18 @@ class FirstNorm(PartNorm):
         return super().forward(x)
 
 
+class LastNorm(PartNorm):
+    """The norm before the head, which lies outside the policy and keeps the norm's output itself.
+
+    A recipe of that output would hold its input on the device, beside the copy on the host.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `PartNorm`."""
+        with self.policy.saving():
+            return rms_norm(x, self.weight, self.eps)
+
+
 class ReplicatedLinear(nn.Module):
     """A linear layer that every tensor-parallel rank holds whole."""
 

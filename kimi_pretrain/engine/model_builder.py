@@ -24,6 +24,7 @@ from kimi_pretrain.engine.gated_mlp import DenseMlp, SharedExperts
 from kimi_pretrain.engine.language_model import LanguageModel
 from kimi_pretrain.engine.latent_attention import (
     FirstNorm,
+    LastNorm,
     PackedLatentAttention,
     PartNorm,
     PlainQueryAttention,
@@ -203,7 +204,7 @@ def layer_specs(
             layer.submodules.mlp = partial(ExpertLayer, *mlp.args, **mlp.keywords)
         else:
             layer.submodules.mlp = partial(DenseMlp.as_mlp_submodule, **mlp.keywords)
-    block.layer_norm = PartNorm
+    block.layer_norm = LastNorm
     return block
 
 
