@@ -152,11 +152,11 @@ def _layer_lines(found: Found) -> list[str]:
         f"One layer with experts of `configs/{layer_bytes.PRESET}.yaml`, bf16, one process, "
         f"{found['tokens']} tokens, portable attention: live storages, and the formulas of the "
         f"plan. Fused attention adds {layer_bytes.LOG_SUMS} bytes a head and token. With offload: "
-        "bytes that stay on the device. The first stage's rank holds "
-        f"{stage['in_flight']} microbatches of chunks of {layers} layers, "
-        f"{stage['in_flight_overlapped']} with overlapped experts (PP16 x VPP2), "
-        f"{stage['tokens']:,} tokens each; with offload "
-        f"{layer_bytes.ON_THEIR_WAY} layers on their way come on top of that.",
+        "bytes that stay on the device. The first stage (PP16 x VPP2) has "
+        f"{stage['in_flight']} microbatches of a chunk in flight, {stage['in_flight_overlapped']} "
+        f"with overlapped experts, {stage['tokens']:,} tokens each: what its rank holds with "
+        f"{layers} such layers a chunk. With offload {layer_bytes.ON_THEIR_WAY} layers on their "
+        "way come on top of that.",
         "",
         *table(
             ["policy", "bytes a token", "by the plan", "MB a layer and microbatch",

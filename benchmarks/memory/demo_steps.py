@@ -23,7 +23,7 @@ import torch
 from benchmarks.result import RESULTS
 from kimi_pretrain.config import Config, load_config
 from kimi_pretrain.engine import mesh as engine_mesh
-from kimi_pretrain.memory.plan import EVERYTHING
+from kimi_pretrain.memory.switches import EVERYTHING
 
 PRESET = "tiny_cpu"
 PAIRS, WARM_UP = 40, 3  # batches, each twice, after as many as these

@@ -26,7 +26,9 @@ from kimi_pretrain.engine.model_builder import build_chunks, engine_config
 from kimi_pretrain.engine.packed_attention import PackedRows
 from kimi_pretrain.memory.host_memory import SLAB_BYTES
 from kimi_pretrain.memory.kept import layer_tensors
-from kimi_pretrain.memory.plan import EVERYTHING, chunks_of, microbatches_in_flight, moves
+from kimi_pretrain.memory.plan import microbatches_in_flight, moves
+from kimi_pretrain.memory.states import chunks_of
+from kimi_pretrain.memory.switches import EVERYTHING
 
 CPU = torch.device("cpu")
 PRESET = "kimi_k25_1t"
