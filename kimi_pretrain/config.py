@@ -199,6 +199,7 @@ class Config(Section):
         check_attention(self)
         check_context(self)
         check_memory(self)
+        check_deepspeed(self)
         if self.train.validate_every is not None and not self.data.heldout:
             raise ValueError(
                 f"train.validate_every={self.train.validate_every} with no source in data.heldout: "
@@ -395,6 +396,33 @@ def check_memory(config: Config) -> None:
             "train.fp8_storage=true with train.dtype=float64: float64 is for exact comparisons, "
             "FP8 keeps two digits; set train.fp8_storage=false"
         )
+
+
+def check_deepspeed(config: Config) -> None:
+    """Refuse what DeepSpeed's ZeRO does not train.
+
+    Raises:
+        ValueError: names the keys and their values.
+    """
+    optim, train = config.optim, config.train
+    if optim.deepspeed is None:
+        return
+    asked = f"optim.deepspeed={optim.deepspeed}"
+    if optim.matrices != "adamw":
+        raise ValueError(
+            f"{asked} with optim.matrices={optim.matrices}: ZeRO lays all tensors end to end and "
+            "gives each rank a flat shard, which cuts matrices anywhere, and Newton-Schulz needs "
+            "them whole; set optim.matrices=adamw, or leave optim.deepspeed null"
+        )
+    if "language_model" not in train.frozen:
+        raise ValueError(
+            f"{asked} with train.frozen={train.frozen}: it trains the encoder, which every rank "
+            "holds; experts and stages are not the same on all ranks; add language_model"
+        )
+    if train.dtype == "float64":
+        raise ValueError(f"{asked} with train.dtype=float64: ZeRO's shards are float32")
+    if not optim.shard_state:
+        raise ValueError(f"{asked} with optim.shard_state=false: ZeRO shards it; leave it true")
 
 
 def _check_widths(tp: int, language: LanguageConfig) -> None:

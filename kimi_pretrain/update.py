@@ -23,6 +23,7 @@ from kimi_pretrain.dep.encoder import DecoupledEncoder
 from kimi_pretrain.engine.backbone import Backbone
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.model import trained_tensors
+from kimi_pretrain.optim.deepspeed_zero import DeepSpeedAdamW
 from kimi_pretrain.optim.groups import ModelShape, NamedTensor
 from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.optim.qk_clip import factors, table_of_maxima
@@ -83,7 +84,8 @@ class Update:
         self.hash_copies: Callable[[], tuple[CopyHash, ...]] = lambda: ()
         self.named = trained_tensors(encoder, backbone)
         self.shape = ModelShape.of(config.model)
-        self.optimizer = DistributedMuonClip(self.named, mesh.groups, config.optim, self.shape)
+        make = DistributedMuonClip if config.optim.deepspeed is None else DeepSpeedAdamW
+        self.optimizer = make(self.named, mesh.groups, config.optim, self.shape)
         order, groups = backbone.gradient_order(), backbone.sum_groups()
         backbone.reduction = self.optimizer.gradient_reduction(order, groups)
         encoder.sums.to_owners(self.optimizer.owner_ranks("encoder"))
@@ -98,8 +100,7 @@ class Update:
         divisor = max(1, loss_tokens)
         squares, max_logits = self._norm_and_maxima()
         grad_norm = math.sqrt(squares) / divisor
-        tokens = self.config.tokens_per_step()
-        lr = learning_rate(self.optimizer.steps, self.config.optim, tokens)
+        lr = learning_rate(self.optimizer.steps, self.config.optim, self.config.tokens_per_step())
         limit = self.config.optim.max_grad_norm
         clip = 1.0 if limit is None else min(1.0, limit / max(grad_norm, 1e-30))
         verdict = self.guard.judge(loss, grad_norm * clip)
@@ -131,10 +132,8 @@ class Update:
             the sum of squares of the undivided gradient, and the largest logits of the step, fp64
             [layers, heads] on the host.
         """
-        language = self.config.model.language
-        maxima = table_of_maxima(
-            self.backbone.take_max_logits(), language.num_layers, language.num_heads
-        ).to(self.mesh.device)
+        size = self.config.model.language.num_layers, self.config.model.language.num_heads
+        maxima = table_of_maxima(self.backbone.take_max_logits(), *size).to(self.mesh.device)
         squares = self.optimizer.grad_square_sum().reshape(1).to(self.mesh.device)
         self.mesh.sum_(squares)
         self.mesh.max_(maxima)

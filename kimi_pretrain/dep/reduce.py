@@ -60,9 +60,12 @@ class GradientSum:
 
         Args:
             owners: parameter name -> rank in the whole job, the same on all ranks; None: the sums
-                go to every rank, as they do at first.
+                go to every rank, as they do at first. Empty: nothing is sent, and who updates them
+                sums them over ranks.
         """
-        self._lay_out([None if owners is None else owners[name] for name in self._params])
+        self._lay_out([owners[name] if owners else None for name in self._params])
+        if owners == {}:
+            self._parts = []
         self.zero()
 
     def zero(self) -> None:

@@ -208,7 +208,7 @@ def stages_of(config: Config, division: Division | None, sizes: Sizes) -> tuple[
                 in_flight=held,
                 weights=item * (own_elements + encoder[0]),
                 gradients=max(4, item) * (own_elements * (not frozen) + encoder[1]),
-                optimizer=state,
+                optimizer=state + _deepspeed(config, encoder[1]),
                 activations=activations,
                 host=host,
                 embeddings=_embeddings(config, stage),
@@ -330,6 +330,16 @@ def _exchange(config: Config, stage: int) -> int:
     # Put together, or in another order; on a first stage all that arrived, before it is leaves.
     once_more = encoded + (received if stage == 0 else 0)
     return once_more + 2 * config.dep.exchange_budget_mib * MIB
+
+
+def _deepspeed(config: Config, trained: int) -> int:
+    """Return the bytes of DeepSpeed's fp32 copy of the encoder, and of a rank's shards.
+
+    Master, two moments, the gradient as it arrives and as it is used, beside the owners' tensors.
+    """
+    if config.optim.deepspeed is None:
+        return 0
+    return 4 * trained + 5 * 4 * -(-trained // config.layout.world_size())
 
 
 def _update(config: Config, division: Division, rank: int) -> int:

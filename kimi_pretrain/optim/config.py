@@ -160,6 +160,10 @@ class OptimConfig(Section):
     that is larger goes alone. Bounds the staging memory of weights to 2 * group size * this; copies
     of gradients go as their sums are complete.
     [elements; kimi_pretrain/optim/muonclip.py]"""
+    deepspeed: Literal["zero1", "zero2"] | None = None
+    """The stage of DeepSpeed's ZeRO that sums the encoder's gradients and shards AdamW's state;
+    needs a frozen language model and matrices: adamw (a flat shard cuts matrices); docs/STAGES.md.
+    null: neither needs DeepSpeed. [-; kimi_pretrain/optim/deepspeed_zero.py]"""
     measure_orthogonality: bool = True
     """Report how far Muon's updates are from orthogonal. [-; kimi_pretrain/optim/muonclip.py]"""
 

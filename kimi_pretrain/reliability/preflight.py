@@ -76,6 +76,10 @@ def check_start(
         from kimi_pretrain.memory.limits import check_memory_limit  # it loads torch
 
         check_memory_limit(config)
+    if config.optim.deepspeed is not None:
+        from kimi_pretrain.optim.deepspeed_zero import check_installed  # it loads torch
+
+        check_installed(f"optim.deepspeed={config.optim.deepspeed}")
     if ranks_here is not None and config.train.offload:
         from kimi_pretrain.memory.limits import check_host_memory
 

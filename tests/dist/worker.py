@@ -9,6 +9,7 @@ import torch
 
 from tests.dist.basic_case import ACTIONS as BASIC
 from tests.dist.clip_case import ACTIONS as CLIP
+from tests.dist.deepspeed_case import ACTIONS as DEEPSPEED
 from tests.dist.gather_case import ACTIONS as GATHER
 from tests.dist.memory_case import ACTIONS as MEMORY
 from tests.dist.memory_plan_case import ACTIONS as MEMORY_PLAN
@@ -74,6 +75,7 @@ ACTIONS = {
     **ROUTES,
     **SEQUENCE,
     **CLIP,
+    **DEEPSPEED,
     **GATHER,
     **MEMORY,
     **PRECISION,

@@ -170,11 +170,12 @@ WALLS: dict[str, set[str]] = {
     "data_pipeline.store.open.get_many": {
         "data_pipeline.index.reads", "data_pipeline.inspect.shard",
     },
-    "deepspeed": {"kimi_pretrain.stages"},
+    "deepspeed": {"kimi_pretrain.optim.deepspeed_zero"},
     "torch.distributed": {
         "kimi_pretrain.engine", "kimi_pretrain.dep", "kimi_pretrain.optim.muonclip",
         "kimi_pretrain.optim.replica_group", "kimi_pretrain.optim.reduce",
         "kimi_pretrain.optim.broadcast", "kimi_pretrain.optim.optimizer",
+        "kimi_pretrain.optim.deepspeed_zero",
         "kimi_pretrain.checkpoint", "kimi_pretrain.tools.dry_run",
         "kimi_pretrain.parallel.rendezvous", "kimi_pretrain.siglip.pair_loss",
     },

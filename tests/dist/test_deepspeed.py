@@ -1,0 +1,202 @@
+"""DeepSpeed's ZeRO-1 and ZeRO-2 against our own engine with AdamW, on the encoder alone.
+
+Items are encoded by the ranks that hold their rows (`dep.assign: owner`), so that ranks have uneven
+numbers of them, and none.
+"""
+
+import json
+import os
+from importlib import metadata
+
+import pytest
+import torch
+
+from kimi_pretrain.config import ConfigError, load_config
+from kimi_pretrain.memory.plan import plan_memory
+from kimi_pretrain.optim import deepspeed_zero
+from kimi_pretrain.optim.step_stats import merge_figures
+from kimi_pretrain.reliability.status import read_status
+from tests.dist.jobs import SMALL, layout, read_metrics, run_jobs, train
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+STEPS = 20
+COMMON = (
+    "optim.matrices=adamw", "optim.qk_clip_threshold=null", "train.frozen=[language_model]",
+    "dep.assign=owner", f"train.steps={STEPS}", "optim.warmup_steps=2", "train.seed=1",
+    "optim.groups={vision_tower: {lr_scale: 0.5, weight_decay: 0.02}}",
+    "data.rows_per_step=4",
+    # Several buckets, and tensors that do not fit into one.
+    "optim.bucket_elements=5000",
+)  # fmt: skip
+
+
+def jobs(data_root, world: int, **more):
+    """Our own engine and both stages, in `world` processes."""
+    common = (*COMMON, *layout(dp=world), f"data.root={data_root}")
+    stages = {"own": "null", "zero1": "zero1", "zero2": "zero2"}
+    return {
+        name: ("zero_trained", (*common, f"optim.deepspeed={stage}", *more.get(name, ())))
+        for name, stage in stages.items()
+    }
+
+
+def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(
+        float((found[name].double() - one.double()).abs().max() / one.abs().max().clamp(min=1e-30))
+        for name, one in wanted.items()
+    )
+
+
+def check_equal(found: dict, own: dict) -> None:
+    """Losses and weights to 1e-6 after all steps; the state is as exact."""
+    for (loss, norm, items), (own_loss, own_norm, own_items) in zip(found["lines"], own["lines"]):
+        assert items == own_items
+        assert abs(loss - own_loss) <= 1e-6 * own_loss
+        assert abs(norm - own_norm) <= 1e-5 * own_norm
+    assert found["equal"]
+    assert worst(found["weights"], own["weights"]) <= 1e-6
+    assert found["state"].keys() == own["state"].keys()
+    assert worst(found["state"], own["state"]) <= 1e-5
+    assert merge_figures(found["rms"]).elements == merge_figures(own["rms"]).elements
+    wanted = merge_figures(own["rms"]).update_rms
+    assert merge_figures(found["rms"]).update_rms == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def two(data_root, tmp_path_factory):
+    """Two ranks; the second half of each way is done again from a checkpoint."""
+    folder = tmp_path_factory.mktemp("two")
+    places = {name: (f"checkpoint.place={folder / name}",) for name in ("own", "zero1", "zero2")}
+    first = jobs(data_root, 2, **places)
+    again = {f"{name} again": first[name] for name in ("zero1", "zero2")}
+    bad = {f"{name} infinity": ("zero_infinity", first[name][1]) for name in first}
+    found = run_jobs({**first, **again, **bad}, folder, 2, timeout=280)
+    return folder, found
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_two_ranks_are_our_own_engine(two, stage):
+    _, found = two
+    check_equal(found[stage], found["own"])
+    start = load_config("tiny_cpu", [*SMALL, *COMMON])
+    assert start.optim.deepspeed is None  # the default
+    moved = [line[0] for line in found["own"]["lines"]]
+    assert moved[-1] < moved[0]
+    assert any(0 in items for _, _, items in found["own"]["lines"])  # a rank without media
+
+
+def test_the_plan_of_memory_counts_what_deepspeed_holds(two):
+    _, found = two
+    config = load_config("tiny_cpu", [*SMALL, *COMMON, *layout(dp=2), "train.dtype=float32"])
+    plain, sharded = (
+        plan_memory(config.replace(optim=config.optim.replace(deepspeed=stage))).stages[0].optimizer
+        for stage in (None, "zero1")
+    )
+    elements = sum(one.numel() for one in found["own"]["weights"].values())
+    gradients = 2 * 4 * elements // 2  # of a shard, as they arrive and as they are used
+    lasting = sharded - plain - gradients
+    for stage in ("zero1", "zero2"):  # two groups, each padded
+        assert 0 <= found[stage]["bytes"] - lasting <= 200
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_a_resumed_run_has_the_same_bits(two, stage):
+    _, found = two
+    straight, resumed = found[stage], found[f"{stage} again"]
+    assert resumed["lines"] == straight["lines"][STEPS // 2 :]
+    for kind in ("weights", "state"):
+        assert all(torch.equal(one, straight[kind][n]) for n, one in resumed[kind].items())
+        assert resumed[kind].keys() == straight[kind].keys()
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_a_step_that_is_not_finite_changes_nothing(two, stage):
+    _, found = two
+    bad, own = found[f"{stage} infinity"], found["own infinity"]
+    for one in (bad, own):
+        assert (one["applied"], one["same"], one["updates"]) == ((False, True), True, 1)
+    assert worst(bad["weights"], own["weights"]) <= 1e-6
+
+
+def test_one_process_goes_on_from_two_under_any_engine(two, data_root, tmp_path):
+    """To 1e-6 among each other; to the two ranks as near as AdamW lets another order of sums be."""
+    folder, found = two
+    place = (f"checkpoint.place={folder / 'zero2'}",)
+    resumed = jobs(data_root, 1, own=place, zero1=place)
+    done = run_jobs({name: resumed[name] for name in ("own", "zero1")}, tmp_path, 1, timeout=280)
+    check_equal(done["zero1"], done["own"])
+    assert worst(done["own"]["weights"], found["own"]["weights"]) <= 1e-4
+    assert done["own"]["state"].keys() == found["own"]["state"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 4])
+def test_any_number_of_ranks_is_our_own_engine(two, data_root, tmp_path, world):
+    """All the way, with steps without any media; and going on from a checkpoint of two ranks."""
+    folder, _ = two
+    place = (f"checkpoint.place={folder / 'zero1'}",)
+    resumed = jobs(data_root, world, own=place, zero1=place, zero2=place)
+    few = ("data.vision_token_ratio=0.05",)
+    whole = {
+        f"{name} whole": job
+        for name, job in jobs(data_root, world, own=few, zero1=few, zero2=few).items()
+    }
+    done = run_jobs({**resumed, **whole}, tmp_path, world, timeout=280)
+    for stage in ("zero1", "zero2"):
+        check_equal(done[stage], done["own"])
+        check_equal(done[f"{stage} whole"], done["own whole"])
+    assert any(sum(items) == 0 for _, _, items in done["own whole"]["lines"])
+
+
+@pytest.mark.slow
+def test_the_command_saves_and_goes_on(data_root, tmp_path, monkeypatch):
+    """The same command, run folder and resume as ever; and nothing is compiled."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "compiled"))
+    common = (
+        *COMMON, *layout(dp=2), f"data.root={data_root}", "optim.deepspeed=zero2",
+        "train.steps=4", "checkpoint.every=2",
+    )  # fmt: skip
+    done = train(tmp_path / "whole", *common)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "untested" not in done.stdout + done.stderr
+    first = tmp_path / "whole" / "checkpoints" / "step_00000002"
+    done = train(tmp_path / "resumed", *common, resume=first)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole, resumed = (
+        json.loads((tmp_path / name / "state_hashes.json").read_text())
+        for name in ("whole", "resumed")
+    )
+    assert whole == resumed
+    assert not (tmp_path / "compiled").exists()
+    assert read_status(tmp_path / "resumed").state == "finished"
+    assert [line["loss"] for line in read_metrics(tmp_path / "whole")[2:]] == [
+        line["loss"] for line in read_metrics(tmp_path / "resumed")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("optim.matrices=muon", "Newton-Schulz needs them whole; set optim.matrices=adamw"),
+        ("train.frozen=[]", "add language_model"),
+        ("train.dtype=float64", "ZeRO's shards are float32"),
+        ("optim.shard_state=false", "ZeRO shards it; leave it true"),
+        ("optim.deepspeed=zero3", "zero3"),
+    ],
+)
+def test_what_zero_does_not_train_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config("tiny_cpu", [*SMALL, *COMMON, "optim.deepspeed=zero1", change])
+
+
+def test_a_host_without_deepspeed_is_told_what_to_install(monkeypatch):
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    for version, told in ((missing, "is not installed"), (lambda name: "0.1", "is version 0.1")):
+        monkeypatch.setattr(deepspeed_zero.metadata, "version", version)
+        with pytest.raises(ValueError, match=f"optim.deepspeed=zero1: DeepSpeed {told}, want 0.19"):
+            deepspeed_zero.check_installed("optim.deepspeed=zero1")
+    assert "DS_ACCELERATOR" not in os.environ  # nothing was imported
