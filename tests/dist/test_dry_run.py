@@ -7,9 +7,12 @@ import json
 
 import pytest
 
+from kimi_pretrain.config import load_config
+from kimi_pretrain.memory.plan import plan_memory
 from kimi_pretrain.optim.config import GROUPS
 from tests import ROOT, fork_server
-from tests.dist.jobs import SMALL, layout, run_job
+from tests.dist.jobs import SMALL, layout, run_jobs
+from tests.dist.states_case import BUDGET
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -183,12 +186,56 @@ def test_counts_of_the_demo_s_model(tables):
     check_table(read_table(lines), result)
 
 
-def test_owners_are_those_of_a_real_job(tables, data_root, tmp_path):
+LAYOUTS = {
+    "bfloat16": (*LAYOUT, "train.dtype=bfloat16"),
+    "float32": LAYOUT,
+    "frozen language model": (*LAYOUT, "train.frozen=[language_model]", "train.dtype=bfloat16"),
+    "without sharding": (*LAYOUT, "optim.shard_state=false", "train.dtype=bfloat16"),
+    "slices": (*layout(pp=2, ep=2), "layout.tp=2", "train.dtype=bfloat16"),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(data_root, tmp_path_factory) -> dict:
+    """What real jobs of four processes own and hold."""
+    data = f"data.root={data_root}"
+    actions = {"owners": ("owners", (data, *LAYOUT)), "exchange": ("exchange", (data, *LAYOUT))}
+    actions |= {name: ("states", (data, *settings)) for name, settings in LAYOUTS.items()}
+    return run_jobs(actions, tmp_path_factory.mktemp("jobs"), 4)
+
+
+def test_owners_are_those_of_a_real_job(tables, jobs):
     """Four processes, PP2 x EP2 x DP2: every tensor, by the rank that says it owns it."""
-    owners = run_job("owners", tmp_path, 4, f"data.root={data_root}", *LAYOUT)
     rows = read_table(tables["job"])
-    assert {row["name"]: int(row["owner"]) for row in rows} == owners
-    assert set(owners.values()) == {0, 1, 2, 3}
+    assert {row["name"]: int(row["owner"]) for row in rows} == jobs["owners"]
+    assert set(jobs["owners"].values()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_states_of_the_plan_are_those_of_a_real_job(name, jobs):
+    """Storages after a step, to the byte: every rank's weights and gradients, and the state of each
+    stage's fullest rank, which is the one that is told.
+    """
+    plan = plan_memory(load_config("tiny_cpu", [*SMALL, *LAYOUTS[name]]))
+    for stage in plan.stages:
+        ranks = {rank: held for rank, held in enumerate(jobs[name]) if held["stage"] == stage.stage}
+        assert len(ranks) == 2
+        assert {held["weights"] for held in ranks.values()} == {stage.weights}
+        assert {held["gradients"] for held in ranks.values()} == {stage.gradients}
+        assert max(held["optimizer"] for held in ranks.values()) == stage.optimizer
+        assert ranks[stage.rank]["optimizer"] == stage.optimizer
+        assert (stage.optimizer > 0) == (stage.gradients > 0)
+
+
+def test_the_exchange_takes_what_the_plan_counts(jobs):
+    """In rounds: what arrives at once, once more what a rank encodes, and two buffers."""
+    for held in jobs["exchange"]:
+        encoded, received = held["encoded"], held["received"]
+        assert (received > 0) == (held["stage"] == 0)
+        assert encoded > 4 * BUDGET  # rounds
+        for way in ("over", "back"):
+            assert encoded + received < held[way] <= 2 * encoded + received + 2 * BUDGET
+        assert held["leaves"] == received
 
 
 @pytest.mark.parametrize("kind", ["flex", "transformer_engine"])

@@ -19,6 +19,7 @@ from tests.dist.owners_case import ACTIONS as OWNERS
 from tests.dist.precision_case import ACTIONS as PRECISION
 from tests.dist.routes_case import ACTIONS as ROUTES
 from tests.dist.sequence_case import ACTIONS as SEQUENCE
+from tests.dist.states_case import ACTIONS as STATES
 from tests.dist.weights_case import ACTIONS as WEIGHTS
 
 
@@ -74,6 +75,7 @@ ACTIONS = {
     **OWNERS,
     **ROUTES,
     **SEQUENCE,
+    **STATES,
     **CLIP,
     **DEEPSPEED,
     **GATHER,
