@@ -49,16 +49,20 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
     )
 
 
-def check_equal(found: dict, own: dict) -> None:
-    """Losses and weights to 1e-6 after all steps; the state is as exact."""
+def check_equal(found: dict, own: dict, limit: float = 1e-6) -> None:
+    """Losses to 1e-6 and weights to `limit` after all steps; the state to ten times that.
+
+    From three ranks on gloo adds up in another order for one owner than for all, and AdamW's first
+    steps are as large for a gradient that is nothing but rounding.
+    """
     for (loss, norm, items), (own_loss, own_norm, own_items) in zip(found["lines"], own["lines"]):
         assert items == own_items
         assert abs(loss - own_loss) <= 1e-6 * own_loss
         assert abs(norm - own_norm) <= 1e-5 * own_norm
     assert found["equal"]
-    assert worst(found["weights"], own["weights"]) <= 1e-6
+    assert worst(found["weights"], own["weights"]) <= limit
     assert found["state"].keys() == own["state"].keys()
-    assert worst(found["state"], own["state"]) <= 1e-5
+    assert worst(found["state"], own["state"]) <= 10 * limit
     assert merge_figures(found["rms"]).elements == merge_figures(own["rms"]).elements
     wanted = merge_figures(own["rms"]).update_rms
     assert merge_figures(found["rms"]).update_rms == pytest.approx(wanted, rel=1e-5)
@@ -145,8 +149,8 @@ def test_any_number_of_ranks_is_our_own_engine(two, data_root, tmp_path, world):
     }
     done = run_jobs({**resumed, **whole}, tmp_path, world, timeout=280)
     for stage in ("zero1", "zero2"):
-        check_equal(done[stage], done["own"])
-        check_equal(done[f"{stage} whole"], done["own whole"])
+        check_equal(done[stage], done["own"], 1e-6 if world < 3 else 5e-5)
+        check_equal(done[f"{stage} whole"], done["own whole"], 1e-6 if world < 3 else 5e-5)
     assert any(sum(items) == 0 for _, _, items in done["own whole"]["lines"])
 
 
