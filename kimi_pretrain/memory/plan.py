@@ -273,12 +273,19 @@ def _embeddings(config: Config, stage: int) -> int:
     return 2 * received + encoded
 
 
+def media_share(config: Config) -> float | None:
+    """Return the largest share of media among the tokens at any time; None where none is given."""
+    data = config.data
+    ratios = (data.vision_token_ratio, *(stage.vision_token_ratio for stage in data.schedule))
+    return max((ratio for ratio in ratios if ratio is not None), default=None)
+
+
 def _media_bytes(config: Config) -> tuple[int, int]:
     """Return the bytes of the embeddings that a rank encodes, and that one of a first stage gets,
     where they are spread evenly.
     """
     layout, item = config.layout, ITEMSIZE[config.train.dtype]
-    tokens = int((config.data.vision_token_ratio or 0.0) * config.tokens_per_step())
+    tokens = int((media_share(config) or 0.0) * config.tokens_per_step())
     ranks = layout.world_size(), layout.world_size() // layout.pp
     encoded, received = (-(-tokens // n) * config.model.language.hidden_size * item for n in ranks)
     return encoded, received

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kimi_pretrain.config import GIB, Config
-from kimi_pretrain.memory.plan import MemoryPlan, StageMemory, plan_memory
+from kimi_pretrain.memory.plan import MemoryPlan, StageMemory, media_share, plan_memory
 from kimi_pretrain.memory.search import Combination, Search, search
 from kimi_pretrain.memory.states import divide_config
 from kimi_pretrain.tools.optimizer_division import Division
@@ -22,10 +22,12 @@ class MemoryReport:
 
     Attributes:
         searches: by the name of the limit: `train.memory_limit_gib`, or a card.
+        media: the share of media among the tokens that it counts with; None: none is given.
     """
 
     plan: MemoryPlan
     searches: dict[str, Search]
+    media: float | None
 
 
 def report(config: Config, division: Division | None = None) -> MemoryReport:
@@ -39,13 +41,19 @@ def report(config: Config, division: Division | None = None) -> MemoryReport:
     if (own := config.train.memory_limit_gib) is not None:
         limits = {f"train.memory_limit_gib={own:g}": own * GIB}
     over = {name: int(size) for name, size in limits.items() if plan.fullest.peak > size}
-    return MemoryReport(plan, {name: search(config, over[name], division) for name in over})
+    searches = {name: search(config, over[name], division) for name in over}
+    return MemoryReport(plan, searches, media_share(config))
 
 
 def lines(found: MemoryReport) -> Iterator[str]:
     """Yield the report as text, for the terminal."""
     yield from _table(found.plan)
     yield from _fullest(found.plan.fullest)
+    if found.media is None:
+        yield (
+            "  not counted: vision embeddings, of which data.vision_token_ratio=null says nothing; "
+            "`plan --memory` with a ratio shows them"
+        )
     for name, size in CARDS.items():
         fits = found.plan.fullest.peak <= size
         yield f"  {name}: {'fits' if fits else 'does not fit'}"

@@ -7,12 +7,14 @@ from kimi_pretrain.memory.kept import layer_tensors
 from kimi_pretrain.memory.limits import check_memory_limit
 from kimi_pretrain.memory.plan import (
     GIB,
+    media_share,
     microbatches_in_flight,
     plan_memory,
 )
 from kimi_pretrain.memory.states import divide_config
 from kimi_pretrain.memory.switches import EVERYTHING
 from kimi_pretrain.reliability.preflight import check_start
+from kimi_pretrain.tools.memory_report import lines, report
 from tests.dist.jobs import SMALL
 
 
@@ -150,3 +152,21 @@ def test_a_shared_row_leaves_nothing_that_grows_with_it():
 def test_the_long_presets_fit_an_h200(preset):
     plan = plan_memory(load_config(preset))
     assert plan.fullest.peak < 120e9
+
+
+def test_the_largest_share_of_media_counts_and_a_missing_one_is_told():
+    stage = "data.schedule=[{after_tokens: 9, sources: {prose: 1}, vision_token_ratio: 0.5}]"
+    few, later, unknown = (
+        limited(100.0, "data.vision_token_ratio=" + ratio, schedule)
+        for ratio, schedule in (
+            ("0.25", "data.schedule=[]"),
+            ("0.25", stage),
+            ("null", "data.schedule=[]"),
+        )
+    )
+    assert [media_share(config) for config in (few, later, unknown)] == [0.25, 0.5, None]
+    embeddings = [plan_memory(config).stages[0].embeddings for config in (few, later, unknown)]
+    assert embeddings == [embeddings[0], 2 * embeddings[0], 0]
+    told = "\n".join(lines(report(unknown)))
+    assert "not counted: vision embeddings, of which data.vision_token_ratio=null" in told
+    assert "not counted: vision" not in "\n".join(lines(report(few)))
