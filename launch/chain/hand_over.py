@@ -2,26 +2,34 @@
 
 What a stage takes from one that has finished, or from elsewhere, is opened; what an earlier stage
 has yet to write is known from its configuration (`kimi_pretrain.weights.planned`). Headers are
-read, no tensor. status.json of a stage's run folder says how far it is.
+read, no tensor. status.json of a stage's run folder says how far it is, and BEGAN there, of which
+checkpoints of earlier stages it is.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kimi_pretrain.checkpoint.storage_read import open_checkpoint
+from kimi_pretrain.checkpoint.manifest import MANIFEST
+from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_checkpoint
 from kimi_pretrain.config import load_config
+from kimi_pretrain.reliability.run_files import write_whole
 from kimi_pretrain.reliability.run_history import check_fresh, latest_in
 from kimi_pretrain.reliability.run_lock import check_folder
 from kimi_pretrain.reliability.status import Status, read_status
-from launch.chain.stages_file import PlannedStage
+from launch.chain.stages_file import TAKEN, PlannedStage
 from launch.local.user_errors import user_message
 
 if TYPE_CHECKING:
     from kimi_pretrain.weights.weight_reader import WeightReader
+
+# In the run folder of a stage: by name, the checkpoints of earlier ones that it began from.
+BEGAN = "began_from.json"
 
 
 class Progress(Enum):
@@ -40,11 +48,13 @@ class CheckedStage:
         stage: with its configuration.
         progress: how far it is.
         status: what its folder says; None before it has begun.
+        changed: what the file says otherwise than at its last start, where that is allowed.
     """
 
     stage: PlannedStage
     progress: Progress
     status: Status | None
+    changed: tuple[str, ...] = ()
 
     @property
     def has_own(self) -> bool:
@@ -62,14 +72,19 @@ def check_chain(stages: Sequence[PlannedStage]) -> list[CheckedStage]:
     checked = list[CheckedStage]()
     for stage in stages:
         with of_stage(stage):
-            status = read_status(stage.folder)
-        checked.append(CheckedStage(stage, _progress(status), status))
+            status = _status_of(stage.folder)
+            one = CheckedStage(stage, _progress(status), status)
+            if one.has_own and one.progress is Progress.BEGUN:
+                one = replace(one, changed=tuple(_check_begun(stage)))
+        checked.append(one)
     planned: dict[str, WeightReader] = {}
     for one in checked:
         takers = [other for other in checked if one.stage.name in other.stage.sources.values()]
         with of_stage(one.stage):
             if one.progress is Progress.FINISHED:
                 _check_finished(one, handed_on=not all(taker.has_own for taker in takers))
+                for taker in takers:
+                    _check_began(one, taker)
                 continue
             _check_takers(takers)
             check_folder(one.stage.folder)
@@ -95,6 +110,70 @@ def of_stage(stage: PlannedStage) -> Iterator[None]:
         if (message := user_message(error)) is None:
             raise
         raise ValueError(f"stage {stage.name}: {message}") from error
+
+
+def note_sources(stage: PlannedStage) -> None:
+    """Note the checkpoints of earlier stages that a stage begins from now; they have finished."""
+    if not stage.sources:
+        return
+    began = dict[str, dict[str, str]]()
+    for name in sorted({*stage.sources.values()}):
+        found = open_checkpoint(latest_in(stage.folder.parent / name))
+        began[name] = {"checkpoint": found.uri, "manifest_sha256": _sha256(found)}
+    stage.folder.mkdir(parents=True, exist_ok=True)
+    write_whole(stage.folder / BEGAN, json.dumps(began, indent=1) + "\n")
+
+
+def _sha256(found: Checkpoint) -> str:
+    return hashlib.sha256(found.texts()[MANIFEST]).hexdigest()
+
+
+def _check_began(one: CheckedStage, taker: CheckedStage) -> None:
+    """Refuse a finished stage that was gone on with, or made anew, after another began from it."""
+    stage, file = one.stage, taker.stage.folder / BEGAN
+    if not taker.has_own or not file.is_file():  # of an earlier version, or a job that began later
+        return
+    try:
+        noted = json.loads(file.read_text()).get(stage.name)
+        began, sha256 = (noted["checkpoint"], noted["manifest_sha256"]) if noted else (None, None)
+    except (ValueError, AttributeError, TypeError, KeyError):
+        raise ValueError(f"{file}: expected the checkpoints that a stage began from") from None
+    uri = latest_in(stage.folder)
+    if uri == str(stage.folder):  # removed for room: nobody needs it any more
+        return
+    newest = open_checkpoint(uri)
+    if _sha256(newest) == sha256 or (one.status and newest.step != one.status.step):
+        return
+    raise ValueError(
+        f"its last checkpoint is {newest.uri}, but stage {taker.stage.name}, which takes from it, "
+        f"began from {began or 'another stage'} as it was then; remove {taker.stage.folder}, too, "
+        "or give another run_dir"
+    )
+
+
+def _status_of(folder: Path) -> Status | None:
+    """Return how far a stage is; a checkpoint that is there counts where status.json lacks it."""
+    status = read_status(folder)
+    if status is not None and (status.checkpoint is not None or status.state == "finished"):
+        return status
+    if not any(folder.glob(f"checkpoints/step_*/{MANIFEST}")):
+        return status
+    newest = open_checkpoint(latest_in(folder))
+    status = status or Status("stopped", newest.step)
+    return replace(status, checkpoint=newest.uri)
+
+
+def _check_begun(stage: PlannedStage) -> list[str]:
+    """Refuse to go on with a stage that began from something else; returns other differences."""
+    found = load_config(stage.folder / "config.yaml").model_dump(mode="json")
+    wanted = stage.config.model_dump(mode="json")
+    changed = list(differences(found, wanted))
+    if taken := [text for text in changed if text.partition("=")[0] in TAKEN]:
+        raise ValueError(
+            f"it has begun in {stage.folder} with {'; '.join(taken)}: it goes on from its own "
+            "checkpoint, which came from there; set it as it was, or remove that folder"
+        )
+    return changed
 
 
 def _progress(status: Status | None) -> Progress:
@@ -143,7 +222,7 @@ def _check_finished(one: CheckedStage, handed_on: bool) -> None:
     assert status is not None
     found = load_config(stage.folder / "config.yaml").model_dump(mode="json")
     wanted = stage.config.model_dump(mode="json")
-    if changed := list(_differences(found, wanted)):
+    if changed := list(differences(found, wanted)):
         raise ValueError(
             f"it has finished in {stage.folder} with {'; '.join(changed)}: what follows would not "
             "be of this file; set it as it was, or give a run_dir where it can run again"
@@ -158,11 +237,11 @@ def _check_finished(one: CheckedStage, handed_on: bool) -> None:
         )
 
 
-def _differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
+def differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
     """Yield "key=value, now value" of every key of two plain configurations that differ."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted({*found, *wanted}):
             inner = f"{key}.{name}" if key else name
-            yield from _differences(found.get(name), wanted.get(name), inner)
+            yield from differences(found.get(name), wanted.get(name), inner)
     elif found != wanted:
         yield f"{key}={found!r} (now {wanted!r})"

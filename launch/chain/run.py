@@ -17,7 +17,7 @@ from kimi_pretrain.reliability import run_lock
 from kimi_pretrain.reliability.run_files import write_whole
 from kimi_pretrain.reliability.run_history import check_unused
 from kimi_pretrain.reliability.status import read_status
-from launch.chain.hand_over import CheckedStage, Progress, check_chain, of_stage
+from launch.chain.hand_over import CheckedStage, Progress, check_chain, note_sources, of_stage
 from launch.chain.stages_file import PlannedStage
 from launch.local.job import LATEST, Job
 from launch.local.start import Machines, start
@@ -58,7 +58,8 @@ def told(one: CheckedStage) -> str:
     assert one.status is not None
     state = "finished" if one.progress is Progress.FINISHED else one.status.state
     done = "" if one.progress is Progress.FINISHED else ", goes on"
-    return f"{one.stage}: {state} after step {one.status.step}{done}: {one.stage.folder}"
+    changed = f"; set otherwise now: {'; '.join(one.changed)}" if one.changed else ""
+    return f"{one.stage}: {state} after step {one.status.step}{done}: {one.stage.folder}{changed}"
 
 
 def check_data(
@@ -91,6 +92,8 @@ def _run(one: CheckedStage, max_restarts: int) -> int:
     folder, config = one.stage.folder, one.stage.config
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / JOB_CONFIG, dump_config(config))
+    if not one.has_own:
+        note_sources(one.stage)
     begun = one.progress is Progress.BEGUN
     job = Job(
         str(folder / JOB_CONFIG), str(folder), resume=LATEST if begun else None, or_start=begun

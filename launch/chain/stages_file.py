@@ -38,7 +38,10 @@ _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 
 
 class Take(Section):
-    """What a stage takes over; each source is an earlier stage, a path or an s3:// URI."""
+    """What a stage takes over; each source is an earlier stage, a path or an s3:// URI.
+
+    What is not written here stays as the stage's configuration says.
+    """
 
     weights: str | None = None
     """`train.start_from` of the stage. [-; launch/chain/stages_file.py]"""
@@ -46,7 +49,7 @@ class Take(Section):
     """`train.vision_weights`. [-; launch/chain/stages_file.py]"""
     part: Literal["tower", "projector", "both"] | None = None
     """`train.vision_part`. [-; launch/chain/stages_file.py]"""
-    optimizer: Literal["fresh", "keep"] = "fresh"
+    optimizer: Literal["fresh", "keep"] | None = None
     """`train.start_optimizer`. [-; launch/chain/stages_file.py]"""
 
 
@@ -81,7 +84,7 @@ class Chain(Section):
 
 
 # Keys that `take` and the name of a stage decide.
-_TAKEN = {
+TAKEN = {
     "train.start_from": "take.weights",
     "train.vision_weights": "take.vision",
     "train.vision_part": "take.part",
@@ -160,18 +163,15 @@ def _planned(
     stage, where = chain.stages[index], f"{file}: stage {chain.stages[index].stage}"
     given = {**chain.set, **stage.set}
     for key in (*given, *(text.partition("=")[0] for text in overrides)):
-        for taken, instead in _TAKEN.items():
+        for taken, instead in TAKEN.items():
             if key == taken or taken.startswith(f"{key}."):
                 raise ConfigError(f"{where}: {key} is not for `set`: write {instead} for {taken}")
     sources = dict(_sources(chain, index, where))
     values: dict[str, Any] = {"train.stage": stage.stage}
-    if stage.take is not None:
-        values |= {
-            "train.start_from": stage.take.weights,
-            "train.vision_weights": stage.take.vision,
-            "train.vision_part": stage.take.part,
-            "train.start_optimizer": stage.take.optimizer,
-        }
+    for key, name in TAKEN.items():
+        field = name.removeprefix("take.")
+        if stage.take is not None and field in stage.take.model_fields_set:
+            values[key] = getattr(stage.take, field)
     values |= {key: str(root / source) for key, source in sources.items()}
     try:
         config = load_config(stage.config, [*_texts(given), *overrides, *_texts(values)])

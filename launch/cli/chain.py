@@ -105,9 +105,10 @@ def print_plan(checked: "Sequence[CheckedStage]") -> None:
 
 def submit_chain(checked: "Sequence[CheckedStage]", unchecked: bool, dry_run: bool) -> None:
     """Submit the stages that have not finished, each as a job after the one before it."""
-    from launch.chain.hand_over import Progress
+    from launch.chain.hand_over import BEGAN, Progress, note_sources
     from launch.chain.run import check_data, told
 
+    finished = {one.stage.name for one in checked if one.progress is Progress.FINISHED}
     if not dry_run:
         slurm_queue.check_slurm()
         if not unchecked:
@@ -129,6 +130,10 @@ def submit_chain(checked: "Sequence[CheckedStage]", unchecked: bool, dry_run: bo
             typer.echo(f"# {stage}, after the job of the stage before it", err=True)
             typer.echo(script_of(config, stage.folder, options, begin, dry_run), nl=False)
             continue
+        if not one.has_own and finished.issuperset(stage.sources.values()):
+            note_sources(stage)
+        elif not one.has_own:  # what it will begin from is not there yet
+            (stage.folder / BEGAN).unlink(missing_ok=True)
         number, log = submit_job(config, stage.folder, options, begin)
         typer.echo(f"{stage}: job {number}; its log: {log}")
         after = (number,)

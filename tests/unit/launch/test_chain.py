@@ -16,6 +16,7 @@ from kimi_pretrain.checkpoint.manifest import Fingerprint, RunState, manifest_of
 from kimi_pretrain.config import dump_config, load_config
 from kimi_pretrain.weights.initial_weights import check_initial_weights
 from kimi_pretrain.weights.planned import planned_weights
+from launch.chain.hand_over import note_sources
 from launch.chain.stages_file import read_stages
 from launch.cli.main import app
 from launch.slurm import queue as slurm_queue
@@ -237,11 +238,11 @@ def test_the_folder_of_a_later_stage_is_looked_at_before_the_first_runs(tmp_path
 def test_a_stage_that_has_saved_needs_no_longer_what_it_began_from(tmp_path):
     file = stages(tmp_path)
     captions, stage = ended(file, 0), ended(file, 1, state="running", step=3, saved=2)
+    saved = stage.folder / "checkpoints"
+    saved.rename(tmp_path / "saved")
     shutil.rmtree(captions.folder / "checkpoints")
     assert "stage captions: " in refused(file)
-    status = stage.folder / "status.json"
-    values = json.loads(status.read_text()) | {"checkpoint": "/a/step_00000002"}
-    status.write_text(json.dumps(values))
+    (tmp_path / "saved").rename(saved)
     result = run(file, "--dry-run")
     assert result.exit_code == 0, result.output
     assert f"projector: running after step 3, goes on: {stage.folder}" in result.stdout
@@ -255,6 +256,61 @@ def test_a_stage_is_not_run_again_below_one_that_had_it(tmp_path):
     assert "stage captions: it has not finished, but stage projector, which takes from it" in told
     shutil.rmtree(tmp_path / "runs" / "projector")
     assert run(file, "--dry-run").exit_code == 0
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped"])
+def test_a_source_that_was_gone_on_with_by_hand_is_refused(tmp_path, state):
+    file = stages(tmp_path)
+    captions, projector = ended(file, 0), ended(file, 1, state=state)
+    if state == "finished":  # then it is not opened for those after it
+        ended(file, 2)
+        ended(file, 3)
+    note_sources(projector)
+    assert run(file, "--dry-run").exit_code == 0
+    ended(file, 0, step=230, saved=230)
+    told = refused(file)
+    assert f"stage captions: its last checkpoint is {captions.folder}/checkpoints/step_0000" in told
+    assert "step_00000230, but stage projector, which takes from it, began from " in told
+    assert f"step_00000220 as it was then; remove {projector.folder}, too" in told
+    shutil.rmtree(captions.folder / "checkpoints")  # for room
+    assert run(file, "--dry-run").exit_code == 0
+
+
+def test_a_begun_stage_keeps_what_it_took_over(tmp_path):
+    ended(stages(tmp_path), 0)
+    stage = ended(stages(tmp_path), 1, state="stopped", step=40, saved=40)
+    told = refused(stages(tmp_path, {}, {"take": {"vision": "captions", "part": "both"}}))
+    assert f"stage projector: it has begun in {stage.folder} with train.vision_part='tower' (" in (
+        told
+    )
+    result = run(stages(tmp_path, {}, {"set": {"optim.lr": 0.5}}), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "set otherwise now: optim.lr=" in result.stdout
+
+
+def test_a_lost_status_is_no_beginning(tmp_path):
+    file = stages(tmp_path)
+    captions = ended(file, 0)
+    (captions.folder / "metrics.jsonl").touch()
+    (captions.folder / "status.json").unlink()
+    result = run(file, "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "captions: stopped after step 220, goes on: " in result.stdout
+
+
+def test_what_take_leaves_out_is_of_the_configuration(tmp_path):
+    own = tmp_path / "own.yaml"
+    file = stages(tmp_path)
+    long = dump_config(read_stages(file)[3].config.replace(checkpoint={"every": 2}))
+    own.write_text(long)
+    change = {"config": str(own), "take": {"weights": "joint"}}
+    assert read_stages(stages(tmp_path, {}, {}, {}, change))[3].config.train.start_optimizer == (
+        "keep"
+    )
+    change["take"]["optimizer"] = "fresh"
+    assert read_stages(stages(tmp_path, {}, {}, {}, change))[3].config.train.start_optimizer == (
+        "fresh"
+    )
 
 
 @pytest.mark.parametrize("name", ["tiny", "kimi_k25"])
