@@ -5,6 +5,7 @@ in its process. The configuration is written into the run folder and read from t
 edit while an earlier stage runs changes nothing.
 """
 
+import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,6 @@ from launch.local.start import Machines, start
 
 # So long the ranks of a start that was killed may take to save and end.
 PATIENCE_S = 60.0
-JOB_CONFIG = "job.yaml"
 
 
 def run_chain(stages: Sequence[PlannedStage], max_restarts: int = 0) -> int:
@@ -65,7 +65,7 @@ def told(one: CheckedStage) -> str:
 def check_data(
     checked: Sequence[CheckedStage], patience: float | None = None, *, here: bool = False
 ) -> None:
-    """Check data, memory and the place of checkpoints of every stage that is to run.
+    """Check data, memory, attention and the place of checkpoints of every stage that is to run.
 
     Args:
         patience: most seconds to wait for a store that does not answer.
@@ -74,6 +74,7 @@ def check_data(
     Raises:
         ValueError: as `preflight.check_start`, with the stage's name.
     """
+    from kimi_pretrain.attention.choice import check_kind
     from kimi_pretrain.reliability.preflight import check_start
 
     for one in checked:
@@ -82,6 +83,8 @@ def check_data(
         config, steps = one.stage.config, 1 if one.progress is Progress.NEW else 0
         ranks = config.layout.world_size() if here else None
         with of_stage(one.stage):
+            if here:
+                check_kind(config, explicit=True)
             for notice in check_start(config, steps, patience, ranks_here=ranks).notices:
                 typer.echo(f"{one.stage}: {notice}")
             if config.checkpoint.place is not None and one.progress is Progress.NEW:
@@ -91,13 +94,14 @@ def check_data(
 def _run(one: CheckedStage, max_restarts: int) -> int:
     folder, config = one.stage.folder, one.stage.config
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / JOB_CONFIG, dump_config(config))
+    # Named by its content: it is written before the folder is locked, and another may write there.
+    text = dump_config(config)
+    file = folder / f"job-{hashlib.sha256(text.encode()).hexdigest()[:8]}.yaml"
+    write_whole(file, text)
     if not one.has_own:
         note_sources(one.stage)
     begun = one.progress is Progress.BEGUN
-    job = Job(
-        str(folder / JOB_CONFIG), str(folder), resume=LATEST if begun else None, or_start=begun
-    )
+    job = Job(str(file), str(folder), resume=LATEST if begun else None, or_start=begun)
     return start(job, config, Machines(max_restarts=max_restarts), apart=True)
 
 

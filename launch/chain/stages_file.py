@@ -215,9 +215,10 @@ def _check_places(stages: Sequence[PlannedStage], file: Path) -> None:
     places: dict[str, str] = {}
     for stage in stages:
         place = stage.config.checkpoint.place
-        if place is not None and (other := places.setdefault(place.rstrip("/"), stage.name)) != (
-            stage.name
-        ):
+        if place is None:
+            continue
+        one = place.rstrip("/") if "://" in place else str(Path(place).resolve())
+        if (other := places.setdefault(one, stage.name)) != stage.name:
             raise ConfigError(
                 f"{file}: stages {other} and {stage.name} both have checkpoint.place={place}; give "
                 "each its own"

@@ -10,7 +10,7 @@ import typer
 
 from data_pipeline.store.addresses import check_local
 from launch.cli.options import Overrides
-from launch.cli.submit import JOB, PATIENCE_S, Begin, script_of, submit_job
+from launch.cli.submit import JOB, JOB_CONFIG, PATIENCE_S, Begin, script_of, submit_job
 from launch.local.job import LATEST
 from launch.local.signals import end_in_order
 from launch.local.user_errors import one_line_errors
@@ -18,6 +18,7 @@ from launch.slurm import queue as slurm_queue
 
 if TYPE_CHECKING:
     from launch.chain.hand_over import CheckedStage
+    from launch.chain.stages_file import PlannedStage
 
 
 def chain(
@@ -77,8 +78,9 @@ def chain(
 def print_plan(checked: "Sequence[CheckedStage]") -> None:
     """Print what each stage would do, and check the data that this machine has."""
     from kimi_pretrain.config import describe
+    from kimi_pretrain.memory.limits import check_memory_limit
     from kimi_pretrain.reliability.preflight import data_is_here
-    from launch.chain.hand_over import Progress
+    from launch.chain.hand_over import Progress, of_stage
     from launch.chain.run import check_data, told
 
     for one in checked:
@@ -101,25 +103,33 @@ def print_plan(checked: "Sequence[CheckedStage]") -> None:
             check_data([one])
         else:
             typer.echo(f"  data.root={config.data.root} is not on this machine: not checked")
+            if train.memory_limit_gib is not None:
+                with of_stage(one.stage):
+                    check_memory_limit(config)
 
 
 def submit_chain(checked: "Sequence[CheckedStage]", unchecked: bool, dry_run: bool) -> None:
     """Submit the stages that have not finished, each as a job after the one before it."""
-    from launch.chain.hand_over import BEGAN, Progress, note_sources
+    from launch.chain.hand_over import BEGAN, Progress, note_sources, of_stage
     from launch.chain.run import check_data, told
 
     finished = {one.stage.name for one in checked if one.progress is Progress.FINISHED}
+    left = [one.stage for one in checked if one.progress is not Progress.FINISHED]
+    for stage in left:
+        with of_stage(stage):
+            stage.slurm.options(stage.config.layout.world_size())
     if not dry_run:
         slurm_queue.check_slurm()
         if not unchecked:
             check_data(checked, PATIENCE_S)
+    queued = {} if dry_run else queued_jobs(left)
     after: tuple[int, ...] = ()
     for one in checked:
         stage, config = one.stage, one.stage.config
         if one.progress is Progress.FINISHED:
             typer.echo(told(one))
             continue
-        if not dry_run and (number := job_of(stage.folder)) is not None:
+        if (number := queued.get(stage.name)) is not None:
             after = (number,)
             typer.echo(f"{stage}: job {number} is in the queue: {stage.folder}")
             continue
@@ -139,6 +149,39 @@ def submit_chain(checked: "Sequence[CheckedStage]", unchecked: bool, dry_run: bo
         after = (number,)
 
 
+def queued_jobs(stages: "Sequence[PlannedStage]") -> dict[str, int]:
+    """Return the numbers of the stages' jobs that wait or run, by the stage's name.
+
+    Raises:
+        ValueError: one of them is not what the file says now, or waits for a job that has ended;
+            or a run that is no job of the queue uses a folder.
+    """
+    from kimi_pretrain.config import load_config
+    from kimi_pretrain.reliability import run_lock
+    from launch.chain.hand_over import differences, of_stage
+
+    queued, anew = dict[str, int](), ""
+    for stage in stages:
+        with of_stage(stage):
+            if (number := job_of(stage.folder)) is None:
+                run_lock.check_free(stage.folder)
+                anew = anew or stage.name
+                continue
+            if anew:
+                raise ValueError(
+                    f"its job {number} is in the queue, after a job of stage {anew} that is there "
+                    f"no more; scancel {number} first"
+                )
+            found = load_config(stage.folder / JOB_CONFIG).model_dump(mode="json")
+            if changed := list(differences(found, stage.config.model_dump(mode="json"))):
+                raise ValueError(
+                    f"its job {number} is in the queue with {'; '.join(changed)}; scancel {number} "
+                    "first, or set it as it was"
+                )
+            queued[stage.name] = number
+    return queued
+
+
 def job_of(folder: Path) -> int | None:
     """Return the number of the job that was submitted for a run folder, if it has not ended."""
     file = folder / JOB
@@ -154,4 +197,5 @@ def job_of(folder: Path) -> int | None:
         return None
     if found is None:
         raise ValueError(f"SLURM says nothing about job {number} of {folder}; try again later")
-    return None if all(state.ended for state in found) else number
+    gone = (state.ended or state.reason == "DependencyNeverSatisfied" for state in found)
+    return None if all(gone) else number

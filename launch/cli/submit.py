@@ -170,12 +170,14 @@ def submit_job(
     Raises:
         ValueError: it cannot run, or SLURM refused it.
     """
+    from kimi_pretrain.reliability.run_files import write_whole
+
     text = script_of(config, folder, options, begin)
     slurm_queue.check_slurm()
     if not begin.unchecked:
         check_reachable(config, begin.resume)
     number = slurm_queue.submit(write(folder, config, text, options.seeds))
-    (folder / JOB).write_text(json.dumps({"job": number}) + "\n")
+    write_whole(folder / JOB, json.dumps({"job": number}) + "\n")
     log = slurm.log_file(str(folder / "seed_%a" if options.seeds else folder), options)
     return number, log.replace("%j", str(number)).replace("%A", str(number))
 

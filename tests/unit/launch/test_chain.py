@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import Fingerprint, RunState, manifest_of, step_name
 from kimi_pretrain.config import dump_config, load_config
+from kimi_pretrain.reliability import preflight, run_lock
 from kimi_pretrain.weights.initial_weights import check_initial_weights
 from kimi_pretrain.weights.planned import planned_weights
 from launch.chain.hand_over import note_sources
+from launch.chain.run import run_chain
 from launch.chain.stages_file import read_stages
 from launch.cli.main import app
 from launch.slurm import queue as slurm_queue
@@ -158,6 +160,10 @@ def test_a_wrong_file_is_one_line(tmp_path, number, change, told):
 
 
 def test_two_stages_in_one_place_of_checkpoints_are_refused(tmp_path):
+    places = ("runs/x", "./runs/x/")
+    changes = [{"set": {**OTHER_WIDTH, "checkpoint.place": places[0]}},
+               {"set": {"checkpoint.place": places[1]}}]  # fmt: skip
+    assert "both have checkpoint.place=./runs/x/" in refused(stages(tmp_path, *changes))
     told = refused(stages(tmp_path), "checkpoint.place=/shared/checkpoints")
     assert "stages captions and projector both have checkpoint.place=/shared/checkpoints" in told
 
@@ -375,9 +381,62 @@ def test_stages_are_jobs_one_after_the_other(queue):
     again = run(file, "--submit", "--unchecked")
     assert again.exit_code == 0, again.output
     assert f"stage 2 of 4 projector: job 41 is in the queue: {runs}/projector" in again.stdout
+    slower = {"set": {"optim.lr": 0.5}}
+    changed = run(stages(queue, {}, first, slower), "--submit", "--unchecked")
+    assert "stage joint: its job 42 is in the queue with optim.lr=" in changed.stderr
+    assert "scancel 42 first" in changed.stderr
+    file = stages(queue, {}, first)
+    (queue / "states").write_text("JobId=41 JobState=CANCELLED\nJobId=42 JobState=PENDING\n")
+    again = run(file, "--submit", "--unchecked")
+    assert again.exit_code == 2
+    assert "stage joint: its job 42 is in the queue, after a job of stage projector" in again.stderr
+    never = "JobId=42 JobState=PENDING Reason=DependencyNeverSatisfied\n"
+    (queue / "states").write_text(f"JobId=41 JobState=PENDING\n{never}")
+    again = run(file, "--submit", "--unchecked")
+    assert again.exit_code == 0, again.output
+    assert "stage 2 of 4 projector: job 41 is in the queue" in again.stdout
+    assert "stage 3 of 4 joint: job 44; " in again.stdout
+    scripts = {name: (runs / name / "job.sbatch").read_text() for name in ("joint", "long")}
+    assert "#SBATCH --dependency=afterok:41\n" in scripts["joint"]
+    assert "#SBATCH --dependency=afterok:44\n" in scripts["long"]
     (queue / "states").write_text("JobId=41 JobState=CANCELLED\n")
     again = run(file, "--submit", "--unchecked")
-    assert f"stage 2 of 4 projector: job 44; its log: {runs}/projector/slurm-44.out" in again.stdout
+    assert f"stage 2 of 4 projector: job 46; its log: {runs}/projector/slurm-46.out" in again.stdout
+
+
+def test_nothing_is_submitted_where_a_later_job_could_not_be(queue):
+    long = {"slurm": {"gpus_per_node": 8, "tasks_per_node": 3}}
+    result = run(stages(queue, {}, {}, {}, long), "--submit", "--unchecked")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: stage long: ")
+    assert not (queue / "runs").exists()
+
+
+def test_a_folder_that_a_run_holds_is_not_submitted(queue):
+    file = stages(queue)
+    folder = queue / "runs" / "captions"
+    folder.mkdir(parents=True)
+    lock = run_lock.take(folder)
+    try:
+        result = run(file, "--submit", "--unchecked")
+    finally:
+        lock.release()
+    assert result.exit_code == 2
+    assert "error: stage captions: " in result.stderr
+
+
+def test_memory_is_checked_where_data_are_elsewhere(tmp_path):
+    elsewhere = ("data.root=s3://bucket/none", "train.memory_limit_gib=0.001")
+    told = refused(stages(tmp_path), *elsewhere)
+    assert told.startswith("error: stage captions: ")
+    assert "train.memory_limit_gib=0.001" in told
+
+
+def test_attention_that_cannot_run_here_is_told_of_a_later_stage(tmp_path, monkeypatch):
+    file = stages(tmp_path, {}, {}, {}, {"set": {"train.steps": 500, "train.attention": "flex"}})
+    monkeypatch.setattr(preflight, "check_start", lambda *_, **__: preflight.Checked(None, [], []))
+    with pytest.raises(ValueError, match="stage long: train.attention=flex"):
+        run_chain(read_stages(file))
 
 
 def test_scripts_are_shown_without_slurm(tmp_path):
