@@ -81,7 +81,10 @@ def test_it_holds_every_file_of_the_packages(target):
         for path in (ROOT / name).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    shipped |= {f"kimi_pretrain/configs/{path.name}" for path in (ROOT / "configs").iterdir()}
+    configs = ROOT / "configs"
+    shipped |= {
+        f"kimi_pretrain/configs/{path.relative_to(configs)}" for path in configs.rglob("*.yaml")
+    }
     held = {
         str(path.relative_to(target))
         for path in target.rglob("*")
