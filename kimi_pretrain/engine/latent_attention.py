@@ -246,6 +246,7 @@ class PackedLatentAttention(Saves, MLASelfAttention):
                     some, key, value, packed_seq_params=rows, first_head=number * ROW_HEADS
                 )
             )
+            del key, value  # before the next heads' are made
         return remade("row", _joined, *outputs)
 
 

@@ -171,6 +171,8 @@ class PackedCoreAttention(MegatronModule):
         if rows.kernel is None:
             rows.kernel = self.prepare(rows, query.device)
         out, max_N = self.attend(query, key, value, rows.kernel)
+        if max_N.shape != query.shape[1:2]:  # one for all would clip every head by it
+            raise ValueError(f"attention gave maxima {list(max_N.shape)} of {query.shape[1]} heads")
         if self.training:
             if self._max_N is None:
                 self._max_N = self._no_maxima(max_N.device, max_N.dtype)

@@ -40,7 +40,10 @@ def pair_loss(
     Raises:
         ValueError: pairs that are not those of the plan.
     """
-    rank = 0 if len(counts) == 1 else dist.get_rank(group)
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    if len(counts) != ranks:
+        raise ValueError(f"pairs of {len(counts)} ranks, in a group of {ranks}")
+    rank = dist.get_rank(group) if ranks > 1 else 0
     if not len(images_PC) == len(texts_PC) == counts[rank]:
         raise ValueError(
             f"rank {rank} has {len(images_PC)} images and {len(texts_PC)} texts: the plan says "
@@ -50,8 +53,11 @@ def pair_loss(
     images_PC, texts_PC = images_PC.to(wide), texts_PC.to(wide)
     texts_BC = texts_PC
     if len(counts) > 1:
-        texts_BC = _Gather.apply(texts_PC, log_scale, list(counts), rank, group)
-    z_PB = log_scale.to(wide).exp() * (images_PC @ texts_BC.T) + bias.to(wide)
+        anchor = texts_PC.new_zeros((), requires_grad=True)
+        texts_BC = _Gather.apply(texts_PC, anchor, list(counts), rank, group)
+    with torch.autocast(images_PC.device.type, enabled=False):
+        cosines_PB = images_PC @ texts_BC.T
+    z_PB = log_scale.to(wide).exp() * cosines_PB + bias.to(wide)
     sign_PB = torch.full_like(z_PB, -1.0)
     mine = torch.arange(len(images_PC), device=z_PB.device)
     sign_PB[mine, mine + sum(counts[:rank])] = 1.0

@@ -6,10 +6,12 @@ The tower itself is `train.vision_weights`' (`moonvit3d.layouts`); what that ski
 import torch
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
-from kimi_pretrain.siglip.heads import SiglipHeads
-from kimi_pretrain.weights.weight_reader import and_more, open_weights
+from kimi_pretrain.siglip.heads import HeadSizes, SiglipHeads
+from kimi_pretrain.weights.weight_reader import WeightReader, and_more, open_weights
 
 PREFIXES = ("vision_model.head.", "text_model.", "logit_scale", "logit_bias")
+# What leaves no trace in shapes: key of config.json -> what transformers takes where it is absent.
+_DEFAULTS = {"num_attention_heads": 12, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
 _BUFFERS = ("text_model.embeddings.position_ids",)  # saved by early versions of transformers
 
 
@@ -18,11 +20,13 @@ def load_heads(heads: SiglipHeads, uri: str) -> None:
 
     Args:
         uri: a .safetensors file or a folder that `SiglipModel.save_pretrained` wrote
-            (google/siglip-so400m-patch14-384); a path or s3://bucket/prefix.
+            (google/siglip-so400m-patch14-384); a path or s3://bucket/prefix. A file alone does not
+            say how many heads it has: give the folder, whose config.json is compared.
 
     Raises:
         FileNotFoundError: nothing there.
-        CheckpointError: a tensor is missing, unexpected, of another shape, or not finite.
+        CheckpointError: a tensor is missing, unexpected, of another shape, or not finite; or its
+            config.json states other heads, norms or activations.
     """
     reader = open_weights(uri, lambda name: name.startswith(PREFIXES))
     wanted = dict(heads.named_parameters())
@@ -39,6 +43,7 @@ def load_heads(heads: SiglipHeads, uri: str) -> None:
             raise CheckpointError(
                 f"{reader.place(name)} has shape {list(shape)}: want {list(parameter.shape)}"
             )
+    _check_config(reader, heads.sizes)
     values = {name: reader.read(name) for name in wanted}
     for name, value in values.items():
         if not bool(torch.isfinite(value).all()):
@@ -46,3 +51,14 @@ def load_heads(heads: SiglipHeads, uri: str) -> None:
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(values[name])
+
+
+def _check_config(reader: WeightReader, sizes: HeadSizes) -> None:
+    own = (sizes.heads, sizes.norm_eps, "gelu_pytorch_tanh")
+    for tower in ("text_config", "vision_config") if reader.config is not None else ():
+        stated = (reader.config or {}).get(tower) or {}
+        for (key, default), ours in zip(_DEFAULTS.items(), own, strict=True):
+            if (found := stated.get(key, default)) != ours:
+                raise CheckpointError(
+                    f"{reader.where}/config.json: {tower}.{key} is {found!r}, want {ours!r}"
+                )

@@ -143,6 +143,9 @@ def test_heads_are_read_from_a_siglip_checkpoint(oracle, tmp_path):
         (dict(depth=1), "unexpected tensor text_model.encoder.layers.1"),
         (dict(depth=3), r"no tensor text_model.encoder.layers.2.* 3 blocks"),
         (dict(mlp_width=40), r"has shape \[48, 32\]: want \[40, 32\]"),
+        # Every tensor fits, and the function is another one.
+        (dict(heads=8), r"config.json: text_config.num_attention_heads is 4, want 8"),
+        (dict(norm_eps=1e-5), r"config.json: text_config.layer_norm_eps is 1e-06, want 1e-05"),
     ],
 )
 def test_a_model_of_other_sizes_is_refused_before_anything_changes(
@@ -162,3 +165,19 @@ def test_a_number_that_is_not_finite_is_refused(oracle, tmp_path):
     oracle.float().save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="logit_bias has numbers that are not finite"):
         load_heads(SiglipHeads(SIZES), str(tmp_path))
+
+
+def test_pairs_of_a_group_that_is_not_there_are_refused():
+    """One count alone would be a loss over this rank's own pairs; two want a second rank."""
+    one = torch.eye(2)
+    with pytest.raises(ValueError, match="pairs of 2 ranks, in a group of 1"):
+        pair_loss(one, one, torch.zeros(1), torch.zeros(1), [2, 2])
+
+
+def test_autocast_leaves_the_cosines_wide():
+    draw = torch.Generator().manual_seed(0)
+    images, texts = (F.normalize(torch.randn(6, 32, generator=draw), dim=-1) for _ in range(2))
+    scale, bias = torch.tensor([math.log(10)]), torch.tensor([-10.0])
+    plain = pair_loss(images, texts, scale, bias, [6])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(pair_loss(images, texts, scale, bias, [6]), plain)
