@@ -419,6 +419,13 @@ def check_deepspeed(config: Config) -> None:
             f"{asked} with train.frozen={train.frozen}: it trains the encoder, which every rank "
             "holds; experts and stages are not the same on all ranks; add language_model"
         )
+    layout = config.layout
+    parts = {name: getattr(layout, name) for name in ("pp", "ep", "cp", "tp")}
+    if other := [f"layout.{name}={size}" for name, size in parts.items() if size > 1]:
+        raise ValueError(
+            f"{asked} with {', '.join(other)}: it is the data-parallel way, and no other was "
+            "compared with our own; set these to 1, or leave optim.deepspeed null"
+        )
     if train.dtype == "float64":
         raise ValueError(f"{asked} with train.dtype=float64: ZeRO's shards are float32")
     if not optim.shard_state:

@@ -187,6 +187,7 @@ def test_the_command_saves_and_goes_on(data_root, tmp_path, monkeypatch):
     [
         ("optim.matrices=muon", "Newton-Schulz needs them whole; set optim.matrices=adamw"),
         ("train.frozen=[]", "add language_model"),
+        ("layout.ep=2", "layout.ep=2: it is the data-parallel way"),
         ("train.dtype=float64", "ZeRO's shards are float32"),
         ("optim.shard_state=false", "ZeRO shards it; leave it true"),
         ("optim.deepspeed=zero3", "zero3"),
@@ -194,7 +195,7 @@ def test_the_command_saves_and_goes_on(data_root, tmp_path, monkeypatch):
 )
 def test_what_zero_does_not_train_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
-        load_config("tiny_cpu", [*SMALL, *COMMON, "optim.deepspeed=zero1", change])
+        load_config("tiny_cpu", [*SMALL, *COMMON, *layout(dp=2), "optim.deepspeed=zero1", change])
 
 
 def test_a_host_without_deepspeed_is_told_what_to_install(monkeypatch):
