@@ -3,8 +3,9 @@
 To start Python with both takes five seconds of a core, a fork of a process that has them a
 hundredth of one. A command runs as `python ...` would: with arguments, environment, folder, output
 and exit code (or signal) of its own. The server has one thread and has computed nothing, so no test
-sees another's state. torchrun's ranks are forks, too, where torchrun itself was started by one.
-Where the start itself is tested (`started`, the campaign) it stays a real one.
+sees another's state. Where a fork starts torchrun, a small script stands in for it and its ranks
+are forks, too; where ranks are to be started again torchrun is the real one. Where the start itself
+is tested (`started`, the campaign) it stays a real one.
 """
 
 import atexit
@@ -23,7 +24,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fcntl import LOCK_EX, flock
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -33,6 +34,7 @@ from typing import IO, Any, NoReturn
 
 import psutil
 
+from launch.local import torchrun
 from launch.local.job import MEETING
 from tests import ROOT
 
@@ -43,7 +45,7 @@ _turns = count()
 _LINGER_S = 5.0  # that the other ranks of a job have when one has failed
 
 # What torchrun starts in Python's place (PYTHON_EXEC): has a fork do it, hands signals on to that,
-# and ends as it does. If it is killed, the server kills the fork.
+# and ends as it does. If it is killed, the server kills the fork, whose process it has as a name.
 _STAND_IN = """#!{python} -IS
 import json, os, signal, socket, sys
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -51,6 +53,7 @@ connection.connect({address!r} + str(int(os.environ.get("RANK", "0")) % 2))
 job = dict(arguments=sys.argv[1:], environment=dict(os.environ), cwd=os.getcwd())
 socket.send_fds(connection, [json.dumps(job).encode()], [1, 2])
 pid = int(connection.recv(64))
+open("/proc/self/comm", "w").write(f"fork {{pid}}")
 def hand_on(number, frame):
     try:
         os.kill(pid, number)
@@ -63,6 +66,39 @@ if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
     os.kill(os.getpid(), -code)
 os._exit(code)
+"""
+
+# What a fork starts in torchrun's place: which imports torch, 2 s of a core for nothing but this.
+_TORCHRUN = """#!{python} -IS
+import os, signal, subprocess, sys, time
+options = dict(word[2:].split("=", 1) for word in sys.argv if word[:2] == "--" and "=" in word)
+world = options["nproc-per-node"]
+if options["max-restarts"] != "0" or options["nnodes"] != "1":
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+own = dict(WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, TORCHELASTIC_RUN_ID=options["rdzv-id"])
+ranks = [
+    subprocess.Popen(
+        [os.environ["PYTHON_EXEC"], "-m", *sys.argv[-2:]],
+        env=dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), **own),
+    )
+    for rank in range(int(world))
+]
+def end(*_):
+    for rank in ranks:
+        rank.terminate()
+signal.signal(signal.SIGTERM, end)
+while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+    time.sleep(0.02)
+if any(codes):
+    failed = [(rank, code) for rank, code in enumerate(codes) if code]
+    print(*(f"rank: {{rank}} exitcode: {{code}}" for rank, code in failed), file=sys.stderr)
+    end()
+    for rank in ranks:
+        try:
+            rank.wait(30)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+    sys.exit(1)
 """
 
 
@@ -119,8 +155,9 @@ def _servers() -> Path:
             for number in range(_SERVERS):  # of a starter that was killed on the way
                 (folder / f"server{number}").unlink(missing_ok=True)
             _start_servers(folder)
-            stand_in.write_text(_STAND_IN.format(python=sys.executable, address=f"{folder}/server"))
-            stand_in.chmod(0o700)
+            for file, text in ((folder / "torchrun", _TORCHRUN), (stand_in, _STAND_IN)):
+                file.write_text(text.format(python=sys.executable, address=f"{folder}/server"))
+                file.chmod(0o700)
     return folder
 
 
@@ -282,6 +319,9 @@ def become(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["cwd"])
+    if python := os.environ.get("PYTHON_EXEC"):
+        script = str(Path(python).with_name("torchrun"))
+        torchrun.command = partial(torchrun.command, python=script)
     what, *rest = [one for one in job["arguments"] if one != "-u"]
     if what == "-m":
         sys.argv = rest

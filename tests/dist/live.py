@@ -11,20 +11,24 @@ from pathlib import Path
 import psutil
 
 from launch.local import supervise
-from tests import ROOT
+from tests import ROOT, fork_server
 from tests.dist.jobs import SMALL
 
 
 @contextmanager
-def started(run_dir: Path, *arguments: str, cwd: Path | None = None) -> Iterator[subprocess.Popen]:
-    """Run `kimi-pretrain train` as a person would; it is ended with the test at the latest."""
+def started(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen]:
+    """Run `kimi-pretrain train` as a person would; it is ended with the test at the latest.
+
+    The command and torchrun are real ones, the ranks forks (`tests.fork_server`).
+    """
     command = [  # -P: as the installed command, which does not look into the working folder
         sys.executable, "-P", "-m", "launch.cli", "train", "--config", "tiny_cpu",
         "--run-dir", str(run_dir), *SMALL, *arguments,
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    environment["PYTHON_EXEC"] = str(fork_server.python())
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
     try:
         yield process
@@ -35,14 +39,26 @@ def started(run_dir: Path, *arguments: str, cwd: Path | None = None) -> Iterator
 def ranks(process: subprocess.Popen) -> dict[int, psutil.Process]:
     """Return the ranks of a training that has begun."""
     (launcher,) = psutil.Process(process.pid).children()
-    return {int(child.environ()["RANK"]): child for child in launcher.children()}
+    return {int(child.environ()["RANK"]): itself(child) for child in launcher.children()}
+
+
+def itself(process: psutil.Process) -> psutil.Process:
+    """Return the fork that a process stands in for, or the process."""
+    name = process.name()
+    return psutil.Process(int(name[5:])) if name.startswith("fork ") else process
+
+
+def tree(process: psutil.Process) -> list[psutil.Process]:
+    """Return a process and all that it has started, forks too."""
+    real = itself(process)
+    found = [process] if real == process else [process, real]
+    return found + [one for child in real.children() for one in tree(child)]
 
 
 def open_to_others(process: subprocess.Popen) -> list[str]:
     """Return what the whole tree of processes listens at beyond the loopback address."""
     found = []
-    own = psutil.Process(process.pid)
-    for member in (own, *own.children(recursive=True)):
+    for member in tree(psutil.Process(process.pid)):
         with suppress(psutil.NoSuchProcess):
             found += [
                 f"{one.laddr} of {' '.join(member.cmdline())[:80]}"

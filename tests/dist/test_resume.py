@@ -95,19 +95,14 @@ class Interrupted:
 
 @pytest.fixture(scope="module")
 def interrupted(data_root, tmp_path_factory):
-    """The same run: a rank hangs after two steps, and when all go on the run is told to end.
-
-    Started from a folder whose modules have the names of Python's own.
-    """
-    folder, elsewhere = (tmp_path_factory.mktemp(name) for name in ("interrupted", "elsewhere"))
-    for name in ("random", "pickle", "yaml"):
-        (elsewhere / f"{name}.py").write_text("raise SystemExit('not this one')\n")
+    """The same run: a rank hangs after two steps, and when all go on the run is told to end."""
+    folder = tmp_path_factory.mktemp("interrupted")
     overrides = (
         f"data.root={data_root}", "train.steps=6", "checkpoint.every=1", *FOUR,
         "checkpoint.asynchronous=false",  # slowly: there must be steps left when it is told to end
         f"train.timeout_seconds={PATIENCE}",
     )  # fmt: skip
-    with started(folder, *overrides, "--max-restarts", "2", cwd=elsewhere) as process:
+    with started(folder, *overrides, "--max-restarts", "2") as process:
         wait_for_steps(folder, 2, process)
         holder, before = ranks(process)[0].pid, open_to_others(process)
         ranks(process)[2].send_signal(signal.SIGSTOP)  # it neither works nor dies

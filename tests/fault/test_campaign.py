@@ -72,7 +72,14 @@ class Watcher(threading.Thread):
 
 @pytest.fixture(scope="module")
 def story(planted):
-    """A run left alone; one that is intruded upon, killed in an upload, and gone on with."""
+    """A run left alone; one that is intruded upon, killed in an upload, and gone on with.
+
+    That one is started from a folder whose modules have the names of Python's own.
+    """
+    elsewhere = planted.folder / "elsewhere"
+    elsewhere.mkdir(parents=True)
+    for name in ("random", "pickle", "yaml"):
+        (elsewhere / f"{name}.py").write_text("raise SystemExit('not this one')\n")
     campaign = Campaign(planted.folder)
     campaign.build()
     _upload(campaign.data_root, f"s3://{BUCKET}/corpus")
@@ -87,7 +94,7 @@ def story(planted):
     late = Fault("late", "PUT", "step_00000004/.*safetensors", delay=60, times=None)
     planted.proxy.faults = [late]
     uploading, result = uploads(planted.proxy, place), Result("kill", "", "")
-    with Training(run_dir, settings) as training:
+    with Training(run_dir, settings, cwd=elsewhere) as training:
         watcher = Watcher(training)
         watcher.start()
         training.wait_for_step(1)
@@ -238,7 +245,12 @@ def test_a_killed_command_takes_torchrun_with_it(tmp_path):
     with subprocess.Popen(command, env=environment) as process:
         try:
             watched = psutil.Process(process.pid)
-            (child,) = wait_until(watched.children, "the child", 60)
+            # Not before it is that program: on the way there it is told to end with its parent.
+            program = "import time; time.sleep(600)"
+            (child,) = wait_until(
+                lambda: [one for one in watched.children() if program in one.cmdline()],
+                "the child", 60,
+            )  # fmt: skip
         finally:
             process.kill()
     left = psutil.wait_procs([child], timeout=30)[1]

@@ -42,6 +42,7 @@ class Training:
         overrides: of the configuration `tiny_cpu`.
         options: more arguments, such as ("--resume", "latest").
         environment: more variables.
+        cwd: where it is started; None: here.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class Training:
         overrides: tuple[str, ...],
         *options: str,
         environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
     ) -> None:
         self.run_dir, self.mark, self.begun = run_dir, uuid.uuid4().hex, time.time()
         self.stacks = run_dir.parent / f"{run_dir.name}.stacks"
         self.stacks.mkdir(parents=True, exist_ok=True)
         self.output_file = run_dir.parent / f"{run_dir.name}.{self.mark[:6]}.out"
-        command = [
-            sys.executable, "-m", "launch.cli", "train", "--config", "tiny_cpu",
+        command = [  # -P: as the installed command, which does not look into the working folder
+            sys.executable, "-P", "-m", "launch.cli", "train", "--config", "tiny_cpu",
             "--run-dir", str(run_dir), *options, *overrides,
         ]  # fmt: skip
         variables = {
@@ -65,8 +67,9 @@ class Training:
         }  # fmt: skip
         with self.output_file.open("w") as output:
             self.process = subprocess.Popen(
-                command, env=variables, stdout=output, stderr=output, start_new_session=True
-            )
+                command, env=variables, cwd=cwd, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
 
     def __enter__(self) -> "Training":
         return self
