@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pytest
 
@@ -146,18 +147,10 @@ def command(inputs, uri, tokenizer, *more) -> list[str]:
     ]  # fmt: skip
 
 
-def children_of(pid: int) -> set[int]:
-    found = set()
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            found |= {int(child)} | children_of(int(child))
-    return found
-
-
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -170,7 +163,7 @@ def stopped_at(number: int, arguments: list[str], store, how: signal.Signals) ->
             assert running.poll() is None
             assert time.monotonic() < end
             time.sleep(0.01)
-        workers = children_of(running.pid)
+        workers = [one.pid for one in psutil.Process(running.pid).children(recursive=True)]
         assert workers
         running.send_signal(how)
         code = running.wait(50)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from data_pipeline.workers.worker_main import LEFT_TO_PARENT
@@ -28,9 +29,9 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def children_of(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for file in found for child in file.read_text().split()]
+def children(of: int | None = None) -> set[int]:
+    """Children of all threads of a process, by their parent: a thread's own list can vanish."""
+    return {child.pid for child in psutil.Process(of).children()}
 
 
 def wait_until(condition, seconds=50.0):
@@ -113,12 +114,11 @@ def masks(pid: int) -> tuple[int, int]:
 
 def test_no_signal_finds_a_worker_half_started():
     wanted = sum(1 << number - 1 for number in LEFT_TO_PARENT)
-    before = set(children_of(os.getpid()))
+    before = children()
     new: set[int] = set()
     seen = []
     with Workers(calls, 1):
-        # Listed by thread: while the thread that started it ends, a worker is in no list.
-        wait_until(lambda: new.update(set(children_of(os.getpid())) - before) or new)
+        wait_until(lambda: new.update(children() - before) or new)
         (pid,) = new
         wait_until(lambda: seen.append(masks(pid)) or seen[-1][1] & wanted == wanted)
     assert all((blocked | ignored) & wanted == wanted for blocked, ignored in seen)
@@ -136,16 +136,16 @@ def test_a_stopped_worker_is_replaced_after_the_timeout(tmp_path):
 
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_closing_in_the_middle_ends_everything_soon(ahead, tmp_path):
-    others = set(children_of(os.getpid()))  # servers of other tests
+    others = children()  # servers of other tests
     workers = Workers(calls, 2, timeout_s=60)
     workers.run([(partial(hang, tmp_path), 1)] * 4, max_bytes=99, max_jobs=ahead)
     wait_until(lambda: len(list(tmp_path.iterdir())) == min(ahead, 2))
-    pids = set(children_of(os.getpid())) - others
+    pids = children() - others
     assert len(pids) >= 2
     begin = time.monotonic()
     workers.close()
     assert time.monotonic() - begin < 50  # of the 60 that a job takes
-    left = pids & set(children_of(os.getpid()))  # a zombie would be among them
+    left = pids & children()  # a zombie would be among them
     assert not left
 
 
@@ -274,7 +274,7 @@ list(workers.run(jobs[:3], max_bytes=9, max_jobs=4))
 """
     with script(tmp_path, body) as running:
         wait_until(lambda: len(marks_in(tmp_path)) == 2)
-        pids = children_of(running.pid)
+        pids = children(running.pid)
         assert len(pids) == 3
         assert set(marks_in(tmp_path)) <= set(pids)
         running.kill()
