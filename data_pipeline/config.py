@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
@@ -144,6 +144,10 @@ class DataConfig(Section):
     rows_per_step: int = Field(ge=1, le=MAX_SEQ_LEN)
     """Rows in a global batch. May change between runs without changing the rows.
     [rows; data_pipeline/plan/planner.py]"""
+    order_rows: Literal["as_drawn", "light_ends"] = "as_drawn"
+    """Order of a replica's microbatches in a step; light_ends: those with little encoder work first
+    and last. The rows of a step, of a replica and of a microbatch stay the same.
+    [-; kimi_pretrain/dep/row_order.py]"""
     vision_token_ratio: Ratio = None
     """Media tokens over all tokens, held constant; null takes the shares as token shares over all
     sources together.

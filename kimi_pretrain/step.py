@@ -27,6 +27,7 @@ from kimi_pretrain.config import GIB, Config
 from kimi_pretrain.dep.encoder import EncoderPass, Pixels
 from kimi_pretrain.dep.leaves import attach_leaves, leaf_gradients
 from kimi_pretrain.dep.planner import VisionPlanner, grids_of
+from kimi_pretrain.dep.row_order import microbatch_order
 from kimi_pretrain.dep.vision_plan import VisionPlan, runs
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch, build_microbatches, replica_rows
@@ -118,7 +119,8 @@ class ForwardStep:
         """Return this rank's parts of the rows, and the samples whose loss does not count."""
         skipped = self._skipped_samples(batch)
         rows, restart = self.config.train.rows_per_microbatch, self.config.data.restart_positions
-        return build_microbatches(batch, self.mesh, rows, skipped, restart), skipped
+        order = microbatch_order(batch.plan, self.config)[self.mesh.replica].tolist()
+        return build_microbatches(batch, self.mesh, rows, skipped, restart, order), skipped
 
     def _encode(
         self,
@@ -337,9 +339,12 @@ class TrainStep(ForwardStep):
             start, count = int(items.start[item]), int(items.tokens[item])
             is_media[int(items.row[item]) - rows.start, start : start + count] = True
         held = self.planner.parts.positions_cp(self.mesh.cp_rank)
-        for mask, microbatch in zip(is_media.reshape(len(microbatches), -1), microbatches):
+        masks = is_media.reshape(len(microbatches), -1)
+        for microbatch in microbatches:
             if microbatch.tokens is not None:
-                inside = torch.from_numpy(mask[held]).to(microbatch.tokens.device)
+                inside = torch.from_numpy(masks[microbatch.number][held]).to(
+                    microbatch.tokens.device
+                )
                 text = torch.from_numpy(held * 7919 % (vocabulary // 2)).to(inside.device)
                 # The loader's own rows stay as they are.
                 microbatch.tokens = torch.where(inside, text, microbatch.tokens)

@@ -17,6 +17,7 @@ from kimi_pretrain.dep.assign import choose_splits, place, round_robin
 from kimi_pretrain.dep.cost import CostModel
 from kimi_pretrain.dep.memory_limit import check_memory, vision_bytes
 from kimi_pretrain.dep.places import Placement, Places
+from kimi_pretrain.dep.row_order import microbatch_order
 from kimi_pretrain.dep.vision_plan import Destinations, Ints, VisionPlan, shares_of, spans_of
 from kimi_pretrain.parallel.ranks import Ranks, scopes
 from kimi_pretrain.parallel.sequence import SequenceParts
@@ -83,9 +84,10 @@ class VisionPlanner:
         """Return which first-stage ranks need each item, and where in their microbatches."""
         rows_per_replica = plan.num_rows // self.config.layout.dp
         replica, row = np.divmod(plan.items.row.astype(np.int64), rows_per_replica)
-        microbatch, row = np.divmod(row, self.config.train.rows_per_microbatch)
+        number, row = np.divmod(row, self.config.train.rows_per_microbatch)
+        place = np.argsort(microbatch_order(plan, self.config), axis=1)
         return Destinations(
-            microbatch=microbatch,
+            microbatch=place[replica, number],
             position=row * plan.seq_len + plan.items.start.astype(np.int64),
             ranks=self.ranks.first_stage[replica],
             holder=self.parts.holder,

@@ -5,7 +5,7 @@ no text; they build borders and padding from the plan alone, because every stage
 documents. Vision embeddings are attached later (`kimi_pretrain.dep.leaves`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,7 @@ class Microbatch:
         leaf_positions: where they go in the part, int64 [media tokens].
         media: computes the embeddings inside the graph, in place of a leaf: the baseline, in which
             the first stage encodes the media of its own microbatches.
+        number: among the replica's microbatches by their rows; they may run in another order.
     """
 
     packed: PackedRows
@@ -50,6 +51,7 @@ class Microbatch:
     leaf: Tensor | None = None
     leaf_positions: Tensor | None = None
     media: Callable[[], Tensor] | None = None
+    number: int = 0
 
 
 def replica_rows(plan: GlobalPlan, mesh: Mesh) -> range:
@@ -64,6 +66,7 @@ def build_microbatches(
     per_microbatch: int,
     skipped: np.ndarray,
     restart_positions: bool = True,
+    order: Sequence[int] | None = None,
 ) -> list[Microbatch]:
     """Return this rank's parts of its replica's microbatches, without vision leaves.
 
@@ -72,23 +75,23 @@ def build_microbatches(
         per_microbatch: rows laid end to end in one microbatch.
         skipped: samples of the plan (their numbers) whose loss does not count.
         restart_positions: positions begin at 0 in every document, or in every row.
+        order: numbers of the microbatches, as they are to run; None: as they are.
     """
     rows = replica_rows(batch.plan, mesh)
     parts = SequenceParts(per_microbatch * batch.plan.seq_len, mesh.num_cp, mesh.num_tp)
-    starts = range(0, len(rows), per_microbatch)
     return [
         _microbatch(
-            batch, rows[start : start + per_microbatch], start, mesh, parts, skipped,
+            batch, rows[n * per_microbatch : (n + 1) * per_microbatch], n, mesh, parts, skipped,
             restart_positions,
         )
-        for start in starts
+        for n in (range(len(rows) // per_microbatch) if order is None else order)
     ]  # fmt: skip
 
 
 def _microbatch(
     batch: StepBatch,
     rows: range,
-    first: int,
+    number: int,
     mesh: Mesh,
     parts: SequenceParts,
     skipped: np.ndarray,
@@ -103,9 +106,10 @@ def _microbatch(
     packed = PackedRows.of(
         borders, documents, device, torch.from_numpy(positions), parts, mesh.cp_rank
     )
-    microbatch = Microbatch(packed, _select(padding, parts.positions(mesh.part), device))
+    own_padding = _select(padding, parts.positions(mesh.part), device)
+    microbatch = Microbatch(packed, own_padding, number=number)
     if batch.rows is not None:
-        local = slice(first, first + len(rows))
+        local = slice(number * len(rows), (number + 1) * len(rows))
         loss_mask = batch.rows.loss_mask[local].copy()
         for sample in skipped[np.isin(plan.samples.row[skipped], rows)]:
             row, start = plan.samples.row[sample] - rows.start, plan.samples.start[sample]

@@ -113,8 +113,8 @@ class RouteWatch:
         places = torch.from_numpy(SequenceParts(row, mesh.num_cp, mesh.num_tp).positions(mesh.part))
         first = mesh.replica * len(microbatches)
         self._where = [
-            ((first + number) * row + places, ~microbatch.padding[0].cpu())
-            for number, microbatch in enumerate(microbatches)
+            ((first + microbatch.number) * row + places, ~microbatch.padding[0].cpu())
+            for microbatch in microbatches
         ]
         return train_step(microbatches, aux_scale)
 
