@@ -4,6 +4,7 @@ import socket
 import threading
 from types import TracebackType
 
+_REFUSING: list[socket.socket] = []
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 
 
@@ -39,6 +40,8 @@ class SilentServer:
 
 
 def refusing() -> str:
-    """An endpoint at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+    """An endpoint at which nobody listens, nor will: this process keeps it, and does not listen."""
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    _REFUSING.append(held)
+    return f"http://127.0.0.1:{held.getsockname()[1]}"

@@ -12,8 +12,8 @@ from launch.local.job import Job
 from launch.slurm.options import SlurmOptions
 from launch.slurm.script import script
 
-# What a rank does until it is told to stop, the first one at least half a minute.
-UNTIL_TOLD = "for try in {1..300}; do [ $RANK$told = 0 ] && sleep .1; done\n"
+# What a rank does until it is told to stop, the first one at least a minute.
+UNTIL_TOLD = "for try in {1..600}; do [ $RANK$told = 0 ] && sleep .1; done\n"
 
 
 class Cluster:

@@ -47,7 +47,7 @@ def test_a_command_ends_although_its_threads_wait_for_a_store(number, server):
             assert process.stdout is not None
             assert process.stdout.readline() == "reads\n"
             process.send_signal(number)
-            _, told = process.communicate(timeout=40)  # and not the store's 3,600
+            _, told = process.communicate(timeout=90)  # and not the store's 3,600
         finally:
             process.kill()
             process.communicate()

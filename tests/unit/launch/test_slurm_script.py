@@ -140,9 +140,11 @@ def test_ranks_of_a_job_that_is_not_requeued_are_never_given_up(tmp_path):
 
 
 def test_usr1_before_the_ranks_have_begun_starts_none(cluster):
-    cluster.program("hostname", f"#!/bin/bash\ntouch {cluster.folder}/asked; sleep 1; echo n2\n")
+    wait = f"until [ -e {cluster.folder}/sent ]; do /bin/sleep .05; done"
+    cluster.program("hostname", f"#!/bin/bash\ntouch {cluster.folder}/asked; {wait}; echo n2\n")
     with cluster.start(cluster.stands("finished")) as job:
         cluster.tell(job, signal.SIGUSR1, cluster.folder / "asked")
+        (cluster.folder / "sent").touch()
         assert job.wait(50) == 0
     assert cluster.requeued() == 1
     assert not (cluster.folder / "ranks").exists()

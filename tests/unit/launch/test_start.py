@@ -24,14 +24,14 @@ def listener() -> Iterator[socket.socket]:
         yield taken
 
 
-def test_machines_meet_where_nobody_is_or_a_store(listener):
+def test_machines_meet_where_nobody_is_or_a_store():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     check_rendezvous(f"127.0.0.1:{store.port}")
     store.set("after", "the ping")
     assert store.get("after") == b"the ping"
-    free = listener.getsockname()[1]
-    listener.close()
-    check_rendezvous(f"127.0.0.1:{free}")
+    with socket.socket() as held:  # so that nobody else takes it; connections are refused
+        held.bind(("127.0.0.1", 0))
+        check_rendezvous(f"127.0.0.1:{held.getsockname()[1]}")
 
 
 def test_a_rendezvous_that_another_program_has_is_refused(listener, monkeypatch):
@@ -43,12 +43,13 @@ def test_a_rendezvous_that_another_program_has_is_refused(listener, monkeypatch)
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n"])
-def test_so_is_one_that_answers_something_else(listener, answer):
+def test_so_is_one_that_answers_something_else(listener, answer, monkeypatch):
     def serve() -> None:
         connection, _ = listener.accept()
         with connection:
             connection.sendall(answer)
 
+    monkeypatch.setattr(start, "PING_SECONDS", 60.0)
     thread = threading.Thread(target=serve)
     thread.start()
     with pytest.raises(ValueError, match="no torchrun; choose another port"):

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -29,12 +30,13 @@ def test_passes_the_exit_code_and_the_output_on(tmp_path, capfd):
     assert (tmp_path / "logs" / "torchrun.log").read_text() == "noted\n"
 
 
-def test_shows_the_first_error_and_hides_what_follows(tmp_path, capsys):
+def test_shows_the_first_error_and_hides_what_follows(tmp_path, capsys, monkeypatch):
     code = """
 import pathlib, sys, time
 logs = pathlib.Path(sys.argv[1]) / "logs"
 print("a warning", file=sys.stderr, flush=True)
-time.sleep(0.3)
+while not (logs / "shown").exists():
+    time.sleep(0.01)
 (logs / "error_rank_2.txt").write_text("no bucket\\n")
 time.sleep(0.05)
 (logs / "error_rank_0.txt").write_text("lost rank 2\\n")
@@ -44,6 +46,15 @@ sys.exit(1)
     stale = tmp_path / "logs" / "error_rank_1.txt"
     stale.parent.mkdir()
     stale.write_text("of an earlier run\n")
+    show = supervise._Relay.show
+
+    def shown(relay, report, *, marked=False):
+        some = marked and relay._marked > 0
+        show(relay, report, marked=marked)
+        if some:
+            (tmp_path / "logs" / "shown").touch()
+
+    monkeypatch.setattr(supervise._Relay, "show", shown)
     result = supervise.run([*python(code), str(tmp_path)], os.environ, tmp_path)
     assert result == (2, "no bucket")  # the code of who ended first, which torchrun does not tell
     assert capsys.readouterr().err == "a warning\n"
@@ -148,7 +159,7 @@ time.sleep(120)
         pass
 
     def interrupt(process):
-        end = time.monotonic() + 20
+        end = time.monotonic() + 50
         while not (pid_file.is_file() and pid_file.read_text()):
             assert time.monotonic() < end
             time.sleep(0.02)
@@ -167,7 +178,8 @@ time.sleep(120)
     with pytest.raises(Interrupted):
         supervise.run([*python(code), str(pid_file)], os.environ, tmp_path)
     worker = int(pid_file.read_text())
-    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie"
+    with suppress(psutil.NoSuchProcess):  # gone, or not yet taken notice of
+        assert psutil.Process(worker).status() == "zombie"
 
 
 # Stands for torchrun: starts one rank in a session of its own, and ends with its exit code.
@@ -194,7 +206,7 @@ while stop.name is None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_training_is_asked_to_save_and_then_waited_for(number, tmp_path, capfd):
     def interrupt() -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while not (tmp_path / "begun").is_file() and time.monotonic() < end:
             time.sleep(0.01)
         os.kill(os.getpid(), number)
@@ -234,7 +246,7 @@ from kimi_pretrain.reliability.exit_report import ExitReport, remove_exit_report
 from launch.local.signals import StopSignal
 stop = StopSignal().install()
 run_dir = pathlib.Path(sys.argv[1])
-time.sleep(0.3)  # a real one starts slower
+time.sleep(1.0)  # a real one starts slower
 remove_exit_report(run_dir, 0)
 (run_dir / "begun").touch()
 while stop.name is None:
@@ -249,7 +261,7 @@ def test_a_stop_that_cannot_save_is_not_tried_again(number, tmp_path):
     """Nobody wants restarts of what was told to end; without an end to them this would hang."""
 
     def interrupt() -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while not (tmp_path / "begun").is_file() and time.monotonic() < end:
             time.sleep(0.01)
         os.kill(os.getpid(), number)

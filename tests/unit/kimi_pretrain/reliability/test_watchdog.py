@@ -329,16 +329,26 @@ def test_the_watchdog_loads_no_torch():
 
 
 HELD = """
-import ctypes, sys
+import ctypes, sys, time
 from pathlib import Path
 from kimi_pretrain.reliability import watchdog
 
 def hold():
     ctypes.PyDLL(None).sleep(100)  # PyDLL keeps Python's lock
 
+class Dog(watchdog.Watchdog):
+    winds = 0
+
+    def _wind(self):
+        super()._wind()
+        self.winds += 1
+
 # 30 s: it is held before the watchdog ends it, on any machine.
 watchdog.held_after = lambda seconds: 4.0
-watchdog.Watchdog(Path(sys.argv[1]), 3, 8, 30.0).start().enter("4 backbone")
+dog = Dog(Path(sys.argv[1]), 3, 8, 30.0).start()
+dog.enter("4 backbone")
+while dog.winds < 2:  # its thread is at work: it would never begin while Python's lock is kept
+    time.sleep(0.01)
 hold()
 """
 
@@ -366,7 +376,7 @@ def test_without_torchrun_its_stacks_are_shown(tmp_path):
     environment.pop("TORCHELASTIC_RUN_ID", None)
     done = subprocess.run(
         [sys.executable, "-c", HELD, str(tmp_path)],
-        capture_output=True, text=True, timeout=50, env=environment, check=False,
+        capture_output=True, text=True, timeout=90, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.startswith("Timeout (0:00:04)!\n")
