@@ -33,7 +33,7 @@ def _yes():
     return True
 
 
-def _settled(name, seconds=20):
+def _settled(name, seconds=50):
     """Wait until no thread of that name lives."""
     end = time.monotonic() + seconds
     while any(t.name == name for t in threading.enumerate()) and time.monotonic() < end:
@@ -74,9 +74,9 @@ def test_the_first_may_win_after_all_and_ends_the_second(hedger):
 @pytest.mark.parametrize("got", [(5, 3), (3, 5)])
 def test_of_two_that_fail_the_one_that_got_further_goes_on(hedger, got):
     hedger.delay(1), hedger.delay(1)
-    first = Flight("first", 0.2, OSError("1"), got[0])
+    first = Flight("first", 30.0, OSError("1"), got[0])
     second = Flight("second", 0.0, OSError("2"), got[1])
-    winner, _ = hedger.race(first, lambda: second, 0.01, _yes)
+    winner, _ = hedger.race(first, lambda: first.land.set() or second, 0.01, _yes)
     assert winner.got == 5
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -211,7 +212,10 @@ def kill_writer(saver: CheckpointSaver, number: int) -> None:
     ranks.strike(saver._writer.pid, number)
 
 
-def test_a_killed_writer_fails_the_save_on_all_ranks_and_training_goes_on(tmp_path, caplog):
+def test_a_killed_writer_fails_the_save_on_all_ranks_and_training_goes_on(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr("kimi_pretrain.checkpoint.saver._SOON_S", 50.0)
     told: list[str] = []
 
     def work(mesh):
@@ -373,7 +377,7 @@ saver.begin(ranks.tensors(1), ranks.state(1))
 saver.finish()
 os.kill(saver._writer.pid, signal.SIGSTOP)  # so it does not hear that stdin is closed
 print(saver._writer.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     rank = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -384,10 +388,11 @@ time.sleep(60)
     assert Path(f"/proc/{pid}").exists()
     rank.kill()
     rank.wait()
-    until = time.monotonic() + 30
-    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
-        assert time.monotonic() < until, "the writer outlives its rank"
-        time.sleep(0.05)
+    until = time.monotonic() + 50
+    with suppress(FileNotFoundError, ProcessLookupError):  # gone; empty of one that is a zombie
+        while Path(f"/proc/{pid}/cmdline").read_bytes():
+            assert time.monotonic() < until, "the writer outlives its rank"
+            time.sleep(0.05)
 
 
 def test_a_rank_may_have_thousands_of_open_files(tmp_path):

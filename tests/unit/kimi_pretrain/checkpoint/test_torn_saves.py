@@ -60,7 +60,7 @@ def kill_runs(folder: Path, kills: int, seed: int) -> None:
         assert found > newest
         newest = found
     process, _ = start(folder, 1)  # the next run removes what the others have left behind
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=200) == 0
     left = sorted(entry.name for entry in folder.iterdir())
     assert left == [f"step_{step:08d}" for step in (newest, newest + 1)]
 
