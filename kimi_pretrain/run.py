@@ -54,6 +54,7 @@ class Run:
             resume = find(resume, open_place(resume), config, mesh)
         start = open_initial_weights(config, mesh) if resume is None else None
         self.config, self.mesh, self._watch = config, mesh, watch
+        self.began_from = {} if start is None else start.began_from()
         watch("open the data")
         self.planner = VisionPlanner(config)
         self.store = open_data(config.data)

@@ -30,7 +30,13 @@ def taken_over(planner: Planner, state: Mapping[str, Any], step: int) -> tuple[S
     except ValueError as error:
         same = all(state.get(name) == here[name] for name in _ROWS)
         if same and state.get("blend", here["blend"])[:1] == here["blend"][:1]:
-            raise
+            if not str(error).startswith("state field 'blend'"):
+                raise
+            raise ValueError(
+                f"{str(error).partition(';')[0]}: the data of the stage before go on with "
+                "train.start_optimizer=keep; give what had begun of its data.schedule as it was "
+                "there, and let other shares begin after it"
+            ) from None
         return here | {"step": step, "opened": step}, str(error)
     if (told := used_up(planner.config.budget, state)) is not None:
         raise ValueError(

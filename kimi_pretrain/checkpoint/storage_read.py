@@ -4,6 +4,7 @@
 under a step's name is an incomplete save, which is never read.
 """
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -103,6 +104,10 @@ class Checkpoint:
                 "%s: its %s was written without a hash of its own: damage to the step or to the "
                 "loader's position would not be noticed", self.uri, MANIFEST,
             )  # fmt: skip
+
+    def manifest_sha256(self) -> str:
+        """Return the SHA-256 of manifest.json as it is stored. Raises as `manifest`."""
+        return hashlib.sha256(self._text(MANIFEST, MOST_MANIFEST_BYTES)).hexdigest()
 
     @property
     def step(self) -> int:

@@ -6,8 +6,9 @@ all problems that the configuration and the indices decide. Nothing here loads t
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,10 @@ import numpy as np
 from data_pipeline.access import check_tokenizer, open_data, open_tokenizer
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import read_index
-from data_pipeline.plan.budget import budget_end, budget_notices
+from data_pipeline.plan.budget import budget_end, budget_notices, end_state
 from data_pipeline.plan.layout import lay_out
 from data_pipeline.plan.once import once
-from data_pipeline.plan.planner import GlobalPlan, Planner
+from data_pipeline.plan.planner import GlobalPlan, Planner, State
 from data_pipeline.plan.source import choose
 from data_pipeline.plan.stage import taken_over
 from data_pipeline.store.open import Store
@@ -38,12 +39,14 @@ class Checked:
     """What was found sound: indices as in `data.source_names`, and the plans of the first steps.
 
     `notices`: samples that are chosen or do not fit, by source; where a budget ends the run.
+    `end_state`: returns the loader's state in which the run will end, or one shortly before.
     """
 
     tokenizer: Tokenizer
     indices: list[SourceIndex]
     plans: list[GlobalPlan]
     notices: list[str] = field(default_factory=list)
+    end_state: Callable[[], State] | None = None
 
 
 def check_start(
@@ -53,6 +56,8 @@ def check_start(
     *,
     data_alone: bool = False,
     ranks_here: int | None = None,
+    goes_on: State | None = None,
+    to_come: Mapping[str, Callable[[], State]] | None = None,
 ) -> Checked:
     """Check that a run can start and take its first steps.
 
@@ -65,6 +70,9 @@ def check_start(
         patience: most seconds to wait for a store that does not answer; None: `data.patience`.
         data_alone: for who shows by itself what is too large, and saves nothing.
         ranks_here: how many ranks this machine is to run; None: none of this run.
+        goes_on: the loader's state in the checkpoint that a resumed run goes on from.
+        to_come: run folder -> that in which its run will end, of runs that have not finished:
+            what comes before the folder's newest checkpoint for train.start_optimizer=keep.
 
     Raises:
         ValueError: tokenizer, sources, shares, sizes, memory or the place are not as they must be.
@@ -96,8 +104,10 @@ def check_start(
     if config.train.validate_every is not None:
         _check_heldout(config, read_heldout(config, store, tokenizer, indices))
     planner, vision = Planner(indices, config.data), VisionPlanner(config)
-    if steps and config.train.start_optimizer == "keep":
-        _take_over(planner, config)
+    if goes_on is not None:
+        planner.load_state_dict(goes_on)
+    elif steps and config.train.start_optimizer == "keep":
+        _take_over(planner, config, to_come or {})
     plans, state = list[GlobalPlan](), planner.state_dict()
     for _ in range(steps):
         plan, state = planner.plan(state)
@@ -109,7 +119,8 @@ def check_start(
         *planner.notices(),
         *budget_notices(budget_end(planner), config.train.steps),
     ]
-    return Checked(tokenizer, indices, plans, notices)
+    ends = partial(end_state, planner, config.train.steps)
+    return Checked(tokenizer, indices, plans, notices, ends)
 
 
 def read_sources(config: Config, store: Store) -> tuple[Tokenizer, list[SourceIndex]]:
@@ -161,23 +172,36 @@ def _check_heldout(config: Config, indices: Sequence[SourceIndex]) -> None:
             raise ConfigError(f"data.heldout ({names}), batch {number + 1}: {error}") from None
 
 
-def _take_over(planner: Planner, config: Config) -> None:
+def _take_over(
+    planner: Planner, config: Config, to_come: Mapping[str, Callable[[], State]]
+) -> None:
     """Have the planner go on as a run that keeps the optimizer of the stage before.
 
     Where that has not saved yet, or not what can be read, there is nothing to count: the check of
     first weights tells who is to start from it.
 
     Raises:
-        ConfigError: its data cannot go on, or leave nothing of the budget.
+        ConfigError: its data cannot go on, or leave nothing of the budget or of train.steps.
     """
-    assert config.train.start_from is not None  # checked with the configuration
+    where = config.train.start_from
+    assert where is not None  # checked with the configuration
+    if where in to_come:
+        before = to_come[where]()
+        step = before["step"]
+    else:
+        try:
+            where = latest_in(where)
+            found = open_checkpoint(where).manifest().state
+        except (FileNotFoundError, CheckpointError):
+            return
+        before, step = found.loader, found.step
+    if step >= config.train.steps:
+        raise ConfigError(
+            f"train.start_from: {where}: train.steps={config.train.steps} leave nothing to train "
+            f"after the {step} of the stages before; give the steps of all of them together"
+        )
     try:
-        where = latest_in(config.train.start_from)
-        before = open_checkpoint(where).manifest().state
-    except (FileNotFoundError, CheckpointError):
-        return
-    try:
-        state, _ = taken_over(planner, before.loader, before.step)
+        state, _ = taken_over(planner, before, step)
     except ValueError as error:
         raise ConfigError(f"train.start_from: {where}: {error}") from None
     planner.load_state_dict(state)

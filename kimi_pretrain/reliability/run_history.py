@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kimi_pretrain.config import Config
 
 METRICS = "metrics.jsonl"
+# By key, the checkpoints of other runs that this one began from, as they were then.
+BEGAN = "began_from.json"
 
 
 def place_of(config: "Config", run_dir: Path) -> Place:

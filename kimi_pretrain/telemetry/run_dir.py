@@ -33,6 +33,7 @@ from kimi_pretrain.checkpoint.manifest import installed_versions
 from kimi_pretrain.config import GIB, Config, dump_config
 from kimi_pretrain.reliability.anomaly_guard import finite
 from kimi_pretrain.reliability.run_files import Appended, write_whole
+from kimi_pretrain.reliability.run_history import BEGAN
 from kimi_pretrain.telemetry.console import StepDisplay
 from kimi_pretrain.telemetry.exposed import exposed
 from kimi_pretrain.telemetry.jsonl import abandoned, cut_after
@@ -68,10 +69,18 @@ def log_to(folder: Path, rank: int) -> logging.Logger:
     return logging.getLogger("kimi_pretrain")
 
 
-def describe_environment(folder: Path, config: Config) -> None:
-    """Write config.yaml, versions.json, and git.json with diff.patch where there is a checkout."""
+def describe_environment(
+    folder: Path, config: Config, began_from: Mapping[str, Any] | None = None
+) -> None:
+    """Write config.yaml, versions.json, and git.json with diff.patch where there is a checkout.
+
+    began_from.json, too, where the run begins with weights of other runs' checkpoints; a resume
+    leaves it as it is.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.yaml", dump_config(config))
+    if began_from:
+        write_whole(folder / BEGAN, json.dumps(began_from, indent=1) + "\n")
     versions = {**installed_versions(PACKAGES), "cuda": torch.version.cuda}
     write_whole(folder / "versions.json", json.dumps(versions, indent=1) + "\n")
     checkout = Path(__file__).parent.parent.parent

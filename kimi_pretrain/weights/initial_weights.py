@@ -73,6 +73,16 @@ class InitialWeights:
             lines.append(f"the {_listed(seeded)} from the seed: not there")
         return lines + [f"set otherwise than there: {text}" for text in self.settings]
 
+    def began_from(self) -> dict[str, dict[str, str]]:
+        """Return key -> the checkpoint of ours that it names, and the SHA-256 of its manifest."""
+        named = {"train.start_from": self.weights, "train.vision_weights": self.vision}
+        readers = {key: weights.reader for key, weights in named.items() if weights is not None}
+        return {
+            key: {"checkpoint": reader.where, "manifest_sha256": reader.manifest_sha256}
+            for key, reader in readers.items()
+            if reader.manifest_sha256 is not None
+        }
+
     def checkpoint(self) -> Checkpoint:
         """Return the checkpoint of ours that `train.start_from` names; `fill` has verified it."""
         assert self.weights is not None
@@ -166,12 +176,15 @@ def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> InitialW
     return InitialWeights(weights, settings, vision, config.train.start_optimizer == "keep")
 
 
-def check_initial_weights(config: Config, planned: Mapping[str, WeightReader]) -> None:
+def check_initial_weights(config: Config, planned: Mapping[str, WeightReader]) -> tuple[str, ...]:
     """Check what a fresh run would start from, by headers; some of it may not be written yet.
 
     Args:
         planned: for a run's folder without a checkpoint what it will hold at its end, from
             `weights.planned`. All else is opened.
+
+    Returns:
+        messages about settings of the model that differ there.
 
     Raises:
         FileNotFoundError, CheckpointError: as `open_initial_weights`.
@@ -185,7 +198,8 @@ def check_initial_weights(config: Config, planned: Mapping[str, WeightReader]) -
                 open_vision_weights(encoder, train.vision_part, model.vision)
     if (uri := train.start_from) is not None:
         with _named("train.start_from"):
-            _open_start(uri, config, planned.get(uri))
+            return _open_start(uri, config, planned.get(uri))[1]
+    return ()
 
 
 def _open_start(

@@ -69,6 +69,7 @@ class WeightReader:
         config: config.json of a Hugging Face folder that has one.
         manifest: of a checkpoint of ours.
         stated: the encoder's sizes that `moonvit3d.weights` notes in a file of its own.
+        manifest_sha256: of the manifest's file.
     """
 
     where: str
@@ -76,6 +77,7 @@ class WeightReader:
     config: Mapping[str, Any] | None = None
     manifest: Manifest | None = None
     stated: Mapping[str, Any] = field(default_factory=dict)
+    manifest_sha256: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out open files and what was verified: each process does both for itself."""
@@ -185,7 +187,8 @@ def checkpoint_weights(checkpoint: Checkpoint) -> WeightReader:
     with ThreadPoolExecutor(_THREADS) as pool:  # each file's header is read once, several at a time
         list(pool.map(checkpoint.header, sorted(set(files.values()))))
     headers = {name: _header(checkpoint.entry(name), files[name]) for name in sorted(files)}
-    return WeightReader(checkpoint.uri, headers, manifest=checkpoint.manifest())
+    manifest, sha256 = checkpoint.manifest(), checkpoint.manifest_sha256()
+    return WeightReader(checkpoint.uri, headers, manifest=manifest, manifest_sha256=sha256)
 
 
 def and_more(count: int) -> str:

@@ -2,11 +2,10 @@
 
 What a stage takes from one that has finished, or from elsewhere, is opened; what an earlier stage
 has yet to write is known from its configuration (`kimi_pretrain.weights.planned`). Headers are
-read, no tensor. status.json of a stage's run folder says how far it is, and BEGAN there, of which
-checkpoints of earlier stages it is.
+read, no tensor. status.json of a stage's run folder says how far it is, and BEGAN there, which its
+run wrote, of which checkpoints of earlier stages it is.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_pretrain.checkpoint.manifest import MANIFEST
-from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_checkpoint
+from kimi_pretrain.checkpoint.storage_read import open_checkpoint
 from kimi_pretrain.config import load_config
-from kimi_pretrain.reliability.run_files import write_whole
-from kimi_pretrain.reliability.run_history import check_fresh, latest_in
+from kimi_pretrain.reliability.run_history import BEGAN, check_fresh, latest_in
 from kimi_pretrain.reliability.run_lock import check_folder
 from kimi_pretrain.reliability.status import Status, read_status
 from launch.chain.stages_file import TAKEN, PlannedStage
@@ -27,9 +25,6 @@ from launch.local.user_errors import user_message
 
 if TYPE_CHECKING:
     from kimi_pretrain.weights.weight_reader import WeightReader
-
-# In the run folder of a stage: by name, the checkpoints of earlier ones that it began from.
-BEGAN = "began_from.json"
 
 
 class Progress(Enum):
@@ -49,12 +44,14 @@ class CheckedStage:
         progress: how far it is.
         status: what its folder says; None before it has begun.
         changed: what the file says otherwise than at its last start, where that is allowed.
+        settings: of the model, that are otherwise where its weights come from.
     """
 
     stage: PlannedStage
     progress: Progress
     status: Status | None
     changed: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
     @property
     def has_own(self) -> bool:
@@ -78,7 +75,7 @@ def check_chain(stages: Sequence[PlannedStage]) -> list[CheckedStage]:
                 one = replace(one, changed=tuple(_check_begun(stage)))
         checked.append(one)
     planned: dict[str, WeightReader] = {}
-    for one in checked:
+    for number, one in enumerate(checked):
         takers = [other for other in checked if one.stage.name in other.stage.sources.values()]
         with of_stage(one.stage):
             if one.progress is Progress.FINISHED:
@@ -92,7 +89,8 @@ def check_chain(stages: Sequence[PlannedStage]) -> list[CheckedStage]:
                 check_fresh(one.stage.folder)
             if not one.has_own:
                 _check_sources(one.stage)
-                _check_hand_over(one.stage, planned)
+                settings = _check_hand_over(one.stage, planned)
+                checked[number] = replace(one, settings=settings)
         if takers:
             from kimi_pretrain.weights.planned import planned_weights  # it loads torch
 
@@ -112,42 +110,28 @@ def of_stage(stage: PlannedStage) -> Iterator[None]:
         raise ValueError(f"stage {stage.name}: {message}") from error
 
 
-def note_sources(stage: PlannedStage) -> None:
-    """Note the checkpoints of earlier stages that a stage begins from now; they have finished."""
-    if not stage.sources:
-        return
-    began = dict[str, dict[str, str]]()
-    for name in sorted({*stage.sources.values()}):
-        found = open_checkpoint(latest_in(stage.folder.parent / name))
-        began[name] = {"checkpoint": found.uri, "manifest_sha256": _sha256(found)}
-    stage.folder.mkdir(parents=True, exist_ok=True)
-    write_whole(stage.folder / BEGAN, json.dumps(began, indent=1) + "\n")
-
-
-def _sha256(found: Checkpoint) -> str:
-    return hashlib.sha256(found.texts()[MANIFEST]).hexdigest()
-
-
 def _check_began(one: CheckedStage, taker: CheckedStage) -> None:
     """Refuse a finished stage that was gone on with, or made anew, after another began from it."""
     stage, file = one.stage, taker.stage.folder / BEGAN
-    if not taker.has_own or not file.is_file():  # of an earlier version, or a job that began later
+    if not taker.has_own or not file.is_file():  # of an earlier version
         return
     try:
-        noted = json.loads(file.read_text()).get(stage.name)
-        began, sha256 = (noted["checkpoint"], noted["manifest_sha256"]) if noted else (None, None)
-    except (ValueError, AttributeError, TypeError, KeyError):
-        raise ValueError(f"{file}: expected the checkpoints that a stage began from") from None
+        noted = json.loads(file.read_text())
+        keys = [key for key, name in taker.stage.sources.items() if name == stage.name]
+        pairs = [noted.get(key, {}) for key in keys]
+        began = {pair.get("manifest_sha256"): pair.get("checkpoint", "elsewhere") for pair in pairs}
+    except (ValueError, AttributeError):
+        raise ValueError(f"{file}: expected the checkpoints that a run began from") from None
     uri = latest_in(stage.folder)
     if uri == str(stage.folder):  # removed for room: nobody needs it any more
         return
     newest = open_checkpoint(uri)
-    if _sha256(newest) == sha256 or (one.status and newest.step != one.status.step):
+    if {*began} == {newest.manifest_sha256()} or (one.status and newest.step != one.status.step):
         return
     raise ValueError(
         f"its last checkpoint is {newest.uri}, but stage {taker.stage.name}, which takes from it, "
-        f"began from {began or 'another stage'} as it was then; remove {taker.stage.folder}, too, "
-        "or give another run_dir"
+        f"began from {' and '.join(began.values())} as it was then; remove {taker.stage.folder}, "
+        "too, or give another run_dir"
     )
 
 
@@ -182,12 +166,13 @@ def _progress(status: Status | None) -> Progress:
     return Progress.FINISHED if status.state == "finished" else Progress.BEGUN
 
 
-def _check_hand_over(stage: PlannedStage, planned: Mapping[str, "WeightReader"]) -> None:
+def _check_hand_over(stage: PlannedStage, planned: Mapping[str, "WeightReader"]) -> tuple[str, ...]:
     train = stage.config.train
-    if train.start_from is not None or train.vision_weights is not None:
-        from kimi_pretrain.weights.initial_weights import check_initial_weights  # it loads torch
+    if train.start_from is None and train.vision_weights is None:
+        return ()
+    from kimi_pretrain.weights.initial_weights import check_initial_weights  # it loads torch
 
-        check_initial_weights(stage.config, planned)
+    return check_initial_weights(stage.config, planned)
 
 
 def _check_sources(stage: PlannedStage) -> None:

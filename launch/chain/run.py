@@ -7,22 +7,25 @@ edit while an earlier stage runs changes nothing.
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
-from kimi_pretrain.checkpoint.storage_read import open_place
-from kimi_pretrain.config import dump_config
+from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
+from kimi_pretrain.config import Config, dump_config
 from kimi_pretrain.reliability import run_lock
 from kimi_pretrain.reliability.run_files import write_whole
-from kimi_pretrain.reliability.run_history import check_unused
+from kimi_pretrain.reliability.run_history import check_latest, check_unused, latest_in
 from kimi_pretrain.reliability.status import read_status
-from launch.chain.hand_over import CheckedStage, Progress, check_chain, note_sources, of_stage
+from launch.chain.hand_over import CheckedStage, Progress, check_chain, of_stage
 from launch.chain.stages_file import PlannedStage
 from launch.local.job import LATEST, Job
 from launch.local.start import Machines, start
 
+# Run folder of a stage that is to run -> the loader's state in which it will end.
+EndStates = dict[str, Callable[[], dict[str, Any]]]
 # So long the ranks of a start that was killed may take to save and end.
 PATIENCE_S = 60.0
 
@@ -38,7 +41,9 @@ def run_chain(stages: Sequence[PlannedStage], max_restarts: int = 0) -> int:
     for stage in stages:
         _await_former_start(stage.folder)
     checked = check_chain(stages)
-    check_data(checked, here=True)
+    to_come: EndStates = {}
+    for one in checked:
+        check_stage(one, to_come, here=True)
     for one in checked:
         typer.echo(told(one))
         if one.progress is Progress.FINISHED:
@@ -62,14 +67,15 @@ def told(one: CheckedStage) -> str:
     return f"{one.stage}: {state} after step {one.status.step}{done}: {one.stage.folder}{changed}"
 
 
-def check_data(
-    checked: Sequence[CheckedStage], patience: float | None = None, *, here: bool = False
+def check_stage(
+    one: CheckedStage, to_come: EndStates, patience: float | None = None, *, here: bool = False
 ) -> None:
-    """Check data, memory, attention and the place of checkpoints of every stage that is to run.
+    """Check data, memory, attention and the place of checkpoints of a stage that is to run.
 
     Args:
+        to_come: of the stages before that are to run; this one's is added.
         patience: most seconds to wait for a store that does not answer.
-        here: this machine is to run them.
+        here: this machine is to run it.
 
     Raises:
         ValueError: as `preflight.check_start`, with the stage's name.
@@ -77,18 +83,56 @@ def check_data(
     from kimi_pretrain.attention.choice import check_kind
     from kimi_pretrain.reliability.preflight import check_start
 
-    for one in checked:
-        if one.progress is Progress.FINISHED:
-            continue
-        config, steps = one.stage.config, 1 if one.progress is Progress.NEW else 0
-        ranks = config.layout.world_size() if here else None
-        with of_stage(one.stage):
-            if here:
-                check_kind(config, explicit=True)
-            for notice in check_start(config, steps, patience, ranks_here=ranks).notices:
-                typer.echo(f"{one.stage}: {notice}")
-            if config.checkpoint.place is not None and one.progress is Progress.NEW:
-                check_unused(open_place(config.checkpoint.place, patience or config.data.patience))
+    if one.progress is Progress.FINISHED:
+        return
+    stage, config = one.stage, one.stage.config
+    with of_stage(stage):
+        if here:
+            check_kind(config, explicit=True)
+            _check_devices(config)
+        check_place(one, patience)
+        saved = open_checkpoint(latest_in(stage.folder)) if one.has_own else None
+        found = check_start(
+            config,
+            0 if one.has_own else 1,
+            patience,
+            ranks_here=config.layout.world_size() if here else None,
+            goes_on=None if saved is None else saved.manifest().state.loader,
+            to_come=to_come,
+        )
+    if found.end_state is not None:
+        to_come[str(stage.folder)] = found.end_state
+    for notice in found.notices:
+        typer.echo(f"{stage}: {notice}")
+
+
+def check_place(one: CheckedStage, patience: float | None = None) -> None:
+    """Check what lies where a stage saves: nothing of another run, or what it can go on from.
+
+    Raises:
+        ValueError: as `run_history.check_unused` and `check_latest`.
+    """
+    folder, config = one.stage.folder, one.stage.config
+    place = open_place(
+        config.checkpoint.place or folder / "checkpoints", patience or config.data.patience
+    )
+    if one.progress is Progress.BEGUN:
+        check_latest(config, folder, place, or_start=True)
+    elif one.progress is Progress.NEW and config.checkpoint.place is not None:
+        check_unused(place)
+
+
+def _check_devices(config: Config) -> None:
+    """Refuse more ranks than there are GPUs, where there are some."""
+    import torch
+
+    ranks, gpus = config.layout.world_size(), torch.cuda.device_count()
+    if 0 < gpus < ranks:
+        raise ValueError(
+            f"the layout has {ranks} processes (layout.pp x dp x cp x tp), this machine has {gpus} "
+            "GPUs, one for each; give a smaller layout, add --submit, or hide the GPUs with "
+            "CUDA_VISIBLE_DEVICES="
+        )
 
 
 def _run(one: CheckedStage, max_restarts: int) -> int:
@@ -98,8 +142,6 @@ def _run(one: CheckedStage, max_restarts: int) -> int:
     text = dump_config(config)
     file = folder / f"job-{hashlib.sha256(text.encode()).hexdigest()[:8]}.yaml"
     write_whole(file, text)
-    if not one.has_own:
-        note_sources(one.stage)
     begun = one.progress is Progress.BEGUN
     job = Job(str(file), str(folder), resume=LATEST if begun else None, or_start=begun)
     return start(job, config, Machines(max_restarts=max_restarts), apart=True)

@@ -214,14 +214,12 @@ def _check_places(stages: Sequence[PlannedStage], file: Path) -> None:
     """Refuse two stages that save to one place, and one that hands on and saves nothing."""
     places: dict[str, str] = {}
     for stage in stages:
-        place = stage.config.checkpoint.place
-        if place is None:
-            continue
+        place = stage.config.checkpoint.place or str(stage.folder / "checkpoints")
         one = place.rstrip("/") if "://" in place else str(Path(place).resolve())
         if (other := places.setdefault(one, stage.name)) != stage.name:
             raise ConfigError(
-                f"{file}: stages {other} and {stage.name} both have checkpoint.place={place}; give "
-                "each its own"
+                f"{file}: stages {other} and {stage.name} would both save to {place}; give each a "
+                "checkpoint.place of its own"
             )
     for stage in stages:
         for source in stage.sources.values():

@@ -10,7 +10,7 @@ import typer
 
 from data_pipeline.store.addresses import check_local
 from launch.cli.options import Overrides
-from launch.cli.submit import JOB, JOB_CONFIG, PATIENCE_S, Begin, script_of, submit_job
+from launch.cli.submit import JOB, JOB_CONFIG, PATIENCE_S, Begin, enqueue, script_of
 from launch.local.job import LATEST
 from launch.local.signals import end_in_order
 from launch.local.user_errors import one_line_errors
@@ -67,6 +67,8 @@ def chain(
         from launch.chain.stages_file import read_stages
 
         planned = read_stages(stages, overrides or (), run_dir)
+        first = f"{len(planned)} stages in {planned[0].folder.parent}"
+        typer.echo(first, err=submit and dry_run)  # scripts alone go to stdout
         if submit:
             submit_chain(check_chain(planned), unchecked, dry_run)
         elif dry_run:
@@ -81,8 +83,9 @@ def print_plan(checked: "Sequence[CheckedStage]") -> None:
     from kimi_pretrain.memory.limits import check_memory_limit
     from kimi_pretrain.reliability.preflight import data_is_here
     from launch.chain.hand_over import Progress, of_stage
-    from launch.chain.run import check_data, told
+    from launch.chain.run import EndStates, check_place, check_stage, told
 
+    to_come: EndStates = {}
     for one in checked:
         typer.echo(told(one))
         if one.progress is Progress.FINISHED:
@@ -99,21 +102,24 @@ def print_plan(checked: "Sequence[CheckedStage]") -> None:
         typer.echo(f"  trained: {', '.join(trained)}")
         for line in describe(config).splitlines():
             typer.echo(f"  {line}")
+        for text in one.settings:
+            typer.echo(f"  set otherwise than there: {text}")
         if data_is_here(config):
-            check_data([one])
+            check_stage(one, to_come)
         else:
             typer.echo(f"  data.root={config.data.root} is not on this machine: not checked")
-            if train.memory_limit_gib is not None:
-                with of_stage(one.stage):
+            with of_stage(one.stage):
+                if "://" not in (config.checkpoint.place or ""):
+                    check_place(one)
+                if train.memory_limit_gib is not None:
                     check_memory_limit(config)
 
 
 def submit_chain(checked: "Sequence[CheckedStage]", unchecked: bool, dry_run: bool) -> None:
     """Submit the stages that have not finished, each as a job after the one before it."""
-    from launch.chain.hand_over import BEGAN, Progress, note_sources, of_stage
-    from launch.chain.run import check_data, told
+    from launch.chain.hand_over import Progress, of_stage
+    from launch.chain.run import told
 
-    finished = {one.stage.name for one in checked if one.progress is Progress.FINISHED}
     left = [one.stage for one in checked if one.progress is not Progress.FINISHED]
     for stage in left:
         with of_stage(stage):
@@ -121,7 +127,7 @@ def submit_chain(checked: "Sequence[CheckedStage]", unchecked: bool, dry_run: bo
     if not dry_run:
         slurm_queue.check_slurm()
         if not unchecked:
-            check_data(checked, PATIENCE_S)
+            check_reachable(checked)
     queued = {} if dry_run else queued_jobs(left)
     after: tuple[int, ...] = ()
     for one in checked:
@@ -135,18 +141,38 @@ def submit_chain(checked: "Sequence[CheckedStage]", unchecked: bool, dry_run: bo
             continue
         options = stage.slurm.options(config.layout.world_size(), after)
         begun = one.progress is Progress.BEGUN
-        begin = Begin(LATEST if begun else None, or_start=begun, unchecked=True)
-        if dry_run:
-            typer.echo(f"# {stage}, after the job of the stage before it", err=True)
-            typer.echo(script_of(config, stage.folder, options, begin, dry_run), nl=False)
-            continue
-        if not one.has_own and finished.issuperset(stage.sources.values()):
-            note_sources(stage)
-        elif not one.has_own:  # what it will begin from is not there yet
-            (stage.folder / BEGAN).unlink(missing_ok=True)
-        number, log = submit_job(config, stage.folder, options, begin)
+        begin = Begin(LATEST if begun else None, or_start=begun, unchecked=unchecked)
+        with of_stage(stage):
+            text = script_of(config, stage.folder, options, begin, dry_run)
+            if dry_run:
+                typer.echo(f"# {stage}, after the job of the stage before it", err=True)
+                typer.echo(text, nl=False)
+                continue
+            number, log = enqueue(config, stage.folder, options, text)
         typer.echo(f"{stage}: job {number}; its log: {log}")
         after = (number,)
+
+
+def check_reachable(checked: "Sequence[CheckedStage]") -> None:
+    """Check data and places of checkpoints now, rather than after hours in the queue.
+
+    Raises:
+        ValueError: as `check_stage`; names --unchecked if this machine may be the cause.
+    """
+    from data_pipeline.store.open import StoreError
+    from kimi_pretrain.checkpoint.errors import CheckpointError
+    from launch.chain.run import EndStates, check_stage
+
+    to_come: EndStates = {}
+    try:
+        for one in checked:
+            check_stage(one, to_come, PATIENCE_S)
+    except ValueError as error:
+        if not isinstance(error.__cause__, StoreError | CheckpointError):
+            raise
+        raise ValueError(
+            f"{error}; if the nodes reach it and this machine does not, add --unchecked"
+        ) from error
 
 
 def queued_jobs(stages: "Sequence[PlannedStage]") -> dict[str, int]:

@@ -161,7 +161,7 @@ class Begin:
 def submit_job(
     config: "Config", folder: Path, options: SlurmOptions, begin: Begin
 ) -> tuple[int, str]:
-    """Check a job, submit it, and note its number in the run folder; returns number and log.
+    """Check a job, and submit it; returns number and log.
 
     Args:
         config: of the run; copied into its folder.
@@ -170,12 +170,21 @@ def submit_job(
     Raises:
         ValueError: it cannot run, or SLURM refused it.
     """
-    from kimi_pretrain.reliability.run_files import write_whole
-
     text = script_of(config, folder, options, begin)
     slurm_queue.check_slurm()
     if not begin.unchecked:
         check_reachable(config, begin.resume)
+    return enqueue(config, folder, options, text)
+
+
+def enqueue(config: "Config", folder: Path, options: SlurmOptions, text: str) -> tuple[int, str]:
+    """Submit a script, and note the job's number in the run folder; returns number and log.
+
+    Raises:
+        ValueError: SLURM refused it.
+    """
+    from kimi_pretrain.reliability.run_files import write_whole
+
     number = slurm_queue.submit(write(folder, config, text, options.seeds))
     write_whole(folder / JOB, json.dumps({"job": number}) + "\n")
     log = slurm.log_file(str(folder / "seed_%a" if options.seeds else folder), options)

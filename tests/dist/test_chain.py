@@ -1,5 +1,6 @@
 """A chain that is killed in its stages and taken up again ends as one that never was."""
 
+import hashlib
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kimi_pretrain.reliability.run_history import latest_in
+from kimi_pretrain.checkpoint.manifest import MANIFEST
+from kimi_pretrain.reliability.run_history import BEGAN, latest_in
 from kimi_pretrain.reliability.status import read_status
 from kimi_pretrain.weights.planned import planned_weights
 from kimi_pretrain.weights.weight_reader import open_weights
@@ -29,9 +31,10 @@ NARROW = {
 NO_ENCODER = {"train.frozen": ["vision_tower", "projector"]}
 TEXT = {"data.sources": {"words": 1.0}, "data.vision_token_ratio": None}
 STAGES: list[dict[str, Any]] = [
-    {"stage": "narrow", "set": {**NARROW, **TEXT, **NO_ENCODER, "train.steps": 2}},
+    {"stage": "narrow", "set": {**NARROW, **TEXT, **NO_ENCODER, "train.steps": 8}},
     {"stage": "captions", "take": {"weights": "narrow"},
-     "set": {**NARROW, "train.frozen": ["language_model"], "train.steps": 8}},
+     "set": {**NARROW, "train.frozen": ["language_model"], "train.steps": 8,
+             "checkpoint.every": 8}},
     {"stage": "wide", "set": {**TEXT, **NO_ENCODER, "train.steps": 8}},
     {"stage": "projector", "take": {"weights": "wide", "vision": "captions", "part": "tower"},
      "set": {"train.frozen": ["vision_tower", "language_model"], "train.steps": 8}},
@@ -39,9 +42,10 @@ STAGES: list[dict[str, Any]] = [
      "set": {"train.steps": 8, "train.dtype": "bfloat16", "layout.dp": 2, "layout.ep": 2}},
     {"stage": "long", "take": {"weights": "joint", "optimizer": "keep"},
      "set": {"train.steps": 16, "train.dtype": "bfloat16", "data.seq_len": 512,
-             "data.rows_per_step": 2,
+             "data.rows_per_step": 2, "checkpoint.every": 16,
              "model.language.yarn": {"factor": 4.0, "original_max_position": 128}}},
 ]  # fmt: skip
+UNSAVED = ("captions", "long")  # before their end
 FROZEN = {"vision_tower": "vision_tower.", "projector": "mm_projector.",
           "language_model": "language_model."}  # fmt: skip
 
@@ -101,6 +105,8 @@ def ended_in(file: Path, stage: str, number: signal.Signals) -> None:
     status = read_status(folder)
     assert status is not None
     assert status.state == ("running" if number == signal.SIGKILL else "stopped")
+    if stage in UNSAVED:
+        assert not [*folder.glob(f"checkpoints/step_*/{MANIFEST}")]
 
 
 def check_frozen(file: Path) -> int:
@@ -143,6 +149,12 @@ def test_one_stage_after_the_other(data_root, tmp_path):
     assert f"stage 1 of 2 narrow: {tmp_path}/narrow\n" in told
     assert check_frozen(file) > 20
     check_planned(file)
+    taken = latest_in(tmp_path / "narrow")
+    sha256 = hashlib.sha256((Path(taken) / MANIFEST).read_bytes()).hexdigest()
+    assert json.loads((tmp_path / "captions" / BEGAN).read_text()) == {
+        "train.start_from": {"checkpoint": taken, "manifest_sha256": sha256}
+    }
+    assert not (tmp_path / "narrow" / BEGAN).exists()
     assert [line for line in run(file).splitlines() if line.startswith("stage ")] == [
         f"stage 1 of 2 narrow: finished after step 2: {tmp_path}/narrow",
         f"stage 2 of 2 captions: finished after step 2: {tmp_path}/captions",
@@ -152,18 +164,20 @@ def test_one_stage_after_the_other(data_root, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_in_every_stage(data_root, tmp_path):
-    """Each is killed once; one is killed, gone on with, and told to stop as well."""
+    """Each is killed once, two of them before their first save, of which one keeps the optimizer;
+    one is killed, gone on with, and told to stop as well.
+    """
     whole, broken = (write(tmp_path / name, data_root, 6) for name in ("whole", "broken"))
     run(whole)
     assert check_frozen(whole) > 60
     check_planned(whole)
-    for stage in STAGES[1:]:
+    for stage in STAGES:
         ended_in(broken, stage["stage"], signal.SIGKILL)
         if stage["stage"] == "joint":
             ended_in(broken, "joint", signal.SIGTERM)
     told = run(broken)
     assert "stage 5 of 6 joint: finished after step 8: " in told
-    assert "stage 6 of 6 long: running after step " in told  # from its own checkpoint
+    assert "stage 6 of 6 long: running after step " in told
     for stage in STAGES:
         name = stage["stage"]
         assert hashes(tmp_path / "broken", name) == hashes(tmp_path / "whole", name), name

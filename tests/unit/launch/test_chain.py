@@ -11,13 +11,16 @@ import yaml
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from data_pipeline.plan.budget import budget_end
+from data_pipeline.plan.planner import Planner
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import Fingerprint, RunState, manifest_of, step_name
 from kimi_pretrain.config import dump_config, load_config
 from kimi_pretrain.reliability import preflight, run_lock
+from kimi_pretrain.reliability.preflight import check_start
+from kimi_pretrain.reliability.run_history import BEGAN
 from kimi_pretrain.weights.initial_weights import check_initial_weights
 from kimi_pretrain.weights.planned import planned_weights
-from launch.chain.hand_over import note_sources
 from launch.chain.run import run_chain
 from launch.chain.stages_file import read_stages
 from launch.cli.main import app
@@ -94,6 +97,7 @@ def test_a_chain_of_which_nothing_is_there_is_checked_by_its_configurations(tmp_
     result = run(stages(tmp_path), "--dry-run")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
+    assert lines[0] == f"4 stages in {tmp_path}/runs"
     assert f"stage 1 of 4 captions: {tmp_path}/runs/captions" in lines
     assert "  encoder from stage captions" in lines
     assert "  the optimizer goes on" in lines
@@ -163,9 +167,20 @@ def test_two_stages_in_one_place_of_checkpoints_are_refused(tmp_path):
     places = ("runs/x", "./runs/x/")
     changes = [{"set": {**OTHER_WIDTH, "checkpoint.place": places[0]}},
                {"set": {"checkpoint.place": places[1]}}]  # fmt: skip
-    assert "both have checkpoint.place=./runs/x/" in refused(stages(tmp_path, *changes))
+    assert "would both save to ./runs/x/; give each a" in refused(stages(tmp_path, *changes))
     told = refused(stages(tmp_path), "checkpoint.place=/shared/checkpoints")
-    assert "stages captions and projector both have checkpoint.place=/shared/checkpoints" in told
+    assert "stages captions and projector would both save to /shared/checkpoints" in told
+    other = {"set": {"checkpoint.place": str(tmp_path / "runs" / "captions" / "checkpoints")}}
+    told = refused(stages(tmp_path, {}, other))
+    assert "stages captions and projector would both save to " in told
+
+
+def test_two_stages_in_one_folder_are_refused(tmp_path):
+    runs = tmp_path / "runs"
+    (runs / "captions").mkdir(parents=True)
+    (runs / "projector").symlink_to("captions")
+    told = refused(stages(tmp_path))
+    assert f"captions and projector would both save to {runs}/projector/checkpoints" in told
 
 
 def test_a_key_stands_once(tmp_path):
@@ -190,7 +205,9 @@ def test_a_tower_alone_has_no_projector_to_take(tmp_path):
     assert "no tensor of mm_projector: part='vision_tower' takes the vision_tower alone" in told
 
 
-def ended(file: Path, number: int, state: str = "finished", step: int = 220, saved: int = 220):
+def ended(
+    file: Path, number: int, state: str = "finished", step: int = 220, saved: int = 220, **loader
+):
     """Leave the folder of a stage as a run does; its checkpoint holds no tensors."""
     stage = read_stages(file)[number]
     stage.folder.mkdir(parents=True, exist_ok=True)
@@ -204,9 +221,22 @@ def ended(file: Path, number: int, state: str = "finished", step: int = 220, sav
 
     files = {"index.json": Fingerprint(len(index), hashlib.sha256(index).hexdigest())}
     (checkpoint / "index.json").write_bytes(index)
-    manifest = manifest_of(stage.config, RunState(saved, saved), files, {})
+    manifest = manifest_of(stage.config, RunState(saved, saved, loader), files, {})
     (checkpoint / "manifest.json").write_text(manifest.text())
+    began = {
+        key: {
+            "checkpoint": f"{stage.folder.parent}/{name}/checkpoints/step_00000220",
+            "manifest_sha256": sha256_of(stage.folder.parent / name),
+        }
+        for key, name in stage.sources.items()
+    }
+    (stage.folder / BEGAN).write_text(json.dumps(began))
     return stage
+
+
+def sha256_of(folder: Path) -> str:
+    files = sorted(folder.glob("checkpoints/step_*/manifest.json"))
+    return hashlib.sha256(files[-1].read_bytes()).hexdigest() if files else ""
 
 
 def test_a_finished_stage_is_that_of_the_file(tmp_path):
@@ -271,7 +301,6 @@ def test_a_source_that_was_gone_on_with_by_hand_is_refused(tmp_path, state):
     if state == "finished":  # then it is not opened for those after it
         ended(file, 2)
         ended(file, 3)
-    note_sources(projector)
     assert run(file, "--dry-run").exit_code == 0
     ended(file, 0, step=230, saved=230)
     told = refused(file)
@@ -280,6 +309,16 @@ def test_a_source_that_was_gone_on_with_by_hand_is_refused(tmp_path, state):
     assert f"step_00000220 as it was then; remove {projector.folder}, too" in told
     shutil.rmtree(captions.folder / "checkpoints")  # for room
     assert run(file, "--dry-run").exit_code == 0
+
+
+def test_what_began_elsewhere_is_no_run_of_this_chain(tmp_path):
+    file = stages(tmp_path)
+    ended(file, 0)
+    projector = ended(file, 1)
+    (projector.folder / BEGAN).write_text("{}")
+    assert "which takes from it, began from elsewhere as it was then" in refused(file)
+    (projector.folder / BEGAN).write_text("[")
+    assert f"{projector.folder}/{BEGAN}: expected the checkpoints that a run" in refused(file)
 
 
 def test_a_begun_stage_keeps_what_it_took_over(tmp_path):
@@ -364,6 +403,7 @@ def test_stages_are_jobs_one_after_the_other(queue):
     assert result.exit_code == 0, result.output
     runs = queue / "runs"
     assert result.stdout.splitlines() == [
+        f"4 stages in {runs}",
         f"stage 1 of 4 captions: finished after step 220: {runs}/captions",
         *(
             f"stage {n} of 4 {name}: job {39 + n}; its log: {runs}/{name}/slurm-{39 + n}.out"
@@ -425,6 +465,99 @@ def test_a_folder_that_a_run_holds_is_not_submitted(queue):
     assert "error: stage captions: " in result.stderr
 
 
+def data_keys(data_root: Path, **budget: int) -> list[str]:
+    return [f"data.root={data_root}", "data.pack_window=16", f"data.budget={json.dumps(budget)}"]
+
+
+def test_one_budget_for_a_stage_and_the_one_that_keeps_is_refused(tmp_path, data_root):
+    """It counts the tokens of both; unless the steps of the first end it before."""
+    keys = data_keys(data_root, text=9000)
+    told = refused(stages(tmp_path), *keys)
+    assert told.startswith(f"error: stage long: train.start_from: {tmp_path}/runs/joint: data.budg")
+    assert ".text=9,000 tokens are used up (" in told
+    assert "by the stages before, whose data go on with train.start_optimizer=keep" in told
+    assert "used up" in refused(stages(tmp_path), *data_keys(data_root, text=90_000))  # about
+    result = run(stages(tmp_path, {}, {}, {"set": {"train.steps": 2}}), "--dry-run", *keys)
+    assert result.exit_code == 0, result.output
+    more = {"set": {"train.steps": 500, "data.budget": {"text": 99_000}}}
+    result = run(stages(tmp_path, {}, {}, {"set": {"data.budget": {"text": 9000}}}, more),
+                 "--dry-run", *keys[:2])  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "stage 4 of 4 long: data.budget ends after about " in result.stdout
+    fewer = {"set": {"train.steps": 3, "data.budget": {"text": 99_000}}}
+    told = refused(
+        stages(tmp_path, {}, {}, {"set": {"data.budget": {"text": 9000}}}, fewer), *keys[:2]
+    )
+    assert "train.steps=3 leave nothing to train after the " in told
+
+
+def test_a_schedule_that_cannot_go_on_is_told_before_the_first_stage(tmp_path, data_root):
+    keys = data_keys(data_root, text=10**9)[:2]
+    later = [{"after_tokens": 4000, "sources": {"words": 1.0, "pictures": 3.0}}]
+    told = refused(stages(tmp_path, {}, {}, {"set": {"data.schedule": later}}), *keys)
+    assert told.startswith(f"error: stage long: train.start_from: {tmp_path}/runs/joint: state fie")
+    assert "give what had begun of its data.schedule as it was there" in told
+    long = {"set": {"train.steps": 500, "data.schedule": later}}
+    result = run(
+        stages(tmp_path, {}, {}, {"set": {"data.schedule": later}}, long), "--dry-run", *keys
+    )
+    assert result.exit_code == 0, result.output
+
+
+def test_notices_of_a_begun_stage_count_what_it_has_used(tmp_path, data_root):
+    keys = data_keys(data_root, text=9000)
+    file = stages(tmp_path, {}, {}, {"set": {"train.steps": 2}})
+    (captions, *_) = read_stages(file, keys)
+    planner = Planner(check_start(captions.config).indices, captions.config.data)
+    state = planner.state_at(2)
+    folder = ended(file, 0, "stopped", 2, 2, **state).folder
+    (folder / "config.yaml").write_text(dump_config(captions.config))
+    result = run(file, "--dry-run", *keys)
+    assert result.exit_code == 0, result.output
+    ends = budget_end(planner)
+    text, vision = state["tokens"]
+    assert f"captions: data.budget ends after {ends.step} steps" in result.stdout
+    assert f"those of earlier steps, {text:,} and {vision:,}, among them" in result.stdout
+    assert result.stdout.count("those of earlier steps") == 2  # of long, which keeps joint's
+    assert "stage captions: state field 'seed' is 0" in refused(file, *keys, "data.seed=1")
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"data.vision_token_ratio": 0.97}, "stage joint: data.vision_token_ratio=0.97"),
+        ({"data.sources": {"words": {"share": 1, "min_tokens": 9999}},
+          "data.vision_token_ratio": None},
+         "stage joint: data.sources.words: none of its 200 samples is chosen by min_tokens=9999"),
+    ],
+)  # fmt: skip
+def test_what_a_later_stage_s_sources_do_not_hold_is_told_at_once(tmp_path, data_root, keys, told):
+    line = refused(stages(tmp_path, {}, {}, {"set": keys}), f"data.root={data_root}")
+    assert told in line
+
+
+def test_settings_that_differ_from_those_of_the_weights_are_shown(tmp_path):
+    yarn = {"factor": 4.0, "original_max_position": 64}
+    long = {"set": {"train.steps": 500, "model.language.yarn": yarn}}
+    result = run(stages(tmp_path, {}, {}, {}, long), "--dry-run")
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.stdout.splitlines() if "set otherwise than there" in line]
+    assert "model.language.yarn was None, here it is {'factor': 4.0" in line
+
+
+def test_a_begun_stage_whose_checkpoint_is_gone_is_refused(tmp_path):
+    file = stages(tmp_path)
+    stage = ended(file, 0, state="stopped", step=40, saved=40)
+    saved = stage.folder / "checkpoints" / step_name(40)
+    status = {"state": "stopped", "step": 40, "steps": 220, "checkpoint": str(saved)}
+    (stage.folder / "status.json").write_text(json.dumps(status))
+    assert run(file, "--dry-run").exit_code == 0
+    shutil.rmtree(saved)
+    told = refused(file)
+    assert told.startswith("error: stage captions: --resume latest: there is no checkpoint in ")
+    assert f"but {stage.folder}/status.json names {saved}" in told
+
+
 def test_memory_is_checked_where_data_are_elsewhere(tmp_path):
     elsewhere = ("data.root=s3://bucket/none", "train.memory_limit_gib=0.001")
     told = refused(stages(tmp_path), *elsewhere)
@@ -436,6 +569,14 @@ def test_attention_that_cannot_run_here_is_told_of_a_later_stage(tmp_path, monke
     file = stages(tmp_path, {}, {}, {}, {"set": {"train.steps": 500, "train.attention": "flex"}})
     monkeypatch.setattr(preflight, "check_start", lambda *_, **__: preflight.Checked(None, [], []))
     with pytest.raises(ValueError, match="stage long: train.attention=flex"):
+        run_chain(read_stages(file))
+
+
+def test_more_ranks_than_gpus_are_told_of_a_later_stage(tmp_path, monkeypatch):
+    file = stages(tmp_path, {}, {}, {}, {"set": {"train.steps": 500, "layout.dp": 2}})
+    monkeypatch.setattr(preflight, "check_start", lambda *_, **__: preflight.Checked(None, [], []))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="^stage long: the layout has 2 processes .* has 1 GPUs"):
         run_chain(read_stages(file))
 
 
