@@ -34,8 +34,8 @@ def taken_over(planner: Planner, state: Mapping[str, Any], step: int) -> tuple[S
                 raise
             raise ValueError(
                 f"{str(error).partition(';')[0]}: the data of the stage before go on with "
-                "train.start_optimizer=keep; give what had begun of its data.schedule as it was "
-                "there, and let other shares begin after it"
+                "train.start_optimizer=keep, and with the shares that hold at its end; give its "
+                "data.schedule here, too, and let other shares begin later"
             ) from None
         return here | {"step": step, "opened": step}, str(error)
     if (told := used_up(planner.config.budget, state)) is not None:

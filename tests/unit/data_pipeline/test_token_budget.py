@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from data_pipeline.config import BlendStage, TokenBudget
-from data_pipeline.plan.budget import budget_end, budget_notices, last_step, used_up
+from data_pipeline.plan.budget import budget_end, budget_notices, end_state, last_step, used_up
 from data_pipeline.plan.planner import Planner
 from data_pipeline.plan.stage import taken_over
 from tests.unit.data_pipeline.test_plan import CONFIG, made_indices, row_stream, run
@@ -102,6 +102,43 @@ def test_the_end_of_a_resumed_run_is_that_of_the_whole_one():
     used = "earlier steps, {:,} and {:,}".format(*planner.state_dict()["tokens"])
     assert used in str(exact)
     assert "earlier" not in str(whole)
+
+
+@pytest.mark.parametrize("budget", [None, TokenBudget(text=240_000), TokenBudget(vision=9)])
+def test_the_state_of_a_run_s_end_is_that_of_its_last_step(budget):
+    planner = planner_of(budget=budget)
+    last = last_step(budget_end(planner, 10**6), 40)
+    assert end_state(planner, 40, 10**6) == planner.state_at(last)
+    planner.load_state_dict(planner.state_at(1))
+    assert end_state(planner, 40, 10**6) == planner.state_at(last)
+    assert end_state(planner, 1) == planner.state_at(1)
+
+
+@pytest.mark.parametrize("steps", [150, 10**6], ids=["by its steps", "by its budget"])
+def test_the_state_of_a_long_run_s_end_is_one_shortly_before(steps):
+    """Of a schedule, too, of which all but the first stage begins after what was planned."""
+    later = [BlendStage(after_tokens=n, sources=MEDIA | TEXTS, vision_token_ratio=ratio)
+             for n, ratio in ((60_000, 0.1), (90_000, 0.3))]  # fmt: skip
+    given = {"schedule": later, "budget": TokenBudget(text=300_000)}
+    planner = planner_of(**given)
+    exact, about = (end_state(planner, steps, windows) for windows in (10**6, 6))
+    assert exact["step"] == (steps if steps == 150 else budget_end(planner, 10**6).step)
+    assert about["blend"] == exact["blend"]
+    assert len(about["blend"]) == 3
+    for name in ("step", "window"):
+        assert about[name] == pytest.approx(0.99 * exact[name], rel=0.05), name
+    assert about["tokens"] == pytest.approx(exact["tokens"], rel=0.05)
+    if steps == 150:
+        assert taken_over(planner, about, about["step"]) == (about, None)
+    else:
+        assert about["tokens"][0] == 300_000
+        with pytest.raises(ValueError, match=r"text=300,000 tokens are used up \(300,000\)"):
+            taken_over(planner, about, about["step"])
+    more = planner_of(**given | {"budget": TokenBudget(text=400_000)})
+    assert taken_over(more, about, about["step"]) == (about, None)
+    other = planner_of(budget=TokenBudget(text=400_000))
+    with pytest.raises(ValueError, match="give its data.schedule here, too"):
+        taken_over(other, about, about["step"])
 
 
 def later_stages(kind: str) -> dict:

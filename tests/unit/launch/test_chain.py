@@ -206,7 +206,12 @@ def test_a_tower_alone_has_no_projector_to_take(tmp_path):
 
 
 def ended(
-    file: Path, number: int, state: str = "finished", step: int = 220, saved: int = 220, **loader
+    file: Path,
+    number: int,
+    state: str = "finished",
+    step: int = 220,
+    saved: int = 220,
+    loader: dict | None = None,
 ):
     """Leave the folder of a stage as a run does; its checkpoint holds no tensors."""
     stage = read_stages(file)[number]
@@ -221,7 +226,7 @@ def ended(
 
     files = {"index.json": Fingerprint(len(index), hashlib.sha256(index).hexdigest())}
     (checkpoint / "index.json").write_bytes(index)
-    manifest = manifest_of(stage.config, RunState(saved, saved, loader), files, {})
+    manifest = manifest_of(stage.config, RunState(saved, saved, loader or {}), files, {})
     (checkpoint / "manifest.json").write_text(manifest.text())
     began = {
         key: {
@@ -328,7 +333,8 @@ def test_a_begun_stage_keeps_what_it_took_over(tmp_path):
     assert f"stage projector: it has begun in {stage.folder} with train.vision_part='tower' (" in (
         told
     )
-    result = run(stages(tmp_path, {}, {"set": {"optim.lr": 0.5}}), "--dry-run")
+    slower = {"train.frozen": ["vision_tower", "language_model"], "optim.lr": 0.5}
+    result = run(stages(tmp_path, {}, {"set": slower}), "--dry-run")
     assert result.exit_code == 0, result.output
     assert "set otherwise now: optim.lr=" in result.stdout
 
@@ -493,10 +499,11 @@ def test_one_budget_for_a_stage_and_the_one_that_keeps_is_refused(tmp_path, data
 
 def test_a_schedule_that_cannot_go_on_is_told_before_the_first_stage(tmp_path, data_root):
     keys = data_keys(data_root, text=10**9)[:2]
-    later = [{"after_tokens": 4000, "sources": {"words": 1.0, "pictures": 3.0}}]
+    shares = {"sources": {"words": 1.0, "pictures": 1.0}, "vision_token_ratio": 0.1}
+    later = [{"after_tokens": 4000, **shares}]
     told = refused(stages(tmp_path, {}, {}, {"set": {"data.schedule": later}}), *keys)
     assert told.startswith(f"error: stage long: train.start_from: {tmp_path}/runs/joint: state fie")
-    assert "give what had begun of its data.schedule as it was there" in told
+    assert "give its data.schedule here, too, and let other shares begin later" in told
     long = {"set": {"train.steps": 500, "data.schedule": later}}
     result = run(
         stages(tmp_path, {}, {}, {"set": {"data.schedule": later}}, long), "--dry-run", *keys
@@ -510,7 +517,7 @@ def test_notices_of_a_begun_stage_count_what_it_has_used(tmp_path, data_root):
     (captions, *_) = read_stages(file, keys)
     planner = Planner(check_start(captions.config).indices, captions.config.data)
     state = planner.state_at(2)
-    folder = ended(file, 0, "stopped", 2, 2, **state).folder
+    folder = ended(file, 0, "stopped", 2, 2, state).folder
     (folder / "config.yaml").write_text(dump_config(captions.config))
     result = run(file, "--dry-run", *keys)
     assert result.exit_code == 0, result.output
@@ -525,7 +532,7 @@ def test_notices_of_a_begun_stage_count_what_it_has_used(tmp_path, data_root):
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"data.vision_token_ratio": 0.97}, "stage joint: data.vision_token_ratio=0.97"),
+        ({"data.vision_token_ratio": 0.97}, "stage joint: vision_token_ratio is 0.97, but the"),
         ({"data.sources": {"words": {"share": 1, "min_tokens": 9999}},
           "data.vision_token_ratio": None},
          "stage joint: data.sources.words: none of its 200 samples is chosen by min_tokens=9999"),
