@@ -13,7 +13,7 @@ from tests import fork_server
 from tests.dist.jobs import SMALL, layout
 from tests.slurm import jobs
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 STAGES = [
     {"stage": "text", "set": {"train.steps": 6, "data.sources": {"words": 1.0},
@@ -75,7 +75,7 @@ def test_a_chain_of_jobs(lab, data_root, tmp_path):
     assert told.count("finished after step") == 3
 
     here = write(tmp_path / "here", data_root)
-    done = fork_server.run(["-m", "launch.cli", "chain", str(here)], 300.0)
+    done = fork_server.run(["-m", "launch.cli", "chain", str(here)], 600.0)
     assert done.returncode == 0, done.stdout + done.stderr
     for stage in STAGES:
         folders = [folder / "runs" / stage["stage"] for folder in (file.parent, here.parent)]
