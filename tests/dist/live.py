@@ -49,10 +49,13 @@ def itself(process: psutil.Process) -> psutil.Process:
 
 
 def tree(process: psutil.Process) -> list[psutil.Process]:
-    """Return a process and all that it has started, forks too."""
-    real = itself(process)
-    found = [process] if real == process else [process, real]
-    return found + [one for child in real.children() for one in tree(child)]
+    """Return a process and all that it has started, forks too; what ends meanwhile is left out."""
+    try:
+        real = itself(process)
+        found = [process] if real == process else [process, real]
+        return found + [one for child in real.children() for one in tree(child)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def open_to_others(process: subprocess.Popen) -> list[str]:
@@ -70,8 +73,9 @@ def open_to_others(process: subprocess.Popen) -> list[str]:
 
 def steps_of(run_dir: Path) -> int:
     """Return how many lines of metrics there are."""
-    file = run_dir / "metrics.jsonl"
-    return file.read_text().count("\n") if file.is_file() else 0
+    with suppress(FileNotFoundError):
+        return (run_dir / "metrics.jsonl").read_text().count("\n")
+    return 0
 
 
 def wait_for_steps(run_dir: Path, steps: int, process: subprocess.Popen) -> None:

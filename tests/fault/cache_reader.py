@@ -48,7 +48,7 @@ def open_cache(folder: Path, config: dict, **how) -> CachedStore:
 def meet(folder: Path, processes: int) -> None:
     """Go on when that many processes are here."""
     (folder / f"here-{os.getpid()}").touch()
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 80.0
     while len(list(folder.glob("here-*"))) < processes:
         assert time.monotonic() < deadline, "the other processes did not start"
         time.sleep(0.002)

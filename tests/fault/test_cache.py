@@ -81,7 +81,7 @@ def test_requests_do_not_grow_with_the_processes(node, processes):
             pool.submit(cache_reader.random_reads, node, settings, seed, 60, processes)
             for seed in range(processes)
         ]
-        counts = [future.result(timeout=50) for future in futures]
+        counts = [future.result(timeout=100) for future in futures]
     asked = requests(node / "log")
     assert sum(c.misses for c in counts) <= BLOCKS
     assert len(asked) <= BLOCKS
@@ -103,7 +103,7 @@ def test_requests_to_s3_for_an_epoch_of_a_shard(node, s3_environment, processes)
             pool.submit(cache_reader.s3_epoch, node, uri, s3_environment.endpoint, seed, processes)
             for seed in range(processes)
         ]
-        sent = sum(future.result(timeout=50) for future in futures)
+        sent = sum(future.result(timeout=100) for future in futures)
     assert 1 <= sent <= 21
 
 
@@ -112,7 +112,7 @@ def test_whole_objects_cost_as_many_requests_as_in_one_process(node, tiers):
     settings = config(node, tiers)
     with cache_reader.open_cache(node, settings), ProcessPoolExecutor(4, SPAWN) as pool:
         futures = [pool.submit(cache_reader.whole_reads, node, settings, i, 4) for i in range(4)]
-        counts = [future.result(timeout=50) for future in futures]
+        counts = [future.result(timeout=100) for future in futures]
     assert sorted(requests(node / "log")) == [(name, 0, SIZES[name]) for name in sorted(SIZES)]
     assert sum(c.misses for c in counts) == BLOCKS
     assert sum(c.memory_hits + c.disk_hits for c in counts) == 3 * BLOCKS
@@ -131,7 +131,7 @@ def test_a_killed_fetcher_does_not_hold_up_the_others(node):
         os.kill(fetcher.pid, signal.SIGKILL)
         fetcher.join()
         wanted = (node / "objects" / "shard-0").read_bytes()[10 : 3 * BLOCK]
-        assert [future.result(timeout=20) for future in futures] == [wanted, wanted]
+        assert [future.result(timeout=100) for future in futures] == [wanted, wanted]
     # The killed one's, and one of the two that waited.
     assert requests(node / "log") == [("shard-0", 0, 3 * BLOCK)] * 2
 
@@ -181,7 +181,7 @@ def test_a_process_that_ends_without_close_leaves_nothing(node):
     for more in ([], ["interrupted"]):
         done = subprocess.run(
             [sys.executable, "-c", code, str(node), *more],
-            capture_output=True, text=True, timeout=30,
+            capture_output=True, text=True, timeout=100,
         )  # fmt: skip
         assert done.stdout == "14\n"
         assert list((node / "shm").resolve().iterdir()) == []
@@ -214,6 +214,7 @@ def test_the_limit_holds_over_processes_that_read_and_evict(node, tier):
         while not all(future.done() for future in futures):
             most = max(most, held(folder))
             time.sleep(0.001)
+        most = max(most, held(folder))
         counts = [future.result() for future in futures]
         assert limit // 2 < most <= limit
     assert sum(c.evicted for c in counts) > 10

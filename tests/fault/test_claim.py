@@ -92,7 +92,7 @@ class StoppedInPut(FolderStore):
     """Where a process stands still inside of its second put, and another takes its name."""
 
     def put(self, key: str, data: bytes) -> None:
-        assert json.loads(data)["beat"] == 1
+        assert json.loads(data)["beat"] >= 1
         super().put(key, b'{"id": "other", "pid": 7, "host": "far"}')
         time.sleep(2 * claim.SILENT_S)
         super().put(key, data)

@@ -20,6 +20,7 @@ from data_pipeline.ingest.readers import open_inputs
 from data_pipeline.store import objects
 from data_pipeline.store.open import FolderStore, open_store
 from data_pipeline.text import Tokenizer, train_ranks
+from tests.fault.fault_proxy import Fault
 from tests.unit.data_pipeline.media import encoded, noise
 
 pytestmark = pytest.mark.fault
@@ -154,8 +155,13 @@ def alive(pid: int) -> bool:
         return False
 
 
-def stopped_at(number: int, arguments: list[str], store, how: signal.Signals) -> int:
-    """Run until shard `number` is there, stop it, and see that its workers go; the exit code."""
+def stopped_at(number: int, arguments: list[str], store, proxy, how: signal.Signals) -> int:
+    """Run until shard `number` is there, stop it, and see that its workers go; the exit code.
+
+    Until then the next shard is refused: an ingest that is faster than this test would be done.
+    """
+    next_one = f"src/{number + 1:06d}.tar"
+    proxy.faults = [Fault("slowdown", method="PUT", path=next_one, times=None)]
     running = subprocess.Popen(arguments, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         end = time.monotonic() + 50
@@ -167,24 +173,28 @@ def stopped_at(number: int, arguments: list[str], store, how: signal.Signals) ->
         assert workers
         running.send_signal(how)
         code = running.wait(50)
+        end = time.monotonic() + 50
         while any(map(alive, workers)) and time.monotonic() < end:
             time.sleep(0.02)
         assert not [pid for pid in workers if alive(pid)]
         return code
     finally:
+        proxy.faults = []
         running.kill()
         running.wait()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="looks for processes in /proc")
-def test_the_command_killed_on_s3_goes_on_and_gives_the_same_objects(s3_environment, tmp_path):
+def test_the_command_killed_on_s3_goes_on_and_gives_the_same_objects(
+    s3_environment, proxy, tmp_path, monkeypatch
+):
     inputs, tokenizer = crude(tmp_path, 60, 200), str(tmp_path / "t.tiktoken")
     bucket = f"s3://{s3_environment.bucket}/ingest-{random.randrange(10**9)}"
     whole, cut = open_store(f"{bucket}/whole"), open_store(f"{bucket}/cut")
-    assert s3_environment.endpoint == os.environ["AWS_ENDPOINT_URL"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)  # of the command
     arguments = command(inputs, cut.uri, tokenizer)
-    assert stopped_at(1, arguments, cut, signal.SIGKILL) == -signal.SIGKILL
-    assert stopped_at(5, arguments, cut, signal.SIGINT) == 130
+    assert stopped_at(1, arguments, cut, proxy, signal.SIGKILL) == -signal.SIGKILL
+    assert stopped_at(5, arguments, cut, proxy, signal.SIGINT) == 130
     assert "src/manifest.json" not in cut.list()
     with pytest.raises(ValueError, match="begun with another input"):
         ingest(open_inputs(inputs[:1], "caption"), cut, "src", Tokenizer.from_file(tokenizer),

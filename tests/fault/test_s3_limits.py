@@ -30,12 +30,12 @@ def uri(s3_environment, request):
 
 @pytest.fixture
 def store(uri, proxy):
-    store = open_store(uri, endpoint=proxy.endpoint, read_timeout=20, patience=40)
+    store = open_store(uri, endpoint=proxy.endpoint, read_timeout=20, patience=100)
     yield store
     store.close()
 
 
-def _settled(name, seconds=15):
+def _settled(name, seconds=50):
     end = time.monotonic() + seconds
     while any(t.name == name for t in threading.enumerate()) and time.monotonic() < end:
         time.sleep(0.01)
@@ -121,10 +121,8 @@ def test_a_second_request_wins_over_a_hanging_first(store, proxy, kind):
     store._hedger = Hedger(threads=4, share=1.0, floor=0.02, samples=8)
     for i in range(10):
         assert store.get("x", i, 70_000) == DATA[i : i + 70_000]
-    proxy.faults.append(Fault(kind, after=10_000, delay=9))
-    begin = time.monotonic()
+    proxy.faults.append(Fault(kind, after=10_000, delay=60))  # waited for, it would time out
     assert store.get("x", 100, 70_000) == DATA[100:70_100]
-    assert time.monotonic() - begin < 9
     stats = store.stats
     assert stats.hedges >= stats.hedges_won >= 1
     assert stats.retries == stats.resumes == 0
@@ -132,7 +130,7 @@ def test_a_second_request_wins_over_a_hanging_first(store, proxy, kind):
     assert [r.fault for r in twins] == [kind, ""]
     store.close()
     if kind == "stall":  # the loser was woken in the middle of its body
-        assert _settled("hedged-read", 5)
+        assert _settled("hedged-read")
 
 
 def test_hedges_are_few_and_change_no_byte(store, proxy, uri):
@@ -193,7 +191,10 @@ def test_every_request_asks_the_budget_first(uri, proxy, tmp_path):
 def test_a_spent_budget_is_waited_for_and_named(uri, proxy, tmp_path):
     with Budget(tmp_path, 2, 1) as budget:
         store = open_store(uri, endpoint=proxy.endpoint, budget=budget, patience=3.0)
-        for i in range(3):
+        assert store.get("x", 0, 5) == DATA[:5]
+        for i in (1, 2):
+            for _ in range(3):  # others were faster
+                budget._ticket(float("inf"), "others", time.monotonic() + 5)
             assert store.get("x", i, 5) == DATA[i : i + 5]
         assert store.stats.budget_wait_s > 0.5
         for _ in range(10):
@@ -254,4 +255,4 @@ def test_a_store_that_is_closed_lets_go_of_who_waits(uri, proxy):
             time.sleep(0.01)
         store.close()
         with pytest.raises(StoreUnavailable, match="x: the store was closed while"):
-            waiting.result(20)
+            waiting.result(100)

@@ -29,7 +29,7 @@ def store(s3_environment, proxy, request):
     with_x = open_store(uri)
     with_x.put("x", DATA)
     with_x.close()
-    store = open_store(uri, endpoint=proxy.endpoint, read_timeout=2.0, patience=40)
+    store = open_store(uri, endpoint=proxy.endpoint, read_timeout=5, patience=100)
     yield store
     store.close()
 
@@ -59,7 +59,7 @@ def test_a_part_of_all_requests_is_throttled(store, proxy, p):
 
 
 def test_everyone_is_throttled_for_a_while(store, proxy):
-    storm = Fault("slowdown", method="", times=None, seconds=1.5)
+    storm = Fault("slowdown", method="", times=None, seconds=3)
     proxy.faults.append(storm)
     _read_all(store, _spans(40))
     assert storm.taken >= 8
@@ -98,7 +98,7 @@ def test_a_storm_that_does_not_end_is_one_clear_error(s3_environment, proxy, cap
     ):
         store.get("x")
     assert time.monotonic() - begin >= 3.0
-    assert 3 <= len(proxy.requests) < 60
+    assert 2 <= len(proxy.requests) < 60
     assert "x: no progress for" in caplog.text  # who waits long is told why
 
 
@@ -165,7 +165,7 @@ def test_the_server_is_killed_and_comes_back(tmp_path, monkeypatch):
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
         port = int(server.endpoint.rsplit(":", 1)[1])
-        store = open_store("s3://bucket/a", patience=50, read_timeout=3)
+        store = open_store("s3://bucket/a", patience=100, read_timeout=5)
         store.put("x", DATA)
         back = threading.Event()
         reads = []
@@ -196,8 +196,8 @@ def test_the_server_is_killed_and_comes_back(tmp_path, monkeypatch):
             with S3Server(tmp_path, "bucket", port=port, **keys) as again:
                 back.set()
                 for reader in readers:
-                    reader.result(50)
-                last = writer.result(50)
+                    reader.result(100)
+                last = writer.result(100)
                 assert store.get(f"y{last}") == DATA[:last]
                 assert store.stats.retries >= 4
                 again.stop(timeout=0)

@@ -125,7 +125,7 @@ def test_no_signal_finds_a_worker_half_started():
 
 
 def test_a_stopped_worker_is_replaced_after_the_timeout(tmp_path):
-    with Workers(calls, 1, timeout_s=3) as workers:
+    with Workers(calls, 1, timeout_s=6) as workers:  # a worker starts in it
         (pid,) = workers.run([(os.getpid, 1)], **PLENTY)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(TimeoutError, match="worker 0 is still at it"):
@@ -198,7 +198,7 @@ total = sum(workers.run([(partial(int, i), 1) for i in range(9)], max_bytes=9, m
 say(total)
 """
     with script(tmp_path, body, "-X", "dev") as running:
-        out, err = running.communicate(timeout=50)
+        out, err = running.communicate(timeout=100)
     assert (running.returncode, out, err) == (0, "36\n", "")
     assert group_is_gone(running.pid)
 
@@ -217,7 +217,7 @@ for make in (lambda: Workers(setup, 1), lambda: list(
         say(error)
 """
     with script(tmp_path, body) as running:
-        out, err = running.communicate(timeout=50)
+        out, err = running.communicate(timeout=100)
     assert (running.returncode, err) == (0, "")
     first, second = out.splitlines()
     assert first.startswith("setup refers to 'setup' of the main script, which workers do not imp")
@@ -251,7 +251,7 @@ def test_an_interrupt_ends_all_and_prints_nothing_of_workers(tmp_path, body, mom
             wait_until(lambda: len(marks_in(tmp_path)) == 2)
         begin = time.monotonic()
         os.killpg(running.pid, signal.SIGINT)
-        out, err = running.communicate(timeout=50)
+        out, err = running.communicate(timeout=100)
     assert time.monotonic() - begin < 50  # of the 60 that a job takes
     if body == HANDLES:
         assert (running.returncode, out, err) == (3, "interrupted\n", "")
@@ -278,7 +278,7 @@ list(workers.run(jobs[:3], max_bytes=9, max_jobs=4))
         assert len(pids) == 3
         assert set(marks_in(tmp_path)) <= set(pids)
         running.kill()
-        _, err = running.communicate(timeout=50)
+        _, err = running.communicate(timeout=100)
         wait_until(lambda: not any(map(is_alive, pids)))
     assert err == ""
     new = set(os.listdir("/dev/shm")) - shared
@@ -314,5 +314,5 @@ os.waitpid(child, 0)
 say(first == list(workers.run(job, max_bytes=9, max_jobs=4)))
 """
     with script(tmp_path, body, "-W", "ignore") as running:
-        out, err = running.communicate(timeout=50)
+        out, err = running.communicate(timeout=100)
     assert (running.returncode, out, err) == (0, "True\n", "")

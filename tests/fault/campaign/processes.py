@@ -168,7 +168,7 @@ class Training:
         time.sleep(0.005)  # the outermost frame comes last
         return phase_of(file.read_text())
 
-    def left_over(self, seconds: float = 15.0) -> list[str]:
+    def left_over(self, seconds: float = 60.0) -> list[str]:
         """Processes that are still there some seconds after the end, as text."""
         end = time.monotonic() + seconds
         while (family := self.family()) and time.monotonic() < end:

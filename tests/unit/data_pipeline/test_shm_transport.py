@@ -33,8 +33,8 @@ def memory_files():
 def ends():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.settimeout(5)  # a broken test must not wait for ever
-        theirs.settimeout(5)
+        ours.settimeout(60)  # a broken test must not wait for ever
+        theirs.settimeout(60)
         yield Sender(theirs), Receiver(ours)
 
 

@@ -65,13 +65,18 @@ def kill_runs(folder: Path, kills: int, seed: int) -> None:
     assert left == [f"step_{step:08d}" for step in (newest, newest + 1)]
 
 
-def kill_writers(folder: Path, kills: int, seed: int) -> int:
-    """Kill the writer alone, while the run goes on; returns how many saves were complete before."""
-    draw, complete, newest = random.Random(seed), 0, 0
+def kill_writers(folder: Path, kills: int, seed: int) -> None:
+    """Kill the writer alone, while the run goes on: at least so often, and once before its end.
+
+    On a busy machine saves may be faster than whoever kills.
+    """
+    draw, complete, newest, step = random.Random(seed), 0, 0, 0
     saver = CheckpointSaver(
         open_place(folder), ranks.config("checkpoint.keep_last=2"), ranks.alone()
     )  # type: ignore
-    for step in range(1, kills + 1):
+    while step < kills or complete == step:
+        step += 1
+        assert step < kills + 100, "every save was complete before it was killed"
         saver.begin(ranks.tensors(step, saving_run.SIZE), ranks.state(step, step))
         assert saver._writer is not None
         while saver.progress(0.001).phase == "writing":  # type: ignore[union-attr]
@@ -87,12 +92,12 @@ def kill_writers(folder: Path, kills: int, seed: int) -> int:
         found = check(folder, [])
         assert found >= newest
         newest = found
-    saver.begin(ranks.tensors(kills + 1, saving_run.SIZE), ranks.state(kills + 1, kills + 1))
+    step += 1
+    saver.begin(ranks.tensors(step, saving_run.SIZE), ranks.state(step, step))
     saver.finish()
     saver.close()
-    assert check(folder, []) == kills + 1
+    assert check(folder, []) == step
     assert not list(folder.glob("step_*.*"))
-    return complete
 
 
 @pytest.mark.timeout(240)  # starts processes with torch
@@ -101,7 +106,7 @@ def test_a_run_that_is_killed_in_a_save_leaves_nothing_that_is_taken(tmp_path):
 
 
 def test_a_writer_that_is_killed_leaves_nothing_that_is_taken(tmp_path):
-    assert kill_writers(tmp_path, 8, seed=0) < 8
+    kill_writers(tmp_path, 8, seed=0)
 
 
 @pytest.mark.slow
