@@ -36,10 +36,11 @@ demo: $(STAMP) ## train a tiny Kimi on real data, resume it, measure it (RUN_DIR
 stages: $(STAMP) ## captions, projector, joint, long context in toy form, from one file (docs/STAGES.md)
 	$(BIN)/kimi-pretrain demo --stages --run-dir runs/stages $(ARGS)
 
-# Two at a time on two cores: many tests wait, for servers, timeouts or other processes. Files go out
-# in their order, so that the long ones (tests/dist, tests/fault) begin first and none ends alone.
+# One more at a time than there are cores: many tests wait, for servers, timeouts or other processes.
+# Files go out in their order (tests/conftest.py): the long ones begin first and none ends alone.
+WORKERS := $(shell expr $$(nproc) + 1)
 test: $(STAMP) ## all tests but the slow ones (ARGS="-k digits" to choose)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --maxprocesses=4 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: test ## all tests, then the slow ones: repetitions of a proof, short forms of benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)

@@ -35,13 +35,34 @@ def pytest_configure() -> None:
     fork_server.share()
 
 
+def _in_turns(items: list[pytest.Item]) -> None:
+    """Sort long files to the front, so that none is left alone at the end.
+
+    Those of tests/dist need cores, those of tests/fault and tests/slurm mostly wait: they take
+    turns, so that workers of xdist do the one while they do the other.
+    """
+    folders: dict[Path, dict[Path, int]] = {}
+    for item in items:
+        files = folders.setdefault(item.path.parent, {})
+        files.setdefault(item.path, len(files))
+    long = {ROOT / "tests" / name for name in ("dist", "fault", "slurm")}
+
+    def place(item: pytest.Item) -> tuple[int, float, str]:
+        folder = item.path.parent
+        if folder not in long:
+            return 2 * (folder != ROOT / "tests" / "unit"), 0.0, ""
+        return 1, folders[folder][item.path] / len(folders[folder]), str(item.path)
+
+    items.sort(key=place)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with some long files, so that none is left alone at the end; miss no file.
+    """Bring files into their order; miss none.
 
     pytest skips folders by name (once it skipped tests/dist), and says nothing.
     """
-    items.sort(key=lambda item: item.path.parent != ROOT / "tests" / "unit")
+    _in_turns(items)
     if [Path(argument).resolve() for argument in config.args] != [ROOT / "tests"]:
         return  # a part was asked for
     missing = {*(ROOT / "tests").rglob("test_*.py")} - {item.path for item in items}
