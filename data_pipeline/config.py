@@ -158,11 +158,11 @@ class DataConfig(Section):
     heldout: HeldOut = Field(default_factory=dict)
     """Source -> share, as `sources`, of samples that are never trained on: for train.validate_every
     and `kimi-pretrain eval --heldout`.
-    [-; kimi_pretrain/validation.py]"""
+    [-; kimi_pretrain/tools/validation.py]"""
     heldout_tokens: int = Field(default=1 << 20, ge=1, le=2**40)
     """Most tokens of held-out samples, all sources together, that a validation goes through; of a
     source that has fewer it takes all, once.
-    [tokens; kimi_pretrain/validation.py]"""
+    [tokens; kimi_pretrain/tools/validation.py]"""
     budget: TokenBudget | None = None
     """Tokens after which the run ends, before train.steps are done; null: train.steps alone count.
     [-; data_pipeline/plan/budget.py]"""

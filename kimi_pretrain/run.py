@@ -25,8 +25,8 @@ from kimi_pretrain.optim.groups import replicas_of
 from kimi_pretrain.reliability.preflight import check_item_sizes, read_heldout, read_sources
 from kimi_pretrain.reliability.replica_check import Replicas
 from kimi_pretrain.step import TrainStep, needs
+from kimi_pretrain.tools.validation import Validation
 from kimi_pretrain.update import Update
-from kimi_pretrain.validation import Validation
 from kimi_pretrain.weights.initial_weights import open_initial_weights
 
 log = logging.getLogger("kimi_pretrain.train")

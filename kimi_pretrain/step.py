@@ -31,8 +31,8 @@ from kimi_pretrain.dep.row_order import microbatch_order
 from kimi_pretrain.dep.vision_plan import VisionPlan, runs
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch, build_microbatches, replica_rows
-from kimi_pretrain.losses import LossSums, summed
 from kimi_pretrain.model import Model
+from kimi_pretrain.telemetry.losses import LossSums, summed
 from kimi_pretrain.telemetry.phases import PhaseClock
 from kimi_pretrain.update import Update, UpdateReport
 

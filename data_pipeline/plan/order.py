@@ -95,8 +95,8 @@ class _Epochs:
     keys: NDArray[np.uint64]  # [E]
     shards: NDArray[np.int64]  # [E * shards] shard at each place of the shard order
     starts: NDArray[np.int64]  # [E * shards] first place of that shard
-    windows: NDArray[np.int64]  # [E * windows + 1] first place of each window, and the end
-    windows_per_epoch: int
+    shard_windows: NDArray[np.int64]  # [E * shard windows + 1] first place of each, and the end
+    shard_windows_per_epoch: int
 
 
 class ShardOrder:
@@ -134,10 +134,10 @@ class ShardOrder:
         epochs, which = np.unique(epoch, return_inverse=True)
         table = self._tables(epochs)
         flat = which * self.num_samples + place
-        window = np.searchsorted(table.windows, flat, side="right") - 1
-        start = table.windows[window]
-        size = table.windows[window + 1] - start
-        key = mix(table.keys[which] ^ (window % table.windows_per_epoch).astype(np.uint64))
+        window = np.searchsorted(table.shard_windows, flat, side="right") - 1
+        start = table.shard_windows[window]
+        size = table.shard_windows[window + 1] - start
+        key = mix(table.keys[which] ^ (window % table.shard_windows_per_epoch).astype(np.uint64))
         flat = start + permute(flat - start, size, key)
         # side="right" steps over empty shards: of equal starts the last one holds the samples
         slot = np.searchsorted(table.starts, flat, side="right") - 1
@@ -155,14 +155,14 @@ class ShardOrder:
         sizes = self.sizes[shards]
         offset = np.arange(epochs.size)[:, None] * self.num_samples
         starts = np.cumsum(sizes, axis=1) - sizes + offset
-        windows = starts[:, :: self.shard_window]
+        shard_windows = starts[:, :: self.shard_window]
         # Two threads may plan: what is returned is this one's, whatever the other keeps.
         self._last = last = _Epochs(
             epochs=epochs,
             keys=keys,
             shards=shards.ravel(),
             starts=starts.ravel(),
-            windows=np.append(windows.ravel(), epochs.size * self.num_samples),
-            windows_per_epoch=windows.shape[1],
+            shard_windows=np.append(shard_windows.ravel(), epochs.size * self.num_samples),
+            shard_windows_per_epoch=shard_windows.shape[1],
         )
         return last

@@ -16,8 +16,8 @@ from data_pipeline.loader import StepBatch
 from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.packed_attention import PackedRows
-from kimi_pretrain.losses import cells_of
 from kimi_pretrain.parallel.sequence import SequenceParts
+from kimi_pretrain.telemetry.losses import cells_of
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Microbatch:
         tokens, labels, loss_mask: [1, own tokens], int64, int64, and bool: which labels count;
             only on the first and the last stage.
         cells: for the losses by source, int32 [own tokens] on the host, -1 where none counts
-            (`kimi_pretrain.losses`); only where `mesh.counts_loss`.
+            (`kimi_pretrain.telemetry.losses`); only where `mesh.counts_loss`.
         leaf: vision embeddings at this rank's part, [media tokens, hidden]; only on the first
             stage.
         leaf_positions: where they go in the part, int64 [media tokens].

@@ -18,10 +18,10 @@ from kimi_pretrain.config import GIB, Config
 from kimi_pretrain.dep.assign import load_per_rank, max_over_mean, round_robin
 from kimi_pretrain.dep.planner import grids_of
 from kimi_pretrain.dep.vision_plan import VisionPlan
-from kimi_pretrain.losses import LossSums, merged
 from kimi_pretrain.optim.step_stats import UpdateFigures, merge_figures
 from kimi_pretrain.parallel.ranks import scopes
 from kimi_pretrain.telemetry.exposed import exposed
+from kimi_pretrain.telemetry.losses import LossSums, merged
 from kimi_pretrain.telemetry.mfu import Peak, peak_flops, step_flops, utilisation
 from kimi_pretrain.telemetry.phases import seconds_of_phases
 

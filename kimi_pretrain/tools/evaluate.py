@@ -47,7 +47,7 @@ from kimi_pretrain.tools.held_out import (
     room_of,
     swap_images,
 )
-from kimi_pretrain.validation import Validation
+from kimi_pretrain.tools.validation import Validation
 
 # math.exp of more has no float.
 _LARGEST_EXPONENT = 700.0

@@ -3,7 +3,7 @@
 import torch
 
 from kimi_pretrain.dep.config import CostConfig
-from kimi_pretrain.losses import merged
+from kimi_pretrain.telemetry.losses import merged
 from tests.dist.deepseek import deepseek_v3
 
 

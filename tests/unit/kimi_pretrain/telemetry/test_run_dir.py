@@ -12,10 +12,10 @@ import torch
 
 from data_pipeline.plan.budget import BudgetEnd
 from kimi_pretrain.config import load_config
-from kimi_pretrain.losses import LossSums, bins_of
 from kimi_pretrain.reliability.anomaly_guard import Verdict
 from kimi_pretrain.reliability.status import read_status
 from kimi_pretrain.telemetry.console import StepDisplay, StepLines
+from kimi_pretrain.telemetry.losses import LossSums, bins_of
 from kimi_pretrain.telemetry.metrics import RankMetrics
 from kimi_pretrain.telemetry.recorder import RankReport, Recorder
 from kimi_pretrain.telemetry.run_dir import MetricsWriter, git_state, scalars, write_trace

@@ -15,11 +15,11 @@ from data_pipeline.loader import LoaderStats
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
 from kimi_pretrain.config import load_config
 from kimi_pretrain.dep.planner import VisionPlanner
-from kimi_pretrain.losses import LossSums
 from kimi_pretrain.optim.step_stats import UpdateFigures
 from kimi_pretrain.reliability.anomaly_guard import Verdict
 from kimi_pretrain.telemetry import mfu as counting
 from kimi_pretrain.telemetry.exposed import exposed
+from kimi_pretrain.telemetry.losses import LossSums
 from kimi_pretrain.telemetry.metrics import Telemetry, rank_metrics, share_of_largest
 from kimi_pretrain.telemetry.mfu import (
     Peak,

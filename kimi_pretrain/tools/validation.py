@@ -26,11 +26,11 @@ from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.engine.mesh import Mesh
-from kimi_pretrain.losses import LossSums, LossTable, merged
 from kimi_pretrain.model import Model
 from kimi_pretrain.step import ForwardStep, needs
+from kimi_pretrain.telemetry.losses import LossSums, LossTable, merged
 
-log = logging.getLogger("kimi_pretrain.validation")
+log = logging.getLogger("kimi_pretrain.tools.validation")
 
 
 @dataclass(frozen=True)

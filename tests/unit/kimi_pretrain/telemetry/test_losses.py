@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
-from kimi_pretrain.losses import LossSums, bins_of, cells_of, merged, summed
+from kimi_pretrain.telemetry.losses import LossSums, bins_of, cells_of, merged, summed
 
 SEQ_LEN = 1000
 # (row, start, length, source): rows of several samples, one without any, one that is full.
