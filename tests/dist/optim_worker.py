@@ -1,11 +1,12 @@
 """A toy model for the distributed optimizer, and the process that trains it.
 
 `python optim_worker.py RANK WORLD FOLDER` joins a gloo job of four through a file in FOLDER, runs
-every scenario in every layout and leaves FOLDER/rank{RANK}.pt. The first two ranks run the layouts
-of two processes. The parent test process uses the same functions alone.
+every scenario in the layouts of FOLDER/layouts.json and leaves FOLDER/rank{RANK}.pt. The first two
+ranks run the layouts of two processes. The parent test process uses the same functions alone.
 """
 
 import hashlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -233,7 +234,7 @@ def join_groups(world: int, rank: int) -> dict[str, Share]:
     }
 
 
-LAYOUTS = ("DP4 with EP2", "PP2 x EP2", "DP2", "EP2")
+LAYOUTS, PAIRS = ("DP4 with EP2", "PP2 x EP2"), ("DP2", "EP2")
 
 
 def scenarios(share: Share, folder: Path) -> dict[str, Any]:
@@ -334,7 +335,9 @@ def main(rank: int, world: int, folder: Path) -> None:
     join_ranks(rank, world, folder)
     shares = join_groups(world, rank)
     results: dict[str, Any] = {"disagreement": disagreement(shares["DP4 with EP2"], rank)}
-    for name in LAYOUTS if rank < 2 else LAYOUTS[:2]:  # the others need not wait for the first two
+    for name in json.loads((folder / "layouts.json").read_text()):
+        if name in PAIRS and rank > 1:
+            continue  # the others need not wait for the first two
         results[name] = scenarios(shares[name], folder)
     torch.save(results, folder / f"rank{rank}.pt")
     dist.destroy_process_group()

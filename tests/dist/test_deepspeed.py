@@ -25,7 +25,7 @@ COMMON = (
     "optim.matrices=adamw", "optim.qk_clip_threshold=null", "train.frozen=[language_model]",
     "dep.assign=owner", f"train.steps={STEPS}", "optim.warmup_steps=2", "train.seed=1",
     "optim.groups={vision_tower: {lr_scale: 0.5, weight_decay: 0.02}}",
-    "data.rows_per_step=4",
+    "data.rows_per_step=4", "model.language.num_layers=2", "model.language.num_experts=4",
     # Several buckets, and tensors that do not fit into one.
     "optim.bucket_elements=5000",
 )  # fmt: skip
@@ -80,7 +80,7 @@ def two(data_root, tmp_path_factory):
 def test_two_ranks_are_our_own_engine(two, stage):
     _, found = two
     check_equal(found[stage], found["own"])
-    start = load_config("tiny_cpu", [*SMALL, *COMMON])
+    start = load_config("tiny_cpu", [*SMALL, *COMMON, *layout()])
     assert start.optim.deepspeed is None  # the default
     moved = [line[0] for line in found["own"]["lines"]]
     assert moved[-1] < moved[0]

@@ -19,6 +19,7 @@ K2 = (
     "model.language.num_shared_experts=2", "train.attention=portable",
 )  # fmt: skip
 EVERYTHING = "train.recompute=[norms, swiglu, mla_up]"
+SLOW = ("all", "CP2, mla_up", "PP2")  # others hold each part of these
 POLICIES = {
     "none": ("train.dtype=bfloat16",),
     "none, float32, no query latent": ("train.dtype=float32", "model.language.q_lora_rank=null"),
@@ -51,22 +52,50 @@ SCHEDULES = {
 }
 
 
-@pytest.fixture(scope="module")
-def found(data_root, tmp_path_factory):
-    data, folder = f"data.root={data_root}", tmp_path_factory.mktemp("memory_plan")
+def run(data_root, folder, wanted: set[str]):
+    """Results of some of the jobs, by name."""
+    data = f"data.root={data_root}"
     kept = {
         name: ("kept_bytes", (data, *layout(), *K2, *settings))
         for name, settings in POLICIES.items()
+        if name in wanted
     }
     flight = {name: ("in_flight", (data, *settings)) for name, settings in SCHEDULES.items()}
     for name, settings in SHARED.items():
         flight[name] = "kept_bytes", (data, *layout(), "layout.cp=2", *K2, *settings)
     for name, settings in PLANNED.items():
         flight[name] = "planned", (data, *layout(dp=2, ep=2), *settings)
+    flight = {name: job for name, job in flight.items() if name in wanted}
     return run_jobs(kept, folder / "kept", 1) | run_jobs(flight, folder / "flight", 2)
 
 
-@pytest.mark.parametrize("name", [*POLICIES, *SHARED])
+@pytest.fixture(scope="module")
+def runs(data_root, tmp_path_factory):
+    """Finds results, of the slow jobs when one of them is asked for."""
+    slow, known = set(SLOW), {}
+    fast = {*POLICIES, *SHARED, *PLANNED, *SCHEDULES} - slow
+
+    def find(name):
+        if name not in known:
+            wanted = slow if name in slow else fast
+            known.update(run(data_root, tmp_path_factory.mktemp("memory_plan"), wanted))
+        return known[name]
+
+    return find
+
+
+@pytest.fixture
+def found(name, runs):
+    return runs(name)
+
+
+def names(*known):
+    """All of these; the slow ones in `make test-all`."""
+    marks = {name: pytest.mark.slow for name in SLOW}
+    return [pytest.param(name, marks=marks.get(name, ())) for some in known for name in some]
+
+
+@pytest.mark.parametrize("name", names(POLICIES, SHARED))
 def test_kept_bytes_are_those_of_the_formulas(name, found):
     """Those on the device, where some wait on the host."""
     settings = POLICIES.get(name) or ("layout.cp=2", *SHARED[name])
@@ -76,16 +105,16 @@ def test_kept_bytes_are_those_of_the_formulas(name, found):
         "dense": layer_tensors(config, dense=True),
         "head": head_tensors(config),
     }
-    assert found[name] == {
+    assert found == {
         part: sum(tensor.size for tensor in kept if not moves(config, tensor))
         for part, kept in parts.items()
     }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", names(SCHEDULES))
 def test_microbatches_in_flight_are_those_of_the_schedule(name, found):
     config = load_config("tiny_cpu", [*SMALL, *SCHEDULES[name]])
-    for stage, held, outputs in found[name]:
+    for stage, held, outputs in found:
         assert held == microbatches_in_flight(config, stage, [1] * config.layout.vpp)
         assert outputs <= 1  # it is let go once it is sent
 
@@ -95,4 +124,4 @@ def test_the_plan_of_a_microbatch_keeps_nothing_alone(name, found):
     """Under overlapped experts. The shared experts' output was kept by the plan alone, and, with
     offload, the residuals.
     """
-    assert found[name] == []
+    assert found == []

@@ -7,41 +7,49 @@ from tests.dist.jobs import layout, run_jobs
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 # fp64, so that layouts differ by the optimizer alone; a threshold at which heads are clipped; small
-# buckets; few rows and one dense and one MoE layer only, because there are twenty steps.
+# buckets; few rows and one dense and one MoE layer only, because there are ten steps.
 COMMON = (
     "train.dtype=float64", "optim.qk_clip_threshold=0.05", "data.rows_per_step=4",
     "optim.bucket_elements=20000", "model.language.num_layers=2", "model.vision.depth=1",
     "model.language.num_experts=4",
 )  # fmt: skip
-LAYOUTS = {"DP2": dict(dp=2), "EP2": dict(dp=2, ep=2), "PP2 x EP2": dict(pp=2, dp=2, ep=2)}
+LAYOUTS = {"PP2 x EP2": dict(pp=2, dp=2, ep=2), "DP2": dict(dp=2), "EP2": dict(dp=2, ep=2)}
+TWO = [pytest.param(name, marks=pytest.mark.slow) for name in ("DP2", "EP2")]
 TWIN = "optim.shard_state=false"
+
+
+def run(data_root, folder, processes, jobs):
+    here = {name: (f"muonclip_{action}", (f"data.root={data_root}", *COMMON, *more))
+            for name, (action, *more) in jobs.items()}  # fmt: skip
+    return run_jobs(here, folder / str(processes), processes, timeout=200.0)
 
 
 @pytest.fixture(scope="module")
 def found(data_root, tmp_path_factory):
     """Results by name. Checkpoints of the jobs before are there for those after."""
-    folder, results = tmp_path_factory.mktemp("muonclip"), {}
-
-    def run(processes, jobs):
-        here = {name: (f"muonclip_{action}", (f"data.root={data_root}", *COMMON, *more))
-                for name, (action, *more) in jobs.items()}  # fmt: skip
-        results.update(run_jobs(here, folder / str(processes), processes, timeout=200.0))
-
+    folder = tmp_path_factory.mktemp("muonclip")
     four, bf16 = layout(**LAYOUTS["PP2 x EP2"]), "train.dtype=bfloat16"
-    run(4, {
+    results = run(data_root, folder, 4, {
         "PP2 x EP2": ("trained", *four),
         "PP2 x EP2, twin": ("trained", *four, TWIN),
         "poisoned": ("poisoned", *four),
         "bf16": ("stopped", *four, bf16),
     })  # fmt: skip
-    run(2, {
-        "DP2": ("trained", *layout(**LAYOUTS["DP2"])),
-        "EP2": ("trained", *layout(**LAYOUTS["EP2"])),
+    results |= run(data_root, folder, 2, {
         "differing": ("differing", *layout(dp=2), TWIN),
         "traffic": ("traffic", *layout(dp=2), bf16),
     })  # fmt: skip
-    run(1, {name: (name, *layout()) for name in ("plainly_trained", "continued", "refused")})
-    return results
+    alone = {name: (name, *layout()) for name in ("plainly_trained", "continued", "refused")}
+    return results | run(data_root, folder, 1, alone)
+
+
+@pytest.fixture(scope="module")
+def two(data_root, tmp_path_factory):
+    """The same of two processes, without a pipeline."""
+    folder = tmp_path_factory.mktemp("muonclip_two")
+    jobs = {name: ("trained", *layout(**LAYOUTS[name])) for name in ("DP2", "EP2")}
+    results = run(data_root, folder, 2, jobs)
+    return results | run(data_root, folder, 1, {"continued": ("continued", *layout())})
 
 
 def assert_near(weights, expected):
@@ -51,10 +59,10 @@ def assert_near(weights, expected):
         assert error <= 1e-6 * wanted.double().norm(), (name, float(error))
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "PP2 x EP2, twin"])
-def test_twenty_steps_equal_the_plain_optimizer(name, found):
+@pytest.mark.parametrize("name", ["PP2 x EP2", "PP2 x EP2, twin", *TWO])
+def test_ten_steps_equal_the_plain_optimizer(name, found, request):
     """Seen: 6e-14. Every tensor of the checkpoint, the encoder's and the routing biases too."""
-    job, plain = found[name], found["plainly_trained"]
+    job, plain = results(name, found, request)[name], found["plainly_trained"]
     assert_near(job["weights"], plain["weights"])
     assert any(name.startswith("vision_tower.") for name in plain["weights"])
     assert job["clipped"] == plain["clipped"] > 0
@@ -64,17 +72,22 @@ def test_the_tolerance_is_far_below_what_training_moves(found):
     assert min(found["plainly_trained"]["moved"]) > 1e-3
 
 
-def test_sums_leave_while_the_last_microbatch_goes_backward(found):
-    for name in LAYOUTS:
-        assert min(found[name]["early"]) > 0, name
+def results(name, found, request):
+    return found if name in found else request.getfixturevalue("two")
 
 
-def test_checkpoints_of_every_layout_continue_in_one_process(found):
+@pytest.mark.parametrize("name", ["PP2 x EP2", *TWO])
+def test_sums_leave_while_the_last_microbatch_goes_backward(name, found, request):
+    assert min(results(name, found, request)[name]["early"]) > 0
+
+
+@pytest.mark.parametrize("name", ["PP2 x EP2", TWO[0]])
+def test_checkpoints_of_every_layout_continue_in_one_process(name, found, request):
     """Of two stages and of one, of all state on its owners and on every rank."""
-    assert sorted(found["continued"]) == [
-        "sharded_pp1_dp2_float64", "sharded_pp2_dp2_float64", "twin_pp2_dp2_float64",
-    ]  # fmt: skip
-    for weights in found["continued"].values():
+    two_stages = ["sharded_pp2_dp2_float64", "twin_pp2_dp2_float64"]
+    continued = results(name, found, request)["continued"]
+    assert sorted(continued) == (two_stages if name in found else ["sharded_pp1_dp2_float64"])
+    for weights in continued.values():
         assert_near(weights, found["plainly_trained"]["weights"])
 
 

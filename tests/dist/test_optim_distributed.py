@@ -1,5 +1,9 @@
 """The distributed optimizer against the plain one, in four layouts of gloo processes."""
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +18,7 @@ from tests.dist.optim_worker import (
     CONFIG,
     GO_ON_TO,
     LAYOUTS,
+    PAIRS,
     SAVE_AT,
     SHAPE,
     SILENT,
@@ -52,18 +57,29 @@ def alone() -> dict[str, dict]:
     return {"saved": saved, "half": half, "fp32": job.train(GO_ON_TO, STEPS).save()}
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory, alone) -> list[dict]:
-    """Results of the four ranks, by layout."""
-    folder = tmp_path_factory.mktemp("optim")
+def run(folder: Path, alone: dict[str, dict], layouts: Sequence[str]) -> list[dict]:
     torch.save(alone["saved"], folder / "alone.pt")
+    (folder / "layouts.json").write_text(json.dumps(layouts))
     return run_ranks(optim_worker.__file__, 4, folder)
 
 
-@pytest.fixture(params=LAYOUTS)
-def ranks(request, job) -> list[dict]:
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, alone) -> list[dict]:
+    """Results of the four ranks, by layout."""
+    return run(tmp_path_factory.mktemp("optim"), alone, LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory, alone) -> list[dict]:
+    """The same of layouts of two ranks."""
+    return run(tmp_path_factory.mktemp("optim_pairs"), alone, PAIRS)
+
+
+@pytest.fixture(params=[*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in PAIRS)])
+def ranks(request) -> list[dict]:
     """Results of the ranks of one layout."""
-    return [rank[request.param] for rank in job if request.param in rank]
+    found = request.getfixturevalue("pairs" if request.param in PAIRS else "job")
+    return [rank[request.param] for rank in found if request.param in rank]
 
 
 def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:

@@ -30,6 +30,6 @@ def test_own_data_in_ten_minutes(tmp_path):
     assert run.returncode == 0, run.stderr[-2000:]
     metrics = (tmp_path / "runs" / "own" / "run" / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in metrics.splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 21))
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5  # 7.52 -> 6.01 on these texts
+    assert [line["step"] for line in lines] == list(range(1, 16))
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5  # 7.51 -> 6.38 on these texts
     assert sum(line["vision_tokens"] for line in lines) > 0

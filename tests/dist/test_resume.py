@@ -420,7 +420,7 @@ def test_a_run_starts_from_given_vision_weights(data_root, tmp_path):
             first = read_metrics(tmp_path / "seed")[0]
             ends = ["train.steps=9", f"data.budget={{text: {first['text_tokens'] + 1}}}"]
         done = train(tmp_path / name, f"data.root={data_root}", *ends, *layout(),
-                     "train.seed=0", "checkpoint.every=1",
+                     "train.seed=0", "checkpoint.every=1", "train.rows_per_microbatch=2",
                      f"train.vision_weights={start}")  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert ("data.budget ends after 2 steps" in done.stderr) == (name == "same")
@@ -432,7 +432,8 @@ def test_a_run_starts_from_given_vision_weights(data_root, tmp_path):
     assert runs["same"] == runs["seed"]
     assert runs["other"][0] != runs["seed"][0]
     done = train(tmp_path / "resumed", f"data.root={data_root}", "train.steps=2", *layout(),
-                 "train.seed=0", f"train.vision_weights={tmp_path / 'gone.safetensors'}",
+                 "train.seed=0", "train.rows_per_microbatch=2",
+                 f"train.vision_weights={tmp_path / 'gone.safetensors'}",
                  resume=tmp_path / "other" / "checkpoints" / "step_00000001")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["loss"] for line in read_metrics(tmp_path / "resumed")] == runs["other"][1:]

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from kimi_pretrain.checkpoint.storage_read import open_place
 from kimi_pretrain.reliability.status import Status, read_status
 from launch.cli.data_show import find_anomaly, show_rows
 from launch.local import supervise, torchrun
-from tests import ROOT
+from tests import ROOT, fork_server
 from tests.dist.jobs import SMALL, layout, read_metrics, train
 from tests.dist.live import (
     open_to_others,
@@ -50,7 +49,7 @@ def planted(
     nodes = torchrun.Nodes(processes)
     with torchrun.prepared(job, nodes, WORKER, base=base) as (command, environment):
         if processes == 1:
-            command = [sys.executable, "-m", WORKER, job.argument()]
+            command = [str(fork_server.python()), "-m", WORKER, job.argument()]
         return supervise.run(command, environment, run_dir)
 
 

@@ -41,7 +41,7 @@ def kept(tmp_path_factory):
 def self_test(data_root, kept):
     return verify(
         "--config", "tiny_cpu", "--self-test", "--keep", str(kept),
-        *SMALL, f"data.root={data_root}", *layout(dp=2),
+        *SMALL, f"data.root={data_root}", *layout(dp=2), "train.rows_per_microbatch=2",
     )  # fmt: skip
 
 

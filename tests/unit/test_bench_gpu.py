@@ -10,7 +10,7 @@ from benchmarks.gpu.marked_tests import marked_files
 from benchmarks.gpu.parts import PARTS, Part
 from tests import ROOT, fork_server
 
-QUICK = ("offload", "attention")
+QUICK = ("attention",)
 
 
 def by_fork(arguments, seconds):

@@ -76,7 +76,7 @@ def test_company_changes_no_bit(case, dtype, make_patches):
     assert differing_items(case, dtype, make_patches) == []
 
 
-@pytest.mark.parametrize("threads", [2, 3, 4])
+@pytest.mark.parametrize("threads", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_company_changes_no_bit_on_several_threads(threads):
     """Nor does a second run, gradients included.
 

@@ -4,11 +4,11 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -17,15 +17,20 @@ from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import open_place
-from tests import ROOT
+from tests import fork_server
 from tests.unit.kimi_pretrain.checkpoint import ranks, saving_run
 
 
-def start(folder: Path, steps: int) -> tuple[subprocess.Popen, int]:
-    command = [sys.executable, "-m", saving_run.__name__, str(folder), str(steps)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    return process, int(process.stdout.readline())
+def start(folder: Path, steps: int) -> tuple[fork_server.Fork, IO[str]]:
+    """Start a run; returns it, and what it prints."""
+    read, write = os.pipe()
+    with open(write, "w") as output:
+        run = fork_server.start(
+            ["-m", saving_run.__name__, str(folder), str(steps)], output, sys.__stderr__
+        )
+    said = os.fdopen(read)
+    assert int(said.readline()) != run.pid  # its writer's
+    return run, said
 
 
 def check(folder: Path, said: list[str]) -> int:
@@ -49,18 +54,19 @@ def check(folder: Path, said: list[str]) -> int:
 def kill_runs(folder: Path, kills: int, seed: int) -> None:
     draw, newest = random.Random(seed), 0
     for _ in range(kills):
-        process, _ = start(folder, 1000)
-        assert process.stdout is not None
-        said = [process.stdout.readline()]  # one save at least, however busy the machine is
-        time.sleep(draw.uniform(0.0, 0.15))
-        process.kill()
-        said += process.stdout.readlines()
-        process.wait()
+        run, output = start(folder, 1000)
+        with output:
+            said = [output.readline()]  # one save at least, however busy the machine is
+            time.sleep(draw.uniform(0.0, 0.15))
+            os.kill(run.pid, signal.SIGKILL)
+            said += output.readlines()
+        assert run.wait(60) == -signal.SIGKILL
         found = check(folder, said)
         assert found > newest
         newest = found
-    process, _ = start(folder, 1)  # the next run removes what the others have left behind
-    assert process.wait(timeout=200) == 0
+    run, output = start(folder, 1)  # the next run removes what the others have left behind
+    with output:
+        assert run.wait(200) == 0
     left = sorted(entry.name for entry in folder.iterdir())
     assert left == [f"step_{step:08d}" for step in (newest, newest + 1)]
 
