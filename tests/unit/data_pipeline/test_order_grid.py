@@ -95,7 +95,7 @@ def reference(corpus):
 SLOW = [pytest.param(number, 3, 13, marks=pytest.mark.slow) for number in (0, 1, 2, 4)]
 
 
-@pytest.mark.parametrize(("num_workers", "steps", "resumes"), [(2, 2, 5), *SLOW])
+@pytest.mark.parametrize(("num_workers", "steps", "resumes"), [(2, 1, 4), *SLOW])
 def test_one_stream_for_every_world_and_number_of_workers(
     corpus, reference, num_workers, steps, resumes
 ):
