@@ -28,6 +28,7 @@ from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.schedule import describe_schedule, stretches
 from kimi_pretrain.parallel.layout import LayoutConfig, check_stages
 from kimi_pretrain.reliability.config import GuardConfig
+from kimi_pretrain.siglip.config import SiglipConfig
 from kimi_pretrain.weights.model_config import LanguageConfig, ModelConfig
 from typed_config.section import Section, problems
 
@@ -157,6 +158,10 @@ class TrainConfig(Section):
         default_factory=list
     )
     """Parts that are not trained. A run is resumed with the same. [-; kimi_pretrain/model.py]"""
+    siglip: SiglipConfig | None = None
+    """Kimi-VL's objective for the encoder: SigLIP's loss of all pairs of an image and its caption
+    beside the captions' own; docs/STAGES.md. null: the captions' alone.
+    [-; kimi_pretrain/siglip/step.py]"""
     stage: str | None = Field(default=None, min_length=1)
     """Name of this stage of training, for its checkpoints: a run is resumed with the same.
     [-; kimi_pretrain/checkpoint/manifest.py]"""
@@ -200,6 +205,7 @@ class Config(Section):
         check_context(self)
         check_memory(self)
         check_deepspeed(self)
+        check_siglip(self)
         if self.train.validate_every is not None and not self.data.heldout:
             raise ValueError(
                 f"train.validate_every={self.train.validate_every} with no source in data.heldout: "
@@ -430,6 +436,42 @@ def check_deepspeed(config: Config) -> None:
         raise ValueError(f"{asked} with train.dtype=float64: ZeRO's shards are float32")
     if not optim.shard_state:
         raise ValueError(f"{asked} with optim.shard_state=false: ZeRO shards it; leave it true")
+
+
+def check_siglip(config: Config) -> None:
+    """Refuse what SigLIP's objective is not trained with.
+
+    Raises:
+        ValueError: names the keys and their values.
+    """
+    train, dep, layout, width = config.train, config.dep, config.layout, config.model.vision.width
+    if train.siglip is None:
+        return
+    asked = "train.siglip"
+    if "language_model" not in train.frozen or "vision_tower" in train.frozen:
+        raise ValueError(
+            f"{asked} with train.frozen={train.frozen}: it trains the vision tower in front of a "
+            "frozen language model; add language_model, and leave vision_tower out"
+        )
+    if dep.placement == "colocated":
+        raise ValueError(f"{asked} with dep.placement=colocated: the decoupled encoder has it")
+    if dep.max_split > 1:
+        raise ValueError(
+            f"{asked} with dep.max_split={dep.max_split}: the rank that pools an item has to have "
+            "all of its patches; set dep.max_split=1"
+        )
+    if layout.cp * layout.tp > 1:
+        raise ValueError(
+            f"{asked} with layout.cp={layout.cp}, layout.tp={layout.tp}: captions are read from "
+            "whole rows; set both to 1"
+        )
+    if train.start_optimizer == "keep":
+        raise ValueError(f"{asked} with train.start_optimizer=keep: a resume keeps it; set fresh")
+    if width % train.siglip.heads:
+        raise ValueError(
+            f"train.siglip.heads={train.siglip.heads} do not divide model.vision.width={width}, "
+            "which is the width of the text tower, too"
+        )
 
 
 def _check_widths(tp: int, language: LanguageConfig) -> None:

@@ -6,6 +6,7 @@ every parallel layout.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from kimi_pretrain.engine.backbone import Backbone, build_backbone
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.optim.groups import NamedTensor, replicas_of
 from kimi_pretrain.parallel.ranks import scopes
+from kimi_pretrain.siglip.pair_encoder import PairEncoder
 
 WIRE_DTYPES = {"model": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -37,7 +39,9 @@ class Model:
         backbone = build_backbone(config, mesh)
         sharing = [ranks.tolist() for ranks in scopes(config)]
         (mine,) = [ranks for ranks in sharing if mesh.rank in ranks]
-        encoder = DecoupledEncoder(
+        siglip = config.train.siglip
+        kind = DecoupledEncoder if siglip is None else partial(PairEncoder, siglip=siglip)
+        encoder = kind(
             config.model.vision,
             dep.max_patches_per_chunk,
             config.train.seed,

@@ -24,7 +24,8 @@ from kimi_pretrain.model import Model
 from kimi_pretrain.optim.groups import replicas_of
 from kimi_pretrain.reliability.preflight import check_item_sizes, read_heldout, read_sources
 from kimi_pretrain.reliability.replica_check import Replicas
-from kimi_pretrain.step import TrainStep, needs
+from kimi_pretrain.siglip.step import train_step_of
+from kimi_pretrain.step import needs
 from kimi_pretrain.tools.validation import Validation
 from kimi_pretrain.update import Update
 from kimi_pretrain.weights.initial_weights import open_initial_weights
@@ -66,7 +67,7 @@ class Run:
         trained = {view.name for view in self.backbone.views()}
         self._routing_biases = {view.name for view in self.backbone.views(buffers=True)} - trained
         self.update = Update(config, mesh, self.encoder, self.backbone)
-        self.train_step = TrainStep(config, mesh, self.model, self.update, self.planner)
+        self.train_step = train_step_of(self)
         self.validation = None
         if config.train.validate_every is not None:
             found = (self.store, self.tokenizer, self._heldout)

@@ -67,6 +67,7 @@ class StepReport:
             a key is absent if its phase was skipped.
         kept_patches: patches that this rank did not have to encode again.
         losses: of the tokens whose loss this rank counts, by source and place in the document.
+        siglip: mean loss, and number, of the global batch's pairs; None: `train.siglip` is off.
     """
 
     loss: float
@@ -83,6 +84,7 @@ class StepReport:
     exchange_bytes: dict[str, int] = field(default_factory=dict)
     kept_patches: int = 0
     losses: LossSums = field(default_factory=LossSums)
+    siglip: tuple[float | None, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -342,9 +344,8 @@ class TrainStep(ForwardStep):
         masks = is_media.reshape(len(microbatches), -1)
         for microbatch in microbatches:
             if microbatch.tokens is not None:
-                inside = torch.from_numpy(masks[microbatch.number][held]).to(
-                    microbatch.tokens.device
-                )
+                mask = torch.from_numpy(masks[microbatch.number][held])
+                inside = mask.to(microbatch.tokens.device)
                 text = torch.from_numpy(held * 7919 % (vocabulary // 2)).to(inside.device)
                 # The loader's own rows stay as they are.
                 microbatch.tokens = torch.where(inside, text, microbatch.tokens)

@@ -235,8 +235,8 @@ def _check_numbers(patches: Tensor, grids: Sequence[Grid]) -> None:
 
 
 @torch.no_grad()
-def initialise(encoder: VisionEncoder, seed: int) -> None:
-    """Fill every parameter in place, the same on every rank and in any order of construction.
+def initialise(encoder: VisionEncoder, seed: int) -> VisionEncoder:
+    """Fill every parameter in place: the same on every rank and in any order of construction.
 
     Each parameter draws from its own generator, keyed by (seed, name), in float32 on the CPU, so
     device and dtype do not matter either. Biases are 0, norms 1 and 0. Linear weights are
@@ -252,6 +252,7 @@ def initialise(encoder: VisionEncoder, seed: int) -> None:
             parameter.fill_(1.0)
         else:
             parameter.copy_(_draw(name, parameter.shape, encoder.config.pos_init_std, seed))
+    return encoder
 
 
 def _draw(name: str, shape: torch.Size, pos_std: float, seed: int) -> Tensor:

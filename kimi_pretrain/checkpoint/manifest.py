@@ -127,11 +127,14 @@ def training_of(config: "Config") -> dict[str, Any]:
 
     `tokens_per_step`, which a resume may change, says where in its schedule a run is.
     """
-    return {
+    found = {
         "stage": config.train.stage,
         "frozen": sorted(set(config.train.frozen)),
         "tokens_per_step": config.tokens_per_step(),
     }
+    if (siglip := config.train.siglip) is not None:  # where it began does not matter any more
+        found["siglip"] = siglip.model_dump(mode="json", exclude={"weights", "texts_per_chunk"})
+    return found
 
 
 def installed_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
@@ -288,12 +291,12 @@ def check_resumes(manifest: Manifest, config: "Config", where: str) -> None:
     if manifest.training is None:
         return
     here = training_of(config)
-    for key in ("stage", "frozen"):
-        found = manifest.training.get(key)
-        if found != here[key]:
+    for key in ("stage", "frozen", "siglip"):
+        found, wanted = manifest.training.get(key), here.get(key)
+        if found != wanted:
             raise CheckpointError(
                 f"{where}: written with train.{key}={_told(found)}, this run has train.{key}="
-                f"{_told(here[key])}: a resume goes on with the same stage; begin the next one in "
+                f"{_told(wanted)}: a resume goes on with the same stage; begin the next one in "
                 "a --run-dir of its own, with train.start_from"
             )
 
@@ -302,6 +305,8 @@ def _told(value: Any) -> str:
     """Return a plain value as one writes it on the command line."""
     if isinstance(value, list):
         return f"[{', '.join(map(str, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_told(one)}" for key, one in value.items()) + "}"
     return "null" if value is None else str(value)
 
 

@@ -32,10 +32,7 @@ class DecoupledEncoder:
     """The encoder, its gradient buffer, and the two passes of a step.
 
     Gradients accumulate over chunks in one flat buffer, fp32 (fp64 for fp64 parameters), as sums
-    over tokens, undivided.
-
-    Forward and recompute use the same chunks, so their bits agree on every device; on CPU an item
-    has the same bits in every chunk.
+    over tokens, undivided. On CPU an item has the same bits in every chunk.
 
     Args:
         budget: most patches of a chunk.
@@ -59,8 +56,7 @@ class DecoupledEncoder:
     ):
         self.config, self.budget, self.dtype = config, budget, dtype
         self.blocks, self.check_recompute = dict(blocks or {}), check_recompute
-        self.module = VisionEncoder(config)
-        initialise(self.module, seed)
+        self.module = self._build(config, seed)
         self.module.to(device=device, dtype=dtype)
         self.module.vision_tower.requires_grad_("vision_tower" not in frozen)
         self.module.mm_projector.requires_grad_("projector" not in frozen)
@@ -76,6 +72,10 @@ class DecoupledEncoder:
     def tower_is_trained(self) -> bool:
         """Whether gradients go through the tower; otherwise its outputs are kept instead."""
         return next(self.module.vision_tower.parameters()).requires_grad
+
+    def _build(self, config: MoonViTConfig, seed: int) -> VisionEncoder:
+        """Return the module with its first weights."""
+        return initialise(VisionEncoder(config), seed)
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that are trained, by their checkpoint names."""
@@ -141,9 +141,8 @@ class EncoderPass:
 
     @property
     def kept_patches(self) -> int:
-        """Patches whose activations are kept from the forward to the backward pass."""
-        kept = [chunk for chunk in self.chunks if chunk.keep]  # whole items alone
-        return sum(t * h * w for chunk in kept for t, h, w in chunk.grids)
+        """Patches of whole items, whose activations are kept from forward to backward pass."""
+        return sum(t * h * w for chunk in self.chunks if chunk.keep for t, h, w in chunk.grids)
 
     def forward(self) -> Tensor:
         """Encode all chunks; the graph is kept where there is room, else outputs alone (phase 2).
@@ -165,8 +164,7 @@ class EncoderPass:
     def backward(self, gradients: Tensor) -> None:
         """Backpropagate through each chunk, recomputed unless its graph was kept (phase 6).
 
-        The sum over all ranks begins during the backward of the last chunk; see
-        `GradientSum.finish`.
+        The sum over all ranks begins during the last chunk's; see `GradientSum.finish`.
 
         Args:
             gradients: [tokens, hidden], of the loss with respect to the forward's output.

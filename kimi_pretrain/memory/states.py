@@ -14,6 +14,7 @@ from kimi_pretrain.parallel.layout import expand_stages
 from kimi_pretrain.tools.optimizer_division import Division, PlannedGroup, divide, stage_groups
 from kimi_pretrain.weights.model_config import LanguageConfig
 from kimi_pretrain.weights.shapes import BIAS, LANGUAGE, is_routed_expert, language_shapes
+from kimi_pretrain.weights.siglip_shapes import siglip_shapes
 from moonvit3d.layouts import released_shapes
 
 _Shapes = list[tuple[str, tuple[int, ...]]]
@@ -146,6 +147,7 @@ def _encoder_shapes(config: Config, trained: bool) -> _Shapes:
     frozen = config.train.frozen if trained else []
     without = tuple(prefix for part, prefix in prefixes.items() if part in frozen)
     shapes = released_shapes(config.model.vision)
+    shapes |= siglip_shapes(config.train.siglip, config.model.vision.width)
     return [(name, shape) for name, shape in shapes.items() if not name.startswith(without)]
 
 

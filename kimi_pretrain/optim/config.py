@@ -24,6 +24,7 @@ Group = Literal[
     "router",
     "vision_tower",
     "projector",
+    "siglip",
 ]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
@@ -130,7 +131,8 @@ class OptimConfig(Section):
     [-; kimi_pretrain/optim/muon.py]"""
     groups: dict[str, GroupConfig] = Field(default_factory=dict)
     """Parameter group -> its own learning rate and weight decay. The groups are embedding, head,
-    norms, attention, dense_mlp, experts, shared_experts, router, vision_tower and projector.
+    norms, attention, dense_mlp, experts, shared_experts, router, vision_tower, projector and
+    siglip (heads and text tower of train.siglip, always AdamW's).
     [-; kimi_pretrain/optim/muon.py]"""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """mu of M = mu*M + G. [-; kimi_pretrain/optim/muon.py]"""

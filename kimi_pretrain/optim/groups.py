@@ -193,6 +193,7 @@ _RULES: tuple[tuple[str, Group, _Cut | None], ...] = (
     (_LAYER + r"mlp\.(gate|up|down)_proj\.weight", "dense_mlp", _WHOLE),
     (_LAYER + r"mlp\.experts\.\d+\.(gate|up|down)_proj\.weight", "experts", _WHOLE),
     (_LAYER + r"mlp\.shared_experts\.(gate|up|down)_proj\.weight", "shared_experts", _WHOLE),
+    (r"siglip\..+", "siglip", _ADAMW),
     (r"vision_tower\.patch_embed\.proj\.weight", "vision_tower", _CONVOLUTION),
     (r"vision_tower\.patch_embed\.(proj\.bias|pos_emb\.weight)", "vision_tower", _ADAMW),
     (_BLOCK + r"(norm0|norm1)\.(weight|bias)", "vision_tower", _ADAMW),

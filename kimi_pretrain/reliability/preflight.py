@@ -29,6 +29,7 @@ from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
 from kimi_pretrain.config import Config, ConfigError
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.reliability.run_history import latest_in
+from kimi_pretrain.siglip.tokenizer import TextTokenizer
 from moonvit3d.geometry import grids
 
 log = logging.getLogger("kimi_pretrain.reliability.preflight")
@@ -133,7 +134,21 @@ def read_sources(config: Config, store: Store) -> tuple[Tokenizer, list[SourceIn
     indices = [read_index(store, name) for name in config.data.source_names]
     for index in indices:
         check_tokenizer(index, tokenizer)
+    _check_pairs(config, store, indices)
     return tokenizer, indices
+
+
+def _check_pairs(config: Config, store: Store, indices: Sequence[SourceIndex]) -> None:
+    """Refuse SigLIP's objective without its tokenizer, or without a sample that could be a pair."""
+    if config.train.siglip is None:
+        return
+    TextTokenizer.open(config.train.siglip, config.data, store)
+    if not any((np.diff(index.item_ptr) == 1).any() for index in indices):
+        names = ", ".join(index.name for index in indices)
+        raise ConfigError(
+            f"train.siglip: no sample of {names} has one medium: expected a source of images with "
+            "captions; add one to data.sources, or set train.siglip=null"
+        )
 
 
 def read_heldout(

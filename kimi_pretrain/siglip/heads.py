@@ -8,6 +8,7 @@ SigLIP's checkpoint, so `weights.load_heads` has nothing to rename.
 Shape suffixes: L packed patches, I items, B texts, S positions, C width, N heads, H head width.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from kimi_pretrain.siglip.config import SiglipConfig
 
 SCALE, BIAS = math.log(10.0), -10.0
 """What scale (as its logarithm) and bias start from (SigLIP, section 3.2, algorithm 1)."""
@@ -39,6 +42,18 @@ class HeadSizes:
     positions: int = 64
     vocabulary: int = 32_000
     norm_eps: float = 1e-6
+
+    @classmethod
+    def of(cls, config: SiglipConfig, width: int) -> "HeadSizes":
+        """Return the sizes beside a tower of a width."""
+        return cls(
+            width,
+            config.depth,
+            config.heads,
+            config.mlp_width,
+            config.positions,
+            config.vocabulary,
+        )
 
 
 class _MLP(nn.Module):
@@ -196,6 +211,32 @@ class SiglipHeads(nn.Module):
     def texts(self, ids_BS: Tensor) -> Tensor:
         """Embed texts, [B, C]; arguments as for `TextTower`."""
         return _unit(self.text_model(ids_BS))
+
+
+@torch.no_grad()
+def initialise_heads(heads: SiglipHeads, seed: int) -> None:
+    """Fill every parameter but scale and bias, the same on every rank; each draws by its name.
+
+    As the tower (`moonvit3d.model.initialise`): biases 0, norms 1 and 0, matrices of Glorot's
+    width; embeddings and the query 1 / sqrt(width).
+    """
+    for name, parameter in heads.named_parameters():
+        if name in ("logit_scale", "logit_bias"):
+            continue
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            digest = hashlib.blake2b(f"siglip/{seed}/{name}".encode(), digest_size=8).digest()
+            draw = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+            rows = parameter.shape[-2] // (3 if "in_proj" in name else 1)
+            std = math.sqrt(2 / (parameter.shape[-1] + rows))
+            if "embedding" in name or name.endswith("probe"):
+                std = heads.sizes.width**-0.5
+            weight = torch.empty(parameter.shape, device="cpu")
+            nn.init.trunc_normal_(weight, 0.0, std, -2 * std, 2 * std, generator=draw)
+            parameter.copy_(weight)
 
 
 def _unit(x: Tensor) -> Tensor:

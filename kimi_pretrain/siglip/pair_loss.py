@@ -25,6 +25,7 @@ def pair_loss(
     bias: Tensor,
     counts: Sequence[int],
     group: dist.ProcessGroup | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Return the sum over this rank's images and the texts of all ranks, undivided. Collective.
 
@@ -33,9 +34,12 @@ def pair_loss(
     Computed in float32, or in float64 where that comes.
 
     Args:
-        images_PC, texts_PC: embeddings of length one of this rank's pairs, in order.
+        images_PC, texts_PC: embeddings of length one of this rank's pairs, in order; with `places`
+            the images may be those of other pairs, and of another number.
         log_scale, bias: learned, one number each, the same on all ranks.
-        counts: pairs of each rank of the group; None of them has to agree with another.
+        counts: texts of each rank of the group; none of them has to agree with another.
+        places: of each image, the number of its text among those of all ranks, one rank's after
+            the other's, int64 [images]. None: image i's text is this rank's i-th.
 
     Raises:
         ValueError: pairs that are not those of the plan.
@@ -44,7 +48,8 @@ def pair_loss(
     if len(counts) != ranks:
         raise ValueError(f"pairs of {len(counts)} ranks, in a group of {ranks}")
     rank = dist.get_rank(group) if ranks > 1 else 0
-    if not len(images_PC) == len(texts_PC) == counts[rank]:
+    images = len(texts_PC) if places is None else len(places)
+    if len(images_PC) != images or len(texts_PC) != counts[rank]:
         raise ValueError(
             f"rank {rank} has {len(images_PC)} images and {len(texts_PC)} texts: the plan says "
             f"{counts[rank]} pairs"
@@ -60,7 +65,7 @@ def pair_loss(
     z_PB = log_scale.to(wide).exp() * cosines_PB + bias.to(wide)
     sign_PB = torch.full_like(z_PB, -1.0)
     mine = torch.arange(len(images_PC), device=z_PB.device)
-    sign_PB[mine, mine + sum(counts[:rank])] = 1.0
+    sign_PB[mine, mine + sum(counts[:rank]) if places is None else places] = 1.0
     return -F.logsigmoid(sign_PB * z_PB).sum()
 
 

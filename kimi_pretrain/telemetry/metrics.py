@@ -107,6 +107,7 @@ class Telemetry:
             "step": step,
             "loss": report.loss,
             **table.as_line(),
+            **_siglip(report),
             "grad_norm": report.update.grad_norm,
             "lr": report.update.lr,
             "applied": report.update.applied,
@@ -161,6 +162,11 @@ class Telemetry:
             "peak_tflops_per_gpu": self.peak.flops_per_second / 1e12,
             "peak_source": self.peak.source,
         }
+
+
+def _siglip(report: "StepReport") -> dict[str, Any]:
+    """Return the loss of the pairs and their number; nothing where `train.siglip` is off."""
+    return {} if report.siglip is None else dict(zip(("siglip_loss", "pairs"), report.siglip))
 
 
 def _optimizer(update: "UpdateReport", everyone: Sequence[RankMetrics]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from kimi_pretrain.tools.optimizer_report import (
     summary_lines,
     tab_separated,
 )
+from kimi_pretrain.weights.siglip_shapes import siglip_shapes
 from moonvit3d.model import VisionEncoder
 
 
@@ -205,9 +206,11 @@ def _encoder_group(config: Config, encoder: VisionEncoder) -> PlannedGroup:
     frozen = {"vision_tower": "vision_tower.", "projector": "mm_projector."}
     prefixes = tuple(prefix for part, prefix in frozen.items() if part in config.train.frozen)
     itemsize = DTYPES[config.train.dtype].itemsize
+    shapes = {name: tuple(param.shape) for name, param in encoder.named_parameters()}
+    shapes |= siglip_shapes(config.train.siglip, config.model.vision.width)
     trained = [
-        TensorSize(name, tuple(param.shape), itemsize)
-        for name, param in encoder.named_parameters()
+        TensorSize(name, shape, itemsize)
+        for name, shape in shapes.items()
         if not name.startswith(prefixes)
     ]
     return PlannedGroup("encoder", tuple(range(config.layout.world_size())), tuple(trained))

@@ -29,6 +29,7 @@ from kimi_pretrain.weights.compatibility import match_compatible, open_compatibl
 from kimi_pretrain.weights.kept_optimizer import check_kept
 from kimi_pretrain.weights.matching import MASTER, Weights
 from kimi_pretrain.weights.shapes import VISION
+from kimi_pretrain.weights.siglip_heads import open_heads
 from kimi_pretrain.weights.vision_weights import VisionWeights, match_vision, open_vision_weights
 from kimi_pretrain.weights.weight_reader import WeightReader
 
@@ -46,6 +47,7 @@ class InitialWeights:
         weights: of `train.start_from`; None: it is not set.
         settings: messages about settings that differ there.
         vision: of `train.vision_weights`; they come before those of `weights`.
+        heads: of `train.siglip.weights`.
         keep: whether the optimizer is taken over from where `weights` are.
     """
 
@@ -53,6 +55,7 @@ class InitialWeights:
     settings: tuple[str, ...]
     vision: VisionWeights | None
     keep: bool = False
+    heads: Weights | None = None
 
     def lines(self) -> list[str]:
         """Return what to log of it."""
@@ -67,6 +70,9 @@ class InitialWeights:
         if self.vision is not None:
             reader, parts = self.vision.reader, _listed(part for part in VISION if part in taken)
             lines.append(f"the {parts} from {_kind(reader)}, {reader.where}")
+        if self.heads is not None:
+            reader = self.heads.reader
+            lines.append(f"SigLIP's heads and text tower from {_kind(reader)}, {reader.where}")
         here = () if self.weights is None else self.weights.sources
         seeded = [p for p in VISION if p not in taken and not any(n.startswith(p) for n in here)]
         if seeded:
@@ -112,7 +118,11 @@ class InitialWeights:
             for line in self.lines():
                 log.info("%s", line)
         left = dict(tensors)
-        for key, weights in (("vision_weights", self.vision), ("start_from", self.weights)):
+        for key, weights in (
+            ("vision_weights", self.vision),
+            ("siglip.weights", self.heads),
+            ("start_from", self.weights),
+        ):
             if weights is None:
                 continue
             wanted = {n: t for n, t in left.items() if n.removeprefix(MASTER) in weights.sources}
@@ -154,7 +164,7 @@ def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> InitialW
         mesh: None: this process alone.
 
     Returns:
-        None: neither `train.start_from` nor `train.vision_weights` is set.
+        None: none of `train.start_from`, `vision_weights` and `siglip.weights` is set.
 
     Raises:
         FileNotFoundError, CheckpointError: it is not there, or does not fit.
@@ -162,9 +172,10 @@ def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> InitialW
     uri, encoder, part = (
         getattr(config.train, key) for key in ("start_from", "vision_weights", "vision_part")
     )
-    if uri is None and encoder is None:
+    siglip = config.train.siglip
+    if uri is None and encoder is None and (siglip is None or siglip.weights is None):
         return None
-    weights, settings, vision = None, (), None
+    weights, settings, vision, heads = None, (), None, None
     if encoder is not None:
         with _named("train.vision_weights"):
             open_vision = partial(open_vision_weights, encoder, part, config.model.vision)
@@ -173,7 +184,12 @@ def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> InitialW
         with _named("train.start_from"):
             open_start = partial(_open_start, uri, config)
             weights, settings = broadcast_from_rank0(open_start, mesh)
-    return InitialWeights(weights, settings, vision, config.train.start_optimizer == "keep")
+    if siglip is not None and siglip.weights is not None:
+        with _named("train.siglip.weights"):
+            open_siglip = partial(open_heads, siglip.weights, siglip, config.model.vision.width)
+            heads = broadcast_from_rank0(open_siglip, mesh)
+    keep = config.train.start_optimizer == "keep"
+    return InitialWeights(weights, settings, vision, keep, heads)
 
 
 def check_initial_weights(config: Config, planned: Mapping[str, WeightReader]) -> tuple[str, ...]:
@@ -196,6 +212,9 @@ def check_initial_weights(config: Config, planned: Mapping[str, WeightReader]) -
                 match_vision(planned[encoder], encoder, train.vision_part, model.vision)
             else:
                 open_vision_weights(encoder, train.vision_part, model.vision)
+    if train.siglip is not None and train.siglip.weights is not None:
+        with _named("train.siglip.weights"):
+            open_heads(train.siglip.weights, train.siglip, model.vision.width)
     if (uri := train.start_from) is not None:
         with _named("train.start_from"):
             return _open_start(uri, config, planned.get(uri))[1]

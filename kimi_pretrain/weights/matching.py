@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.weights import fp8, int4
-from kimi_pretrain.weights.shapes import LANGUAGE, VISION, Shapes
+from kimi_pretrain.weights.shapes import LANGUAGE, SIGLIP, VISION, Shapes
 from kimi_pretrain.weights.weight_reader import TensorHeader, WeightReader, and_more
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -155,7 +155,8 @@ def _unexpected(
 ) -> Iterable[str]:
     known = {name for some in sources for name in some}
     for name in headers:
-        if name not in known and not name.startswith(OPTIMIZER) and not name.endswith(DERIVED):
+        other = name.startswith((OPTIMIZER, SIGLIP)) or name.endswith(DERIVED)
+        if name not in known and not other:
             yield name
 
 

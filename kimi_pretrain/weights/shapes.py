@@ -12,6 +12,8 @@ from moonvit3d.layouts import released_shapes
 
 LANGUAGE = "language_model."
 VISION = ("vision_tower.", "mm_projector.")
+SIGLIP = "siglip."
+"""Beginning of the names of what `train.siglip` trains beside them; no part of the model."""
 PARTS = {"vision_tower": VISION[0], "projector": VISION[1], "language_model": LANGUAGE}
 """Beginnings of names, by the parts that `train.frozen` names."""
 BIAS = ".e_score_correction_bias"  # of the routers: moved by a rule, no parameter, always float32

@@ -16,7 +16,7 @@ from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.reliability.run_history import latest_in
 from kimi_pretrain.weights.hf_config import vision_differences
 from kimi_pretrain.weights.matching import OPTIMIZER, Weights
-from kimi_pretrain.weights.shapes import VISION
+from kimi_pretrain.weights.shapes import SIGLIP, VISION
 from kimi_pretrain.weights.weight_reader import WeightReader, open_weights
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.files import CONSTANTS
@@ -25,7 +25,7 @@ from moonvit3d.layouts import LAYOUTS, NameScheme, Part, TensorHeader, assemble,
 _PARTS: dict[str, Part] = {"tower": "vision_tower", "projector": "mm_projector"}
 _TOWER, _PROJECTOR = VISION
 # Names of a whole model, of a SigLIP model and of a checkpoint that are no part of an encoder.
-_SKIPPED = (OPTIMIZER, *sorted({prefix for layout in LAYOUTS for prefix in layout.skipped}))
+_SKIPPED = (OPTIMIZER, SIGLIP, *sorted({prefix for layout in LAYOUTS for prefix in layout.skipped}))
 
 
 @dataclass(frozen=True)

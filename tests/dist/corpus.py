@@ -4,7 +4,9 @@ import io
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 from PIL import Image
+from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from data_pipeline.ingest.ingest import CrudeSample, ImageSegment, TextSegment, VideoSegment, ingest
 from data_pipeline.store.open import open_store
@@ -24,6 +26,7 @@ def build(root: Path) -> None:
     texts = [" ".join(generator.choice(WORDS, size=40)) for _ in range(200)]
     ranks = train_ranks(texts, 290)
     store.put("tokenizer.tiktoken", ranks)
+    store.put("text_tokenizer.json", text_tokenizer().to_str().encode())
     tokenizer = Tokenizer.from_store(store, "tokenizer.tiktoken")
     ingest(
         (CrudeSample(f"w{i:04d}", [TextSegment(text)], {}) for i, text in enumerate(texts)),
@@ -46,6 +49,21 @@ def build(root: Path) -> None:
     body = bytearray(shard.read_bytes())
     body[body.index(b"IDAT") + 20] ^= 255
     shard.write_bytes(body)
+
+
+def text_tokenizer() -> tokenizers.Tokenizer:
+    """One for SigLIP's text tower: pieces of a unigram model, an end token that also pads."""
+    letters = sorted(set(SENTENCE) - {" "})
+    pieces = ["<unk>", "</s>", *letters, *sorted({f"▁{word}" for word in WORDS}), "▁"]
+    made = tokenizers.Tokenizer(
+        models.Unigram([(piece, -float(place)) for place, piece in enumerate(pieces)], unk_id=0)
+    )
+    made.normalizer = normalizers.Lowercase()
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    return made
 
 
 def _picture(number: int, generator: np.random.Generator) -> CrudeSample:

@@ -19,7 +19,7 @@ MEDIA = {"moonvit3d.geometry", "moonvit3d.media", "moonvit3d.preprocess"}
 SECTIONS = {
     "kimi_pretrain.checkpoint.config", "kimi_pretrain.dep.config",
     "kimi_pretrain.parallel.layout", "kimi_pretrain.reliability.config",
-    "kimi_pretrain.weights.model_config",
+    "kimi_pretrain.siglip.config", "kimi_pretrain.weights.model_config",
 }  # fmt: skip
 BASE = {"kimi_pretrain.config", "typed_config", *SECTIONS}
 ROOMS: dict[str, set[str]] = {
@@ -47,12 +47,15 @@ ROOMS: dict[str, set[str]] = {
     "kimi_pretrain.memory": set(),
     "kimi_pretrain.attention": {*BASE, "kimi_pretrain.parallel.sequence"},
     "kimi_pretrain.memory.kept": BASE,
+    "kimi_pretrain.weights.siglip_shapes": {
+        "kimi_pretrain.siglip.config", "kimi_pretrain.weights.shapes",
+    },
     "kimi_pretrain.weights.shapes": {"kimi_pretrain.weights.model_config", "moonvit3d.layouts"},
     "kimi_pretrain.tools.optimizer_division": {"kimi_pretrain.optim"},
     "kimi_pretrain.memory.switches": BASE,
     "kimi_pretrain.memory.states": {
         *BASE, "kimi_pretrain.optim", "kimi_pretrain.tools.optimizer_division",
-        "kimi_pretrain.weights.shapes", "moonvit3d.layouts",
+        "kimi_pretrain.weights.shapes", "kimi_pretrain.weights.siglip_shapes", "moonvit3d.layouts",
     },
     "kimi_pretrain.memory.plan": {
         *BASE, "kimi_pretrain.memory.kept", "kimi_pretrain.memory.states",
@@ -80,18 +83,27 @@ ROOMS: dict[str, set[str]] = {
     },
     "kimi_pretrain.reliability": {
         *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.dep.planner", "kimi_pretrain.engine.mesh",
-        "kimi_pretrain.memory.limits", "kimi_pretrain.optim", "data_pipeline",
-        "moonvit3d.geometry",
+        "kimi_pretrain.memory.limits", "kimi_pretrain.optim", "kimi_pretrain.siglip.tokenizer",
+        "data_pipeline", "moonvit3d.geometry",
     },
     "kimi_pretrain.weights": {
         *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.engine.mesh", "kimi_pretrain.optim",
         "kimi_pretrain.reliability.run_history", "kimi_pretrain.weights.shapes",
+        "kimi_pretrain.weights.siglip_shapes",
         "data_pipeline.store", "moonvit3d",
     },
-    "kimi_pretrain.siglip": {"kimi_pretrain.checkpoint", "kimi_pretrain.weights"},
+    "kimi_pretrain.siglip": {*BASE, "kimi_pretrain.dep", "data_pipeline", "moonvit3d"},
+    "kimi_pretrain.siglip.tokenizer": {
+        "kimi_pretrain.siglip.config", "data_pipeline.config", "data_pipeline.store",
+    },
+    "kimi_pretrain.siglip.step": {
+        *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.model",
+        "kimi_pretrain.siglip", "kimi_pretrain.siglip.tokenizer", "kimi_pretrain.step",
+        "kimi_pretrain.update", "data_pipeline",
+    },
     "kimi_pretrain.model": {
         *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.optim",
-        "kimi_pretrain.parallel", "moonvit3d",
+        "kimi_pretrain.parallel", "kimi_pretrain.siglip", "moonvit3d",
     },
     "kimi_pretrain.update": {
         *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.model",
@@ -116,6 +128,7 @@ ROOMS: dict[str, set[str]] = {
     "kimi_pretrain.run": {
         *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.dep", "kimi_pretrain.engine.mesh",
         "kimi_pretrain.model", "kimi_pretrain.optim", "kimi_pretrain.reliability",
+        "kimi_pretrain.siglip.step",
         "kimi_pretrain.step", "kimi_pretrain.update", "kimi_pretrain.tools.validation",
         "kimi_pretrain.weights", "data_pipeline",
     },
@@ -125,7 +138,7 @@ ROOMS: dict[str, set[str]] = {
         "kimi_pretrain.memory.states", "kimi_pretrain.model",
         "kimi_pretrain.optim", "kimi_pretrain.parallel", "kimi_pretrain.reliability",
         "kimi_pretrain.run", "kimi_pretrain.tools.optimizer_division", "kimi_pretrain.update",
-        "kimi_pretrain.tools.validation",
+        "kimi_pretrain.tools.validation", "kimi_pretrain.weights.siglip_shapes",
         "data_pipeline", "moonvit3d",
     },
     "kimi_pretrain.train": {

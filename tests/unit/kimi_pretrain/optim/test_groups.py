@@ -54,6 +54,9 @@ K25_TENSORS = {
     "mm_projector.proj.0.weight": ((4608, 4608), "projector", [(4608, 4608)]),
     "mm_projector.proj.2.weight": ((7168, 4608), "projector", [(7168, 4608)]),
     "mm_projector.proj.2.bias": ((7168,), "projector", []),
+    "siglip.vision_model.head.probe": ((1, 1, 1152), "siglip", []),
+    "siglip.text_model.head.weight": ((1152, 1152), "siglip", []),
+    "siglip.logit_scale": ((1,), "siglip", []),
 }
 
 
