@@ -240,4 +240,5 @@ def initialise_heads(heads: SiglipHeads, seed: int) -> None:
 
 
 def _unit(x: Tensor) -> Tensor:
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # a cosine of bfloat16 has two digits
     return x / x.norm(dim=-1, keepdim=True)

@@ -132,7 +132,8 @@ class PairPass(EncoderPass):
         chunks = [chunk for chunk in self.chunks if len(self._places(chunk.items))]
         places = [torch.from_numpy(self._places(chunk.items)) for chunk in chunks]
         width = heads.sizes.width
-        none = torch.empty(0, width, dtype=self._own.dtype, device=self._own.device)
+        wide = torch.promote_types(self._own.dtype, torch.float32)
+        none = torch.empty(0, width, dtype=wide, device=self._own.device)
         lates = [self._late[chunk.items[0]] for chunk in chunks]
         images = torch.cat([none, *(late.embedded for late in lates)]).requires_grad_()
         parts = pairs.ids.split(self._own.siglip.texts_per_chunk) if len(pairs.ids) else ()
