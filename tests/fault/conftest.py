@@ -33,4 +33,4 @@ def proxy(s3_server):
 def store(s3_environment, proxy, request):
     """A store whose every request passes the proxy, in a prefix of its own."""
     uri = f"s3://{s3_environment.bucket}/{request.node.name.split('[')[0]}"
-    return open_store(uri, endpoint=proxy.endpoint, read_timeout=5, attempts=4)
+    return open_store(uri, endpoint=proxy.endpoint, attempts=4)

@@ -16,11 +16,14 @@ Each request takes the first fault of the list that it matches; one without pass
 the list when it is used up. `proxy.requests` is what came by, in the order of its coming.
 """
 
+import array
 import asyncio
+import fcntl
 import random
 import re
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -125,7 +128,7 @@ class FaultProxy:
     def __enter__(self) -> "FaultProxy":
         self._thread.start()
         start = asyncio.start_server(self._serve, _HOST, 0)
-        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result(10)
+        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result(60)
         self.endpoint = f"http://{_HOST}:{self._server.sockets[0].getsockname()[1]}"
         return self
 
@@ -135,9 +138,9 @@ class FaultProxy:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     def count(self, fault: str, method: str = "") -> int:
@@ -258,6 +261,15 @@ async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
         await asyncio.wait_for(reader.read(-1), 5.0)
 
 
+def _in_flight(writer: asyncio.StreamWriter) -> bool:
+    """Whether bytes that were written have not come to the client's system."""
+    if writer.is_closing():
+        return False
+    unsent = array.array("i", [0])
+    fcntl.ioctl(writer.get_extra_info("socket").fileno(), termios.TIOCOUTQ, unsent)
+    return writer.transport.get_write_buffer_size() + unsent[0] > 0
+
+
 def _reset(writer: asyncio.StreamWriter) -> None:
     linger = struct.pack("ii", 1, 0)
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -293,8 +305,9 @@ async def _answer(
     if fault.kind == "stall":
         await asyncio.sleep(fault.delay)
     if fault.kind == "reset" and sent == cut:
-        # What is still in flight may be lost with a reset; let it arrive first.
-        await asyncio.sleep(0.05)
+        # What is still in flight would be lost with a reset; let it arrive first.
+        while _in_flight(writer):
+            await asyncio.sleep(0.01)
         _reset(writer)
 
 

@@ -223,7 +223,7 @@ def test_the_limit_holds_over_processes_that_read_and_evict(node, tier):
 
 def held(folder: Path) -> int:
     """Bytes of block files and of those being written, at a moment when none come or go."""
-    with locked_file(folder / "ledger", 10.0):
+    with locked_file(folder / "ledger", 60.0):
         return sum(p.stat().st_size for p in folder.iterdir() if p.name != "ledger")
 
 

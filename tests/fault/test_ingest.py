@@ -74,7 +74,7 @@ def run_once(root: str, inputs: list[str], ranks: bytes, kill: int, after: bool)
         objects.os.fsync = lambda _: None  # against losing power, not against a kill; and slow
         objects.os.replace = steps(os.replace)  # how a folder's object becomes visible
         objects.os.link = steps(os.link)  # ... and one that must be new
-        claim._SETTLE_S = 0.0  # one at a time here
+        claim._SETTLE_S, claim.BEAT_S = 0.0, 1e6  # one at a time here, whose beats would count
         FolderStore.delete = steps(FolderStore.delete)
         reader = open_inputs(inputs, "caption")
         ingest(reader, FolderStore(root), "src", Tokenizer(ranks, "tiny"), 32_000)

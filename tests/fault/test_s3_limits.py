@@ -121,16 +121,18 @@ def test_a_second_request_wins_over_a_hanging_first(store, proxy, kind):
     store._hedger = Hedger(threads=4, share=1.0, floor=0.02, samples=8)
     for i in range(10):
         assert store.get("x", i, 70_000) == DATA[i : i + 70_000]
-    proxy.faults.append(Fault(kind, after=10_000, delay=60))  # waited for, it would time out
+    # Of this range: a twin of an earlier read may still be on its way.
+    this = "bytes=100-70099"
+    proxy.faults.append(Fault(kind, after=10_000, delay=60, only=lambda r: r.range == this))
     assert store.get("x", 100, 70_000) == DATA[100:70_100]
     stats = store.stats
     assert stats.hedges >= stats.hedges_won >= 1
     assert stats.retries == stats.resumes == 0
-    twins = [r for r in proxy.requests if r.range == "bytes=100-70099"]
+    twins = [r for r in proxy.requests if r.range == this]
     assert [r.fault for r in twins] == [kind, ""]
     store.close()
     if kind == "stall":  # the loser was woken in the middle of its body
-        assert _settled("hedged-read")
+        assert _settled("hedged-read", 15)  # and not by its timeout of 20 s
 
 
 def test_hedges_are_few_and_change_no_byte(store, proxy, uri):
@@ -159,7 +161,7 @@ def test_no_hedges_while_the_server_asks_for_less(store, proxy):
     assert store.get("x", 2, 10) == DATA[2:12]
     assert store.stats.hedges == 0
     store._calm_at = 0.0
-    proxy.faults.append(Fault("late", delay=0.5))
+    proxy.faults.append(Fault("late", delay=9))
     assert store.get("x", 3, 10) == DATA[3:13]
     assert store.stats.hedges == 1
 
@@ -180,7 +182,7 @@ def test_every_request_asks_the_budget_first(uri, proxy, tmp_path):
         store._hedger = Hedger(threads=4, share=1.0, floor=0.02, samples=1)
         store._may_hedge = lambda: True  # though it was throttled just now
         store.get("x", 0, 10)
-        proxy.faults.append(Fault("late", delay=1.0))
+        proxy.faults.append(Fault("late", delay=9))
         store.get("x", 0, 10)
         assert store.stats.hedges == 1
         assert budget.bucket.drawn == store.stats.requests == len(proxy.requests) == 14
@@ -191,14 +193,13 @@ def test_every_request_asks_the_budget_first(uri, proxy, tmp_path):
 def test_a_spent_budget_is_waited_for_and_named(uri, proxy, tmp_path):
     with Budget(tmp_path, 2, 1) as budget:
         store = open_store(uri, endpoint=proxy.endpoint, budget=budget, patience=3.0)
-        assert store.get("x", 0, 5) == DATA[:5]
-        for i in (1, 2):
-            for _ in range(3):  # others were faster
-                budget._ticket(float("inf"), "others", time.monotonic() + 5)
+        for _ in range(3):
+            budget._ticket(float("inf"), "others", time.monotonic() + 50)
+        for i in range(3):
             assert store.get("x", i, 5) == DATA[i : i + 5]
         assert store.stats.budget_wait_s > 0.5
-        for _ in range(10):
-            budget._ticket(float("inf"), "others", time.monotonic() + 5)
+        for _ in range(40):
+            budget._ticket(float("inf"), "others", time.monotonic() + 50)
         with pytest.raises(
             StoreUnavailable, match="waited for the node's request budget in .*2 of"
         ):

@@ -24,14 +24,22 @@ DATA = random.Random(7).randbytes(2_000_000)
 
 @pytest.fixture
 def store(s3_environment, proxy, request):
-    """Through the proxy, patient, quick to notice a stall; "x" holds DATA."""
+    """Through the proxy, patient; "x" holds DATA."""
     uri = f"s3://{s3_environment.bucket}/{request.node.name.split('[')[0]}"
     with_x = open_store(uri)
     with_x.put("x", DATA)
     with_x.close()
-    store = open_store(uri, endpoint=proxy.endpoint, read_timeout=5, patience=100)
+    store = open_store(uri, endpoint=proxy.endpoint, patience=100)
     yield store
     store.close()
+
+
+@pytest.fixture
+def quick(store, proxy):
+    """The same, quick to notice a stall."""
+    quick = open_store(store.uri, endpoint=proxy.endpoint, read_timeout=5, patience=100)
+    yield quick
+    quick.close()
 
 
 def _spans(count, longest=50_000):
@@ -59,14 +67,14 @@ def test_a_part_of_all_requests_is_throttled(store, proxy, p):
 
 
 def test_everyone_is_throttled_for_a_while(store, proxy):
-    storm = Fault("slowdown", method="", times=None, seconds=3)
+    storm = Fault("slowdown", method="", times=40)
     proxy.faults.append(storm)
     _read_all(store, _spans(40))
-    assert storm.taken >= 8
+    assert storm.taken == store.stats.throttled == 40
     assert not proxy.faults
 
 
-def test_all_weather_at_once(store, proxy):
+def test_all_weather_at_once(quick, proxy):
     proxy.faults += [
         Fault("slowdown", times=None, p=0.1),
         Fault("refuse", times=None, p=0.1),
@@ -79,9 +87,9 @@ def test_all_weather_at_once(store, proxy):
         Fault("stall", times=2, p=0.1, after=300, delay=30),
     ]
     faults = list(proxy.faults)
-    _read_all(store, _spans(90), threads=12)
+    _read_all(quick, _spans(90), threads=12)
     assert all(fault.taken for fault in faults)
-    assert store.stats.resumes >= 5
+    assert quick.stats.resumes >= 5
 
 
 def test_a_storm_that_does_not_end_is_one_clear_error(s3_environment, proxy, caplog, monkeypatch):
@@ -111,14 +119,14 @@ def test_wrong_bytes_pass_and_the_next_read_is_a_fresh_one(store, proxy):
 
 
 @pytest.mark.parametrize("after", [0, 100_000])
-def test_a_stalled_body_is_left_and_taken_up(store, proxy, after):
-    proxy.faults.append(Fault("stall", after=after, delay=30))
-    assert store.get("x", 10, 1_500_000) == DATA[10:1_500_010]
+def test_a_stalled_body_is_left_and_taken_up(quick, proxy, after):
+    proxy.faults.append(Fault("stall", after=after, delay=60))
+    assert quick.get("x", 10, 1_500_000) == DATA[10:1_500_010]
     assert [r.range for r in proxy.requests] == [
         "bytes=10-1500009",
         f"bytes={10 + after}-1500009",
     ]
-    assert store.stats.resumes == 1
+    assert quick.stats.resumes == 1
 
 
 def test_a_slow_body_is_waited_for(store, proxy):
@@ -130,7 +138,7 @@ def test_a_slow_body_is_waited_for(store, proxy):
 def test_a_body_that_drips_is_given_up(s3_environment, store, proxy):
     """No read of the socket ever times out, and yet nothing waits for ever."""
     proxy.faults.append(Fault("slow", rate=2_000, times=None))
-    hasty = open_store(store.uri, endpoint=proxy.endpoint, patience=3)
+    hasty = open_store(store.uri, endpoint=proxy.endpoint, patience=6)
     with pytest.raises(StoreUnavailable, match=r"x: gave up .*only \d+ bytes came in \d+ s"):
         hasty.get("x")
     assert len(proxy.requests) > 1  # another connection was given a chance
