@@ -6,6 +6,7 @@ is needed, none was timed. Writes results/sim_dep.json and .md, the picture of t
 tables of docs/dep_simulation.md.
 
     python benchmarks/sim_dep.py               # the committed results, minutes on one core
+    python benchmarks/sim_dep.py --bubbles     # only the tables of work in bubbles, anew
     python benchmarks/sim_dep.py --quick       # seconds; figures not to quote
 """
 
@@ -25,6 +26,7 @@ from benchmarks.result import RESULTS, versions, write
 from benchmarks.sim import report
 from benchmarks.sim.assumptions import Assumptions, encoder_parameters, gradient_sum_seconds
 from benchmarks.sim.backbone import BACKWARD, active_parameters, text_seconds
+from benchmarks.sim.bubbles import bubble_grid, run_bubbles
 from benchmarks.sim.corpus import (
     DOCUMENT_TEXT,
     TEXT_MEDIAN,
@@ -66,8 +68,21 @@ def simulate(quick: bool) -> dict[str, Any]:
         "assumptions": assumptions(mix),
         "layouts": {ranks: layout(ranks) for ranks in STEPS},
         "grid": cases,
+        "bubbles": simulate_bubbles(quick),
         "variations": varied,
     }
+
+
+def simulate_bubbles(quick: bool) -> list[dict[str, Any]]:
+    """Return what was found with vision work inside the pipeline's bubbles, ready for JSON."""
+    library, cases = Library(read_mix()), []
+    for one in bubble_grid(quick):
+        found = run_bubbles(one, library)
+        chunks = one.chunks or config_of(one.case).layout.vpp
+        cases.append({**_key(one.case), "chunks": chunks, "found": _rounded(found)})
+        shown = ", ".join(f"{name} {100 * way['efficiency']:.1f}" for name, way in found.items())
+        print(f"bubbles, {one.case.ranks} ranks, {chunks} chunks, {one.case.vision:.0%}: {shown}")
+    return cases
 
 
 def _key(case: Case) -> dict[str, Any]:
@@ -136,13 +151,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few steps, few variations")
+    parser.add_argument(
+        "--bubbles", action="store_true", help="only work in bubbles; keep the rest"
+    )
     parser.add_argument("--out", type=Path, help="JSON file; the page goes beside it")
     parser.add_argument("--picture", type=Path, help="PNG file")
     args = parser.parse_args(arguments)
     if args.quick and not (args.out and args.picture):
         parser.error("--quick needs --out and --picture: its figures must not replace the results")
     out, picture = args.out or RESULTS / "sim_dep.json", args.picture or PICTURE
-    found = json.loads(json.dumps(simulate(args.quick)))
+    if args.bubbles:
+        known = json.loads(out.read_text())
+        found = json.loads(json.dumps(known | {"bubbles": simulate_bubbles(args.quick)}))
+    else:
+        found = json.loads(json.dumps(simulate(args.quick)))
     write(found, out, report.page(found))
     report.picture(found, picture)
     if not args.quick:

@@ -5,12 +5,14 @@ token uses. Attention is counted over the whole row, causal: rows of short docum
 and without media alike.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.sim.assumptions import Assumptions
-from benchmarks.sim.pipeline import Shape, step_seconds
 from kimi_pretrain.config import Config
+from kimi_pretrain.dep.timeline import Schedule, Timeline, timeline
 from kimi_pretrain.parallel.layout import expand_stages
 from kimi_pretrain.weights.model_config import LanguageConfig
 
@@ -67,22 +69,62 @@ def stages_of(config: Config) -> list[str]:
     return ["E" + names[0], *names[1:-1], names[-1] + "L"]
 
 
-def shape_of(config: Config) -> Shape:
-    """Return the pipeline of one replica."""
-    return Shape(config.layout.pp, config.layout.vpp, config.num_microbatches())
-
-
 def text_seconds(
     config: Config,
     assumed: Assumptions,
     first_forward: Floats | None = None,
     first_backward: Floats | None = None,
 ) -> float:
-    """Return the seconds of a step's pipeline; see `pipeline.step_seconds` for the extra work."""
-    forward = chunk_flops(config) / assumed.backbone_flops
-    if assumed.equal_chunks:
-        forward = np.full_like(forward, forward.mean())
+    """Return the seconds of a step's pipeline.
+
+    Args:
+        first_forward, first_backward: seconds that virtual stage 0 takes longer, [microbatches]:
+            an encoder inside the graph.
+    """
+    return pipeline(config, assumed, None, first_forward, first_backward).line.total
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A replica's pipeline with text alone.
+
+    Attributes:
+        schedule: its passes.
+        forward, backward: seconds of a pass, [virtual stages, microbatches].
+        send: seconds from one stage to another.
+        line: when passes run.
+    """
+
+    schedule: Schedule
+    forward: Floats
+    backward: Floats
+    send: float
+    line: Timeline
+
+
+def pipeline(
+    config: Config,
+    assumed: Assumptions,
+    chunks: int | None = None,
+    first_forward: Floats | None = None,
+    first_backward: Floats | None = None,
+) -> Pipeline:
+    """Return the pipeline of one replica; see `text_seconds`.
+
+    Args:
+        chunks: so many on a rank, all of the same cost, instead of the layout's.
+    """
+    seconds = chunk_flops(config) / assumed.backbone_flops
+    if assumed.equal_chunks or chunks:
+        virtual = config.layout.pp * (chunks or config.layout.vpp)
+        seconds = np.full(virtual, seconds.sum() / virtual)
     row_bytes = config.data.seq_len * config.model.language.hidden_size * BYTES
     send = config.train.rows_per_microbatch * row_bytes / assumed.network
+    stages, count = config.layout.pp, config.num_microbatches()
+    schedule = Schedule(stages, len(seconds) // stages, count)
+    forward = np.repeat(seconds[:, None], count, axis=1)
     backward = BACKWARD * forward
-    return step_seconds(shape_of(config), forward, backward, send, first_forward, first_backward)
+    forward[0] += 0.0 if first_forward is None else first_forward
+    backward[0] += 0.0 if first_backward is None else first_backward
+    line = timeline(schedule, forward, backward, send)
+    return Pipeline(schedule, forward, backward, send, line)

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.result import named, table
+from benchmarks.sim.bubbles import WAYS
 from benchmarks.sim.study import SCHEMES
 
 BOUNDS = {
@@ -50,6 +51,10 @@ def page(report: Mapping[str, Any]) -> str:
         "## Where the time goes",
         "",
         *parts_table(report),
+        "",
+        "## Work inside the pipeline's bubbles",
+        "",
+        *bubbles_table(report),
         "",
         "## One thing changed at a time",
         "",
@@ -108,6 +113,26 @@ def parts_table(report: Mapping[str, Any]) -> list[str]:
             seconds = [f"{parts[key]:.3f}" for key in PARTS]
             rows.append([f"{case['vision']:.0%}, {TITLES[name]}", *seconds])
     return [f"Mean seconds of a step at {ranks:,} ranks.", "", *table(head, rows)]
+
+
+def bubbles_table(report: Mapping[str, Any]) -> list[str]:
+    """Return the efficiency of each way to fill bubbles: a table for each pipeline."""
+    lines: list[str] = []
+    for chunks in dict.fromkeys(case["chunks"] for case in report["bubbles"]):
+        cases = [case for case in report["bubbles"] if case["chunks"] == chunks]
+        names = [name for name in WAYS if any(name in case["found"] for case in cases)]
+        columns = sorted({(case["ranks"], case["vision"]) for case in cases})
+        found = {(case["ranks"], case["vision"]): case["found"] for case in cases}
+        rows = [
+            [WAYS[name].title]
+            + [_percent(found[c][name]["efficiency"]) if name in found[c] else "" for c in columns]
+            for name in names
+        ]
+        head = [f"{chunks} virtual stages", *(f"{r:,}, {vision:.0%}" for r, vision in columns)]
+        lines += [*table(head, rows), ""]
+    steps = {case["ranks"]: case["steps"] for case in report["bubbles"]}
+    counted = ", ".join(f"{count} at {ranks:,} ranks" for ranks, count in steps.items())
+    return [*lines, f"Columns: ranks, vision tokens. Steps: {counted}."]
 
 
 def variations_tables(report: Mapping[str, Any]) -> list[str]:
@@ -193,6 +218,7 @@ def filled(document: str, report: Mapping[str, Any]) -> str:
     for name, lines in (
         ("efficiency", main_table(report)),
         ("parts", parts_table(report)),
+        ("bubbles", bubbles_table(report)),
         ("sensitivity", sensitivity_table(report)),
         ("earlier", earlier_table(report)),
     ):
@@ -233,7 +259,7 @@ MEANING = {
     "encoder_parameters": "of the published sizes, biases left out",
     "active_parameters": "of the published sizes, without the input table",
     "language_backward": "backward of the language model, in forwards; nothing of it is recomputed",
-    "bubble_filling": "vision work inside the pipeline's bubbles",
+    "bubble_filling": "vision work inside the pipeline's bubbles, but in the table of it",
     "seq_len": "tokens of a row",
     "rows_per_rank": "rows of a step over ranks: 64 microbatches of one row at PP16",
     "limits": "patches of an image, and of each of up to 4 frames of a video chunk, before padding",

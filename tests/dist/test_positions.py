@@ -1,4 +1,4 @@
-"""Position ids and their rotary angles, in a process of their own: Megatron-Core changes it."""
+"""Positions, angles, the order of passes, in a process of their own: Megatron-Core changes it."""
 
 import pytest
 
@@ -7,8 +7,10 @@ from tests import fork_server
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 
-def test_positions_follow_the_config_and_angles_the_positions():
-    cases = "tests/dist/positions_case.py", "tests/dist/rotary_case.py"
+def test_positions_follow_the_config_angles_the_positions_and_plans_megatron_core():
+    cases = (
+        "tests/dist/positions_case.py", "tests/dist/rotary_case.py", "tests/dist/schedule_case.py",
+    )  # fmt: skip
     done = fork_server.run(["-m", "pytest", "-q", "-p", "no:cacheprovider", *cases], 100)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert " passed" in done.stdout or done.stdout.strip().startswith(".")

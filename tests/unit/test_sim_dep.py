@@ -13,55 +13,10 @@ from benchmarks.sim.assumptions import (
 )
 from benchmarks.sim.backbone import active_parameters, chunk_flops, text_seconds
 from benchmarks.sim.phases import colocated, decoupled, true_plan
-from benchmarks.sim.pipeline import Shape, order_of, step_seconds
 from benchmarks.sim.study import SCHEMES, Case, Scheme, config_of, run
 from moonvit3d.geometry import PatchLimits
 
-# The pipeline -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ranks", "chunks", "microbatches"),
-    [(1, 1, 5), (2, 1, 2), (4, 1, 16), (16, 1, 64), (4, 2, 8), (8, 2, 32), (16, 2, 64), (4, 3, 16)],
-)
-def test_equal_stages_take_as_long_as_the_closed_form(ranks, chunks, microbatches):
-    shape, forward, backward = Shape(ranks, chunks, microbatches), 3.0, 5.0
-    found = step_seconds(shape, np.full(shape.stages, forward), np.full(shape.stages, backward))
-    # All passes of a rank, and a bubble that interleaving divides by the chunks of a rank.
-    whole = chunks * (forward + backward)
-    assert found == pytest.approx((microbatches + (ranks - 1) / chunks) * whole, rel=1e-12)
-
-
-def test_a_pipeline_worked_out_by_hand():
-    #   rank 0  F0 F1 .  .  B0 B0 .  B1 B1         F 1, B 2
-    #   rank 1  .  F0 F0 B0 F1 F1 B1               F 2, B 1
-    shape, forward, backward = Shape(2, 1, 2), np.array([1.0, 2.0]), np.array([2.0, 1.0])
-    assert step_seconds(shape, forward, backward) == 9.0
-    # Half a second on the way, there and back, twice in the longest chain.
-    assert step_seconds(shape, forward, backward, send=0.5) == 10.0 + 0.0
-    # Microbatch 1 takes three seconds more on its way in: F1 ends at 5, so B1 begins at 8.
-    late = np.array([0.0, 3.0])
-    assert step_seconds(shape, forward, backward, first_forward=late) == 10.0
-    assert step_seconds(shape, forward, backward, first_backward=late) == 12.0
-
-
-def test_every_rank_runs_each_pass_of_its_chunks_once():
-    shape = Shape(4, 2, 8)
-    for rank in range(4):
-        passes = order_of(shape, rank)
-        assert len(set(passes)) == len(passes) == 2 * 2 * 8
-        assert {stage % 4 for _, stage, _ in passes} == {rank}
-        held = most = 0
-        for backward, _, _ in passes:
-            held += -1 if backward else 1
-            most = max(most, held)
-        # Megatron-Core's warm-up, and the one forward that follows it.
-        assert (held, most) == (0, 2 * (4 - rank - 1) + 4 + 1)
-
-
-def test_interleaving_wants_whole_groups_of_microbatches():
-    with pytest.raises(ValueError, match="6 microbatches are not a multiple of 4"):
-        Shape(4, 2, 6)
+# The model ----------------------------------------------------------------------------------------
 
 
 def test_operations_are_those_of_the_published_model():

@@ -1,0 +1,328 @@
+"""How long a step takes whose vision work runs inside the pipeline's bubbles.
+
+`kimi_pretrain.dep.bubble_plan` plans on the timeline of the text alone with what items should cost;
+here the plan runs, with what they do cost: a rank does the pieces of each of its slots, then its
+pass, and whoever waits for it is later. The replicas of a group of experts meet in every layer, so
+their passes begin together, when the last of them is ready.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.sim.assumptions import Assumptions, gradient_sum_seconds
+from benchmarks.sim.backbone import Pipeline, pipeline
+from benchmarks.sim.corpus import Library
+from benchmarks.sim.phases import BYTES, true_costs
+from benchmarks.sim.study import Case, config_of
+from data_pipeline.plan.step_plan import GlobalPlan
+from kimi_pretrain.config import GIB, Config
+from kimi_pretrain.dep.bubble_plan import (
+    BubblePlan,
+    Filling,
+    Units,
+    check,
+    gaps_of,
+    plan_bubbles,
+)
+from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
+from kimi_pretrain.dep.planner import grids_of
+from kimi_pretrain.dep.row_order import microbatch_order
+from kimi_pretrain.parallel.ranks import Ranks
+from moonvit3d.memory import activation_bytes
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Bubbles:
+    """A way to fill bubbles.
+
+    Attributes:
+        title: in words.
+        order_rows: as in `data`.
+        filling: of the plan.
+        scatter: how far true costs are off, as `Assumptions.cost_scatter`.
+    """
+
+    title: str
+    order_rows: str = "light_ends"
+    filling: Filling = Filling()
+    scatter: float = 0.1
+
+
+def units_of(plan: GlobalPlan, config: Config, assumed: Assumptions) -> Units:
+    """Return a step's units with what they should cost."""
+    seconds = true_costs(config, assumed).seconds(plan.items.patches) / FORWARDS_PER_STEP
+    per_microbatch = config.train.rows_per_microbatch
+    number = plan.items.row.astype(np.int64) // per_microbatch
+    home, number = np.divmod(number, plan.num_rows // (config.layout.dp * per_microbatch))
+    place = np.argsort(microbatch_order(plan, config), axis=1)
+    return Units(
+        item=np.arange(len(number)),
+        home=home,
+        microbatch=place[home, number],
+        forward=seconds,
+        recompute=seconds,
+        backward=2 * seconds,
+        kept_bytes=activation_bytes(grids_of(plan), config.model.vision, BYTES),
+    ).ordered()
+
+
+def scattered(units: Units, step: int, seed: int, scatter: float) -> Units:
+    """Return the units with what they do cost: the same draws as `phases.true_plan`."""
+    draw = np.random.Generator(np.random.Philox(key=(seed, step)))
+    off = np.exp(scatter * draw.standard_normal(len(units)))[units.item]
+    passes = {name: getattr(units, name) * off for name in ("forward", "recompute", "backward")}
+    return replace(units, **passes)
+
+
+def run_through(
+    plan: BubblePlan, units: Units, text: Pipeline, filling: Filling, experts: int
+) -> float:
+    """Return when the last rank is done with a step, in seconds from its beginning.
+
+    Args:
+        units: those of the plan, with true costs.
+        text: the pipeline without vision work.
+        filling: of the plan: pieces, transport, and what a bubble that is used loses.
+        experts: replicas that meet in every layer.
+    """
+    schedule, line = text.schedule, text.line
+    replicas = len(plan.stage) // schedule.stages
+    work = _work(plan, units, replicas)
+    order: list[tuple[float, int, int, int]] = []
+    for stage in range(schedule.stages):
+        for slot in range(schedule.num_passes + 1):
+            last = slot == schedule.num_passes
+            begin = line.end[stage, slot - 1] if slot else -np.inf
+            start = np.inf if last else line.start[stage, slot]
+            order += [(begin, stage, 0, slot)] if (stage, slot, 0) in work else []
+            order += [(start, stage, 1, slot)] if (stage, slot, 1) in work else []
+            order += [] if last else [(start, stage, 2, slot)]
+    numbers = [{one: n for n, one in enumerate(passes)} for passes in schedule.passes]
+    lengths = [
+        {gap.slot: gap.end - gap.begin for gap in gaps_of(stage, line, filling)}
+        for stage in range(schedule.stages)
+    ]
+    groups = replicas // experts
+    busy = np.zeros((schedule.stages, replicas))
+    opened = np.zeros((schedule.stages, replicas))  # when the slot began
+    ended = np.zeros((schedule.stages, schedule.num_passes, groups))
+    ready = np.zeros((schedule.microbatches, replicas))
+    done = np.zeros((schedule.microbatches, groups))
+    left: dict[tuple[int, int], deque[list[Any]]] = defaultdict(deque)
+    for _, stage, kind, slot in sorted(order):
+        inside = 0 < slot < schedule.num_passes
+        lost = filling.slot_seconds if inside else 0.0
+        if kind == 0:
+            for replica, home, microbatch, runs, last in work[stage, slot, 0]:
+                if busy[stage, replica] == opened[stage, replica]:
+                    busy[stage, replica] += lost
+                busy[stage, replica] += sum(count * seconds for count, seconds in runs)
+                if last:
+                    at = busy[stage, replica] + filling.transport
+                    ready[microbatch, home] = max(ready[microbatch, home], at)
+        elif kind == 1:
+            for replica, home, microbatch, runs, _ in work[stage, slot, 1]:
+                left[stage, replica] += [[home // experts, microbatch, *run] for run in runs]
+            for replica in range(replicas):
+                ends = opened[stage, replica] + lost + lengths[stage][slot] if inside else np.inf
+                if left[stage, replica] and busy[stage, replica] == opened[stage, replica]:
+                    busy[stage, replica] += lost
+                time = _spent(left[stage, replica], float(busy[stage, replica]), ends, done)
+                busy[stage, replica] = time
+        else:
+            backward, chunk, microbatch = this = schedule.passes[stage][slot]
+            start = busy[stage].reshape(groups, experts).max(axis=1)
+            needed = schedule.needed(stage, this)
+            if needed is not None:
+                other, before = needed
+                own = backward and not before.backward
+                came = ended[other, numbers[other][before]] + (0.0 if own else text.send)
+                start = np.maximum(start, came)
+            first = stage == 0 and chunk == 0
+            if first and not backward:
+                media = ready[microbatch].reshape(groups, experts).max(axis=1)
+                start = np.maximum(start, media)
+            table = text.backward if backward else text.forward
+            end = start + table[chunk * schedule.stages + stage, microbatch]
+            ended[stage, slot] = end
+            busy[stage] = opened[stage] = np.repeat(end, experts)
+            if first and backward:
+                done[microbatch] = end + filling.transport
+    return float(busy.max())
+
+
+def _spent(left: deque[list[Any]], time: float, ends: float, done: Floats) -> float:
+    """Do pieces that wait for gradients until a slot is used up; return when the rank is free.
+
+    A rank may put these off by itself: nobody waits for them before the step's end.
+
+    Args:
+        left: (group, microbatch, pieces, seconds of each) in order; what is done is taken out.
+        ends: when the slot is used up; no piece begins that goes over it.
+        done: when the gradients of a microbatch are there, [microbatches, groups].
+    """
+    while left:
+        group, microbatch, count, seconds = left[0]
+        start = max(time, float(done[microbatch, group]))
+        fits = count if start + count * seconds <= ends else int(max(0.0, ends - start) // seconds)
+        if fits:
+            time = start + fits * seconds
+        if fits < count:
+            left[0][2] -= fits
+            break
+        left.popleft()
+    return time
+
+
+Runs = list[tuple[int, float]]  # pieces, and seconds of each
+
+
+def _work(
+    plan: BubblePlan, units: Units, replicas: int
+) -> Mapping[tuple[int, int, int], list[tuple[int, int, int, Runs, bool]]]:
+    """Return (stage, slot, 0 forward or 1 backward) -> what its ranks do there, in their order.
+
+    Each as (replica, replica that needs it, microbatch, pieces, whether they are the last).
+    """
+    cut = plan.pieces
+    home, microbatch = units.home.tolist(), units.microbatch.tolist()
+    columns = (units.forward / cut, units.recompute / cut, units.backward / cut)
+    forward, recompute, backward = (column.tolist() for column in columns)
+    kept = plan.kept.tolist()
+    found: dict[tuple[int, int, int], list[tuple[int, int, int, Runs, bool]]] = defaultdict(list)
+    for rank, stage in enumerate(plan.stage.tolist()):
+        replica = rank % replicas
+        for unit, slot, begin, end in plan.forward[rank]:
+            runs = [(end - begin, forward[unit])]
+            entry = (replica, home[unit], microbatch[unit], runs, end == cut)
+            found[stage, slot, 0].append(entry)
+        for unit, slot, begin, end in plan.backward[rank]:
+            again = 0 if kept[unit] else max(0, min(end, cut) - begin)
+            runs = [(again, recompute[unit]), (end - begin - again, backward[unit])]
+            runs = [run for run in runs if run[0]]
+            found[stage, slot, 1].append((replica, home[unit], microbatch[unit], runs, False))
+    return found
+
+
+@dataclass(frozen=True)
+class BubbleStep:
+    """A step with work in its bubbles, in seconds.
+
+    Attributes:
+        text: with text alone.
+        load: of vision work, mean of all ranks.
+        bubble: of the pipeline with text alone, mean of all ranks.
+        upfront, after: planned before and behind the passes.
+        total: of the step.
+        kept_gib: most that a rank keeps of activations, were all of them there at once.
+    """
+
+    text: float
+    load: float
+    bubble: float
+    upfront: float
+    after: float
+    total: float
+    kept_gib: float
+
+
+def bubble_step(
+    plan: GlobalPlan, case: Case, way: Bubbles, chunks: int | None = None
+) -> BubbleStep:
+    """Plan a step's vision work into the bubbles, check the plan, and let it run.
+
+    Args:
+        chunks: as in `backbone.pipeline`.
+    """
+    config = config_of(case)
+    config = config.replace(data=config.data.replace(order_rows=way.order_rows))
+    text = pipeline(config, case.assumed, chunks)
+    stage = np.arange(case.ranks) // config.layout.dp
+    assert np.array_equal(np.arange(case.ranks) % config.layout.dp, Ranks(config.layout, 8).replica)
+    units = units_of(plan, config, case.assumed)
+    found = plan_bubbles(units, text.schedule, text.line, stage, way.filling)
+    check(found)
+    true = scattered(units, plan.step, case.seed, way.scatter)
+    seconds = run_through(found, true, text, way.filling, config.layout.ep)
+    passes = (text.forward + text.backward).sum() / config.layout.pp
+    spent = true.forward + true.backward + np.where(found.kept, 0.0, true.recompute)
+    kept = np.bincount(found.rank[found.kept], units.kept_bytes[found.kept], case.ranks)
+    fixed = gradient_sum_seconds(config, case.assumed) + 2 * case.assumed.phase_seconds
+    return BubbleStep(
+        text=text.line.total,
+        load=float(spent.sum()) / case.ranks,
+        bubble=text.line.total - float(passes),
+        upfront=found.upfront,
+        after=found.after,
+        total=seconds + fixed,
+        kept_gib=float(kept.max()) / GIB if len(kept) else 0.0,
+    )
+
+
+KEPT_GIB = 40
+WAYS = {
+    "drawn": Bubbles("rows as they are drawn", order_rows="as_drawn"),
+    "light": Bubbles("light rows first and last"),
+    "kept": Bubbles(
+        f"the same, activations kept in {KEPT_GIB} GiB", filling=Filling(room_bytes=KEPT_GIB * GIB)
+    ),
+    "whole": Bubbles("light rows, items in one piece", filling=Filling(pieces=1)),
+    "edges": Bubbles(
+        "light rows, only in the first and the last slot", filling=Filling(edges=True)
+    ),
+    "known": Bubbles(
+        "light rows, costs known, no margin", filling=Filling(margin=1.0), scatter=0.0
+    ),
+}
+
+
+@dataclass(frozen=True)
+class BubbleCase:
+    """Steps to simulate, and how; `chunks` as in `backbone.pipeline`."""
+
+    case: Case
+    chunks: int | None
+    ways: tuple[str, ...]
+
+
+def bubble_grid(quick: bool) -> Iterator[BubbleCase]:
+    """Yield the cases of the tables."""
+    shares = (0.1, 0.3, 0.5)
+    if quick:
+        yield BubbleCase(Case(64, shares[0], 1), None, ("light",))
+        return
+    for vision in shares:
+        yield BubbleCase(Case(256, vision, 4), None, tuple(WAYS))
+        yield BubbleCase(Case(256, vision, 4), 4, ("drawn", "light", "kept"))
+    for ranks in (1024, 4096):
+        for vision in shares:
+            yield BubbleCase(Case(ranks, vision, 1), None, ("light", "kept"))
+
+
+def run_bubbles(one: BubbleCase, library: Library) -> dict[str, dict[str, Any]]:
+    """Simulate a case; returns way -> efficiency, its error, and mean seconds of the parts."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in one.ways:
+        steps = [
+            bubble_step(plan, one.case, WAYS[name], one.chunks)
+            for plan in library.steps(config_of(one.case).data, one.case.num_steps)
+        ]
+        totals = np.array([step.total for step in steps])
+        spread = float(totals.std(ddof=1)) if len(totals) > 1 else 0.0
+        efficiency = steps[0].text / float(totals.mean())
+        found[name] = {
+            "efficiency": efficiency,
+            "error": efficiency * spread / float(totals.mean()) / np.sqrt(len(totals)),
+            "parts": {
+                key: float(np.mean([asdict(step)[key] for step in steps]))
+                for key in asdict(steps[0])
+            },
+        }
+    return found

@@ -1,0 +1,516 @@
+"""Which rank does which vision work in which bubble of its pipeline. Pure: all ranks agree.
+
+A unit is the encoder's work on one item: a forward pass, whose output a first-stage rank needs when
+it starts the item's microbatch, and later a recomputed forward pass and a backward pass, whose
+gradient comes when that rank is through with the microbatch. The encoder may stop between its
+blocks, so a unit is cut into pieces. A rank works in its slots: slot n of a stage lies between its
+passes n - 1 and n, the first one before all passes, the last one behind them. What does not fit
+between the passes goes there: `upfront` and `after` say how much longer the step is for it.
+
+No plan may let ranks wait for each other in a circle. Whatever one timeline orders is free of that,
+whatever pieces and passes really take; so units are placed on one timeline of the schedule, and
+`check` runs the result through without durations all the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kimi_pretrain.dep.timeline import Pass, Schedule, Timeline
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Units:
+    """The vision work of a step, in the order of all messages. Columns of equal length.
+
+    Attributes:
+        item: number of the item in the step.
+        home: replica that needs it.
+        microbatch: of the replica, as it runs; rising.
+        forward, recompute, backward: seconds.
+        kept_bytes: what its activations take if they are kept, instead of the recompute.
+    """
+
+    item: Ints
+    home: Ints
+    microbatch: Ints
+    forward: Floats
+    recompute: Floats
+    backward: Floats
+    kept_bytes: Ints
+
+    def __len__(self) -> int:
+        return len(self.item)
+
+    def ordered(self) -> Self:
+        """Return the units in the order of microbatches, replicas and items."""
+        order = np.lexsort((self.item, self.home, self.microbatch))
+        return type(self)(*(column[order] for column in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Filling:
+    """How bubbles are filled.
+
+    Attributes:
+        margin: a piece in a bubble is planned to take so many times its seconds.
+        transport: seconds from the end of a forward pass until its output is at the first stage,
+            and from there back.
+        slot_seconds: lost in each bubble that is used.
+        pieces: into which each of the three passes of a unit can be cut; 1: not at all.
+        edges: only before a stage's first pass and behind its last.
+        room_bytes: of a rank, for activations that are kept.
+    """
+
+    margin: float = 1.15
+    transport: float = 0.002
+    slot_seconds: float = 0.001
+    pieces: int = 27
+    edges: bool = False
+    room_bytes: int = 0
+
+
+class Slice(NamedTuple):
+    """Pieces of a unit that a rank does in one slot: begin to end of all pieces of that kind."""
+
+    unit: int
+    slot: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class BubblePlan:
+    """Who does what when.
+
+    Attributes:
+        schedule: of a replica's pipeline.
+        stage: of each rank, [ranks].
+        microbatch: of each unit, [units].
+        rank: that does it, [units].
+        kept: its activations are kept, [units].
+        pieces: of a unit's forward pass, of its recompute, and of its backward pass.
+        forward: of each rank its slices of forward passes, in time and in the order of units.
+        backward: the same of what comes later: pieces of the recompute, then of the backward pass.
+        upfront, after: seconds before and behind the passes.
+    """
+
+    schedule: Schedule
+    stage: Ints
+    microbatch: Ints
+    rank: Ints
+    kept: NDArray[np.bool_]
+    pieces: int
+    forward: list[list[Slice]]
+    backward: list[list[Slice]]
+    upfront: float
+    after: float
+
+
+class WaitsInACircle(ValueError):
+    """A plan in which ranks would wait for each other."""
+
+
+# What gaps of a stage are used for at least, in the choice of ranks, however large pieces are.
+LEAST_USE = 0.25
+
+
+# Where a rank is free -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A wait of a stage: from when to when, and how much slower work is planned to be there."""
+
+    slot: int
+    begin: float
+    end: float
+    margin: float
+
+
+def gaps_of(stage: int, line: Timeline, filling: Filling) -> list[Gap]:
+    """Return the slots of a stage that have room, in time, and the first and the last one anyway.
+
+    The first and the last one can grow beyond the passes: what is put there has no margin.
+    """
+    start, end = line.start[stage], line.end[stage]
+    inside = [
+        Gap(n, float(end[n - 1]), float(start[n]) - filling.slot_seconds, filling.margin)
+        for n in range(1, len(start))
+        if not filling.edges and start[n] - end[n - 1] > filling.slot_seconds
+    ]
+    first = Gap(0, 0.0, max(0.0, float(start[0]) - filling.slot_seconds), filling.margin)
+    return [first, *inside, Gap(len(start), float(end[-1]), line.total, 1.0)]
+
+
+@dataclass(frozen=True)
+class Borders:
+    """When the first stage starts each microbatch, and when it is through with it, [microbatches].
+
+    Media must be done before `need`, their gradients are there from `done` on; both with transport.
+    """
+
+    need: Floats
+    done: Floats
+
+
+def borders_of(schedule: Schedule, line: Timeline, transport: float) -> Borders:
+    """Return the borders of all microbatches on a timeline."""
+    place = {one: n for n, one in enumerate(schedule.passes[0])}
+    numbers = range(schedule.microbatches)
+    need = line.start[0][[place[Pass(False, 0, m)] for m in numbers]] - transport
+    done = line.end[0][[place[Pass(True, 0, m)] for m in numbers]] + transport
+    return Borders(need, done)
+
+
+# Who does what ------------------------------------------------------------------------------------
+
+
+class _Room:
+    """What ranks can still take: seconds without margin, for all sets of units that may bind.
+
+    Forward passes with deadlines, earliest first, fit a rank if for each microbatch all that is
+    needed until then fits into the bubbles before. Backward passes the same from the other end. And
+    both together must fit into all bubbles. `upfront` and `after` are seconds that all ranks have.
+
+    Attributes:
+        forward, backward: [microbatches, ranks]; `forward[m]` is the least room before any deadline
+            from m on, `backward[m]` the least room behind any release up to m.
+        both: [ranks].
+    """
+
+    def __init__(self, gaps: Sequence[Sequence[Gap]], stage: Ints, borders: Borders):
+        forward, backward, both = [], [], []
+        for mine in gaps:
+            begin, end, margin = np.array([(g.begin, g.end, g.margin) for g in mine]).T
+            before = np.minimum(end, borders.need[:, None]) - begin
+            behind = end - np.maximum(begin, borders.done[:, None])
+            forward.append((np.maximum(before, 0.0) / margin).sum(axis=1))
+            backward.append((np.maximum(behind, 0.0) / margin).sum(axis=1))
+            both.append(((end - begin) / margin).sum())
+        # Deadlines before the first microbatch's own start leave no room, not less than none.
+        self.forward = np.array(forward).T[:, stage]
+        self.backward = np.array(backward).T[:, stage]
+        self.forward = np.minimum.accumulate(self.forward[::-1], axis=0)[::-1].copy()
+        self.backward = np.minimum.accumulate(self.backward, axis=0).copy()
+        self.both = np.array(both)[stage]
+        self.upfront = self.after = 0.0
+
+    def rank_for(self, microbatch: int, forward: Floats, backward: Floats) -> int:
+        """Return the rank that keeps most room, or makes the step longer by the least.
+
+        Args:
+            forward, backward: room that a unit takes on each rank, [ranks].
+        """
+        before = self.forward[microbatch] - forward + self.upfront
+        behind = self.backward[microbatch] - backward + self.after
+        both = self.both - forward - backward + (self.upfront + self.after)
+        least = np.minimum(both, np.minimum(3 * before, 1.5 * behind))
+        rank = int(least.argmax())
+        if least[rank] >= 0:
+            return rank
+        early, late = np.maximum(-before, 0.0), np.maximum(-behind, 0.0)
+        late += np.maximum(-both - early - late, 0.0)
+        rank = int((early + late).argmin())
+        self.upfront += float(early[rank])
+        self.after += float(late[rank])
+        return rank
+
+    def take(self, rank: int, microbatch: int, forward: float, backward: float) -> None:
+        """Give a unit to a rank."""
+        column = self.forward[:, rank]
+        column[microbatch:] -= forward
+        np.minimum(column[:microbatch], column[microbatch], out=column[:microbatch])
+        column = self.backward[:, rank]
+        column[: microbatch + 1] -= backward
+        np.minimum(column[microbatch:], column[microbatch], out=column[microbatch:])
+        self.both[rank] -= forward + backward
+
+
+def _waste(gaps: Sequence[Sequence[Gap]], piece: Floats) -> Floats:
+    """Return how much more room than its seconds a unit takes on each stage, [units, stages].
+
+    Gaps are filled with whole pieces, and what is left of them is lost.
+    """
+    found = []
+    for mine in gaps:
+        size = np.array([(gap.end - gap.begin) / gap.margin for gap in mine])
+        used = np.floor(size / piece[:, None]) * piece[:, None]
+        whole = float(size.sum())
+        found.append(used.sum(axis=1) / whole if whole else np.ones(len(piece)))
+    return 1.0 / np.maximum(np.array(found).T, LEAST_USE)
+
+
+def _assigned(
+    units: Units, room: _Room, gaps: Sequence[Sequence[Gap]], stage: Ints, filling: Filling
+) -> tuple[Ints, NDArray[np.bool_]]:
+    """Return the rank of each unit, and whether its activations are kept there: largest first."""
+    later = units.recompute + units.backward
+    early_waste = _waste(gaps, units.forward / filling.pieces)
+    late_waste = _waste(gaps, units.backward / filling.pieces)
+    rank, kept = np.zeros(len(units), np.int64), np.zeros(len(units), np.bool_)
+    free = np.full(len(room.both), filling.room_bytes, np.int64)
+    for unit in np.argsort(-(units.forward + later), kind="stable").tolist():
+        microbatch, size = int(units.microbatch[unit]), int(units.kept_bytes[unit])
+        keeps = free >= size
+        early = units.forward[unit] * early_waste[unit][stage]
+        late = np.where(keeps, units.backward[unit], later[unit]) * late_waste[unit][stage]
+        one = room.rank_for(microbatch, early, late)
+        room.take(one, microbatch, float(early[one]), float(late[one]))
+        rank[unit], kept[unit] = one, keeps[one]
+        free[one] -= size * keeps[one]
+    return rank, kept
+
+
+# When it is done ----------------------------------------------------------------------------------
+
+
+class _Job(NamedTuple):
+    """Pieces of a unit: runs of (how many, seconds of each); the border that it must not cross."""
+
+    unit: int
+    runs: list[tuple[int, float]]
+    border: float
+
+
+def _before(
+    jobs: Sequence[_Job], cursor: list[float], gaps: Sequence[Gap]
+) -> tuple[list[Slice], float]:
+    """Put pieces into gaps, in order and as early as can be, each job before its border.
+
+    Args:
+        cursor: where each gap is free from; moved.
+
+    Returns:
+        the slices, and the seconds of the first job that has no room before its border; 0 if all
+        have.
+    """
+    found: list[Slice] = []
+    at = 0
+    for job in jobs:
+        piece = 0
+        for count, seconds in job.runs:
+            left = count
+            while left:
+                if at == len(gaps) or gaps[at].begin >= job.border:
+                    return found, left * seconds
+                gap = gaps[at]
+                fits = _fitting(left, seconds * gap.margin, min(gap.end, job.border) - cursor[at])
+                if fits:
+                    cursor[at] += fits * seconds * gap.margin
+                    found.append(Slice(job.unit, gap.slot, piece, piece + fits))
+                    piece, left = piece + fits, left - fits
+                if left:
+                    at += 1
+    return found, 0.0
+
+
+def _behind(jobs: Sequence[_Job], cursor: list[float], gaps: Sequence[Gap]) -> list[Slice]:
+    """Put pieces into gaps, in order and as early as can be, each job behind its border.
+
+    The last gap has no end. A rank that needs less than the others has then time to spare at the
+    end of the step, where costs that turn out higher do least harm.
+    """
+    found: list[Slice] = []
+    at = 0
+    for job in jobs:
+        piece = 0
+        for count, seconds in job.runs:
+            left = count
+            while left:
+                gap, begin = gaps[at], max(cursor[at], job.border)
+                last = at == len(gaps) - 1
+                took = seconds * gap.margin
+                fits = left if last else _fitting(left, took, gap.end - begin)
+                if fits:
+                    cursor[at] = begin + fits * took
+                    found.append(Slice(job.unit, gap.slot, piece, piece + fits))
+                    piece, left = piece + fits, left - fits
+                if left:
+                    at += 1
+    return found
+
+
+def _fitting(pieces: int, seconds: float, room: float) -> int:
+    """Return how many of so many pieces fit."""
+    return pieces if pieces * seconds <= room else max(0, int((room + 1e-9) // seconds))
+
+
+def _placed(
+    forward: Sequence[_Job], backward: Sequence[_Job], gaps: Sequence[Gap], upfront: float
+) -> tuple[list[Slice], list[Slice], float, float]:
+    """Place the work of one rank.
+
+    Args:
+        forward: in the order of units; borders are when outputs are needed.
+        backward: the same; borders are when gradients come.
+        upfront: seconds before the passes to begin with; more is taken where they do not do.
+
+    Returns:
+        the slices of both kinds, the seconds that were needed before the passes, and the end.
+    """
+    while True:
+        first = Gap(gaps[0].slot, gaps[0].begin - upfront, gaps[0].begin, 1.0)
+        wide = [first, *gaps]
+        cursor = [gap.begin for gap in wide]
+        early, short = _before(forward, cursor, wide)
+        if not short:
+            break
+        upfront += short * (1 + 1e-9)
+    late = _behind(backward, cursor, wide)
+    return early, late, upfront, cursor[-1]
+
+
+class _Work:
+    """What each rank has to do, as jobs."""
+
+    def __init__(
+        self, units: Units, rank: Ints, kept: NDArray[np.bool_], gaps: Sequence[Sequence[Gap]],
+        stage: Ints, borders: Borders, filling: Filling,
+    ):  # fmt: skip
+        cut = filling.pieces
+        self.gaps, self.stage = gaps, stage.tolist()
+        self.jobs: list[tuple[_Job, _Job]] = []
+        columns = (units.forward, units.recompute, units.backward, units.microbatch, kept)
+        for unit, (forward, recompute, backward, microbatch, keeps) in enumerate(
+            zip(*(column.tolist() for column in columns))
+        ):
+            again = [] if keeps else [(cut, recompute / cut)]
+            early = _Job(unit, [(cut, forward / cut)], float(borders.need[microbatch]))
+            late = _Job(unit, [*again, (cut, backward / cut)], float(borders.done[microbatch]))
+            self.jobs.append((early, late))
+        self.units: list[list[int]] = [[] for _ in self.stage]
+        for unit, one in enumerate(rank.tolist()):
+            self.units[one].append(unit)
+
+    def placed(
+        self, rank: int, units: Sequence[int], upfront: float
+    ) -> tuple[list[Slice], list[Slice], float, float]:
+        """Place the units of a rank; see `_placed`."""
+        early, late = zip(*(self.jobs[unit] for unit in units)) if units else ((), ())
+        return _placed(early, late, self.gaps[self.stage[rank]], upfront)
+
+
+def plan_bubbles(
+    units: Units, schedule: Schedule, line: Timeline, stage: Ints, filling: Filling
+) -> BubblePlan:
+    """Place all units on the ranks' bubbles.
+
+    Args:
+        units: as `Units.ordered` has them.
+        schedule: of a replica's pipeline.
+        line: of the schedule with text alone.
+        stage: pipeline stage of each rank that may take part, [ranks].
+        filling: how.
+    """
+    borders = borders_of(schedule, line, filling.transport)
+    gaps = [gaps_of(one, line, filling) for one in range(schedule.stages)]
+    room = _Room(gaps, stage, borders)
+    rank, kept = _assigned(units, room, gaps, stage, filling)
+    work = _Work(units, rank, kept, gaps, stage, borders, filling)
+    # What the slowest rank needs before its passes, all have.
+    upfront = max(work.placed(one, mine, 0.0)[2] for one, mine in enumerate(work.units))
+    forward: list[list[Slice]] = []
+    backward: list[list[Slice]] = []
+    end = line.total
+    for one, mine in enumerate(work.units):
+        early, late, upfront, last = work.placed(one, mine, upfront)
+        forward.append(early)
+        backward.append(late)
+        end = max(end, last)
+    return BubblePlan(
+        schedule, stage, units.microbatch, rank, kept, filling.pieces, forward, backward, upfront,
+        end - line.total,
+    )  # fmt: skip
+
+
+# Does it end? -------------------------------------------------------------------------------------
+
+
+def check(plan: BubblePlan) -> None:
+    """Run a plan without durations, every wait blocking and all replicas in step.
+
+    In a slot a rank does its forward pieces, then those that wait for a gradient.
+
+    Raises:
+        WaitsInACircle: it does not come to its end; names the passes.
+        ValueError: a unit is not done once and in order, or out of the order of messages.
+    """
+    _check_slices(plan)
+    schedule, slots = plan.schedule, plan.schedule.num_passes + 1
+    # Of each stage and slot: units whose last forward piece is there, microbatches it waits for.
+    made: list[list[list[int]]] = [[[] for _ in range(slots)] for _ in range(schedule.stages)]
+    waits: list[list[set[int]]] = [[set() for _ in range(slots)] for _ in range(schedule.stages)]
+    missing = np.bincount(plan.microbatch, minlength=schedule.microbatches).tolist()
+    for stage, forward, backward in zip(plan.stage.tolist(), plan.forward, plan.backward):
+        last = {one.unit: one.slot for one in forward}
+        for unit, slot in last.items():
+            made[stage][slot].append(int(plan.microbatch[unit]))
+        for one in backward:
+            waits[stage][one.slot].add(int(plan.microbatch[one.unit]))
+    at, worked = [0] * schedule.stages, [False] * schedule.stages
+    done: set[tuple[int, Pass]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for stage, passes in enumerate(schedule.passes):
+            while at[stage] < slots:
+                slot = at[stage]
+                if not worked[stage]:
+                    for microbatch in made[stage][slot]:
+                        missing[microbatch] -= 1
+                    worked[stage] = moved = True
+                if any((0, Pass(True, 0, m)) not in done for m in waits[stage][slot]):
+                    break
+                if slot < len(passes):
+                    this = passes[slot]
+                    needed = schedule.needed(stage, this)
+                    first = stage == 0 and this.chunk == 0 and not this.backward
+                    if (needed is not None and needed not in done) or (
+                        first and missing[this.microbatch]
+                    ):
+                        break
+                    done.add((stage, this))
+                at[stage], worked[stage], moved = slot + 1, False, True
+    stuck = [
+        f"stage {stage} before the {passes[at[stage]] if at[stage] < len(passes) else 'end'}"
+        for stage, passes in enumerate(schedule.passes)
+        if at[stage] < slots
+    ]
+    if stuck:
+        raise WaitsInACircle(
+            f"this plan of vision work lets stages wait for each other: {'; '.join(stuck)}"
+        )
+
+
+def _check_slices(plan: BubblePlan) -> None:
+    """Refuse a plan that does a piece not once, or units not in the order of their messages."""
+    again = np.where(plan.kept, 1, 2) * plan.pieces
+    for kind, slices, whole in (
+        ("forward", plan.forward, np.full(len(plan.rank), plan.pieces)),
+        ("backward", plan.backward, again),
+    ):
+        done = np.zeros(len(plan.rank), np.int64)
+        for rank, mine in enumerate(slices):
+            order = [(one.unit, one.begin) for one in mine]
+            slots = [one.slot for one in mine]
+            if order != sorted(order) or slots != sorted(slots):
+                raise ValueError(f"rank {rank} does its {kind} pieces out of order")
+            for one in mine:
+                if plan.rank[one.unit] != rank or done[one.unit] != one.begin:
+                    raise ValueError(
+                        f"unit {one.unit}, {kind}: pieces {one.begin} to {one.end} on rank {rank} "
+                        "do not follow those before"
+                    )
+                done[one.unit] = one.end
+        if (done != whole).any():
+            unit = int(np.flatnonzero(done != whole)[0])
+            raise ValueError(
+                f"unit {unit}, {kind}: {done[unit]} of {whole[unit]} pieces are in the plan"
+            )

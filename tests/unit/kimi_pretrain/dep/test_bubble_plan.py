@@ -1,0 +1,244 @@
+"""Vision work in bubbles: plans come to an end, do all work once, and are in time."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kimi_pretrain.dep.bubble_plan import (
+    BubblePlan,
+    Filling,
+    Slice,
+    Units,
+    WaitsInACircle,
+    borders_of,
+    check,
+    gaps_of,
+    plan_bubbles,
+)
+from kimi_pretrain.dep.timeline import Schedule, timeline
+
+SEND = 0.01
+
+
+def made(stages, chunks, microbatches, replicas=2, items=40, seed=0, load=0.3, **filling):
+    """A plan, with what it was made from; `load`: seconds of an item's forward pass, about."""
+    draw = np.random.Generator(np.random.Philox(key=seed))
+    schedule = Schedule(stages, chunks, microbatches)
+    virtual = stages * chunks
+    line = timeline(schedule, draw.uniform(0.5, 2, virtual), draw.uniform(1, 4, virtual), SEND)
+    seconds = load * draw.lognormal(0, 1, items)
+    units = Units(
+        item=np.arange(items),
+        home=draw.integers(0, replicas, items),
+        microbatch=draw.integers(0, microbatches, items),
+        forward=seconds,
+        recompute=seconds,
+        backward=2 * seconds,
+        kept_bytes=(1e6 * seconds).astype(np.int64),
+    ).ordered()
+    stage = np.repeat(np.arange(stages), replicas)
+    chosen = Filling(**{"transport": 0.02, "slot_seconds": 0.02} | filling)
+    plan = plan_bubbles(units, schedule, line, stage, chosen)
+    return plan, units, line, chosen
+
+
+GRID = [
+    (1, 1, 4), (2, 1, 2), (2, 1, 8), (4, 1, 4), (4, 1, 16), (2, 2, 2), (2, 2, 8), (4, 2, 4),
+    (4, 2, 16), (4, 4, 8), (8, 2, 16),
+]  # fmt: skip
+FILLINGS = {
+    "cut": {}, "whole": {"pieces": 1}, "edges": {"edges": True}, "no margin": {"margin": 1.0},
+    "kept": {"room_bytes": 10**6}, "kept, whole": {"room_bytes": 10**9, "pieces": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("filling", FILLINGS)
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), GRID)
+def test_plans_pass_their_check_and_are_in_time(stages, chunks, microbatches, filling):
+    for seed, load in enumerate((0.001, 0.1, 3.0)):
+        plan, units, line, chosen = made(
+            stages, chunks, microbatches, seed=seed, load=load, **FILLINGS[filling]
+        )
+        check(plan)
+        all_pieces_once(plan, chosen)
+        in_time(plan, units, line, chosen)
+        enough_room(plan, units, chosen)
+
+
+def all_pieces_once(plan, chosen):
+    """Work is conserved, in pieces."""
+    for slices, each in ((plan.forward, 1), (plan.backward, np.where(plan.kept, 1, 2))):
+        counted = np.zeros(len(plan.rank), np.int64)
+        for rank, mine in enumerate(slices):
+            for unit, slot, begin, end in mine:
+                assert 0 <= begin < end
+                assert plan.rank[unit] == rank
+                assert 0 <= slot <= plan.schedule.num_passes
+                counted[unit] += end - begin
+        assert (counted == chosen.pieces * each).all()
+
+
+def in_time(plan, units, line, chosen):
+    """Played on the clock of the text: nothing goes over its gap or its border.
+
+    What fits no bubble stands before the passes or behind them, and is told.
+    """
+    borders = borders_of(plan.schedule, line, chosen.transport)
+    for rank, stage in enumerate(plan.stage.tolist()):
+        gaps = {gap.slot: gap for gap in gaps_of(stage, line, chosen)}
+        last = plan.schedule.num_passes
+        work = {slot: [0.0, 0.0] for slot in gaps}
+        for which, (slices, passes) in enumerate(
+            ((plan.forward, [units.forward]), (plan.backward, [units.recompute, units.backward]))
+        ):
+            for unit, slot, begin, end in slices[rank]:
+                parts = passes[-1:] if plan.kept[unit] else passes
+                took = sum(
+                    float(part[unit]) / chosen.pieces
+                    * max(0, min(end, (n + 1) * chosen.pieces) - max(begin, n * chosen.pieces))
+                    for n, part in enumerate(parts)
+                )  # fmt: skip
+                work[slot][which] += took
+                gap = gaps[slot]
+                microbatch = int(units.microbatch[unit])
+                if which == 0 and slot not in (0, last):
+                    at = gap.begin + work[slot][0] * gap.margin
+                    assert at <= borders.need[microbatch] + 1e-6
+                if which and slot not in (0, last):
+                    assert gap.end > borders.done[microbatch]
+        for slot, (early, late) in work.items():
+            gap = gaps[slot]
+            room = (gap.end - gap.begin) / gap.margin
+            extra = {0: plan.upfront, last: plan.after}.get(slot, 0.0)
+            assert early + late <= room + extra + 1e-6, (rank, slot)
+
+
+def enough_room(plan, units, chosen):
+    kept = np.bincount(plan.rank[plan.kept], units.kept_bytes[plan.kept], len(plan.stage))
+    assert kept.max() <= chosen.room_bytes
+
+
+@given(st.integers(0, 10**6), st.sampled_from(GRID), st.floats(0.001, 10.0))
+@settings(max_examples=40, deadline=None)
+def test_a_plan_is_a_function_of_what_it_is_given(seed, shape, load):
+    (plan, *_), (again, *_) = (made(*shape, items=15, seed=seed, load=load) for _ in range(2))
+    check(plan)
+    assert plan.rank.tolist() == again.rank.tolist()
+    assert (plan.forward, plan.backward) == (again.forward, again.backward)
+    assert (plan.upfront, plan.after) == (again.upfront, again.after)
+
+
+def test_little_work_needs_no_time_of_its_own():
+    """Light items behind the first microbatches fit the bubbles whole."""
+    plan, units, *_ = made(4, 1, 16, items=8, load=0.01)
+    first = units.forward[units.microbatch == 0]
+    assert plan.upfront <= 0.02 + first.sum() + first.max() / 27
+    assert plan.after <= units.forward.max() * 3 + 0.1
+
+
+def test_a_pipeline_without_bubbles_does_it_before_and_after():
+    plan, units, *_ = made(1, 1, 4, replicas=1, items=6)
+    slots = {one.slot for one in plan.forward[0]}, {one.slot for one in plan.backward[0]}
+    assert slots == ({0}, {plan.schedule.num_passes})
+    work = units.forward.sum()
+    assert work <= plan.upfront + 1e-9 <= work + 0.03
+    assert 3 * work <= plan.after + 1e-9 <= 3 * work + 0.1
+
+
+def test_a_step_without_media_has_an_empty_plan():
+    plan, *_ = made(4, 2, 8, items=0)
+    check(plan)
+    assert (plan.upfront, plan.after) == (0.0, 0.0)
+    assert not any(plan.forward) and not any(plan.backward)  # noqa: PT018
+
+
+# Plans that would hang ----------------------------------------------------------------------------
+
+
+def by_hand(schedule, *work):
+    """A plan of whole units: (rank, which is the stage, microbatch, slots of forward and rest)."""
+    stages = range(schedule.stages)
+    numbered = list(enumerate(work))
+    return BubblePlan(
+        schedule=schedule,
+        stage=np.arange(schedule.stages),
+        microbatch=np.array([m for _, m, *_ in work]),
+        rank=np.array([rank for rank, *_ in work]),
+        kept=np.ones(len(work), bool),
+        pieces=1,
+        forward=[[Slice(u, w[2], 0, 1) for u, w in numbered if w[0] == s] for s in stages],
+        backward=[[Slice(u, w[3], 0, 1) for u, w in numbered if w[0] == s] for s in stages],
+        upfront=0.0,
+        after=0.0,
+    )
+
+
+TWO = Schedule(2, 1, 3)  # stage 0: F0 F1 B0 F2 B1 B2; stage 1: F0 B0 F1 B1 F2 B2
+
+
+def test_a_unit_behind_the_pass_that_leads_to_it_is_refused():
+    check(by_hand(TWO, (1, 0, 0, 6)))
+    with pytest.raises(WaitsInACircle, match="stage 0 before the forward of microbatch 0, chunk 0"):
+        check(by_hand(TWO, (1, 0, 1, 6)))  # stage 1 cannot start microbatch 0 before it has come
+
+
+def test_a_gradient_that_needs_a_later_pass_of_the_same_stage_is_refused():
+    check(by_hand(TWO, (0, 0, 0, 3)))
+    with pytest.raises(WaitsInACircle, match="stage 0 before the backward of microbatch 0"):
+        check(by_hand(TWO, (0, 0, 0, 2)))
+
+
+def test_two_units_that_are_valid_each_alone_can_be_circular_together():
+    """In slot 4 the last stage waits for the first one's backward of microbatch 1.
+
+    That comes behind its forward of microbatch 4, whose media are made in slot 5.
+    """
+    schedule = Schedule(4, 1, 6)
+    early, late = (3, 1, 0, 4), (3, 4, 5, 12)
+    check(by_hand(schedule, early))
+    check(by_hand(schedule, late))
+    with pytest.raises(WaitsInACircle, match="stage 0 before the forward of microbatch 4"):
+        check(by_hand(schedule, early, late))
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_forwards_may_come_earlier_and_the_rest_later(data):
+    """What a rank may do by itself when costs turn out wrong."""
+    shape = data.draw(st.sampled_from(GRID))
+    plan, *_ = made(*shape, items=10, seed=data.draw(st.integers(0, 10**6)), load=0.5, pieces=1)
+    last = plan.schedule.num_passes
+    forward = [_moved(mine, data, 0, None) for mine in plan.forward]
+    backward = [_moved(mine, data, None, last) for mine in plan.backward]
+    check(replace(plan, forward=forward, backward=backward))
+
+
+def _moved(mine, data, first, last):
+    """The slices in other slots, still in their order: down to `first`, or up to `last`."""
+    found = []
+    for one in mine if last is None else reversed(mine):
+        low = found[-1].slot if found and last is None else (first if last is None else one.slot)
+        high = one.slot if last is None else (found[-1].slot if found else last)
+        found.append(one._replace(slot=data.draw(st.integers(low, max(low, high)))))
+    return found if last is None else found[::-1]
+
+
+@pytest.mark.parametrize("fault", ["lost", "doubled", "swapped", "elsewhere"])
+def test_a_plan_that_does_not_do_all_work_once_and_in_order_is_refused(fault):
+    plan, *_ = made(2, 1, 8, replicas=1, items=10)
+    rank = max(range(2), key=lambda r: len(plan.backward[r]))
+    mine, other = list(plan.backward[rank]), list(plan.backward[1 - rank])
+    if fault == "lost":
+        del mine[-1]
+    elif fault == "doubled":
+        mine.append(mine[-1])
+    elif fault == "swapped":
+        mine[0], mine[-1] = mine[-1], mine[0]
+    else:
+        other.append(mine.pop())
+    both = [mine, other] if rank == 0 else [other, mine]
+    with pytest.raises(ValueError, match="backward"):
+        check(replace(plan, backward=both))
