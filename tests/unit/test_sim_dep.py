@@ -11,9 +11,11 @@ from benchmarks.sim.assumptions import (
     encoder_parameters,
     gradient_sum_seconds,
 )
-from benchmarks.sim.backbone import active_parameters, chunk_flops, text_seconds
+from benchmarks.sim.backbone import active_parameters, chunk_flops, pipeline, text_seconds
+from benchmarks.sim.bubbles import Bubbles, bubble_step, run_through, scattered, units_of
 from benchmarks.sim.phases import colocated, decoupled, true_plan
 from benchmarks.sim.study import SCHEMES, Case, Scheme, config_of, run
+from kimi_pretrain.dep.bubble_plan import Filling, check, plan_bubbles
 from moonvit3d.geometry import PatchLimits
 
 # The model ----------------------------------------------------------------------------------------
@@ -186,3 +188,39 @@ def test_the_sum_of_gradients_inside_one_node_needs_no_network():
     assert gradient_sum_seconds(config, assumed) == pytest.approx(expected)
     two = config_of(Case(16, 0.1, 1))
     assert gradient_sum_seconds(two, assumed) == pytest.approx(expected + 2 * size / 8 / 2)
+
+
+# Work inside bubbles ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [None, 4])
+def test_a_plan_of_bubbles_runs_as_planned_where_costs_are_true(library, chunks):
+    case = Case(64, 0.3, 1)
+    config, (plan,) = config_of(case), library.steps(config_of(case).data, 1)
+    text, filling = pipeline(config, case.assumed, chunks), Filling(margin=1.0)
+    units, stage = units_of(plan, config, case.assumed), np.repeat(np.arange(16), 4)
+    found = plan_bubbles(units, text.schedule, text.line, stage, filling)
+    check(found)
+    planned = text.line.total + found.upfront + found.after
+    assert text.line.total < planned
+    run = run_through(found, units, text, filling, config.layout.ep)
+    assert text.line.total + found.after - 1e-6 <= run <= planned + 1e-6
+    dearer = scattered(units, plan.step, case.seed, 0.3)
+    assert run_through(found, dearer, text, filling, config.layout.ep) > run
+    nothing = units_of(plan, config, case.assumed)
+    nothing = type(nothing)(*(column[:0] for column in vars(nothing).values()))
+    empty = plan_bubbles(nothing, text.schedule, text.line, stage, filling)
+    assert run_through(empty, nothing, text, filling, 4) == pytest.approx(text.line.total)
+
+
+def test_light_rows_at_the_ends_and_kept_activations_help(library):
+    case = Case(64, 0.3, 1)
+    (plan,) = library.steps(config_of(case).data, 1)
+    ways = {
+        "drawn": Bubbles("", order_rows="as_drawn"), "light": Bubbles(""),
+        "kept": Bubbles("", filling=Filling(room_bytes=40 << 30)),
+    }  # fmt: skip
+    found = {name: bubble_step(plan, case, way) for name, way in ways.items()}
+    assert found["drawn"].total > found["light"].total > found["kept"].total > found["kept"].text
+    assert found["kept"].load < found["light"].load == found["drawn"].load
+    assert 0 < found["kept"].kept_gib <= 40

@@ -40,7 +40,7 @@ def made(stages, chunks, microbatches, replicas=2, items=40, seed=0, load=0.3, *
         kept_bytes=(1e6 * seconds).astype(np.int64),
     ).ordered()
     stage = np.repeat(np.arange(stages), replicas)
-    chosen = Filling(**{"transport": 0.02, "slot_seconds": 0.02} | filling)
+    chosen = Filling(transport=0.02, slot_seconds=0.02, **filling)
     plan = plan_bubbles(units, schedule, line, stage, chosen)
     return plan, units, line, chosen
 
@@ -87,33 +87,28 @@ def in_time(plan, units, line, chosen):
     What fits no bubble stands before the passes or behind them, and is told.
     """
     borders = borders_of(plan.schedule, line, chosen.transport)
+    last = plan.schedule.num_passes
     for rank, stage in enumerate(plan.stage.tolist()):
         gaps = {gap.slot: gap for gap in gaps_of(stage, line, chosen)}
-        last = plan.schedule.num_passes
-        work = {slot: [0.0, 0.0] for slot in gaps}
-        for which, (slices, passes) in enumerate(
-            ((plan.forward, [units.forward]), (plan.backward, [units.recompute, units.backward]))
-        ):
-            for unit, slot, begin, end in slices[rank]:
-                parts = passes[-1:] if plan.kept[unit] else passes
-                took = sum(
-                    float(part[unit]) / chosen.pieces
-                    * max(0, min(end, (n + 1) * chosen.pieces) - max(begin, n * chosen.pieces))
-                    for n, part in enumerate(parts)
-                )  # fmt: skip
-                work[slot][which] += took
-                gap = gaps[slot]
-                microbatch = int(units.microbatch[unit])
-                if which == 0 and slot not in (0, last):
-                    at = gap.begin + work[slot][0] * gap.margin
-                    assert at <= borders.need[microbatch] + 1e-6
-                if which and slot not in (0, last):
-                    assert gap.end > borders.done[microbatch]
-        for slot, (early, late) in work.items():
-            gap = gaps[slot]
-            room = (gap.end - gap.begin) / gap.margin
-            extra = {0: plan.upfront, last: plan.after}.get(slot, 0.0)
-            assert early + late <= room + extra + 1e-6, (rank, slot)
+        clock = {slot: gap.begin for slot, gap in gaps.items()}
+        clock[0] -= plan.upfront
+        for unit, slot, begin, end in plan.forward[rank]:
+            ahead = max(0.0, gaps[0].begin - clock[0]) if slot == 0 else 0.0
+            took = float(units.forward[unit]) / chosen.pieces * (end - begin)
+            clock[slot] += took if took <= ahead else took * gaps[slot].margin
+            assert clock[slot] <= borders.need[units.microbatch[unit]] + 1e-6
+            assert clock[slot] <= gaps[slot].end + 1e-6 or (slot == 0 and took <= ahead)
+        for unit, slot, begin, end in plan.backward[rank]:
+            parts = [units.backward] if plan.kept[unit] else [units.recompute, units.backward]
+            took = sum(
+                float(part[unit]) / chosen.pieces
+                * max(0, min(end, (n + 1) * chosen.pieces) - max(begin, n * chosen.pieces))
+                for n, part in enumerate(parts)
+            )  # fmt: skip
+            start = max(clock[slot], borders.done[units.microbatch[unit]])
+            clock[slot] = start + took * gaps[slot].margin
+            limit = line.total + plan.after if slot == last else gaps[slot].end
+            assert clock[slot] <= limit + 1e-6
 
 
 def enough_room(plan, units, chosen):
