@@ -21,11 +21,11 @@ from benchmarks.sim.phases import BYTES, true_costs
 from benchmarks.sim.study import Case, config_of
 from data_pipeline.plan.step_plan import GlobalPlan
 from kimi_pretrain.config import GIB, Config
+from kimi_pretrain.dep.bubble_check import check
 from kimi_pretrain.dep.bubble_plan import (
     BubblePlan,
     Filling,
     Units,
-    check,
     gaps_of,
     plan_bubbles,
 )

@@ -15,7 +15,8 @@ from benchmarks.sim.backbone import active_parameters, chunk_flops, pipeline, te
 from benchmarks.sim.bubbles import Bubbles, bubble_step, run_through, scattered, units_of
 from benchmarks.sim.phases import colocated, decoupled, true_plan
 from benchmarks.sim.study import SCHEMES, Case, Scheme, config_of, run
-from kimi_pretrain.dep.bubble_plan import Filling, check, plan_bubbles
+from kimi_pretrain.dep.bubble_check import check
+from kimi_pretrain.dep.bubble_plan import Filling, plan_bubbles
 from moonvit3d.geometry import PatchLimits
 
 # The model ----------------------------------------------------------------------------------------

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
 from kimi_pretrain.dep.bubble_plan import (
     BubblePlan,
     Filling,
     Slice,
     Units,
-    WaitsInACircle,
     borders_of,
-    check,
     gaps_of,
     plan_bubbles,
 )
