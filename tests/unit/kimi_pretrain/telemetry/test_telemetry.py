@@ -344,7 +344,7 @@ def own_losses(rank: int) -> LossSums:
     return LossSums(np.array(cells, int), 3.0 * numbers, numbers)
 
 
-def reports(plan: GlobalPlan, spans: list[dict]) -> list[SimpleNamespace]:
+def reports(plan: GlobalPlan, spans: list[dict], siglip=None) -> list[SimpleNamespace]:
     """What the ranks of a 2-stage layout with 2 replicas report of a step."""
     vision = VisionPlanner(CONFIG).plan(plan)
     return [
@@ -359,13 +359,14 @@ def reports(plan: GlobalPlan, spans: list[dict]) -> list[SimpleNamespace]:
             vision=vision, spans=spans[rank], kept_patches=10 * rank,
             peak_bytes={"4 backbone": (rank + 1) << 30, "7 update": (8 - rank) << 29},
             exchange_bytes={"over": 100 * rank, "back": 30 - rank}, losses=own_losses(rank),
+            siglip=siglip,
         )
         for rank in range(RANKS)
     ]  # fmt: skip
 
 
-def line_of(plan: GlobalPlan, spans: list[dict], seconds: float = 12.0) -> dict:
-    told = reports(plan, spans)
+def line_of(plan: GlobalPlan, spans: list[dict], seconds: float = 12.0, siglip=None) -> dict:
+    told = reports(plan, spans, siglip)
     stats = LoaderStats(requests=3, bytes=1000)
     saves = [{}, {"stall": 0.5}, {"stall": 0.25, "background": 3.0}, {}]
     everyone = [
@@ -373,6 +374,13 @@ def line_of(plan: GlobalPlan, spans: list[dict], seconds: float = 12.0) -> dict:
         for rank, report in enumerate(told)
     ]
     return Telemetry.on(CONFIG, CPU).line(7, plan, told[0], everyone)
+
+
+def test_pairs_are_in_the_line_where_they_are_trained_alone():
+    plan, spans = global_plan(GRIDS_OF_STEP), [step_spans(1.0, 5.0, 9.0, 12.0)] * RANKS
+    assert not {"siglip_loss", "pairs"} & line_of(plan, spans).keys()
+    line = line_of(plan, spans, siglip=(2.5, 4))
+    assert (line["siglip_loss"], line["pairs"]) == (2.5, 4)
 
 
 GRIDS_OF_STEP = [(1, 16, 16), (1, 4, 4), (1, 4, 4), (1, 4, 4), (1, 4, 4), (1, 4, 4)]
