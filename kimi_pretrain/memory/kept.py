@@ -125,9 +125,12 @@ def _attention(config: Config) -> Iterator[Kept]:
         else:
             yield Kept("query, key, value", tokens.row * query * item)
             yield Kept("query, key, value", tokens.row * value * item)
-    yield Kept("attention's output", tokens.cp * value * item)
-    if config.train.attention != "portable":  # log-sums of the fused kernels
-        yield Kept("attention's output", tokens.cp * heads * 4)
+    together = ROW_HEADS if shared else heads  # heads of one call of attention
+    for first in range(0, heads, together):
+        some = tokens.cp * min(together, heads - first)
+        yield Kept("attention's output", some * language.v_dim * item)
+        if config.train.attention != "portable":  # log-sums of the fused kernels
+            yield Kept("attention's output", some * 4)
 
 
 def _dense_mlp(config: Config) -> Iterator[Kept]:
