@@ -13,10 +13,15 @@ Shape suffixes: T tokens of this rank, R tokens of the row, L width of latent an
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding, apply_rotary_pos_emb
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    _gather_along_first_dim,
+    _reduce_scatter_along_first_dim,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
@@ -211,16 +216,13 @@ class PackedLatentAttention(Saves, MLASelfAttention):
         return torch.cat([key_plain, key_rotary], dim=-1), value.contiguous()
 
     def _row(self, key_latent: Tensor, key_rotary: Tensor, rows: PackedRows) -> Tensor:
-        """Return latents and rotated rotary keys of the row, in its order, [row, latent + rotary].
+        """Return latents and rotated rotary keys of the row, [row, latent + rotary]; see `_Row`.
 
-        Over the context-parallel ranks a rank sends those of its part alone; in the backward pass
-        the sums over all queries' ranks come back.
+        Over the context-parallel ranks a rank sends those of its part alone.
         """
         positions = rows.positions.chunk(self.tp_group.size())[self.tp_group.rank()]
-        gathered = torch.cat([key_latent, self._rotated(key_rotary, positions)], dim=-1)
-        for group in (self.pg_collection.cp, self.tp_group):
-            gathered = gather_from_sequence_parallel_region(gathered, group=group)
-        return gathered.index_select(0, rows.row_order)
+        part = torch.cat([key_latent, self._rotated(key_rotary, positions)], dim=-1)
+        return _Row.apply(part, (self.pg_collection.cp, self.tp_group), rows.row_order)
 
     def _attend_row(self, query: Tensor, row_RL: Tensor, rows: PackedRows) -> Tensor:
         """Return the output [tokens, heads * v dim] of this rank's queries over the row.
@@ -229,7 +231,7 @@ class PackedLatentAttention(Saves, MLASelfAttention):
         whatever `train.recompute` says: autograd would keep those of all heads and layers.
         """
         config, remade = self.config, self.policy.remade
-        latent_RL, rotary_RL = row_RL.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
+        widths = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         weights = self.linear_kv_up_proj.weight.split(
             ROW_HEADS * (config.qk_head_dim + config.v_head_dim)
         )
@@ -240,14 +242,43 @@ class PackedLatentAttention(Saves, MLASelfAttention):
         outputs = []
         for number, some in enumerate(query.split(ROW_HEADS, dim=1)):
             up = partial(project, weight=weights[number])
-            key, value = remade("row", up, latent_RL, rotary_RL)
+            # Their own copy in bf16: gradients of all copies are added up in fp32.
+            narrow_RL = remade("row", Tensor.to, row_RL, query.dtype)
+            key, value = remade("row", up, *narrow_RL.split(widths, -1))
             outputs.append(
                 self.core_attention(
                     some, key, value, packed_seq_params=rows, first_head=number * ROW_HEADS
                 )
             )
-            del key, value  # before the next heads' are made
+            del narrow_RL, key, value  # before the next heads' are made
         return remade("row", _joined, *outputs)
+
+
+class _Row(torch.autograd.Function):
+    """Gathers a row in the type of its parts; sums its gradient over the ranks in fp32.
+
+    In bf16 the sums over groups of heads and over ranks round a gradient at every addition: at 64
+    heads three times the error of one process at 4 ranks, six times at 64
+    (docs/decisions/008-latents.md). So the row comes out in fp32 (fp64 for fp64).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part_TL: Tensor, groups: tuple[Any, ...], order: Tensor) -> Tensor:
+        """Return [row, width] in the row's order, of parts that are gathered group after group."""
+        ctx.groups, ctx.order, ctx.dtype = groups, order, part_TL.dtype
+        for group in groups:
+            part_TL = _gather_along_first_dim(part_TL, group)
+        return part_TL.index_select(0, order).to(torch.promote_types(ctx.dtype, torch.float32))
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_RL: Tensor
+    ) -> tuple[Tensor, None, None]:
+        """Return the sum over all queries' ranks, of this rank's part."""
+        grad = torch.empty_like(grad_RL).index_copy_(0, ctx.order, grad_RL)
+        for group in reversed(ctx.groups):
+            grad = _reduce_scatter_along_first_dim(grad, group)
+        return grad.to(ctx.dtype), None, None
 
 
 def _joined(*outputs: Tensor) -> Tensor:

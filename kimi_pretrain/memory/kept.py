@@ -83,7 +83,8 @@ def head_tensors(config: Config) -> Iterator[Kept]:
 
 def row_bytes(config: Config) -> int:
     """Return the most that a layer makes and drops of a shared row: keys, values and projections of
-    some heads with their gradients, and the gradient of the latents; 0 without context parallelism.
+    some heads with their gradients, and the gradient of the latents in fp32; 0 without context
+    parallelism.
     """
     language, layout, tokens = config.model.language, config.layout, Tokens.of(config)
     if layout.cp == 1:
@@ -92,7 +93,9 @@ def row_bytes(config: Config) -> int:
     wide = item if config.train.attention != "portable" else item + max(4, item)  # sums, and cast
     heads = min(ROW_HEADS, language.num_heads // layout.tp)
     plain, rope = language.qk_nope_dim + language.v_dim, language.qk_rope_dim
-    latents = (language.kv_lora_rank + rope) * item
+    latents = (language.kv_lora_rank + rope) * max(4, item)
+    if item < 4:  # a copy for some heads, its gradient, and that as it is summed
+        latents += (language.kv_lora_rank + rope) * (2 * item + 4)
     return tokens.row * (heads * (plain * item + (plain + rope) * (item + wide)) + latents)
 
 
@@ -121,7 +124,7 @@ def _attention(config: Config) -> Iterator[Kept]:
     if "mla_up" not in recompute:
         yield Kept("query, key, value", tokens.cp * query * item)
         if shared:  # gathered; its keys and values are never kept
-            yield Kept("latents of the row", tokens.row * (latent + rope) * item)
+            yield Kept("latents of the row", tokens.row * (latent + rope) * wide)
         else:
             yield Kept("query, key, value", tokens.row * query * item)
             yield Kept("query, key, value", tokens.row * value * item)

@@ -13,22 +13,24 @@ def losses(run) -> list[dict]:
     Where the run validates, the held-out losses before the steps, too.
     """
     held_out = [_held_out(run)] if run.validation is not None else []
-    names, seq_len = run.config.data.source_names, run.config.data.seq_len
     reports = [run.train_step.run(next(run.loader)) for _ in range(run.config.train.steps)]
-    return held_out + [
-        {
-            "loss": report.loss,
-            "grad_norm": report.update.grad_norm,
-            "max_logit": report.update.max_logit,
-            "clipped_heads": report.update.clipped_heads,
-            "vision_tokens": report.vision_tokens,
-            "loss_tokens": report.loss_tokens,
-            "skipped_samples": len(report.skipped),
-            "items": report.items,
-            "table": merged(run.mesh.all_gather_object(report.losses), names, seq_len).as_line(),
-        }
-        for report in reports
-    ]
+    return held_out + [line_of(run, report) for report in reports]
+
+
+def line_of(run, report) -> dict:
+    """Return loss, norm and counts of a step, and the losses of all ranks by source and place."""
+    names, seq_len = run.config.data.source_names, run.config.data.seq_len
+    return {
+        "loss": report.loss,
+        "grad_norm": report.update.grad_norm,
+        "max_logit": report.update.max_logit,
+        "clipped_heads": report.update.clipped_heads,
+        "vision_tokens": report.vision_tokens,
+        "loss_tokens": report.loss_tokens,
+        "skipped_samples": len(report.skipped),
+        "items": report.items,
+        "table": merged(run.mesh.all_gather_object(report.losses), names, seq_len).as_line(),
+    }
 
 
 def _held_out(run) -> dict:
@@ -56,7 +58,11 @@ def validated(run) -> dict:
 
 def dep_gradients(run) -> dict[str, torch.Tensor]:
     """One step through DEP: every parameter's divided gradient, by name."""
-    report = run.train_step.run(next(run.loader))
+    return gradients_of(run, run.train_step.run(next(run.loader)))
+
+
+def gradients_of(run, report) -> dict[str, torch.Tensor]:
+    """Every parameter's divided gradient after a step, by name."""
     return _gather(run, _owned_gradients(run, report.loss_tokens))
 
 

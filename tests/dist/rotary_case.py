@@ -10,26 +10,31 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Rotar
 from kimi_pretrain.engine.latent_attention import RestartingRotary
 
 LONGEST = 262_144
-# Of K2.5's long stage, of K2's 128k, and another: factor, beta_fast.
-SCALINGS = {"K2.5": (64.0, 32.0), "K2": (32.0, 1.0), "eightfold": (8.0, 32.0)}
+# Of K2.5's long stage, of K2's 128k, and another: factor, beta_fast, mscale_all_dim. Where the last
+# is 0 the temperature is a factor of cosines and sines, which is 1 in the others.
+SCALINGS = {
+    "K2.5": (64.0, 32.0, 1.0),
+    "K2": (32.0, 1.0, 1.0),
+    "eightfold, temperature": (8.0, 32.0, 0.0),
+}
 
 
-def yarn(factor, beta_fast):
+def yarn(factor, beta_fast, mscale_all_dim):
     """As Megatron-Core's attention builds it."""
     from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 
     return YarnRotaryEmbedding(
         64, rotary_base=50_000.0, scaling_factor=factor, original_max_position_embeddings=4096,
-        beta_fast=beta_fast, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+        beta_fast=beta_fast, beta_slow=1.0, mscale=1.0, mscale_all_dim=mscale_all_dim,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_cos_and_sin_are_those_of_transformers_bit_for_bit(name):
-    factor, beta_fast = SCALINGS[name]
+    factor, beta_fast, mscale_all_dim = SCALINGS[name]
     scaling = dict(
         rope_type="yarn", factor=factor, beta_fast=beta_fast, beta_slow=1.0, mscale=1.0,
-        mscale_all_dim=1.0, original_max_position_embeddings=4096, rope_theta=50_000.0,
+        mscale_all_dim=mscale_all_dim, original_max_position_embeddings=4096, rope_theta=50_000.0,
     )  # fmt: skip
     config = DeepseekV3Config(
         qk_rope_head_dim=64, max_position_embeddings=LONGEST, rope_parameters=scaling
@@ -38,6 +43,7 @@ def test_cos_and_sin_are_those_of_transformers_bit_for_bit(name):
     cos, sin = DeepseekV3RotaryEmbedding(config)(torch.zeros(1), positions[None])
     angles, factor = RestartingRotary(yarn(*SCALINGS[name]))(positions)
     assert angles.shape == (LONGEST, 1, 1, 64)
+    assert (factor != 1.0) == (mscale_all_dim == 0.0)
     assert torch.equal(angles[:, 0, 0].cos() * factor, cos[0])
     assert torch.equal(angles[:, 0, 0].sin() * factor, sin[0])
 

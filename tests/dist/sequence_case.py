@@ -1,6 +1,9 @@
 """What a process of a test job does about rows that several ranks share; see worker.py."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,21 +77,38 @@ def shared_rows(run) -> dict:
 
 
 def shared_gradients(run) -> dict:
-    """One step: every parameter's divided "gradients" by name, the "maxima" of all heads
-    by layer, and the bytes that a rank "gathered" and had "summed" over its context-parallel group.
+    """One step: its line as of the action `losses`, every parameter's divided "gradients" by name,
+    the "maxima" of all heads by layer, and the bytes that a rank "gathered" and had "summed" over
+    its context-parallel group.
     """
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import mappings
+    from tests.dist.basic_case import gradients_of, line_of
 
-    from tests.dist.basic_case import dep_gradients
-
-    cp_group, moved = parallel_state.get_context_parallel_group(), Counter()
     taken, take = {}, run.backbone.take_max_logits
-    plain = mappings.dist_all_gather_func, mappings.dist_reduce_scatter_func
 
     def watch():
         taken.update(take())
         return taken
+
+    run.backbone.take_max_logits = watch
+    with _moved_bytes() as moved:
+        report = run.train_step.run(next(run.loader))
+    del run.backbone.take_max_logits
+    maxima: dict[int, torch.Tensor] = {}
+    for part in run.mesh.all_gather_object(taken):
+        for layer, max_N in part.items():
+            maxima[layer] = torch.maximum(max_N, maxima.get(layer, max_N))
+    found = {"line": line_of(run, report), "gradients": gradients_of(run, report)}
+    return {**found, "maxima": maxima, **moved}
+
+
+@contextmanager
+def _moved_bytes() -> Iterator[Counter[str]]:
+    """Count the bytes that are "gathered" and "summed" over the context-parallel group."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+
+    cp_group, moved = parallel_state.get_context_parallel_group(), Counter()
+    plain = mappings.dist_all_gather_func, mappings.dist_reduce_scatter_func
 
     def gather(output, part, group):
         moved["gathered"] += output.nbytes * (group is cp_group)
@@ -98,21 +118,67 @@ def shared_gradients(run) -> dict:
         moved["summed"] += whole.nbytes * (group is cp_group)
         return plain[1](output, whole, group=group)
 
-    run.backbone.take_max_logits = watch
     mappings.dist_all_gather_func, mappings.dist_reduce_scatter_func = gather, scatter
     try:
-        gradients = dep_gradients(run)
+        yield moved
     finally:
         mappings.dist_all_gather_func, mappings.dist_reduce_scatter_func = plain
-        del run.backbone.take_max_logits
-    maxima: dict[int, torch.Tensor] = {}
-    for part in run.mesh.all_gather_object(taken):
-        for layer, max_N in part.items():
-            maxima[layer] = torch.maximum(max_N, maxima.get(layer, max_N))
-    return {"gradients": gradients, "maxima": maxima, **moved}
+
+
+def bfloat16_gradients(run) -> dict[str, Any]:
+    """Return how far gradients in bfloat16 are from float64's of the same weights, relative, all
+    layers and ranks together: "latents", of keys and values; "below", of the weights that these are
+    made by; "all weights". And the bytes that were "gathered" and "summed" in bfloat16.
+
+    Every token goes to every expert: no rounding sends one elsewhere.
+    """
+    from kimi_pretrain.engine.backbone import build_backbone
+    from kimi_pretrain.engine.microbatch import build_microbatches
+    from tests.dist.overlap_case import Recorded
+
+    batch, rows = next(run.loader), run.config.train.rows_per_microbatch
+
+    def gradients(dtype: str) -> dict[str, torch.Tensor]:
+        train = run.config.train.model_copy(update={"dtype": dtype})
+        backbone = build_backbone(run.config.model_copy(update={"train": train}), run.mesh)
+        backbone.reduction = Recorded()
+        with torch.no_grad():
+            for view in backbone.views():
+                view.data.copy_(view.data.to(torch.bfloat16))
+        latents = []
+
+        def watch(module, inputs, latent):
+            latent.register_hook(lambda gradient: latents.append(gradient.double().flatten()))
+
+        for layer in backbone.chunks[0].decoder.layers:
+            layer.self_attention.kv_layernorm.register_forward_hook(watch)
+        microbatches = build_microbatches(batch, run.mesh, rows, np.zeros(0, np.int64))
+        backbone.train_step(microbatches, 1.0)
+        assert len(latents) == len(microbatches) * run.config.model.language.num_layers
+        weights = {view.name: backbone.grad_of(view).double() for view in backbone.views()}
+        for gradient in weights.values():
+            run.mesh.sum_(gradient)
+        below = [gradient for name, gradient in weights.items() if "kv_a_" in name]
+        return {
+            "latents": torch.cat(latents),
+            "below": torch.cat([one.flatten() for one in below]),
+            "all weights": torch.cat([one.flatten() for one in weights.values()]),
+        }
+
+    wanted = gradients("float64")
+    with _moved_bytes() as moved:
+        found = gradients("bfloat16")
+    errors = {}
+    for what, gradient in wanted.items():
+        far, size = run.mesh.sum(
+            [float((found[what] - gradient).square().sum()), float(gradient.square().sum())]
+        )
+        errors[what] = (far / size) ** 0.5
+    return {"errors": errors, **moved}
 
 
 ACTIONS = {
+    "bfloat16_gradients": bfloat16_gradients,
     "leaf_gradients": leaf_gradients,
     "shared_rows": shared_rows,
     "shared_gradients": shared_gradients,

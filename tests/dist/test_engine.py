@@ -11,9 +11,11 @@ from tests.dist.jobs import Job, layout, run_jobs
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 
+# Of YaRN's temperatures one case has that of the logits, the other that of the rotary embedding.
+TEMPERATURE = "model.language.yarn={factor: 4.0, original_max_position: 32, mscale_all_dim: 0.0}"
 ORACLES = {
-    "query latent, YaRN": "model.language.yarn={factor: 4.0, original_max_position: 32}",
-    "no query latent": "model.language.q_lora_rank=null",
+    "query latent, YaRN": ("model.language.yarn={factor: 4.0, original_max_position: 32}",),
+    "no query latent": ("model.language.q_lora_rank=null", TEMPERATURE),
 }
 
 
@@ -23,8 +25,8 @@ def found(data_root, tmp_path_factory):
     data = f"data.root={data_root}", *layout()
     jobs: dict[str, Job] = {"twins": ("layers_against_twins", data)}
     jobs["ties"] = "tied_routes", data
-    for name, override in ORACLES.items():
-        jobs[name] = "language_model", (*data, "model.language.norm_eps=1e-6", override)
+    for name, overrides in ORACLES.items():
+        jobs[name] = "language_model", (*data, "model.language.norm_eps=1e-6", *overrides)
     return run_jobs(jobs, tmp_path_factory.mktemp("engine"), 1)
 
 
