@@ -23,7 +23,7 @@ TRAINED = {
 # the backward pass as all else is.
 REMADE = (
     "train.recompute=[norms, swiglu, mla_up]", "train.fp8_storage=true",
-    "model.language.num_heads=6",
+    "model.language.num_heads=6", "data.rows_per_step=4",
 )  # fmt: skip
 CASES = TRAINED | {"EP2 over CP2": (PIPELINE | dict(dp=1, cp=2), (*BFLOAT16, *REMADE))}
 SLOW = {
