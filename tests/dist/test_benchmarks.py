@@ -5,8 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from scipy import stats
 
 from benchmarks import bench_fp8
+from benchmarks.fusion.report import T95, compared, interval, rise
+from benchmarks.fusion.training import End, measured, nearest
 from benchmarks.muonclip.settings import (
     ADAMW,
     MUON,
@@ -26,6 +29,7 @@ SHORT = {
     "bench_context.py": ([], ("forms", "targets")),
     "bench_dep.py": (["--work", "{}/work", "--picture", "{}/memory.png"], ("timing", "memory")),
     "bench_extension.py": (["--pictures", "{}"], ("extension", "border")),
+    "bench_fusion.py": (["--work", "{}/work", "--pictures", "{}"], ("ends", "dips", "runs")),
     "bench_loader.py": (["--work", "{}", "--count", "400"], ("speed", "resume", "elastic")),
     "bench_muonclip.py": (["--work", "{}/work", "--pictures", "{}"], ("runs", "targets")),
     "bench_muon.py": ([], ("layers", "accuracy", "targets")),
@@ -80,3 +84,41 @@ def test_only_a_finished_run_of_the_same_settings_is_taken_over(tmp_path):
     )
     assert bench_fp8.finished(kept, config) == {"losses": [1.0]}
     assert bench_fp8.finished(kept, other) is None
+
+
+def test_arms_end_where_both_kinds_of_tokens_are_nearest():
+    early = [End(9, 900, 100), End(10, 1000, 111)]
+    late = [End(9, 899, 60), End(10, 950, 112), End(11, 1000, 162)]
+    assert nearest([early, late]) == (End(10, 1000, 111), End(10, 950, 112))
+
+
+def test_what_is_kept_of_a_run():
+    steps = [{"text_tokens": t, "vision_tokens": v} for t, v in ((10, 0), (8, 1), (5, 5), (6, 4))]
+    losses = {"prose_heldout": 2.0}
+    lines = [
+        {"step": n, "loss_by_source": losses, "loss_tokens_by_source": {"prose_heldout": 7}}
+        for n in (0, 2, 4)
+    ]
+    found = measured(steps, lines)
+    assert [point[:2] for point in found["curve"]] == [[0, 0], [2, 19], [4, 39]]
+    assert (found["text"], found["vision"], found["start"]) == (29, 10, 1)
+    assert found["share"] == 9 / 20  # of the steps after the first with media
+
+
+@pytest.mark.parametrize("count", T95)
+def test_intervals_are_those_of_scipy(count):
+    values = [0.3, 1.2, 0.7, 0.1, 2.0, 0.4, 1.1, 0.9, 0.2, 0.5][:count]
+    found = interval(values)
+    low, high = stats.t.interval(0.95, count - 1, loc=found["mean"], scale=stats.sem(values))
+    assert (high - low) / 2 == pytest.approx(found["half"], rel=2e-4)
+
+
+def test_a_dip_is_seen_wherever_it_is():
+    assert rise([3.0, 2.0, 1.0]) == 0
+    assert rise([3.0, 1.0, 2.5, 0.5, 1.0]) == 1.5
+
+
+def test_what_may_be_none_stands_in_brackets():
+    assert compared({"mean": 0.2, "half": 0.1}) == "+0.200 ± 0.100"
+    assert compared({"mean": -0.1, "half": 0.1}) == "(-0.100 ± 0.100)"
+    assert compared({"mean": 0.2, "half": None}) == "(+0.200)"
