@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from benchmarks.result import RESULTS, versions, write
 from benchmarks.sim import report
 from benchmarks.sim.assumptions import Assumptions, encoder_parameters, gradient_sum_seconds
 from benchmarks.sim.backbone import BACKWARD, active_parameters, text_seconds
-from benchmarks.sim.bubbles import bubble_grid, run_bubbles
+from benchmarks.sim.bubbles import SCATTER, bubble_grid, run_bubbles
 from benchmarks.sim.corpus import (
     DOCUMENT_TEXT,
     TEXT_MEDIAN,
@@ -77,7 +77,10 @@ def simulate_bubbles(quick: bool) -> list[dict[str, Any]]:
     """Return what was found with vision work inside the pipeline's bubbles, ready for JSON."""
     library, cases = Library(read_mix()), []
     for one in bubble_grid(quick):
-        found = run_bubbles(one, library)
+        # DEP of today beside them, with costs as far off.
+        off = replace(one.case, assumed=replace(one.case.assumed, cost_scatter=SCATTER))
+        today = _plain({"split": run(off, ["split"], library)["split"]}) if not one.chunks else {}
+        found = today | run_bubbles(one, library)
         chunks = one.chunks or config_of(one.case).layout.vpp
         cases.append({**_key(one.case), "chunks": chunks, "found": _rounded(found)})
         shown = ", ".join(f"{name} {100 * way['efficiency']:.1f}" for name, way in found.items())

@@ -38,6 +38,9 @@ from moonvit3d.memory import activation_bytes
 Floats = NDArray[np.float64]
 
 
+SCATTER = 0.1  # of true costs around those that are planned with
+
+
 @dataclass(frozen=True)
 class Bubbles:
     """A way to fill bubbles.
@@ -52,7 +55,7 @@ class Bubbles:
     title: str
     order_rows: str = "light_ends"
     filling: Filling = Filling()
-    scatter: float = 0.1
+    scatter: float = SCATTER
 
 
 def units_of(plan: GlobalPlan, config: Config, assumed: Assumptions) -> Units:

@@ -120,11 +120,13 @@ def bubbles_table(report: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for chunks in dict.fromkeys(case["chunks"] for case in report["bubbles"]):
         cases = [case for case in report["bubbles"] if case["chunks"] == chunks]
-        names = [name for name in WAYS if any(name in case["found"] for case in cases)]
+        titles = {"split": "no bubbles: DEP, large items split"}
+        titles |= {name: way.title for name, way in WAYS.items()}
+        names = [name for name in titles if any(name in case["found"] for case in cases)]
         columns = sorted({(case["ranks"], case["vision"]) for case in cases})
         found = {(case["ranks"], case["vision"]): case["found"] for case in cases}
         rows = [
-            [WAYS[name].title]
+            [titles[name]]
             + [_percent(found[c][name]["efficiency"]) if name in found[c] else "" for c in columns]
             for name in names
         ]
