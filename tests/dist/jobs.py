@@ -40,7 +40,7 @@ def layout(pp: int = 1, vpp: int = 1, dp: int = 1, ep: int = 1) -> tuple[str, ..
 Job = tuple[str, Sequence[str]]  # an action of worker.py, and overrides
 
 
-def run_job(action: str, out: Path, processes: int, *overrides: str, timeout: float = 100.0):
+def run_job(action: str, out: Path, processes: int, *overrides: str, timeout: float = 200.0):
     """Run one action of worker.py in `processes` processes; return what it returned on rank 0.
 
     Raises:
@@ -50,7 +50,7 @@ def run_job(action: str, out: Path, processes: int, *overrides: str, timeout: fl
 
 
 def run_jobs(
-    jobs: Mapping[str, Job], out: Path, processes: int, timeout: float = 100.0
+    jobs: Mapping[str, Job], out: Path, processes: int, timeout: float = 200.0
 ) -> dict[str, Any]:
     """Run several actions in the same processes; name -> result on rank 0.
 
@@ -74,7 +74,7 @@ def run_jobs(
     return torch.load(out / "result.pt", weights_only=False)
 
 
-def run_ranks(script: str | Path, world: int, folder: Path, timeout: float = 100.0) -> list[Any]:
+def run_ranks(script: str | Path, world: int, folder: Path, timeout: float = 200.0) -> list[Any]:
     """Run `script RANK WORLD FOLDER` once for each rank; see `join_ranks`.
 
     Returns:
@@ -94,7 +94,7 @@ def join_ranks(rank: int, world: int, folder: Path) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=90),
     )
 
 

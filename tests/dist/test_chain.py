@@ -188,7 +188,7 @@ def test_killed_in_every_stage(data_root, tmp_path):
 def test_nothing_starts_where_a_later_stage_could_not(data_root, tmp_path):
     file = write(tmp_path, data_root, 2)
     command = ["-m", "launch.cli", "chain", str(file)]
-    done = fork_server.run([*command, "data.sources={pictures: 1.0, wordz: 1.0}"], 60.0)
+    done = fork_server.run([*command, "data.sources={pictures: 1.0, wordz: 1.0}"], 200.0)
     assert done.returncode == 2
     assert done.stderr.startswith("error: stage narrow: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stages.yaml"]

@@ -4,7 +4,7 @@ import pytest
 
 from tests import fork_server
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.dist]
 
 
 def test_four_processes_exchange_and_add_up():

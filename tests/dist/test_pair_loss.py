@@ -5,7 +5,7 @@ import pytest
 from tests.dist import pair_loss_case
 from tests.dist.jobs import run_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.dist]
 
 
 def test_ranks_with_uneven_pairs_give_what_one_process_gives(tmp_path):

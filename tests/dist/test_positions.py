@@ -4,7 +4,7 @@ import pytest
 
 from tests import fork_server
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.dist]
 
 
 def test_positions_follow_the_config_angles_the_positions_and_plans_megatron_core():

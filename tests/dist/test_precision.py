@@ -5,7 +5,7 @@ import pytest
 from tests import fork_server
 from tests.dist.jobs import layout, run_job
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.dist]
 
 
 def test_no_attention_loses_more_in_bfloat16_than_another(data_root, tmp_path):

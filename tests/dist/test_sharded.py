@@ -15,7 +15,7 @@ from tests.dist import sharded_case
 from tests.dist.jobs import run_ranks
 from tests.dist.sharded_case import CASES, GRIDS, SMALL, WORLD
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.dist]
 
 PARTS = ("forward", "recompute", "backward")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4e-2}

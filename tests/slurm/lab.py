@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -46,15 +47,19 @@ def program(name: str) -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nothing on this machine listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Return ports that nothing on this machine uses.
+
+    They are bound later: below the range for outgoing connections (from 32768), and below the S3
+    servers' (from 12000), so that hardly anybody takes one before.
+    """
+    found = list[int]()
+    for port in random.SystemRandom().sample(range(10_100, 11_900), 1800):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError(f"no {count} free ports found on 127.0.0.1")
 
 
 def configuration(folder: Path, ports: list[int], cpus: int, kill_wait: int) -> str:
@@ -156,7 +161,7 @@ class Lab:
             raise RuntimeError(f"{name} does not run")
         family = _with_children(self._steps(name)) if everything else []
         for process in (victim, *family):
-            if process.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs([victim], timeout=STOPPED_SECONDS)
 
@@ -170,7 +175,7 @@ class Lab:
         _end(_with_children(self._steps()))
         (self.folder / "pids.json").unlink(missing_ok=True)
 
-    def run(self, *command: str, check: bool = True, timeout: float = 30.0) -> str:
+    def run(self, *command: str, check: bool = True, timeout: float = 100.0) -> str:
         """Run one of SLURM's commands on this lab; returns its standard output."""
         done = subprocess.run(
             command, env=self.env, capture_output=True, text=True, timeout=timeout, check=False
@@ -228,7 +233,9 @@ class Lab:
             return None
         if process is None or process.create_time() != began:
             return None
-        return None if process.status() == psutil.STATUS_ZOMBIE else process
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            return None if process.status() == psutil.STATUS_ZOMBIE else process
+        return None
 
     def _steps(self, node: str | None = None) -> list[psutil.Process]:
         """Return the slurmstepds of a node, or of all: they outlive the slurmd they came from."""
@@ -267,11 +274,12 @@ def _with_children(processes: list[psutil.Process]) -> list[psutil.Process]:
 def _end(processes: list[psutil.Process]) -> None:
     """End processes by request, and by force after a while."""
     for process in processes:
-        if process.is_running():
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
     _, alive = psutil.wait_procs(processes, timeout=STOPPED_SECONDS)
     for process in alive:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     psutil.wait_procs(alive, timeout=STOPPED_SECONDS)
 
 
