@@ -286,10 +286,16 @@ class DataConfig(Section):
         return next(self._choices(name), None)
 
     def of_heldout(self) -> "DataConfig":
-        """Return the configuration that reads the held-out sources, as they are stored."""
+        """Return the configuration that reads the held-out sources, as they are stored.
+
+        Which samples are measured must not depend on how a run or stage draws its training data:
+        seed and windows are no matter of the run here.
+        """
+        default = type(self).model_fields
         return self.replace(
             sources=self.heldout, heldout={}, vision_token_ratio=None, schedule=[], max_epochs={},
-            augment={}, budget=None,
+            augment={}, budget=None, seed=default["seed"].default,
+            shard_window=default["shard_window"].default,
         )  # fmt: skip
 
     @property

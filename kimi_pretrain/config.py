@@ -197,6 +197,12 @@ class Config(Section):
         """Return the microbatches that one replica runs in a step."""
         return self.data.rows_per_step // (self.layout.dp * self.train.rows_per_microbatch)
 
+    def row_group(self) -> int:
+        """Return the rows of whose multiples the layout can make a step."""
+        layout = self.layout
+        groups = layout.pp if layout.vpp > 1 else 1  # interleaved 1F1B runs microbatches in groups
+        return layout.dp * self.train.rows_per_microbatch * groups
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_layout(self)

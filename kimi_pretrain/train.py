@@ -165,8 +165,8 @@ def _train_steps(
         log.info("finished after step %d: %s", run.step, run.finished)
         if config.checkpoint.every:
             checkpoints.now()
-        _validate_if_due(run, recorder, watchdog, stop)
-        return None
+        validated = _validate_if_due(run, recorder, watchdog, stop)  # if not: once resumed
+        return None if validated else stop_reason(mesh.all_gather_object(stop()))
     return _save_and_stop(checkpoints, reason)
 
 

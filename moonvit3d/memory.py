@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moonvit3d.config import MoonViTConfig
-from moonvit3d.geometry import MERGE, PATCH, num_tokens
+from moonvit3d.geometry import MAX_FRAMES, MERGE, PATCH, PatchLimits, num_tokens
 
 
 def activation_bytes(
@@ -45,3 +45,26 @@ def activation_bytes(
     projector = patches * width + tokens * (2 * joined + config.projector_width + config.out_width)
     gradients = patches * (width + 2 * hidden)
     return kept + itemsize * np.maximum(projector, gradients)
+
+
+def most_patches(limits: PatchLimits) -> int:
+    """Return a bound on the patches of one image or video chunk once padded.
+
+    At the published limits 21,984, where 21,408 were found: a clip of thin frames. The limits bound
+    a size before padding, counted in whole patches of the source. With x and y patches on the sides
+    before padding, and (a, b) whole ones at the source, x y is at most limit (1 + 1/a) (1 + 1/b),
+    and a is more than x - 1; padding brings x to the next even number.
+    """
+
+    def bound(limit: int, height: int) -> int:
+        if height == MERGE:
+            return height * limits.side
+        whole = height - MERGE  # fewer, y or b, would be padded to less than `height`
+        most = 1 - (-limit * (whole + 1) // whole**2)  # from (x - 1) y <= limit (1 + 1/b)
+        return height * min(limits.side, MERGE * -(-most // MERGE))
+
+    heights = range(MERGE, limits.side + 1, MERGE)
+    return max(
+        max(bound(limits.image, h) for h in heights),
+        MAX_FRAMES * max(bound(limits.frame, h) for h in heights),
+    )

@@ -8,15 +8,16 @@ from data_pipeline.plan.planner import Planner, join
 from data_pipeline.plan.step_plan import GlobalPlan
 
 
-def once(planner: Planner, tokens: int) -> list[GlobalPlan]:
+def once(planner: Planner, tokens: int, group: int) -> list[GlobalPlan]:
     """Return steps that hold the first units of each source's first epoch, each of them once.
 
-    The units do not depend on `rows_per_step` or on any state; the last rows of the last step may
-    hold none.
+    The units do not depend on `rows_per_step` or on any state. The last step has no more rows than
+    it takes; the last of them may hold none.
 
     Args:
         tokens: most that are taken, shared among the sources by their shares; of a source that
             holds fewer all are, and one unit at least is.
+        group: rows of whose multiples a step is made.
     """
     config = planner.config
     shares = [share_of(config.sources[source.index.name]) for source in planner.sources]
@@ -37,6 +38,8 @@ def once(planner: Planner, tokens: int) -> list[GlobalPlan]:
     rows, per_step = content.packed.num_rows, config.rows_per_step
     steps = []
     for number, first in enumerate(range(0, rows, per_step)):
-        tables = join([(content, first, min(first + per_step, rows))])
-        steps.append(GlobalPlan(number, config.seq_len, per_step, *tables))
+        end = min(first + per_step, rows)
+        # A row without samples costs as much attention as a full one.
+        size = group * -(-(end - first) // group)
+        steps.append(GlobalPlan(number, config.seq_len, size, *join([(content, first, end)])))
     return steps

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kimi_pretrain.config import Config
+from moonvit3d.memory import most_patches
 
 EVERYTHING = ["norms", "swiglu", "mla_up"]
 
@@ -51,9 +52,11 @@ def switches(config: Config) -> Iterator[list[Change]]:
     which one at most is taken, from the mildest.
     """
     train, dep, limits = config.train, config.dep, config.data.limits
-    largest = max(limits.image, 4 * limits.frame)  # the largest item still fits
+    # Halves, down to the least that holds any medium.
     chunk, halves = dep.max_patches_per_chunk, list[Change]()
-    while (chunk := chunk // 2) >= largest:
+    least = -(-most_patches(limits) // 64) * 64
+    while chunk > least:
+        chunk = max(chunk // 2, least)
         halves.append(Change("dep", "max_patches_per_chunk", chunk))
     if halves:
         yield halves

@@ -20,6 +20,7 @@ from data_pipeline.plan.budget import budget_end, budget_notices, end_state
 from data_pipeline.plan.layout import lay_out
 from data_pipeline.plan.once import once
 from data_pipeline.plan.planner import GlobalPlan, Planner, State
+from data_pipeline.plan.report import blend_report
 from data_pipeline.plan.source import choose
 from data_pipeline.plan.stage import taken_over
 from data_pipeline.store.open import Store
@@ -105,6 +106,11 @@ def check_start(
     if config.train.validate_every is not None:
         _check_heldout(config, read_heldout(config, store, tokenizer, indices))
     planner, vision = Planner(indices, config.data), VisionPlanner(config)
+    unknown = config.train.memory_limit_gib is not None and config.data.vision_token_ratio is None
+    if unknown and (share := blend_report(planner)["vision_token_ratio"]):
+        # What the check above could not count: the share of media follows from the sources.
+        data = config.data.replace(vision_token_ratio=share)
+        check_memory_limit(config.model_copy(update={"data": data}))
     if goes_on is not None:
         planner.load_state_dict(goes_on)
     elif steps and config.train.start_optimizer == "keep":
@@ -179,7 +185,8 @@ def _check_heldout(config: Config, indices: Sequence[SourceIndex]) -> None:
     """Plan the held-out samples as a validation will: refuses what does not fit into memory."""
     config = config.model_copy(update={"data": config.data.of_heldout()})
     vision = VisionPlanner(config)
-    for number, plan in enumerate(once(Planner(indices, config.data), config.data.heldout_tokens)):
+    plans = once(Planner(indices, config.data), config.data.heldout_tokens, config.row_group())
+    for number, plan in enumerate(plans):
         try:
             vision.plan(plan)
         except ValueError as error:

@@ -87,7 +87,7 @@ class Validation:
         data = config.data.of_heldout()
         self.mesh, self._store, self._tokenizer = mesh, store, tokenizer
         self._planner = Planner(indices, data)
-        self.plans = once(self._planner, config.data.heldout_tokens)
+        self.plans = once(self._planner, config.data.heldout_tokens, config.row_group())
         config = config.model_copy(update={"data": data})
         vision = VisionPlanner(config)
         self._needs, self._threads = needs(mesh, vision), data.fetch_threads

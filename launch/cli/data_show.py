@@ -65,7 +65,14 @@ def show_rows(
             the anomaly.
     """
     # For a single step: no worker processes, no prefetch, no cache on disk.
-    data = load_config(config, overrides).data.replace(workers=0, prefetch_steps=0, cache=None)
+    whole = load_config(config, overrides)
+    if anomaly is None and whole.train.start_optimizer == "keep":
+        raise ValueError(
+            "--step: with train.start_optimizer=keep steps and data count on from the stage "
+            "before, or the data begin anew among them, which no configuration says; --anomaly "
+            "shows a step of anomalies.jsonl with the state that the run had"
+        )
+    data = whole.data.replace(workers=0, prefetch_steps=0, cache=None)
     if rows.start >= data.rows_per_step:
         raise ValueError(f"--first-row {rows.start}: a step has {data.rows_per_step} rows")
     rows = range(rows.start, min(rows.stop, data.rows_per_step))

@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "kimi_pretrain.weights.shapes": {"kimi_pretrain.weights.model_config", "moonvit3d.layouts"},
     "kimi_pretrain.tools.optimizer_division": {"kimi_pretrain.optim"},
-    "kimi_pretrain.memory.switches": BASE,
+    "kimi_pretrain.memory.switches": {*BASE, "moonvit3d.memory"},
     "kimi_pretrain.memory.states": {
         *BASE, "kimi_pretrain.optim", "kimi_pretrain.tools.optimizer_division",
         "kimi_pretrain.weights.shapes", "kimi_pretrain.weights.siglip_shapes", "moonvit3d.layouts",

@@ -157,7 +157,7 @@ def test_bounds_hold_in_all_stages_and_for_what_is_held_out():
     assert isinstance(config.schedule[0], BlendStage)
     index = pictures("books")
     held = Planner([index], config.of_heldout())
-    samples = np.concatenate([plan.samples.index for plan in once(held, 10**6)])
+    samples = np.concatenate([plan.samples.index for plan in once(held, 10**6, 1)])
     long = (lengths(index) >= 90) & (lengths(index) <= CONFIG.seq_len)
     assert set(samples.tolist()) == set(np.flatnonzero(long))
     with pytest.raises(ValidationError, match="'web' is chosen by min_tokens=80 and by min_tokens"):

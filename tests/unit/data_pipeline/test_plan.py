@@ -385,10 +385,10 @@ def test_the_hash_of_the_augmentation_stays_what_checkpoints_hold():
     assert planner.state_dict()["packing"]["augment"] == "990ecca6fdc114a2"
 
 
-def once(tokens, **changes):
+def once(tokens, group=1, **changes):
     config = CONFIG.replace(vision_token_ratio=None, **changes)
     planner = Planner(made_indices(), config)
-    return planner, take_once(planner, tokens)
+    return planner, take_once(planner, tokens, group)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -406,7 +406,7 @@ def test_once_takes_every_unit_that_fits_a_row_once(split):
         expected += len({*zip(drawn.sample.tolist(), drawn.part.tolist())})
         assert {i for s, i, _ in found if s == number} == {*drawn.sample.tolist()}
     assert len(found) == expected
-    assert all(plan.num_rows == CONFIG.rows_per_step for plan in plans)
+    assert all(plan.num_rows == CONFIG.rows_per_step for plan in plans[:-1])
     assert [plan.step for plan in plans] == list(range(len(plans)))
 
 
@@ -418,6 +418,29 @@ def test_once_is_the_same_in_steps_of_other_rows():
     (_, some), (_, others) = once(5000), once(5000, rows_per_step=2, pack_window=16)
     assert units(some) == units(others)
     assert len(others) > len(some)
+
+
+@pytest.mark.parametrize(("group", "sizes"), [(1, [9, 1]), (3, [9, 3]), (9, [9, 9])])
+def test_once_takes_no_more_rows_than_samples_and_layout_want(group, sizes):
+    """A row without samples costs a row's attention: at 262,144 tokens more than all that count."""
+    rows = 9
+    _, plans = once(3200, group, rows_per_step=rows)
+    used = sum(len(np.unique(plan.samples.row)) for plan in plans)
+    assert used == rows + 1
+    assert [plan.num_rows for plan in plans] == sizes
+
+
+def test_held_out_samples_do_not_depend_on_how_training_draws():
+    held = [
+        CONFIG.replace(sources={"books": 1.0}, heldout=CONFIG.sources, vision_token_ratio=None,
+                       seed=seed, shard_window=window).of_heldout()
+        for seed, window in ((5, 2), (6, 1))
+    ]  # fmt: skip
+    ours, others = (
+        [[plan.samples.index.tolist(), plan.items.row.tolist()] for plan in take_once(one, 3000, 1)]
+        for one in (Planner(made_indices(), config) for config in held)
+    )
+    assert ours == others
 
 
 def test_once_divides_the_tokens_by_the_shares_and_takes_one_unit_at_least():
@@ -432,9 +455,9 @@ def test_once_divides_the_tokens_by_the_shares_and_takes_one_unit_at_least():
     sources = {"sources": {"web": 1.0}}
     web = [index for index in made_indices() if index.name == "web"]
     alone = Planner(web, CONFIG.replace(vision_token_ratio=None, **sources))
-    plans = take_once(alone, 6000)
+    plans = take_once(alone, 6000, 1)
     whole = sum(plan.num_tokens for plan in plans)
-    assert sum(plan.num_tokens for plan in take_once(alone, whole)) == whole
-    assert sum(plan.num_tokens for plan in take_once(alone, whole - 1)) < whole
+    assert sum(plan.num_tokens for plan in take_once(alone, whole, 1)) == whole
+    assert sum(plan.num_tokens for plan in take_once(alone, whole - 1, 1)) < whole
     assert len(once(1)[1]) == 1
     assert sorted(once(1)[1][0].samples.source.tolist()) == [0, 1, 2]

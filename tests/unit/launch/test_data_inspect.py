@@ -260,6 +260,12 @@ def test_rows_are_those_of_the_loader(corpus, tmp_path):
     assert len(page.all("image")) == int(batch.plan.items.frames[items].sum())
 
 
+def test_steps_that_count_on_from_another_stage_are_not_guessed(corpus):
+    kept = [*overrides(corpus), "train.start_from=runs/before", "train.start_optimizer=keep"]
+    with pytest.raises(ValueError, match="start_optimizer=keep steps and data count on"):
+        show_rows("tiny_cpu", kept, 1, range(1))
+
+
 def test_a_label_that_is_not_the_next_token_is_marked(corpus, monkeypatch):
     place = RowBatch.place
 

@@ -13,6 +13,7 @@ from tests.dist.jobs import SMALL
 
 RUN = (
     *SMALL, "dep.exchange_budget_mib=1", "dep.max_patches_per_chunk=1024", "data.rows_per_step=64",
+    "data.limits={image: 64, frame: 16, side: 16}",
     "train.dtype=bfloat16", "train.attention=portable", "train.offload_min_mib=0",
     "dep.offload_outputs=true", "train.recompute=[norms,swiglu]", "train.rows_per_microbatch=2",
 )  # fmt: skip

@@ -1,7 +1,10 @@
 """The plan of memory: the schedule's arithmetic, what a limit refuses, what lowers the peak."""
 
+import numpy as np
 import pytest
 
+from data_pipeline.config import share_of
+from data_pipeline.plan.blend import SourceTotals, weights_for_ratio
 from kimi_pretrain.config import ConfigError, load_config
 from kimi_pretrain.memory.kept import layer_tensors
 from kimi_pretrain.memory.limits import check_memory_limit
@@ -12,9 +15,11 @@ from kimi_pretrain.memory.plan import (
     plan_memory,
 )
 from kimi_pretrain.memory.states import divide_config
-from kimi_pretrain.memory.switches import EVERYTHING
+from kimi_pretrain.memory.switches import EVERYTHING, switches
 from kimi_pretrain.reliability.preflight import check_start
 from kimi_pretrain.tools.memory_report import lines, report
+from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits, grids
+from moonvit3d.memory import most_patches
 from tests.dist.jobs import SMALL
 
 
@@ -132,6 +137,56 @@ def test_the_long_presets_take_the_batch_of_before(preset, length):
     assert yarn.factor * yarn.original_max_position == 262_144
     changed = {"yarn": None}
     assert config.model.language.model_copy(update=changed) == before.model.language
+
+
+@pytest.mark.parametrize("preset", LONG)
+@pytest.mark.parametrize(("media", "share"), [(0.3, 0.21), (0.5, 0.25), (1.0, 0.28)])
+def test_the_long_presets_draw_a_quarter_of_long_documents(preset, media, share):
+    data = load_config(preset).data
+    totals = [
+        SourceTotals(name, samples, tokens, int(tokens * media) * (name == "multimodal"))
+        for name, samples, tokens in (("long", 10, 400_000), ("multimodal", 500, 500_000),
+                                      ("text", 1000, 1_000_000))
+    ]  # fmt: skip
+    shares = [share_of(data.sources[total.name]) for total in totals]
+    weights = weights_for_ratio(totals, shares, data.vision_token_ratio)
+    tokens = [w * t.tokens / t.samples for w, t in zip(weights, totals, strict=True)]
+    assert tokens[0] / sum(tokens) == pytest.approx(share, abs=0.005)
+    assert media * tokens[1] / sum(tokens) == pytest.approx(0.1, abs=0.001)
+
+
+SIZES = [
+    PatchLimits(), PatchLimits(image=256, frame=64, side=32),
+    PatchLimits(image=1000, frame=100, side=20), PatchLimits(image=1, frame=1, side=4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", SIZES)
+def test_no_medium_is_padded_to_more_than_the_bound(limits):
+    """Sizes of all shapes, and the whole numbers of patches that a limit cuts closest."""
+    rng = np.random.default_rng(2)
+    whole = np.stack(np.meshgrid(np.arange(1, 1500), np.arange(1, 150)), -1).reshape(-1, 2)
+    sizes = np.concatenate(
+        [
+            np.exp(rng.uniform(0, np.log(40000), (4000, 2))).astype(np.int64),
+            14 * whole + 13,
+            14 * whole + 1,
+        ]
+    )
+    found = max(
+        grids([kind] * len(sizes), [frames] * len(sizes), sizes[:, 0], sizes[:, 1], limits)
+        .prod(1).max()
+        for kind, frames in ((KIND_IMAGE, 1), (KIND_VIDEO, 4))
+    )  # fmt: skip
+    assert found <= most_patches(limits)
+    if limits == PatchLimits():
+        assert (found, most_patches(limits)) == (21_408, 21_984)
+
+
+def test_a_smaller_chunk_still_holds_any_medium():
+    levels = next(switches(load_config("kimi_k25_1t")))
+    assert [change.value for change in levels] == [32_768, 22_016]
+    assert levels[-1].value >= most_patches(load_config("kimi_k25_1t").data.limits)
 
 
 def test_a_shared_row_leaves_nothing_that_grows_with_it():

@@ -1,5 +1,6 @@
 """What a rank says before the first step, and what it does when too many samples are unusable."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from data_pipeline.store.open import open_store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, RunState, manifest_of
 from kimi_pretrain.checkpoint.scheduler import CheckpointScheduler
-from kimi_pretrain.config import ConfigError, load_config
+from kimi_pretrain.config import GIB, ConfigError, load_config
+from kimi_pretrain.memory.plan import plan_memory
 from kimi_pretrain.reliability.preflight import check_node, check_start, unsaved
 from tests.dist.jobs import SMALL
 
@@ -96,6 +98,21 @@ def test_held_out_media_that_do_not_fit_are_refused_before_a_process_is_started(
     check_start(load_config("tiny_cpu", [*SMALL, *keys, *ONE, *held]))
     with pytest.raises(ConfigError, match=r"^data.heldout \(pictures_heldout\), batch 1: .*memory"):
         check_start(load_config("tiny_cpu", [*SMALL, *keys, *ONE, *held, limit]))
+
+
+def test_embeddings_count_in_the_memory_limit_where_only_the_sources_tell_their_share(data_root):
+    keys = [*SMALL, *ONE, f"data.root={data_root}", "data.sources={pictures: 1}"]
+    config, with_all = (
+        load_config("tiny_cpu", [*keys, f"data.vision_token_ratio={ratio}"])
+        for ratio in ("null", "0.9")
+    )
+    without, most = plan_memory(config).fullest.peak, plan_memory(with_all).fullest.peak
+    assert without < most
+    for size, fits in ((without, False), (most, True)):
+        limits = ["data.vision_token_ratio=null", f"train.memory_limit_gib={(size + 1) / GIB}"]
+        refused = pytest.raises(ConfigError, match="^train.memory_limit_gib")
+        with nullcontext() if fits else refused:
+            check_start(load_config("tiny_cpu", [*keys, *limits]))
 
 
 def test_a_kept_stage_counts_its_budget_before_a_process_is_started(data_root, tmp_path):
