@@ -9,8 +9,12 @@ sources of the standard library), then
    The softmax scale takes YaRN's factor squared, 2.0047, from one step to the next; QK-Clip's
    threshold lies just above the largest logit before.
 
-    python -m benchmarks.bench_extension             # minutes; extension_cpu.*, two pictures
+Both with three seeds of weights and data; the border is shown of the first.
+
+    python -m benchmarks.bench_extension             # 20 minutes; extension_cpu.*, two pictures
     python -m benchmarks.bench_extension --quick     # under a minute; figures not to quote
+
+A seed that is done stays in the folder of --work: started again, the benchmark goes on behind it.
 """
 
 import json
@@ -18,10 +22,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 
 ROOT = RESULTS.parent.parent
 SHORT, LONG, FACTOR = 256, 2048, 64.0
+SEEDS = (0, 1, 2)
 MODEL = (
     "model.language.num_layers=3", "model.language.num_experts=4", "model.vision.depth=1",
     "model.vision.width=64", "model.vision.mlp_width=128",
@@ -54,17 +59,17 @@ Found = Mapping[str, Any]
 def main() -> None:
     arguments = where.parser(__doc__, "extension")
     arguments.add_argument("--pictures", type=Path, help="a folder; default docs/pictures")
+    arguments.add_argument("--work", type=Path, help="for the corpus and finished seeds")
     arguments = arguments.parse_args()
     device = where.device_of(arguments)
     about = where.about(arguments, device, "megatron-core")
     folder = arguments.pictures or (
         arguments.out.parent if arguments.quick else ROOT / "docs" / "pictures"
     )
-    begin = time.process_time()
-    with tempfile.TemporaryDirectory() as work:
-        found = {"about": about, **run(Path(work), quick=arguments.quick)}
-    found["processor_seconds"] = round(time.process_time() - begin)
-    found["targets"] = targets(found)
+    name = "bench_extension_quick" if arguments.quick else "bench_extension"
+    work = (arguments.work or ROOT / "runs" / name).resolve()
+    seeds = SEEDS[: 1 if arguments.quick else None]
+    found = results(about, [of_seed(work, seed, quick=arguments.quick) for seed in seeds])
     write(found, arguments.out, page(found))
     draw_border(found["border"], folder / "yarn_border.png")
     draw_extension(found["extension"], folder / "yarn_extension.png")
@@ -73,22 +78,42 @@ def main() -> None:
 # Training -----------------------------------------------------------------------------------------
 
 
-def run(work: Path, *, quick: bool) -> dict[str, Any]:
-    """Make the corpus, train everything; returns losses by position, and maxima of heads."""
+def of_seed(work: Path, seed: int, *, quick: bool) -> dict[str, Any]:
+    """Return what `run` found, or an earlier try of it."""
+    kept = work / "done" / f"seed_{seed}.json"
+    if not kept.exists():
+        if not (work / "corpus_built").exists():  # written last
+            for name in ("texts", "corpus"):
+                shutil.rmtree(work / name, ignore_errors=True)
+            make_corpus(work, quick=quick)
+            (work / "corpus_built").touch()
+        shutil.rmtree(work / f"seed_{seed}", ignore_errors=True)
+        begin = time.process_time()
+        found = run(work, seed, quick=quick)
+        found["processor_seconds"] = round(time.process_time() - begin)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.with_suffix(".part").write_text(json.dumps(found))
+        kept.with_suffix(".part").rename(kept)
+    return json.loads(kept.read_text())
+
+
+def run(work: Path, seed: int, *, quick: bool) -> dict[str, Any]:
+    """Train everything of a seed; returns losses by position, and maxima of heads."""
     first, longer, few = (6, 2, 3) if quick else (400, 60, 20)
-    make_corpus(work, quick=quick)
-    base = trained(work, "base", first, SHORT, 8, (f"optim.lr={LR}",))
-    start = (f"train.start_from={work / 'base'}", "optim.lr=0.001")
+    seeds = (f"data.seed={seed}", f"train.seed={seed}")
+    place = Path(f"seed_{seed}")
+    base = trained(work, place / "base", first, SHORT, 8, (f"optim.lr={LR}", *seeds))
+    start = (f"train.start_from={work / place / 'base'}", "optim.lr=0.001", *seeds)
     yarn = f"model.language.yarn={{factor: {LONG / SHORT}, original_max_position: {SHORT}}}"
     arms = {
-        name: trained(work, name, longer, LONG, 2, (*start, *setting))
+        name: trained(work, place / name, longer, LONG, 2, (*start, *setting))
         for name, setting in {"YaRN": (yarn,), "plain": ()}.items()
     }
     # Above every head's, and less than twice the largest: so the border takes some over it.
     threshold = 1.1 * float(max(max(map(max, step)) for step in base["maxima"][-few:]))
     yarn = f"model.language.yarn={{factor: {FACTOR}, original_max_position: {SHORT}}}"
     clip = f"optim.qk_clip_threshold={threshold:.4f}"
-    border = trained(work, "border", few, SHORT, 8, (*start, yarn, clip))
+    border = trained(work, place / "border", few, SHORT, 8, (*start, yarn, clip))
     return {
         "settings": {"steps": [first, longer, few], "rows": [[8, SHORT], [2, LONG], [8, SHORT]]},
         "extension": {
@@ -132,7 +157,7 @@ def _data(*arguments: str) -> None:
 
 
 def trained(
-    work: Path, name: str, steps: int, seq_len: int, rows: int, overrides: tuple[str, ...]
+    work: Path, name: Path, steps: int, seq_len: int, rows: int, overrides: tuple[str, ...]
 ) -> dict[str, Any]:
     """Train a run in the folder `name`; returns each step's largest logits [layers][heads] and
     number of clipped heads, and the held-out losses by position of each validation.
@@ -175,23 +200,56 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 # Results ------------------------------------------------------------------------------------------
 
 
+def results(about: Found, seeds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return everything for JSON: losses of all seeds, the border of the first."""
+    first = seeds[0]
+    arms = {
+        name: {place: [seed["extension"][name][place] for seed in seeds] for place in losses}
+        for name, losses in first["extension"].items()
+    }
+    found = {
+        "about": about, "settings": first["settings"], "extension": arms,
+        "border": first["border"], "ratios": [_ratio(seed["border"]) for seed in seeds],
+        "processor_seconds": sum(seed["processor_seconds"] for seed in seeds),
+    }  # fmt: skip
+    return found | {"targets": targets(found)}
+
+
 def targets(found: Found) -> list[dict[str, Any]]:
-    """Return what should hold, with what was found."""
+    """Return what should hold of each seed, with what was found."""
     arms, border = found["extension"], found["border"]
     last = list(arms["YaRN, untrained"])[-1]
     far = {name: losses[last] for name, losses in arms.items()}
-    ratio = _ratio(border)
+    gains = _apart(far["plain, untrained"], far["YaRN, untrained"])
+    others = [min(of) for of in zip(*(far[name] for name in far if name != "YaRN, trained"))]
+    best = _apart(others, far["YaRN, trained"])
+    ratios = found["ratios"]
     rows = [
-        (f"tokens {last}, untrained: no YaRN is worse", f"{far['plain, untrained']:.3f} against "
-         f"{far['YaRN, untrained']:.3f}", far["plain, untrained"] > far["YaRN, untrained"]),
-        (f"tokens {last}: YaRN, trained, is best", f"{far['YaRN, trained']:.3f}",
-         far["YaRN, trained"] == min(far.values())),
+        (f"tokens {last}, untrained: no YaRN is worse, for each seed", _signed(gains),
+         min(gains) > 0),
+        (f"tokens {last}: YaRN, trained, is best, for each seed; ahead of the next by",
+         _signed(best), min(best) > 0),
         (f"border: logits grow {border['squared']:.4f}-fold, median of heads",
-         f"{ratio:.3f}", abs(ratio / border["squared"] - 1) < 0.25),
+         ", ".join(f"{ratio:.3f}" for ratio in ratios),
+         all(abs(ratio / border["squared"] - 1) < 0.25 for ratio in ratios)),
         ("border: the first step clips heads that were under the threshold",
          str(border["clipped_heads"][0]), border["clipped_heads"][0] > 0),
     ]  # fmt: skip
     return [{"target": a, "found": b, "met": c} for a, b, c in rows]
+
+
+def _apart(more: list[float], less: list[float]) -> list[float]:
+    return [a - b for a, b in zip(more, less, strict=True)]
+
+
+def _signed(values: list[float]) -> str:
+    return ", ".join(f"{value:+.3f}" for value in values)
+
+
+def _told(values: list[float]) -> str:
+    """Return the mean of all seeds, and the least and the most of several."""
+    spread = f" ({min(values):.3f} - {max(values):.3f})" if len(values) > 1 else ""
+    return f"{mean(values):.3f}{spread}"
 
 
 def _heads(steps: list[list[list[float]]]) -> torch.Tensor:
@@ -209,14 +267,15 @@ def page(found: Found) -> str:
     """Return the results as a page to read."""
     arms, border, steps = found["extension"], found["border"], found["settings"]["steps"]
     bins = list(arms["YaRN, untrained"])
-    rows = [[name, *(f"{losses[place]:.3f}" for place in bins)] for name, losses in arms.items()]
+    rows = [[name, *(_told(losses[place]) for place in bins)] for name, losses in arms.items()]
     maxima = [f"{float(_heads(border[key]).max()):.2f}" for key in ("before", "after")]
     lines = [
         *where.heading("A longer context in toy form", found),
         *verdicts(found["targets"], {"target": "target", "found": "measured", "met": "met"}),
         f"{steps[0]} steps of 8 rows of {SHORT} tokens, then {steps[1]} of 2 rows of {LONG:,}; "
         "Python sources of the standard library, every eighth file held out. Held-out loss, nats "
-        "a token, by the number of tokens of the document before it:",
+        "a token, by the number of tokens of the document before it; mean, least and most of "
+        f"{len(found['ratios'])} seeds:",
         "",
         *table(["", *bins], rows),
         "",
@@ -266,7 +325,10 @@ def draw_extension(arms: Found, path: Path) -> None:
     for name, losses in arms.items():
         color = "#1f4e9c" if name.startswith("YaRN") else "#b8562f"
         style = "--" if name.endswith("untrained") else "-"
-        axes.plot(list(losses), list(losses.values()), style, color=color, marker="o", label=name)
+        means = [mean(of) for of in losses.values()]
+        axes.plot(list(losses), means, style, color=color, marker="o", label=name)
+        lows, highs = ([f(of) for of in losses.values()] for f in (min, max))
+        axes.fill_between(list(losses), lows, highs, color=color, alpha=0.15, linewidth=0)
     axes.set_title(f"held-out loss by position; trained on {SHORT} tokens before", fontsize=10)
     axes.set_xlabel("tokens of the document before")
     axes.set_ylabel("nats a token")
