@@ -53,7 +53,6 @@ connection.connect({address!r} + str(int(os.environ.get("RANK", "0")) % 2))
 job = dict(arguments=sys.argv[1:], environment=dict(os.environ), cwd=os.getcwd())
 socket.send_fds(connection, [json.dumps(job).encode()], [1, 2])
 pid = int(connection.recv(64))
-open("/proc/self/comm", "w").write(f"fork {{pid}}")
 def hand_on(number, frame):
     try:
         os.kill(pid, number)
@@ -61,6 +60,7 @@ def hand_on(number, frame):
         pass
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, hand_on)
+open("/proc/self/comm", "w").write(f"fork {{pid}}")  # from now on a signal may come
 code = int(connection.recv(64))
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None

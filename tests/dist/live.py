@@ -1,6 +1,7 @@
 """A training that is going on, and its processes: for what happens to it from outside."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -69,6 +70,13 @@ def open_to_others(process: subprocess.Popen) -> list[str]:
                 if one.laddr and not one.raddr and one.laddr.ip not in ("127.0.0.1", "::1")
             ]
     return found
+
+
+def is_told(pid: int, number: signal.Signals) -> bool:
+    """Return whether a signal waits for a process that stands still."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    pending = int(status.partition("\nShdPnd:")[2].split(maxsplit=1)[0], 16)
+    return bool(pending >> (number - 1) & 1)
 
 
 def steps_of(run_dir: Path) -> int:

@@ -25,7 +25,7 @@ from moonvit3d.model import VisionEncoder, initialise
 from moonvit3d.weights import save
 from tests import fork_server
 from tests.dist.jobs import SMALL, layout, read_metrics, train
-from tests.dist.live import open_to_others, ranks, started, wait_for, wait_for_steps
+from tests.dist.live import is_told, open_to_others, ranks, started, wait_for, wait_for_steps
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -105,12 +105,19 @@ def interrupted(data_root, tmp_path_factory):
     )  # fmt: skip
     with started(folder, *overrides, "--max-restarts", "2") as process:
         wait_for_steps(folder, 2, process)
-        holder, before = ranks(process)[0].pid, open_to_others(process)
-        ranks(process)[2].send_signal(signal.SIGSTOP)  # it neither works nor dies
+        begun = ranks(process)
+        begun[2].send_signal(signal.SIGSTOP)  # it neither works nor dies
+        holder, before = begun[0].pid, open_to_others(process)
         second = train(folder, *overrides, resume=Path("latest"))
         wait_for(lambda: "resumed" in (folder / "logs" / "rank_0.log").read_text(), process)
+        again = list(ranks(process).values())
+        for rank in again:  # no step is done until they have been told
+            rank.suspend()
         after = open_to_others(process)
         process.send_signal(signal.SIGTERM)
+        wait_for(lambda: all(is_told(rank.pid, signal.SIGTERM) for rank in again), process)
+        for rank in again:
+            rank.resume()
         out, err = process.communicate(timeout=250)
     assert process.returncode == 0, out + err
     return Interrupted(folder, out, holder, second, (before, after))

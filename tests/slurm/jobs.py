@@ -14,6 +14,7 @@ from launch.slurm import queue as slurm_queue
 from launch.slurm.queue import JobState
 from tests import ROOT
 from tests.dist.jobs import SMALL, layout
+from tests.dist.live import is_told
 from tests.slurm.lab import Lab
 
 # Two ranks, one on each of two nodes.
@@ -25,7 +26,7 @@ def submit(lab: Lab, run_dir: Path, *arguments: str) -> int:
     """Run `kimi-pretrain submit` on the small configuration; returns the job's number."""
     done = subprocess.run(
         command(run_dir, "--parsable", *arguments),
-        env=environment(lab), capture_output=True, text=True, timeout=60, check=False,
+        env=environment(lab), capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return int(done.stdout)
@@ -80,7 +81,11 @@ def preempt(lab: Lab, job: int, run_dir: Path, steps: int = 1, *, save: bool = T
             os.kill(pid, signal.SIGSTOP)
     lab.run("scancel", "--signal=USR1", "--batch", str(job))
     wait(lambda: "got USR1" in log_of(lab, job), "the signal", lambda: log_of(lab, job))
-    time.sleep(1.0)  # until it has come from the script to the ranks
+    # Until it has come from the script to the ranks, which take it when they go on.
+    wait(
+        lambda: any(is_told(pid, signal.SIGUSR1) for pid in rank_pids(run_dir)),
+        "the signal at a rank", lambda: log_of(lab, job),
+    )  # fmt: skip
     signal_ranks(run_dir, signal.SIGCONT)
 
 
