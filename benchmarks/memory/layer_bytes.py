@@ -152,7 +152,7 @@ def left_bytes(backbone: Backbone, microbatch: Microbatch) -> int:
             graphs.append(backbone._forward(microbatch, backbone.chunks[0], microbatch.labels))
             gc.collect()
             slabs = host.pool.slabs if host is not None else 0
-            found.append(live.now() - slabs * SLAB_BYTES)
+            found.append(live.settled() - slabs * SLAB_BYTES)
     return found[2] - found[1]
 
 

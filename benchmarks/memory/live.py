@@ -1,5 +1,8 @@
 """Counts the bytes that tensors hold, as they are made and freed, on any device: meta, too."""
 
+import time
+
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +32,19 @@ class LiveBytes(TorchDispatchMode):
         """Return the bytes that live."""
         self._seen = {key: one for key, one in self._seen.items() if not one[0].expired()}
         return sum(size for _, size in self._seen.values())
+
+    def settled(self) -> int:
+        """Return the bytes that live once nothing more is let go.
+
+        A thread of gloo's still holds the tensors of a collective for a moment after the rank that
+        waited for it went on.
+        """
+        size, same = self.now(), 0
+        while dist.is_initialized() and dist.get_world_size() > 1 and same < 50:
+            time.sleep(2e-3)
+            before, size = size, self.now()
+            same = same + 1 if size == before else 0
+        return size
 
 
 class PeakBytes(LiveBytes):
