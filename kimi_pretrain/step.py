@@ -67,7 +67,7 @@ class StepReport:
             a key is absent if its phase was skipped.
         kept_patches: patches that this rank did not have to encode again.
         losses: of the tokens whose loss this rank counts, by source and place in the document.
-        siglip: mean loss, and number, of the global batch's pairs; None: `train.siglip` is off.
+        siglip: mean loss, number and patches of the batch's pairs; None: `train.siglip` is off.
     """
 
     loss: float
@@ -84,7 +84,7 @@ class StepReport:
     exchange_bytes: dict[str, int] = field(default_factory=dict)
     kept_patches: int = 0
     losses: LossSums = field(default_factory=LossSums)
-    siglip: tuple[float | None, int] | None = None
+    siglip: tuple[float | None, int, int] | None = None
 
 
 @dataclass(frozen=True)

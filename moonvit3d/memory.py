@@ -41,10 +41,39 @@ def activation_bytes(
         config.depth * (block * itemsize + statistics) + 3 * PATCH**2 * itemsize + angles
     )
     # On top of the blocks: at first all of the projector, later the gradients inside one MLP.
-    joined = MERGE**2 * width
-    projector = patches * width + tokens * (2 * joined + config.projector_width + config.out_width)
     gradients = patches * (width + 2 * hidden)
-    return kept + itemsize * np.maximum(projector, gradients)
+    return kept + itemsize * np.maximum(_projector(patches, tokens, config), gradients)
+
+
+def frozen_tower_bytes(
+    grids: Sequence[tuple[int, int, int]] | np.ndarray, config: MoonViTConfig, itemsize: int = 2
+) -> np.ndarray:
+    """The same where the tower is frozen: it runs without a graph, the projector with one.
+
+    Args:
+        grids: (t, h, w) patch grids, or an integer array [n, 3].
+        config: sizes of the encoder.
+        itemsize: bytes of a number.
+
+    Returns:
+        int64 [n].
+    """
+    t, h, w = np.asarray(grids, dtype=np.int64).reshape(-1, 3).T
+    patches, tokens = t * h * w, num_tokens(t, h, w)
+    # Pixels as numbers; cosines and sines, alone and as complex numbers; the most of a block's two
+    # halves: query, key and value around their rotation, or the MLP around its GELU.
+    angles = 4 * max(4, itemsize) * config.head_dim // 2
+    block = max(9 * config.width, config.width + 2 * config.mlp_width)
+    tower = patches * (angles + (3 * PATCH**2 + block) * itemsize)
+    pixels = patches * 3 * (3 * PATCH**2) * max(4, itemsize)  # of their normalisation
+    return np.maximum(np.maximum(tower, pixels), itemsize * _projector(patches, tokens, config))
+
+
+def _projector(patches: np.ndarray, tokens: np.ndarray, config: MoonViTConfig) -> np.ndarray:
+    """Numbers that the projector keeps, its input included."""
+    joined = MERGE**2 * config.width
+    wide = 2 * joined + config.projector_width + config.out_width
+    return patches * config.width + tokens * wide
 
 
 def most_patches(limits: PatchLimits) -> int:

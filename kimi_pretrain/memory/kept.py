@@ -49,11 +49,14 @@ class Kept:
         kind: what it is, for tables.
         size: in bytes.
         moves: whether `train.offload` may move it: floating, and inside our modules.
+        of_weights: whether gradients of weights alone need it: with a frozen language model nothing
+            keeps it.
     """
 
     kind: str
     size: int
     moves: bool = True
+    of_weights: bool = False
 
 
 def layer_tensors(config: Config, dense: bool) -> Iterator[Kept]:
@@ -62,20 +65,33 @@ def layer_tensors(config: Config, dense: bool) -> Iterator[Kept]:
     Args:
         dense: whether the layer has a plain MLP.
     """
-    yield from _attention(config)
-    yield from _dense_mlp(config) if dense else _experts(config)
+    yield from _needed(config, _attention(config, dense))
+    yield from _needed(config, _dense_mlp(config) if dense else _experts(config))
 
 
 def head_tensors(config: Config) -> Iterator[Kept]:
     """Yield what the final norm, the head and the loss keep of a microbatch; the head lies outside
     the policy, so the norm's output stays.
     """
+    yield from _needed(config, _head(config))
+
+
+def _is_frozen(config: Config) -> bool:
+    return "language_model" in config.train.frozen
+
+
+def _needed(config: Config, tensors: Iterator[Kept]) -> Iterator[Kept]:
+    frozen = _is_frozen(config)
+    return (tensor for tensor in tensors if not (frozen and tensor.of_weights))
+
+
+def _head(config: Config) -> Iterator[Kept]:
     language, tokens = config.model.language, Tokens.of(config)
     item, tp = ITEMSIZE[config.train.dtype], config.layout.tp
     wide, hidden = max(4, item), tokens.part * language.hidden_size * item
     yield Kept("residuals", hidden)
     yield Kept("statistics of norms", tokens.part * wide)
-    yield Kept("norms", hidden, False)
+    yield Kept("norms", hidden, False, of_weights=True)
     yield Kept("logits", tokens.cp * language.vocab_size // tp * wide, False)
     # Labels among this rank's part of the vocabulary, the others' mask, losses.
     yield Kept("logits", tokens.cp * (_INDEX + 1 + wide), False)
@@ -99,29 +115,32 @@ def row_bytes(config: Config) -> int:
     return tokens.row * (heads * (plain * item + (plain + rope) * (item + wide)) + latents)
 
 
-def _attention(config: Config) -> Iterator[Kept]:
+def _attention(config: Config, dense: bool) -> Iterator[Kept]:
     language, tokens, tp = config.model.language, Tokens.of(config), config.layout.tp
     item, recompute = ITEMSIZE[config.train.dtype], config.train.recompute
     hidden, heads, rope = language.hidden_size, language.num_heads // tp, language.qk_rope_dim
     query, latent = heads * (language.qk_nope_dim + rope), language.kv_lora_rank
     value, wide = heads * language.v_dim, max(4, item)
-    shared = config.layout.cp > 1
+    shared, remade = config.layout.cp > 1, "mla_up" in recompute
     # Of each norm its width, that of the tensor that its input is part of (one holds the rotary key
-    # as well), and whether its output is needed: that of a shared row is gathered, a copy, and is
-    # needed only to be gathered again.
-    norms = [("residuals", hidden, hidden, True)] * 2
+    # as well), and who reads its output: products alone, also a recipe or a router, which keeps it,
+    # or nobody: that of a shared row is gathered, a copy, and needed only to be gathered again.
+    hidden_latent = language.q_lora_rank is None and remade
+    norms = [("residuals", hidden, hidden, "recipe" if hidden_latent else "products")]
+    norms.append(("residuals", hidden, hidden, "products" if dense else "router"))
+    reader = "recipe" if remade else "products"
     if language.q_lora_rank is not None:
-        norms.append(("latents", language.q_lora_rank, language.q_lora_rank, True))
-    norms.append(("latents", latent, latent + rope, not shared or "mla_up" in recompute))
-    for kind, width, whole, needed in norms:
+        norms.append(("latents", language.q_lora_rank, language.q_lora_rank, reader))
+    norms.append(("latents", latent, latent + rope, "nobody" if shared and not remade else reader))
+    for kind, width, whole, reader in norms:
         yield Kept(kind, tokens.part * whole * item)
         yield Kept("statistics of norms", tokens.part * wide)
-        if needed and "norms" not in recompute:
-            yield Kept("norms", tokens.part * width * item)
+        if reader != "nobody" and "norms" not in recompute:
+            yield Kept("norms", tokens.part * width * item, of_weights=reader == "products")
     for number in [tokens.cp, tokens.part if shared else tokens.cp]:  # of queries, of keys
         for _ in range(2):  # cosines and sines
             yield Kept("rotary angles", number * rope * item)
-    if "mla_up" not in recompute:
+    if not remade:
         yield Kept("query, key, value", tokens.cp * query * item)
         if shared:  # gathered; its keys and values are never kept
             yield Kept("latents of the row", tokens.row * (latent + rope) * wide)
@@ -129,10 +148,11 @@ def _attention(config: Config) -> Iterator[Kept]:
             yield Kept("query, key, value", tokens.row * query * item)
             yield Kept("query, key, value", tokens.row * value * item)
     together = ROW_HEADS if shared else heads  # heads of one call of attention
+    portable = config.train.attention == "portable"  # else the kernel keeps its output, too
     for first in range(0, heads, together):
         some = tokens.cp * min(together, heads - first)
-        yield Kept("attention's output", some * language.v_dim * item)
-        if config.train.attention != "portable":  # log-sums of the fused kernels
+        yield Kept("attention's output", some * language.v_dim * item, of_weights=portable)
+        if not portable:  # log-sums of the fused kernels
             yield Kept("attention's output", some * 4)
 
 
@@ -146,7 +166,8 @@ def _experts(config: Config) -> Iterator[Kept]:
     experts, wide = language.num_experts, max(4, ITEMSIZE[config.train.dtype])
     sent = tokens.part * language.experts_per_token
     shared = language.num_shared_experts * language.expert_ffn_size // layout.tp
-    for _ in range(2):  # scores, for the choice and for the balance loss; and their sums
+    balanced = language.aux_loss_coeff > 0 and not _is_frozen(config)
+    for _ in range(1 + balanced):  # scores, for the choice and for the balance loss; and their sums
         yield Kept("router", tokens.part * experts * wide)
         yield Kept("router", tokens.part * wide)
     yield Kept("router", sent * _INDEX, False)  # choices
@@ -155,10 +176,10 @@ def _experts(config: Config) -> Iterator[Kept]:
     yield Kept("router", sent * _INDEX, False)
     yield Kept("router", sent * _INDEX, False)
     yield Kept("router", sent * wide)
-    # Padding; tokens of each expert, and where they end; scalars of the balance loss.
-    few = experts // layout.ep * (_INDEX + 2 * 4) + 3 * wide
-    yield Kept("router", tokens.part + few, False)
-    yield from _stored(config, sent, language.hidden_size, "dispatched tokens")
+    yield Kept("router", experts // layout.ep * 2 * 4, False)  # where each expert's end
+    if balanced:  # padding, tokens of each expert, scalars
+        yield Kept("router", tokens.part + experts * _INDEX + 3 * wide, False)
+    yield from _stored(config, sent, language.hidden_size, "dispatched tokens", of_weights=True)
     yield from _swiglu(config, sent, language.expert_ffn_size, "experts")
     yield from _swiglu(config, tokens.cp, shared, "shared experts")
 
@@ -166,13 +187,16 @@ def _experts(config: Config) -> Iterator[Kept]:
 def _swiglu(config: Config, rows: int, width: int, name: str) -> Iterator[Kept]:
     yield from _stored(config, rows, 2 * width, f"gate and up of {name}")
     if "swiglu" not in config.train.recompute:
-        yield Kept(f"SwiGLU of {name}", rows * width * ITEMSIZE[config.train.dtype])
+        size = rows * width * ITEMSIZE[config.train.dtype]
+        yield Kept(f"SwiGLU of {name}", size, of_weights=True)
 
 
-def _stored(config: Config, rows: int, width: int, kind: str) -> Iterator[Kept]:
+def _stored(
+    config: Config, rows: int, width: int, kind: str, *, of_weights: bool = False
+) -> Iterator[Kept]:
     """Yield what FP8 storage is for: the tensor, or its codes and their scales."""
     if config.train.fp8_storage:
-        yield Kept(kind, rows * width)
-        yield Kept(kind, rows * 4 * -(-width // _TILE))
+        yield Kept(kind, rows * width, of_weights=of_weights)
+        yield Kept(kind, rows * 4 * -(-width // _TILE), of_weights=of_weights)
     else:
-        yield Kept(kind, rows * width * ITEMSIZE[config.train.dtype])
+        yield Kept(kind, rows * width * ITEMSIZE[config.train.dtype], of_weights=of_weights)

@@ -21,8 +21,10 @@ from kimi_pretrain.config import GIB, ITEMSIZE, MIB, Config
 from kimi_pretrain.memory.kept import Kept, Tokens, head_tensors, layer_tensors, row_bytes
 from kimi_pretrain.memory.states import Sizes, chunks_of, divide_config
 from kimi_pretrain.memory.switches import Change, changed, switches
+from kimi_pretrain.siglip.counts import pooling_bytes, text_bytes
 from kimi_pretrain.tools.optimizer_division import Division
-from moonvit3d.memory import activation_bytes
+from moonvit3d.geometry import MERGE
+from moonvit3d.memory import activation_bytes, frozen_tower_bytes
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class StageMemory:
         host: those in host memory (`train.offload`).
         embeddings: of the media that its microbatches wait with, and their gradients.
         waiting: activations of the encoder that are kept until its backward pass
-            (`dep.keep_activations`).
+            (`dep.keep_activations`), and what a frozen tower hands to a trained projector.
         passing: what one layer makes and drops: tensors that are recomputed, tokens on their way
             to experts and back, or the logits of the loss.
         encoder: activations of the largest chunk of media, and of those that are kept.
@@ -280,12 +282,17 @@ def media_share(config: Config) -> float | None:
     return max((ratio for ratio in ratios if ratio is not None), default=None)
 
 
+def _media_tokens(config: Config) -> int:
+    """Return the media tokens of a step's global batch, where their share is given."""
+    return int((media_share(config) or 0.0) * config.tokens_per_step())
+
+
 def _media_bytes(config: Config) -> tuple[int, int]:
     """Return the bytes of the embeddings that a rank encodes, and that one of a first stage gets,
     where they are spread evenly.
     """
     layout, item = config.layout, ITEMSIZE[config.train.dtype]
-    tokens = int((media_share(config) or 0.0) * config.tokens_per_step())
+    tokens = _media_tokens(config)
     ranks = layout.world_size(), layout.world_size() // layout.pp
     encoded, received = (-(-tokens // n) * config.model.language.hidden_size * item for n in ranks)
     return encoded, received
@@ -314,12 +321,31 @@ def _passing(config: Config, chunks: Sequence[tuple[range, bool]]) -> int:
 
 
 def _encoder(config: Config) -> int:
-    dep, item = config.dep, ITEMSIZE[config.train.dtype]
-    half = -(-dep.max_patches_per_chunk // 2)
-    chunk = int(activation_bytes([(1, 2, half)], config.model.vision, item)[0])
+    """Return the activations of a chunk of media, or of `train.siglip`'s texts, which come before
+    the encoder's backward pass, with those that are kept.
+    """
+    dep, train, vision = config.dep, config.train, config.model.vision
+    item, half = ITEMSIZE[train.dtype], -(-dep.max_patches_per_chunk // 2)
+    of_chunk = frozen_tower_bytes if "vision_tower" in train.frozen else activation_bytes
+    chunk = int(of_chunk([(1, 2, half)], vision, item)[0])
     if dep.keep_activations == "auto":  # as many chunks as there is room for
-        return _room(config)
-    return chunk if dep.memory_limit_gib is None else min(chunk, _room(config))
+        chunk = _room(config)
+    elif dep.memory_limit_gib is not None:
+        chunk = min(chunk, _room(config))
+    if train.siglip is None:
+        return chunk + _features(config)
+    kept = chunk if dep.keep_activations == "auto" else 0
+    pooled = chunk + pooling_bytes(2 * half, vision.width, item)
+    return max(pooled, kept + text_bytes(train.siglip, vision.width, item))
+
+
+def _features(config: Config) -> int:
+    """Return what a rank keeps of a frozen tower, until a trained projector's backward pass."""
+    frozen, vision = config.train.frozen, config.model.vision
+    if "vision_tower" not in frozen or "projector" in frozen:
+        return 0
+    tokens = -(-_media_tokens(config) // config.layout.world_size())
+    return tokens * MERGE**2 * vision.width * ITEMSIZE[config.train.dtype]
 
 
 def _room(config: Config) -> int:
@@ -328,7 +354,8 @@ def _room(config: Config) -> int:
 
 
 def _waiting(config: Config) -> int:
-    return _room(config) if config.dep.keep_activations == "auto" else 0
+    kept = _room(config) if config.dep.keep_activations == "auto" else 0
+    return kept + _features(config)
 
 
 def _exchange(config: Config, stage: int) -> int:

@@ -11,7 +11,7 @@ from data_pipeline.plan.planner import GlobalPlan
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import Config
-from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.dep.planner import VisionPlanner, grids_of
 from kimi_pretrain.dep.vision_plan import VisionPlan
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch, replica_rows
@@ -63,13 +63,14 @@ class PairStep(TrainStep):
         self._tokenizer, self._texts = tokenizer, texts
 
     def run(self, batch: StepBatch, *, text_only: bool = False) -> StepReport:
-        """See `TrainStep`; the report has the pairs and their loss."""
+        """See `TrainStep`; the report has the pairs' loss, number and patches."""
         report = super().run(batch, text_only=text_only)
         pairs, self.encoder.pairs = self.encoder.pairs, None
         if pairs is None or pairs.loss is None:  # on all ranks alike
-            return replace(report, siglip=(None, 0))
+            return replace(report, siglip=(None, 0, 0))
         (total,) = self.mesh.sum([float(pairs.loss)])
-        return replace(report, siglip=(total / len(pairs.items), len(pairs.items)))
+        number, patches = len(pairs.items), grids_of(batch.plan)[pairs.items].prod(1).sum()
+        return replace(report, siglip=(total / number, number, int(patches)))
 
     def _decoupled(
         self,

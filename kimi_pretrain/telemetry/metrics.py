@@ -20,6 +20,7 @@ from kimi_pretrain.dep.planner import grids_of
 from kimi_pretrain.dep.vision_plan import VisionPlan
 from kimi_pretrain.optim.step_stats import UpdateFigures, merge_figures
 from kimi_pretrain.parallel.ranks import scopes
+from kimi_pretrain.siglip.counts import pair_flops
 from kimi_pretrain.telemetry.exposed import exposed
 from kimi_pretrain.telemetry.losses import LossSums, merged
 from kimi_pretrain.telemetry.mfu import Peak, peak_flops, step_flops, utilisation
@@ -127,7 +128,7 @@ class Telemetry:
             "kept_patches": sum(record.kept_patches for record in everyone),
             "exchange_bytes": _exchange(everyone),
             **_memory(everyone),
-            **self._speed(plan, seconds, len(everyone)),
+            **self._speed(plan, report.siglip, seconds, len(everyone)),
             **_optimizer(report.update, everyone),
             "store": {
                 "requests": sum(record.requests for record in everyone),
@@ -150,10 +151,19 @@ class Telemetry:
             "exposed_encoder_parts": None if unknown else found.seconds,
         }
 
-    def _speed(self, plan: GlobalPlan, seconds: float, world_size: int) -> dict[str, Any]:
-        config = self.config
+    def _speed(
+        self, plan: GlobalPlan, siglip: Any, seconds: float, world_size: int
+    ) -> dict[str, Any]:
+        config, pairs = self.config, 0.0
+        if config.train.siglip is not None and siglip is not None:
+            _, number, patches = siglip
+            pairs = pair_flops(config.train.siglip, config.model.vision.width, number, patches)
         useful = step_flops(
-            grids_of(plan), plan.samples.length.astype(np.int64), config.model, config.train.frozen
+            grids_of(plan),
+            plan.samples.length.astype(np.int64),
+            config.model,
+            config.train.frozen,
+            pairs,
         )
         return {
             "model_tflops": {"encoder": useful.encoder / 1e12, "backbone": useful.backbone / 1e12},
@@ -166,7 +176,10 @@ class Telemetry:
 
 def _siglip(report: "StepReport") -> dict[str, Any]:
     """Return the loss of the pairs and their number; nothing where `train.siglip` is off."""
-    return {} if report.siglip is None else dict(zip(("siglip_loss", "pairs"), report.siglip))
+    if report.siglip is None:
+        return {}
+    loss, pairs, _ = report.siglip
+    return {"siglip_loss": loss, "pairs": pairs}
 
 
 def _optimizer(update: "UpdateReport", everyone: Sequence[RankMetrics]) -> dict[str, Any]:

@@ -64,7 +64,11 @@ class Peak:
 
 
 def step_flops(
-    grids: Ints, lengths: Ints, model: ModelConfig, frozen: Collection[str] = ()
+    grids: Ints,
+    lengths: Ints,
+    model: ModelConfig,
+    frozen: Collection[str] = (),
+    pairs: float = 0.0,
 ) -> StepFlops:
     """Return the useful operations of a step.
 
@@ -72,12 +76,14 @@ def step_flops(
         grids: patch grids (frames, height, width) of the step's media items, [items, 3].
         lengths: tokens of each document of the step, [documents].
         frozen: of `train.frozen`: these parts get no gradients.
+        pairs: operations of `train.siglip`'s heads, forward alone.
     """
     tower, projector = "vision_tower" not in frozen, "projector" not in frozen
     vision = (tower or projector) and len(grids) > 0
     language = "language_model" not in frozen
     return StepFlops(
-        encoder=encoder_flops(grids, model.vision, tower=tower, projector=projector),
+        encoder=encoder_flops(grids, model.vision, tower=tower, projector=projector)
+        + _product(pairs, trained=True, upstream=True),
         backbone=backbone_flops(lengths, model.language, trained=language, upstream=vision),
     )
 

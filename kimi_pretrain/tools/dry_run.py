@@ -72,6 +72,7 @@ class DryRun:
     routing_biases: int
     vision_tower: int
     projector: int
+    siglip: int
     optimizer: OptimizerSummary
     division: Division
     memory: memory_report.MemoryReport
@@ -100,6 +101,7 @@ def dry_run(config: Config) -> DryRun:
         routing_biases=sum(stage.routing_biases for stage in stages),
         vision_tower=_count(encoder.vision_tower),
         projector=_count(encoder.mm_projector),
+        siglip=sum(map(math.prod, _siglip_shapes(config).values())),
         optimizer=summarise(division, [stage.layers for stage in stages]),
         division=division,
         memory=memory_report.report(config, division),
@@ -119,6 +121,8 @@ def lines(result: DryRun) -> Iterator[str]:
     yield f"  routing biases  {result.routing_biases:,} entries (not parameters)"
     yield f"vision tower      {result.vision_tower:,}"
     yield f"projector         {result.projector:,}"
+    if result.siglip:
+        yield f"train.siglip      {result.siglip:,}"
     yield from memory_report.lines(result.memory)
     yield from summary_lines(result.optimizer)
 
@@ -207,13 +211,17 @@ def _encoder_group(config: Config, encoder: VisionEncoder) -> PlannedGroup:
     prefixes = tuple(prefix for part, prefix in frozen.items() if part in config.train.frozen)
     itemsize = DTYPES[config.train.dtype].itemsize
     shapes = {name: tuple(param.shape) for name, param in encoder.named_parameters()}
-    shapes |= siglip_shapes(config.train.siglip, config.model.vision.width)
+    shapes |= _siglip_shapes(config)
     trained = [
         TensorSize(name, shape, itemsize)
         for name, shape in shapes.items()
         if not name.startswith(prefixes)
     ]
     return PlannedGroup("encoder", tuple(range(config.layout.world_size())), tuple(trained))
+
+
+def _siglip_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    return siglip_shapes(config.train.siglip, config.model.vision.width)
 
 
 def _check_places(groups: Sequence[PlannedGroup], mesh: engine_mesh.Mesh) -> None:

@@ -106,7 +106,7 @@ def test_kimi_vl_s_objective_is_that_of_other_people_s_parts_in_one_graph(
     siglip = their_siglip(model, parts, pairs, data_root)
     captions = captioning(model, step["documents"])
     assert step["loss"] == pytest.approx(captions.item(), rel=TOLERANCE[dtype])
-    assert step["siglip"] == (pytest.approx(siglip.item(), rel=TOLERANCE[dtype]), len(pairs))
+    assert step["siglip"][:2] == (pytest.approx(siglip.item(), rel=TOLERANCE[dtype]), len(pairs))
     (siglip + 2 * captions).backward()
     check_encoder(step["gradients"], model, dtype)
     want = {name: one.grad for part in parts.values() for name, one in part.named_parameters()}

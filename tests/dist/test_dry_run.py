@@ -146,14 +146,17 @@ found["alone"] = table(*job, "optim.shard_state=false")
 found["frozen"] = table(*job, "train.frozen=[vision_tower, language_model]")
 found["planned"] = {}
 for name, more in (("job", ()), ("frozen", ("train.frozen=[vision_tower, language_model]",)),
-                   ("slices", ("layout.dp=1", "layout.tp=2", "layout.ep=2"))):
+                   ("slices", ("layout.dp=1", "layout.tp=2", "layout.ep=2")),
+                   ("siglip", ("train.frozen=[language_model]", "dep.max_split=1",
+                               "train.siglip={tokenizer: a, heads: 2, depth: 3}"))):
     config = load_config("tiny_cpu", (*job, *more))
     built, planned = dry_run.dry_run(config), states.divide_config(config)
     found["planned"][name] = {
         "owners": planned.owners == built.division.owners,
         "loads": planned.loads == built.division.loads,
         "parameters": [stage.per_rank for stage in built.stages],
-        "encoder": built.vision_tower + built.projector,
+        "encoder": built.vision_tower + built.projector + built.siglip,
+        "siglip": any(line.startswith("train.siglip ") for line in dry_run.lines(built)),
         "weights": [stage.weights for stage in built.memory.plan.stages],
     }
 with torch.device("meta"):
@@ -254,7 +257,7 @@ def test_frozen_parts_have_no_owner(tables):
     assert {row["group"] for row in read_table(tables["frozen"])} == {"projector"}
 
 
-@pytest.mark.parametrize("name", ["job", "frozen", "slices"])
+@pytest.mark.parametrize("name", ["job", "frozen", "slices", "siglip"])
 def test_the_plan_of_memory_counts_what_is_built(name, tables):
     """From names and shapes alone: owners, and weights of every stage, in float32."""
     planned = tables["planned"][name]
@@ -264,6 +267,7 @@ def test_the_plan_of_memory_counts_what_is_built(name, tables):
         whole = weights // 4 - planned["encoder"] - parameters
         assert (whole == 0) == (name != "slices")  # beside its slices a rank keeps whole tensors
         assert whole >= 0
+    assert planned["siglip"] == (name == "siglip")
 
 
 def test_a_parameter_without_a_rule_is_an_error(tables):

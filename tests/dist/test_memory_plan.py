@@ -30,11 +30,19 @@ POLICIES = {
     "all": ("train.dtype=bfloat16", EVERYTHING, "train.fp8_storage=true"),
     "all, offload": ("train.dtype=bfloat16", EVERYTHING, "train.fp8_storage=true",
                      "train.offload=true", "train.offload_min_mib=1e-4"),  # all but scalars
+    # Gradients pass through, products keep nothing; recipes and the router keep what they read.
+    "frozen": ("train.dtype=bfloat16", "train.frozen=[language_model]"),
+    "frozen, mla_up, no query latent": (
+        "train.dtype=bfloat16", "train.frozen=[language_model]", "train.recompute=[mla_up]",
+        "model.language.q_lora_rank=null"),
+    "frozen, all": ("train.dtype=bfloat16", "train.frozen=[language_model]", EVERYTHING,
+                    "train.fp8_storage=true"),
 }  # fmt: skip
 # Six heads, of which keys and values of four exist at a time. Attention's output is kept in as many
 # pieces: of the last case the first is large enough to be moved, the second is not.
 SHARED = {
     "CP2": (),
+    "CP2, frozen": ("train.frozen=[language_model]",),
     "CP2, mla_up": ("train.recompute=[mla_up]",),
     "CP2, all": (EVERYTHING,),
     "CP2, all, offload": (EVERYTHING, "train.offload=true", "train.offload_min_mib=0.008"),

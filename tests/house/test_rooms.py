@@ -59,8 +59,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "kimi_pretrain.memory.plan": {
         *BASE, "kimi_pretrain.memory.kept", "kimi_pretrain.memory.states",
-        "kimi_pretrain.memory.switches", "kimi_pretrain.tools.optimizer_division",
-        "moonvit3d.memory",
+        "kimi_pretrain.memory.switches", "kimi_pretrain.siglip.counts",
+        "kimi_pretrain.tools.optimizer_division", "moonvit3d.geometry", "moonvit3d.memory",
     },
     "kimi_pretrain.memory.search": {
         *BASE, "kimi_pretrain.memory.plan", "kimi_pretrain.memory.states",
@@ -93,6 +93,7 @@ ROOMS: dict[str, set[str]] = {
         "data_pipeline.store", "moonvit3d",
     },
     "kimi_pretrain.siglip": {*BASE, "kimi_pretrain.dep", "data_pipeline", "moonvit3d"},
+    "kimi_pretrain.siglip.counts": {"kimi_pretrain.siglip.config"},
     "kimi_pretrain.siglip.tokenizer": {
         "kimi_pretrain.siglip.config", "data_pipeline.config", "data_pipeline.store",
     },
@@ -122,8 +123,8 @@ ROOMS: dict[str, set[str]] = {
         *BASE, "kimi_pretrain.checkpoint.manifest", "kimi_pretrain.checkpoint.saver",
         "kimi_pretrain.dep", "kimi_pretrain.engine.mesh", "kimi_pretrain.telemetry.losses",
         "kimi_pretrain.optim", "kimi_pretrain.parallel", "kimi_pretrain.reliability",
-        "kimi_pretrain.step", "kimi_pretrain.telemetry.phases", "kimi_pretrain.update",
-        "data_pipeline", "moonvit3d",
+        "kimi_pretrain.siglip.counts", "kimi_pretrain.step", "kimi_pretrain.telemetry.phases",
+        "kimi_pretrain.update", "data_pipeline", "moonvit3d",
     },
     "kimi_pretrain.run": {
         *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.dep", "kimi_pretrain.engine.mesh",

@@ -105,6 +105,24 @@ def test_settings_of_the_encoder_that_cannot_be_are_named(overrides, told):
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["train.fp8_storage=true", "train.dtype=float64"], ("fp8_storage=true", "dtype=float64")),
+        (["train.recompute=[norms, norms]"], ("train.recompute", "norms", "each kind once")),
+        (["train.recompute=[moe]"], ("train.recompute", "moe", "'norms', 'swiglu' or 'mla_up'")),
+        (["train.attention=flex", "train.dtype=float64"], ("attention=flex", "dtype=float64")),
+        (["train.attention=transformer_engine"], ("transformer_engine", "dtype=float32")),
+    ],
+)
+def test_a_policy_that_does_not_apply_is_one_line(overrides, told):
+    with pytest.raises(ConfigError) as error:
+        load_config("tiny_cpu", overrides)
+    for part in told:
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_stage_strings_expand_as_megatron_core_reads_them():
     assert expand_stages("Et|(tt|)*2t*3L") == ["Et", "tt", "tt", "tttL"]
     assert len(expand_stages("Ett|(tt|)*29t|L")) == 32

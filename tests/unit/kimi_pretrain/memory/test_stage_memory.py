@@ -114,6 +114,33 @@ def test_phases_follow_each_other():
     assert after.encoder == GIB // 2  # those that are kept and the largest chunk together
 
 
+def test_a_frozen_part_keeps_what_gradients_pass_through():
+    """A frozen tower hands a trained projector its patches; of a frozen language model's products
+    no input is kept.
+    """
+    plans = {}
+    for name in ("", "vision_tower", "language_model", "vision_tower, projector"):
+        changes = ["data.vision_token_ratio=0.5", f"train.frozen=[{name}]"]
+        plans[name] = plan_memory(load_config("projector_kimi_k25", changes)).stages[0]
+    whole, tower = plans[""], plans["vision_tower"]
+    patches = 1024 * 4096 // 2 // 256 * 4  # of a step's, on each rank
+    assert tower.waiting == patches * 1152 * 2
+    assert tower.encoder < whole.encoder / 10
+    assert plans["vision_tower, projector"].waiting == whole.waiting == 0
+    kinds = set(whole.activations) - set(plans["language_model"].activations)
+    assert kinds == {"dispatched tokens"}
+
+
+def test_the_larger_of_media_and_texts_counts():
+    asked = "train.siglip={tokenizer: a, texts_per_chunk: %d}"
+    one, few, many = (
+        plan_memory(load_config("captions_moonlight", more)).stages[0].encoder
+        for more in ([], [asked % 64], [asked % 2048])
+    )
+    assert 1 < few / one < 1.02  # the pooling head's share
+    assert many > 2 * one
+
+
 def test_every_switch_of_the_plan_is_one_that_can_be_set():
     """With the setting applied the plan says what the switch promised."""
     config = limited(100.0)

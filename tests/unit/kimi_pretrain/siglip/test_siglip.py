@@ -5,9 +5,13 @@ import math
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.memory.live import PeakBytes
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.siglip.config import SiglipConfig
+from kimi_pretrain.siglip.counts import pair_flops, pooling_bytes, text_bytes
 from kimi_pretrain.siglip.heads import HeadSizes, PoolingHead, SiglipHeads, initialise_heads
 from kimi_pretrain.siglip.pair_loss import pair_loss
 from kimi_pretrain.weights.siglip_heads import open_heads
@@ -118,6 +122,45 @@ def test_loss_and_gradients_are_those_of_siglip_model(oracle, heads):
     for name, parameter in heads.named_parameters():  # those of key biases are nought but rounding
         distance = (parameter.grad - parameters[name].grad).norm()
         assert float(distance) <= 1e-11 * float(parameters[name].grad.norm()) + 1e-16 * most, name
+
+
+def test_operations_are_those_that_torch_counts():
+    """Exactly, but for the one query that all items of a chunk share."""
+    heads, ids = drawn(SiglipHeads(SIZES)), torch.zeros(2, 8, dtype=torch.int64)
+    patches = torch.rand(12, WIDTH, requires_grad=True)
+    for forwards in (1, 3):
+        # Of fused attention on a CPU torch counts nothing.
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            images, texts = heads.images(patches, [9, 3]), heads.texts(ids)
+            loss = pair_loss(images, texts, heads.logit_scale, heads.logit_bias, [2])
+            if forwards > 1:
+                loss.backward()
+        query = 2 * WIDTH**2 * forwards
+        assert counter.get_total_flops() - query == forwards * pair_flops(CONFIG, WIDTH, 2, 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "mlp_width", "depth"), [(64, 240, 3), (96, 96, 8)])
+def test_memory_is_predicted_within_15_percent(width, mlp_width, depth, dtype):
+    sizes = {"mlp_width": mlp_width, "depth": depth, "positions": 16, "texts_per_chunk": 24}
+    config = CONFIG.replace(**sizes)
+    heads = SiglipHeads(HeadSizes.of(config, width)).to(dtype)
+    for parameter in heads.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    lengths = [130, 70, 300]
+    patches = torch.rand(sum(lengths), width, dtype=dtype).requires_grad_()
+    ids = torch.zeros(24, 16, dtype=torch.int64)
+    for predicted, run in (
+        (text_bytes(config, width, dtype.itemsize), lambda: heads.texts(ids)),
+        (
+            pooling_bytes(sum(lengths), width, dtype.itemsize),
+            lambda: heads.images(torch.cat([patches]), lengths),
+        ),
+    ):
+        with PeakBytes() as live:
+            run().sum().backward()
+        patches.grad = None
+        assert predicted == pytest.approx(live.peak, rel=0.15)
 
 
 def test_scale_and_bias_begin_as_in_the_paper():

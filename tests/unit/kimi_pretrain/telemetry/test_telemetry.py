@@ -379,7 +379,7 @@ def line_of(plan: GlobalPlan, spans: list[dict], seconds: float = 12.0, siglip=N
 def test_pairs_are_in_the_line_where_they_are_trained_alone():
     plan, spans = global_plan(GRIDS_OF_STEP), [step_spans(1.0, 5.0, 9.0, 12.0)] * RANKS
     assert not {"siglip_loss", "pairs"} & line_of(plan, spans).keys()
-    line = line_of(plan, spans, siglip=(2.5, 4))
+    line = line_of(plan, spans, siglip=(2.5, 4, 64))
     assert (line["siglip_loss"], line["pairs"]) == (2.5, 4)
 
 
