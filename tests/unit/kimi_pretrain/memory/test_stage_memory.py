@@ -137,7 +137,7 @@ def test_the_larger_of_media_and_texts_counts():
         plan_memory(load_config("captions_moonlight", more)).stages[0].encoder
         for more in ([], [asked % 64], [asked % 2048])
     )
-    assert 1 < few / one < 1.02  # the pooling head's share
+    assert 1 < few / one < 1.05  # the pooling head's share
     assert many > 2 * one
 
 
