@@ -1,9 +1,11 @@
 """The runs of the benchmark of fusion: when media come, and how many of the tokens are media then.
 
-All runs of a seed have the same number of media tokens and of text tokens. For that a row of text
-has to be full, and the whole a number of windows of samples whose half and whose four fifths are
-whole numbers, too: a stage begins at the border of a window. A run ends with a whole step, so of
-the steps around the end those are taken at which the arms are nearest to each other.
+All runs of a seed have the same number of media tokens and of text tokens, to a hundredth. For that
+a row of text has to be full, and the whole a number of windows of samples whose half and whose four
+fifths are whole numbers, too: a stage begins at the border of a window. A run ends with a whole
+step, of which text alone has a hundredth of all tokens: so of the steps around the end those are
+taken at which the arms are nearest to each other, and where they are not near enough the whole is a
+little smaller or larger, for all arms of the seed alike. Only planning, before anything is trained.
 """
 
 import json
@@ -27,6 +29,9 @@ ARMS = {"early": (0.0, 0.1), "mid": (0.5, 0.2), "late": (0.8, 0.5)}
 VISION = 0.1
 RATES = ("constant", "decaying")
 SEQ_LEN, ROWS, WINDOWS = 256, 4, 40
+# How far apart the arms' tokens may be; the sizes of the whole that are tried until they are so.
+APART = 0.006
+SCALES = sorted((i / 200 for i in range(190, 211)), key=lambda scale: abs(scale - 1))
 LR, MIN_LR = 3e-3, 3e-4
 MODEL = (
     "model.language.num_layers=2", "model.language.num_experts=4", "model.vision.depth=1",
@@ -112,9 +117,7 @@ def jobs_of(work: Path, size: Size, seeds: Iterable[int]) -> list[Job]:
             "data.heldout={" + ", ".join(f"{name}_heldout: 1" for name in (*MEDIA, *TEXT)) + "}",
         )  # fmt: skip
         whole = _budget(load_config("tiny_cpu", [*shared, *_only_text()]))
-        blends = {arm: [*shared, *_blend(arm, whole)] for arm in ARMS}
-        configs = [load_config("tiny_cpu", settings) for settings in blends.values()]
-        ends = nearest([_ends(config, VISION * whole) for config in configs])
+        blends, ends = _equal(shared, whole)
         for (arm, settings), end in zip(blends.items(), ends, strict=True):
             for rate in RATES:
                 budget = f"data.budget={{text: {end.text}, vision: {end.vision}}}"
@@ -124,12 +127,25 @@ def jobs_of(work: Path, size: Size, seeds: Iterable[int]) -> list[Job]:
     return jobs
 
 
+def _equal(shared: Sequence[str], whole: int) -> tuple[dict[str, list[str]], tuple[End, ...]]:
+    """Return the settings and the ends of all arms, of about `whole` tokens, nearly the same."""
+    found = []
+    for scale in SCALES:
+        blends = {arm: [*shared, *_blend(arm, scale * whole)] for arm in ARMS}
+        configs = [load_config("tiny_cpu", settings) for settings in blends.values()]
+        ends = nearest([_ends(config, VISION * scale * whole) for config in configs])
+        found.append((blends, ends))
+        if apart(ends) <= 1 + APART:
+            break
+    return min(found, key=lambda one: apart(one[1]))
+
+
 def _only_text() -> list[str]:
     shares = ", ".join(f"{name}: 1" for name in TEXT)
     return [f"data.sources={{{shares}}}", "data.vision_token_ratio=null", "data.schedule=[]"]
 
 
-def _blend(arm: str, whole: int) -> list[str]:
+def _blend(arm: str, whole: float) -> list[str]:
     """Return the settings of an arm's data, `whole` tokens in all."""
     start, share = ARMS[arm]
     shares = "{" + ", ".join(f"{name}: 1" for name in (*MEDIA, *TEXT)) + "}"
@@ -177,12 +193,13 @@ def _ends(config: Config, vision: float) -> list[End]:
 
 def nearest(ends: Sequence[Sequence[End]]) -> tuple[End, ...]:
     """Return of each arm's ends one, such that their tokens of either kind differ least."""
-
-    def apart(chosen: Iterable[End]) -> float:
-        texts, visions = zip(*((end.text, end.vision) for end in chosen))
-        return max(max(texts) / min(texts), max(visions) / min(visions))
-
     return min(product(*ends), key=apart)
+
+
+def apart(chosen: Iterable[End]) -> float:
+    """Return the most tokens of some ends over the least, of the kind that differs more."""
+    texts, visions = zip(*((end.text, end.vision) for end in chosen))
+    return max(max(texts) / min(texts), max(visions) / min(visions))
 
 
 def finished(job: Job) -> dict[str, Any] | None:

@@ -123,14 +123,16 @@ def manifest_of(
 
 
 def training_of(config: "Config") -> dict[str, Any]:
-    """Return what a run trains, and under which name: all of one run's checkpoints have the same.
+    """Return what a run trains, how, and under which name: a resume has the same stage and parts.
 
-    `tokens_per_step`, which a resume may change, says where in its schedule a run is.
+    `tokens_per_step` and `optim`, which it may change, say where in its schedule a run is, and what
+    the learning rate was: for a stage that keeps the optimizer.
     """
     found = {
         "stage": config.train.stage,
         "frozen": sorted(set(config.train.frozen)),
         "tokens_per_step": config.tokens_per_step(),
+        "optim": config.optim.model_dump(mode="json"),
     }
     if (siglip := config.train.siglip) is not None:  # where it began does not matter any more
         found["siglip"] = siglip.model_dump(mode="json", exclude={"weights", "texts_per_chunk"})

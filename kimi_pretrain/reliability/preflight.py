@@ -5,6 +5,7 @@ all problems that the configuration and the indices decide. Nothing here loads t
 """
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import numpy as np
 from data_pipeline.access import check_tokenizer, open_data, open_tokenizer
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import read_index
-from data_pipeline.plan.budget import budget_end, budget_notices, end_state
+from data_pipeline.plan.budget import BudgetEnd, budget_end, budget_notices, end_state
 from data_pipeline.plan.layout import lay_out
 from data_pipeline.plan.once import once
 from data_pipeline.plan.planner import GlobalPlan, Planner, State
@@ -29,6 +30,7 @@ from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
 from kimi_pretrain.config import Config, ConfigError
 from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.optim.schedule import learning_rate, stretches, total_steps
 from kimi_pretrain.reliability.run_history import latest_in
 from kimi_pretrain.siglip.tokenizer import TextTokenizer
 from moonvit3d.geometry import grids
@@ -122,12 +124,34 @@ def check_start(
         plans.append(plan)
     if config.checkpoint.place is not None:
         _check_place(config.checkpoint.place, wait)
+    end = budget_end(planner)
     notices = [
         *planner.notices(),
-        *budget_notices(budget_end(planner), config.train.steps),
+        *budget_notices(end, config.train.steps),
+        *_rate_notices(end, config),
     ]
     ends = partial(end_state, planner, config.train.steps)
     return Checked(tokenizer, indices, plans, notices, ends)
+
+
+def _rate_notices(end: BudgetEnd | None, config: Config) -> list[str]:
+    """Tell where a budget ends the run elsewhere than its learning rate's schedule does.
+
+    The two count different tokens: a budget those of samples, a schedule those of whole rows.
+    """
+    if end is None or config.train.steps < end.step:
+        return []
+    placed = stretches(config.optim, config.tokens_per_step())
+    falls = [one for one in placed if one.begin_lr > one.segment.lr and one.end > one.start]
+    rest = total_steps(config.optim, config.tokens_per_step())
+    if not falls or math.isclose(end.step, rest, rel_tol=0.01):
+        return []
+    rate = learning_rate(end.step - 1, config.optim, config.tokens_per_step())
+    last = placed[-1].segment.lr
+    return [
+        f"data.budget ends the run after {end.step:,} steps with a learning rate of {rate:g}; "
+        f"optim's schedule comes to {last:g} at step {rest:,}"
+    ]
 
 
 def read_sources(config: Config, store: Store) -> tuple[Tokenizer, list[SourceIndex]]:

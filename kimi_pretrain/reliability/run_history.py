@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kimi_pretrain.checkpoint.errors import storage_errors
+from kimi_pretrain.checkpoint.errors import CheckpointError, storage_errors
 from kimi_pretrain.checkpoint.manifest import MANIFEST, check_resumes, step_name
 from kimi_pretrain.checkpoint.ownership import Owner
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, Place, open_place
@@ -57,6 +57,30 @@ def latest_in(uri: str | os.PathLike[str]) -> str:
         if steps:
             return f"{root}/{step_name(steps[-1])}"
     return text
+
+
+def check_ended(uri: str | os.PathLike[str]) -> None:
+    """Refuse the folder of a run that goes on still: its newest checkpoint is not its last.
+
+    So is the folder of its checkpoints. A checkpoint may be named; a store tells of no run.
+
+    Raises:
+        CheckpointError: says how far the run is, and what can be done.
+    """
+    folder = open_place(os.fspath(uri)).folder
+    if folder is None or not folder.is_dir() or (folder / MANIFEST).is_file():
+        return
+    for run_dir in (folder, folder.resolve().parent):
+        status = read_status(run_dir)
+        if run_dir != folder and status is not None:
+            places = _places_of_run(run_dir)
+            status = status if any(_same_folder(one, str(folder)) for one in places) else None
+        if status is not None and status.state != "finished":
+            of = "" if status.steps is None else f" of {status.steps}"
+            raise CheckpointError(
+                f"the run of {run_dir} has not finished ({status.state} after step "
+                f"{status.step}{of}); end it first, or name the checkpoint that is meant"
+            )
 
 
 def _places_of_run(folder: Path | None) -> list[str]:

@@ -25,6 +25,7 @@ from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, share_of_files
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_checkpoint
 from kimi_pretrain.config import Config
+from kimi_pretrain.reliability.run_history import check_ended
 from kimi_pretrain.weights.compatibility import match_compatible, open_compatible
 from kimi_pretrain.weights.kept_optimizer import check_kept
 from kimi_pretrain.weights.matching import MASTER, Weights
@@ -169,27 +170,11 @@ def open_initial_weights(config: Config, mesh: "Mesh | None" = None) -> InitialW
     Raises:
         FileNotFoundError, CheckpointError: it is not there, or does not fit.
     """
-    uri, encoder, part = (
-        getattr(config.train, key) for key in ("start_from", "vision_weights", "vision_part")
-    )
-    siglip = config.train.siglip
-    if uri is None and encoder is None and (siglip is None or siglip.weights is None):
+    train = config.train
+    named = train.start_from, train.vision_weights, train.siglip and train.siglip.weights
+    if not any(named):
         return None
-    weights, settings, vision, heads = None, (), None, None
-    if encoder is not None:
-        with _named("train.vision_weights"):
-            open_vision = partial(open_vision_weights, encoder, part, config.model.vision)
-            vision = broadcast_from_rank0(open_vision, mesh)
-    if uri is not None:
-        with _named("train.start_from"):
-            open_start = partial(_open_start, uri, config)
-            weights, settings = broadcast_from_rank0(open_start, mesh)
-    if siglip is not None and siglip.weights is not None:
-        with _named("train.siglip.weights"):
-            open_siglip = partial(open_heads, siglip.weights, siglip, config.model.vision.width)
-            heads = broadcast_from_rank0(open_siglip, mesh)
-    keep = config.train.start_optimizer == "keep"
-    return InitialWeights(weights, settings, vision, keep, heads)
+    return broadcast_from_rank0(partial(_opened, config, {}), mesh)
 
 
 def check_initial_weights(config: Config, planned: Mapping[str, WeightReader]) -> tuple[str, ...]:
@@ -205,30 +190,33 @@ def check_initial_weights(config: Config, planned: Mapping[str, WeightReader]) -
     Raises:
         FileNotFoundError, CheckpointError: as `open_initial_weights`.
     """
+    return _opened(config, planned).settings
+
+
+def _opened(config: Config, planned: Mapping[str, WeightReader]) -> InitialWeights:
     train, model = config.train, config.model
-    if (encoder := train.vision_weights) is not None:
+    weights, settings, vision, heads = None, (), None, None
+    if (uri := train.vision_weights) is not None:
         with _named("train.vision_weights"):
-            if encoder in planned:
-                match_vision(planned[encoder], encoder, train.vision_part, model.vision)
+            if (reader := planned.get(uri)) is not None:
+                vision = match_vision(reader, uri, train.vision_part, model.vision)
             else:
-                open_vision_weights(encoder, train.vision_part, model.vision)
-    if train.siglip is not None and train.siglip.weights is not None:
-        with _named("train.siglip.weights"):
-            open_heads(train.siglip.weights, train.siglip, model.vision.width)
+                check_ended(uri)
+                vision = open_vision_weights(uri, train.vision_part, model.vision)
     if (uri := train.start_from) is not None:
         with _named("train.start_from"):
-            return _open_start(uri, config, planned.get(uri))[1]
-    return ()
-
-
-def _open_start(
-    uri: str, config: Config, planned: WeightReader | None = None
-) -> tuple[Weights, tuple[str, ...]]:
-    model = config.model
-    found = match_compatible(planned, model) if planned else open_compatible(uri, model)
-    if config.train.start_optimizer == "keep":
-        check_kept(found[0], config)
-    return found
+            if (reader := planned.get(uri)) is not None:
+                weights, settings = match_compatible(reader, model)
+            else:
+                check_ended(uri)
+                weights, settings = open_compatible(uri, model)
+            if train.start_optimizer == "keep":
+                settings += check_kept(weights, config, settings)
+    if train.siglip is not None and (uri := train.siglip.weights) is not None:
+        with _named("train.siglip.weights"):
+            check_ended(uri)
+            heads = open_heads(uri, train.siglip, model.vision.width)
+    return InitialWeights(weights, settings, vision, train.start_optimizer == "keep", heads)
 
 
 @contextmanager

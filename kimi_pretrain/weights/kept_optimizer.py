@@ -5,24 +5,38 @@ one optimizer, one schedule, other rows. So momentum, moments, master copies, th
 and that of steps go on. All that could not is found by headers, before a process is started.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.manifest import Manifest
 from kimi_pretrain.config import Config
+from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.groups import MOMENTS, ModelShape
-from kimi_pretrain.optim.schedule import stretches
+from kimi_pretrain.optim.schedule import learning_rate, stretches
 from kimi_pretrain.weights.matching import MASTER, OPTIMIZER, Weights
 from kimi_pretrain.weights.shapes import BIAS, PARTS, model_shapes
 from kimi_pretrain.weights.weight_reader import TensorHeader, and_more
 
 _FRESH = "; set train.start_optimizer=fresh"
+# The one setting of a model that a longer context changes: attention goes on from near its old one.
+_YARN = "model.language.yarn "
+# Of an update's formula; the learning rate is compared as it comes out.
+_UPDATE = ("momentum", "nesterov", "adam_betas", "adam_eps", "weight_decay", "groups")
+_JUMP = 0.01  # of the learning rate
 
 
-def check_kept(weights: Weights, config: Config) -> None:
+def check_kept(weights: Weights, config: Config, settings: Sequence[str] = ()) -> tuple[str, ...]:
     """Refuse weights whose optimizer cannot go on in this run; headers are read, no tensor.
+
+    Args:
+        settings: messages about settings of the model that differ there (`match_compatible`).
+
+    Returns:
+        messages about a learning rate that jumps at the border, and about what else of the
+        optimizer is set otherwise.
 
     Raises:
         CheckpointError: names what cannot be kept.
@@ -43,8 +57,14 @@ def check_kept(weights: Weights, config: Config) -> None:
             f"counts on from, and train.steps={config.train.steps}: nothing would be trained; give "
             "the steps of both stages together"
         )
+    if others := [text for text in settings if not text.startswith(_YARN)]:
+        raise CheckpointError(
+            f"{where}: {others[0]}{and_more(len(others) - 1)}: moments of another function of the "
+            f"weights; set it as it was, or train.start_optimizer=fresh"
+        )
     _check_schedule(manifest, config, where)
     _check_state(weights, manifest, config)
+    return tuple(_set_otherwise(manifest, config))
 
 
 def _check_schedule(manifest: Manifest, config: Config, where: str) -> None:
@@ -61,6 +81,25 @@ def _check_schedule(manifest: Manifest, config: Config, where: str) -> None:
         "data.seq_len): the place in a schedule that counts tokens cannot be kept; "
         f"{keep}write optim.schedule in steps{_FRESH[1:]}"
     )
+
+
+def _set_otherwise(manifest: Manifest, config: Config) -> Iterator[str]:
+    """Yield what differs of the optimizer's settings, and the learning rate where it jumps."""
+    training = manifest.training or {}
+    try:
+        there = OptimConfig(**training["optim"])
+    except (KeyError, ValueError):  # of another version
+        return
+    here, updates = config.optim, manifest.state.optimizer_steps
+    if updates:  # 0 of a checkpoint that is not written yet and whose last step the data decide
+        tokens = training["tokens_per_step"]
+        last, unbroken = (learning_rate(n, there, tokens) for n in (updates - 1, updates))
+        begin = learning_rate(updates, here, config.tokens_per_step())
+        if not any(math.isclose(begin, rate, rel_tol=_JUMP) for rate in (last, unbroken)):
+            yield f"learning rate {last:g} in its last update, {begin:g} in the first one here"
+    for key in _UPDATE:
+        if (was := getattr(there, key)) != (now := getattr(here, key)):
+            yield f"optim.{key} was {was!r}, here it is {now!r}"
 
 
 def _places(config: Config, tokens: int) -> list[tuple[float, float]]:

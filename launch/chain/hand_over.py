@@ -88,7 +88,6 @@ def check_chain(stages: Sequence[PlannedStage]) -> list[CheckedStage]:
             if one.status is None:
                 check_fresh(one.stage.folder)
             if not one.has_own:
-                _check_sources(one.stage)
                 settings = _check_hand_over(one.stage, planned)
                 checked[number] = replace(one, settings=settings)
         if takers:
@@ -173,21 +172,6 @@ def _check_hand_over(stage: PlannedStage, planned: Mapping[str, "WeightReader"])
     from kimi_pretrain.weights.initial_weights import check_initial_weights  # it loads torch
 
     return check_initial_weights(stage.config, planned)
-
-
-def _check_sources(stage: PlannedStage) -> None:
-    """Refuse the folder of a run that goes on still: its newest checkpoint is not its last."""
-    train = stage.config.train
-    for key, uri in (("start_from", train.start_from), ("vision_weights", train.vision_weights)):
-        if uri is None or f"train.{key}" in stage.sources or "://" in uri:
-            continue
-        status = read_status(Path(uri))
-        if status is not None and status.state != "finished":
-            of = "" if status.steps is None else f" of {status.steps}"
-            raise ValueError(
-                f"train.{key}: the run of {uri} has not finished ({status.state} after step "
-                f"{status.step}{of}); end it first, or name the checkpoint that is meant"
-            )
 
 
 def _check_takers(takers: Sequence[CheckedStage]) -> None:

@@ -16,6 +16,7 @@ import typer
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
 from kimi_pretrain.config import Config, dump_config
 from kimi_pretrain.reliability import run_lock
+from kimi_pretrain.reliability.exit_report import NO_PROGRESS
 from kimi_pretrain.reliability.run_files import write_whole
 from kimi_pretrain.reliability.run_history import check_latest, check_unused, latest_in
 from kimi_pretrain.reliability.status import read_status
@@ -33,7 +34,7 @@ PATIENCE_S = 60.0
 def run_chain(stages: Sequence[PlannedStage], max_restarts: int = 0) -> int:
     """Check all stages, and run those that have not finished; returns the exit code of the last.
 
-    0: all have finished, or one was stopped in order, and the same command goes on with it.
+    0: all have finished. NO_PROGRESS: one was stopped in order, and the same command goes on.
 
     Raises:
         ValueError: a stage cannot run; before any is started.
@@ -52,7 +53,7 @@ def run_chain(stages: Sequence[PlannedStage], max_restarts: int = 0) -> int:
         status = read_status(one.stage.folder)
         if code or status is None or status.state != "finished":
             typer.echo(f"{one.stage}: not finished; the same command goes on with it")
-            return code
+            return code or NO_PROGRESS  # what comes after the command wants the last stage's end
     return 0
 
 

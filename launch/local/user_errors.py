@@ -1,8 +1,8 @@
 """Which errors are user errors, and how they are shown: in one line, without a traceback.
 
 Exit codes: 0 finished, or stopped in order (`status.json` says which); 2 user error, a retry fails
-again; 75 no progress in time, or a store or shared folder that does not answer; any other a fault,
-such as a dead process. After the last two a restart can help.
+again; 75 no progress in time, a store or shared folder that does not answer, or a chain that was
+stopped in order; any other a fault, such as a dead process. After the last two a restart can help.
 """
 
 import errno

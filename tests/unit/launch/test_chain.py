@@ -19,7 +19,7 @@ from kimi_pretrain.config import dump_config, load_config
 from kimi_pretrain.reliability import preflight, run_lock
 from kimi_pretrain.reliability.preflight import check_start
 from kimi_pretrain.reliability.run_history import BEGAN
-from kimi_pretrain.weights.initial_weights import check_initial_weights
+from kimi_pretrain.weights.initial_weights import check_initial_weights, open_initial_weights
 from kimi_pretrain.weights.planned import planned_weights
 from launch.chain.run import run_chain
 from launch.chain.stages_file import read_stages
@@ -264,6 +264,17 @@ def test_the_folder_of_a_run_that_has_not_ended_is_refused(tmp_path):
     told = refused(stages(tmp_path, {}, {"take": take}))
     assert f"stage projector: train.vision_weights: the run of {other} has not finished" in told
     assert "(stopped after step 40 of 220); end it first, or name the checkpoint" in told
+    keys = [*SMALL, "train.vision_part=tower"]
+    for named in (other, other / "checkpoints"):  # `train`, or a job of SLURM, as well
+        config = load_config("tiny_cpu", [*keys, f"train.vision_weights={named}"])
+        with pytest.raises(CheckpointError, match="^train.vision_weights: the run of .* not fini"):
+            open_initial_weights(config)
+        config = load_config("tiny_cpu", [*SMALL, f"train.start_from={named}"])
+        with pytest.raises(CheckpointError, match=f"^train.start_from: the run of {other} has not"):
+            open_initial_weights(config)
+    one = f"train.vision_weights={other}/checkpoints/{step_name(220)}"
+    with pytest.raises(CheckpointError, match="no tensor of a known layout"):  # opened
+        open_initial_weights(load_config("tiny_cpu", [*SMALL, one]))
 
 
 def test_the_folder_of_a_later_stage_is_looked_at_before_the_first_runs(tmp_path):
@@ -550,6 +561,30 @@ def test_settings_that_differ_from_those_of_the_weights_are_shown(tmp_path):
     assert result.exit_code == 0, result.output
     (line,) = [line for line in result.stdout.splitlines() if "set otherwise than there" in line]
     assert "model.language.yarn was None, here it is {'factor': 4.0" in line
+
+
+def test_another_function_of_the_weights_is_not_kept_and_a_jump_of_the_rate_is_told(tmp_path):
+    def with_long(**settings) -> Path:
+        long = {"train.steps": 500, **{key.replace("__", "."): v for key, v in settings.items()}}
+        return stages(tmp_path, {}, {}, {}, {"set": long})
+
+    for key, value in (
+        ("experts_per_token", 1), ("rope_theta", 1e6), ("routed_scaling_factor", 1.5)
+    ):  # fmt: skip
+        told = refused(with_long(**{f"model__language__{key}": value}))
+        assert told.startswith("error: stage long: train.start_from: ")
+        assert f"model.language.{key} was " in told
+        assert "set it as it was, or train.start_optimizer=fresh" in told
+    yarn = {"factor": 4.0, "original_max_position": 64}
+    file = with_long(optim__min_lr=1e-3, optim__weight_decay=0.5, model__language__yarn=yarn)
+    result = run(file, "--dry-run")
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if "set otherwise than there" in line]
+    assert [line.partition("there: ")[2] for line in lines[1:]] == [
+        "learning rate 0.0003 in its last update, 0.001 in the first one here",
+        "optim.weight_decay was 0.1, here it is 0.5",
+    ]
+    assert "set otherwise" not in run(with_long(), "--dry-run").stdout
 
 
 def test_a_begun_stage_whose_checkpoint_is_gone_is_refused(tmp_path):

@@ -133,8 +133,14 @@ def test_a_kept_stage_counts_its_budget_before_a_process_is_started(data_root, t
     (two,) = keep[2:]
     found = check_start(load_config("tiny_cpu", [*keys, *keep[:2], f"{two}/step_00000002"]))
     assert found.plans[0].step == 2
-    (told,) = found.notices
+    told, rate = found.notices
     assert f"ends after {ends.step} steps" in told
+    assert f"ends the run after {ends.step} steps with a learning rate of 0.003; " in rate
+    assert rate.endswith("optim's schedule comes to 0.0003 at step 202")
+    falls = f"{{steps: 1, lr: 0.01, shape: linear}}, {{steps: {ends.step - 1}, lr: 0.001"
+    for schedule in (f"[{falls}, shape: linear}}]", "[{steps: 1, lr: 0.01, shape: linear}]"):
+        kept = [*keys, *keep[:2], f"{two}/step_00000002", f"optim={{schedule: {schedule}}}"]
+        assert len(check_start(load_config("tiny_cpu", kept)).notices) == 1
     assert "those of earlier steps, {:,} and {:,}".format(*planner.state_at(2)["tokens"]) in told
     check_start(load_config("tiny_cpu", [*keys, *keep]), steps=0)  # resumed: counted by its own
     to_come = f"{two}/to_come"  # of a chain: the stage before has not begun
