@@ -30,7 +30,7 @@ from kimi_pretrain.weights.compatibility import match_compatible, open_compatibl
 from kimi_pretrain.weights.kept_optimizer import check_kept
 from kimi_pretrain.weights.matching import MASTER, Weights
 from kimi_pretrain.weights.shapes import VISION
-from kimi_pretrain.weights.siglip_heads import open_heads
+from kimi_pretrain.weights.siglip_heads import match_heads, open_heads
 from kimi_pretrain.weights.vision_weights import VisionWeights, match_vision, open_vision_weights
 from kimi_pretrain.weights.weight_reader import WeightReader
 
@@ -214,8 +214,11 @@ def _opened(config: Config, planned: Mapping[str, WeightReader]) -> InitialWeigh
                 settings += check_kept(weights, config, settings)
     if train.siglip is not None and (uri := train.siglip.weights) is not None:
         with _named("train.siglip.weights"):
-            check_ended(uri)
-            heads = open_heads(uri, train.siglip, model.vision.width)
+            if (reader := planned.get(uri)) is not None:
+                heads = match_heads(reader, train.siglip, model.vision.width)
+            else:
+                check_ended(uri)
+                heads = open_heads(uri, train.siglip, model.vision.width)
     return InitialWeights(weights, settings, vision, train.start_optimizer == "keep", heads)
 
 

@@ -18,6 +18,7 @@ from kimi_pretrain.optim.groups import MOMENTS, ModelShape
 from kimi_pretrain.optim.schedule import learning_rate, stretches
 from kimi_pretrain.weights.matching import MASTER, OPTIMIZER, Weights
 from kimi_pretrain.weights.shapes import BIAS, PARTS, model_shapes
+from kimi_pretrain.weights.siglip_shapes import siglip_shapes
 from kimi_pretrain.weights.weight_reader import TensorHeader, and_more
 
 _FRESH = "; set train.start_optimizer=fresh"
@@ -134,7 +135,8 @@ def optimizer_state(config: Config) -> Iterator[tuple[str, tuple[torch.dtype, tu
     rules, own = ModelShape.of(config.model), getattr(torch, config.train.dtype)
     wide = torch.promote_types(own, torch.float32)
     frozen = tuple(PARTS[part] for part in config.train.frozen)
-    for name, shape in model_shapes(config.model).items():
+    heads = siglip_shapes(config.train.siglip, config.model.vision.width)
+    for name, shape in (model_shapes(config.model) | heads).items():
         if name.startswith(frozen) or name.endswith(BIAS):
             continue
         for moment in MOMENTS[rules.rule_of(name, shape, config.optim.matrices).kind]:

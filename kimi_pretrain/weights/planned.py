@@ -13,6 +13,7 @@ from kimi_pretrain.checkpoint.load import STEPS
 from kimi_pretrain.checkpoint.manifest import RunState, manifest_of
 from kimi_pretrain.weights.kept_optimizer import optimizer_state
 from kimi_pretrain.weights.shapes import BIAS, model_shapes
+from kimi_pretrain.weights.siglip_shapes import siglip_shapes
 from kimi_pretrain.weights.weight_reader import TensorHeader, WeightReader
 
 if TYPE_CHECKING:
@@ -29,9 +30,10 @@ def planned_weights(config: "Config", where: str) -> WeightReader:
         where: the run's folder, for messages.
     """
     own = getattr(torch, config.train.dtype)
+    heads = siglip_shapes(config.train.siglip, config.model.vision.width)
     tensors = {
         name: (torch.float32 if name.endswith(BIAS) else own, shape)
-        for name, shape in model_shapes(config.model).items()
+        for name, shape in (model_shapes(config.model) | heads).items()
     }
     tensors |= {**dict(optimizer_state(config)), STEPS: (torch.int64, ())}
     headers = {

@@ -30,11 +30,20 @@ def open_heads(uri: str, config: SiglipConfig, width: int) -> Weights:
 
     Raises:
         FileNotFoundError: nothing there.
-        CheckpointError: a tensor is missing, unexpected, of another shape or type; or its
-            config.json states other heads, norms or activations.
+        CheckpointError: as `match_heads`.
     """
     beginnings = (SIGLIP, *_PREFIXES)
     reader = open_weights(latest_in(uri), lambda name: name.startswith(beginnings))
+    return match_heads(reader, config, width)
+
+
+def match_heads(reader: WeightReader, config: SiglipConfig, width: int) -> Weights:
+    """Match heads with those of a configuration by their headers.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, of another shape or type; or its
+            config.json states other heads, norms or activations.
+    """
     own = any(name.startswith(SIGLIP) for name in reader.headers)
     shapes = siglip_shapes(config, width)
     stored = {name: name if own else name.removeprefix(SIGLIP) for name in shapes}

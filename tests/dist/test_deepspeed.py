@@ -16,11 +16,12 @@ from kimi_pretrain.memory.plan import plan_memory
 from kimi_pretrain.optim import deepspeed_zero
 from kimi_pretrain.optim.step_stats import merge_figures
 from kimi_pretrain.reliability.status import read_status
+from kimi_pretrain.weights.matching import MASTER
 from tests.dist.jobs import SMALL, layout, read_metrics, run_jobs, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-STEPS = 20
+STEPS, FEW = 20, 4
 COMMON = (
     "optim.matrices=adamw", "optim.qk_clip_threshold=null", "train.frozen=[language_model]",
     "dep.assign=owner", f"train.steps={STEPS}", "optim.warmup_steps=2", "train.seed=1",
@@ -72,7 +73,14 @@ def two(data_root, tmp_path_factory):
     first = jobs(data_root, 2, **places)
     again = {f"{name} again": first[name] for name in ("zero1", "zero2")}
     bad = {f"{name} infinity": ("zero_infinity", first[name][1]) for name in first}
-    found = run_jobs({**first, **again, **bad}, folder, 2, timeout=280)
+    few = ("train.dtype=bfloat16", f"train.steps={FEW}")
+    masters = {
+        f"{name} masters{again}": (
+            "zero_trained", (*first[name][1], *few, f"checkpoint.place={folder / name / 'few'}")
+        )
+        for name, again in (("own", ""), ("zero1", ""), ("zero1", " again"))
+    }  # fmt: skip
+    found = run_jobs({**first, **again, **bad, **masters}, folder, 2, timeout=280)
     return folder, found
 
 
@@ -120,6 +128,24 @@ def test_a_step_that_is_not_finite_changes_nothing(two, stage):
     assert worst(bad["weights"], own["weights"]) <= 1e-6
 
 
+def test_masters_of_bfloat16_are_our_own_engine_s(two):
+    """The type of every real run: fp32 masters in DeepSpeed's shards, weights as they round."""
+    _, found = two
+    zero, own, again = (
+        found[name] for name in ("zero1 masters", "own masters", "zero1 masters again")
+    )
+    assert zero["equal"]
+    masters = [name for name in own["state"] if name.startswith(MASTER)]
+    assert len(masters) == len(own["weights"])
+    assert {one.dtype for one in zero["weights"].values()} == {torch.bfloat16}
+    assert zero["state"].keys() == own["state"].keys()
+    assert worst(zero["state"], own["state"]) <= 1e-5
+    assert worst(zero["weights"], own["weights"]) <= 2**-8
+    assert again["lines"] == zero["lines"][FEW // 2 :]
+    for kind in ("weights", "state"):
+        assert all(torch.equal(one, zero[kind][name]) for name, one in again[kind].items())
+
+
 def test_one_process_goes_on_from_two_under_any_engine(two, data_root, tmp_path):
     """To 1e-6 among each other; to the two ranks as near as AdamW lets another order of sums be."""
     folder, found = two
@@ -129,6 +155,23 @@ def test_one_process_goes_on_from_two_under_any_engine(two, data_root, tmp_path)
     check_equal(done["zero1"], done["own"])
     assert worst(done["own"]["weights"], found["own"]["weights"]) <= 1e-4
     assert done["own"]["state"].keys() == found["own"]["state"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [3, 4])
+def test_the_first_moments_are_our_own_engine_s(data_root, tmp_path, world):
+    """Before AdamW has divided anything away: what a step's gradient is, to rounding.
+
+    A third is no power of two: what DeepSpeed divides by is not what we multiply with, bit for bit.
+    """
+    first = ("train.steps=1", f"data.rows_per_step={2 * world}")
+    done = run_jobs(
+        jobs(data_root, world, own=first, zero1=first, zero2=first), tmp_path, world, timeout=280
+    )
+    for stage in ("zero1", "zero2"):
+        assert worst(done[stage]["state"], done["own"]["state"]) <= 1e-5
+        (norm,), (own_norm,) = ([line[1] for line in done[n]["lines"]] for n in (stage, "own"))
+        assert abs(norm - own_norm) <= 1e-6 * own_norm
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_logits_equal_deepseek_v3(name, found):
         for start, end in zip(out["borders"][:-1], out["borders"][1:], strict=True):
             logits = model(out["tokens"][:, start:end]).logits
             scale = logits.abs().max()
-            assert (out["logits"][:, start:end] - logits).abs().max() <= 2e-5 * scale
+            assert (out["logits"][:, start:end] - logits).abs().max() <= 3e-6 * scale
 
 
 def test_a_tie_is_followed_and_a_fault_is_not(found):

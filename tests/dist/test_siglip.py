@@ -11,6 +11,9 @@ import torch
 from kimi_pretrain.config import ConfigError, load_config
 from kimi_pretrain.memory.states import Sizes
 from kimi_pretrain.reliability.preflight import check_start
+from kimi_pretrain.reliability.run_history import latest_in
+from kimi_pretrain.weights.planned import planned_weights
+from kimi_pretrain.weights.weight_reader import open_weights
 from tests.dist.jobs import SMALL, layout, read_metrics, run_jobs, train
 from tests.dist.test_captions import PAIRS
 from tests.dist.test_deepspeed import worst
@@ -154,6 +157,11 @@ def test_the_command_trains_tells_the_loss_and_refuses_another_objective(data_ro
     assert done.returncode != 0
     told = (done.stdout + done.stderr).replace("\n", " ")
     assert "train.siglip=" in told
+    written, config = open_weights(latest_in(tmp_path / "run")), tmp_path / "run" / "config.yaml"
+    planned = planned_weights(load_config(config), "run")  # for a chain whose next stage takes it
+    assert {n: (one.shape, one.dtype) for n, one in planned.headers.items()} == {
+        n: (one.shape, one.dtype) for n, one in written.headers.items()
+    }
     # A stage without it starts from this one, and one with it takes the heads over.
     done = train(tmp_path / "next", *off, f"train.start_from={tmp_path / 'run'}")
     assert done.returncode == 0, done.stdout + done.stderr
