@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from scipy import stats
 
 from benchmarks import bench_fp8
 from benchmarks.fusion.report import T95, compared, interval, rise
@@ -108,6 +107,8 @@ def test_what_is_kept_of_a_run():
 
 @pytest.mark.parametrize("count", T95)
 def test_intervals_are_those_of_scipy(count):
+    from scipy import stats  # 1 s of a core, of every worker that collects this file
+
     values = [0.3, 1.2, 0.7, 0.1, 2.0, 0.4, 1.1, 0.9, 0.2, 0.5][:count]
     found = interval(values)
     low, high = stats.t.interval(0.95, count - 1, loc=found["mean"], scale=stats.sem(values))

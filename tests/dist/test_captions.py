@@ -20,13 +20,14 @@ from kimi_pretrain.weights import hf_export
 from kimi_pretrain.weights.hf_config import SpecialIds
 from moonvit3d.layouts import to_transformers
 from tests.dist.jobs import SMALL, layout, run_jobs
+from tests.later import Later
 
-transformers = pytest.importorskip("transformers")
-kimi = pytest.importorskip("transformers.models.kimi_k25.modeling_kimi_k25")
-deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
-vision_utils = pytest.importorskip("transformers.vision_utils")
-siglip = pytest.importorskip("transformers.models.siglip.modeling_siglip")
-siglip2 = pytest.importorskip("transformers.models.siglip2.modeling_siglip2")
+transformers = Later("transformers")
+kimi = Later("transformers.models.kimi_k25.modeling_kimi_k25")
+deepseek = Later("transformers.models.deepseek_v3.modeling_deepseek_v3")
+vision_utils = Later("transformers.vision_utils")
+siglip = Later("transformers.models.siglip.modeling_siglip")
+siglip2 = Later("transformers.models.siglip2.modeling_siglip2")
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -216,8 +217,8 @@ def theirs(folder, dtype, monkeypatch):
     stay float32, as they are on both sides.
     """
     if dtype == "float64":
-        for module in (kimi, deepseek, vision_utils):
-            monkeypatch.setattr(module, "torch", TorchInFloat64())
+        for later in (kimi, deepseek, vision_utils):
+            monkeypatch.setattr(later.module(), "torch", TorchInFloat64())
     model = transformers.Kimi_K25ForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).to(getattr(torch, dtype))
@@ -243,7 +244,7 @@ def in_float32(rotary):
 
     def narrow(x, position_ids):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(deepseek, "torch", torch)
+            patch.setattr(deepseek.module(), "torch", torch)
             return tuple(y.to(x.dtype) for y in rotary(x.float(), position_ids))
 
     return narrow

@@ -22,10 +22,11 @@ from tests import ROOT, docs, fork_server
 from tests.dist.deepseek import deepseek_v3
 from tests.dist.jobs import SMALL, layout, run_jobs
 from tests.dist.weights_case import BORDERS, GRID, inputs
+from tests.later import Later
 from tests.unit.data_pipeline.media import encoded
 from tests.unit.kimi_pretrain.weights.weight_folders import random_weights, with_int4
 
-transformers = pytest.importorskip("transformers")
+transformers = Later("transformers")
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 TOLERANCE = 1e-5  # of the largest logit

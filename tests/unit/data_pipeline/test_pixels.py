@@ -1,3 +1,5 @@
+from functools import cache
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -116,12 +118,16 @@ SHAPES = [
     np.array([[60.0, 20.0], [95.0, 20.0], [95.0, 48.0], [60.0, 48.0]]),
     np.array([[30.4, 55.2], [66.9, 50.1], [80.3, 68.8], [38.2, 75.6]]),
 ]
-SCENE = painted(HEIGHT, WIDTH, SHAPES)
+
+
+@cache
+def scene():
+    return painted(HEIGHT, WIDTH, SHAPES)
 
 
 def check_scene(draw):
     """Find the shapes in the output; return how many of them were wholly in the frame."""
-    out, found = apply(draw, SCENE).astype(float), 0
+    out, found = apply(draw, scene()).astype(float), 0
     assert out.shape == (draw.out_height, draw.out_width, 3)
     y, x = np.mgrid[: draw.out_height, : draw.out_width] + 0.5
     for channel, corners in enumerate(SHAPES):

@@ -24,9 +24,10 @@ from moonvit3d.config import MoonViTConfig
 from moonvit3d.layouts import halves, to_transformers
 from moonvit3d.model import VisionEncoder
 from moonvit3d.preprocess import image_patches
+from tests.later import Later
 
-kimi = pytest.importorskip("transformers.models.kimi_k25.modeling_kimi_k25")
-vision_utils = pytest.importorskip("transformers.vision_utils")
+kimi = Later("transformers.models.kimi_k25.modeling_kimi_k25")
+vision_utils = Later("transformers.vision_utils")
 
 TOLERANCE = 1e-5
 TOLERANCE_FLOAT64 = 1e-11
@@ -298,8 +299,8 @@ def test_equals_transformers_in_float64(case, monkeypatch):
     The oracle computes its rotary and bicubic weights in float32 whatever its parameters are;
     here it is made to use float64.
     """
-    for module in (kimi, vision_utils):
-        monkeypatch.setattr(module, "torch", TorchInFloat64())
+    for later in (kimi, vision_utils):
+        monkeypatch.setattr(later.module(), "torch", TorchInFloat64())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     apart = distances_from_oracle(case, filled_encoder(case).double())
     assert not over(apart, TOLERANCE_FLOAT64)

@@ -16,9 +16,10 @@ from kimi_pretrain.siglip.heads import HeadSizes, PoolingHead, SiglipHeads, init
 from kimi_pretrain.siglip.pair_loss import pair_loss
 from kimi_pretrain.weights.siglip_heads import open_heads
 from kimi_pretrain.weights.siglip_shapes import siglip_shapes
+from tests.later import Later
 
-siglip = pytest.importorskip("transformers.models.siglip.modeling_siglip")
-siglip2 = pytest.importorskip("transformers.models.siglip2.modeling_siglip2")
+siglip = Later("transformers.models.siglip.modeling_siglip")
+siglip2 = Later("transformers.models.siglip2.modeling_siglip2")
 
 WIDTH = 32
 CONFIG = SiglipConfig(
