@@ -91,13 +91,15 @@ def reference(corpus):
     return digests, states
 
 
-# Two workers try every world, and stops and goes; the whole grid is 25 s of a core a number.
-SLOW = [pytest.param(number, 3, 13, marks=pytest.mark.slow) for number in (0, 1, 2, 4)]
+# Two workers try three worlds, and stops and goes; the whole grid is 25 s of a core a number.
+SLOW = [pytest.param(number, WORLDS, 3, 13, marks=pytest.mark.slow) for number in (0, 1, 2, 4)]
 
 
-@pytest.mark.parametrize(("num_workers", "steps", "resumes"), [(2, 1, 4), *SLOW])
+@pytest.mark.parametrize(
+    ("num_workers", "worlds", "steps", "resumes"), [(2, (1, 3, 64), 1, 3), *SLOW]
+)
 def test_one_stream_for_every_world_and_number_of_workers(
-    corpus, reference, num_workers, steps, resumes
+    corpus, reference, num_workers, worlds, steps, resumes
 ):
     config, tokenizer, indices = corpus
     digests, states = reference
@@ -105,7 +107,7 @@ def test_one_stream_for_every_world_and_number_of_workers(
     setup = partial(open_fetcher, config, shard_versions(indices), tokenizer.hash)
     with Workers(setup, num_workers) as workers:
         planner = Planner(indices, config)
-        for world in WORLDS:
+        for world in worlds:
             found = stream(planner, planner.state_dict(), workers, world, steps)
             assert [digest for digest, _ in found] == digests[:steps], world
         for _ in range(resumes):
@@ -137,7 +139,7 @@ def test_the_corpus_has_everything_in_it(corpus):
     assert len(json.dumps(state)) < 1024
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loader_with_workers_gives_the_same_and_resumes_with_another_number(
     corpus, reference, num_workers
 ):
