@@ -56,6 +56,11 @@ def validated(run) -> dict:
     return {"lines": lines, "rows": rows, "stopped": (stopped is None, batches)}
 
 
+def validated_once(run) -> dict:
+    """Held-out losses before the first step alone."""
+    return {"lines": [run.validation.run().line(0)]}
+
+
 def dep_gradients(run) -> dict[str, torch.Tensor]:
     """One step through DEP: every parameter's divided gradient, by name."""
     return gradients_of(run, run.train_step.run(next(run.loader)))
@@ -327,6 +332,7 @@ def _gather(run, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 ACTIONS = {
     "losses": losses,
     "validated": validated,
+    "validated_once": validated_once,
     "dep_gradients": dep_gradients,
     "colocated_gradients": colocated_gradients,
     "dep_variants": dep_variants,

@@ -23,7 +23,7 @@ SMALL = (
     "model.language.kv_lora_rank=16", "model.language.qk_nope_dim=12",
     "model.language.qk_rope_dim=4", "model.language.v_dim=12", "model.language.vocab_size=768",
     "data.sources={pictures: 1.0, words: 1.0}", "data.tokenizer=tokenizer.tiktoken",
-    "data.vision_token_ratio=0.2", "data.seq_len=128", "data.rows_per_step=8",
+    "data.vision_token_ratio=0.2", "data.seq_len=128", "data.rows_per_step=4",
     "data.pack_window=64", "data.prefetch_steps=1",
     "data.schedule=[]", "data.max_epochs={}", "data.augment={}", "data.cache=null",
     "data.limits={image: 256, frame: 64}", "optim.warmup_steps=2", "train.rows_per_microbatch=1",

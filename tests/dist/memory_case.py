@@ -26,7 +26,8 @@ POLICIES: dict[str, dict] = {
 EQUALS = {name: "none" for name in POLICIES if name != "none" and "fp8" not in name} | {
     "fp8, offload": "fp8"
 }
-SHORT = ("none", "recompute, offload", "fp8", "fp8, offload")
+SHORT = ("none", "recompute, offload")
+FP8 = ("fp8", "fp8, offload")
 
 
 class Watched(Policy):
@@ -207,9 +208,8 @@ def _step(run, microbatches) -> dict[str, torch.Tensor]:
     return found
 
 
-def short(run) -> dict:
-    """Return the same for the policies of `SHORT`."""
-    return policies(run, SHORT)
-
-
-ACTIONS = {"every memory policy": policies, "some memory policies": short}
+ACTIONS = {
+    "every memory policy": policies,
+    "some memory policies": lambda run: policies(run, SHORT),
+    "FP8 storage": lambda run: policies(run, ("none", *FP8)),
+}

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-STEPS, SAVE_AT = 10, 7
+STEPS, SAVE_AT = 5, 3
 
 
 def _checkpoints(run) -> Path:

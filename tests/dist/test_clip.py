@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 THRESHOLD = 1.0
 STILL = (  # a rate at which no bit of a weight moves
     "optim.lr=1e-30", "optim.min_lr=0.0", f"optim.qk_clip_threshold={THRESHOLD}",
-    "model.language.q_lora_rank=null", "train.rows_per_microbatch=2", *layout(),
+    "model.language.q_lora_rank=null", "train.rows_per_microbatch=2", "data.rows_per_step=8",
+    *layout(),
 )  # fmt: skip
 
 

@@ -74,8 +74,8 @@ def test_every_way_to_encode_comes_to_the_same(data_root, tmp_path):
     """The baseline, kept activations, other chunks, other ranks, shared items: PP2 x EP2, fp32."""
     axes = layout(pp=2, dp=2, ep=2)
     root = f"data.root={data_root}"
-    few = "train.rows_per_microbatch=2"
-    found = run_job("dep_variants", tmp_path, 4, root, "train.steps=1", few, *axes, *HELDOUT)
+    few = "train.rows_per_microbatch=2", "data.rows_per_step=8"
+    found = run_job("dep_variants", tmp_path, 4, root, "train.steps=1", *few, *axes, *HELDOUT)
     plain = found.pop("plain")
     assert plain["kept"] == 0
     check_held_out(found, plain)

@@ -202,7 +202,8 @@ LAYOUTS = {
 def jobs(data_root, tmp_path_factory) -> dict:
     """What real jobs of four processes own and hold."""
     data = f"data.root={data_root}"
-    actions = {"owners": ("owners", (data, *LAYOUT)), "exchange": ("exchange", (data, *LAYOUT))}
+    more = data, *LAYOUT, "data.rows_per_step=8"  # media for every rank
+    actions = {"owners": ("owners", (data, *LAYOUT)), "exchange": ("exchange", more)}
     actions |= {name: ("states", (data, *settings)) for name, settings in LAYOUTS.items()}
     return run_jobs(actions, tmp_path_factory.mktemp("jobs"), 4)
 

@@ -1,47 +1,67 @@
 """Saved tensors made again, in FP8 or in host memory: a step in several layouts, bit for bit."""
 
 from collections import Counter
+from functools import cache
 
 import pytest
 
 from tests.dist.jobs import run_jobs
-from tests.dist.memory_case import EQUALS, POLICIES, SHORT
+from tests.dist.memory_case import EQUALS, FP8, POLICIES, SHORT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 INTERLEAVED = dict(pp=2, vpp=2, dp=2, ep=2)
-FOUR_ROWS = "data.rows_per_step=4"  # where one replica takes all: as many microbatches
 JOBS: dict[str, tuple[dict, tuple[str, ...]]] = {
-    "PP2 x VPP2 x EP2": (INTERLEAVED, ()),
+    # As many rows that stages work forward and backward in turns.
+    "PP2 x VPP2 x EP2": (INTERLEAVED, ("data.rows_per_step=8",)),
     "experts overlapped": (INTERLEAVED, ("layout.overlap_experts=true",)),
     "PP2 x CP2, EP2, bfloat16": (
         dict(pp=2, cp=2, ep=2),
-        ("train.dtype=bfloat16", "model.language.num_heads=6", FOUR_ROWS),
+        ("train.dtype=bfloat16", "model.language.num_heads=6"),
     ),
-    "CP2 x TP2, EP2": (dict(cp=2, tp=2, ep=2), (FOUR_ROWS,)),
+    "CP2 x TP2, EP2": (dict(cp=2, tp=2, ep=2), ("data.rows_per_step=2",)),
     "frozen language model": (INTERLEAVED, ("train.frozen=[language_model]",)),
 }
 
 
 FIRST, *_ = JOBS  # in which every policy is tried
-CASES = [(FIRST, policy) for policy in POLICIES]
-CASES += [(job, policy) for job in JOBS if job != FIRST for policy in SHORT]
+CASES = [pytest.param(FIRST, policy) for policy in POLICIES]
+for job in list(JOBS)[1:]:
+    CASES += [pytest.param(job, policy) for policy in SHORT]
+    CASES += [pytest.param(job, policy, marks=pytest.mark.slow) for policy in FP8]
 
 
 def cases(*among):
-    return pytest.mark.parametrize(("job", "policy"), [c for c in CASES if c[1] in among])
+    return pytest.mark.parametrize(("job", "policy"), [c for c in CASES if c.values[1] in among])
 
 
 @pytest.fixture(scope="module")
-def found(data_root, tmp_path_factory):
+def results(data_root, tmp_path_factory):
+    """Whether of FP8 in other layouts than the first -> results by name of the job."""
+
+    @cache
+    def find(fp8):
+        return run(data_root, tmp_path_factory.mktemp("memory"), fp8)
+
+    return find
+
+
+@pytest.fixture
+def found(job, policy, results):
+    return results(job != FIRST and policy in FP8)
+
+
+def run(data_root, folder, fp8):
     jobs = {}
     for name, (axes, overrides) in JOBS.items():
         sizes = {"pp": 1, "vpp": 1, "dp": 1, "ep": 1, "cp": 1, "tp": 1} | axes
         settings = [f"layout.{axis}={size}" for axis, size in sizes.items()]
         settings += ["model.language.yarn={factor: 4.0, original_max_position: 32}", *overrides]
         action = "every memory policy" if name == FIRST else "some memory policies"
-        jobs[name] = action, (f"data.root={data_root}", *settings)
-    return run_jobs(jobs, tmp_path_factory.mktemp("memory"), 4, timeout=250.0)
+        jobs[name] = "FP8 storage" if fp8 else action, (f"data.root={data_root}", *settings)
+    if fp8:
+        del jobs[FIRST]
+    return run_jobs(jobs, folder, 4, timeout=250.0)
 
 
 @cases(*EQUALS)
@@ -131,7 +151,7 @@ def test_what_is_let_go_is_free(job, policy, found):
         ("fp8, offload", "recompute, offload"),
     ],
 )
-def test_every_treatment_leaves_fewer_bytes(less, more, found):
-    kind = "host" if "offload" in less else "kept"
-    pairs = zip(found[FIRST][less]["did"], found[FIRST][more]["did"], strict=True)
+def test_every_treatment_leaves_fewer_bytes(less, more, results):
+    kind, found = "host" if "offload" in less else "kept", results(False)[FIRST]
+    pairs = zip(found[less]["did"], found[more]["did"], strict=True)
     assert all(one[1][kind] < other[1][kind] for one, other in pairs)

@@ -16,7 +16,7 @@ K2 = (
     "model.language.q_lora_rank=28", "model.language.kv_lora_rank=36",
     "model.language.expert_ffn_size=136", "model.language.dense_ffn_size=52",
     "model.language.num_experts=16", "model.language.experts_per_token=3",
-    "model.language.num_shared_experts=2", "train.attention=portable",
+    "model.language.num_shared_experts=2", "train.attention=portable", "data.rows_per_step=8",
 )  # fmt: skip
 EVERYTHING = "train.recompute=[norms, swiglu, mla_up]"
 SLOW = ("all", "CP2, mla_up", "PP2")  # others hold each part of these
@@ -57,7 +57,7 @@ PLANNED = {
 }
 SCHEDULES = {
     "PP2 x VPP2": layout(pp=2, vpp=2),
-    "PP2 x VPP2, few": (*layout(pp=2, vpp=2), "train.rows_per_microbatch=4"),
+    "PP2 x VPP2, few": (*layout(pp=2, vpp=2), "train.rows_per_microbatch=2"),
     "PP2": layout(pp=2),
 }
 

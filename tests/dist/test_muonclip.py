@@ -7,7 +7,7 @@ from tests.dist.jobs import layout, run_jobs
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 # fp64, so that layouts differ by the optimizer alone; a threshold at which heads are clipped; small
-# buckets; few rows and one dense and one MoE layer only, because there are ten steps.
+# buckets; few rows and one dense and one MoE layer only, because there are five steps.
 COMMON = (
     "train.dtype=float64", "optim.qk_clip_threshold=0.05", "data.rows_per_step=4",
     "optim.bucket_elements=20000", "model.language.num_layers=2", "model.vision.depth=1",
@@ -60,7 +60,7 @@ def assert_near(weights, expected):
 
 
 @pytest.mark.parametrize("name", ["PP2 x EP2", "PP2 x EP2, twin", *TWO])
-def test_ten_steps_equal_the_plain_optimizer(name, found, request):
+def test_five_steps_equal_the_plain_optimizer(name, found, request):
     """Seen: 6e-14. Every tensor of the checkpoint, the encoder's and the routing biases too."""
     job, plain = results(name, found, request)[name], found["plainly_trained"]
     assert_near(job["weights"], plain["weights"])

@@ -20,7 +20,7 @@ from tests.dist.test_deepspeed import worst
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-STEPS = 6
+STEPS = 4
 COMMON = (
     *PAIRS, "optim.matrices=adamw", "optim.qk_clip_threshold=null",
     "train.frozen=[language_model]", f"train.steps={STEPS}", "train.seed=1",
@@ -108,10 +108,10 @@ def test_order_chunks_and_kept_graphs_change_nothing(one, name):
 
 def test_four_ranks_have_the_gradients_of_one(one, data_root, tmp_path):
     """Some of them without a pair, and with images whose captions are elsewhere."""
-    found = run_jobs(jobs(data_root, 4), tmp_path, 4, timeout=280)
-    for name, wanted in one[1].items():
-        if name in found:
-            same(found[name], wanted, name.split()[0])
+    todo = {name: job for name, job in jobs(data_root, 4).items() if "float64" in name}
+    found = run_jobs(todo, tmp_path, 4, timeout=280)
+    for name in found:
+        same(found[name], one[1][name], "float64")
     assert 0 in found["float64 owner"]["counts"][0]
     images, texts = found["float64 round_robin"]["counts"]
     assert images != texts
