@@ -493,7 +493,7 @@ def test_one_budget_for_a_stage_and_the_one_that_keeps_is_refused(tmp_path, data
     assert told.startswith(f"error: stage long: train.start_from: {tmp_path}/runs/joint: data.budg")
     assert ".text=9,000 tokens are used up (" in told
     assert "by the stages before, whose data go on with train.start_optimizer=keep" in told
-    assert "used up" in refused(stages(tmp_path), *data_keys(data_root, text=90_000))  # about
+    assert "used up" in refused(stages(tmp_path), *data_keys(data_root, text=45_000))  # about
     result = run(stages(tmp_path, {}, {}, {"set": {"train.steps": 2}}), "--dry-run", *keys)
     assert result.exit_code == 0, result.output
     more = {"set": {"train.steps": 500, "data.budget": {"text": 99_000}}}

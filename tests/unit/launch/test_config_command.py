@@ -189,5 +189,5 @@ def test_check_says_what_it_found(root):
     ).stdout
     assert "2 processes = 1 stages" in told
     assert "tokenizer tokenizer.tiktoken: 546 ids; model.language.vocab_size is 768" in told
-    assert re.search(r"step 1: \d+ samples, \d+ media in 8 rows", told)
+    assert re.search(r"step 1: \d+ samples, \d+ media in 4 rows", told)
     assert told.splitlines()[-1].startswith("sound")

@@ -105,7 +105,7 @@ def test_phases_follow_each_other():
         assert found.peak == found.lasting + found.phases[phase]
         assert found.phases[phase] == max(found.phases.values()) < sum(found.phases.values())
     first, last = plan_memory(load_config("tiny_cpu", [*SMALL, *tight])).stages
-    arrived = 0.9 * 8 * 128 * 64 * 4 / 2  # of a step's tokens, at each of two replicas, float32
+    arrived = 0.9 * 4 * 128 * 64 * 4 / 2  # of a step's tokens, at each of two replicas, float32
     assert first.exchange - last.exchange == pytest.approx(arrived, rel=0.01)
     kept = ("dep.keep_activations=auto", "dep.memory_limit_gib=0.5")
     before = plan_memory(limited(100.0)).fullest
