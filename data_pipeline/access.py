@@ -4,6 +4,7 @@ Every process of a node opens its own; budget and cache are shared through files
 """
 
 import hashlib
+import os
 import tempfile
 import weakref
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from data_pipeline.config import DataConfig
 from data_pipeline.fetch import Fetcher
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import IndexMismatch
+from data_pipeline.store.addresses import split_place
 from data_pipeline.store.budget import Budget
 from data_pipeline.store.objects import StoreError
 from data_pipeline.store.open import Store, open_store
@@ -102,6 +104,34 @@ def check_tokenizer(index: SourceIndex, tokenizer: Tokenizer) -> None:
             f"({index.tokenizer_hash[:12]}), this run has {tokenizer.name!r} "
             f"({tokenizer.hash[:12]}); give that tokenizer or reindex the source"
         )
+
+
+def run_sources(
+    config: DataConfig, indices: Sequence[SourceIndex], heldout: Sequence[SourceIndex]
+) -> list[dict[str, str]]:
+    """Return what a run notes of its sources, JSON without secrets.
+
+    Each with its name, the name that was asked for (captions@active), content_hash, the SHA-256 of
+    the index as read, root, endpoint ("" for a folder or Amazon's own), and its use: "train" or
+    "heldout".
+    """
+    scheme, folder = split_place("data.root", config.root)
+    root, endpoint = config.root.rstrip("/"), config.endpoint or os.environ.get("AWS_ENDPOINT_URL")
+    if scheme in ("", "file"):
+        root, endpoint = str(Path(folder).expanduser().resolve()), None
+    return [
+        {
+            "name": index.name,
+            "asked": config.asked.get(index.name, index.name),
+            "content_hash": index.content_hash,
+            "index_sha256": index.index_sha256,
+            "root": root,
+            "endpoint": endpoint or "",
+            "use": use,
+        }
+        for use, used in (("train", indices), ("heldout", heldout))
+        for index in used
+    ]
 
 
 def open_fetcher(config: DataConfig, versions: ShardVersions, tokenizer_hash: str) -> Fetcher:

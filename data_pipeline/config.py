@@ -148,6 +148,9 @@ class DataConfig(Section):
     """Order of a replica's microbatches in a step; light_ends: those with little encoder work first
     and last. The rows of a step, of a replica and of a microbatch stay the same.
     [-; kimi_pretrain/dep/row_order.py]"""
+    asked: dict[str, str] = Field(default_factory=dict)
+    """Source -> the version of the catalogue that it was asked for by, as captions@active. Noted by
+    the start of a run whose configuration has such names. [-; data_pipeline/access.py]"""
     vision_token_ratio: Ratio = None
     """Media tokens over all tokens, held constant; null takes the shares as token shares over all
     sources together.

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from data_pipeline.access import open_data
+from data_pipeline.access import open_data, run_sources
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.reads import check_shards
 from data_pipeline.loader import Loader
@@ -96,6 +96,7 @@ class Run:
         for index in (*indices, *self._heldout):  # ranks share the work of checking shards
             self._watch("check the shards")
             check_shards(self.store, index, self.mesh.world_size, self.mesh.rank)
+        self.sources = run_sources(data, indices, self._heldout)
         return Loader(data, self.store, indices, self.tokenizer, needs(self.mesh, self.planner))
 
     @property

@@ -307,7 +307,7 @@ def _find_checkpoint(
 
 def _log_start(run: Run, run_dir: Path) -> BudgetEnd | None:
     """Write what runs, on which data, to folder and log; return where a budget ends it. Rank 0."""
-    describe_environment(run_dir, run.config, run.began_from)
+    describe_environment(run_dir, run.config, run.began_from, run.sources)
     log.info("%s", describe(run.config))
     if run.finished is not None:
         log.warning("%s: nothing is trained", run.finished)

@@ -110,6 +110,7 @@ class SourceIndex:
         region_shape: int8 [R], see `augment.regions`. region_points: int16 [R], its points.
         point_x, point_y: float32 [Q], pixels of the file as stored, in edge coordinates.
         tokenizer_name, tokenizer_hash: of the tokenizer that counted the tokens.
+        index_sha256: SHA-256 (hex) of the file that this was read from; "" for what was not read.
 
     The length of a sample is 2 + tokens of its pieces + (pads + 1) of each item.
     """
@@ -149,6 +150,7 @@ class SourceIndex:
     point_y: NDArray[np.float32]
     tokenizer_name: str
     tokenizer_hash: str
+    index_sha256: str = ""
 
     _COLUMNS: ClassVar[tuple[str, ...]] = (
         *SAMPLE_COLUMNS,

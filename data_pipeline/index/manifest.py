@@ -9,6 +9,7 @@ the manifest; samples are read by it in `data_pipeline/index/reads.py`.
 import hashlib
 import io
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
@@ -35,6 +36,9 @@ class IndexMismatch(Exception):
     """Index, manifest and shards do not belong together, or bytes were damaged at rest."""
 
 
+RUN_SOURCES = "sources.json"
+"""In a run's folder: which sources it reads (`access.run_sources`)."""
+
 # Folders asked for a manifest to name a misspelt source: each costs a request.
 _MOST_LOOKED_AT = 100
 
@@ -49,14 +53,27 @@ def index_key(name: str) -> str:
     return f"{name}/index.parquet"
 
 
-def write_index(store: Store, index: SourceIndex) -> None:
-    """Put index.parquet, then manifest.json; with the latter the source exists.
+def provenance_key(name: str) -> str:
+    """Where it is kept what a source was made of."""
+    return f"{name}/provenance.json"
+
+
+def write_index(
+    store: Store, index: SourceIndex, provenance: Mapping[str, Any] | None = None
+) -> None:
+    """Put provenance.json if given, index.parquet, then manifest.json; with it the source exists.
+
+    Args:
+        provenance: JSON that says what the source was made of; no part of its content.
 
     Raises:
         ValueError: a source of this name exists.
     """
     refuse_finished(store, index.name)
     data = _to_parquet(index)
+    if provenance is not None:
+        told = json.dumps(provenance, indent=1, ensure_ascii=False) + "\n"
+        store.put(provenance_key(index.name), told.encode())
     manifest = {
         "schema": SCHEMA,
         "name": index.name,
@@ -94,8 +111,31 @@ def read_index(store: Store, name: str) -> SourceIndex:
     Raises:
         MissingKey: there is no manifest: no such source, or its ingest did not finish.
         IndexMismatch: another schema, or an index that is not the manifest's.
+        ValueError: the name is one of a version in the catalogue.
+    """
+    where, manifest = f"{store.uri}/{name}", read_manifest(store, name)
+    data = store.get(index_key(name))
+    sha256 = hashlib.sha256(data).hexdigest()
+    expect(where, "index_sha256", sha256, manifest["index_sha256"])
+    index = _from_parquet(data, manifest, sha256)
+    expect(where, "samples", index.num_samples, manifest["samples"])
+    expect(where, "items", index.num_items, manifest["items"])
+    expect(where, "content_hash", index.content_hash, manifest["content_hash"])
+    return index
+
+
+def read_manifest(store: Store, name: str) -> dict[str, Any]:
+    """Read a source's manifest alone, whose schema is checked.
+
+    Raises:
+        MissingKey, IndexMismatch, ValueError: as `read_index`.
     """
     where = f"{store.uri}/{name}"
+    if "@" in name:
+        raise ValueError(
+            f"{name!r} is a version in the catalogue, which is asked once, before a run's "
+            f"processes start: give the folder (kimi-pretrain data catalog resolve {name})"
+        )
     try:
         manifest = json.loads(store.get(manifest_key(name)))
     except MissingKey as error:
@@ -111,13 +151,24 @@ def read_index(store: Store, name: str) -> SourceIndex:
             f"{where}/manifest.json: schema is {found!r}, this version reads {SCHEMA!r}; ingest "
             "the source again or use the version that wrote it"
         )
-    data = store.get(index_key(name))
-    expect(where, "index_sha256", hashlib.sha256(data).hexdigest(), manifest["index_sha256"])
-    index = _from_parquet(data, manifest)
-    expect(where, "samples", index.num_samples, manifest["samples"])
-    expect(where, "items", index.num_items, manifest["items"])
-    expect(where, "content_hash", index.content_hash, manifest["content_hash"])
-    return index
+    return manifest
+
+
+def read_provenance(store: Store, name: str) -> dict[str, Any] | None:
+    """Return what a source was made of; None for one of an earlier version, which did not say.
+
+    Raises:
+        IndexMismatch: it is not a JSON object.
+    """
+    try:
+        found = json.loads(store.get(provenance_key(name)))
+    except MissingKey:
+        return None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise IndexMismatch(f"{store.uri}/{provenance_key(name)}: expected a JSON object")
+    return found
 
 
 def _others(store: Store, name: str) -> str:
@@ -155,7 +206,7 @@ def _lists(pointer: NDArray[np.int64], values: NDArray[Any]) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(pointer), pa.array(values))
 
 
-def _from_parquet(data: bytes, manifest: dict[str, Any]) -> SourceIndex:
+def _from_parquet(data: bytes, manifest: dict[str, Any], sha256: str) -> SourceIndex:
     table = pq.read_table(pa.BufferReader(data))
 
     def flat(name: str, kind: Any) -> NDArray[Any]:
@@ -175,6 +226,7 @@ def _from_parquet(data: bytes, manifest: dict[str, Any]) -> SourceIndex:
         key=table.column("key").combine_chunks(),
         tokenizer_name=manifest["tokenizer"]["name"],
         tokenizer_hash=manifest["tokenizer"]["sha256"],
+        index_sha256=sha256,
         **{f"{group}_ptr": pointer(group) for group in GROUPS},
         **{name: flat(name, kind) for name, kind in COLUMNS.items()},
     )

@@ -86,7 +86,7 @@ def ingest(
     progress: Callable[[IngestProgress], None] | None = None,
     rejected: Callable[[Rejection], None] | None = None,
 ) -> SourceIndex:
-    """Write a source: `<name>/000000.tar` ..., rejected.jsonl, index.parquet, manifest.json.
+    """Write a source: `<name>/000000.tar` ..., and the files of docs/data_format.md beside it.
 
     The same samples in the same order with the same tokenizer give the same bytes, whatever the
     number of workers, and whether or not the ingest was killed and called again.
@@ -149,7 +149,7 @@ def ingest(
             raise _nothing_left(name, rejections)
         _check_rejected(name, rejections, num_seen, max_rejected)
         index = merged(name, category, tokenizer, parts)
-        write_index(store, index)
+        write_index(store, index, {"kind": "ingest", "parent": None, **(request or {})})
         journal.remove()
         return index
 

@@ -82,9 +82,11 @@ def reindex(
             variant_tokens=np.array([n for row in variants for n in row], np.int32),
             tokenizer_name=tokenizer.name,
             tokenizer_hash=tokenizer.hash,
+            index_sha256="",
         )
         claim.check()
-        write_index(store, new)
+        made_of = {"kind": "reindex", "source": name, "parent": index.content_hash}
+        write_index(store, new, made_of | {"tokenizer": tokenizer.hash})
         return new
 
 

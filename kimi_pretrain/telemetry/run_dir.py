@@ -28,6 +28,7 @@ from tensorboard.compat.proto.summary_pb2 import (
 )
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from data_pipeline.index.manifest import RUN_SOURCES
 from kimi_pretrain.checkpoint.manifest import PACKAGES as MANIFEST_PACKAGES
 from kimi_pretrain.checkpoint.manifest import installed_versions
 from kimi_pretrain.config import GIB, Config, dump_config
@@ -70,9 +71,14 @@ def log_to(folder: Path, rank: int) -> logging.Logger:
 
 
 def describe_environment(
-    folder: Path, config: Config, began_from: Mapping[str, Any] | None = None
+    folder: Path,
+    config: Config,
+    began_from: Mapping[str, Any] | None = None,
+    sources: Sequence[Mapping[str, str]] | None = None,
 ) -> None:
     """Write config.yaml, versions.json, and git.json with diff.patch where there is a checkout.
+
+    sources.json, too, where `data_pipeline.access.run_sources` has told what it reads.
 
     began_from.json, too, where the run begins with weights of other runs' checkpoints; a resume
     leaves it as it is.
@@ -81,6 +87,8 @@ def describe_environment(
     write_whole(folder / "config.yaml", dump_config(config))
     if began_from:
         write_whole(folder / BEGAN, json.dumps(began_from, indent=1) + "\n")
+    if sources is not None:
+        write_whole(folder / RUN_SOURCES, json.dumps(sources, indent=1) + "\n")
     versions = {**installed_versions(PACKAGES), "cuda": torch.version.cuda}
     write_whole(folder / "versions.json", json.dumps(versions, indent=1) + "\n")
     checkout = Path(__file__).parent.parent.parent

@@ -27,10 +27,10 @@ from kimi_pretrain.config import (
     Config,
     ConfigError,
     find_config,
-    load_config,
     parse_section,
     read_yaml,
 )
+from launch.local.versions import load_pinned
 from launch.slurm.request import SlurmRequest
 from typed_config.section import Section
 
@@ -174,7 +174,8 @@ def _planned(
             values[key] = getattr(stage.take, field)
     values |= {key: str(root / source) for key, source in sources.items()}
     try:
-        config = load_config(stage.config, [*_texts(given), *overrides, *_texts(values)])
+        keys = [*_texts(given), *overrides, *_texts(values)]
+        config, _ = load_pinned(stage.config, keys, root / stage.stage)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     slurm = chain.slurm.over(stage.slurm)

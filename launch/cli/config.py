@@ -138,9 +138,9 @@ def check(
 
 
 def _load(path: str, overrides: list[str] | None) -> "Config":
-    from kimi_pretrain.config import load_config
+    from launch.local.versions import load_pinned
 
-    return load_config(path, overrides or ())
+    return load_pinned(path, overrides or ())[0]
 
 
 def _found(config: "Config", checked: "Checked") -> dict[str, Any]:

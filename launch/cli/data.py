@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from launch.cli import data_inspect
+from launch.cli.data_catalog import catalog
 from launch.cli.options import EndpointOption, JsonOption
 from launch.local.user_errors import one_line_errors
 
@@ -306,5 +307,6 @@ def show_index(
         typer.echo(json.dumps(summary))
 
 
+data.add_typer(catalog, name="catalog")
 for command in (data_inspect.verify, data_inspect.stats, data_inspect.show):
     data.command()(command)

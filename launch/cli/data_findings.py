@@ -24,11 +24,16 @@ class Findings:
         self._kept: dict[tuple[str, str], list[Problem]] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
         self._checked: dict[str, Counter[str]] = {}
+        self._about: dict[str, dict[str, Any]] = {}
 
     @property
     def total(self) -> int:
         """Number of problems."""
         return sum(self._counts.values())
+
+    def begin(self, source: str, about: dict[str, Any]) -> None:
+        """Say which content of a source is checked, and how thoroughly; for JSON."""
+        self._about[source] = about
 
     def add_report(self, source: str, report: ShardReport) -> None:
         """Add what was checked in a shard, and its problems."""
@@ -80,6 +85,7 @@ class Findings:
             "problems": self.total,
             "sources": {
                 source: {
+                    **self._about.get(source, {}),
                     **checked,
                     "problems": {
                         kind: self._counts[source, kind]

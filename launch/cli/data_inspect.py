@@ -102,6 +102,9 @@ def _verify_source(store: "Store", name: str, checks: "Checks", findings: "Findi
             "tokens are not counted; give it by --tokenizer",
             err=True,
         )
+    about = {"content_hash": index.content_hash, "sample_share": checks.share}
+    about |= {"decoded": checks.decode, "tokens_counted": checks.tokenizer is not None}
+    findings.begin(name, about)
     with byte_bar(name, int(checks.share * num_shard_bytes([index]))) as advance:
         for shard in verify_source(store, index, checks, advance):
             findings.add_report(name, shard)

@@ -16,9 +16,9 @@ from data_pipeline.index.reads import medium_of, read_checked, read_samples
 from data_pipeline.loader import Loader
 from data_pipeline.plan.planner import GlobalPlan
 from data_pipeline.store.open import Store
-from kimi_pretrain.config import load_config
 from kimi_pretrain.reliability.anomaly_guard import sample_names
 from launch.cli.sources import find_sample, open_sources
+from launch.local.versions import load_pinned
 from launch.pages.rows_page import Step, rows_page
 from launch.pages.samples_page import StoredSample, samples_page
 
@@ -65,7 +65,7 @@ def show_rows(
             the anomaly.
     """
     # For a single step: no worker processes, no prefetch, no cache on disk.
-    whole = load_config(config, overrides)
+    whole, _ = load_pinned(config, overrides)
     if anomaly is None and whole.train.start_optimizer == "keep":
         raise ValueError(
             "--step: with train.start_optimizer=keep steps and data count on from the stage "

@@ -45,11 +45,11 @@ def evaluate(
     with one_line_errors():
         if heldout == (source is not None):
             raise ValueError("give --source NAME, or --heldout for the sources of data.heldout")
-        from kimi_pretrain.config import load_config
         from kimi_pretrain.tools.evaluate import evaluate as measure
         from kimi_pretrain.tools.evaluate import heldout as measure_heldout
+        from launch.local.versions import load_pinned
 
-        loaded = load_config(config, overrides or ())
+        loaded, _ = load_pinned(config, overrides or ())
         if heldout:
             line = measure_heldout(loaded, checkpoint)
             typer.echo(json.dumps(line) if as_json else table_of(line))

@@ -58,9 +58,9 @@ def plan(
     kimi-pretrain plan --config my.yaml --calibrate --json --out cost.json
     """
     with one_line_errors():
-        from kimi_pretrain.config import load_config
+        from launch.local.versions import load_pinned
 
-        loaded = load_config(config, overrides or ())
+        loaded, _ = load_pinned(config, overrides or ())
         if memory and calibrate:
             raise ValueError("--memory and --calibrate: give one of them")
         if out is not None and not out.parent.is_dir():

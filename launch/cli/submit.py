@@ -109,12 +109,12 @@ def submit(
     kimi-pretrain submit --config two.yaml --run-dir /shared/runs/two --after $job
     """
     with one_line_errors():
-        from kimi_pretrain.config import load_config
+        from launch.local.versions import load_pinned
         from launch.slurm.request import SlurmRequest
 
-        loaded = load_config(config, overrides or ())
         check_local("--run-dir", run_dir)
         folder = run_dir.resolve()
+        loaded, _ = load_pinned(config, overrides or (), folder if resume == LATEST else None)
         request = SlurmRequest(
             gpus_per_node=gpus_per_node,
             tasks_per_node=tasks_per_node,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from launch.cli.options import ConfigOption, JsonOption, Overrides
-from launch.local.job import Job
+from launch.local.job import LATEST, Job
 from launch.local.quiet import quiet_libraries
 from launch.local.user_errors import one_line_errors
 
@@ -64,10 +64,11 @@ def train(
     kimi-pretrain train --config kimi_k25_1t --dry-run --table tensors.tsv
     """
     with one_line_errors():
-        from kimi_pretrain.config import load_config
+        from launch.local.versions import load_pinned
 
-        job = Job(config, str(run_dir), tuple(overrides or ()), resume, or_start=or_start)
-        loaded = load_config(config, job.overrides)
+        goes_on = run_dir if resume == LATEST else None
+        loaded, pinned = load_pinned(config, overrides or (), goes_on)
+        job = Job(config, str(run_dir), pinned, resume, or_start=or_start)
         if table is not None:
             check_table(table, dry_run)
         if dry_run:

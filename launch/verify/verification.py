@@ -17,10 +17,11 @@ from rich.table import Table
 
 from data_pipeline.access import open_data, open_tokenizer
 from data_pipeline.store.addresses import check_local
-from kimi_pretrain.config import Config, load_config
+from kimi_pretrain.config import Config
 from kimi_pretrain.verify.fault import Fault
 from kimi_pretrain.verify.result import Result
 from kimi_pretrain.verify.shrink import shrink as smaller
+from launch.local.versions import load_pinned
 from launch.verify.jobs import Jobs
 
 # Processes on a machine without GPUs: more than this for each core take longer than they are worth.
@@ -81,7 +82,7 @@ def verify(
         raise ValueError(
             "verify starts its own processes: run it once, not under torchrun (RANK is set)"
         )
-    chosen, changes = load_config(config, overrides), ()
+    chosen, changes = load_pinned(config, overrides)[0], ()
     if shrink:
         small = smaller(chosen, processes).config  # whose cache and limits fit this machine
         tokenizer = open_tokenizer(small.data, open_data(small.data))

@@ -1,6 +1,7 @@
 """A resumed run equals an uninterrupted one (I3); a bad checkpoint is refused before training."""
 
 import dataclasses
+import hashlib
 import json
 import re
 import shutil
@@ -367,6 +368,11 @@ def test_run_folder_is_complete(straight):
     }
     assert {"2 vision forward", "4 backbone", "6 vision backward", "7 update"} <= phases
     assert not list((straight / "checkpoints").glob("*.partial"))
+    for one in json.loads((straight / "sources.json").read_text()):
+        index = Path(one["root"]) / one["name"] / "index.parquet"
+        assert hashlib.sha256(index.read_bytes()).hexdigest() == one["index_sha256"]
+        manifest = json.loads(index.with_name("manifest.json").read_text())
+        assert (one["content_hash"], one["asked"]) == (manifest["content_hash"], one["name"])
 
 
 def _truncate(folder):

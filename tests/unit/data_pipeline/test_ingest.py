@@ -89,7 +89,7 @@ def test_the_manifest_is_put_last_and_once(store, tokenizer):
     shards = [shard.key for shard in index.shards]
     lock, *keys = [key.removeprefix("src/") for key, _ in order]
     assert lock == ".ingest/lock"
-    tail = ["rejected.jsonl", "index.parquet", "manifest.json"]
+    tail = ["rejected.jsonl", "provenance.json", "index.parquet", "manifest.json"]
     assert keys == ["rejected.jsonl", *(key.removeprefix("src/") for key in shards), *tail]
     assert [size for key, size in order if key in shards] == [s.size for s in index.shards]
 

@@ -1,0 +1,199 @@
+"""An open catalogue: SQLite by default, PostgreSQL by a URL; what a transaction of it excludes.
+
+Writers come one after the other: SQLite takes its write lock at the beginning (BEGIN IMMEDIATE; a
+reader that becomes a writer would fail with "database is locked" whatever the timeout), PostgreSQL
+an advisory lock. So nothing that a writer has read changes before it commits, the audit is one
+chain, and there is no order of locks in which two could wait for each other. Whoever may not write
+is refused by the database itself: by its grants, or by the rights of the file.
+"""
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sqlalchemy import URL, Connection, create_engine, event, exc, make_url
+
+from data_pipeline.catalog import migrate
+from data_pipeline.catalog.file_systems import network_kind
+from data_pipeline.catalog.tables import SCHEMA
+from data_pipeline.store.addresses import masked
+
+VARIABLE = "KIMI_CATALOG"
+"""Environment variable: where the catalogue is."""
+DEFAULT = "~/.local/share/kimi-pretrain/catalog.sqlite"
+WAIT_S = 30
+_LOCK = 0x4B494D49  # of PostgreSQL's advisory locks, in this database alone
+_WRITES = "kimi_catalog_writes"
+_MIGRATE = "kimi-pretrain data catalog migrate"
+
+
+class CatalogError(ValueError):
+    """The catalogue cannot do what it was asked, and nothing of it was changed."""
+
+
+class Conflict(CatalogError):
+    """What was to be changed is no longer as it was seen."""
+
+
+class Catalog:
+    """An open catalogue.
+
+    Args:
+        url: a file, or a URL: sqlite:///FILE, postgresql://USER@HOST/DATABASE. None: as the
+            environment says (KIMI_CATALOG), or a file of this user.
+
+    Raises:
+        CatalogError: no such kind of catalogue, a password in the URL, or SQLite on a network file
+            system.
+    """
+
+    def __init__(self, url: str | None = None) -> None:
+        given = _checked(url or os.environ.get(VARIABLE) or DEFAULT)
+        self.where = given.render_as_string()
+        self.user = given.username
+        self._file = None
+        if given.get_backend_name() == "sqlite":
+            self._file = Path(given.database or "")
+            self.where = str(self._file)
+            self._engine = create_engine(given, connect_args={"timeout": WAIT_S})
+            event.listen(self._engine, "connect", _on_connect)
+            event.listen(self._engine, "begin", _on_begin)
+        else:
+            self._engine = create_engine(
+                given,
+                isolation_level="READ COMMITTED",  # a snapshot would be older than the lock
+                pool_pre_ping=True,
+                connect_args={"connect_timeout": 10},
+            )
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Open a transaction that sees one state and changes nothing.
+
+        Raises:
+            CatalogError: there is no catalogue yet, it has another schema, or it does not answer.
+        """
+        if self._file is not None and not self._file.exists():
+            raise self._nothing_there()
+        with self._transaction(writes=False) as connection:
+            if (found := migrate.current(connection)) is None:
+                raise self._nothing_there()
+            self._check_schema(found)
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """Open a transaction that no other writer runs beside; an empty database gets its tables.
+
+        Raises:
+            CatalogError: it has another schema, this user may not write, or it does not answer.
+        """
+        with self._transaction(writes=True) as connection:
+            if (found := migrate.current(connection)) is None:
+                migrate.upgrade(connection)
+            else:
+                self._check_schema(found)
+            yield connection
+
+    def migrate(self) -> tuple[str | None, str]:
+        """Bring the schema to this version's; returns the one that was there, and that.
+
+        Raises:
+            CatalogError: it is a later version's, or as `write`.
+        """
+        with self._transaction(writes=True) as connection:
+            before = migrate.current(connection)
+            if before not in (None, SCHEMA):
+                self._check_schema(before, may_be_old=True)
+            if before != SCHEMA:
+                migrate.upgrade(connection)
+        return before, SCHEMA
+
+    @contextmanager
+    def _transaction(self, *, writes: bool) -> Iterator[Connection]:
+        if self._file is not None and writes:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with self._engine.connect() as plain:
+                connection = plain.execution_options(**{_WRITES: writes})
+                with connection.begin():
+                    if self._file is None and writes:
+                        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{WAIT_S}s'")
+                        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
+                    yield connection
+        except exc.DBAPIError as error:
+            told = " ".join(str(error.orig).split())
+            raise CatalogError(f"catalogue {self.where}: {told}; nothing was changed") from error
+
+    def _nothing_there(self) -> CatalogError:
+        return CatalogError(
+            f"catalogue {self.where}: there is none yet; `kimi-pretrain data catalog register` "
+            f"begins one, --catalog or {VARIABLE} names another"
+        )
+
+    def _check_schema(self, found: str, *, may_be_old: bool = False) -> None:
+        if found == SCHEMA:
+            return
+        if found not in {script.revision for script in migrate.scripts().walk_revisions()}:
+            raise CatalogError(
+                f"catalogue {self.where}: its schema is {found}, this version knows up to "
+                f"{SCHEMA}: a later version made it; use that"
+            )
+        if not may_be_old:
+            raise CatalogError(
+                f"catalogue {self.where}: its schema is {found}, this version has {SCHEMA}: run "
+                f"`{_MIGRATE}` once (earlier versions will refuse it then)"
+            )
+
+
+def _checked(text: str) -> URL:
+    """Return a URL, of SQLite with an absolute path.
+
+    Raises:
+        CatalogError: see `Catalog`.
+    """
+    if "://" not in text:
+        url = URL.create("sqlite", database=text)
+    else:
+        try:
+            url = make_url(text)
+        except (exc.ArgumentError, ValueError):
+            raise _bad_url(masked(text)) from None
+    if url.password is not None or "password" in url.query:
+        raise CatalogError(
+            f"catalogue {masked(text.partition('?')[0])}: a password in its URL would end up in "
+            "logs and shells; put it into ~/.pgpass or PGPASSWORD"
+        )
+    if url.get_backend_name() == "postgresql":
+        return url.set(drivername="postgresql+psycopg")
+    if url.get_backend_name() != "sqlite" or url.database in (None, "", ":memory:"):
+        raise _bad_url(text)
+    file = Path(str(url.database)).expanduser().resolve()
+    if (kind := network_kind(file)) is not None:
+        raise CatalogError(
+            f"catalogue {file}: SQLite on {kind}, whose locks do not hold between machines; give "
+            "a local file, or PostgreSQL: postgresql://USER@HOST/DATABASE"
+        )
+    return URL.create("sqlite", database=str(file))
+
+
+def _bad_url(text: str) -> CatalogError:
+    return CatalogError(
+        f"catalogue {text}: expected a file, sqlite:///FILE or postgresql://USER@HOST/DATABASE"
+    )
+
+
+def _on_connect(connection: sqlite3.Connection, _: object) -> None:
+    connection.isolation_level = None  # transactions begin where we say, and as we say
+    connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _on_begin(connection: Connection) -> None:
+    writes = connection.get_execution_options().get(_WRITES)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

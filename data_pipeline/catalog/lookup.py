@@ -1,0 +1,86 @@
+"""Finds versions in the catalogue, and the folder of the one that a run asks for."""
+
+import os
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, Row, select
+
+from data_pipeline.catalog.engine import Catalog, CatalogError
+from data_pipeline.catalog.names import Wanted, parse
+from data_pipeline.catalog.tables import REPLICA, VERSION
+from data_pipeline.index.manifest import expect, read_manifest
+from data_pipeline.names import did_you_mean, listed
+from data_pipeline.store.open import Store
+
+TRAINABLE = ("verified", "active", "deprecated")
+"""States in which a version may be trained on by its name."""
+
+
+class Resolved(NamedTuple):
+    """What a name stands for: the version, the folder under the run's root, its state."""
+
+    version: str
+    name: str
+    state: str
+
+
+def endpoint_of(uri: str, endpoint: str | None) -> str:
+    """Return the endpoint of a store as the catalogue keeps it: "" for a folder or Amazon's own."""
+    return (endpoint or os.environ.get("AWS_ENDPOINT_URL") or "") if "://" in uri else ""
+
+
+def version(connection: Connection, name: str) -> Row[Any]:
+    """Return the row of captions@3, or of captions@active.
+
+    Raises:
+        ValueError: there is none; says which there are.
+    """
+    wanted = parse(name)
+    found = connection.execute(
+        select(VERSION).where(VERSION.c.dataset == wanted.dataset).order_by(VERSION.c.number)
+    ).all()
+    if not found:
+        known = connection.execute(select(VERSION.c.dataset).distinct().order_by("dataset"))
+        hint = did_you_mean(wanted.dataset, [row.dataset for row in known])
+        raise CatalogError(f"{name}: the catalogue has no {wanted.dataset!r}; {hint}")
+    for row in found:
+        if wanted.number in (row.number, None) and (wanted.number or row.state == "active"):
+            return row
+    there = listed(f"{Wanted(row.dataset, row.number)} ({row.state})" for row in found)
+    raise CatalogError(f"{name}: there is no such version; there are {there}")
+
+
+def resolve(catalog: Catalog, store: Store, endpoint: str | None, name: str) -> Resolved:
+    """Return the folder under a store's root that a version's name stands for.
+
+    Args:
+        catalog: read once.
+        store: the run's, at its root.
+        endpoint: as it was opened with.
+        name: captions@3 or captions@active.
+
+    Raises:
+        CatalogError: no such version, its state forbids it, or it does not lie under this root.
+        IndexMismatch: the folder's manifest is not that of the version.
+        StoreError: the manifest cannot be read.
+    """
+    with catalog.read() as connection:
+        row = version(connection, name)
+        query = select(REPLICA).where(REPLICA.c.content_hash == row.content_hash)
+        replicas = connection.execute(query.order_by(REPLICA.c.root, REPLICA.c.endpoint)).all()
+    told = str(Wanted(row.dataset, row.number))
+    if row.state not in TRAINABLE:
+        raise CatalogError(
+            f"{name}: {told} is {row.state}; a run may name versions that are {listed(TRAINABLE)}"
+        )
+    here = (store.uri, endpoint_of(store.uri, endpoint))
+    for replica in replicas:
+        if (replica.root, replica.endpoint) == here:
+            found = read_manifest(store, replica.name)["content_hash"]
+            expect(f"{store.uri}/{replica.name}", "content_hash", found, row.content_hash)
+            return Resolved(told, replica.name, row.state)
+    places = listed(" at ".join(filter(None, (r.root, r.endpoint))) for r in replicas)
+    raise CatalogError(
+        f"{name}: {told} does not lie under {' at '.join(filter(None, here))}; it lies under "
+        f"{places}: set data.root and data.endpoint, or register a copy here"
+    )

@@ -1,0 +1,119 @@
+"""Takes in what runs wrote down of their sources: which version, at which steps.
+
+A run never asks the catalogue while it trains. Rank 0 leaves `sources.json` in the run folder, and
+metrics.jsonl tells of each step how many tokens of each source were trained on.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, delete, insert, select
+
+from data_pipeline.catalog.engine import Catalog
+from data_pipeline.catalog.tables import RUN, RUN_INPUT
+from data_pipeline.index.manifest import RUN_SOURCES
+
+
+class Run(NamedTuple):
+    """A run as its folder shows it: rows of the tables `run` and `run_input`."""
+
+    folder: str
+    state: str
+    step: int
+    inputs: list[dict[str, Any]]
+
+
+def run_folders(place: Path) -> list[Path]:
+    """Return the run folders at a place: itself, or those in it, sorted.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if (place / RUN_SOURCES).is_file():
+        return [place]
+    found = sorted(file.parent for file in place.glob(f"**/{RUN_SOURCES}"))
+    if not found:
+        raise ValueError(f"{place}: no run here that has left {RUN_SOURCES}")
+    return found
+
+
+def read_run(folder: Path) -> Run:
+    """Read what a run folder tells.
+
+    Raises:
+        ValueError: a file is not as a run writes it; names it.
+    """
+    where = str(folder.resolve())
+    try:
+        used = json.loads((folder / RUN_SOURCES).read_text())
+        status = folder / "status.json"
+        stands = json.loads(status.read_text()) if status.is_file() else {}
+        steps = {one["name"]: _Steps() for one in used if one["use"] == "train"}
+        last = 0
+        for line in _lines(folder / "metrics.jsonl"):
+            last = line["step"]
+            for name, tokens in line["loss_tokens_by_source"].items():
+                if tokens and name in steps:
+                    steps[name].add(last, tokens)
+        inputs = [
+            {
+                "folder": where,
+                **{key: one[key] for key in ("name", "use", "asked", "content_hash")},
+                "index_sha256": one["index_sha256"],
+                **vars(steps.get(one["name"], _Steps()) if one["use"] == "train" else _Steps()),
+            }
+            for one in used
+        ]
+        return Run(where, str(stands.get("state", "unknown")), last, inputs)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        told = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{folder}: not as a run writes its files: {told}") from None
+
+
+def scan(catalog: Catalog, runs: Sequence[Run]) -> None:
+    """Take runs in, in place of what was known of them; all of them or none."""
+    with catalog.write() as connection:
+        for run in runs:
+            connection.execute(delete(RUN_INPUT).where(RUN_INPUT.c.folder == run.folder))
+            connection.execute(delete(RUN).where(RUN.c.folder == run.folder))
+            values = {"folder": run.folder, "state": run.state, "step": run.step}
+            connection.execute(insert(RUN).values(**values))
+            if run.inputs:
+                connection.execute(insert(RUN_INPUT), run.inputs)
+
+
+def unfinished_with(connection: Connection, content: str) -> list[str]:
+    """Return the folders of known runs that have steps to do and use a content, sorted."""
+    query = (
+        select(RUN.c.folder)
+        .join(RUN_INPUT, RUN_INPUT.c.folder == RUN.c.folder)
+        .where(RUN_INPUT.c.content_hash == content, RUN.c.state != "finished")
+    )
+    return sorted(set(connection.execute(query).scalars()))
+
+
+class _Steps:
+    """The steps in which a source was trained on."""
+
+    def __init__(self) -> None:
+        self.steps, self.tokens = 0, 0
+        self.first_step: int | None = None
+        self.last_step: int | None = None
+
+    def add(self, step: int, tokens: int) -> None:
+        self.steps += 1
+        self.tokens += tokens
+        self.first_step = step if self.first_step is None else self.first_step
+        self.last_step = step
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run that may still be writing: the last one may be cut off."""
+    if not file.is_file():
+        return
+    with file.open() as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)

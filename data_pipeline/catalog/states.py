@@ -1,0 +1,223 @@
+"""The life of a version: which state follows which, and what must be there before.
+
+    staged -> verified -> active -> deprecated -> archived -> deleted
+
+Backwards: what was verified may be staged again, what is deprecated active again, and what was
+archived is staged: it is verified anew before anybody trains on it. A dataset has at most one
+active version; the next one takes its place in one transaction, so that there is always one.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Row, select
+
+from data_pipeline.catalog.audit import canonical, change
+from data_pipeline.catalog.engine import Catalog, CatalogError, Conflict
+from data_pipeline.catalog.lookup import version
+from data_pipeline.catalog.names import Wanted, check_licence
+from data_pipeline.catalog.runs import unfinished_with
+from data_pipeline.catalog.tables import STATES, VERSION
+from data_pipeline.names import did_you_mean, listed
+
+FOLLOWING: dict[str, tuple[str, ...]] = {
+    "staged": ("verified", "archived"),
+    "verified": ("active", "staged", "archived"),
+    "active": ("deprecated",),
+    "deprecated": ("active", "archived"),
+    "archived": ("staged", "deleted"),
+    "deleted": (),
+}
+"""State -> those that may follow it."""
+
+
+def promote(
+    catalog: Catalog,
+    name: str,
+    to: str,
+    *,
+    report: Mapping[str, Any] | None = None,
+    revision: int | None = None,
+) -> list[tuple[str, str, str]]:
+    """Bring a version into another state.
+
+    Args:
+        name: captions@3, or captions@active.
+        to: one of `STATES`.
+        report: of `data verify`, for "verified"; see `read_report`.
+        revision: that it must still have; None: whichever it has.
+
+    Returns:
+        (version, state before, state) of it, and before it of the one whose place it takes.
+
+    Raises:
+        CatalogError: the state does not follow, or something is missing; nothing was changed.
+        Conflict: it has another revision by now.
+    """
+    if to not in STATES:
+        raise CatalogError(f"state {to!r}: {did_you_mean(to, STATES)}")
+    if report is not None and to != "verified":
+        raise CatalogError(f"--report is for the state verified, not for {to}")
+    done: list[tuple[str, str, str]] = []
+    with catalog.write() as connection:
+        row = version(connection, name)
+        _check_revision(row, revision)
+        _check_step(row, to)
+        note: dict[str, Any] = {}
+        values: dict[str, Any] = {"state": to}
+        if to == "verified":
+            values["report"], note["report"] = _verified_by(row, report), report
+        elif to == "staged":
+            values["report"] = None
+        elif to == "active":
+            _check_released(row)
+            done += _retire(connection, row)
+        elif to in ("archived", "deleted"):
+            _check_unused(connection, row, to)
+        change(connection, row, note, **values)
+        done.append((_name(row), row.state, to))
+    return done
+
+
+def set_fields(
+    catalog: Catalog, name: str, values: Mapping[str, Any], revision: int | None = None
+) -> str:
+    """Set licence, owner, tags or parent of a version; returns its name.
+
+    Args:
+        values: "licence" (SPDX), "owner", "tags" (a list), "parent" (another version's name);
+            None takes the first two and the last away.
+
+    Raises:
+        CatalogError: it is deleted, or active and would lose what a version must have there.
+        ValueError: a licence that is not SPDX. Conflict: as `promote`.
+    """
+    with catalog.write() as connection:
+        row = version(connection, name)
+        _check_revision(row, revision)
+        if row.state == "deleted":
+            raise CatalogError(f"{_name(row)} is deleted: nothing of it changes any more")
+        given = dict(values)
+        if given.get("licence") is not None:
+            given["licence"] = check_licence(given["licence"])
+        if given.get("parent") is not None:
+            given["parent"] = version(connection, given["parent"]).content_hash
+            _check_descent(connection, row, given["parent"])
+        for key in ("licence", "owner"):
+            if row.state == "active" and key in given and not given[key]:
+                raise CatalogError(f"{_name(row)} is active, and so must have a {key}")
+        if given := {key: value for key, value in given.items() if getattr(row, key) != value}:
+            change(connection, row, {}, **given)
+        return _name(row)
+
+
+def read_report(file: Path) -> dict[str, Any]:
+    """Return the report that `data verify --json` printed into a file, as its last line.
+
+    Raises:
+        ValueError: there is none.
+    """
+    lines = file.read_text().splitlines()
+    try:
+        found = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("sources"), dict):
+        raise ValueError(f"{file}: expected what `kimi-pretrain data verify --json` prints")
+    return found
+
+
+def _check_revision(row: Row[Any], revision: int | None) -> None:
+    if revision not in (None, row.revision):
+        raise Conflict(
+            f"{_name(row)} has revision {row.revision} ({row.state}), not {revision}; somebody "
+            "changed it: look at it again"
+        )
+
+
+def _check_step(row: Row[Any], to: str) -> None:
+    if to not in FOLLOWING[row.state]:
+        raise CatalogError(
+            f"{_name(row)} is {row.state} and cannot become {to}: what may follow is "
+            f"{listed(FOLLOWING[row.state])}"
+        )
+
+
+def _verified_by(row: Row[Any], report: Mapping[str, Any] | None) -> str:
+    """Return the SHA-256 of a report that finds the whole version sound.
+
+    Raises:
+        CatalogError: says what the report lacks.
+    """
+    if report is None:
+        raise CatalogError(
+            f"{_name(row)}: give --report FILE with what `kimi-pretrain data verify --json` printed"
+        )
+    about = [
+        (name, one)
+        for name, one in sorted(report["sources"].items())
+        if one.get("content_hash") == row.content_hash
+    ]
+    if not about:
+        raise CatalogError(
+            f"{_name(row)}: the report is of {listed(sorted(report['sources']))}, and of none "
+            f"with content {row.content_hash[:12]}"
+        )
+    for name, one in about:
+        if one.get("problems") != {}:
+            raise CatalogError(f"{_name(row)}: the report finds problems in {name}")
+        if one.get("sample_share") != 1:
+            raise CatalogError(
+                f"{_name(row)}: the report looked at {one.get('sample_share')} of {name}; verify "
+                "all of it"
+            )
+        if not one.get("tokens_counted"):
+            raise CatalogError(
+                f"{_name(row)}: the report did not count the tokens of {name}; verify it with "
+                "--tokenizer FILE"
+            )
+    return hashlib.sha256(canonical(report).encode()).hexdigest()
+
+
+def _check_released(row: Row[Any]) -> None:
+    missing = [key for key in ("licence", "owner") if not getattr(row, key)]
+    if missing:
+        raise CatalogError(
+            f"{_name(row)}: {' and '.join(missing)} must be set before it is active: "
+            f"kimi-pretrain data catalog set {_name(row)} "
+            + " ".join(f"--{key} ..." for key in missing)
+        )
+
+
+def _retire(connection: Connection, row: Row[Any]) -> list[tuple[str, str, str]]:
+    """Deprecate the active version of the dataset, if there is one."""
+    same = (VERSION.c.dataset == row.dataset, VERSION.c.state == "active")
+    found = []
+    for other in connection.execute(select(VERSION).where(*same)).all():
+        change(connection, other, {"replaced_by": _name(row)}, state="deprecated")
+        found.append((_name(other), "active", "deprecated"))
+    return found
+
+
+def _check_unused(connection: Connection, row: Row[Any], to: str) -> None:
+    if runs := unfinished_with(connection, row.content_hash):
+        raise CatalogError(
+            f"{_name(row)} cannot be {to}: unfinished runs use it: {listed(runs)} (if they are "
+            "over: `data catalog scan` reads how they stand)"
+        )
+
+
+def _check_descent(connection: Connection, row: Row[Any], parent: str | None) -> None:
+    """Refuse a version as its own ancestor."""
+    while parent is not None:
+        if parent == row.content_hash:
+            raise CatalogError(f"{_name(row)} would descend from itself")
+        query = select(VERSION.c.parent).where(VERSION.c.content_hash == parent)
+        parent = connection.execute(query).scalar()
+
+
+def _name(row: Row[Any]) -> str:
+    return str(Wanted(row.dataset, row.number))

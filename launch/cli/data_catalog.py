@@ -1,0 +1,353 @@
+"""`kimi-pretrain data catalog ...`: versions of sources, their states, which run used which."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launch.cli.options import EndpointOption, JsonOption
+from launch.local.user_errors import one_line_errors
+
+if TYPE_CHECKING:
+    from data_pipeline.catalog.engine import Catalog
+
+catalog = typer.Typer(
+    help="Keep account of sources: versions, states, licences, which run used what.",
+    no_args_is_help=True,
+)
+
+CatalogOption = Annotated[
+    str | None,
+    typer.Option(
+        "--catalog", help="A file, or postgresql://USER@HOST/DATABASE; else KIMI_CATALOG."
+    ),
+]
+VersionArgument = Annotated[str, typer.Argument(help="captions@3, or captions@active.")]
+RevisionOption = Annotated[
+    int | None, typer.Option(help="Only if it is still of this revision, as `show` tells it.")
+]
+LicenceOption = Annotated[str | None, typer.Option(help="SPDX, such as CC-BY-4.0.")]
+OwnerOption = Annotated[str | None, typer.Option(help="Person or team that answers for it.")]
+TagOption = Annotated[list[str] | None, typer.Option("--tag", help="Repeatable.")]
+ParentOption = Annotated[
+    str | None, typer.Option(help="Version that it was made from, as captions@2.")
+]
+
+
+@catalog.command()
+def register(
+    uri: Annotated[str, typer.Argument(help="The source: s3://bucket/prefix/NAME or a folder.")],
+    name: Annotated[
+        str | None,
+        typer.Option("--as", help="Its version; else by the folder: captions_3 is captions@3."),
+    ] = None,
+    licence: LicenceOption = None,
+    owner: OwnerOption = None,
+    tag: TagOption = None,
+    parent: ParentOption = None,
+    where: CatalogOption = None,
+    endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take a finished source in, as a version that is staged.
+
+    Its index is read and compared with its manifest. A copy of a known version,
+    under another root, becomes one more place of that. The first registration
+    makes the catalogue.
+
+    \b
+    kimi-pretrain data catalog register s3://corpus/captions_3 --owner vision \\
+        --licence CC-BY-4.0 --tag web
+    kimi-pretrain data catalog register /data/corpus/pairs --as captions@4
+    """
+    with _opened(where) as found:
+        from data_pipeline.catalog.names import check_licence, parse
+        from data_pipeline.catalog.register import look
+        from data_pipeline.catalog.register import register as take
+        from data_pipeline.store.open import open_store
+        from launch.cli.sources import split_source
+
+        wanted = None if name is None else parse(name)
+        if wanted is not None and wanted.number is None:
+            raise ValueError(f"--as {name}: give a number; {name} is for who asks")
+        governed: dict[str, Any] = {"owner": owner, "tags": sorted(set(tag or ()))}
+        governed["licence"] = None if licence is None else check_licence(licence)
+        if parent is not None:
+            from data_pipeline.catalog.lookup import version
+
+            with found.read() as connection:
+                governed["parent"] = version(connection, parent).content_hash
+        root, source = split_source(uri)
+        seen = look(open_store(root, endpoint=endpoint), endpoint, source)
+        given = {key: value for key, value in governed.items() if value}
+        taken, changed = take(found, seen, wanted, **given)
+        told = {"version": taken, "content_hash": seen.columns["content_hash"], "new": changed}
+        _print(told | {"uri": f"{seen.root}/{seen.name}"}, as_json)
+
+
+@catalog.command("list")
+def list_versions(
+    dataset: Annotated[str | None, typer.Argument(help="Only this one's versions.")] = None,
+    where: CatalogOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List versions: state, samples, licence, owner, tags.
+
+    \b
+    kimi-pretrain data catalog list
+    kimi-pretrain data catalog list captions --json
+    """
+    with _opened(where) as found:
+        from data_pipeline.catalog.show import versions
+
+        with found.read() as connection:
+            rows = versions(connection, dataset)
+        for row in rows:
+            tags = ", ".join(row["tags"])
+            typer.echo(
+                f"{row['version']:24s} {row['state']:10s} {row['samples']:>14,} samples  "
+                f"{row['licence'] or '-':16s} {row['owner'] or '-':12s} {tags}".rstrip()
+            )
+        if as_json:
+            typer.echo(json.dumps(rows, ensure_ascii=False))
+
+
+@catalog.command()
+def show(
+    name: VersionArgument,
+    where: CatalogOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a version: where it lies, of what it was made, who changed it, which runs used it.
+
+    \b
+    kimi-pretrain data catalog show captions@active
+    """
+    with _opened(where) as found:
+        from data_pipeline.catalog.show import details
+
+        with found.read() as connection:
+            one = details(connection, name)
+        if as_json:
+            typer.echo(json.dumps(one, ensure_ascii=False))
+            return
+        for key, value in one.items():
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                typer.echo(key)
+                for entry in value:
+                    typer.echo(f"  {' '.join(str(part) for part in entry.values())}")
+            else:
+                text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+                typer.echo(f"{key:16s} {'-' if text in (None, []) else text}")
+
+
+@catalog.command("set")
+def set_fields(
+    name: VersionArgument,
+    licence: LicenceOption = None,
+    owner: OwnerOption = None,
+    tag: TagOption = None,
+    parent: ParentOption = None,
+    revision: RevisionOption = None,
+    where: CatalogOption = None,
+) -> None:
+    """Set what people say of a version. An empty text takes licence or owner away.
+
+    \b
+    kimi-pretrain data catalog set captions@3 --licence CC-BY-4.0 --owner vision
+    kimi-pretrain data catalog set captions@3 --tag web --tag english
+    """
+    with _opened(where) as found:
+        from data_pipeline.catalog.states import set_fields as change
+
+        given = {"licence": licence, "owner": owner, "parent": parent}
+        values: dict[str, Any] = {key: one or None for key, one in given.items() if one is not None}
+        if tag is not None:
+            values["tags"] = sorted({one for one in tag if one})
+        if not values:
+            raise ValueError("give --licence, --owner, --tag or --parent")
+        typer.echo(change(found, name, values, revision))
+
+
+@catalog.command()
+def promote(
+    name: VersionArgument,
+    state: Annotated[
+        str,
+        typer.Argument(help="staged, verified, active, deprecated, archived or deleted."),
+    ],
+    report: Annotated[
+        Path | None,
+        typer.Option(help="For verified: what `data verify --json` printed, in a file."),
+    ] = None,
+    revision: RevisionOption = None,
+    where: CatalogOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring a version into its next state.
+
+    Verified needs a report of the whole version without a problem; active a
+    licence and an owner. The version that was active before becomes deprecated.
+    Deleted is a record alone: no byte of the source is removed.
+
+    \b
+    kimi-pretrain data verify s3://corpus/captions_3 --json > verify.txt
+    kimi-pretrain data catalog promote captions@3 verified --report verify.txt
+    kimi-pretrain data catalog promote captions@3 active
+    """
+    with _opened(where) as found:
+        from data_pipeline.catalog.states import promote as change
+        from data_pipeline.catalog.states import read_report
+
+        seen = None if report is None else read_report(report)
+        done = change(found, name, state, report=seen, revision=revision)
+        for one, before, after in done:
+            typer.echo(f"{one}: {before} -> {after}")
+        if as_json:
+            keys = ("version", "before", "after")
+            typer.echo(json.dumps([dict(zip(keys, one, strict=True)) for one in done]))
+
+
+@catalog.command()
+def audit(
+    head: Annotated[
+        str | None, typer.Option(help="Hash of an entry as you noted it: must be in the chain.")
+    ] = None,
+    last: Annotated[int, typer.Option(min=0, help="Entries to show.")] = 20,
+    where: CatalogOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that nobody altered the audit, nor the versions beside it; show its end.
+
+    Note the head elsewhere from time to time: that its end was cut off shows by
+    that alone.
+
+    \b
+    kimi-pretrain data catalog audit --head 8c1f...
+    """
+    with _opened(where) as found:
+        from data_pipeline.catalog.audit import check, entries
+
+        with found.read() as connection:
+            number, end = check(connection, head)
+            shown = [one for one in entries(connection) if one.seq > number - last]
+        for one in shown:
+            typer.echo(f"{one.seq} {one.at} {one.who} {json.dumps(one.what, ensure_ascii=False)}")
+        typer.echo(f"sound: {number:,} entries, head {end or 'none'}")
+        if as_json:
+            told = [one._asdict() for one in shown]
+            typer.echo(json.dumps({"entries": number, "head": end, "last": told}))
+
+
+@catalog.command()
+def rebuild(
+    uris: Annotated[
+        list[str], typer.Argument(metavar="URI...", help="Roots of sources, which lie in them.")
+    ],
+    where: CatalogOption = None,
+    endpoint: EndpointOption = None,
+) -> None:
+    """Take in all sources under some roots, by their own files: a lost catalogue begins again.
+
+    Versions have the names of their folders and are staged. States, licences,
+    owners and tags are nowhere but in a catalogue: keep copies of it.
+
+    \b
+    kimi-pretrain data catalog rebuild s3://corpus /data/more
+    """
+    with _opened(where) as found:
+        from data_pipeline.catalog.register import rebuild as take_all
+        from data_pipeline.store.open import open_store
+
+        wrong = 0
+        for uri in uris:
+            taken, problems = take_all(found, open_store(uri, endpoint=endpoint), endpoint)
+            for name, changed in taken:
+                typer.echo(f"{name}{'' if changed else ': was there'}")
+            for problem in problems:
+                typer.echo(f"left out: {problem}", err=True)
+            wrong += len(problems)
+        if wrong:
+            raise typer.Exit(1)
+
+
+@catalog.command()
+def scan(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUNS...", help="Run folders, or folders of those.")
+    ],
+    where: CatalogOption = None,
+) -> None:
+    """Take in which run used which version at which steps, from what the runs left behind.
+
+    \b
+    kimi-pretrain data catalog scan /shared/runs
+    """
+    with _opened(where) as found:
+        from data_pipeline.catalog.runs import read_run, run_folders
+        from data_pipeline.catalog.runs import scan as take
+
+        folders = {folder.resolve() for place in runs for folder in run_folders(place)}
+        seen = [read_run(folder) for folder in sorted(folders)]
+        take(found, seen)
+        for run in seen:
+            typer.echo(f"{run.folder}: {run.state}, step {run.step}, {len(run.inputs)} sources")
+
+
+@catalog.command()
+def resolve(
+    name: VersionArgument,
+    root: Annotated[str, typer.Option(help="data.root of the run.")],
+    where: CatalogOption = None,
+    endpoint: EndpointOption = None,
+) -> None:
+    """Print the folder under a root that a version stands for, as a start resolves it.
+
+    \b
+    kimi-pretrain data catalog resolve captions@active --root s3://corpus
+    """
+    with _opened(where) as found:
+        from data_pipeline.catalog.lookup import resolve as find
+        from data_pipeline.store.open import open_store
+
+        typer.echo(find(found, open_store(root, endpoint=endpoint), endpoint, name).name)
+
+
+@catalog.command()
+def migrate(where: CatalogOption = None) -> None:
+    """Bring the catalogue's tables to this version's; earlier versions refuse it then.
+
+    \b
+    kimi-pretrain data catalog migrate --catalog postgresql://owner@db/catalog
+    """
+    with _opened(where) as found:
+        before, now = found.migrate()
+        typer.echo(f"{found.where}: schema {now}, was {before or 'empty'}")
+
+
+@contextmanager
+def _opened(where: str | None) -> "Iterator[Catalog]":
+    """Open the catalogue; errors are one line."""
+    with one_line_errors():
+        try:
+            from data_pipeline.catalog.engine import Catalog
+        except ModuleNotFoundError as error:
+            from launch.local.versions import needs_extra
+
+            raise needs_extra(error) from None
+        found = Catalog(where)
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+def _print(told: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(told))
+        return
+    for key, value in told.items():
+        typer.echo(f"{key:14s} {value}")

@@ -1,0 +1,110 @@
+"""Sources that a configuration names by a version, captions@3, become folders: once, before a run.
+
+Ranks and restarts are given the folders. If each asked the catalogue by itself, one that asks after
+a promotion would read other data, and a catalogue that is away would keep a run from going on. For
+the same reason a run folder stands by what it resolved once (`data.asked` of its config.yaml).
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kimi_pretrain.config import Config, ConfigError, load_config, read_yaml
+
+# Keys of `data` under which sources are named.
+_KEYS = ("sources", "heldout", "max_epochs", "augment")
+
+
+def load_pinned(
+    config: str | Path, overrides: Sequence[str] = (), run_dir: Path | None = None
+) -> tuple[Config, tuple[str, ...]]:
+    """Load a configuration whose versions are resolved.
+
+    Args:
+        config: YAML file or name of a preset.
+        overrides: `section.key=value`.
+        run_dir: of a run that goes on, and stands by what it resolved.
+
+    Returns:
+        It, and the overrides with which every other process loads the same one.
+
+    Raises:
+        ConfigError: see `load_config`; two versions are one folder; or this is a rank.
+        CatalogError, IndexMismatch, StoreError: see `catalog.lookup.resolve`.
+    """
+    loaded = load_config(config, overrides)
+    data = loaded.data.model_dump(mode="json")
+    places = [data, *data["schedule"]]
+    asked = {name for one in places for key in _KEYS for name in one.get(key, ()) if "@" in name}
+    if not asked:
+        return loaded, tuple(overrides)
+    if "RANK" in os.environ:
+        raise ConfigError(
+            f"data.sources names {min(asked)}: a rank that torchrun or srun started must not ask "
+            f"the catalogue by itself; give the folder: kimi-pretrain data catalog resolve "
+            f"{min(asked)}"
+        )
+    names = _resolve(loaded, asked, {} if run_dir is None else _resolved_before(run_dir))
+    for one in places:
+        for key in _KEYS:
+            if key in one:
+                one[key] = _renamed(one[key], names, f"data.{key}")
+    data["asked"] |= {folder: name for name, folder in sorted(names.items())}
+    keys = (*_KEYS, "schedule", "asked")
+    pinned = (*overrides, *(f"data.{key}={json.dumps(data[key])}" for key in keys if data[key]))
+    return load_config(config, pinned), pinned
+
+
+def _resolve(config: Config, asked: set[str], before: Mapping[str, str]) -> dict[str, str]:
+    """Return the folder of each name that was asked for."""
+    names = {name: before[name] for name in asked & before.keys()}
+    if missing := sorted(asked - before.keys()):
+        from data_pipeline.store.open import open_store
+
+        try:
+            from data_pipeline.catalog.engine import Catalog
+            from data_pipeline.catalog.lookup import resolve
+        except ModuleNotFoundError as error:
+            raise needs_extra(error) from None
+        data = config.data
+        store = open_store(data.root, endpoint=data.endpoint, patience=data.patience)
+        catalog = Catalog()
+        for name in missing:
+            found = resolve(catalog, store, data.endpoint, name)
+            names[name] = found.name
+            told = "" if found.state == "active" else f", which is {found.state}"
+            typer.echo(f"{name}: {found.version}, {store.uri}/{found.name}{told}", err=True)
+        catalog.close()
+    for name in sorted(asked & before.keys()):
+        typer.echo(f"{name}: {before[name]}, as this run began", err=True)
+    return names
+
+
+def needs_extra(error: ModuleNotFoundError) -> ValueError:
+    """Return the error of a package that the catalogue needs and that is not installed."""
+    return ValueError(
+        f"the catalogue needs {error.name}, which is not installed: "
+        "pip install 'kimi-pretrain[platform]'"
+    )
+
+
+def _resolved_before(run_dir: Path) -> dict[str, str]:
+    """Return name -> folder, as the run of this folder began."""
+    file = run_dir / "config.yaml"
+    noted = read_yaml(file).get("data", {}).get("asked") if file.is_file() else None
+    return {name: folder for folder, name in (noted or {}).items()}
+
+
+def _renamed(values: Mapping[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
+    """Return values by folder, in the order in which they were given."""
+    renamed: dict[str, Any] = {}
+    for name, value in values.items():
+        folder = names.get(name, name)
+        if folder in renamed:
+            raise ConfigError(f"{where}: {name} is {folder}, which is named there already")
+        renamed[folder] = value
+    return renamed

@@ -1,0 +1,487 @@
+"""The catalogue, on SQLite and on a real PostgreSQL: gates, compare-and-set, audit, schema."""
+
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+pytest.importorskip("sqlalchemy", reason="the extra platform is not installed")
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import text
+
+from data_pipeline.catalog import migrate
+from data_pipeline.catalog.audit import check, entries
+from data_pipeline.catalog.engine import Catalog, CatalogError, Conflict
+from data_pipeline.catalog.file_systems import network_kind
+from data_pipeline.catalog.lookup import TRAINABLE, version
+from data_pipeline.catalog.names import Wanted, check_licence, of_folder, parse
+from data_pipeline.catalog.register import Source, register
+from data_pipeline.catalog.show import details, versions
+from data_pipeline.catalog.states import FOLLOWING, promote, set_fields
+from data_pipeline.catalog.tables import AUDIT, METADATA, STATES
+from tests import postgres
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with postgres.server() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path) -> str:
+    """Of an empty database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/new/catalog.sqlite"
+    if postgres.binaries() is None:
+        pytest.skip(postgres.MISSING)
+    found = request.getfixturevalue("server")
+    sql(found, "DROP SCHEMA public CASCADE", "CREATE SCHEMA public")
+    return found
+
+
+@pytest.fixture
+def catalog(url) -> Iterator[Catalog]:
+    found = Catalog(url)
+    yield found
+    found.close()
+
+
+def sql(url: str, *statements: str) -> None:
+    """Run statements past the catalogue's own code."""
+    found = Catalog(url)
+    with found._transaction(writes=True) as connection:
+        for statement in statements:
+            connection.execute(text(statement))
+    found.close()
+
+
+def source(name: str, content: str | None = None, root: str = "/corpus", **columns) -> Source:
+    values = {
+        "content_hash": content or f"content of {name}", "category": "text", "tokenizer_hash": "t",
+        "samples": 2**40, "items": 0, "bytes": 1, "provenance": {"kind": "ingest"}, "parent": None,
+    }  # fmt: skip
+    return Source(root, "", name, f"index of {name}", values | columns)
+
+
+def report(content: str, **other) -> dict:
+    about = {"content_hash": content, "sample_share": 1.0, "tokens_counted": True, "problems": {}}
+    return {"problems": 0, "sources": {"it": about | other}}
+
+
+def bring(catalog: Catalog, name: str, state: str) -> None:
+    """Bring a fresh version into a state by the way that leads there."""
+    way = {"deprecated": ["verified", "active", "deprecated"], "active": ["verified", "active"]}
+    way |= {"deleted": ["archived", "deleted"], "staged": []}
+    folder = name.replace("@", "_")
+    for to in way.get(state, [state]):
+        seen = report(f"content of {folder}") if to == "verified" else None
+        promote(catalog, name, to, report=seen)
+
+
+def state_of(catalog: Catalog) -> list:
+    """Return everything that the catalogue holds."""
+    with catalog.read() as connection:
+        tables = METADATA.sorted_tables
+        return [[tuple(row) for row in connection.execute(table.select())] for table in tables]
+
+
+# Names ------------------------------------------------------------------------------------------
+
+
+def test_names():
+    assert parse("captions@3") == Wanted("captions", 3)
+    assert str(parse("a-b_c@active")) == "a-b_c@active"
+    for bad in ("captions", "captions@", "captions@03", "captions@0", "@3", "a/b@1", "c@latest"):
+        with pytest.raises(ValueError):
+            parse(bad)
+    folders = {
+        "captions": ("captions", 1), "captions_3": ("captions", 3), "ocr-v12": ("ocr", 12),
+        "pairs_k2": ("pairs_k2", 1), "x_007": ("x_007", 1), "a_2_3": ("a_2", 3), "_3": ("_3", 1),
+    }  # fmt: skip
+    assert {name: of_folder(name) for name in folders} == folders
+    assert check_licence("cc-by-4.0 or mit") == "CC-BY-4.0 OR MIT"
+    with pytest.raises(ValueError, match="CC-BY: expected|'CC-BY'"):
+        check_licence("CC-BY")
+
+
+def test_a_network_file_system_is_seen_by_its_mount(tmp_path):
+    table = (
+        "22 1 8:1 / / rw - ext4 /dev/sda rw\n"
+        "23 22 0:40 / /shared rw shared:1 - nfs4 server:/x rw\n"
+        "24 23 0:41 / /shared/local rw - xfs /dev/sdb rw\n"
+        "25 22 0:42 / /a\\040b rw - fuse.sshfs u@h:/ rw\n"
+        "26 22 0:43 / /twice rw - nfs a rw\n27 22 8:2 / /twice rw - ext4 b rw\n"
+    )
+    from pathlib import Path
+
+    kinds = {
+        "/home/x": None, "/shared/runs/c.sqlite": "nfs4", "/shared/local/c": None,
+        "/a b/c": "fuse.sshfs", "/sharedother": None, "/twice/c": None,
+    }  # fmt: skip
+    assert {path: network_kind(Path(path), table) for path in kinds} == kinds
+
+
+def test_sqlite_on_a_network_file_system_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("data_pipeline.catalog.engine.network_kind", lambda path: "lustre")
+    with pytest.raises(CatalogError, match="SQLite on lustre.*postgresql://"):
+        Catalog(str(tmp_path / "c.sqlite"))
+    assert not (tmp_path / "c.sqlite").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("postgresql://me:hunter2@host/db", "password"),
+        ("postgresql://host/db?password=hunter2", "password"),
+        ("mysql://me@host/db", "expected a file"),
+        ("sqlite://", "expected a file"),
+        ("postgresql://me:hunter2@host:port/db", "expected a file"),
+    ],
+)
+def test_a_bad_url_is_refused_and_its_password_not_shown(given, told):
+    with pytest.raises(CatalogError, match=told) as error:
+        Catalog(given)
+    assert "hunter2" not in str(error.value)
+
+
+# Registration -----------------------------------------------------------------------------------
+
+
+def test_a_version_is_a_content_and_its_copies_are_replicas(catalog):
+    assert register(catalog, source("captions_3"), tags=["web"]) == ("captions@3", True)
+    before = state_of(catalog)
+    assert register(catalog, source("captions_3")) == ("captions@3", False)
+    assert state_of(catalog) == before
+    copy = source("other", "content of captions_3", root="s3://far")
+    assert register(catalog, copy) == ("captions@3", True)
+    with catalog.read() as connection:
+        found = details(connection, "captions@3")
+    places = [(one["root"], one["name"]) for one in found["replicas"]]
+    assert places == [("/corpus", "captions_3"), ("s3://far", "other")]
+    assert (found["samples"], found["tags"], found["state"]) == (2**40, ["web"], "staged")
+    assert [one["what"].split("lies at ")[1] for one in found["history"]] == [
+        "/corpus/captions_3", "s3://far/other",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("second", "wanted", "told"),
+    [
+        (source("captions_3", "other"), None, "a source that is finished never changes"),
+        (source("captions-v3", "other"), None, "give it another name, --as captions@NUMBER"),
+        (source("again", "content of captions_3"), None, "which of the two"),
+        (source("captions_3", root="/b"), Wanted("captions", 4), "is captions@3 already"),
+    ],
+)
+def test_a_name_or_place_that_is_taken_is_refused(catalog, second, wanted, told):
+    register(catalog, source("captions_3"))
+    before = state_of(catalog)
+    with pytest.raises(CatalogError, match=told):
+        register(catalog, second, wanted)
+    assert state_of(catalog) == before
+
+
+def test_unknown_names_are_told_with_what_there_is(catalog):
+    with pytest.raises(CatalogError, match="there is none yet"), catalog.read():
+        pass
+    register(catalog, source("captions_3"))
+    with catalog.read() as connection:
+        for name, told in (
+            ("caption@3", "did you mean 'captions'"),
+            ("captions@4", r"there are captions@3 \(staged\)"),
+            ("captions@active", r"there are captions@3 \(staged\)"),
+        ):
+            with pytest.raises(CatalogError, match=told):
+                version(connection, name)
+
+
+# States -----------------------------------------------------------------------------------------
+
+
+def test_the_way_of_a_version(catalog):
+    register(catalog, source("c_1"))
+    register(catalog, source("c_2"))
+    bring(catalog, "c@1", "verified")
+    with pytest.raises(CatalogError, match="licence and owner must be set.*--licence"):
+        promote(catalog, "c@1", "active")
+    set_fields(catalog, "c@1", {"licence": "mit", "owner": "vision", "tags": ["a"]})
+    assert promote(catalog, "c@1", "active") == [("c@1", "verified", "active")]
+    set_fields(catalog, "c@2", {"licence": "MIT", "owner": "vision", "parent": "c@1"})
+    bring(catalog, "c@2", "verified")
+    assert promote(catalog, "c@2", "active") == [
+        ("c@1", "active", "deprecated"),
+        ("c@2", "verified", "active"),
+    ]
+    with catalog.read() as connection:
+        assert version(connection, "c@active").number == 2
+        one, two = details(connection, "c@1"), details(connection, "c@2")
+        assert check(connection)[0] == 9
+    assert (one["state"], one["children"], one["licence"]) == ("deprecated", ["c@2"], "MIT")
+    assert (two["parent"], len(two["report"])) == ("c@1", 64)
+    assert promote(catalog, "c@1", "active")[0] == ("c@2", "active", "deprecated")
+    with pytest.raises(CatalogError, match="must have a licence"):
+        set_fields(catalog, "c@1", {"licence": None})
+    with pytest.raises(CatalogError, match="descend from itself"):
+        set_fields(catalog, "c@1", {"parent": "c@2"})
+    promote(catalog, "c@2", "archived")
+    promote(catalog, "c@2", "staged")
+    with catalog.read() as connection:
+        assert version(connection, "c@2").report is None
+
+
+def test_every_other_step_is_refused(catalog):
+    for before in STATES:
+        name = f"{before}@1"
+        register(catalog, source(f"{before}_1"), licence="MIT", owner="me")
+        bring(catalog, name, before)
+        held = state_of(catalog)
+        for to in sorted(set(STATES) - set(FOLLOWING[before])):
+            with pytest.raises(CatalogError, match=f"is {before} and cannot become {to}"):
+                promote(catalog, name, to)
+        assert state_of(catalog) == held
+    with pytest.raises(CatalogError, match="did you mean 'active'"):
+        promote(catalog, "staged@1", "activ")
+    with pytest.raises(CatalogError, match="is deleted"):
+        set_fields(catalog, "deleted@1", {"owner": "you"})
+    assert set(TRAINABLE) == {"verified", "active", "deprecated"}
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        (None, "give --report"),
+        (report("other"), "the report is of it, and of none with content"),
+        (report("content of c_1", problems={"crc": 1}), "finds problems in it"),
+        (report("content of c_1", sample_share=0.5), "looked at 0.5 of it"),
+        (report("content of c_1", tokens_counted=False), "did not count"),
+    ],
+)
+def test_verified_needs_a_report_that_finds_all_of_it_sound(catalog, seen, told):
+    register(catalog, source("c_1"))
+    with pytest.raises(CatalogError, match=told):
+        promote(catalog, "c@1", "verified", report=seen)
+    with catalog.read() as connection:
+        assert version(connection, "c@1").state == "staged"
+
+
+def test_the_database_keeps_the_gates_by_itself(catalog, url):
+    register(catalog, source("c_1"))
+    register(catalog, source("c_2"), licence="MIT", owner="me")
+    for values in ("state='active'", "state='verified'", "state='gone'"):
+        with pytest.raises(CatalogError):
+            sql(url, f"UPDATE version SET {values}")
+    bring(catalog, "c@2", "active")
+    with pytest.raises(CatalogError):  # two active ones
+        sql(url, "UPDATE version SET state='active', report='r', licence='MIT', owner='o'")
+
+
+def test_a_change_of_what_was_seen_before_another_is_refused(catalog):
+    register(catalog, source("c_1"))
+    with catalog.read() as connection:
+        seen = version(connection, "c@1").revision
+    set_fields(catalog, "c@1", {"owner": "me"}, seen)
+    before = state_of(catalog)
+    for change in (
+        lambda: set_fields(catalog, "c@1", {"owner": "you"}, seen),
+        lambda: promote(catalog, "c@1", "archived", revision=seen),
+    ):
+        with pytest.raises(Conflict, match="has revision 2"):
+            change()
+    assert state_of(catalog) == before
+
+
+# Audit ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tampering", "told"),
+    [
+        ("UPDATE audit SET who = 'nobody' WHERE seq = 2", "entry 2 after 1"),
+        ("UPDATE audit SET at = '1999' WHERE seq = 1", "entry 1 after 0"),
+        ("DELETE FROM audit WHERE seq = 2", "entry 3 after 1"),
+        ("DELETE FROM audit WHERE seq = 3", "its last entry says"),
+        ("UPDATE version SET owner = 'thief'", "has owner='thief', its last entry says 'me'"),
+        ("DELETE FROM replica; DELETE FROM version", "c@1 is gone"),
+    ],
+)
+def test_what_is_altered_past_the_catalogue_shows(catalog, url, tampering, told):
+    register(catalog, source("c_1"))
+    set_fields(catalog, "c@1", {"owner": "you"})
+    set_fields(catalog, "c@1", {"owner": "me"})
+    with catalog.read() as connection:
+        number, head = check(connection)
+        assert [one.seq for one in entries(connection)] == [1, 2, 3]
+        assert check(connection, head) == (number, head)
+    sql(url, *tampering.split("; "))
+    with catalog.read() as connection, pytest.raises(CatalogError, match=told):
+        check(connection)
+
+
+def test_a_chain_that_was_cut_off_and_put_right_shows_by_a_head_kept_elsewhere(catalog, url):
+    register(catalog, source("c_1"))
+    set_fields(catalog, "c@1", {"owner": "me"})
+    with catalog.read() as connection:
+        _, head = check(connection)
+    undo = "UPDATE version SET owner = NULL, revision = 1"
+    sql(url, "DELETE FROM audit WHERE seq = 2", undo)
+    with catalog.read() as connection:
+        check(connection)  # what the database holds agrees with itself
+        with pytest.raises(CatalogError, match=f"no entry has the hash {head}"):
+            check(connection, head)
+
+
+# Schema -----------------------------------------------------------------------------------------
+
+
+def test_the_steps_of_the_schema_make_the_tables_of_the_code(catalog):
+    with catalog.write() as connection:
+        differences = compare_metadata(MigrationContext.configure(connection), METADATA)
+        assert differences == []
+        assert migrate.current(connection) == migrate.scripts().get_current_head() == "0002"
+
+
+def begun_with(url: str, schema: str) -> None:
+    """Make a catalogue of an earlier version, with an entry in its audit."""
+    found = Catalog(url)
+    with found._transaction(writes=True) as connection:
+        migrate.upgrade(connection, schema)
+        values = {"seq": 1, "at": "t", "who": "w", "what": "{}", "previous": "", "hash": "h"}
+        connection.execute(AUDIT.insert().values(**values))
+    found.close()
+
+
+def test_another_schema_is_refused_with_what_to_do(catalog, url):
+    begun_with(url, "0001")
+    for use in (catalog.read, catalog.write):
+        with pytest.raises(CatalogError, match="0001, this version has 0002.*migrate"), use():
+            pass
+    assert catalog.migrate() == ("0001", "0002")
+    assert catalog.migrate() == ("0002", "0002")
+    assert [len(rows) for rows in state_of(catalog)].count(1) == 1  # the entry is still there
+    sql(url, "UPDATE alembic_version SET version_num = '0099'")
+    later = pytest.raises(CatalogError, match="schema is 0099.*later version")
+    with later, catalog.read():
+        pass
+    with pytest.raises(CatalogError, match="schema is 0099.*later version"):
+        catalog.migrate()
+
+
+# Several processes ------------------------------------------------------------------------------
+
+
+def at_once(work: Callable[..., None], *arguments: tuple) -> list:
+    """Run `work` in a process for each tuple of arguments; all begin together."""
+    results, start = FORK.Queue(), FORK.Barrier(len(arguments))
+
+    def run(*given) -> None:
+        start.wait(60)
+        results.put(work(*given))
+
+    processes = [FORK.Process(target=run, args=given) for given in arguments]
+    for process in processes:
+        process.start()
+    found = []
+    for process in processes:
+        process.join(240)
+        assert process.exitcode == 0
+    while len(found) < len(processes):
+        found.append(results.get(timeout=10))
+    return found
+
+
+def migrated(url: str) -> tuple:
+    found = Catalog(url)
+    try:
+        return found.migrate()
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize("before", [None, "0001"])
+def test_four_migrations_at_once_all_succeed(url, before):
+    if before:
+        begun_with(url, before)
+    found = at_once(migrated, *[(url,)] * 4)
+    assert sorted(found, key=str) == sorted([(before, "0002"), *[("0002", "0002")] * 3], key=str)
+
+
+def transitions(url: str, number: int, count: int) -> int:
+    """Bring versions to and fro as they were seen; returns how often somebody came between."""
+    catalog, chance, conflicts = Catalog(url), random.Random(number), 0
+    done = 0
+    while done < count:
+        name = f"c{chance.randrange(3)}@1"
+        with catalog.read() as connection:
+            row = version(connection, name)
+        to = "active" if row.state == "deprecated" else "deprecated"
+        try:
+            promote(catalog, name, to, revision=row.revision)
+            done += 1
+        except Conflict:
+            conflicts += 1
+    catalog.close()
+    return conflicts
+
+
+@pytest.mark.parametrize(
+    ("processes", "each"), [(4, 8), pytest.param(8, 100, marks=pytest.mark.slow)]
+)
+def test_changes_of_many_processes_are_neither_lost_nor_refused(url, processes, each):
+    catalog = Catalog(url)
+    for number in range(3):
+        register(catalog, source(f"c{number}_1"), licence="MIT", owner="me")
+        bring(catalog, f"c{number}@1", "active")
+    with catalog.read() as connection:
+        before = check(connection)[0]
+        revisions = sum(row["revision"] for row in versions(connection))
+    catalog.close()  # no connection goes through a fork
+    conflicts = at_once(transitions, *[(url, number, each) for number in range(processes)])
+    with catalog.read() as connection:
+        changes = sum(row["revision"] for row in versions(connection)) - revisions
+        after = check(connection)[0]
+    catalog.close()
+    assert changes == after - before == processes * each
+    print(f"{sum(conflicts)} came too late and looked again")
+
+
+# Who may not ------------------------------------------------------------------------------------
+
+
+def test_a_reader_of_postgresql_may_not_write(request, monkeypatch):
+    if postgres.binaries() is None:
+        pytest.skip(postgres.MISSING)
+    server = request.getfixturevalue("server")
+    sql(server, "DROP SCHEMA public CASCADE", "CREATE SCHEMA public")
+    catalog = Catalog(server)
+    register(catalog, source("c_1"))
+    sql(
+        server,
+        "DROP ROLE IF EXISTS viewer",
+        "CREATE ROLE viewer LOGIN PASSWORD 'v'",
+        "GRANT USAGE ON SCHEMA public TO viewer",
+        "GRANT SELECT ON ALL TABLES IN SCHEMA public TO viewer",
+    )
+    before = state_of(catalog)
+    monkeypatch.setenv("PGPASSWORD", "v")
+    viewer = Catalog(server.replace("owner@", "viewer@"))
+    assert state_of(viewer) == before
+    for change in (
+        lambda: set_fields(viewer, "c@1", {"owner": "thief"}),
+        lambda: promote(viewer, "c@1", "archived"),
+        lambda: register(viewer, source("c_2")),
+    ):
+        with pytest.raises(CatalogError, match="permission denied.*nothing was changed"):
+            change()
+    assert state_of(catalog) == before
+    viewer.close()
+    monkeypatch.setenv("PGPASSWORD", "wrong")
+    stranger = Catalog(server.replace("owner@", "viewer@"))
+    with pytest.raises(CatalogError, match="password authentication failed"), stranger.read():
+        pass
+    monkeypatch.setenv("PGPASSWORD", postgres.PASSWORD)
+    catalog.close()
