@@ -87,10 +87,9 @@ class Run:
         self.update.hash_copies = lambda: self.replicas.hashes(self.step + 1)
 
     def _open_loader(self) -> Loader:
-        data = self.config.data
+        data, self._heldout = self.config.data, list[SourceIndex]()
         self.tokenizer, indices = read_sources(self.config, self.store)
         check_item_sizes(self.config, indices)
-        self._heldout = list[SourceIndex]()
         if self.config.train.validate_every is not None:
             self._heldout = read_heldout(self.config, self.store, self.tokenizer, indices)
         for index in (*indices, *self._heldout):  # ranks share the work of checking shards

@@ -19,8 +19,12 @@ from data_pipeline.catalog.engine import CatalogError, Conflict
 from data_pipeline.catalog.names import Wanted
 from data_pipeline.catalog.tables import AUDIT, VERSION
 
-GOVERNED = ("content_hash", "parent", "licence", "owner", "tags", "report", "state")
-"""Columns of a version that the audit holds every value of."""
+AUDITED = tuple(
+    column.name
+    for column in VERSION.columns
+    if column.name not in ("dataset", "number", "revision", "provenance")
+)
+"""Columns of a version of which the audit holds every value."""
 
 
 class Entry(NamedTuple):
@@ -125,7 +129,7 @@ def check(connection: Connection, head: str | None = None) -> tuple[int, str]:
     for row in connection.execute(select(VERSION)):
         name = str(Wanted(row.dataset, row.number))
         expected = told.pop(name, {})
-        for key in (*GOVERNED, "revision"):
+        for key in (*AUDITED, "revision"):
             if getattr(row, key) != expected.get(key):
                 raise CatalogError(
                     f"audit: {name} has {key}={getattr(row, key)!r}, its last entry says "

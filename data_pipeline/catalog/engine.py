@@ -20,7 +20,7 @@ from data_pipeline.catalog.file_systems import network_kind
 from data_pipeline.catalog.tables import SCHEMA
 from data_pipeline.store.addresses import masked
 
-VARIABLE = "KIMI_CATALOG"
+VARIABLE = "KIMI_PRETRAIN_CATALOG"
 """Environment variable: where the catalogue is."""
 DEFAULT = "~/.local/share/kimi-pretrain/catalog.sqlite"
 WAIT_S = 30
@@ -42,7 +42,7 @@ class Catalog:
 
     Args:
         url: a file, or a URL: sqlite:///FILE, postgresql://USER@HOST/DATABASE. None: as the
-            environment says (KIMI_CATALOG), or a file of this user.
+            environment says (KIMI_PRETRAIN_CATALOG), or a file of this user.
 
     Raises:
         CatalogError: no such kind of catalogue, a password in the URL, or SQLite on a network file
@@ -119,9 +119,12 @@ class Catalog:
     def _transaction(self, *, writes: bool) -> Iterator[Connection]:
         if self._file is not None and writes:
             self._file.parent.mkdir(parents=True, exist_ok=True)
+        options: dict[str, object] = {_WRITES: writes}
+        if self._file is None and not writes:  # SQLite's readers see one state anyway
+            options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         try:
             with self._engine.connect() as plain:
-                connection = plain.execution_options(**{_WRITES: writes})
+                connection = plain.execution_options(**options)
                 with connection.begin():
                     if self._file is None and writes:
                         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{WAIT_S}s'")

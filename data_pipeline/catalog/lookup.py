@@ -40,14 +40,19 @@ def version(connection: Connection, name: str) -> Row[Any]:
         select(VERSION).where(VERSION.c.dataset == wanted.dataset).order_by(VERSION.c.number)
     ).all()
     if not found:
-        known = connection.execute(select(VERSION.c.dataset).distinct().order_by("dataset"))
-        hint = did_you_mean(wanted.dataset, [row.dataset for row in known])
-        raise CatalogError(f"{name}: the catalogue has no {wanted.dataset!r}; {hint}")
+        raise unknown(connection, wanted.dataset)
     for row in found:
         if wanted.number in (row.number, None) and (wanted.number or row.state == "active"):
             return row
     there = listed(f"{Wanted(row.dataset, row.number)} ({row.state})" for row in found)
     raise CatalogError(f"{name}: there is no such version; there are {there}")
+
+
+def unknown(connection: Connection, dataset: str) -> CatalogError:
+    """Return the error of a dataset that is not there."""
+    known = connection.execute(select(VERSION.c.dataset).distinct().order_by("dataset"))
+    hint = did_you_mean(dataset, [row.dataset for row in known])
+    return CatalogError(f"the catalogue has no {dataset!r}; {hint}")
 
 
 def resolve(catalog: Catalog, store: Store, endpoint: str | None, name: str) -> Resolved:

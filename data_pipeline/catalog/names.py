@@ -23,11 +23,6 @@ class Wanted(NamedTuple):
         return f"{self.dataset}@{ACTIVE if self.number is None else self.number}"
 
 
-def is_version(name: str) -> bool:
-    """Whether a name is one of a version; no source's folder has an "@" in its name."""
-    return "@" in name
-
-
 def parse(text: str) -> Wanted:
     """Return which version a text asks for.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, insert, select
 
-from data_pipeline.catalog.audit import GOVERNED, append
+from data_pipeline.catalog.audit import AUDITED, append
 from data_pipeline.catalog.engine import Catalog, CatalogError
 from data_pipeline.catalog.lookup import endpoint_of
 from data_pipeline.catalog.names import Wanted, of_folder
@@ -156,7 +156,7 @@ def _add_version(
     columns |= {"report": None, "state": "staged", "revision": 1}
     values = {"dataset": name.dataset, "number": name.number, **columns}
     connection.execute(insert(VERSION).values(**values))
-    changed = {key: [None, columns[key]] for key in GOVERNED}
+    changed = {key: [None, columns[key]] for key in AUDITED}
     what = {"version": str(name), "revision": 1, "change": changed}
     append(connection, what | {"replica": str(name), **source.place})
 

@@ -5,17 +5,24 @@ from typing import Any
 from sqlalchemy import Connection, Row, select
 
 from data_pipeline.catalog.audit import entries
-from data_pipeline.catalog.lookup import version
+from data_pipeline.catalog.lookup import unknown, version
 from data_pipeline.catalog.names import Wanted
 from data_pipeline.catalog.tables import REPLICA, RUN, RUN_INPUT, VERSION
 
 
 def versions(connection: Connection, dataset: str | None = None) -> list[dict[str, Any]]:
-    """Return the versions of a dataset, or of all, in the order of their names."""
+    """Return the versions of a dataset, or of all, in the order of their names.
+
+    Raises:
+        CatalogError: there is no such dataset.
+    """
     query = select(VERSION).order_by(VERSION.c.dataset, VERSION.c.number)
     if dataset is not None:
         query = query.where(VERSION.c.dataset == dataset)
-    return [_version(row) for row in connection.execute(query)]
+    found = [_version(row) for row in connection.execute(query)]
+    if dataset is not None and not found:
+        raise unknown(connection, dataset)
+    return found
 
 
 def details(connection: Connection, name: str) -> dict[str, Any]:
@@ -63,7 +70,11 @@ def _about(what: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _in_short(what: dict[str, Any]) -> str:
-    changes = [f"{key}: {old} -> {new}" for key, (old, new) in what.get("change", {}).items()]
+    changes = [
+        f"{key}: {'-' if old is None else old} -> {'-' if new is None else new}"
+        for key, (old, new) in what.get("change", {}).items()
+        if (old or new) and key not in ("content_hash", "tokenizer_hash")
+    ]
     place = "/".join(what[key] for key in ("root", "name")) if "root" in what else None
     return ", ".join([*changes, *([f"lies at {place}"] if place else [])])
 

@@ -29,6 +29,7 @@ STATES = ("staged", "verified", "active", "deprecated", "archived", "deleted")
 METADATA = MetaData(
     naming_convention={
         "pk": "pk_%(table_name)s",
+        "ix": "ix_%(column_0_label)s",
         "ck": "ck_%(table_name)s_%(constraint_name)s",
         "uq": "uq_%(table_name)s_%(column_0_N_name)s",
         "fk": "fk_%(table_name)s_%(column_0_N_name)s",

@@ -134,7 +134,8 @@ def read_manifest(store: Store, name: str) -> dict[str, Any]:
     if "@" in name:
         raise ValueError(
             f"{name!r} is a version in the catalogue, which is asked once, before a run's "
-            f"processes start: give the folder (kimi-pretrain data catalog resolve {name})"
+            f"processes start: give the folder (kimi-pretrain data catalog resolve {name} --root "
+            f"{store.uri})"
         )
     try:
         manifest = json.loads(store.get(manifest_key(name)))

@@ -124,6 +124,7 @@ def merged(name: str, category: str, tokenizer: Tokenizer, parts: Sequence[Part]
         shard=np.repeat(np.arange(len(parts)), [len(part.keys) for part in parts]).astype(np.int32),
         tokenizer_name=tokenizer.name,
         tokenizer_hash=tokenizer.hash,
+        index_sha256="",
         **{f"{group}_ptr": pointer(group) for group in GROUPS},
         **{of: column(of) for of in COLUMNS if of != "shard"},
     )

@@ -22,7 +22,7 @@ catalog = typer.Typer(
 CatalogOption = Annotated[
     str | None,
     typer.Option(
-        "--catalog", help="A file, or postgresql://USER@HOST/DATABASE; else KIMI_CATALOG."
+        "--catalog", help="A file, or postgresql://USER@HOST/DATABASE; else KIMI_PRETRAIN_CATALOG."
     ),
 ]
 VersionArgument = Annotated[str, typer.Argument(help="captions@3, or captions@active.")]
@@ -334,11 +334,12 @@ def _opened(where: str | None) -> "Iterator[Catalog]":
     with one_line_errors():
         try:
             from data_pipeline.catalog.engine import Catalog
+
+            found = Catalog(where)
         except ModuleNotFoundError as error:
             from launch.local.versions import needs_extra
 
             raise needs_extra(error) from None
-        found = Catalog(where)
         try:
             yield found
         finally:

@@ -46,7 +46,7 @@ def load_pinned(
         raise ConfigError(
             f"data.sources names {min(asked)}: a rank that torchrun or srun started must not ask "
             f"the catalogue by itself; give the folder: kimi-pretrain data catalog resolve "
-            f"{min(asked)}"
+            f"{min(asked)} --root {loaded.data.root}"
         )
     names = _resolve(loaded, asked, {} if run_dir is None else _resolved_before(run_dir))
     for one in places:
@@ -68,11 +68,12 @@ def _resolve(config: Config, asked: set[str], before: Mapping[str, str]) -> dict
         try:
             from data_pipeline.catalog.engine import Catalog
             from data_pipeline.catalog.lookup import resolve
+
+            catalog = Catalog()
         except ModuleNotFoundError as error:
             raise needs_extra(error) from None
         data = config.data
         store = open_store(data.root, endpoint=data.endpoint, patience=data.patience)
-        catalog = Catalog()
         for name in missing:
             found = resolve(catalog, store, data.endpoint, name)
             names[name] = found.name

@@ -39,7 +39,7 @@ def made(tmp_path_factory) -> Path:
 def root(made, tmp_path, monkeypatch) -> Path:
     """A copy of it, and an empty catalogue beside it."""
     shutil.copytree(made, tmp_path / "corpus")
-    monkeypatch.setenv("KIMI_CATALOG", str(tmp_path / "catalog.sqlite"))
+    monkeypatch.setenv("KIMI_PRETRAIN_CATALOG", str(tmp_path / "catalog.sqlite"))
     return tmp_path / "corpus"
 
 
@@ -64,7 +64,8 @@ def activate(root: Path, folder: str) -> None:
 
 
 def load(root: Path, sources: dict, run_dir: Path | None = None, **data) -> Config:
-    values = {"root": str(root), "sources": sources, "vision_token_ratio": None, **data}
+    empty = {"schedule": [], "max_epochs": {}, "augment": {}, "vision_token_ratio": None}
+    values = empty | {"root": str(root), "sources": sources, **data}
     overrides = [f"data.{key}={json.dumps(value)}" for key, value in values.items()]
     loaded, pinned = load_pinned("tiny_cpu", overrides, run_dir)
     assert load_pinned("tiny_cpu", pinned)[0] == loaded  # what ranks do
@@ -88,7 +89,12 @@ def test_from_a_folder_to_an_active_version(root):
 
 
 def test_a_lost_catalogue_has_its_names_back(root):
-    reindex(FolderStore(root), "captions_3", "captions_4", Tokenizer(train_ranks(["x"] * 9, 258)))
+    reindex(
+        FolderStore(root),
+        "captions_3",
+        "captions_4",
+        Tokenizer(train_ranks(["captions"] * 9, 258), "other"),
+    )
     shutil.copytree(root / "web", root / "again")
     manifest = json.loads((root / "captions" / "manifest.json").read_text())
     (root / "captions" / "manifest.json").write_text(
@@ -185,7 +191,7 @@ def test_a_run_stands_by_what_it_began_with_and_needs_no_catalogue(root, tmp_pat
     (folder / "config.yaml").write_text(dump_config(began))
     activate(root, "captions_3")
     assert load(root, {"captions@active": 1}).data.source_names == ("captions_3",)
-    monkeypatch.setenv("KIMI_CATALOG", "postgresql://nobody@127.0.0.1:1/none")
+    monkeypatch.setenv("KIMI_PRETRAIN_CATALOG", "postgresql://nobody@127.0.0.1:1/none")
     assert load(root, {"captions@active": 1}, folder) == began
     with pytest.raises(ValueError, match="catalogue postgresql.*127.0.0.1.*nothing was changed"):
         load(root, {"captions@3": 1}, folder)
