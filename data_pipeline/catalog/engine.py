@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import URL, Connection, create_engine, event, exc, make_url
+from sqlalchemy import URL, Connection, create_engine, event, exc, make_url, text
 
 from data_pipeline.catalog import migrate
 from data_pipeline.catalog.file_systems import network_kind
@@ -26,6 +26,7 @@ DEFAULT = "~/.local/share/kimi-pretrain/catalog.sqlite"
 WAIT_S = 30
 _LOCK = 0x4B494D49  # of PostgreSQL's advisory locks, in this database alone
 _WRITES = "kimi_catalog_writes"
+_SCHEMA = text("SELECT version_num FROM alembic_version")
 _MIGRATE = "kimi-pretrain data catalog migrate"
 
 
@@ -53,7 +54,7 @@ class Catalog:
         given = _checked(url or os.environ.get(VARIABLE) or DEFAULT)
         self.where = given.render_as_string()
         self.user = given.username
-        self._file = None
+        self._file, self._has_tables = None, False
         if given.get_backend_name() == "sqlite":
             self._file = Path(given.database or "")
             self.where = str(self._file)
@@ -82,7 +83,7 @@ class Catalog:
         if self._file is not None and not self._file.exists():
             raise self._nothing_there()
         with self._transaction(writes=False) as connection:
-            if (found := migrate.current(connection)) is None:
+            if (found := self._schema(connection)) is None:
                 raise self._nothing_there()
             self._check_schema(found)
             yield connection
@@ -95,7 +96,7 @@ class Catalog:
             CatalogError: it has another schema, this user may not write, or it does not answer.
         """
         with self._transaction(writes=True) as connection:
-            if (found := migrate.current(connection)) is None:
+            if (found := self._schema(connection)) is None:
                 migrate.upgrade(connection)
             else:
                 self._check_schema(found)
@@ -134,6 +135,14 @@ class Catalog:
             told = " ".join(str(error.orig).split())
             raise CatalogError(f"catalogue {self.where}: {told}; nothing was changed") from error
 
+    def _schema(self, connection: Connection) -> str | None:
+        """Return the schema; Alembic looks whether there is one, a question that costs more."""
+        if self._has_tables:
+            return connection.execute(_SCHEMA).scalar()
+        found = migrate.current(connection)
+        self._has_tables = found is not None
+        return found
+
     def _nothing_there(self) -> CatalogError:
         return CatalogError(
             f"catalogue {self.where}: there is none yet; `kimi-pretrain data catalog register` "
@@ -155,28 +164,28 @@ class Catalog:
             )
 
 
-def _checked(text: str) -> URL:
+def _checked(given: str) -> URL:
     """Return a URL, of SQLite with an absolute path.
 
     Raises:
         CatalogError: see `Catalog`.
     """
-    if "://" not in text:
-        url = URL.create("sqlite", database=text)
+    if "://" not in given:
+        url = URL.create("sqlite", database=given)
     else:
         try:
-            url = make_url(text)
+            url = make_url(given)
         except (exc.ArgumentError, ValueError):
-            raise _bad_url(masked(text)) from None
+            raise _bad_url(masked(given)) from None
     if url.password is not None or "password" in url.query:
         raise CatalogError(
-            f"catalogue {masked(text.partition('?')[0])}: a password in its URL would end up in "
+            f"catalogue {masked(given.partition('?')[0])}: a password in its URL would end up in "
             "logs and shells; put it into ~/.pgpass or PGPASSWORD"
         )
     if url.get_backend_name() == "postgresql":
         return url.set(drivername="postgresql+psycopg")
     if url.get_backend_name() != "sqlite" or url.database in (None, "", ":memory:"):
-        raise _bad_url(text)
+        raise _bad_url(given)
     file = Path(str(url.database)).expanduser().resolve()
     if (kind := network_kind(file)) is not None:
         raise CatalogError(
@@ -186,9 +195,9 @@ def _checked(text: str) -> URL:
     return URL.create("sqlite", database=str(file))
 
 
-def _bad_url(text: str) -> CatalogError:
+def _bad_url(given: str) -> CatalogError:
     return CatalogError(
-        f"catalogue {text}: expected a file, sqlite:///FILE or postgresql://USER@HOST/DATABASE"
+        f"catalogue {given}: expected a file, sqlite:///FILE or postgresql://USER@HOST/DATABASE"
     )
 
 
