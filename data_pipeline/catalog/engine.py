@@ -53,7 +53,6 @@ class Catalog:
     def __init__(self, url: str | None = None) -> None:
         given = _checked(url or os.environ.get(VARIABLE) or DEFAULT)
         self.where = given.render_as_string()
-        self.user = given.username
         self._file, self._has_tables = None, False
         if given.get_backend_name() == "sqlite":
             self._file = Path(given.database or "")
