@@ -19,7 +19,7 @@ from data_pipeline.ingest.reindex import reindex
 from data_pipeline.ingest.samples import CrudeSample, Listed, TextSegment
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
-from kimi_pretrain.config import Config, ConfigError, dump_config
+from kimi_pretrain.config import Config, ConfigError, dump_config, load_config
 from launch.cli.main import app
 from launch.local.versions import load_pinned
 
@@ -82,9 +82,7 @@ def load(root: Path, sources: dict, run_dir: Path | None = None, **data) -> Conf
     empty = {"schedule": [], "max_epochs": {}, "augment": {}, "vision_token_ratio": None}
     values = empty | {"root": str(root), "sources": sources, **data}
     overrides = [f"data.{key}={json.dumps(value)}" for key, value in values.items()]
-    loaded, pinned = load_pinned("tiny_cpu", overrides, run_dir)
-    assert load_pinned("tiny_cpu", pinned)[0] == loaded  # what ranks do
-    return loaded
+    return load_pinned("tiny_cpu", overrides, run_dir)[0]
 
 
 def test_from_a_folder_to_an_active_version(root):
@@ -196,6 +194,10 @@ def test_every_place_of_a_configuration_is_resolved(root):
     assert data.asked == {"captions_2": "captions@2", "captions_3": "captions@active"}
     with pytest.raises(ConfigError, match="captions@3 is captions_3, which is named there already"):
         load(root, {"captions_3": 1, "captions@3": 1})
+    given = [f"data.root={root}", 'data.heldout={"captions@2": 1}']
+    loaded, pinned = load_pinned("tiny_cpu", given)
+    assert loaded.data.heldout == {"captions_2": 1}
+    assert load_config("tiny_cpu", pinned) == loaded  # what ranks do
 
 
 def test_a_run_stands_by_what_it_began_with_and_needs_no_catalogue(root, tmp_path, monkeypatch):
