@@ -27,7 +27,9 @@ from tests.fault.cache_reader import BLOCK, requests
 
 pytestmark = pytest.mark.fault
 
-SPAWN = multiprocessing.get_context("spawn")
+SPAWN = multiprocessing.get_context("spawn")  # with the variables of the test that starts it
+FORKS = multiprocessing.get_context("forkserver")  # without half a second of imports each
+FORKS.set_forkserver_preload([cache_reader.__name__])
 SIZES = {"shard-0": 13 * BLOCK + 77, "shard-1": 8 * BLOCK, "shard-2": 100}
 BLOCKS = 14 + 8 + 1
 TIERS = {
@@ -59,7 +61,7 @@ def config(node: Path, tiers: str, **more) -> dict:
 
 
 def start(function, *args) -> multiprocessing.Process:
-    process = SPAWN.Process(target=function, args=args)
+    process = FORKS.Process(target=function, args=args)
     process.start()
     return process
 
@@ -76,7 +78,7 @@ def test_requests_do_not_grow_with_the_processes(node, processes):
     """At most one request per block, and every byte once, however many processes read."""
     settings = config(node, "both")
     # Held open, or the first to finish takes the shared memory along before the last has begun.
-    with cache_reader.open_cache(node, settings), ProcessPoolExecutor(processes, SPAWN) as pool:
+    with cache_reader.open_cache(node, settings), ProcessPoolExecutor(processes, FORKS) as pool:
         futures = [
             pool.submit(cache_reader.random_reads, node, settings, seed, 60, processes)
             for seed in range(processes)
@@ -110,7 +112,7 @@ def test_requests_to_s3_for_an_epoch_of_a_shard(node, s3_environment, processes)
 @pytest.mark.parametrize("tiers", TIERS)
 def test_whole_objects_cost_as_many_requests_as_in_one_process(node, tiers):
     settings = config(node, tiers)
-    with cache_reader.open_cache(node, settings), ProcessPoolExecutor(4, SPAWN) as pool:
+    with cache_reader.open_cache(node, settings), ProcessPoolExecutor(4, FORKS) as pool:
         futures = [pool.submit(cache_reader.whole_reads, node, settings, i, 4) for i in range(4)]
         counts = [future.result(timeout=100) for future in futures]
     assert sorted(requests(node / "log")) == [(name, 0, SIZES[name]) for name in sorted(SIZES)]
@@ -122,7 +124,7 @@ def test_a_killed_fetcher_does_not_hold_up_the_others(node):
     settings = config(node, "both")
     fetcher = start(cache_reader.one_read, node, settings, True)
     wait_until(lambda: len(requests(node / "log")) == 1)
-    with ProcessPoolExecutor(2, SPAWN) as pool:
+    with ProcessPoolExecutor(2, FORKS) as pool:
         futures = [pool.submit(cache_reader.one_read, node, settings, False) for _ in range(2)]
         wait_until(lambda: len(list(node.glob("here-*"))) == 3)
         time.sleep(0.2)
@@ -206,7 +208,7 @@ def test_the_limit_holds_over_processes_that_read_and_evict(node, tier):
     limit = 6 * (BLOCK + 4096)
     settings = config(node, tier, **{f"{tier}_bytes": limit})
     most = 0
-    with cache_reader.open_cache(node, settings), ProcessPoolExecutor(3, SPAWN) as pool:
+    with cache_reader.open_cache(node, settings), ProcessPoolExecutor(3, FORKS) as pool:
         folder = next((node / "shm").rglob("blocks")) if tier == "memory" else node / "disk"
         futures = [
             pool.submit(cache_reader.random_reads, node, settings, seed, 80, 3) for seed in range(3)
