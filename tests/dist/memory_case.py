@@ -26,6 +26,7 @@ POLICIES: dict[str, dict] = {
 EQUALS = {name: "none" for name in POLICIES if name != "none" and "fp8" not in name} | {
     "fp8, offload": "fp8"
 }
+COMBINED = ("none", "recompute", "offload", "recompute, offload", "fp8", "fp8, offload")
 SHORT = ("none", "recompute, offload")
 FP8 = ("fp8", "fp8, offload")
 
@@ -208,8 +209,10 @@ def _step(run, microbatches) -> dict[str, torch.Tensor]:
     return found
 
 
+# Of memory policies.
 ACTIONS = {
-    "every memory policy": policies,
-    "some memory policies": lambda run: policies(run, SHORT),
+    "every": policies,
+    "combined": lambda run: policies(run, COMBINED),
+    "some": lambda run: policies(run, SHORT),
     "FP8 storage": lambda run: policies(run, ("none", *FP8)),
 }

@@ -14,7 +14,7 @@ INTERLEAVED = dict(pp=2, vpp=2, dp=2, ep=2)
 JOBS: dict[str, tuple[dict, tuple[str, ...]]] = {
     # As many rows that stages work forward and backward in turns.
     "PP2 x VPP2 x EP2": (INTERLEAVED, ("data.rows_per_step=8",)),
-    "experts overlapped": (INTERLEAVED, ("layout.overlap_experts=true",)),
+    "experts overlapped": (INTERLEAVED, ("layout.overlap_experts=true", "data.rows_per_step=8")),
     "PP2 x CP2, EP2, bfloat16": (
         dict(pp=2, cp=2, ep=2),
         ("train.dtype=bfloat16", "model.language.num_heads=6"),
@@ -25,7 +25,11 @@ JOBS: dict[str, tuple[dict, tuple[str, ...]]] = {
 
 
 FIRST, *_ = JOBS  # in which every policy is tried
-CASES = [pytest.param(FIRST, policy) for policy in POLICIES]
+SINGLE = ("norms", "swiglu", "mla_up")  # `test_memory_plan` holds their bytes in every run
+CASES = [
+    pytest.param(FIRST, policy, marks=[pytest.mark.slow] * (policy in SINGLE))
+    for policy in POLICIES
+]
 for job in list(JOBS)[1:]:
     CASES += [pytest.param(job, policy) for policy in SHORT]
     CASES += [pytest.param(job, policy, marks=pytest.mark.slow) for policy in FP8]
@@ -37,30 +41,28 @@ def cases(*among):
 
 @pytest.fixture(scope="module")
 def results(data_root, tmp_path_factory):
-    """Whether of FP8 in other layouts than the first -> results by name of the job."""
+    """Whether of slow policies -> results by name of the job."""
 
     @cache
-    def find(fp8):
-        return run(data_root, tmp_path_factory.mktemp("memory"), fp8)
+    def find(slow):
+        return run(data_root, tmp_path_factory.mktemp("memory"), slow)
 
     return find
 
 
 @pytest.fixture
 def found(job, policy, results):
-    return results(job != FIRST and policy in FP8)
+    return results(policy in SINGLE if job == FIRST else policy in FP8)
 
 
-def run(data_root, folder, fp8):
+def run(data_root, folder, slow):
     jobs = {}
     for name, (axes, overrides) in JOBS.items():
         sizes = {"pp": 1, "vpp": 1, "dp": 1, "ep": 1, "cp": 1, "tp": 1} | axes
         settings = [f"layout.{axis}={size}" for axis, size in sizes.items()]
         settings += ["model.language.yarn={factor: 4.0, original_max_position: 32}", *overrides]
-        action = "every memory policy" if name == FIRST else "some memory policies"
-        jobs[name] = "FP8 storage" if fp8 else action, (f"data.root={data_root}", *settings)
-    if fp8:
-        del jobs[FIRST]
+        first, others = ("every", "FP8 storage") if slow else ("combined", "some")
+        jobs[name] = first if name == FIRST else others, (f"data.root={data_root}", *settings)
     return run_jobs(jobs, folder, 4, timeout=250.0)
 
 
@@ -145,13 +147,13 @@ def test_what_is_let_go_is_free(job, policy, found):
 @pytest.mark.parametrize(
     ("less", "more"),
     [
-        *(("recompute", kind) for kind in ("norms", "swiglu", "mla_up")),
+        *(pytest.param("recompute", kind, marks=pytest.mark.slow) for kind in SINGLE),
         ("fp8", "recompute"),
         ("recompute, offload", "offload"),
         ("fp8, offload", "recompute, offload"),
     ],
 )
 def test_every_treatment_leaves_fewer_bytes(less, more, results):
-    kind, found = "host" if "offload" in less else "kept", results(False)[FIRST]
+    kind, found = "host" if "offload" in less else "kept", results(more in SINGLE)[FIRST]
     pairs = zip(found[less]["did"], found[more]["did"], strict=True)
     assert all(one[1][kind] < other[1][kind] for one, other in pairs)
