@@ -113,13 +113,12 @@ def dep_variants(run) -> dict[str, dict]:
                 )
             )
         other = type(run)(config, run.mesh)
-        held_out = _held_out(other)
-        parts = [other.validation._step.planner.plan(plan).parts for plan in other.validation.plans]
+        held_out = _held_out_and_shared(other) if name in DEP_VARIANTS else None
         report = other.train_step.run(next(other.loader))
         gradients = _owned_gradients(other, report.loss_tokens)
         found[name] = {
             "loss": report.loss,
-            "held out": (held_out, sum(int((part > 1).sum()) for part in parts)),
+            "held out": held_out,
             "shared": int((report.vision.parts > 1).sum()),
             "kept": sum(run.mesh.all_gather_object(report.kept_patches)),
             "patches": int(report.vision.patches.sum()),
@@ -129,6 +128,12 @@ def dep_variants(run) -> dict[str, dict]:
         }
         other.close()
     return found
+
+
+def _held_out_and_shared(run) -> tuple[dict, int]:
+    """Return the line of a validation, and how many of its items several ranks encode."""
+    plans = [run.validation._step.planner.plan(plan) for plan in run.validation.plans]
+    return _held_out(run), sum(int((plan.parts > 1).sum()) for plan in plans)
 
 
 def colocated_gradients(run) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from moonvit3d.config import MoonViTConfig
 from moonvit3d.layouts import to_transformers
 from tests.dist import sharded_case
 from tests.dist.jobs import run_ranks
-from tests.dist.sharded_case import CASES, GRIDS, SMALL, WORLD
+from tests.dist.sharded_case import CASES, GRIDS, SLOW, SMALL, WORLD
 
 pytestmark = [pytest.mark.dist]
 
@@ -26,6 +26,24 @@ def ranks(tmp_path_factory) -> list[dict]:
     """What each of the processes saved."""
     folder = tmp_path_factory.mktemp("sharded")
     return run_ranks(sharded_case.__file__, WORLD, folder)
+
+
+@pytest.fixture(scope="module")
+def slow_ranks(tmp_path_factory) -> list[dict]:
+    """The same of the slow cases."""
+    return run_ranks(sharded_case.__file__, WORLD, tmp_path_factory.mktemp("slow"))
+
+
+@pytest.fixture
+def ranks_of(case, request) -> list[dict]:
+    return request.getfixturevalue("slow_ranks" if case in SLOW else "ranks")
+
+
+every_case = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in (*CASES, *SLOW)],
+    ids=lambda case: case.name,
+)
 
 
 def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -52,11 +70,11 @@ def whole():
     return encode
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_tokens_and_gradients_are_those_of_the_unsplit_item(ranks, whole, case):
+@every_case
+def test_tokens_and_gradients_are_those_of_the_unsplit_item(ranks_of, whole, case):
     tokens, grads = whole(case)
     for block in range(0, WORLD, case.parts):
-        members = [ranks[rank][case.name] for rank in range(block, block + case.parts)]
+        members = [ranks_of[rank][case.name] for rank in range(block, block + case.parts)]
         found = torch.cat([member["kept"] for member in members])
         assert apart(found, tokens) <= TOLERANCE[case.dtype]
         for member in members:
@@ -69,15 +87,15 @@ def test_tokens_and_gradients_are_those_of_the_unsplit_item(ranks, whole, case):
             assert not far
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_recompute_has_the_bits_of_the_forward(ranks, case):
-    for rank in ranks:
+@every_case
+def test_the_recompute_has_the_bits_of_the_forward(ranks_of, case):
+    for rank in ranks_of:
         assert torch.equal(rank[case.name]["kept"], rank[case.name]["again"])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_members_hold_all_tokens_once_and_near_equally(ranks, case):
-    members = [ranks[rank][case.name] for rank in range(case.parts)]
+@every_case
+def test_members_hold_all_tokens_once_and_near_equally(ranks_of, case):
+    members = [ranks_of[rank][case.name] for rank in range(case.parts)]
     held = [token for member in members for token in member["tokens"]]
     assert held == list(range(case.grid[1] * case.grid[2] // 4))
     counts = [len(member["tokens"]) for member in members]
@@ -87,9 +105,9 @@ def test_members_hold_all_tokens_once_and_near_equally(ranks, case):
         assert 0 in counts
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_all_members_issue_the_same_collectives_and_the_bytes_predicted(ranks, case):
-    members = [ranks[rank][case.name] for rank in range(case.parts)]
+@every_case
+def test_all_members_issue_the_same_collectives_and_the_bytes_predicted(ranks_of, case):
+    members = [ranks_of[rank][case.name] for rank in range(case.parts)]
     itemsize = case.dtype.itemsize
     patches = case.grid[0] * case.grid[1] * case.grid[2]
     predicted = split_bytes(patches, SMALL, case.parts, itemsize)
