@@ -72,7 +72,9 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 @pytest.mark.parametrize("treatment", [{}, {"kinds": KINDS}, {"kinds": KINDS, "fp8": True}])
 def test_no_bit_changes_in_two_steps(schedule, dtype, treatment):
     model = Stack(policy(**treatment), dtype)
