@@ -19,9 +19,12 @@ from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
+import pyarrow as pa
+
 from data_pipeline.index.columns import CATEGORIES, SCHEMA, SourceIndex
 from data_pipeline.index.manifest import manifest_key, read_index, refuse_finished, write_index
 from data_pipeline.index.shards import check_source_name
+from data_pipeline.ingest.append import appended, check_appendable
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.ingest.journal import Journal
 from data_pipeline.ingest.ordered import ordered_map
@@ -81,6 +84,7 @@ def ingest(
     *,
     category: str = "text",
     policy: IngestPolicy | None = None,
+    append_to: str | None = None,
     max_rejected: float = 1.0,
     workers: int = 0,
     progress: Callable[[IngestProgress], None] | None = None,
@@ -101,6 +105,8 @@ def ingest(
         shard_bytes: largest size of a shard (one larger sample still makes a shard of its own).
         category: one of `data_pipeline.index.columns.CATEGORIES`; rules of augmentation go by it.
         policy: sizes above which a sample is rejected.
+        append_to: name of a source in the store, whose samples come before these in the new one;
+            its shards are named, not copied. Of its category and tokenizer.
         max_rejected: share of samples that may be rejected. With more the ingest ends, and the same
             call with a higher share goes on where it was.
         workers: processes that read, decode and count; 0 does it here. What is read may not be of
@@ -126,13 +132,22 @@ def ingest(
             "policy": asdict(policy),
         }
     _check_request(name, shard_bytes, category)
+    old, made_of = None, {"kind": "ingest", "parent": None}
+    if append_to is not None:
+        old = read_index(store, append_to)
+        check_appendable(old, category, tokenizer)
+        made_of = {"kind": "append", "source": append_to, "parent": old.content_hash}
+        if request is not None:
+            request["append to"] = old.content_hash
     journal = Journal(store, name, request)
     if not journal.begun():
         refuse_finished(store, name)  # before anything is written beside it
     with Claim(store, name) as claim:
         if finished := _finished(store, name, journal):
             return finished
-        with ShardWriter(store, name, journal, claim, shard_bytes, progress, rejected) as writer:
+        taken = set() if old is None else set(pa.array(old.key, pa.string()).to_pylist())
+        shown = (progress, rejected, taken)
+        with ShardWriter(store, name, journal, claim, shard_bytes, *shown) as writer:
             if not writer.complete:
                 units = reader.read(writer.cursor)
                 with closing(_prepared(units, category, tokenizer, policy, workers)) as batches:
@@ -149,7 +164,9 @@ def ingest(
             raise _nothing_left(name, rejections)
         _check_rejected(name, rejections, num_seen, max_rejected)
         index = merged(name, category, tokenizer, parts)
-        write_index(store, index, {"kind": "ingest", "parent": None, **(request or {})})
+        if old is not None:
+            index = appended(old, index)
+        write_index(store, index, {**made_of, **(request or {})})
         journal.remove()
         return index
 

@@ -5,7 +5,7 @@ A shard is put first and then its part in the journal, so a part always tells of
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +77,7 @@ class ShardWriter:
     """Use it as a context: leaving it waits for the thread that puts shards.
 
     The journal is taken up if one is found, else begun; the claim is looked at before each shard.
-    The others as of `data_pipeline.ingest.ingest.ingest`.
+    `taken` are keys that no sample may have. The others as of `data_pipeline.ingest.ingest.ingest`.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class ShardWriter:
         shard_bytes: int,
         progress: Callable[[IngestProgress], None] | None = None,
         rejected: Callable[[Rejection], None] | None = None,
+        taken: Collection[str] = (),
     ) -> None:
         self._store, self._name, self._journal = store, name, journal
         self._claim = claim
@@ -100,6 +101,7 @@ class ShardWriter:
             journal.begin()
         self.rejections = [rejection for part in self._parts for rejection in part.rejections]
         self._keys = {key for part in self._parts for key in part.keys}
+        self._taken = taken
         self._done: Counter[str] = Counter()
         for part in self._parts:
             self._done.update(_counts(part))
@@ -134,8 +136,12 @@ class ShardWriter:
 
         `cursor` is the one at which reading begins with this very sample.
         """
-        if isinstance(outcome, Prepared) and outcome.key in self._keys:
-            outcome = Rejection(outcome.key, "key twice", "an earlier sample has this key")
+        if isinstance(outcome, Prepared):
+            if outcome.key in self._keys:
+                outcome = Rejection(outcome.key, "key twice", "an earlier sample has this key")
+            elif outcome.key in self._taken:
+                told = "the source that this is appended to has this key"
+                outcome = Rejection(outcome.key, "key twice", told)
         if isinstance(outcome, Rejection):
             self._filling.rejections.append(outcome)
             self.rejections.append(outcome)

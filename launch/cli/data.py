@@ -41,6 +41,12 @@ def ingest(
     ],
     tokenizer: Annotated[str, typer.Option(help="Rank file: a key under --to, a path or a URI.")],
     shard_mb: Annotated[int, typer.Option(min=1, help="Largest shard, in MiB.")] = 256,
+    append_to: Annotated[
+        str | None,
+        typer.Option(
+            help="Source under --to, or captions@3: its samples come first, by reference."
+        ),
+    ] = None,
     max_rejected: Annotated[
         float,
         typer.Option(
@@ -61,7 +67,8 @@ def ingest(
     NAME/rejected.jsonl. If their share exceeds --max-rejected, the ingest ends;
     the same command with a higher share continues it. The same command also
     continues an ingest that was interrupted or killed. A finished source never
-    changes: more data of the same kind is another source beside it.
+    changes: more data of the same kind is another source beside it, or with
+    --append-to a new version that holds the old samples by reference.
     docs/data_format.md shows what the inputs may look like.
 
     \b
@@ -70,6 +77,8 @@ def ingest(
         --tokenizer tokenizer/kimi.tiktoken
     kimi-pretrain data ingest s3://crude/laion/ --to s3://corpus --name laion \\
         --category caption --tokenizer tokenizer/kimi.tiktoken --workers 16
+    kimi-pretrain data ingest more/ --to s3://corpus --name pairs_2 \\
+        --append-to pairs --category caption --tokenizer tokenizer/kimi.tiktoken
     kimi-pretrain data ingest boxes.jsonl --to /data/corpus --name boxes \\
         --category grounding --tokenizer kimi.tiktoken --json
     """
@@ -85,6 +94,11 @@ def ingest(
         store = open_store(to)
         ranks = named_tokenizer(tokenizer, store, endpoint)
         options = {"prefix_keys": prefix_keys, "follow_links": follow_links}
+        before = append_to
+        if append_to is not None and "@" in append_to:
+            from launch.local.versions import folder_of
+
+            before = folder_of(append_to, store, endpoint)
         reader, pace = open_inputs(inputs, category, **options), Pace()
         try:
             with ingest_bar(name, reader.total, pace) as show:
@@ -95,6 +109,7 @@ def ingest(
                     ranks,
                     shard_mb << 20,
                     category=category,
+                    append_to=before,
                     max_rejected=max_rejected,
                     workers=_num_workers(workers),
                     progress=show,

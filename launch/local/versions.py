@@ -9,11 +9,14 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kimi_pretrain.config import Config, ConfigError, load_config, read_yaml
+
+if TYPE_CHECKING:
+    from data_pipeline.store.open import Store
 
 # Keys of `data` under which sources are named.
 _KEYS = ("sources", "heldout", "max_epochs", "augment")
@@ -65,24 +68,32 @@ def _resolve(config: Config, asked: set[str], before: Mapping[str, str]) -> dict
     if missing := sorted(asked - before.keys()):
         from data_pipeline.store.open import open_store
 
-        try:
-            from data_pipeline.catalog.engine import Catalog
-            from data_pipeline.catalog.lookup import resolve
-
-            catalog = Catalog()
-        except ModuleNotFoundError as error:
-            raise needs_extra(error) from None
         data = config.data
         store = open_store(data.root, endpoint=data.endpoint, patience=data.patience)
-        for name in missing:
-            found = resolve(catalog, store, data.endpoint, name)
-            names[name] = found.name
-            told = "" if found.state == "active" else f", which is {found.state}"
-            typer.echo(f"{name}: {found.version}, {store.uri}/{found.name}{told}", err=True)
-        catalog.close()
+        names |= {name: folder_of(name, store, data.endpoint) for name in missing}
     for name in sorted(asked & before.keys()):
         typer.echo(f"{name}: {before[name]}, as this run began", err=True)
     return names
+
+
+def folder_of(name: str, store: "Store", endpoint: str | None) -> str:
+    """Return the folder under a store's root that a version's name stands for.
+
+    Raises:
+        CatalogError, IndexMismatch, StoreError: see `catalog.lookup.resolve`.
+    """
+    try:
+        from data_pipeline.catalog.engine import Catalog
+        from data_pipeline.catalog.lookup import resolve
+
+        catalog = Catalog()
+    except ModuleNotFoundError as error:
+        raise needs_extra(error) from None
+    found = resolve(catalog, store, endpoint, name)
+    catalog.close()
+    told = "" if found.state == "active" else f", which is {found.state}"
+    typer.echo(f"{name}: {found.version}, {store.uri}/{found.name}{told}", err=True)
+    return found.name
 
 
 def needs_extra(error: ModuleNotFoundError) -> ValueError:
