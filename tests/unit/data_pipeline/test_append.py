@@ -100,7 +100,7 @@ def test_no_byte_of_the_old_shards_is_read(tokenizer, given):
     ingest(more, store, "new", tokenizer, category="caption", append_to="old")
     read = store.stats.bytes - read
     spare = len(store.get("old/index.parquet")) + len(store.get("old/manifest.json"))
-    assert spare <= read < spare + 500  # and the lock
+    assert spare <= read < spare + 1000  # and the lock, some times
     assert sum(shard.size for shard in old.shards) > 2 * spare
 
 

@@ -101,6 +101,30 @@ def test_from_a_folder_to_an_active_version(root):
     assert found == "captions_3\n"
 
 
+def test_the_next_version_holds_the_one_before(root):
+    activate(root, "captions_3")
+    (root.parent / "more").mkdir()
+    (root.parent / "more" / "late.txt").write_text("a late text")
+    made = ["--to", root, "--name", "captions_4", "--append-to", "captions@active"]
+    made += ["--category", "text", "--tokenizer", "tokenizer/tokenizer.tiktoken", "--workers", 0]
+    run("ingest", root.parent / "more", *made)
+    run("catalog", "register", root / "captions_4")
+    shown = json.loads(run("catalog", "show", "captions@4", "--json").stdout)
+    assert (shown["parent"], shown["samples"]) == ("captions@3", 6)
+    assert shown["provenance"]["source"] == "captions_3"
+    told = run(
+        "ingest",
+        root.parent / "more",
+        *made[:3],
+        "x",
+        "--append-to",
+        "captions@9",
+        *made[6:],
+        code=2,
+    )
+    assert "there is no such version" in told.stderr
+
+
 def test_a_lost_catalogue_has_its_names_back(root):
     reindex(
         FolderStore(root),
