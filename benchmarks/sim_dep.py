@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.result import RESULTS, versions, write
 from benchmarks.sim import report
 from benchmarks.sim.assumptions import Assumptions, encoder_parameters, gradient_sum_seconds
-from benchmarks.sim.backbone import BACKWARD, active_parameters, text_seconds
+from benchmarks.sim.backbone import text_seconds
 from benchmarks.sim.bubbles import SCATTER, bubble_grid, run_bubbles
 from benchmarks.sim.corpus import (
     DOCUMENT_TEXT,
@@ -38,6 +38,7 @@ from benchmarks.sim.corpus import (
 from benchmarks.sim.phases import BYTES
 from benchmarks.sim.study import SCHEMES, Case, Found, config_of, run
 from benchmarks.sim.variations import STEPS, grid, variations
+from kimi_pretrain.dep.pass_costs import BACKWARD, active_parameters
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "dep_simulation.md"

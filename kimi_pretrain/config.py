@@ -331,9 +331,36 @@ def check_dep(config: Config) -> None:
             f"dep.placement=colocated with layout.cp={layout.cp}, layout.tp={layout.tp}: the "
             "baseline encodes a microbatch on the one first-stage rank that holds it"
         )
+    _check_bubbles(config)
     _check_start(train)
     if len(set(train.frozen)) == 3:
         raise ValueError(f"train.frozen={train.frozen}: nothing is left to train")
+
+
+def _check_bubbles(config: Config) -> None:
+    """Refuse what does not go with vision work inside the pipeline."""
+    dep = config.dep
+    if dep.bubbles == "none":
+        return
+    asked = f"dep.bubbles={dep.bubbles}"
+    if dep.placement == "colocated":
+        raise ValueError(
+            f"{asked} with dep.placement=colocated: the baseline encodes inside the graph of each "
+            "microbatch; set one of them back"
+        )
+    if config.layout.overlap_experts:
+        raise ValueError(
+            f"{asked} with layout.overlap_experts=true: Megatron-Core's combined schedule runs a "
+            "forward and a backward pass as one, and vision work in it is not proven; set "
+            "dep.bubbles=none or layout.overlap_experts=false"
+        )
+    if dep.offload_outputs:
+        raise ValueError(
+            f"{asked} with dep.offload_outputs=true: embeddings arrive dep.bubble_ahead="
+            f"{dep.bubble_ahead} microbatches before they are needed; set it to false"
+        )
+    if config.train.siglip is not None:
+        raise ValueError(f"{asked} with train.siglip: pairs are encoded together; set none")
 
 
 def _check_start(train: TrainConfig) -> None:

@@ -68,6 +68,7 @@ class StepReport:
         kept_patches: patches that this rank did not have to encode again.
         losses: of the tokens whose loss this rank counts, by source and place in the document.
         siglip: mean loss, number and patches of the batch's pairs; None: `train.siglip` is off.
+        bubble_seconds: of this rank, see `dep.bubble_run`; None: no vision work ran in bubbles.
     """
 
     loss: float
@@ -85,6 +86,7 @@ class StepReport:
     kept_patches: int = 0
     losses: LossSums = field(default_factory=LossSums)
     siglip: tuple[float | None, int, int] | None = None
+    bubble_seconds: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ Shape suffixes: L packed patches, K numbers of a patch, C width, T tokens, P rot
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -25,14 +25,13 @@ from moonvit3d import rows
 from moonvit3d.attention import Attend, Segments, attend
 from moonvit3d.block import Block
 from moonvit3d.config import MoonViTConfig
-from moonvit3d.geometry import MAX_FRAMES, MERGE, PATCH, num_tokens
+from moonvit3d.geometry import MERGE, PATCH, num_tokens
+from moonvit3d.grids import Grids, checked_grids
 from moonvit3d.merge import sd2_tpool
 from moonvit3d.packing import chunks
-from moonvit3d.positions import ROTARY_SIDE, Grid, Positions, rotary_angles, working_dtype
+from moonvit3d.positions import Grid, Positions, rotary_angles, working_dtype
 from moonvit3d.projector import Projector
 from moonvit3d.share import Share
-
-Grids = Sequence[Grid] | np.ndarray | Tensor
 
 
 def normalise(patches: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -74,12 +73,36 @@ class Encoder(nn.Module):
         self.final_layernorm = nn.LayerNorm(config.width, eps=config.norm_eps)
 
     def forward(
-        self, x_LC: Tensor, rotary_LP: Tensor, segments: Segments, attend: Attend = attend
+        self,
+        x_LC: Tensor,
+        rotary_LP: Tensor,
+        segments: Segments,
+        attend: Attend = attend,
+        some: range | None = None,
     ) -> Tensor:
-        """[L, C] to [L, C]; arguments as for `Block`."""
-        for block in self.blocks:
+        """[L, C] to [L, C]; arguments as for `Block`.
+
+        `some`: which blocks alone; the norm follows those that end with the last block.
+        """
+        some = range(len(self.blocks)) if some is None else some
+        for block in self.blocks[some.start : some.stop]:
             x_LC = block(x_LC, rotary_LP, segments, attend)
-        return self.final_layernorm(x_LC)
+        return self.final_layernorm(x_LC) if some.stop == len(self.blocks) else x_LC
+
+
+class Packed(NamedTuple):
+    """What is known of embedded patches beside their values; see `Block`.
+
+    Attributes:
+        patches: without the padding.
+        grids: (t, h, w) of each item, or of what this device holds of the only one.
+    """
+
+    rotary_LP: Tensor
+    segments: Segments
+    attend: Attend
+    patches: int
+    grids: Sequence[Grid]
 
 
 class MoonViT3D(nn.Module):
@@ -108,9 +131,18 @@ class MoonViT3D(nn.Module):
             ValueError: patches and grids that do not belong together.
         """
         grids = checked_grids(patches, grids, share)
-        weight = self.patch_embed.proj.weight
         if not grids:
+            weight = self.patch_embed.proj.weight
             return weight.new_zeros(0, MERGE * MERGE, self.config.width)
+        x_LC, pack = self.embed(patches, grids, share)
+        x_LC = self.encoder(x_LC, pack.rotary_LP, pack.segments, pack.attend)
+        return self.merge(x_LC, pack)
+
+    def embed(
+        self, patches: Tensor, grids: Sequence[Grid], share: Share | None = None
+    ) -> tuple[Tensor, Packed]:
+        """Return the input of the blocks [L + padding, C], and what they have to know of it."""
+        weight = self.patch_embed.proj.weight
         if patches.dtype == torch.uint8:
             patches = normalise(patches, weight.dtype)
         padding = rows.padding(len(patches), weight.device)
@@ -128,8 +160,12 @@ class MoonViT3D(nn.Module):
             attend_fn = share.attend
         rotary_LP = rows.pad(rotary_LP, padding)
         lengths = [t * h * w for t, h, w in held] + rows.padding_lengths(padding)
-        x_LC = self.encoder(x_LC, rotary_LP, Segments.of(lengths, weight.device), attend_fn)
-        return sd2_tpool(x_LC[: len(patches)], held)
+        segments = Segments.of(lengths, weight.device)
+        return x_LC, Packed(rotary_LP, segments, attend_fn, len(patches), held)
+
+    def merge(self, x_LC: Tensor, pack: Packed) -> Tensor:
+        """Return the blocks' output [L + padding, C] as tokens [T, 4, C]."""
+        return sd2_tpool(x_LC[: pack.patches], pack.grids)
 
 
 class VisionEncoder(nn.Module):
@@ -189,49 +225,6 @@ class VisionEncoder(nn.Module):
 
     def _encode(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         return self.mm_projector(self.vision_tower(patches, grids), [num_tokens(*g) for g in grids])
-
-
-def checked_grids(patches: Tensor, grids: Grids, share: Share | None = None) -> list[Grid]:
-    """The grids as tuples; ValueError unless they are sound and account for every patch.
-
-    With a share there is one grid, of the whole item, and the share accounts for the patches.
-    """
-    table = np.asarray(grids.tolist() if isinstance(grids, Tensor) else grids, dtype=np.int64)
-    if table.size and (table.ndim != 2 or table.shape[1] != 3):
-        raise ValueError(f"grids of shape {table.shape}: want (t, h, w) of each item")
-    grids = [(t, h, w) for t, h, w in table.reshape(-1, 3).tolist()]
-    if patches.shape[1:] != (3, PATCH, PATCH):
-        raise ValueError(f"patches of shape {tuple(patches.shape)}: want [L, 3, {PATCH}, {PATCH}]")
-    if patches.dtype != torch.uint8 and not patches.is_floating_point():
-        raise ValueError(f"patches are {patches.dtype}: want uint8 pixels or normalised floats")
-    for i, (t, h, w) in enumerate(grids):
-        if not 1 <= t <= MAX_FRAMES:
-            raise ValueError(f"item {i} has grid {(t, h, w)}: want 1 to {MAX_FRAMES} frames")
-        if h % MERGE or w % MERGE or not (0 < h <= ROTARY_SIDE and 0 < w <= ROTARY_SIDE):
-            raise ValueError(
-                f"item {i} has grid {(t, h, w)}: sides must be even, 2 to {ROTARY_SIDE}; "
-                "take grids from moonvit3d.geometry"
-            )
-    wanted = sum(t * h * w for t, h, w in (grids if share is None else [share.strip]))
-    if wanted != patches.shape[0]:
-        whose = "the grids add up to" if share is None else f"a share of {share.tokens} holds"
-        raise ValueError(f"{whose} {wanted} patches, but {patches.shape[0]} came")
-    # Bytes are always numbers, so the usual path pays nothing here.
-    if patches.is_floating_point() and patches.device.type != "meta":
-        _check_numbers(patches, grids)
-    return grids
-
-
-def _check_numbers(patches: Tensor, grids: Sequence[Grid]) -> None:
-    if math.isfinite(patches.detach().sum(dtype=torch.float32)):  # one cheap pass if all is well
-        return
-    bad = ~torch.isfinite(patches).flatten(1).all(1)
-    if not bool(bad.any()):
-        return
-    patch = int(bad.nonzero()[0, 0])
-    ends = np.cumsum([t * h * w for t, h, w in grids])
-    item = int(np.searchsorted(ends, patch, side="right"))
-    raise ValueError(f"item {item} with grid {tuple(grids[item])} has pixels that are NaN or inf")
 
 
 @torch.no_grad()

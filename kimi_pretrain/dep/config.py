@@ -66,5 +66,15 @@ class DepConfig(Section):
     """What a rank sends or receives at a time. [MiB; kimi_pretrain/model.py]"""
     offload_outputs: bool = False
     """Embeddings wait in the host's memory until their microbatch. [-; kimi_pretrain/step.py]"""
+    bubbles: Literal["none", "edges", "all"] = "none"
+    """When ranks encode. none: before and after the pipeline. edges: also while a stage waits for
+    its first pass, and behind its last one. all: also between its passes, where it would wait.
+    Without a pipeline all are none. [-; kimi_pretrain/dep/bubble_planner.py]"""
+    bubble_fill: float = Field(default=0.85, gt=0, le=1)
+    """How much of each bubble is filled with work: the rest is for costs that turn out higher.
+    [-; kimi_pretrain/dep/bubble_planner.py]"""
+    bubble_ahead: int = Field(default=2, ge=0)
+    """How many microbatches ahead a first stage begins to receive embeddings.
+    [microbatches; kimi_pretrain/dep/bubble_run.py]"""
     check_recompute: bool = False
     """Compare a hash of every recomputed output with the forward's. [-; kimi_pretrain/model.py]"""

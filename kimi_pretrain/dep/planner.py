@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.config import GIB, ITEMSIZE, Config
 from kimi_pretrain.dep.assign import choose_splits, place, round_robin
+from kimi_pretrain.dep.bubble_planner import BubblePlanner, in_bubbles
 from kimi_pretrain.dep.cost import CostModel
 from kimi_pretrain.dep.memory_limit import check_memory, vision_bytes
 from kimi_pretrain.dep.places import Placement, Places
@@ -24,9 +25,12 @@ from kimi_pretrain.parallel.sequence import SequenceParts
 
 
 class VisionPlanner:
-    """Plans the vision work of steps; caches the last few, which loader and step both ask for."""
+    """Plans the vision work of steps; caches the last few, which loader and step both ask for.
 
-    def __init__(self, config: Config):
+    `training`: steps have backward passes, and so bubbles to work in (`dep.bubbles`).
+    """
+
+    def __init__(self, config: Config, *, training: bool = True):
         self.config = config
         self.ranks = Ranks(config.layout, config.dep.ranks_per_node)
         self.scopes = scopes(config)
@@ -34,6 +38,9 @@ class VisionPlanner:
         self.costs = cost_model(config)
         layout, rows = config.layout, config.train.rows_per_microbatch
         self.parts = SequenceParts(rows * config.data.seq_len, layout.cp, layout.tp)
+        self.bubbles = None
+        if training and in_bubbles(config):
+            self.bubbles = BubblePlanner(config, self.ranks, self.scopes)
         most = 2 + config.data.prefetch_steps
         self._recent: deque[tuple[GlobalPlan, VisionPlan]] = deque(maxlen=most)
         self._lock = threading.Lock()  # the loader calls from its own thread
@@ -68,8 +75,12 @@ class VisionPlanner:
         tokens = plan.items.tokens.astype(np.int64)
         costs, home = self.costs.seconds(patches), where.home
         placement = self._placement(costs, home)
+        rank, bubbles = placement.rank, None
+        if self.bubbles is not None:
+            bubbles = self.bubbles.plan(plan, np.flatnonzero(placement.parts == 1), where, costs)
+            rank[bubbles.units.item] = bubbles.plan.rank
         return VisionPlan(
-            rank=placement.rank,
+            rank=rank,
             parts=placement.parts,
             home=home,
             tokens=tokens,
@@ -77,7 +88,8 @@ class VisionPlanner:
             costs=costs,
             split_efficiency=self.config.dep.split_efficiency,
             order=self.order,
-            spans=spans_of(shares_of(placement.rank, placement.parts, tokens, self.order), where),
+            spans=spans_of(shares_of(rank, placement.parts, tokens, self.order), where),
+            bubbles=bubbles,
         )
 
     def _destinations(self, plan: GlobalPlan) -> Destinations:

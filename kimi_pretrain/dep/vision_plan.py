@@ -10,7 +10,7 @@ A function of metadata, the same on every rank (phase 0). Two tables:
 Both ends of the exchange read the same spans, so they agree on what is sent without communication.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kimi_pretrain.dep.places import seconds_of_part, token_border
+from kimi_pretrain.dep.step_bubbles import StepBubbles
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -116,6 +117,8 @@ class VisionPlan:
         order: all ranks, those that share their media side by side; an item that several ranks
             encode lies on neighbours in this order, [ranks].
         spans: which tokens go from which rank to which, and where they lie there.
+        bubbles: when each item that one rank encodes is encoded inside the pipeline; None: all are
+            before and after it.
     """
 
     rank: Ints
@@ -127,6 +130,7 @@ class VisionPlan:
     split_efficiency: float
     order: Ints
     spans: Spans
+    bubbles: StepBubbles | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -137,6 +141,12 @@ class VisionPlan:
     def shares(self) -> Shares:
         """Everything that is encoded, in the order of items and members."""
         return shares_of(self.rank, self.parts, self.tokens, self.order)
+
+    def together(self) -> Self:
+        """Return the plan of those items alone that several ranks encode."""
+        found = replace(self, spans=self.spans[self.parts[self.spans.item] > 1], bubbles=None)
+        found.__dict__["shares"] = self.shares[self.shares.parts > 1]
+        return found
 
     def encoded_by(self, rank: int) -> Shares:
         """Return what `rank` encodes, in its order: shared items first, then whole ones.

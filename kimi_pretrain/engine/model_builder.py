@@ -54,7 +54,7 @@ def engine_config(config: Config, attention: Kind) -> MLATransformerConfig:
         **_architecture(language),
         **_rotary(language),
         **_experts(config),
-        **_pipeline(layout, dtype),
+        **_pipeline(layout, dtype, in_slots=config.dep.bubbles != "none"),
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # Weights come from `initialise`, by name; CPU initialisation keeps them off the GPU until
@@ -160,7 +160,8 @@ def _experts(config: Config) -> dict:
     )
 
 
-def _pipeline(layout: LayoutConfig, dtype: torch.dtype) -> dict:
+def _pipeline(layout: LayoutConfig, dtype: torch.dtype, in_slots: bool) -> dict:
+    """`in_slots`: other work is done while a stage waits, which batched requests do not allow."""
     interleaved = layout.vpp > 1
     return dict(
         tensor_model_parallel_size=layout.tp,
@@ -176,7 +177,7 @@ def _pipeline(layout: LayoutConfig, dtype: torch.dtype) -> dict:
         # 0.9); its training scripts forbid the pair, its library does not. Overlapped p2p is right
         # for every interleaved layout.
         overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
+        batch_p2p_comm=not interleaved and not in_slots,
         # A chunk's output, once it is sent, is the root of a graph and no more.
         deallocate_pipeline_outputs=True,
     )

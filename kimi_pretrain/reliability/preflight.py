@@ -208,7 +208,7 @@ def read_heldout(
 def _check_heldout(config: Config, indices: Sequence[SourceIndex]) -> None:
     """Plan the held-out samples as a validation will: refuses what does not fit into memory."""
     config = config.model_copy(update={"data": config.data.of_heldout()})
-    vision = VisionPlanner(config)
+    vision = VisionPlanner(config, training=False)
     plans = once(Planner(indices, config.data), config.data.heldout_tokens, config.row_group())
     for number, plan in enumerate(plans):
         try:

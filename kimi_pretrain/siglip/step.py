@@ -11,6 +11,7 @@ from data_pipeline.plan.planner import GlobalPlan
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import Config
+from kimi_pretrain.dep.bubble_step import dep_step
 from kimi_pretrain.dep.planner import VisionPlanner, grids_of
 from kimi_pretrain.dep.vision_plan import VisionPlan
 from kimi_pretrain.engine.mesh import Mesh
@@ -36,10 +37,10 @@ class RunParts(Protocol):
 
 
 def train_step_of(run: RunParts) -> TrainStep:
-    """Return the step of a run, with SigLIP's objective if `train.siglip` asks for it."""
+    """Return the step of a run: SigLIP's objective is in it if `train.siglip` asks for that."""
     parts = run.config, run.mesh, run.model, run.update, run.planner
     if (siglip := run.config.train.siglip) is None:
-        return TrainStep(*parts)
+        return dep_step(*parts)
     texts = TextTokenizer.open(siglip, run.config.data, run.store)
     return PairStep(*parts, run.tokenizer, texts)
 

@@ -89,7 +89,7 @@ class Validation:
         self._planner = Planner(indices, data)
         self.plans = once(self._planner, config.data.heldout_tokens, config.row_group())
         config = config.model_copy(update={"data": data})
-        vision = VisionPlanner(config)
+        vision = VisionPlanner(config, training=False)
         self._needs, self._threads = needs(mesh, vision), data.fetch_threads
         self._step = ForwardStep(config, mesh, model, vision)
         register(store, shard_versions(self._planner.indices))

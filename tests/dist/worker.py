@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests.dist.basic_case import ACTIONS as BASIC
+from tests.dist.bubble_case import ACTIONS as BUBBLE
 from tests.dist.caption_case import ACTIONS as CAPTION
 from tests.dist.clip_case import ACTIONS as CLIP
 from tests.dist.deepspeed_case import ACTIONS as DEEPSPEED
@@ -74,6 +75,7 @@ def mesh_of(config: Any, before: Any) -> Any:
 
 ACTIONS = {
     **BASIC,
+    **BUBBLE,
     **CAPTION,
     **MEMORY_PLAN,
     **MUONCLIP,

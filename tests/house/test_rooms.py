@@ -76,6 +76,13 @@ ROOMS: dict[str, set[str]] = {
         "data_pipeline.plan",
     },
     "kimi_pretrain.dep.leaves": {"kimi_pretrain.dep", "kimi_pretrain.engine.microbatch"},
+    "kimi_pretrain.dep.bubble_run": {
+        "kimi_pretrain.dep", "kimi_pretrain.engine.microbatch", "moonvit3d",
+    },
+    "kimi_pretrain.dep.bubble_step": {
+        *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.model",
+        "kimi_pretrain.step", "kimi_pretrain.update", "data_pipeline",
+    },
     "kimi_pretrain.dep": {*BASE, "kimi_pretrain.parallel", "data_pipeline.plan", "moonvit3d"},
     "kimi_pretrain.checkpoint": {
         *BASE, "kimi_pretrain.engine.mesh", "kimi_pretrain.parallel", "data_pipeline",

@@ -11,12 +11,13 @@ from benchmarks.sim.assumptions import (
     encoder_parameters,
     gradient_sum_seconds,
 )
-from benchmarks.sim.backbone import active_parameters, chunk_flops, pipeline, text_seconds
+from benchmarks.sim.backbone import pipeline, text_seconds
 from benchmarks.sim.bubbles import Bubbles, bubble_step, run_through, scattered, units_of
 from benchmarks.sim.phases import colocated, decoupled, true_plan
 from benchmarks.sim.study import SCHEMES, Case, Scheme, config_of, run
 from kimi_pretrain.dep.bubble_check import check
 from kimi_pretrain.dep.bubble_plan import Filling, plan_bubbles
+from kimi_pretrain.dep.pass_costs import active_parameters, chunk_flops
 from moonvit3d.geometry import PatchLimits
 
 # The model ----------------------------------------------------------------------------------------

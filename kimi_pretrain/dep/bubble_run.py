@@ -1,0 +1,379 @@
+"""Carries out a plan of vision work in bubbles, on one rank, while its pipeline runs.
+
+The schedule says when it is about to wait and which pass it begins (`engine.bubbles`); slot n lies
+before pass n. In its slots a rank encodes its items in the order of units and sends each output at
+once. A first-stage rank receives a few microbatches ahead, and puts a microbatch's leaf together
+when its first pass begins; as soon as that leaf has its gradient, it is sent back, unit by unit.
+Backward work waits for it in a slot that the plan has behind it.
+
+Sends are waited for at the end alone. What a rank waits for inside the schedule is what the plan
+was checked with (`bubble_check`), or less: forward work may be done earlier than planned and
+backward work later, which a rank decides alone. Neither changes a bit, because gradients are added
+in the order of units and sums of the backbone are not touched.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import Work
+
+from kimi_pretrain.dep.bubble_links import Links
+from kimi_pretrain.dep.encoder import DecoupledEncoder, Pixels
+from kimi_pretrain.dep.stopwatch import Stopwatch
+from kimi_pretrain.dep.timeline import Pass
+from kimi_pretrain.dep.unit_pass import UnitPass
+from kimi_pretrain.dep.vision_plan import Ints, VisionPlan, runs
+from kimi_pretrain.engine.microbatch import Microbatch
+
+FILLED, WASTED, OVERRUN = "filled", "wasted", "overrun"
+"""What a rank measures, in seconds: vision work in slots; waiting with nothing to do; work between
+two passes beyond what the plan has there."""
+
+
+class OutOfOrder(RuntimeError):
+    """The schedule runs another pass than the plan has: the message names both."""
+
+
+@dataclass
+class _Message:
+    """Some of a unit's rows on their way to a first-stage rank.
+
+    Attributes:
+        peer: on the other side; may be this rank.
+        rows: of the unit's output, or their places in the microbatch, int64.
+        buffer: as they travel, [rows, hidden].
+    """
+
+    unit: int
+    peer: int
+    rows: Ints
+    buffer: Tensor | None = None
+    work: Work | None = None
+
+    def take(self) -> Tensor:
+        """Wait for the rows and return them."""
+        if self.work is not None:
+            self.work.wait()
+        buffer, self.buffer, self.work = self.buffer, None, None
+        assert buffer is not None, f"unit {self.unit} from rank {self.peer} is not there"
+        return buffer
+
+
+@dataclass
+class _Unit:
+    """A unit on the rank that encodes it, and where its rows go."""
+
+    run: UnitPass
+    to: list[_Message] = field(default_factory=list)
+
+
+class BubbleRun:
+    """One step's vision work in bubbles, on one rank; the `Slots` of its schedule.
+
+    Args:
+        vision: of the step, with bubbles.
+        stage: of the pipeline, of this rank.
+        links: to the other ranks.
+        grids: (frames, height, width) of all items of the step, [items, 3].
+        pixels: of this rank's items.
+        ahead: microbatches before their first pass in which receives are posted.
+        wire: type of numbers on their way; None: the encoder's.
+        phase: names what is done, for the timeline.
+
+    Attributes:
+        watch: `FILLED`, `WASTED` and `OVERRUN`.
+    """
+
+    def __init__(
+        self,
+        vision: VisionPlan,
+        stage: int,
+        encoder: DecoupledEncoder,
+        links: Links,
+        grids: NDArray[np.int64],
+        pixels: Pixels,
+        ahead: int,
+        wire: torch.dtype | None,
+        phase: Callable[[str], AbstractContextManager[None]],
+    ):
+        assert vision.bubbles is not None
+        self.bubbles, self.plan, self.stage = vision.bubbles, vision.bubbles.plan, stage
+        self.encoder, self.links, self.rank = encoder, links, links.rank
+        self.grids, self.pixels, self.ahead = grids, pixels, ahead
+        self.wire, self.phase = wire or encoder.dtype, phase
+        self.watch = Stopwatch(encoder.device)
+        self.passes = self.plan.schedule.passes[stage]
+        self.started = 0  # passes, and the number of the slot before the next one
+        self._room = self.bubbles.room[stage]
+        # On CUDA the host is through with a slot before the device begins it.
+        self._timed = encoder.device.type == "cpu"
+        self._units: dict[int, _Unit] = {}
+        self._forward = deque(_pieces(self.plan.forward[self.rank]))
+        later = self.plan.backward[self.rank] if encoder.trainable else []
+        self._backward = deque(_pieces(later))
+        self._sent: list[tuple[Tensor, Work]] = []
+        self._leaves: Sequence[Microbatch] = ()
+        self._outgoing: dict[int, list[_Message]] = {}
+        self._arriving: dict[int, list[_Message]] = {}  # by microbatch
+        self._find_messages(vision)
+        self._unposted = deque(m for number in sorted(self._arriving) for m in self._of(number))
+        self._returned: dict[int, Tensor] = {}  # gradients of this rank's units, from itself
+
+    # What the schedule says ----------------------------------------------------------------------
+
+    def begin(self, microbatches: Sequence[Microbatch]) -> None:
+        """Do what the plan has before the first pass; the schedule follows.
+
+        Args:
+            microbatches: in their order; with leaves of what was encoded by several ranks together.
+        """
+        self._leaves = microbatches
+        self._post(self.ahead - 1)
+        if self.stage == 0:  # it waits for nobody there; others have a receive to post first
+            self._encode(0)
+
+    def fill(self, *, gradient: bool) -> None:
+        """Work while the stage waits: for a gradient, or for the input of a forward pass.
+
+        What comes may be for a pass behind the next one, and that will not wait again: forward work
+        of its slot is done now.
+        """
+        passes = range(self.started, len(self.passes))
+        until = next((n for n in passes if self.passes[n].backward == gradient), self.started)
+        began = perf_counter()
+        self._encode(until)
+        room = self._room.get(self.started, 0.0)
+        while self._backward and self._backward[0][0] <= self.started:
+            _, unit, piece = self._backward[0]
+            # Put off where time is up: nobody waits for it before the end of the step.
+            late = perf_counter() - began + self.bubbles.seconds(unit, piece) > room
+            if self._timed and late:
+                break
+            self._backward.popleft()
+            self._go_back(unit, piece)
+        spent = perf_counter() - began
+        if self._timed and self.started and spent > room:
+            self.watch.add(OVERRUN, spent - room)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Measure a wait of the stage."""
+        with self.watch.time(WASTED):
+            yield
+
+    def forward(self, chunk: int, microbatch: int) -> None:
+        """A forward pass begins; on the first stage its media are there when this returns.
+
+        Raises:
+            OutOfOrder: it is not the pass that is planned.
+        """
+        self._encode(self.started)
+        self._begins(Pass(False, chunk, microbatch))
+        if self.stage == 0 and chunk == 0:
+            self._make_leaf(microbatch)
+
+    def backward(self, chunk: int, microbatch: int) -> None:
+        """A backward pass begins.
+
+        Raises:
+            OutOfOrder: it is not the pass that is planned.
+        """
+        if self._forward and self._forward[0][0] <= self.started:
+            raise OutOfOrder(
+                f"stage {self.stage} did not wait before the {Pass(True, chunk, microbatch)}, "
+                "where the plan has vision work"
+            )
+        self._begins(Pass(True, chunk, microbatch))
+
+    def finish(self) -> None:
+        """Do what is left, behind the last pass, and wait until all that was sent has arrived."""
+        if self.started < len(self.passes):
+            raise OutOfOrder(f"stage {self.stage} ended before the {self.passes[self.started]}")
+        assert not self._forward
+        while self._backward:
+            _, unit, piece = self._backward.popleft()
+            self._go_back(unit, piece)
+        with self.watch.time(WASTED):
+            for _, work in self._sent:
+                work.wait()
+        self._sent = []
+
+    def _begins(self, this: Pass) -> None:
+        if self.started == len(self.passes) or this != self.passes[self.started]:
+            planned = "the end" if self.started == len(self.passes) else self.passes[self.started]
+            raise OutOfOrder(
+                f"stage {self.stage} begins the {this}, where the plan of vision work in bubbles "
+                f"has {planned}: Megatron-Core's schedule is not the one that it was made for"
+            )
+        self.started += 1
+
+    # As a rank that encodes ----------------------------------------------------------------------
+
+    def _encode(self, until: int) -> None:
+        """Do the forward pieces of all slots up to one."""
+        while self._forward and self._forward[0][0] <= until:
+            _, unit, piece = self._forward.popleft()
+            with self._working("2 vision forward", unit):
+                if piece == 0:
+                    self._units[unit] = self._unit(unit)
+                output = self._units[unit].run.forward(piece)
+            if output is not None:
+                self._send(self._units[unit], output)
+                if not self.encoder.trainable:
+                    del self._units[unit]
+
+    def _unit(self, unit: int) -> _Unit:
+        item = int(self.bubbles.units.item[unit])
+        frames, height, width = self.grids[item].tolist()
+        keep = bool(self.plan.kept[unit])
+        grid, pieces = (frames, height, width), self.plan.pieces
+        run = UnitPass(self.encoder, self.pixels[item], grid, pieces, keep=keep)
+        return _Unit(run, self._outgoing.get(unit, []))
+
+    def _send(self, unit: _Unit, output: Tensor) -> None:
+        for message in unit.to:
+            rows = torch.from_numpy(message.rows).to(output.device)
+            wire = output.index_select(0, rows).to(self.wire)
+            if message.peer == self.rank:
+                microbatch = int(self.plan.microbatch[message.unit])
+                (own,) = [m for m in self._of(microbatch) if m.unit == message.unit]
+                own.buffer = wire
+            else:
+                self._sent.append((wire, self.links.send("over", wire, message.peer)))
+
+    def _go_back(self, unit: int, piece: int) -> None:
+        """Do a piece of the recompute or of the backward pass."""
+        work, gradient = self._units[unit], None
+        if piece == 0:
+            for message in work.to:
+                self._expect_gradient(message)
+        if work.run.needs_gradient(piece):
+            gradient = self._gradient(work)
+        with self._working("6 vision backward", unit):
+            work.run.backward(piece, gradient)
+        if piece == work.run.later - 1:
+            del self._units[unit]
+
+    def _expect_gradient(self, message: _Message) -> None:
+        if message.peer == self.rank:
+            return
+        message.buffer = self._buffer(len(message.rows))
+        message.work = self.links.receive("back", message.buffer, message.peer)
+
+    def _gradient(self, unit: _Unit) -> Tensor:
+        """Wait for the gradient of a unit's output, [tokens, hidden]."""
+        tokens = sum(len(message.rows) for message in unit.to)
+        like = {"dtype": self.encoder.dtype, "device": self.encoder.device}
+        gradient = torch.empty(tokens, self.encoder.config.out_width, **like)
+        for message in unit.to:
+            if message.peer == self.rank:
+                message.buffer = self._returned.pop(message.unit)
+            with self.watch.time(WASTED):
+                arrived = message.take()
+            rows = torch.from_numpy(message.rows).to(gradient.device)
+            gradient.index_copy_(0, rows, arrived.to(gradient.dtype))
+        return gradient
+
+    @contextmanager
+    def _working(self, phase: str, unit: int) -> Iterator[None]:
+        try:
+            with self.phase(phase), self.watch.time(FILLED):
+                yield
+        except Exception as error:
+            item = int(self.bubbles.units.item[unit])
+            error.add_note(f"in the {phase[2:]} of item {item}, on rank {self.rank}, in a bubble")
+            raise
+
+    # As a first stage ----------------------------------------------------------------------------
+
+    def _of(self, microbatch: int) -> list[_Message]:
+        return self._arriving.get(microbatch, [])
+
+    def _post(self, until: int) -> None:
+        """Begin to receive what microbatches up to this one need, in the order of units."""
+        while self._unposted and self.plan.microbatch[self._unposted[0].unit] <= until:
+            message = self._unposted.popleft()
+            if message.peer != self.rank:
+                message.buffer = self._buffer(len(message.rows))
+                message.work = self.links.receive("over", message.buffer, message.peer)
+
+    def _make_leaf(self, number: int) -> None:
+        """Put a microbatch's leaf together, behind what it has already."""
+        self._post(number + self.ahead)
+        messages, microbatch = self._of(number), self._leaves[number]
+        if not messages:
+            return
+        with self.watch.time(WASTED):
+            parts = [message.take().to(self.encoder.dtype) for message in messages]
+        places = torch.from_numpy(np.concatenate([message.rows for message in messages]))
+        places, shared = places.to(self.encoder.device), microbatch.leaf
+        if shared is not None:
+            assert microbatch.leaf_positions is not None
+            parts.insert(0, shared.detach())
+            places = torch.cat([microbatch.leaf_positions, places])
+        leaf = torch.cat(parts).requires_grad_(self.encoder.trainable)
+        microbatch.leaf, microbatch.leaf_positions = leaf, places
+        if self.encoder.trainable:
+
+            def done(leaf: Tensor) -> None:
+                assert leaf.grad is not None
+                microbatch.leaf = shared
+                start = 0 if shared is None else len(shared)
+                if shared is not None:
+                    shared.grad = leaf.grad[:start]
+                self._give_back(messages, leaf.grad[start:])
+
+            leaf.register_post_accumulate_grad_hook(done)
+
+    def _give_back(self, messages: Sequence[_Message], gradient: Tensor) -> None:
+        """Send the gradient of a microbatch's leaf to who encoded it, unit by unit."""
+        sizes = [len(message.rows) for message in messages]
+        for message, rows in zip(messages, gradient.split(sizes), strict=True):
+            wire = rows.to(self.wire).contiguous()
+            if message.peer == self.rank:
+                self._returned[message.unit] = wire
+            else:
+                self._sent.append((wire, self.links.send("back", wire, message.peer)))
+
+    # Who sends what ------------------------------------------------------------------------------
+
+    def _find_messages(self, vision: VisionPlan) -> None:
+        """Read from the plan what this rank sends and receives: both ends see the same rows."""
+        unit_of = np.full(len(vision.rank), -1)
+        unit_of[self.bubbles.units.item] = np.arange(len(self.bubbles.units))
+        spans = vision.spans[unit_of[vision.spans.item] >= 0]
+        out = spans[spans.source == self.rank]
+        for unit, dest, some in _messages(unit_of[out.item], out.dest, out.begin):
+            rows = runs(out.begin[some], out.count[some])
+            self._outgoing.setdefault(unit, []).append(_Message(unit, dest, rows))
+        into = spans[spans.dest == self.rank]
+        for unit, source, some in _messages(unit_of[into.item], into.source, into.begin):
+            rows = runs(into.position[some], into.count[some])
+            number = int(self.plan.microbatch[unit])
+            self._arriving.setdefault(number, []).append(_Message(unit, source, rows))
+
+    def _buffer(self, rows: int) -> Tensor:
+        width = self.encoder.config.out_width
+        return torch.empty(rows, width, dtype=self.wire, device=self.encoder.device)
+
+
+def _pieces(slices) -> Iterator[tuple[int, int, int]]:
+    """Yield (slot, unit, piece) of a rank's slices."""
+    for unit, slot, begin, end in slices:
+        yield from ((slot, unit, piece) for piece in range(begin, end))
+
+
+def _messages(unit: Ints, peer: Ints, begin: Ints) -> Iterator[tuple[int, int, Ints]]:
+    """Yield (unit, peer, its spans in the order of tokens), in the order of units and peers."""
+    order = np.lexsort((begin, peer, unit))
+    key = np.stack([unit[order], peer[order]])
+    borders = np.flatnonzero((key[:, 1:] != key[:, :-1]).any(axis=0)) + 1
+    for some in np.split(order, borders) if len(order) else ():
+        yield int(unit[some[0]]), int(peer[some[0]]), some

@@ -1,0 +1,108 @@
+"""A training step whose vision work runs inside the pipeline (`dep.bubbles`).
+
+Phases 2, 3, 5 and 6 of `kimi_pretrain.step` are left for items that several ranks encode together:
+they communicate in every layer, which inside a schedule they could not. All others are encoded,
+sent and taken backward in phase 4, while their rank waits for its pipeline.
+"""
+
+import logging
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from data_pipeline.loader import StepBatch
+from kimi_pretrain.config import Config
+from kimi_pretrain.dep.bubble_links import Links
+from kimi_pretrain.dep.bubble_planner import in_bubbles
+from kimi_pretrain.dep.bubble_run import BubbleRun
+from kimi_pretrain.dep.leaves import leaf_gradients
+from kimi_pretrain.dep.planner import VisionPlanner, grids_of
+from kimi_pretrain.dep.vision_plan import VisionPlan
+from kimi_pretrain.engine.mesh import Mesh
+from kimi_pretrain.engine.microbatch import Microbatch
+from kimi_pretrain.engine.slots import SlotSchedule
+from kimi_pretrain.model import Model
+from kimi_pretrain.step import BatchLoss, StepReport, TrainStep
+from kimi_pretrain.update import Update
+
+log = logging.getLogger("kimi_pretrain.train")
+
+
+def dep_step(
+    config: Config, mesh: Mesh, model: Model, update: Update, planner: VisionPlanner
+) -> TrainStep:
+    """Return the step of a run: in bubbles where there are some, and it is asked for."""
+    if in_bubbles(config):
+        return BubbleStep(config, mesh, model, update, planner)
+    if config.dep.bubbles != "none" and mesh.rank == 0:
+        log.warning(
+            "dep.bubbles=%s with layout.pp=1: without a pipeline there are no bubbles; media are "
+            "encoded before and after the backbone", config.dep.bubbles,
+        )  # fmt: skip
+    return TrainStep(config, mesh, model, update, planner)
+
+
+class BubbleStep(TrainStep):
+    """`TrainStep` with vision work in the waits of the pipeline."""
+
+    def __init__(
+        self, config: Config, mesh: Mesh, model: Model, update: Update, planner: VisionPlanner
+    ):
+        super().__init__(config, mesh, model, update, planner)
+        self.links = Links(
+            planner.scopes, planner.ranks.first_stage, config.train.timeout_seconds, mesh.device
+        )
+        self.schedule = self.backbone.schedule = SlotSchedule(self.backbone.schedule)
+        self._seconds: dict[str, float] = {}
+
+    def run(self, batch: StepBatch, *, text_only: bool = False) -> StepReport:
+        """See `TrainStep`; the report has the seconds of this rank's bubbles."""
+        self._seconds = {}
+        report = super().run(batch, text_only=text_only)
+        return replace(report, bubble_seconds=self._seconds)
+
+    def _decoupled(
+        self,
+        batch: StepBatch,
+        vision: VisionPlan,
+        microbatches: list[Microbatch],
+        loss_tokens: int,
+    ) -> tuple[BatchLoss, int]:
+        """Phases 2 to 6; returns the loss, and the patches that were not encoded twice."""
+        assert vision.bubbles is not None
+        rank, trained, plan = self.mesh.rank, self.encoder.trainable, vision.bubbles.plan
+        shared = vision.together()
+        together = len(shared.spans) > 0  # on all ranks alike: the plan is global
+        media, grids = self._pixels(batch, vision), grids_of(batch.plan)
+        # On CUDA the clock of phases waits for the device, which would end all overlap.
+        phase = self.clock.phase if self.mesh.device.type == "cpu" else _unnamed
+        run = BubbleRun(
+            vision, self.mesh.stage, self.encoder, self.links, grids, media,
+            self.config.dep.bubble_ahead, self.exchange.dtype, phase,
+        )  # fmt: skip
+        if together:
+            work, leaf_rows, shape = self._encode(batch, shared, microbatches, trained=trained)
+        self.schedule.slots = run
+        run.begin(microbatches)
+        try:
+            loss = self._backbone(batch.plan, microbatches, loss_tokens)
+        finally:
+            self.schedule.slots = None
+        if trained and together:
+            with self.clock.phase("5 hand-back"):
+                gradients = torch.zeros(shape, dtype=self.encoder.dtype, device=self.mesh.device)
+                gradients = leaf_gradients(microbatches, leaf_rows, gradients)
+                gradients = self.exchange.hand_back(gradients, shared, rank)
+            with self.clock.phase("6 vision backward"):
+                work.backward(gradients)
+        if trained:
+            with self.clock.phase("6 gradient sum"):
+                self.encoder.sums.finish()
+        self._seconds = run.watch.seconds()
+        kept = vision.bubbles.units.item[plan.kept & (plan.rank == rank)]
+        return loss, int(vision.patches[kept].sum()) if trained else 0
+
+
+def _unnamed(phase: str) -> nullcontext[None]:
+    return nullcontext()

@@ -1,0 +1,64 @@
+"""What the passes of a pipeline cost: operations of a microbatch in each virtual stage. Pure.
+
+Counts the matrix products of a forward pass, two operations per multiply-add, of the experts that a
+token uses. Attention is counted over the whole row, causal: rows of short documents cost less, with
+and without media alike.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kimi_pretrain.config import Config
+from kimi_pretrain.parallel.layout import expand_stages
+from kimi_pretrain.weights.model_config import LanguageConfig
+
+Floats = NDArray[np.float64]
+
+BACKWARD = 2.0  # backward passes cost so many forwards
+
+
+def active_parameters(model: LanguageConfig) -> tuple[int, int, int]:
+    """Return the weights that one token meets in (a dense layer, an expert layer, the head)."""
+    hidden, heads = model.hidden_size, model.num_heads
+    query = model.qk_nope_dim + model.qk_rope_dim
+    rank = model.q_lora_rank
+    to_query = hidden * heads * query if rank is None else rank * (hidden + heads * query)
+    latent = model.kv_lora_rank
+    to_keys = hidden * (latent + model.qk_rope_dim)
+    to_keys += latent * heads * (model.qk_nope_dim + model.v_dim)
+    attention = to_query + to_keys + heads * model.v_dim * hidden
+    experts = model.experts_per_token + model.num_shared_experts
+    moe = experts * 3 * hidden * model.expert_ffn_size + hidden * model.num_experts
+    dense = 3 * hidden * model.dense_ffn_size
+    return attention + dense, attention + moe, model.vocab_size * hidden
+
+
+def chunk_flops(config: Config) -> Floats:
+    """Return the forward operations of each virtual stage for one microbatch, float64 [stages]."""
+    model, rows = config.model.language, config.train.rows_per_microbatch
+    dense, moe, head = active_parameters(model)
+    tokens = config.data.seq_len
+    per_key = model.num_heads * (model.qk_nope_dim + model.qk_rope_dim + model.v_dim)
+    attention = tokens * tokens * per_key  # two operations, half of the pairs
+    chunks, layer = [], 0
+    for names in stages_of(config):
+        flops = 0.0
+        for name in names:
+            if name == "t":
+                weights = dense if layer < model.num_dense_layers else moe
+                flops += 2.0 * tokens * weights + attention
+                layer += 1
+            elif name == "L":
+                flops += 2.0 * tokens * head
+        chunks.append(rows * flops)
+    return np.array(chunks)
+
+
+def stages_of(config: Config) -> list[str]:
+    """Return what each virtual stage holds, as in `layout.stages`."""
+    layout, layers = config.layout, config.model.language.num_layers
+    if layout.stages is not None:
+        return expand_stages(layout.stages)
+    chunks = layout.pp * layout.vpp
+    names = ["t" * (layers // chunks)] * chunks
+    return ["E" + names[0], *names[1:-1], names[-1] + "L"]

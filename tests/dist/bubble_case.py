@@ -1,0 +1,213 @@
+"""What a process of a test job does about vision work in bubbles: the same step with it and without.
+
+See worker.py.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.dist.basic_case import line_of
+
+LANGUAGE = "language_model."
+SEEDS = 3
+LONGEST_SLEEP = 0.02
+
+
+def bubbles(run) -> dict[str, Any]:
+    """Take one step with DEP, then with the same ranks' work in bubbles, at other times each time.
+
+    Variants: "planned"; "moved N": pieces of forward work earlier and of backward work later than
+    planned, at random, which every rank may do; "asleep": so, with pauses on all ranks, too. In
+    each: "encoder" and "backbone", the largest relative difference of any tensor's gradient from
+    DEP's, on any rank; "loss": whether it is the same bits; "bits": whether the encoder's gradients
+    are those of "planned"; how many pieces ran between two passes ("forward inside", "backward
+    inside"); patches "kept"; seconds. Of all: "shared" items, and those of "units".
+    """
+    from kimi_pretrain.step import TrainStep
+
+    batch = next(run.loader)
+    step, vision = run.train_step, run.planner.plan(batch.plan)
+    kept: list[dict[str, torch.Tensor]] = []
+
+    def gradients(plan, **patched) -> tuple[dict[str, torch.Tensor], Any]:
+        with _without_update(run), _patched(run.planner, plan=lambda _: plan):
+            with _patched(step, **patched):
+                report = step.run(batch)
+        named = {t.name: t for t in run.update.named if run.update.optimizer.leads(t.name)}
+        return {name: tensor.grad().clone() for name, tensor in named.items()}, report
+
+    dep, plain = gradients(
+        replace(vision, bubbles=None), _decoupled=partial(TrainStep._decoupled, step)
+    )
+    moves = [(f"moved {seed}", _moved(vision.bubbles, seed)) for seed in range(SEEDS)]
+    found = {}
+    for name, plan in [("planned", vision.bubbles), *moves, ("asleep", moves[0][1])]:
+        began = time.time()
+        with _sleeps(run.mesh.rank) if name == "asleep" else ExitStack():
+            mine, report = gradients(replace(vision, bubbles=plan))
+        kept.append(mine)
+        errors = {name: _error(mine[name], want) for name, want in dep.items()}
+        ours = {
+            "encoder": max((e for n, e in errors.items() if not n.startswith(LANGUAGE)), default=0),
+            "backbone": max((e for n, e in errors.items() if n.startswith(LANGUAGE)), default=0),
+            "loss": report.loss == plain.loss,
+            "bits": all(torch.equal(mine[name], first) for name, first in kept[0].items()),
+            "kept": report.kept_patches,
+            "measured": report.bubble_seconds,
+            "seconds": time.time() - began,
+        } | _inside(plan.plan, run.mesh.rank)
+        found[name] = run.mesh.all_gather_object(ours)
+    found["shared"] = int((vision.parts > 1).sum())
+    found["units"] = len(vision.bubbles.units)
+    found["dep loss"] = plain.loss
+    return found
+
+
+def bubble_training(run) -> list[dict]:
+    """Take the steps of a run, updates and all: the line of each."""
+    reports = [run.train_step.run(next(run.loader)) for _ in range(run.config.train.steps)]
+    return [
+        line_of(run, report) | {"encoded": report.bubble_seconds is not None} for report in reports
+    ]
+
+
+def bubble_fault(run) -> None:
+    """Take a step in which an item cannot be encoded, inside the schedule of the last rank."""
+    from kimi_pretrain.dep.unit_pass import UnitPass
+
+    if run.mesh.rank == run.mesh.world_size - 1:
+        UnitPass.backward = _broken
+    run.train_step.run(next(run.loader))
+
+
+def bubble_disorder(run) -> None:
+    """Take a step whose plan has two forward passes of the first stage the other way round."""
+    from kimi_pretrain.dep.bubble_run import BubbleRun
+
+    class Other(BubbleRun):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            first, second, *rest = self.passes
+            self.passes = (second, first, *rest)
+
+    import kimi_pretrain.dep.bubble_step as module
+
+    module.BubbleRun = Other
+    run.train_step.run(next(run.loader))
+
+
+def _broken(*args) -> None:
+    raise RuntimeError("planted")
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    if torch.equal(found, wanted):
+        return 0.0
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def _inside(plan, rank: int) -> dict[str, int]:
+    """Count the pieces of a rank that the plan has between two passes."""
+    last = plan.schedule.num_passes
+    ways = {"forward": plan.forward[rank], "backward": plan.backward[rank]}
+    return {
+        f"{way} inside": sum(s.end - s.begin for s in slices if 0 < s.slot < last)
+        for way, slices in ways.items()
+    }
+
+
+def _moved(bubbles, seed: int):
+    """Move pieces of forward work earlier, and of backward work later, in the same order."""
+    from kimi_pretrain.dep.bubble_check import check
+
+    plan, draw = bubbles.plan, np.random.Generator(np.random.Philox(key=seed))
+    last = plan.schedule.num_passes
+
+    def pieces(slices):
+        return [s._replace(begin=n, end=n + 1) for s in slices for n in range(s.begin, s.end)]
+
+    def at(slices, slots):
+        return [s._replace(slot=int(slot)) for s, slot in zip(slices, slots, strict=True)]
+
+    forward, backward = [], []
+    for rank, stage in enumerate(plan.stage.tolist()):
+        passes = plan.schedule.passes[stage]
+        early = pieces(plan.forward[rank])
+        drawn = np.array([draw.integers(0, s.slot + 1) for s in early], np.int64)
+        slots = np.minimum.accumulate(drawn[::-1])[::-1]
+        # The last chunk's backward pass waits for nobody.
+        slots = [n - (0 < n < last and _own(plan.schedule, stage, passes[n])) for n in slots]
+        forward.append(at(early, slots))
+        late = pieces(plan.backward[rank])
+        drawn = np.array([draw.integers(s.slot, last + 1) for s in late], np.int64)
+        backward.append(at(late, np.maximum.accumulate(drawn) if late else drawn))
+    moved = replace(plan, forward=forward, backward=backward)
+    check(moved)
+    wide = [dict.fromkeys(range(1, last), 1e9) for _ in bubbles.room]
+    return replace(bubbles, plan=moved, room=wide)
+
+
+def _own(schedule, stage: int, this) -> bool:
+    needed = schedule.needed(stage, this)
+    return this.backward and needed is not None and not needed[1].backward
+
+
+@contextmanager
+def _patched(thing, **attributes) -> Iterator[None]:
+    """Set attributes of one object for a while."""
+    for name, value in attributes.items():
+        setattr(thing, name, value)
+    yield
+    for name in attributes:
+        delattr(thing, name)
+
+
+@contextmanager
+def _without_update(run) -> Iterator[None]:
+    """Have weights and gradients stay as they are after a step."""
+    from kimi_pretrain.update import UpdateReport
+
+    def update(loss_tokens: int, loss: float) -> UpdateReport:
+        run.backbone.undo_routing_biases()
+        run.backbone.take_max_logits()
+        return UpdateReport(0.0, 0.0, applied=False)
+
+    with _patched(run.update, run=update):
+        yield
+
+
+@contextmanager
+def _sleeps(rank: int) -> Iterator[None]:
+    """Pause at random wherever the schedule or a message meets the work in bubbles."""
+    from kimi_pretrain.dep.bubble_run import BubbleRun
+
+    draw = np.random.Generator(np.random.Philox(key=1000 + rank))
+    names = ("fill", "forward", "backward", "finish", "_send", "_give_back", "_go_back", "_post")
+    before = {name: getattr(BubbleRun, name) for name in names}
+
+    def slow(method):
+        def run(self, *args, **options):
+            if draw.random() < 0.5:
+                time.sleep(LONGEST_SLEEP * draw.random())
+            return method(self, *args, **options)
+
+        return run
+
+    for name, method in before.items():
+        setattr(BubbleRun, name, slow(method))
+    yield
+    for name, method in before.items():
+        setattr(BubbleRun, name, method)
+
+
+ACTIONS = {
+    "bubbles": bubbles, "bubble_training": bubble_training, "bubble_fault": bubble_fault,
+    "bubble_disorder": bubble_disorder,
+}  # fmt: skip
