@@ -153,9 +153,9 @@ class BubblePlanner:
         kept = np.bincount(plan.rank[plan.kept], units.kept_bytes[plan.kept], count)
         again = np.zeros(count)
         np.maximum.at(again, plan.rank[~plan.kept], units.kept_bytes[~plan.kept])
-        moved = np.bincount(plan.rank, tokens, count)
-        need = np.bincount(units.home, tokens, self.config.layout.dp)
+        moved = np.bincount(plan.rank, tokens, count).astype(np.int64)
+        need = np.bincount(units.home, tokens, self.config.layout.dp).astype(np.int64)
         first = self.ranks.first_stage
-        moved[first] += need[:, None] / first.shape[1]
+        moved[first] += -(-need[:, None] // first.shape[1])  # each holds its part of the rows
         size = self.config.model.vision.out_width * ITEMSIZE[self.config.train.dtype]
         return int(np.ceil(kept + again + 2 * moved * size).max(initial=0))

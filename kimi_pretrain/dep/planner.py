@@ -67,6 +67,8 @@ class VisionPlanner:
         """Return the bytes that the step's media take on each rank, int64 [ranks]."""
         size, config = ITEMSIZE[self.config.train.dtype], self.config
         budget = config.dep.max_patches_per_chunk
+        if vision.bubbles is not None:  # item by item
+            budget = int(vision.patches.max(initial=0))
         return vision_bytes(vision, grids_of(plan), config.model.vision, size, budget)
 
     def _plan(self, plan: GlobalPlan) -> VisionPlan:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the step brings the engine along, which reading a line does
     from kimi_pretrain.update import UpdateReport
 
 ENCODING = ("2 vision forward", "6 vision backward")
+BUBBLES = ("filled", "wasted", "overrun")  # as `dep.bubble_run` measures them
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class RankMetrics:
     """What one rank measured in a step; part of its `RankReport`.
 
     Attributes:
-        spans, peak_bytes, exchange_bytes, kept_patches, losses: as in `StepReport`.
+        spans, peak_bytes, exchange_bytes, kept_patches, losses, bubble_seconds: as in `StepReport`.
         first_stage: whether the rank takes in embeddings.
         seconds: of the whole step, waiting for data included.
         requests, bytes: of the store, since the run began.
@@ -58,6 +59,7 @@ class RankMetrics:
     update: UpdateFigures = field(default_factory=UpdateFigures)
     save: Mapping[str, float] = field(default_factory=dict)
     losses: LossSums = field(default_factory=LossSums)
+    bubble_seconds: Mapping[str, float] | None = None
 
 
 def rank_metrics(
@@ -81,6 +83,7 @@ def rank_metrics(
         update=report.update.own,
         save=dict(save or {}),
         losses=report.losses,
+        bubble_seconds=report.bubble_seconds,
     )
 
 
@@ -120,6 +123,7 @@ class Telemetry:
             "items": report.items,
             "seconds": seconds,
             "phase_seconds": _phase_seconds(everyone),
+            **_bubbles(everyone),
             **self._exposed(report.items, seconds, everyone),
             "imbalance": _imbalance(report.vision, everyone),
             **_balance(report.vision, everyone),
@@ -142,8 +146,10 @@ class Telemetry:
         self, items: int, seconds: float, everyone: Sequence[RankMetrics]
     ) -> dict[str, Any]:
         found = exposed([record.spans for record in everyone], self.scopes)
-        # The co-located encoder runs inside the backbone: its time cannot be measured from outside.
-        unknown = bool(items) and found.forward is None
+        # Co-located or in bubbles the encoder runs inside the backbone: its time cannot be measured
+        # from outside.
+        inside = any(record.bubble_seconds is not None for record in everyone)
+        unknown = bool(items) and (inside or found.forward is None)
         total = None if unknown else sum(found.seconds.values())
         return {
             "exposed_encoder_seconds": total,
@@ -180,6 +186,22 @@ def _siglip(report: "StepReport") -> dict[str, Any]:
         return {}
     loss, pairs, _ = report.siglip
     return {"siglip_loss": loss, "pairs": pairs}
+
+
+def _bubbles(everyone: Sequence[RankMetrics]) -> dict[str, Any]:
+    """Return the seconds of bubbles, of each kind; nothing where no vision work ran in them."""
+    found = [record.bubble_seconds for record in everyone]
+    ranks = [seconds for seconds in found if seconds is not None]
+    if not ranks:
+        return {}
+    each = {kind: [one.get(kind, 0.0) for one in ranks] for kind in BUBBLES}
+    return {
+        "bubble_seconds": {
+            kind: _largest(seconds) | {"mean": float(np.mean(seconds))}
+            for kind, seconds in each.items()
+        },
+        "bubble_seconds_per_rank": each,
+    }
 
 
 def _optimizer(update: "UpdateReport", everyone: Sequence[RankMetrics]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a process of a test job does about vision work in bubbles: the same step with it and without.
+"""What a process of a test job does about vision work in bubbles: the same step without and with.
 
 See worker.py.
 """
@@ -37,9 +37,9 @@ def bubbles(run) -> dict[str, Any]:
     kept: list[dict[str, torch.Tensor]] = []
 
     def gradients(plan, **patched) -> tuple[dict[str, torch.Tensor], Any]:
-        with _without_update(run), _patched(run.planner, plan=lambda _: plan):
-            with _patched(step, **patched):
-                report = step.run(batch)
+        planned = _patched(run.planner, plan=lambda _: plan)
+        with _without_update(run), planned, _patched(step, **patched):
+            report = step.run(batch)
         named = {t.name: t for t in run.update.named if run.update.optimizer.leads(t.name)}
         return {name: tensor.grad().clone() for name, tensor in named.items()}, report
 

@@ -60,6 +60,15 @@ def run_jobs(
     Raises:
         AssertionError: one of them failed; shows the end of the output.
     """
+    done = start_jobs(jobs, out, processes, timeout)
+    assert done.returncode == 0, f"{', '.join(jobs)} failed:\n{(done.stdout + done.stderr)[-6000:]}"
+    return torch.load(out / "result.pt", weights_only=False)
+
+
+def start_jobs(
+    jobs: Mapping[str, Job], out: Path, processes: int, timeout: float = 200.0
+) -> subprocess.CompletedProcess[str]:
+    """Run the processes of `run_jobs`, whatever they end with."""
     out.mkdir(parents=True, exist_ok=True)
     plain = [(name, action, [*SMALL, *overrides]) for name, (action, overrides) in jobs.items()]
     layouts = [[one for one in job[2] if one.startswith("layout.")] for job in plain]
@@ -67,11 +76,8 @@ def run_jobs(
     (out / "jobs.json").write_text(json.dumps(plain))
     script = [str(WORKER), str(out)]
     if processes == 1:
-        done = fork_server.run(script, timeout)
-    else:
-        done = fork_server.run_ranks([script] * processes, timeout)
-    assert done.returncode == 0, f"{', '.join(jobs)} failed:\n{(done.stdout + done.stderr)[-6000:]}"
-    return torch.load(out / "result.pt", weights_only=False)
+        return fork_server.run(script, timeout)
+    return fork_server.run_ranks([script] * processes, timeout)
 
 
 def run_ranks(script: str | Path, world: int, folder: Path, timeout: float = 200.0) -> list[Any]:

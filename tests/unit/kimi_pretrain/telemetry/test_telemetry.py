@@ -344,7 +344,9 @@ def own_losses(rank: int) -> LossSums:
     return LossSums(np.array(cells, int), 3.0 * numbers, numbers)
 
 
-def reports(plan: GlobalPlan, spans: list[dict], siglip=None) -> list[SimpleNamespace]:
+def reports(
+    plan: GlobalPlan, spans: list[dict], siglip=None, bubbles=(None,) * RANKS
+) -> list[SimpleNamespace]:
     """What the ranks of a 2-stage layout with 2 replicas report of a step."""
     vision = VisionPlanner(CONFIG).plan(plan)
     return [
@@ -359,14 +361,14 @@ def reports(plan: GlobalPlan, spans: list[dict], siglip=None) -> list[SimpleName
             vision=vision, spans=spans[rank], kept_patches=10 * rank,
             peak_bytes={"4 backbone": (rank + 1) << 30, "7 update": (8 - rank) << 29},
             exchange_bytes={"over": 100 * rank, "back": 30 - rank}, losses=own_losses(rank),
-            siglip=siglip,
+            siglip=siglip, bubble_seconds=bubbles[rank],
         )
         for rank in range(RANKS)
     ]  # fmt: skip
 
 
-def line_of(plan: GlobalPlan, spans: list[dict], seconds: float = 12.0, siglip=None) -> dict:
-    told = reports(plan, spans, siglip)
+def line_of(plan: GlobalPlan, spans: list[dict], seconds: float = 12.0, **told_of) -> dict:
+    told = reports(plan, spans, **told_of)
     stats = LoaderStats(requests=3, bytes=1000)
     saves = [{}, {"stall": 0.5}, {"stall": 0.25, "background": 3.0}, {}]
     everyone = [
@@ -381,6 +383,24 @@ def test_pairs_are_in_the_line_where_they_are_trained_alone():
     assert not {"siglip_loss", "pairs"} & line_of(plan, spans).keys()
     line = line_of(plan, spans, siglip=(2.5, 4, 64))
     assert (line["siglip_loss"], line["pairs"]) == (2.5, 4)
+
+
+def test_bubbles_are_in_the_line_where_work_ran_in_them():
+    """And the encoder's exposed time is not known then: it is inside the backbone's."""
+    plan, spans = global_plan(GRIDS_OF_STEP), [step_spans(1.0, 5.0, 9.0, 12.0)] * RANKS
+    line = line_of(plan, spans)
+    assert not {"bubble_seconds", "bubble_seconds_per_rank"} & line.keys()
+    assert line["exposed_encoder_seconds"] is not None
+    each = [{"filled": 1.0 + rank, "wasted": 4.0 - rank} for rank in range(RANKS)]
+    each[2]["overrun"] = 0.5
+    line = line_of(plan, spans, bubbles=each)
+    assert line["bubble_seconds"] == {
+        "filled": {"max": 4.0, "rank": 3, "mean": 2.5},
+        "wasted": {"max": 4.0, "rank": 0, "mean": 2.5},
+        "overrun": {"max": 0.5, "rank": 2, "mean": 0.125},
+    }
+    assert line["bubble_seconds_per_rank"]["overrun"] == [0.0, 0.0, 0.5, 0.0]
+    assert line["exposed_encoder_seconds"] is None
 
 
 GRIDS_OF_STEP = [(1, 16, 16), (1, 4, 4), (1, 4, 4), (1, 4, 4), (1, 4, 4), (1, 4, 4)]

@@ -1,0 +1,147 @@
+"""From a step's plan to its bubbles: scopes, memory, costs; what is refused, and what is told."""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.sim import corpus
+from kimi_pretrain.config import GIB, ConfigError, load_config
+from kimi_pretrain.dep.bubble_check import check
+from kimi_pretrain.dep.bubble_run import BubbleRun, OutOfOrder
+from kimi_pretrain.dep.bubble_step import dep_step
+from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.dep.timeline import Pass
+from kimi_pretrain.step import TrainStep
+from moonvit3d.memory import activation_bytes
+
+LAYOUT = (
+    "layout.pp=4", "layout.vpp=1", "layout.dp=2", "layout.ep=1", "layout.overlap_experts=false",
+    "layout.stages=Et*14|t*16|t*16|t*15L", "data.rows_per_step=64", "data.seed=3",
+    "train.rows_per_microbatch=1", "data.vision_token_ratio=0.3", "dep.memory_limit_gib=null",
+)  # fmt: skip
+
+
+def config_of(*settings):
+    return load_config("kimi_k25_1t", [*LAYOUT, "dep.bubbles=all", *settings])
+
+
+@pytest.fixture(scope="module")
+def step():
+    """The plan of a step; sources and packing are real, nothing is read."""
+    return next(corpus.steps(config_of().data, 1, corpus.read_mix()))
+
+
+def test_every_item_is_encoded_once_where_the_plan_of_bubbles_has_it(step):
+    vision = VisionPlanner(config_of()).plan(step)
+    units, plan = vision.bubbles.units, vision.bubbles.plan
+    assert sorted(units.item.tolist()) == list(range(len(step.items)))
+    assert np.array_equal(vision.rank[units.item], plan.rank)
+    assert np.array_equal(vision.shares.rank, vision.rank)
+    sent = {int(i): int(s) for i, s in zip(vision.spans.item, vision.spans.source)}
+    assert sent == dict(enumerate(vision.rank.tolist()))
+    microbatch = {int(i): int(m) for i, m in zip(vision.spans.item, vision.spans.microbatch)}
+    assert [microbatch[item] for item in units.item.tolist()] == plan.microbatch.tolist()
+    assert VisionPlanner(config_of()).plan(step).rank.tolist() == vision.rank.tolist()
+    inside = [s for mine in plan.forward for s in mine if 0 < s.slot < plan.schedule.num_passes]
+    assert inside
+
+
+def test_steps_without_a_backward_pass_have_no_bubbles(step):
+    assert VisionPlanner(config_of(), training=False).plan(step).bubbles is None
+    assert VisionPlanner(config_of("dep.bubbles=none")).plan(step).bubbles is None
+
+
+def test_each_scope_encodes_its_own(step):
+    planner = VisionPlanner(config_of("dep.scope=replica"))
+    vision = planner.plan(step)
+    home = step.items.row.astype(int) // 32
+    assert np.array_equal(planner.ranks.replica[vision.rank], home)
+    check(vision.bubbles.plan)
+
+
+def test_shared_items_stay_outside(step):
+    vision = VisionPlanner(config_of("dep.max_split=4", "dep.split_efficiency=1.0")).plan(step)
+    shared = np.flatnonzero(vision.parts > 1)
+    assert len(shared)
+    assert not set(shared.tolist()) & set(vision.bubbles.units.item.tolist())
+    apart = vision.together()
+    assert set(apart.spans.item.tolist()) == set(apart.shares.item.tolist()) == set(shared.tolist())
+
+
+def test_what_is_kept_fits_the_limit_all_at_once(step):
+    grids = np.stack([step.items.frames, step.items.grid_h, step.items.grid_w], axis=1)
+    sizes, kept = None, []
+    for limit in (20, 40, 400):
+        config = config_of("dep.keep_activations=auto", f"dep.memory_limit_gib={limit}")
+        vision = VisionPlanner(config).plan(step)
+        sizes = activation_bytes(grids, config.model.vision, 2)[vision.bubbles.units.item]
+        plan = vision.bubbles.plan
+        for rank in range(8):
+            mine = plan.rank == rank
+            need = sizes[mine & plan.kept].sum() + sizes[mine & ~plan.kept].max(initial=0)
+            need += int(vision.tokens_held()[rank]) * config.model.vision.out_width * 2
+            assert need <= limit * GIB
+        kept.append(int(plan.kept.sum()))
+    assert 0 < kept[0] < kept[1] < kept[2] == len(step.items)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "later"), [([], 3.0), (["vision_tower"], 0.0), (["projector"], 3.0)]
+)
+def test_what_is_frozen_costs_nothing_later(step, frozen, later):
+    vision = VisionPlanner(config_of(f"train.frozen={frozen}")).plan(step)
+    units = vision.bubbles.units
+    ratio = (units.recompute + units.backward) / units.forward
+    assert ratio == pytest.approx(np.full(len(units), later), abs=1e-5)
+
+
+REFUSED = {
+    "fill of nothing": (["dep.bubble_fill=0"], "dep.bubble_fill"),
+    "fill beyond all": (["dep.bubble_fill=1.2"], "dep.bubble_fill"),
+    "a word": (["dep.bubbles=some"], "dep.bubbles"),
+    "colocated": (["dep.placement=colocated"], "dep.bubbles=all with dep.placement=colocated"),
+    "overlapped experts": (
+        ["layout.overlap_experts=true", "layout.vpp=2", "layout.ep=2",
+         "layout.stages=(t|)*0Et*6|(t*8|)*6t*7L"],
+        "dep.bubbles=all with layout.overlap_experts=true",
+    ),
+    "offloaded outputs": (["dep.offload_outputs=true"], "dep.bubbles=all with dep.offload_outputs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "named"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_does_not_go_with_bubbles_is_refused(settings, named):
+    with pytest.raises(ConfigError, match=named) as error:
+        config_of(*settings)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_without_a_pipeline_dep_does_it_and_says_so(caplog):
+    config = load_config("tiny_cpu", ["layout.pp=1", "layout.vpp=1", "dep.bubbles=all"])
+    model = SimpleNamespace(encoder=None, backbone=None, exchange=None)
+    mesh = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    with caplog.at_level(logging.WARNING):
+        step = dep_step(config, mesh, model, None, VisionPlanner(config))
+    assert type(step) is TrainStep
+    assert "dep.bubbles=all with layout.pp=1" in caplog.text
+
+
+def test_another_order_of_passes_is_an_error(step):
+    vision = VisionPlanner(config_of()).plan(step)
+    passes = vision.bubbles.plan.schedule.passes[3]
+    assert passes[:3] == (Pass(False, 0, 0), Pass(True, 0, 0), Pass(False, 0, 1))
+    run = BubbleRun.__new__(BubbleRun)
+    run.passes, run.stage, run.started = passes, 3, 0
+    run._forward, run._encode = [], lambda until: None
+    run.forward(0, 0)
+    with pytest.raises(OutOfOrder, match="begins the forward of microbatch 1, chunk 0, where"):
+        run.forward(0, 1)
+    run.backward(0, 0)
+    run._forward = [(2, 0, 0)]
+    with pytest.raises(OutOfOrder, match="did not wait before the backward of microbatch 1"):
+        run.backward(0, 1)
+    with pytest.raises(OutOfOrder, match="ended before the forward of microbatch 1"):
+        run.finish()

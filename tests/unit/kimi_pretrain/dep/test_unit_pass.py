@@ -1,0 +1,100 @@
+"""The encoder stops between its blocks, forward and back, and comes to the same bits."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from kimi_pretrain.dep.encoder import DecoupledEncoder
+from kimi_pretrain.dep.unit_pass import UnitPass
+from moonvit3d.config import MoonViTConfig
+
+CONFIG = MoonViTConfig(width=32, depth=5, heads=2, mlp_width=48, pos_grid=8, out_width=24)
+GRID, TOKENS = (2, 6, 4), 6
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def made_encoder(dtype=torch.float32, frozen=()) -> DecoupledEncoder:
+    device = torch.device("cpu")
+    return DecoupledEncoder(CONFIG, 80, 3, dtype, device, frozen=frozen, check_recompute=True)
+
+
+def pixels():
+    draw = np.random.Generator(np.random.Philox(key=4))
+    return draw.integers(0, 256, (48, 3, 14, 14), dtype=np.uint8)
+
+
+GRADIENT = torch.sin(torch.arange(TOKENS * 24, dtype=torch.float64)).view(TOKENS, 24)
+
+
+def step(encoder, pieces, keep=False):
+    """Output and gradients of one item, in pieces."""
+    encoder.sums.zero()
+    run = UnitPass(encoder, pixels(), GRID, pieces, keep=keep)
+    outputs = [run.forward(piece) for piece in range(pieces)]
+    assert all(output is None for output in outputs[:-1])
+    assert not outputs[-1].requires_grad
+    for piece in range(run.later if encoder.trainable else 0):
+        gradient = GRADIENT.to(encoder.dtype) if run.needs_gradient(piece) else None
+        run.backward(piece, gradient)
+    return outputs[-1], {name: grad.clone() for name, grad in encoder.sums.views.items()}
+
+
+def in_one(encoder):
+    """The same by torch alone: the module, called once, and one backward pass."""
+    encoder.sums.zero()
+    output = encoder.module(torch.from_numpy(pixels()), [GRID])
+    if encoder.trainable:
+        output.backward(GRADIENT.to(encoder.dtype))
+    return output.detach(), {name: grad.clone() for name, grad in encoder.sums.views.items()}
+
+
+FROZEN = [(), ("vision_tower",), ("projector",), ("vision_tower", "projector")]
+
+
+@pytest.mark.parametrize("frozen", FROZEN, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_pieces_come_to_the_bits_of_one_pass(dtype, frozen):
+    encoder = made_encoder(dtype, frozen)
+    output, grads = in_one(encoder)
+    assert len(grads) == len(encoder.trained())
+    for pieces in (1, 2, 3, 5, 7):  # of five blocks: pieces may be empty
+        for keep in (False, True):
+            found, found_grads = step(encoder, pieces, keep)
+            assert torch.equal(found, output)
+            assert found_grads.keys() == grads.keys()
+            for name, grad in grads.items():
+                assert torch.equal(found_grads[name], grad), (name, pieces, keep)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_nothing_is_left_of_a_unit_that_is_done(keep):
+    encoder = made_encoder()
+    run = UnitPass(encoder, pixels(), GRID, 3, keep=keep)
+    for piece in range(3):
+        run.forward(piece)
+    assert len(run._graph) == (3 if keep else 0)
+    assert run._x is None
+    assert run._pack is None
+    for piece in range(run.later):
+        run.backward(piece, GRADIENT.float() if run.needs_gradient(piece) else None)
+    left = (run._graph, run._x, run._pack, run._pixels, run._features, run._gradient)
+    assert left == ([], None, None, None, None, None)
+
+
+def test_weights_that_change_in_between_are_seen():
+    encoder = made_encoder()
+    run = UnitPass(encoder, pixels(), GRID, 2, keep=False)
+    for piece in range(2):
+        run.forward(piece)
+    with torch.no_grad():
+        next(encoder.module.parameters()).add_(1.0)
+    run.backward(0)
+    with pytest.raises(RuntimeError, match="differ from those of the forward pass"):
+        run.backward(1)
