@@ -135,8 +135,7 @@ class MoonViT3D(nn.Module):
             weight = self.patch_embed.proj.weight
             return weight.new_zeros(0, MERGE * MERGE, self.config.width)
         x_LC, pack = self.embed(patches, grids, share)
-        x_LC = self.encoder(x_LC, pack.rotary_LP, pack.segments, pack.attend)
-        return self.merge(x_LC, pack)
+        return self.merge(self.encoder(x_LC, pack.rotary_LP, pack.segments, pack.attend), pack)
 
     def embed(
         self, patches: Tensor, grids: Sequence[Grid], share: Share | None = None
@@ -158,10 +157,9 @@ class MoonViT3D(nn.Module):
         if share is not None:
             rotary_LP, held = rotary_LP[torch.from_numpy(share.rows)], [share.strip]
             attend_fn = share.attend
-        rotary_LP = rows.pad(rotary_LP, padding)
         lengths = [t * h * w for t, h, w in held] + rows.padding_lengths(padding)
         segments = Segments.of(lengths, weight.device)
-        return x_LC, Packed(rotary_LP, segments, attend_fn, len(patches), held)
+        return x_LC, Packed(rows.pad(rotary_LP, padding), segments, attend_fn, len(patches), held)
 
     def merge(self, x_LC: Tensor, pack: Packed) -> Tensor:
         """Return the blocks' output [L + padding, C] as tokens [T, 4, C]."""

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kimi_pretrain.dep.bubble_plan import BubblePlan
-from kimi_pretrain.dep.timeline import Pass
+from kimi_pretrain.dep.timeline import Pass, Schedule
 
 
 class WaitsInACircle(ValueError):
@@ -13,7 +13,10 @@ class WaitsInACircle(ValueError):
 def check(plan: BubblePlan) -> None:
     """Run a plan without durations, every wait blocking and all replicas in step.
 
-    In a slot a rank does its forward pieces, then those that wait for a gradient.
+    In a slot a rank does its forward pieces, then those that wait for a gradient. What a pass sends
+    to another stage must be taken: the stage does not go on before the other has come to the slot
+    where it receives. (With interleaved chunks Megatron-Core waits for that one pass of the kind
+    later.)
 
     Raises:
         WaitsInACircle: it does not come to its end; names the passes.
@@ -31,6 +34,7 @@ def check(plan: BubblePlan) -> None:
             made[stage][slot].append(int(plan.microbatch[unit]))
         for one in backward:
             waits[stage][one.slot].add(int(plan.microbatch[one.unit]))
+    takers = _takers(schedule)
     at, worked = [0] * schedule.stages, [False] * schedule.stages
     done: set[tuple[int, Pass]] = set()
     moved = True
@@ -39,6 +43,9 @@ def check(plan: BubblePlan) -> None:
         for stage, passes in enumerate(schedule.passes):
             while at[stage] < slots:
                 slot = at[stage]
+                taker, where = takers[stage][slot]
+                if at[taker] < where:
+                    break
                 if not worked[stage]:
                     for microbatch in made[stage][slot]:
                         missing[microbatch] -= 1
@@ -64,6 +71,30 @@ def check(plan: BubblePlan) -> None:
         raise WaitsInACircle(
             f"this plan of vision work lets stages wait for each other: {'; '.join(stuck)}"
         )
+
+
+def _takers(schedule: Schedule) -> list[list[tuple[int, int]]]:
+    """Return for each stage and slot which stage must have come to which slot before.
+
+    That of the pass before the slot, or with interleaved chunks of the one of its kind before that.
+    """
+    receives = {
+        needed: (stage, number)
+        for stage, passes in enumerate(schedule.passes)
+        for number, one in enumerate(passes)
+        if (needed := schedule.needed(stage, one)) is not None
+    }
+    found: list[list[tuple[int, int]]] = []
+    for stage, passes in enumerate(schedule.passes):
+        mine = [(0, 0)]
+        last: dict[bool, Pass | None] = {False: None, True: None}
+        for one in passes:
+            sent = one if schedule.chunks == 1 else last[one.backward]
+            last[one.backward] = one
+            taker = (0, 0) if sent is None else receives.get((stage, sent), (0, 0))
+            mine.append((0, 0) if taker[0] == stage else taker)
+        found.append(mine)
+    return found
 
 
 def _check_slices(plan: BubblePlan) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kimi_pretrain.config import Config
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.flops import flops
 
@@ -29,6 +30,14 @@ class CostModel:
         """Return the seconds that each item costs one rank, float64 [items]."""
         size = np.asarray(patches, dtype=np.float64)
         return size * self.per_patch + size * size * self.per_patch_squared + self.per_item
+
+    @classmethod
+    def configured(cls, config: Config) -> "CostModel":
+        """Return the model that `dep.cost` gives, or the one counted in FLOPs."""
+        given = config.dep.cost
+        if given is None:
+            return cls.from_flops(config.model.vision, config.dep.flops_per_second)
+        return cls(given.per_patch, given.per_patch_squared, given.per_item)
 
     @classmethod
     def from_flops(cls, config: MoonViTConfig, flops_per_second: float) -> "CostModel":

@@ -35,7 +35,7 @@ class VisionPlanner:
         self.ranks = Ranks(config.layout, config.dep.ranks_per_node)
         self.scopes = scopes(config)
         self.order = np.concatenate(self.scopes)
-        self.costs = cost_model(config)
+        self.costs = CostModel.configured(config)
         layout, rows = config.layout, config.train.rows_per_microbatch
         self.parts = SequenceParts(rows * config.data.seq_len, layout.cp, layout.tp)
         self.bubbles = None
@@ -135,11 +135,3 @@ def grids_of(plan: GlobalPlan) -> NDArray[np.int64]:
     """Return the patch grids (frames, height, width) of a plan's items, int64 [items, 3]."""
     items = plan.items
     return np.stack([items.frames, items.grid_h, items.grid_w], axis=1).astype(np.int64)
-
-
-def cost_model(config: Config) -> CostModel:
-    """Return the configured cost model, or the one counted in FLOPs."""
-    given = config.dep.cost
-    if given is None:
-        return CostModel.from_flops(config.model.vision, config.dep.flops_per_second)
-    return CostModel(given.per_patch, given.per_patch_squared, given.per_item)

@@ -3,9 +3,11 @@
 See worker.py.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -76,6 +78,62 @@ def bubble_training(run) -> list[dict]:
     return [
         line_of(run, report) | {"encoded": report.bubble_seconds is not None} for report in reports
     ]
+
+
+def bubble_rules(run) -> dict[str, Any]:
+    """Return what is said where the schedule is not the planned one, or has no place for work."""
+    from kimi_pretrain.dep.bubble_links import Links
+    from kimi_pretrain.dep.bubble_run import BubbleRun, OutOfOrder
+    from kimi_pretrain.dep.bubble_step import dep_step
+    from kimi_pretrain.engine.slots import SlotCommunicator
+
+    batch = next(run.loader)
+    vision, links = run.planner.plan(batch.plan), run.train_step.links
+    assert isinstance(links, Links)
+    vision = replace(vision, bubbles=replace(vision.bubbles, plan=_nothing(vision.bubbles.plan)))
+    work = BubbleRun(vision, 0, run.encoder, links, [], {}, 0, None, lambda phase: ExitStack())
+    work._make_leaf = lambda microbatch: None
+    work.forward(0, 0)
+    messages = []
+
+    def fails(method, *args):
+        try:
+            method(*args)
+        except (OutOfOrder, ValueError) as error:
+            messages.append(str(error))
+
+    fails(work.backward, 0, 0)
+    work._forward.append((1, 0, 0))
+    fails(work.backward, 0, 0)
+    work._forward.clear()
+    fails(work.finish)
+    config = run.config.replace(layout=run.config.layout.replace(pp=1, vpp=1))
+    with _heard("kimi_pretrain.train") as heard:
+        step = dep_step(config, run.mesh, run.model, run.update, run.planner)
+    engine = copy(run.backbone.engine)
+    engine.batch_p2p_comm = True
+    group = run.mesh.groups["encoder"]
+    fails(SlotCommunicator, group, engine, work)
+    *disorder, batched = messages
+    kind = type(step).__name__
+    return {"disorder": disorder, "batched": batched, "no pipeline": (kind, "".join(heard))}
+
+
+def _nothing(plan):
+    """The plan without its work."""
+    none = [[] for _ in plan.stage]
+    return replace(plan, forward=none, backward=none)
+
+
+@contextmanager
+def _heard(name: str) -> Iterator[list[str]]:
+    """Collect what a logger is told."""
+    heard = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    yield heard
+    logging.getLogger(name).removeHandler(handler)
 
 
 def bubble_fault(run) -> None:
@@ -209,5 +267,5 @@ def _sleeps(rank: int) -> Iterator[None]:
 
 ACTIONS = {
     "bubbles": bubbles, "bubble_training": bubble_training, "bubble_fault": bubble_fault,
-    "bubble_disorder": bubble_disorder,
+    "bubble_disorder": bubble_disorder, "bubble_rules": bubble_rules,
 }  # fmt: skip

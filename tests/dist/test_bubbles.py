@@ -12,7 +12,8 @@ ALL, EDGES = ("dep.bubbles=all", *SLOW_DEVICE), ("dep.bubbles=edges", *SLOW_DEVI
 KEPT = ("dep.keep_activations=auto", "dep.memory_limit_gib=0.006", "dep.check_recompute=true")
 # Priced by its square the largest item binds, so that it is shared.
 SHARED = ("dep.max_split=2", "dep.split_efficiency=1.0", "dep.check_recompute=true",
-          "dep.cost={per_patch: 0, per_patch_squared: 1.0e-3, per_item: 0}")  # fmt: skip
+          "dep.cost={per_patch: 0, per_patch_squared: 1.0e-4, per_item: 0}",
+          "data.vision_token_ratio=0.2")  # fmt: skip
 FLOAT64 = ("train.dtype=float64",)
 VPP, EP = dict(pp=2, vpp=2), dict(dp=2, ep=2)
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -81,7 +82,9 @@ TRAINED = {
 @pytest.fixture(scope="module")
 def found(data_root, tmp_path_factory):
     given = dict(jobs(FAST, data_root))
-    _, (root, _, *axes) = given["PP2 x VPP2 x EP2"]
+    _, (root, *settings) = given["PP2 x VPP2 x EP2"]
+    axes = [one for one in settings if one.startswith("layout.")]
+    given["rules"] = "bubble_rules", (root, "train.steps=1", *axes, *ALL)
     for name, settings in TRAINED.items():
         given[name] = "bubble_training", (root, *axes, *settings, *STEPS)
     return run_jobs(given, tmp_path_factory.mktemp("bubbles"), 4)
@@ -117,6 +120,23 @@ def test_a_training_is_that_of_dep(found):
                     assert name == "table" or line[name] == value, (name, step)
                 else:
                     assert line[name] == pytest.approx(value, rel=1e-5), (name, step)
+
+
+def test_another_order_of_passes_is_an_error(found):
+    second, late, early = found["rules"]["disorder"]
+    assert "stage 0 begins the backward of microbatch 0, chunk 0, where the plan" in second
+    assert "did not wait before the backward of microbatch 0, chunk 0, where" in late
+    assert "stage 0 ended before the forward of microbatch 1, chunk 0" in early
+
+
+def test_without_a_pipeline_dep_does_it_and_says_so(found):
+    kind, told = found["rules"]["no pipeline"]
+    assert kind == "TrainStep"
+    assert "dep.bubbles=all with layout.pp=1" in told
+
+
+def test_batched_p2p_is_refused(found):
+    assert "batched p2p" in found["rules"]["batched"]
 
 
 FAULTS = {
