@@ -13,7 +13,7 @@ import torch
 
 from data_pipeline.loader import StepBatch
 from kimi_pretrain.config import Config
-from kimi_pretrain.dep.bubble_links import Links
+from kimi_pretrain.dep.bubble_links import WAYS, Links
 from kimi_pretrain.dep.bubble_planner import in_bubbles
 from kimi_pretrain.dep.bubble_run import BubbleRun
 from kimi_pretrain.dep.leaves import leaf_gradients
@@ -55,12 +55,13 @@ class BubbleStep(TrainStep):
         )
         self.schedule = self.backbone.schedule = SlotSchedule(self.backbone.schedule)
         self._seconds: dict[str, float] = {}
+        self._moved: dict[str, int] = {}
 
     def run(self, batch: StepBatch, *, text_only: bool = False) -> StepReport:
         """See `TrainStep`; the report has the seconds of this rank's bubbles."""
-        self._seconds = {}
+        self._seconds, self._moved = {}, {}
         report = super().run(batch, text_only=text_only)
-        return replace(report, bubble_seconds=self._seconds)
+        return replace(report, bubble_seconds=self._seconds, exchange_bytes=self._moved)
 
     def _decoupled(
         self,
@@ -100,6 +101,9 @@ class BubbleStep(TrainStep):
             with self.clock.phase("6 gradient sum"):
                 self.encoder.sums.finish()
         self._seconds = run.watch.seconds()
+        width, size = self.config.model.vision.out_width, self.encoder.dtype.itemsize
+        planned = self.exchange.bytes_sent(vision, rank, width, size)
+        self._moved = {way: planned[way] for way in WAYS if trained or way == "over"}
         kept = vision.bubbles.units.item[plan.kept & (plan.rank == rank)]
         return loss, int(vision.patches[kept].sum()) if trained else 0
 

@@ -76,7 +76,14 @@ def bubble_training(run) -> list[dict]:
     """Take the steps of a run, updates and all: the line of each."""
     reports = [run.train_step.run(next(run.loader)) for _ in range(run.config.train.steps)]
     return [
-        line_of(run, report) | {"encoded": report.bubble_seconds is not None} for report in reports
+        line_of(run, report)
+        | {
+            "encoded": report.bubble_seconds is not None,
+            "moved": sum(
+                sum(one.values()) for one in run.mesh.all_gather_object(report.exchange_bytes)
+            ),
+        }
+        for report in reports
     ]
 
 

@@ -113,6 +113,8 @@ def test_a_training_is_that_of_dep(found):
         for step, (line, wanted) in enumerate(zip(found[ours], found[plain], strict=True)):
             assert line.pop("encoded")
             assert not wanted.pop("encoded")
+            moved = line.pop("moved"), wanted.pop("moved")  # who encodes what is not the same
+            assert moved == (0, 0) if same else min(moved) > 0
             # The first step's losses are from before any update, and from the same embeddings.
             assert line["loss"] == wanted["loss"] or step
             for name, value in wanted.items():
