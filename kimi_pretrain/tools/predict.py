@@ -100,8 +100,9 @@ def predict(
     progress(0.0, "reading the index")
     indices = check_start(config, steps=0, data_alone=True).indices
     planner = Planner(indices, config.data)
-    own = _with_dep(config, memory_limit_gib=None)  # what goes over it is to be seen, not refused
-    plain = {"placement": "decoupled", "memory_limit_gib": None}
+    # What goes over the limit is to be seen, not refused; so nothing can be kept up to it.
+    own = _with_dep(config, memory_limit_gib=None, keep_activations="none")
+    plain = {"placement": "decoupled", "memory_limit_gib": None, "bubbles": "none"}
     ways = {assign: VisionPlanner(_with_dep(config, assign=assign, **plain)) for assign in ASSIGNS}
     state, vision, steps = planner.state_dict(), VisionPlanner(own), list[Prediction]()
     for number in range(1, num_steps + 1):

