@@ -48,9 +48,11 @@ class Links:
         for ranks in (scope.tolist() for scope in scopes):
             dests = [rank for rank in ranks if rank in first]
             for way in WAYS:
-                groups = [_group(ranks, timeout_seconds) for _ in dests[:2]]
-                if self.rank in ranks:
-                    self._groups[way, False], self._groups[way, True] = groups[0], groups[-1]
+                timeout = timedelta(seconds=timeout_seconds)
+                groups = [dist.new_group(ranks, timeout=timeout) for _ in dests[:2]]
+                for rising, group in ((False, groups[0]), (True, groups[-1])):
+                    if isinstance(group, dist.ProcessGroup):  # a number where it has no part in it
+                        self._groups[way, rising] = group
             if self.rank in ranks:
                 self._open(ranks, dests, device)
 
@@ -78,7 +80,3 @@ class Links:
                 else:
                     self.receive("over", one, source).wait()
                     self.send("back", one, source).wait()
-
-
-def _group(ranks: Sequence[int], timeout_seconds: float) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))

@@ -74,7 +74,6 @@ class BubbleStep(TrainStep):
         assert vision.bubbles is not None
         rank, trained, plan = self.mesh.rank, self.encoder.trainable, vision.bubbles.plan
         shared = vision.together()
-        together = len(shared.spans) > 0  # on all ranks alike: the plan is global
         media, grids = self._pixels(batch, vision), grids_of(batch.plan)
         # On CUDA the clock of phases waits for the device, which would end all overlap.
         phase = self.clock.phase if self.mesh.device.type == "cpu" else _unnamed
@@ -82,15 +81,17 @@ class BubbleStep(TrainStep):
             vision, self.mesh.stage, self.encoder, self.links, grids, media,
             self.config.dep.bubble_ahead, self.exchange.dtype, phase,
         )  # fmt: skip
-        if together:
-            work, leaf_rows, shape = self._encode(batch, shared, microbatches, trained=trained)
+        outside = None
+        if len(shared.spans):  # on all ranks alike: the plan is global
+            outside = self._encode(batch, shared, microbatches, trained=trained)
         self.schedule.slots = run
         run.begin(microbatches)
         try:
             loss = self._backbone(batch.plan, microbatches, loss_tokens)
         finally:
             self.schedule.slots = None
-        if trained and together:
+        if trained and outside is not None:
+            work, leaf_rows, shape = outside
             with self.clock.phase("5 hand-back"):
                 gradients = torch.zeros(shape, dtype=self.encoder.dtype, device=self.mesh.device)
                 gradients = leaf_gradients(microbatches, leaf_rows, gradients)

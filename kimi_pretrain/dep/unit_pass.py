@@ -115,11 +115,11 @@ class UnitPass:
                 assert self._pixels is not None
                 x, self._pack = tower.embed(self.encoder.tensor([self._pixels]), [self.grid])
             assert self._pack is not None
-            x = tower.encoder(x, self._pack.rotary_LP, self._pack.segments, self._pack.attend,
-                              self._range(number))  # fmt: skip
+            rotary, segments, attend = self._pack[:3]
+            y: Tensor = tower.encoder(x, rotary, segments, attend, self._range(number))
             if not last:
-                return x
-            features = tower.merge(x, self._pack)
+                return y
+            features = tower.merge(y, self._pack)
         if frozen:
             self._features, self._pixels = features, None
         return self._project(features)

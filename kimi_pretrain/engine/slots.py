@@ -55,7 +55,7 @@ class SlotSchedule:
         self.slots: Slots | None = None
 
     def __call__(
-        self, *, forward_step_func, data_iterator, model, forward_only: bool, **options
+        self, *, forward_step_func, data_iterator, model, forward_only: bool = False, **options
     ) -> Any:
         """Run the schedule, and behind its last pass what is left in the slots."""
         slots, plain = self.slots, dict(model=model, forward_only=forward_only, **options)

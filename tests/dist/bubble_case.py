@@ -15,21 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
 from tests.dist.basic_case import line_of
 
 LANGUAGE = "language_model."
-SEEDS = 3
+SEEDS, PROPOSALS = 3, 200
 LONGEST_SLEEP = 0.02
 
 
 def bubbles(run) -> dict[str, Any]:
     """Take one step with DEP, then with the same ranks' work in bubbles, at other times each time.
 
-    Variants: "planned"; "moved N": pieces of forward work earlier and of backward work later than
-    planned, at random, which every rank may do; "asleep": so, with pauses on all ranks, too. In
-    each: "encoder" and "backbone", the largest relative difference of any tensor's gradient from
-    DEP's, on any rank; "loss": whether it is the same bits; "bits": whether the encoder's gradients
-    are those of "planned"; how many pieces ran between two passes ("forward inside", "backward
+    Variants: "planned"; "moved N": pieces of work moved to other slots at random, as far as no
+    ranks wait for each other; "asleep": so, with pauses on all ranks, too. In each: "encoder" and
+    "backbone", the largest relative difference of any tensor's gradient from DEP's, on any rank;
+    "loss": whether it is the same bits; "bits": whether the encoder's gradients are those of
+    "planned"; how many pieces are planned between two passes ("forward inside", "backward
     inside"); patches "kept"; seconds. Of all: "shared" items, and those of "units".
     """
     from kimi_pretrain.step import TrainStep
@@ -189,34 +190,44 @@ def _inside(plan, rank: int) -> dict[str, int]:
 
 
 def _moved(bubbles, seed: int):
-    """Move pieces of forward work earlier, and of backward work later, in the same order."""
-    from kimi_pretrain.dep.bubble_check import check
-
+    """Move work to other slots at random, as often as the check of plans lets it."""
     plan, draw = bubbles.plan, np.random.Generator(np.random.Philox(key=seed))
     last = plan.schedule.num_passes
 
     def pieces(slices):
         return [s._replace(begin=n, end=n + 1) for s in slices for n in range(s.begin, s.end)]
 
-    def at(slices, slots):
-        return [s._replace(slot=int(slot)) for s, slot in zip(slices, slots, strict=True)]
-
-    forward, backward = [], []
-    for rank, stage in enumerate(plan.stage.tolist()):
-        passes = plan.schedule.passes[stage]
-        early = pieces(plan.forward[rank])
-        drawn = np.array([draw.integers(0, s.slot + 1) for s in early], np.int64)
-        slots = np.minimum.accumulate(drawn[::-1])[::-1]
-        # The last chunk's backward pass waits for nobody.
-        slots = [n - (0 < n < last and _own(plan.schedule, stage, passes[n])) for n in slots]
-        forward.append(at(early, slots))
-        late = pieces(plan.backward[rank])
-        drawn = np.array([draw.integers(s.slot, last + 1) for s in late], np.int64)
-        backward.append(at(late, np.maximum.accumulate(drawn) if late else drawn))
-    moved = replace(plan, forward=forward, backward=backward)
-    check(moved)
+    plan = replace(
+        plan,
+        forward=[pieces(slices) for slices in plan.forward],
+        backward=[pieces(slices) for slices in plan.backward],
+    )
+    for _ in range(PROPOSALS):
+        way, rank = str(draw.choice(["forward", "backward"])), int(draw.integers(len(plan.stage)))
+        mine = list(getattr(plan, way)[rank])
+        if not mine:
+            continue
+        at, slot = int(draw.integers(len(mine))), int(draw.integers(last + 1))
+        if draw.random() < 0.5:
+            mine[at:] = [s._replace(slot=max(s.slot, slot)) for s in mine[at:]]
+        else:
+            mine[: at + 1] = [s._replace(slot=min(s.slot, slot)) for s in mine[: at + 1]]
+        passes = plan.schedule.passes[int(plan.stage[rank])]
+        # The last chunk's backward pass waits for nobody: no forward work is before it.
+        if way == "forward" and any(
+            s.slot < last and _own(plan.schedule, int(plan.stage[rank]), passes[s.slot])
+            for s in mine
+        ):
+            continue
+        other = [*getattr(plan, way)[:rank], mine, *getattr(plan, way)[rank + 1 :]]
+        proposed = replace(plan, **{way: other})
+        try:
+            check(proposed)
+        except WaitsInACircle:
+            continue
+        plan = proposed
     wide = [dict.fromkeys(range(1, last), 1e9) for _ in bubbles.room]
-    return replace(bubbles, plan=moved, room=wide)
+    return replace(bubbles, plan=plan, room=wide)
 
 
 def _own(schedule, stage: int, this) -> bool:
