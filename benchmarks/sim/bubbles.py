@@ -27,11 +27,13 @@ from kimi_pretrain.dep.bubble_plan import (
     Filling,
     Units,
     gaps_of,
+    least_wait,
     plan_bubbles,
 )
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
 from kimi_pretrain.dep.planner import grids_of
 from kimi_pretrain.dep.row_order import microbatch_order
+from kimi_pretrain.dep.timeline import gathered
 from kimi_pretrain.parallel.ranks import Ranks
 from moonvit3d.memory import activation_bytes
 
@@ -49,12 +51,14 @@ class Bubbles:
         title: in words.
         order_rows: as in `data`.
         filling: of the plan.
+        gather: plan on a timeline whose short waits lie together.
         scatter: how far true costs are off, as `Assumptions.cost_scatter`.
     """
 
     title: str
     order_rows: str = "light_ends"
     filling: Filling = Filling()
+    gather: bool = True
     scatter: float = SCATTER
 
 
@@ -250,6 +254,9 @@ def bubble_step(
     stage = np.arange(case.ranks) // config.layout.dp
     assert np.array_equal(np.arange(case.ranks) % config.layout.dp, Ranks(config.layout, 8).replica)
     units = units_of(plan, config, case.assumed)
+    if way.gather:
+        least = least_wait(units, way.filling)
+        text = replace(text, line=gathered(text.schedule, text.line, least, text.send))
     found = plan_bubbles(units, text.schedule, text.line, stage, way.filling)
     check(found)
     true = scattered(units, plan.step, case.seed, way.scatter)
@@ -273,8 +280,13 @@ KEPT_GIB = 40
 WAYS = {
     "drawn": Bubbles("rows as they are drawn", order_rows="as_drawn"),
     "light": Bubbles("light rows first and last"),
+    "short": Bubbles("the same, short waits left as they are", gather=False),
     "kept": Bubbles(
-        f"the same, activations kept in {KEPT_GIB} GiB", filling=Filling(room_bytes=KEPT_GIB * GIB)
+        f"light rows, activations kept in {KEPT_GIB} GiB",
+        filling=Filling(room_bytes=KEPT_GIB * GIB),
+    ),
+    "halves": Bubbles(
+        "the same, blocks cut in halves", filling=Filling(room_bytes=KEPT_GIB * GIB, pieces=54)
     ),
     "whole": Bubbles("light rows, items in one piece", filling=Filling(pieces=1)),
     "edges": Bubbles(

@@ -145,6 +145,14 @@ def gaps_of(stage: int, line: Timeline, filling: Filling) -> list[Gap]:
     return [first, *inside, Gap(len(start), float(end[-1]), line.total, 1.0)]
 
 
+def least_wait(units: Units, filling: Filling) -> float:
+    """Return how long waits should last so that the largest piece fits each: shorter ones are
+    to be gathered (`timeline.gathered`).
+    """
+    largest = float(units.backward.max(initial=0.0)) / filling.pieces
+    return filling.slot_seconds + filling.margin * largest * (1 + 1e-9)
+
+
 @dataclass(frozen=True)
 class Borders:
     """When the first stage starts each microbatch, and when it is through with it, [microbatches].

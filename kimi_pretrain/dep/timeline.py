@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
+ROUNDING = 1e-9  # seconds; a shorter wait is none
+
 
 class Pass(NamedTuple):
     """One pass of one microbatch through one chunk of a stage."""
@@ -150,10 +152,64 @@ def timeline(schedule: Schedule, forward: Floats, backward: Floats, send: float 
         start = ended[stage][-1] if number else 0.0
         if needed is not None:
             other, before = needed
-            # The last chunk's backward pass follows its own forward pass; all else is sent.
-            own = this.backward and not schedule.passes[other][before].backward
-            start = max(start, ended[other][before] + (0.0 if own else send))
+            sent = send if _is_sent(schedule, this, needed) else 0.0
+            start = max(start, ended[other][before] + sent)
         begun[stage].append(start)
         virtual = this.chunk * schedule.stages + stage
         ended[stage].append(start + seconds[this.backward][virtual][this.microbatch])
     return Timeline(np.array(begun), np.array(ended))
+
+
+def _is_sent(schedule: Schedule, this: Pass, needed: tuple[int, int]) -> bool:
+    """Whether what a pass needs is sent: all but the last chunk's own output, for its gradient."""
+    other, before = needed
+    return not this.backward or schedule.passes[other][before].backward
+
+
+def latest_starts(schedule: Schedule, line: Timeline, send: float = 0.0) -> Floats:
+    """Return the latest start of each pass with which the last one still ends in time.
+
+    Args:
+        send: as in `timeline`.
+
+    Returns:
+        seconds, float64 [stages, passes]; a step whose passes all begin by then takes no longer.
+    """
+    seconds = (line.end - line.start).tolist()
+    latest = np.full(line.end.shape, line.total).tolist()  # ends, until a pass is looked at
+    for stage, number, needed in reversed(events(schedule)):
+        start = latest[stage][number] - seconds[stage][number]
+        latest[stage][number] = start
+        if number:
+            latest[stage][number - 1] = min(latest[stage][number - 1], start)
+        if needed is not None:
+            other, before = needed
+            sent = send if _is_sent(schedule, schedule.passes[stage][number], needed) else 0.0
+            latest[other][before] = min(latest[other][before], start - sent)
+    return np.array(latest)
+
+
+def gathered(schedule: Schedule, line: Timeline, least: float, send: float = 0.0) -> Timeline:
+    """Return a timeline as long in which short waits lie together: fewer waits, longer ones.
+
+    Where a stage would wait for less than `least`, its pass begins later, so that the wait is as
+    long as that; what it needs then lies there already for some passes, before which it does not
+    wait. No pass begins later than `least` before its latest start, so there is time for work in
+    waits that takes longer than planned.
+
+    Args:
+        line: of the schedule, each pass as early as it can.
+        send: as in `timeline`.
+    """
+    seconds, limit = line.end - line.start, latest_starts(schedule, line, send) - least
+    start, end = np.zeros_like(seconds), np.zeros_like(seconds)
+    for stage, number, needed in events(schedule):
+        begin = free = float(end[stage, number - 1]) if number else 0.0
+        if needed is not None:
+            sent = send if _is_sent(schedule, schedule.passes[stage][number], needed) else 0.0
+            begin = max(begin, float(end[needed]) + sent)
+        if number and free + ROUNDING < begin < free + least <= limit[stage, number]:
+            begin = free + least
+        start[stage, number] = begin
+        end[stage, number] = begin + seconds[stage, number]
+    return Timeline(start, end)

@@ -215,14 +215,16 @@ def test_a_plan_of_bubbles_runs_as_planned_where_costs_are_true(library, chunks)
     assert run_through(empty, nothing, text, filling, 4) == pytest.approx(text.line.total)
 
 
-def test_light_rows_at_the_ends_and_kept_activations_help(library):
+def test_light_rows_at_the_ends_gathered_waits_and_kept_activations_help(library):
     case = Case(64, 0.3, 1)
     (plan,) = library.steps(config_of(case).data, 1)
     ways = {
         "drawn": Bubbles("", order_rows="as_drawn"), "light": Bubbles(""),
+        "short": Bubbles("", gather=False),
         "kept": Bubbles("", filling=Filling(room_bytes=40 << 30)),
     }  # fmt: skip
     found = {name: bubble_step(plan, case, way) for name, way in ways.items()}
     assert found["drawn"].total > found["light"].total > found["kept"].total > found["kept"].text
+    assert found["short"].total > found["light"].total
     assert found["kept"].load < found["light"].load == found["drawn"].load
     assert 0 < found["kept"].kept_gib <= 40

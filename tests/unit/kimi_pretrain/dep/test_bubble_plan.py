@@ -15,14 +15,17 @@ from kimi_pretrain.dep.bubble_plan import (
     Units,
     borders_of,
     gaps_of,
+    least_wait,
     plan_bubbles,
 )
-from kimi_pretrain.dep.timeline import Schedule, timeline
+from kimi_pretrain.dep.timeline import Schedule, gathered, timeline
 
 SEND = 0.01
 
 
-def made(stages, chunks, microbatches, replicas=2, items=40, seed=0, load=0.3, **filling):
+def made(
+    stages, chunks, microbatches, replicas=2, items=40, seed=0, load=0.3, gather=False, **filling
+):
     """A plan, with what it was made from; `load`: seconds of an item's forward pass, about."""
     draw = np.random.Generator(np.random.Philox(key=seed))
     schedule = Schedule(stages, chunks, microbatches)
@@ -40,6 +43,7 @@ def made(stages, chunks, microbatches, replicas=2, items=40, seed=0, load=0.3, *
     ).ordered()
     stage = np.repeat(np.arange(stages), replicas)
     chosen = Filling(transport=0.02, slot_seconds=0.02, **filling)
+    line = gathered(schedule, line, least_wait(units, chosen), SEND) if gather else line
     plan = plan_bubbles(units, schedule, line, stage, chosen)
     return plan, units, line, chosen
 
@@ -49,8 +53,9 @@ GRID = [
     (4, 2, 16), (4, 4, 8), (8, 2, 16),
 ]  # fmt: skip
 FILLINGS = {
-    "cut": {}, "whole": {"pieces": 1}, "edges": {"edges": True}, "no margin": {"margin": 1.0},
-    "kept": {"room_bytes": 10**6}, "kept, whole": {"room_bytes": 10**9, "pieces": 1},
+    "cut": {}, "gathered": {"gather": True}, "whole": {"pieces": 1}, "edges": {"edges": True},
+    "no margin": {"margin": 1.0}, "kept": {"room_bytes": 10**6},
+    "kept, whole": {"room_bytes": 10**9, "pieces": 1},
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kimi_pretrain.dep.timeline import Schedule, events, timeline
+from kimi_pretrain.dep.timeline import Schedule, events, gathered, latest_starts, timeline
 
 GRID = [
     (1, 1, 5), (2, 1, 1), (2, 1, 2), (4, 1, 3), (4, 1, 16), (2, 2, 2), (2, 2, 8), (4, 2, 4),
@@ -46,12 +46,16 @@ def test_a_pipeline_worked_out_by_hand():
     assert timeline(schedule, forward, backward[:, None] + late).total == 12.0
 
 
+def drawn(stages, chunks, microbatches):
+    """A schedule whose passes take anything, its timeline, and seconds of forwards, backwards."""
+    schedule = Schedule(stages, chunks, microbatches)
+    seconds = np.random.default_rng(7).uniform(0.1, 3.0, (2, stages * chunks, microbatches))
+    return schedule, timeline(schedule, *seconds, send=0.2), seconds
+
+
 @pytest.mark.parametrize(("stages", "chunks", "microbatches"), GRID)
 def test_no_pass_comes_before_what_it_needs(stages, chunks, microbatches):
-    schedule = Schedule(stages, chunks, microbatches)
-    draw = np.random.default_rng(7)
-    seconds = draw.uniform(0.1, 3.0, (2, stages * chunks, microbatches))
-    line = timeline(schedule, *seconds, send=0.2)
+    schedule, line, seconds = drawn(stages, chunks, microbatches)
     ends = {
         (stage, one): line.end[stage, n]
         for stage, passes in enumerate(schedule.passes)
@@ -70,3 +74,72 @@ def test_no_pass_comes_before_what_it_needs(stages, chunks, microbatches):
         assert line.start[stage, number] == max(begins)
         took = seconds[int(this.backward), this.chunk * stages + stage, this.microbatch]
         assert line.end[stage, number] == max(begins) + took
+
+
+# Waits that lie together --------------------------------------------------------------------------
+
+
+def started_late(schedule, line, send, stage, number, late):
+    """The end of a step in which one pass begins later than it could: simulated anew."""
+    seconds, start, end = line.end - line.start, np.zeros_like(line.end), np.zeros_like(line.end)
+    for s, n, needed in events(schedule):
+        begins = [0.0, end[s, n - 1] if n else 0.0]
+        if needed is not None:
+            own = (
+                schedule.passes[s][n].backward
+                and not schedule.passes[needed[0]][needed[1]].backward
+            )
+            begins.append(end[needed] + (0.0 if own else send))
+        start[s, n] = max(begins) + (late if (s, n) == (stage, number) else 0.0)
+        end[s, n] = start[s, n] + seconds[s, n]
+    return end.max()
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(1, 1, 5), (4, 1, 3), (2, 2, 4)])
+def test_a_pass_may_begin_as_late_as_its_latest_start_and_no_later(stages, chunks, microbatches):
+    schedule, line, _ = drawn(stages, chunks, microbatches)
+    spare = latest_starts(schedule, line, 0.2) - line.start
+    assert spare.min() == pytest.approx(0.0, abs=1e-9)  # of what the step waits for
+    for (stage, number), late in np.ndenumerate(spare):
+        at = schedule, line, 0.2, stage, number
+        assert started_late(*at, late) == pytest.approx(line.total, abs=1e-9)
+        assert started_late(*at, late + 0.01) == pytest.approx(line.total + 0.01, abs=1e-9)
+
+
+@pytest.mark.parametrize("least", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), GRID)
+def test_gathered_waits_are_fewer_and_the_step_no_longer(stages, chunks, microbatches, least):
+    schedule, line, _ = drawn(stages, chunks, microbatches)
+    found = gathered(schedule, line, least, 0.2)
+    assert found.total == pytest.approx(line.total, rel=1e-12)
+    assert found.end - found.start == pytest.approx(line.end - line.start)
+    latest = latest_starts(schedule, line, 0.2)
+    later = found.start - line.start
+    assert later.min() > -1e-9
+    # What begins later does so in time: there is `least` to spare.
+    assert (found.start <= np.maximum(line.start, latest) + 1e-9).all()
+    number = [{one: n for n, one in enumerate(passes)} for passes in schedule.passes]
+    for stage, passes in enumerate(schedule.passes):
+        for n, this in enumerate(passes):
+            assert n == 0 or found.start[stage, n] >= found.end[stage, n - 1] - 1e-9
+            needed = schedule.needed(stage, this)
+            if needed is not None:
+                other, before = needed
+                own = this.backward and not before.backward
+                came = found.end[other, number[other][before]] + (0.0 if own else 0.2)
+                assert found.start[stage, n] >= came - 1e-9
+
+
+def test_short_waits_of_an_interleaved_pipeline_that_its_last_chunk_holds_up_come_together():
+    schedule = Schedule(4, 2, 32)
+    seconds = np.array([1.0] * 7 + [1.2])
+    line = timeline(schedule, seconds, 2 * seconds)
+    found = gathered(schedule, line, 2.0)
+
+    def share_in_long_waits(which, stage):
+        waits = which.start[stage, 1:] - which.end[stage, :-1]
+        return waits[waits >= 2.0 - 1e-9].sum() / waits.sum()
+
+    for stage in (1, 2):
+        assert share_in_long_waits(line, stage) < 0.15
+        assert share_in_long_waits(found, stage) > 0.75
