@@ -214,5 +214,5 @@ def hash_of(x: Tensor) -> int:
     """Return a 64-bit sum of a tensor's bits, each weighed by its place: cheap, not secret."""
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
     bits = x.detach().contiguous().view(kind).flatten().to(torch.int64)
-    weights = torch.arange(1, 2 * len(bits), 2, device=x.device)
+    weights = torch.arange(1, 2 * len(bits) + 1, 2, device=x.device)
     return int((bits * weights).sum())
