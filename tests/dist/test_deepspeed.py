@@ -21,12 +21,12 @@ from tests.dist.jobs import SMALL, layout, read_metrics, run_jobs, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-STEPS, FEW = 20, 4
+STEPS, FEW = 8, 4
 COMMON = (
     "optim.matrices=adamw", "optim.qk_clip_threshold=null", "train.frozen=[language_model]",
     "dep.assign=owner", f"train.steps={STEPS}", "optim.warmup_steps=2", "train.seed=1",
     "optim.groups={vision_tower: {lr_scale: 0.5, weight_decay: 0.02}}",
-    "data.rows_per_step=4", "model.language.num_layers=2", "model.language.num_experts=4",
+    "data.vision_token_ratio=0.1", "model.language.num_layers=2", "model.language.num_experts=4",
     # Several buckets, and tensors that do not fit into one.
     "optim.bucket_elements=5000",
 )  # fmt: skip
@@ -184,7 +184,7 @@ def test_any_number_of_ranks_is_our_own_engine(two, data_root, tmp_path, world):
     """
     folder, _ = two
     place = (f"checkpoint.place={folder / 'zero1'}",)
-    few, todo = ("data.vision_token_ratio=0.05",), {}
+    few, todo = ("data.vision_token_ratio=0.05", "train.steps=20"), {}
     for end, more in (("resumed", place), ("whole", few)):
         some = jobs(data_root, world, own=more, zero1=more, zero2=more)
         some["twin"] = ("zero_trained", (*some["own"][1], "optim.shard_state=false"))
