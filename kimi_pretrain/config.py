@@ -348,6 +348,11 @@ def _check_bubbles(config: Config) -> None:
             f"{asked} with dep.placement=colocated: the baseline encodes inside the graph of each "
             "microbatch; set one of them back"
         )
+    if dep.assign != "balanced":
+        raise ValueError(
+            f"{asked} with dep.assign={dep.assign}: bubbles have a plan of their own of who "
+            "encodes what; set dep.assign=balanced, or dep.bubbles=none to compare"
+        )
     if config.layout.overlap_experts:
         raise ValueError(
             f"{asked} with layout.overlap_experts=true: Megatron-Core's combined schedule runs a "

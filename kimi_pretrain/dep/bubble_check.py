@@ -1,5 +1,7 @@
 """Whether a plan of vision work in bubbles comes to its end, and does all work once. Pure."""
 
+from functools import lru_cache
+
 import numpy as np
 
 from kimi_pretrain.dep.bubble_plan import BubblePlan
@@ -10,13 +12,18 @@ class WaitsInACircle(ValueError):
     """A plan in which ranks would wait for each other."""
 
 
+Progress = tuple[int, int]
+"""How far a stage has come: passes that are over, and of the slot behind them `ENTERED`, `WORKED`
+or neither: what it sends there is taken, its work is done."""
+
+ENTERED, WORKED = 1, 2
+
+
 def check(plan: BubblePlan) -> None:
     """Run a plan without durations, every wait blocking and all replicas in step.
 
     In a slot a rank does its forward pieces, then those that wait for a gradient. What a pass sends
-    to another stage must be taken: the stage does not go on before the other has come to the slot
-    where it receives. (With interleaved chunks Megatron-Core waits for that one pass of the kind
-    later.)
+    to another stage must be taken, too: see `_sends`.
 
     Raises:
         WaitsInACircle: it does not come to its end; names the passes.
@@ -34,38 +41,45 @@ def check(plan: BubblePlan) -> None:
             made[stage][slot].append(int(plan.microbatch[unit]))
         for one in backward:
             waits[stage][one.slot].add(int(plan.microbatch[one.unit]))
-    takers = _takers(schedule)
-    at, worked = [0] * schedule.stages, [False] * schedule.stages
+    sends = _sends(schedule)
+    at: list[Progress] = [(0, 0)] * schedule.stages
     done: set[tuple[int, Pass]] = set()
-    moved = True
-    while moved:
-        moved = False
-        for stage, passes in enumerate(schedule.passes):
-            while at[stage] < slots:
-                slot = at[stage]
-                taker, where = takers[stage][slot]
-                if at[taker] < where:
+
+    def goes_on(stage: int) -> bool:
+        """Take a stage as far as it comes; returns whether that is any further."""
+        passes, before = schedule.passes[stage], at[stage]
+        while (slot := at[stage][0]) < slots:
+            first, then = sends[stage][slot]
+            if at[stage] < (slot, ENTERED):
+                if any(at[taker] < where for taker, where in first):
                     break
-                if not worked[stage]:
-                    for microbatch in made[stage][slot]:
-                        missing[microbatch] -= 1
-                    worked[stage] = moved = True
+                for microbatch in made[stage][slot]:
+                    missing[microbatch] -= 1
+                at[stage] = (slot, ENTERED)
+            if at[stage] < (slot, WORKED):
                 if any((0, Pass(True, 0, m)) not in done for m in waits[stage][slot]):
                     break
-                if slot < len(passes):
-                    this = passes[slot]
-                    needed = schedule.needed(stage, this)
-                    first = stage == 0 and this.chunk == 0 and not this.backward
-                    if (needed is not None and needed not in done) or (
-                        first and missing[this.microbatch]
-                    ):
-                        break
-                    done.add((stage, this))
-                at[stage], worked[stage], moved = slot + 1, False, True
+                if any(at[taker] < where for taker, where in then):
+                    break
+                at[stage] = (slot, WORKED)
+            if slot < len(passes):
+                this = passes[slot]
+                needed = schedule.needed(stage, this)
+                media = stage == 0 and this.chunk == 0 and not this.backward
+                if (needed is not None and needed not in done) or (
+                    media and missing[this.microbatch]
+                ):
+                    break
+                done.add((stage, this))
+            at[stage] = (slot + 1, 0)
+        return at[stage] > before
+
+    while any([goes_on(stage) for stage in range(schedule.stages)]):
+        pass
     stuck = [
-        f"stage {stage} before the {passes[at[stage]] if at[stage] < len(passes) else 'end'}"
+        f"stage {stage} before the {passes[at[stage][0]] if at[stage][0] < len(passes) else 'end'}"
         for stage, passes in enumerate(schedule.passes)
-        if at[stage] < slots
+        if at[stage][0] < slots
     ]
     if stuck:
         raise WaitsInACircle(
@@ -73,28 +87,63 @@ def check(plan: BubblePlan) -> None:
         )
 
 
-def _takers(schedule: Schedule) -> list[list[tuple[int, int]]]:
-    """Return for each stage and slot which stage must have come to which slot before.
+Takers = list[tuple[int, Progress]]
 
-    That of the pass before the slot, or with interleaved chunks of the one of its kind before that.
+
+@lru_cache(maxsize=16)
+def _sends(schedule: Schedule) -> tuple[tuple[tuple[Takers, Takers], ...], ...]:
+    """Return for each stage and slot how far which others must have come: before it works there,
+    and before it goes on.
+
+    Megatron-Core's order of calls (schedules.py). It posts what it sends together with the receive
+    that follows, and waits for both behind the slot's work; where no receive goes with it, and with
+    interleaved chunks behind a forward pass in turns, it waits for what it sends at once. With
+    interleaved chunks a receive is posted behind the pass of its kind before, and what a backward
+    pass in turns sends is waited for behind the next one.
     """
-    receives = {
-        needed: (stage, number)
-        for stage, passes in enumerate(schedule.passes)
-        for number, one in enumerate(passes)
-        if (needed := schedule.needed(stage, one)) is not None
-    }
-    found: list[list[tuple[int, int]]] = []
+    plain = schedule.chunks == 1
+    posted: dict[tuple[int, Pass], tuple[int, Progress]] = {}
     for stage, passes in enumerate(schedule.passes):
-        mine = [(0, 0)]
-        last: dict[bool, Pass | None] = {False: None, True: None}
-        for one in passes:
-            sent = one if schedule.chunks == 1 else last[one.backward]
-            last[one.backward] = one
-            taker = (0, 0) if sent is None else receives.get((stage, sent), (0, 0))
-            mine.append((0, 0) if taker[0] == stage else taker)
-        found.append(mine)
-    return found
+        warm_up = schedule.warm_up(stage)
+        turns = warm_up < schedule.microbatches * schedule.chunks
+        behind: dict[bool, Progress] = {
+            False: (0, 0),
+            True: (warm_up, WORKED if turns else ENTERED),
+        }
+        for number, one in enumerate(passes):
+            needed = schedule.needed(stage, one)
+            if needed is not None and needed[0] != stage:
+                posted[needed] = stage, (number, ENTERED) if plain else behind[one.backward]
+            behind[one.backward] = number + 1, 0
+    found = []
+    for stage, passes in enumerate(schedule.passes):
+        slots: list[tuple[Takers, Takers]] = [([], []) for _ in range(len(passes) + 1)]
+        warm_up = schedule.warm_up(stage)
+        cool_down = len(passes) - warm_up
+        late: tuple[int, Progress] | None = None
+        for number, one in enumerate(passes):
+            first, then = slots[number + 1]
+            taker = posted.get((stage, one))
+            in_turns = warm_up <= number < cool_down
+            if not plain and in_turns and one.backward:
+                first.extend([late] if late else [])
+                late = taker
+            elif taker is not None:
+                following = passes[number + 1] if number + 1 < len(passes) else None
+                if plain:
+                    together = in_turns and number + 1 < cool_down
+                elif one.backward or number >= warm_up:
+                    together = one.backward
+                else:
+                    together = (
+                        following is not None
+                        and not following.backward
+                        and schedule.needed(stage, following) is not None
+                    )
+                (then if together else first).append(taker)
+        slots[-1][0].extend([late] if late else [])
+        found.append(tuple(slots))
+    return tuple(found)
 
 
 def _check_slices(plan: BubblePlan) -> None:

@@ -5,6 +5,7 @@ with text alone, so that the plans together are free of circles as each is; `bub
 through together. Items that several ranks encode stay before and after the pipeline.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.plan.step_plan import GlobalPlan
 from kimi_pretrain.config import GIB, ITEMSIZE, Config
-from kimi_pretrain.dep.bubble_check import check
+from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
 from kimi_pretrain.dep.bubble_plan import BubblePlan, Filling, Slice, Units, gaps_of, plan_bubbles
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
 from kimi_pretrain.dep.pass_costs import BACKWARD, chunk_flops
@@ -26,6 +27,8 @@ from moonvit3d.memory import activation_bytes
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+log = logging.getLogger("kimi_pretrain.train")
 
 NOTHING = 1e-9  # seconds of a pass that is not there
 
@@ -73,18 +76,19 @@ class BubblePlanner:
         layout, per_microbatch = self.config.layout, self.config.train.rows_per_microbatch
         schedule, line = self._line(plan.num_rows // (layout.dp * per_microbatch))
         units = self._units(plan, items, where, costs)
-        tokens, dep = plan.items.tokens.astype(np.int64), self.config.dep
-        limit = room = 0
-        if dep.keep_activations == "auto":
-            assert dep.memory_limit_gib is not None  # checked with the configuration
-            limit = room = int(dep.memory_limit_gib * GIB)
-        while True:
-            found = self._placed(units, schedule, line, room)
-            over = self._needed(found, tokens[units.item], units) - limit
-            if over <= 0 or not room:
-                break
-            room = max(0, room - over)
-        check(found)
+        home = plan.items.row.astype(np.int64) // (plan.num_rows // layout.dp)
+        tokens = plan.items.tokens.astype(np.int64)
+        need = np.bincount(home, tokens, layout.dp).astype(np.int64)  # shared items, too
+        held = tokens[units.item], need
+        found = self._fitting(units, schedule, line, held, self.filling)
+        try:
+            check(found)
+        except WaitsInACircle as error:
+            # The timeline does not know that what a stage sends waits for its taker.
+            log.warning("dep.bubbles: a step uses its first and last slots alone: %s", error)
+            filling = replace(self.filling, edges=True)
+            found = self._fitting(units, schedule, line, held, filling)
+            check(found)
         rooms = [
             {gap.slot: gap.end - gap.begin for gap in gaps_of(stage, line, self.filling)[1:-1]}
             for stage in range(schedule.stages)
@@ -118,11 +122,33 @@ class BubblePlanner:
             kept_bytes=activation_bytes(grids[items], self.config.model.vision, size),
         ).ordered()
 
+    def _fitting(
+        self,
+        units: Units,
+        schedule: Schedule,
+        line: Timeline,
+        held: tuple[Ints, Ints],
+        filling: Filling,
+    ) -> BubblePlan:
+        """Return a plan that keeps no more activations than there is room for; `held`: `_needed`'s
+        tokens.
+        """
+        dep, limit = self.config.dep, 0
+        if dep.keep_activations == "auto":
+            assert dep.memory_limit_gib is not None  # checked with the configuration
+            limit = int(dep.memory_limit_gib * GIB)
+        room = limit
+        while True:
+            found = self._placed(units, schedule, line, replace(filling, room_bytes=room))
+            over = self._needed(found, *held, units) - limit
+            if over <= 0 or not room:
+                return found
+            room = max(0, room - over)
+
     def _placed(
-        self, units: Units, schedule: Schedule, line: Timeline, room_bytes: int
+        self, units: Units, schedule: Schedule, line: Timeline, filling: Filling
     ) -> BubblePlan:
         """Plan each scope, and put the plans together."""
-        filling = replace(self.filling, room_bytes=room_bytes)
         rank, kept = np.zeros(len(units), np.int64), np.zeros(len(units), np.bool_)
         forward: list[list[Slice]] = [[] for _ in self.stage]
         backward: list[list[Slice]] = [[] for _ in self.stage]
@@ -141,20 +167,20 @@ class BubblePlanner:
             upfront, after,
         )  # fmt: skip
 
-    def _needed(self, plan: BubblePlan, tokens: Ints, units: Units) -> int:
+    def _needed(self, plan: BubblePlan, tokens: Ints, need: Ints, units: Units) -> int:
         """Return the most bytes that media take on a rank, were all that is kept there at once.
 
         A rank may put backward work off by itself: it is not the plan that says how much is.
 
         Args:
             tokens: of each unit.
+            need: tokens of all items of each replica.
         """
         count = len(plan.stage)
         kept = np.bincount(plan.rank[plan.kept], units.kept_bytes[plan.kept], count)
         again = np.zeros(count)
         np.maximum.at(again, plan.rank[~plan.kept], units.kept_bytes[~plan.kept])
         moved = np.bincount(plan.rank, tokens, count).astype(np.int64)
-        need = np.bincount(units.home, tokens, self.config.layout.dp).astype(np.int64)
         first = self.ranks.first_stage
         moved[first] += -(-need[:, None] // first.shape[1])  # each holds its part of the rows
         size = self.config.model.vision.out_width * ITEMSIZE[self.config.train.dtype]

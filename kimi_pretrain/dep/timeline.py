@@ -76,10 +76,14 @@ class Schedule:
         chunk, other = divmod(at, self.stages)
         return other, Pass(this.backward, chunk, this.microbatch)
 
-    def _of(self, stage: int) -> tuple[Pass, ...]:
+    def warm_up(self, stage: int) -> int:
+        """Return how many forward passes a stage runs before forward and backward take turns."""
         total, behind = self.microbatches * self.chunks, self.stages - stage - 1
         warm_up = behind if self.chunks == 1 else 2 * behind + (self.chunks - 1) * self.stages
-        warm_up = min(warm_up + self.ahead, total)
+        return min(warm_up + self.ahead, total)
+
+    def _of(self, stage: int) -> tuple[Pass, ...]:
+        total, warm_up = self.microbatches * self.chunks, self.warm_up(stage)
         passes = [self._numbered(n, backward=False) for n in range(warm_up)]
         for n in range(warm_up, total):
             passes.append(self._numbered(n, backward=False))

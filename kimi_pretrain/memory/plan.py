@@ -24,7 +24,7 @@ from kimi_pretrain.memory.switches import Change, changed, switches
 from kimi_pretrain.siglip.counts import pooling_bytes, text_bytes
 from kimi_pretrain.tools.optimizer_division import Division
 from moonvit3d.geometry import MERGE
-from moonvit3d.memory import activation_bytes, frozen_tower_bytes
+from moonvit3d.memory import activation_bytes, frozen_tower_bytes, most_patches
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class StageMemory:
         host: those in host memory (`train.offload`).
         embeddings: of the media that its microbatches wait with, and their gradients.
         waiting: activations of the encoder that are kept until its backward pass
-            (`dep.keep_activations`), and what a frozen tower hands to a trained projector.
+            (`dep.keep_activations`), and what a frozen tower hands to a trained projector. With
+            `dep.bubbles` all that `encoder` has: media are encoded while microbatches wait.
         passing: what one layer makes and drops: tensors that are recomputed, tokens on their way
             to experts and back, or the logits of the loss.
         encoder: activations of the largest chunk of media, and of those that are kept.
@@ -325,7 +326,10 @@ def _encoder(config: Config) -> int:
     the encoder's backward pass, with those that are kept.
     """
     dep, train, vision = config.dep, config.train, config.model.vision
-    item, half = ITEMSIZE[train.dtype], -(-dep.max_patches_per_chunk // 2)
+    most = dep.max_patches_per_chunk
+    if _in_bubbles(config):  # item by item
+        most = min(most, most_patches(config.data.limits))
+    item, half = ITEMSIZE[train.dtype], -(-most // 2)
     of_chunk = frozen_tower_bytes if "vision_tower" in train.frozen else activation_bytes
     chunk = int(of_chunk([(1, 2, half)], vision, item)[0])
     if dep.keep_activations == "auto":  # as many chunks as there is room for
@@ -353,7 +357,13 @@ def _room(config: Config) -> int:
     return int(config.dep.memory_limit_gib * GIB)
 
 
+def _in_bubbles(config: Config) -> bool:
+    return config.dep.bubbles != "none" and config.layout.pp > 1
+
+
 def _waiting(config: Config) -> int:
+    if _in_bubbles(config):
+        return _encoder(config)
     kept = _room(config) if config.dep.keep_activations == "auto" else 0
     return kept + _features(config)
 

@@ -62,7 +62,7 @@ def switches(config: Config) -> Iterator[list[Change]]:
         yield halves
     if set(train.recompute) != set(EVERYTHING):
         yield [Change("train", "recompute", tuple(EVERYTHING))]
-    if not dep.offload_outputs:
+    if not dep.offload_outputs and dep.bubbles == "none":  # one refuses the other
         yield [Change("dep", "offload_outputs", True)]
     if not train.offload:
         yield [Change("train", "offload", True)]

@@ -76,6 +76,17 @@ def _not_trained(run: "Run", vision: VisionPlan) -> str | None:
     return _no_media(run, vision)
 
 
+def _on_its_way(run: "Run", vision: VisionPlan) -> str | None:
+    """Whether the fault is of the exchange or of chunks, which items in bubbles do not meet."""
+    if vision.bubbles is not None:
+        return f"dep.bubbles={run.config.dep.bubbles}: planted with dep.bubbles=none alone"
+    return _no_media(run, vision)
+
+
+def _on_its_way_back(run: "Run", vision: VisionPlan) -> str | None:
+    return _not_trained(run, vision) or _on_its_way(run, vision)
+
+
 def _alone(run: "Run", vision: VisionPlan) -> str | None:
     if run.mesh.world_size == 1:
         return "there is one process: nothing is summed over ranks"
@@ -94,7 +105,7 @@ def _no_choice(run: "Run", vision: VisionPlan) -> str | None:
     return None if _with_routers(run) else "no layer has experts"
 
 
-@_fault("the encoder gradients of one chunk of one rank are counted twice", _not_trained)
+@_fault("the encoder gradients of one chunk of one rank are counted twice", _on_its_way_back)
 def _doubled_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     begin, rank = run.encoder.begin, int(vision.shares.rank.min())
 
@@ -114,7 +125,7 @@ def _doubled_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> Non
     replaced.put(run.encoder, "begin", begin_doubling)
 
 
-@_fault("the embeddings of the smallest item arrive as zeros", _no_media)
+@_fault("the embeddings of the smallest item arrive as zeros", _on_its_way)
 def _lost_item(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     exchange, item = run.train_step.exchange, _smallest(vision)
     hand_over = exchange.hand_over
@@ -125,7 +136,7 @@ def _lost_item(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     replaced.put(exchange, "hand_over", losing)
 
 
-@_fault("the gradient of the smallest item does not come back", _not_trained)
+@_fault("the gradient of the smallest item does not come back", _on_its_way_back)
 def _lost_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     exchange, item = run.train_step.exchange, _smallest(vision)
     hand_back = exchange.hand_back
@@ -138,7 +149,10 @@ def _lost_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
 
 @_fault(
     "two items arrive in each other's place, and so do their gradients",
-    lambda _, plan: None if _neighbours(plan) else "no rank receives two items in this step",
+    lambda run, plan: (
+        _on_its_way(run, plan)
+        or (None if _neighbours(plan) else "no rank receives two items in this step")
+    ),
 )
 def _swapped_items(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     """Swap both ways, so that the gradients fit what was seen: only the pictures are wrong."""

@@ -1,12 +1,17 @@
 """From a step's plan to its bubbles: scopes, memory, costs; and what is refused."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from benchmarks.sim import corpus
 from kimi_pretrain.config import GIB, ConfigError, load_config
-from kimi_pretrain.dep.bubble_check import check
+from kimi_pretrain.dep import bubble_planner
+from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
 from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.verify.dep_faults import FAULTS
 from moonvit3d.memory import activation_bytes
 
 LAYOUT = (
@@ -85,6 +90,33 @@ def test_what_is_kept_fits_the_limit_all_at_once(step):
     assert 0 < kept[0] < kept[1] < kept[2] == len(step.items)
 
 
+def test_a_step_whose_plan_would_not_end_uses_first_and_last_slots(step, monkeypatch, caplog):
+    checked = []
+
+    def once(plan):
+        checked.append(plan)
+        if len(checked) == 1:
+            raise WaitsInACircle("stage 0 before the end")
+        check(plan)
+
+    monkeypatch.setattr(bubble_planner, "check", once)
+    plan = VisionPlanner(config_of()).plan(step).bubbles.plan
+    last = plan.schedule.num_passes
+    assert plan is checked[1]
+    assert {s.slot for mine in plan.forward for s in mine} == {0}
+    assert {s.slot for mine in plan.backward for s in mine} == {last}
+    assert "first and last slots alone: stage 0 before the end" in caplog.text
+
+
+def test_faults_of_the_exchange_are_not_planted_in_bubbles(step):
+    config = config_of()
+    run = SimpleNamespace(config=config, encoder=SimpleNamespace(trainable=True))
+    vision = VisionPlanner(config).plan(step)
+    for name in ("doubled-gradient", "lost-item", "lost-gradient", "swapped-items"):
+        assert "dep.bubbles=all" in FAULTS[name].obstacle(run, vision)
+        assert FAULTS[name].obstacle(run, replace(vision, bubbles=None)) is None
+
+
 @pytest.mark.parametrize(
     ("frozen", "later"), [([], 3.0), (["vision_tower"], 0.0), (["projector"], 3.0)]
 )
@@ -100,6 +132,7 @@ REFUSED = {
     "fill beyond all": (["dep.bubble_fill=1.2"], "dep.bubble_fill"),
     "a word": (["dep.bubbles=some"], "dep.bubbles"),
     "colocated": (["dep.placement=colocated"], "dep.bubbles=all with dep.placement=colocated"),
+    "another assignment": (["dep.assign=owner"], "dep.bubbles=all with dep.assign=owner"),
     "overlapped experts": (
         ["layout.overlap_experts=true", "layout.vpp=2", "layout.ep=2",
          "layout.stages=Et*6|(t*8|)*6t*7L"],

@@ -19,7 +19,7 @@ from kimi_pretrain.memory.switches import EVERYTHING, switches
 from kimi_pretrain.reliability.preflight import check_start
 from kimi_pretrain.tools.memory_report import lines, report
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits, grids
-from moonvit3d.memory import most_patches
+from moonvit3d.memory import activation_bytes, most_patches
 from tests.dist.jobs import SMALL
 
 
@@ -112,6 +112,22 @@ def test_phases_follow_each_other():
     after = plan_memory(limited(100.0, *kept)).fullest
     assert after.phases["backbone"] == before.phases["backbone"] + GIB // 2
     assert after.encoder == GIB // 2  # those that are kept and the largest chunk together
+
+
+def test_in_bubbles_an_item_is_encoded_beside_the_microbatches_that_wait():
+    plans = {}
+    alone = ("dep.bubbles=all", "layout.pp=1", "layout.vpp=1")
+    for settings in ((), ("dep.bubbles=all",), alone):
+        config = load_config("tiny_cpu", [*SMALL, "dep.max_patches_per_chunk=65536", *settings])
+        plans[settings] = plan_memory(config).stages[0], config
+    (plain, _), (bubbles, config), (alone, _) = plans.values()
+    (item,) = activation_bytes(
+        [(1, 2, most_patches(config.data.limits) // 2)], config.model.vision, 4
+    )
+    assert 0 < item < plain.encoder
+    assert bubbles.phases["backbone"] == plain.phases["backbone"] + item
+    assert bubbles.encoder == item
+    assert alone.waiting == 0
 
 
 def test_a_frozen_part_keeps_what_gradients_pass_through():
