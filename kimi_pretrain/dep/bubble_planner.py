@@ -16,11 +16,19 @@ from numpy.typing import NDArray
 from data_pipeline.plan.step_plan import GlobalPlan
 from kimi_pretrain.config import GIB, ITEMSIZE, Config
 from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
-from kimi_pretrain.dep.bubble_plan import BubblePlan, Filling, Slice, Units, gaps_of, plan_bubbles
+from kimi_pretrain.dep.bubble_plan import (
+    BubblePlan,
+    Filling,
+    Slice,
+    Units,
+    gaps_of,
+    least_wait,
+    plan_bubbles,
+)
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
 from kimi_pretrain.dep.pass_costs import BACKWARD, chunk_flops
 from kimi_pretrain.dep.step_bubbles import StepBubbles
-from kimi_pretrain.dep.timeline import Schedule, Timeline, timeline
+from kimi_pretrain.dep.timeline import Schedule, Timeline, gathered, timeline
 from kimi_pretrain.dep.vision_plan import Destinations
 from kimi_pretrain.parallel.ranks import Ranks
 from moonvit3d.memory import activation_bytes
@@ -76,6 +84,8 @@ class BubblePlanner:
         layout, per_microbatch = self.config.layout, self.config.train.rows_per_microbatch
         schedule, line = self._line(plan.num_rows // (layout.dp * per_microbatch))
         units = self._units(plan, items, where, costs)
+        if not self.filling.edges:
+            line = gathered(schedule, line, least_wait(units, self.filling))
         home = plan.items.row.astype(np.int64) // (plan.num_rows // layout.dp)
         tokens = plan.items.tokens.astype(np.int64)
         need = np.bincount(home, tokens, layout.dp).astype(np.int64)  # shared items, too

@@ -10,7 +10,9 @@ from benchmarks.sim import corpus
 from kimi_pretrain.config import GIB, ConfigError, load_config
 from kimi_pretrain.dep import bubble_planner
 from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
+from kimi_pretrain.dep.bubble_plan import gaps_of
 from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.dep.timeline import gathered
 from kimi_pretrain.verify.dep_faults import FAULTS
 from moonvit3d.memory import activation_bytes
 
@@ -45,6 +47,30 @@ def test_every_item_is_encoded_once_where_the_plan_of_bubbles_has_it(step):
     assert VisionPlanner(config_of()).plan(step).rank.tolist() == vision.rank.tolist()
     inside = [s for mine in plan.forward for s in mine if 0 < s.slot < plan.schedule.num_passes]
     assert inside
+
+
+def test_short_waits_come_together_unless_work_is_at_the_edges_alone(step, monkeypatch):
+    cost = "dep.cost={per_patch: 0, per_patch_squared: 1.0e-8, per_item: 0}"
+    interleaved = ("layout.vpp=2", "layout.stages=Et*6|(t*8|)*6t*7L", cost)
+    asked = []
+    monkeypatch.setattr(
+        bubble_planner, "gathered",
+        lambda schedule, line, least: asked.append(least) or gathered(schedule, line, least),
+    )  # fmt: skip
+    planner = VisionPlanner(config_of(*interleaved))
+    bubbles = planner.plan(step).bubbles
+    (least,) = asked
+    assert least > bubbles.units.backward.max() / bubbles.plan.pieces
+    schedule, line = planner.bubbles._line(32)
+    before = [
+        gap.end - gap.begin
+        for stage in range(4)
+        for gap in gaps_of(stage, line, planner.bubbles.filling)[1:-1]
+    ]
+    after = [seconds for room in bubbles.room for seconds in room.values()]
+    assert sum(seconds < 0.9 * least for seconds in after) < sum(s < 0.9 * least for s in before)
+    VisionPlanner(config_of(*interleaved, "dep.bubbles=edges")).plan(step)
+    assert len(asked) == 1
 
 
 def test_steps_without_a_backward_pass_have_no_bubbles(step):
