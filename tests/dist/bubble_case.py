@@ -31,7 +31,8 @@ def bubbles(run) -> dict[str, Any]:
     "backbone", the largest relative difference of any tensor's gradient from DEP's, on any rank;
     "loss": whether it is the same bits; "bits": whether the encoder's gradients are those of
     "planned"; how many pieces are planned between two passes ("forward inside", "backward
-    inside"); patches "kept"; seconds. Of all: "shared" items, and those of "units".
+    inside"), and how many were done there ("done inside"); patches "kept"; seconds. Of all:
+    "shared" items, and those of "units".
     """
     from kimi_pretrain.step import TrainStep
 
@@ -53,7 +54,7 @@ def bubbles(run) -> dict[str, Any]:
     found = {}
     for name, plan in [("planned", vision.bubbles), *moves, ("asleep", moves[0][1])]:
         began = time.time()
-        with _sleeps(run.mesh.rank) if name == "asleep" else ExitStack():
+        with _done_inside() as done, _sleeps(run.mesh.rank) if name == "asleep" else ExitStack():
             mine, report = gradients(replace(vision, bubbles=plan))
         kept.append(mine)
         errors = {name: _error(mine[name], want) for name, want in dep.items()}
@@ -62,6 +63,7 @@ def bubbles(run) -> dict[str, Any]:
             "backbone": max((e for n, e in errors.items() if n.startswith(LANGUAGE)), default=0),
             "loss": report.loss == plain.loss,
             "bits": all(torch.equal(mine[name], first) for name, first in kept[0].items()),
+            "done inside": len(done),
             "kept": report.kept_patches,
             "measured": report.bubble_seconds,
             "seconds": time.time() - began,
@@ -187,6 +189,23 @@ def _inside(plan, rank: int) -> dict[str, int]:
         f"{way} inside": sum(s.end - s.begin for s in slices if 0 < s.slot < last)
         for way, slices in ways.items()
     }
+
+
+@contextmanager
+def _done_inside() -> Iterator[list[int]]:
+    """Collect the units of the pieces that are done between two passes."""
+    from kimi_pretrain.dep.bubble_run import BubbleRun
+
+    working, done = BubbleRun._working, list[int]()
+
+    def told(self, phase: str, unit: int):
+        if 0 < self.started < len(self.passes):
+            done.append(unit)
+        return working(self, phase, unit)
+
+    BubbleRun._working = told
+    yield done
+    BubbleRun._working = working
 
 
 def _moved(bubbles, seed: int):
