@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
 from benchmarks.sim.pipeline import Shape, step_seconds
+
 from kimi_pretrain.dep.cost import CostModel
 from moonvit3d.packing import chunks
 from moonvit3d.rows import BLOCK

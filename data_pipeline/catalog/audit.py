@@ -5,9 +5,10 @@ unseen, so whoever must be sure keeps the head of it elsewhere, and has it looke
 entries hold every change of a version, so the versions can be compared with them, too.
 """
 
-import getpass
 import hashlib
 import json
+import os
+import pwd
 import socket
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from data_pipeline.catalog.engine import CatalogError, Conflict
 from data_pipeline.catalog.names import Wanted
-from data_pipeline.catalog.tables import AUDIT, VERSION
+from data_pipeline.catalog.tables import AUDIT, REPLICA, VERSION
 
 AUDITED = tuple(
     column.name
@@ -25,6 +26,7 @@ AUDITED = tuple(
     if column.name not in ("dataset", "number", "revision", "provenance")
 )
 """Columns of a version of which the audit holds every value."""
+_PLACE = ("root", "endpoint", "name")
 
 
 class Entry(NamedTuple):
@@ -38,11 +40,14 @@ class Entry(NamedTuple):
 
 
 def person(connection: Connection) -> str:
-    """Return who this process acts for: user and machine, and the role in the database."""
+    """Return who this process acts for: user and machine, and the role in the database.
+
+    The user is the kernel's: LOGNAME and USER are whatever somebody sets.
+    """
     try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # a number without a name, as in containers
-        name = "unknown"
+        name = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a number without a name, as in containers
+        name = f"user {os.getuid()}"
     role = connection.engine.url.username
     return f"{name}@{socket.gethostname()}" + (f" as {role}" if role else "")
 
@@ -118,12 +123,16 @@ def check(connection: Connection, head: str | None = None) -> tuple[int, str]:
         CatalogError: names the entry or the version that is not as it was written.
     """
     told: dict[str, dict[str, Any]] = {}
+    places: set[tuple[str, str, str, str]] = set()
     number, last, seen = 0, "", head is None
     for entry in entries(connection):
         number, last, seen = entry.seq, entry.hash, seen or entry.hash == head
         if name := entry.what.get("version"):
             new = {key: value for key, (_, value) in entry.what["change"].items()}
             told.setdefault(name, {}).update(new, revision=entry.what["revision"])
+        if name := entry.what.get("replica"):
+            root, endpoint, folder = (entry.what[key] for key in _PLACE)
+            places.add((name, root, endpoint, folder))
     if not seen:
         raise CatalogError(f"audit: no entry has the hash {head}; its end was cut off, or changed")
     for row in connection.execute(select(VERSION)):
@@ -137,7 +146,25 @@ def check(connection: Connection, head: str | None = None) -> tuple[int, str]:
                 )
     if told:
         raise CatalogError(f"audit: {next(iter(told))} is gone from the table of versions")
+    _check_replicas(connection, places)
     return number, last
+
+
+def _check_replicas(connection: Connection, told: set[tuple[str, str, str, str]]) -> None:
+    """Compare where versions lie with what the audit says of it."""
+    query = select(VERSION.c.dataset, VERSION.c.number, *(REPLICA.c[key] for key in _PLACE)).join(
+        REPLICA, REPLICA.c.content_hash == VERSION.c.content_hash
+    )
+    found = {
+        (str(Wanted(row.dataset, row.number)), row.root, row.endpoint, row.name)
+        for row in connection.execute(query)
+    }
+    for name, root, endpoint, folder in sorted(found ^ told):
+        lies = "lies" if (name, root, endpoint, folder) in found else "does not lie"
+        raise CatalogError(
+            f"audit: {name} {lies} at {root}/{folder} {endpoint}".rstrip()
+            + ", and the entries say otherwise: somebody changed the table itself"
+        )
 
 
 def _hash(seq: int, at: str, who: str, what: str, previous: str) -> str:

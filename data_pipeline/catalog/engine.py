@@ -176,7 +176,7 @@ def _checked(given: str) -> URL:
             url = make_url(given)
         except (exc.ArgumentError, ValueError):
             raise _bad_url(masked(given)) from None
-    if url.password is not None or "password" in url.query:
+    if url.password is not None or any("password" in key for key in url.query):
         raise CatalogError(
             f"catalogue {masked(given.partition('?')[0])}: a password in its URL would end up in "
             "logs and shells; put it into ~/.pgpass or PGPASSWORD"

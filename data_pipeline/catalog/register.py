@@ -51,7 +51,8 @@ def look(store: Store, endpoint: str | None, name: str) -> Source:
         "items": index.num_items,
         "bytes": sum(shard.size for shard in index.shards),
         "provenance": provenance,
-        "parent": parent if isinstance(parent, str) else None,
+        # What was reindexed with its own tokenizer is the same content.
+        "parent": parent if isinstance(parent, str) and parent != index.content_hash else None,
     }
     place = (store.uri, endpoint_of(store.uri, endpoint), name)
     return Source(*place, index.index_sha256, columns)
@@ -91,7 +92,9 @@ def rebuild(
     for name in sources_at(store):
         try:
             taken.append(register(catalog, look(store, endpoint, name)))
-        except (CatalogError, IndexMismatch, MissingKey) as error:
+        except KeyError as error:  # of a manifest
+            problems.append(f"{store.uri}/{name}: manifest.json has no field {error}")
+        except (ValueError, TypeError, IndexMismatch, MissingKey) as error:
             problems.append(f"{store.uri}/{name}: {error}")
     return taken, problems
 
@@ -154,11 +157,27 @@ def _add_version(
         )
     columns = source.columns | {"licence": None, "owner": None, "tags": [], **governed}
     columns |= {"report": None, "state": "staged", "revision": 1}
+    check_descent(connection, str(name), columns["content_hash"], columns["parent"])
     values = {"dataset": name.dataset, "number": name.number, **columns}
     connection.execute(insert(VERSION).values(**values))
     changed = {key: [None, columns[key]] for key in AUDITED}
     what = {"version": str(name), "revision": 1, "change": changed}
     append(connection, what | {"replica": str(name), **source.place})
+
+
+def check_descent(connection: Connection, name: str, content: str, parent: str | None) -> None:
+    """Refuse a version as its own ancestor.
+
+    Raises:
+        CatalogError: it would be.
+    """
+    seen = {content}
+    while parent is not None:
+        if parent in seen:
+            raise CatalogError(f"{name} would descend from itself")
+        seen.add(parent)
+        query = select(VERSION.c.parent).where(VERSION.c.content_hash == parent)
+        parent = connection.execute(query).scalar()
 
 
 def _add_replica(connection: Connection, source: Source, content: str) -> None:

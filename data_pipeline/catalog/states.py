@@ -19,6 +19,7 @@ from data_pipeline.catalog.audit import canonical, change
 from data_pipeline.catalog.engine import Catalog, CatalogError, Conflict
 from data_pipeline.catalog.lookup import version
 from data_pipeline.catalog.names import Wanted, check_licence
+from data_pipeline.catalog.register import check_descent
 from data_pipeline.catalog.runs import unfinished_with
 from data_pipeline.catalog.tables import STATES, VERSION
 from data_pipeline.names import did_you_mean, listed
@@ -105,7 +106,7 @@ def set_fields(
             given["licence"] = check_licence(given["licence"])
         if given.get("parent") is not None:
             given["parent"] = version(connection, given["parent"]).content_hash
-            _check_descent(connection, row, given["parent"])
+            check_descent(connection, _name(row), row.content_hash, given["parent"])
         for key in ("licence", "owner"):
             if row.state == "active" and key in given and not given[key]:
                 raise CatalogError(f"{_name(row)} is active, and so must have a {key}")
@@ -125,7 +126,9 @@ def read_report(file: Path) -> dict[str, Any]:
         found = json.loads(lines[-1])
     except (IndexError, ValueError):
         found = None
-    if not isinstance(found, dict) or not isinstance(found.get("sources"), dict):
+    sources = found.get("sources") if isinstance(found, dict) else None
+    sound = isinstance(sources, dict) and all(isinstance(one, dict) for one in sources.values())
+    if not isinstance(found, dict) or not sound:
         raise ValueError(f"{file}: expected what `kimi-pretrain data verify --json` prints")
     return found
 
@@ -208,15 +211,19 @@ def _check_unused(connection: Connection, row: Row[Any], to: str) -> None:
             f"{_name(row)} cannot be {to}: unfinished runs use it: {listed(runs)} (if they are "
             "over: `data catalog scan` reads how they stand)"
         )
-
-
-def _check_descent(connection: Connection, row: Row[Any], parent: str | None) -> None:
-    """Refuse a version as its own ancestor."""
-    while parent is not None:
-        if parent == row.content_hash:
-            raise CatalogError(f"{_name(row)} would descend from itself")
-        query = select(VERSION.c.parent).where(VERSION.c.content_hash == parent)
-        parent = connection.execute(query).scalar()
+    if to != "deleted":
+        return
+    # By provenance, not by the parent, which people may set.
+    for other in connection.execute(select(VERSION).where(VERSION.c.state != "deleted")):
+        made_of = other.provenance or {}
+        if (made_of.get("kind"), made_of.get("parent")) in (
+            ("append", row.content_hash),
+            ("reindex", row.content_hash),
+        ) and other.content_hash != row.content_hash:
+            raise CatalogError(
+                f"{_name(row)} cannot be deleted: {_name(other)} ({other.state}) holds its shards "
+                "by reference; delete that first"
+            )
 
 
 def _name(row: Row[Any]) -> str:

@@ -72,7 +72,7 @@ def write_index(
     refuse_finished(store, index.name)
     data = _to_parquet(index)
     if provenance is not None:
-        told = json.dumps(provenance, indent=1, ensure_ascii=False) + "\n"
+        told = json.dumps(provenance, indent=1) + "\n"  # ASCII: names of files need not be UTF-8
         store.put(provenance_key(index.name), told.encode())
     manifest = {
         "schema": SCHEMA,

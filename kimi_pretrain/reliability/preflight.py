@@ -186,17 +186,19 @@ def read_heldout(
 ) -> list[SourceIndex]:
     """Read the indices of `data.heldout`, and check that training does not draw from them.
 
-    A source of the same content under another name is refused; one sample of many that is in both
-    is not looked for (`kimi-pretrain data stats --duplicates` does).
+    A source of the same content under another name is refused, and one that holds the same shards,
+    as one that has grown does; one sample of many that was put into both is not looked for
+    (`kimi-pretrain data stats --duplicates` does).
 
     Raises:
         ConfigError, IndexMismatch, StoreError: see `check_start`.
     """
     indices = [read_index(store, name) for name in sorted(config.data.heldout)]
-    contents = {index.content_hash: index.name for index in trained_on}
+    drawn = {shard.sha256: index.name for index in trained_on for shard in index.shards}
     for index in indices:
         check_tokenizer(index, tokenizer)
-        if (same := contents.get(index.content_hash)) is not None:
+        shared = (drawn[shard.sha256] for shard in index.shards if shard.sha256 in drawn)
+        if (same := next(shared, None)) is not None:
             raise ConfigError(
                 f"data.heldout.{index.name} holds the samples of data.sources.{same}: its loss "
                 "would be that of training data; give samples that training does not draw"

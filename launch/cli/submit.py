@@ -114,7 +114,7 @@ def submit(
 
         check_local("--run-dir", run_dir)
         folder = run_dir.resolve()
-        loaded, _ = load_pinned(config, overrides or (), folder if resume == LATEST else None)
+        loaded, _ = load_pinned(config, overrides or (), folder if resume else None)
         request = SlurmRequest(
             gpus_per_node=gpus_per_node,
             tasks_per_node=tasks_per_node,

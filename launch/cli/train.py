@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from launch.cli.options import ConfigOption, JsonOption, Overrides
-from launch.local.job import LATEST, Job
+from launch.local.job import Job
 from launch.local.quiet import quiet_libraries
 from launch.local.user_errors import one_line_errors
 
@@ -66,8 +66,8 @@ def train(
     with one_line_errors():
         from launch.local.versions import load_pinned
 
-        goes_on = run_dir if resume == LATEST else None
-        loaded, pinned = load_pinned(config, overrides or (), goes_on)
+        goes_on = None if resume is None else run_dir
+        loaded, pinned = load_pinned(config, overrides or (), goes_on, nnodes)
         job = Job(config, str(run_dir), pinned, resume, or_start=or_start)
         if table is not None:
             check_table(table, dry_run)

@@ -23,7 +23,10 @@ _KEYS = ("sources", "heldout", "max_epochs", "augment")
 
 
 def load_pinned(
-    config: str | Path, overrides: Sequence[str] = (), run_dir: Path | None = None
+    config: str | Path,
+    overrides: Sequence[str] = (),
+    run_dir: Path | None = None,
+    machines: int = 1,
 ) -> tuple[Config, tuple[str, ...]]:
     """Load a configuration whose versions are resolved.
 
@@ -31,12 +34,14 @@ def load_pinned(
         config: YAML file or name of a preset.
         overrides: `section.key=value`.
         run_dir: of a run that goes on, and stands by what it resolved.
+        machines: on which this command is given.
 
     Returns:
         It, and the overrides with which every other process loads the same one.
 
     Raises:
-        ConfigError: see `load_config`; two versions are one folder; or this is a rank.
+        ConfigError: see `load_config`; two versions are one folder; or this is a rank, or one
+            machine of several: others would ask at another moment, and read other data.
         CatalogError, IndexMismatch, StoreError: see `catalog.lookup.resolve`.
     """
     loaded = load_config(config, overrides)
@@ -45,11 +50,11 @@ def load_pinned(
     asked = {name for one in places for key in _KEYS for name in one.get(key, ()) if "@" in name}
     if not asked:
         return loaded, tuple(overrides)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ or machines > 1:
         raise ConfigError(
-            f"data.sources names {min(asked)}: a rank that torchrun or srun started must not ask "
-            f"the catalogue by itself; give the folder: kimi-pretrain data catalog resolve "
-            f"{min(asked)} --root {loaded.data.root}"
+            f"data.sources names {min(asked)}: a rank that torchrun or srun started, or one "
+            f"machine of several, must not ask the catalogue by itself; give the folder: "
+            f"kimi-pretrain data catalog resolve {min(asked)} --root {loaded.data.root}"
         )
     names = _resolve(loaded, asked, {} if run_dir is None else _resolved_before(run_dir))
     for one in places:

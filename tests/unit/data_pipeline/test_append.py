@@ -40,7 +40,8 @@ def grown(store, tokenizer, given):
     ingest(given[:7], store, "old", tokenizer, 20_000, category="caption")
     before = {key: store.get(key) for key in store.list()}
     made = dict(category="caption", append_to="old")
-    ingest(Listed(given[7:], {"file": "b"}), store, "new", tokenizer, 20_000, **made)
+    # A name of bytes that are not UTF-8, as Python has it.
+    ingest(Listed(given[7:], {"file": "b\udce9"}), store, "new", tokenizer, 20_000, **made)
     return store, read_index(store, "old"), read_index(store, "new"), before
 
 
@@ -70,7 +71,7 @@ def test_the_grown_source_is_sound_and_says_where_it_comes_from(grown, tokenizer
     found = read_provenance(store, "new")
     assert found is not None
     assert (found["kind"], found["source"], found["parent"]) == ("append", "old", old.content_hash)
-    assert found["input"] == {"file": "b"}
+    assert found["input"] == {"file": "b\udce9"}
 
 
 def test_it_can_grow_again(grown, tokenizer):

@@ -1,6 +1,8 @@
 """The catalogue, on SQLite and on a real PostgreSQL: gates, compare-and-set, audit, schema."""
 
 import multiprocessing
+import os
+import pwd
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -167,6 +169,7 @@ def test_sqlite_on_a_network_file_system_is_refused(monkeypatch, tmp_path):
     [
         ("postgresql://me:hunter2@host/db", "password"),
         ("postgresql://host/db?password=hunter2", "password"),
+        ("postgresql://host/db?sslpassword=hunter2", "password"),
         ("mysql://me@host/db", "expected a file"),
         ("sqlite://", "expected a file"),
         ("postgresql://me:hunter2@host:port/db", "expected a file"),
@@ -289,6 +292,35 @@ def test_every_other_step_is_refused(catalog):
     assert set(TRAINABLE) == {"verified", "active", "deprecated"}
 
 
+def test_descent_is_no_circle(catalog):
+    register(catalog, source("c_1", parent="content of c_2"))  # which nobody has registered yet
+    before = state_of(catalog)
+    with pytest.raises(CatalogError, match="c@2 would descend from itself"):
+        register(catalog, source("c_2"), parent="content of c_1")
+    assert state_of(catalog) == before
+    # A circle that was made past the catalogue's code must not hold the lock for ever.
+    register(catalog, source("c_2"))
+    register(catalog, source("c_3"))
+    with catalog.write() as connection:
+        connection.execute(text("UPDATE version SET parent = 'content of c_1' WHERE number = 2"))
+    with pytest.raises(CatalogError, match="would descend from itself"):
+        set_fields(catalog, "c@3", {"parent": "c@1"})
+
+
+def test_a_version_whose_shards_another_names_is_not_deleted(catalog):
+    register(catalog, source("c_1"))
+    made_of = {"kind": "append", "parent": "content of c_1"}
+    register(catalog, source("c_2", provenance=made_of), parent=None)
+    for name in ("c@1", "c@2"):
+        bring(catalog, name, "archived")
+    before = state_of(catalog)
+    with pytest.raises(CatalogError, match=r"c@2 \(archived\) holds its shards by reference"):
+        promote(catalog, "c@1", "deleted")
+    assert state_of(catalog) == before
+    promote(catalog, "c@2", "deleted")
+    promote(catalog, "c@1", "deleted")
+
+
 @pytest.mark.parametrize(
     ("seen", "told"),
     [
@@ -345,6 +377,8 @@ def test_a_change_of_what_was_seen_before_another_is_refused(catalog):
         ("DELETE FROM audit WHERE seq = 3", "its last entry says"),
         ("UPDATE version SET owner = 'thief'", "has owner='thief', its last entry says 'me'"),
         ("DELETE FROM replica; DELETE FROM version", "c@1 is gone"),
+        ("UPDATE replica SET root = '/thief'", "c@1 does not lie at /corpus/c_1"),
+        ("DELETE FROM replica", "c@1 does not lie at /corpus/c_1"),
     ],
 )
 def test_what_is_altered_past_the_catalogue_shows(catalog, url, tampering, told):
@@ -358,6 +392,15 @@ def test_what_is_altered_past_the_catalogue_shows(catalog, url, tampering, told)
     sql(url, *tampering.split("; "))
     with catalog.read() as connection, pytest.raises(CatalogError, match=told):
         check(connection)
+
+
+def test_the_audit_names_the_user_of_the_process(catalog, monkeypatch):
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, "somebody-else")
+    register(catalog, source("c_1"))
+    with catalog.read() as connection:
+        [entry] = entries(connection)
+    assert entry.who.startswith(f"{pwd.getpwuid(os.getuid()).pw_name}@")
 
 
 def test_a_chain_that_was_cut_off_and_put_right_shows_by_a_head_kept_elsewhere(catalog, url):

@@ -20,6 +20,7 @@ from data_pipeline.ingest.samples import CrudeSample, Listed, TextSegment
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 from kimi_pretrain.config import Config, ConfigError, dump_config, load_config
+from kimi_pretrain.reliability.preflight import read_heldout
 from launch.cli.main import app
 from launch.local.versions import load_pinned
 
@@ -137,11 +138,14 @@ def test_a_lost_catalogue_has_its_names_back(root):
     (root / "captions" / "manifest.json").write_text(
         json.dumps(manifest | {"content_hash": "0" * 64})
     )
+    shutil.copytree(root / "web", root / "bare")
+    (root / "bare" / "manifest.json").write_text(json.dumps({"schema": manifest["schema"]}))
     told = run("catalog", "rebuild", root, code=1)
     assert told.stdout.split() == ["captions@2", "captions@3", "captions@4", "web@1"]
     wrong = told.stderr.splitlines()
-    assert "captions: content_hash is" in wrong[0]
-    assert "web_again: web under the same root holds this content" in wrong[1]
+    assert "bare: manifest.json has no field 'index_sha256'" in wrong[0]
+    assert "captions: content_hash is" in wrong[1]
+    assert "web_again: web under the same root holds this content" in wrong[2]
     shown = json.loads(run("catalog", "show", "captions@4", "--json").stdout)
     assert (shown["parent"], shown["provenance"]["kind"]) == ("captions@3", "reindex")
 
@@ -252,11 +256,24 @@ def test_what_a_name_must_not_stand_for(root, tmp_path, monkeypatch):
     shutil.copytree(root / "captions_3", root / "captions_2")
     with pytest.raises(IndexMismatch, match="captions_2: content_hash is"):
         load(root, {"captions@active": 1})
+    for_two = ["tiny_cpu", [f"data.root={root}", 'data.sources={"captions@active": 1}'], None, 2]
+    with pytest.raises(ConfigError, match="one machine of several, must not ask the catalogue"):
+        load_pinned(*for_two)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="must not ask the catalogue by itself"):
         load(root, {"captions@active": 1})
     with pytest.raises(ValueError, match="'captions@2' is a version in the catalogue"):
         read_index(FolderStore(root), "captions@2")
+
+
+def test_what_a_source_has_grown_from_is_not_held_out_of_it(root):
+    store, ranks = FolderStore(root), Tokenizer(RANKS, "tiny")
+    late = [CrudeSample("late", [TextSegment("a late text")])]
+    grown = ingest(late, store, "captions_9", ranks, append_to="captions")
+    config = load(root, {"captions_9": 1}, heldout={"captions": 1})
+    with pytest.raises(ConfigError, match="heldout.captions holds the samples of data.sources.cap"):
+        read_heldout(config, store, ranks, [grown])
+    read_heldout(config, store, ranks, [read_index(store, "web")])
 
 
 # Errors -----------------------------------------------------------------------------------------
@@ -278,11 +295,13 @@ def test_a_manifest_that_does_not_match_is_one_line_and_changes_nothing(root, tm
         (("register", "{root}/web", "--as", "web@active"), "give a number"),
         (("register", "{root}/web", "--catalog", "mysql://x/y"), "expected a file"),
         (("promote", "web@1", "verified", "--report", "{root}/web/manifest.json"), "data verify"),
+        (("promote", "web@1", "verified", "--report", "{root}/odd.json"), "data verify"),
         (("set", "web@1"), "give --licence"),
         (("scan", "{root}"), "no run here"),
     ],
 )
 def test_errors_are_one_line(root, arguments, told):
+    (root / "odd.json").write_text('{"sources": {"web": 1}}')
     given = [one.format(root=root) for one in arguments]
     assert told in run("catalog", *given, code=2).stderr
 
