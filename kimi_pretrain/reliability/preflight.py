@@ -111,6 +111,8 @@ def check_start(
     unknown = config.train.memory_limit_gib is not None and config.data.vision_token_ratio is None
     if unknown and (share := blend_report(planner)["vision_token_ratio"]):
         # What the check above could not count: the share of media follows from the sources.
+        from kimi_pretrain.memory.limits import check_memory_limit
+
         data = config.data.replace(vision_token_ratio=share)
         check_memory_limit(config.model_copy(update={"data": data}))
     if goes_on is not None:
