@@ -60,11 +60,11 @@ def frozen_tower_bytes(
     """
     t, h, w = np.asarray(grids, dtype=np.int64).reshape(-1, 3).T
     patches, tokens = t * h * w, num_tokens(t, h, w)
-    # Pixels as numbers; cosines and sines, alone and as complex numbers; the most of a block's two
-    # halves: query, key and value around their rotation, or the MLP around its GELU.
+    # Cosines and sines, alone and as complex numbers; the most of a block's two halves: query, key
+    # and value around their rotation, or the MLP around its GELU. The pixels are gone by then.
     angles = 4 * max(4, itemsize) * config.head_dim // 2
     block = max(9 * config.width, config.width + 2 * config.mlp_width)
-    tower = patches * (angles + (3 * PATCH**2 + block) * itemsize)
+    tower = patches * (angles + block * itemsize)
     pixels = patches * 3 * (3 * PATCH**2) * max(4, itemsize)  # of their normalisation
     return np.maximum(np.maximum(tower, pixels), itemsize * _projector(patches, tokens, config))
 

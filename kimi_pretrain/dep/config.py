@@ -45,7 +45,7 @@ class DepConfig(Section):
     [-; kimi_pretrain/dep/planner.py]"""
     flops_per_second: float = Field(default=3.0e14, gt=0)
     """What a rank does in the encoder, where `cost` is null.
-    [FLOP/s; kimi_pretrain/dep/planner.py]"""
+    [FLOP/s; kimi_pretrain/dep/cost.py]"""
     max_split: Literal[1, 2, 4, 8, 16] = 1
     """Most ranks that may encode one large item together; divides model.vision.heads.
     [ranks; kimi_pretrain/dep/planner.py]"""
@@ -75,6 +75,6 @@ class DepConfig(Section):
     [-; kimi_pretrain/dep/bubble_planner.py]"""
     bubble_ahead: int = Field(default=2, ge=0)
     """How many microbatches ahead a first stage begins to receive embeddings.
-    [microbatches; kimi_pretrain/dep/bubble_run.py]"""
+    [microbatches; kimi_pretrain/dep/bubble_step.py]"""
     check_recompute: bool = False
     """Compare a hash of every recomputed output with the forward's. [-; kimi_pretrain/model.py]"""

@@ -328,7 +328,7 @@ def test_a_course_that_is_left_is_set_aside_before_anything_is_trained(data_root
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
     left = (tmp_path / "metrics.abandoned.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in left] == [2, 3]
-    assert "up to 3, are in metrics.abandoned.jsonl now" in again.stderr
+    assert "lines of another start, up to step 3, are in metrics.abandoned.jsonl" in again.stderr
     back = train(tmp_path / "back", *settings, "train.steps=4", resume=kept)
     assert back.returncode == 0, back.stdout + back.stderr
     assert [line["step"] for line in read_metrics(tmp_path / "back")] == [4]

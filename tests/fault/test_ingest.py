@@ -114,7 +114,7 @@ def kill_everywhere(folder: str, step: int) -> None:
             continue
         break
     root, tries = f"{folder}/often", 1
-    while not run_once(root, inputs, ranks, 5, True):
+    while not run_once(root, inputs, ranks, 6, True):
         tries += 1
         if FolderStore(root).list() == sorted(whole):
             break  # killed with nothing left to do
@@ -131,9 +131,9 @@ def test_killed_at_every_step_the_result_is_the_same(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["objects"] >= 6
     # Each shard is put and gets a part, which is removed; lock, request and rejections are put
-    # before, rejections, index and manifest afterwards; request and lock are removed.
-    shards = found["objects"] - 3
-    assert found["points"] == 2 * (3 * shards + 8)
+    # before, rejections, provenance, index and manifest afterwards; request and lock are removed.
+    shards = found["objects"] - 4
+    assert found["points"] == 2 * (3 * shards + 9)
     assert 2 < found["tries"] < 20
 
 
