@@ -94,8 +94,8 @@ def seconds(
     from kimi_pretrain.run import Run
 
     run = Run(config, mesh)
-    whats = ("step", "backbone", "processor")
-    found = {form: {what: list[float]() for what in whats} for form in FORMS}
+    measures = ("step", "backbone", "processor")
+    found = {form: {what: list[float]() for what in measures} for form in FORMS}
     try:
         for number in range(warm_up + pairs):
             batch = next(run.loader)
@@ -111,7 +111,7 @@ def seconds(
                 start, end = report.spans[BACKBONE]
                 ranks: list[Any] = mesh.all_gather_object(time.process_time() - busy)
                 if number >= warm_up:
-                    for what, one in zip(whats, (taken, end - start, sum(ranks)), strict=True):
+                    for what, one in zip(measures, (taken, end - start, sum(ranks)), strict=True):
                         found[form][what].append(one)
     finally:
         run.close()

@@ -134,8 +134,8 @@ class PairPass(EncoderPass):
         width = heads.sizes.width
         wide = torch.promote_types(self._own.dtype, torch.float32)
         none = torch.empty(0, width, dtype=wide, device=self._own.device)
-        lates = [self._late[chunk.items[0]] for chunk in chunks]
-        images = torch.cat([none, *(late.embedded for late in lates)]).requires_grad_()
+        waiting = [self._late[chunk.items[0]] for chunk in chunks]
+        images = torch.cat([none, *(late.embedded for late in waiting)]).requires_grad_()
         parts = pairs.ids.split(self._own.siglip.texts_per_chunk) if len(pairs.ids) else ()
         with torch.no_grad():
             texts = torch.cat([none, *(heads.texts(part) for part in parts)]).requires_grad_()
@@ -147,7 +147,7 @@ class PairPass(EncoderPass):
         pairs.loss = loss.detach()
         assert images.grad is not None
         assert texts.grad is not None
-        for late, gradient in zip(lates, images.grad.split([len(one) for one in places])):
+        for late, gradient in zip(waiting, images.grad.split([len(one) for one in places])):
             late.gradient = gradient
         for part, gradient in zip(parts, texts.grad.split(self._own.siglip.texts_per_chunk)):
             torch.autograd.backward(heads.texts(part), gradient)
