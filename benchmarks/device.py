@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.result import RESULTS, cores, named, versions
-from kimi_pretrain.optim.step_stats import Stopwatch
+from kimi_pretrain.telemetry.stopwatch import Stopwatch
 
 ASIDE = RESULTS.parent.parent / "runs" / "benchmarks"  # for short forms
 Call = Callable[[], Any]

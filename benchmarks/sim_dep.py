@@ -38,7 +38,8 @@ from benchmarks.sim.corpus import (
 from benchmarks.sim.phases import BYTES
 from benchmarks.sim.study import SCHEMES, Case, Found, config_of, run
 from benchmarks.sim.variations import STEPS, grid, variations
-from kimi_pretrain.dep.pass_costs import BACKWARD, active_parameters
+from kimi_pretrain.dep.pass_costs import BACKWARD
+from kimi_pretrain.telemetry.mfu import active_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "dep_simulation.md"
@@ -112,13 +113,11 @@ def assumptions(mix: Mix) -> dict[str, Any]:
     """Return every assumption with its value, and what follows from them."""
     case = Case(max(STEPS), 0.1, 1)
     config, assumed = config_of(case), case.assumed
-    dense, moe, head = active_parameters(config.model.language)
-    layers = config.model.language.num_layers - config.model.language.num_dense_layers
     return {
         **asdict(Assumptions()),
         "gradient_sum_seconds": round(gradient_sum_seconds(config, assumed), 4),
         "encoder_parameters": encoder_parameters(config),
-        "active_parameters": dense + layers * moe + head,
+        "active_parameters": active_weights(config.model.language),
         "language_backward": BACKWARD,
         "bubble_filling": False,
         "seq_len": config.data.seq_len,

@@ -4,7 +4,6 @@ Every process of a node opens its own; budget and cache are shared through files
 """
 
 import hashlib
-import os
 import tempfile
 import weakref
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from data_pipeline.config import DataConfig
 from data_pipeline.fetch import Fetcher
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import IndexMismatch
-from data_pipeline.store.addresses import split_place
+from data_pipeline.store.addresses import endpoint_of, split_place
 from data_pipeline.store.budget import Budget
 from data_pipeline.store.objects import StoreError
 from data_pipeline.store.open import Store, open_store
@@ -116,9 +115,9 @@ def run_sources(
     "heldout".
     """
     scheme, folder = split_place("data.root", config.root)
-    root, endpoint = config.root.rstrip("/"), config.endpoint or os.environ.get("AWS_ENDPOINT_URL")
+    root = config.root.rstrip("/")
     if scheme in ("", "file"):
-        root, endpoint = str(Path(folder).expanduser().resolve()), None
+        root = str(Path(folder).expanduser().resolve())
     return [
         {
             "name": index.name,
@@ -126,7 +125,7 @@ def run_sources(
             "content_hash": index.content_hash,
             "index_sha256": index.index_sha256,
             "root": root,
-            "endpoint": endpoint or "",
+            "endpoint": endpoint_of(root, config.endpoint),
             "use": use,
         }
         for use, used in (("train", indices), ("heldout", heldout))

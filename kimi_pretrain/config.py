@@ -26,7 +26,7 @@ from kimi_pretrain.checkpoint.config import CheckpointConfig, ResumeConfig
 from kimi_pretrain.dep.config import DepConfig
 from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.schedule import describe_schedule, stretches
-from kimi_pretrain.parallel.layout import LayoutConfig, check_stages
+from kimi_pretrain.parallel.layout import LayoutConfig, check_stages, chunks_of
 from kimi_pretrain.reliability.config import GuardConfig
 from kimi_pretrain.siglip.config import SiglipConfig
 from kimi_pretrain.weights.model_config import LanguageConfig, ModelConfig
@@ -196,6 +196,14 @@ class Config(Section):
     def num_microbatches(self) -> int:
         """Return the microbatches that one replica runs in a step."""
         return self.data.rows_per_step // (self.layout.dp * self.train.rows_per_microbatch)
+
+    def chunks(self) -> list[tuple[range, bool]]:
+        """Return the layers of each chunk, and whether it has the loss; see `chunks_of`."""
+        return chunks_of(self.layout, self.model.language.num_layers)
+
+    def in_bubbles(self) -> bool:
+        """Whether vision work runs inside the pipeline; without a pipeline there are no bubbles."""
+        return self.dep.bubbles != "none" and self.layout.pp > 1
 
     def row_group(self) -> int:
         """Return the rows of whose multiples the layout can make a step."""

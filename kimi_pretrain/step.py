@@ -26,9 +26,9 @@ from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.config import GIB, Config
 from kimi_pretrain.dep.encoder import EncoderPass, Pixels
 from kimi_pretrain.dep.leaves import attach_leaves, leaf_gradients
-from kimi_pretrain.dep.planner import VisionPlanner, grids_of
+from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.dep.row_order import microbatch_order
-from kimi_pretrain.dep.vision_plan import VisionPlan, runs
+from kimi_pretrain.dep.vision_plan import VisionPlan, grids_of, runs
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch, build_microbatches, replica_rows
 from kimi_pretrain.model import Model
@@ -38,6 +38,9 @@ from kimi_pretrain.update import Update, UpdateReport
 
 # Directions of the exchange, as metrics name them, and the phase in which each one is used.
 DIRECTIONS = (("over", "3 hand-over"), ("back", "5 hand-back"))
+
+# Of `_encode`: the pass, rows of `received` in each leaf, `received.shape`.
+Encoded = tuple[EncoderPass, list[Tensor | None], torch.Size]
 
 
 def needs(mesh: Mesh, planner: VisionPlanner) -> Callable[[GlobalPlan], Needs]:
@@ -134,8 +137,8 @@ class ForwardStep:
         *,
         trained: bool,
         room: int = 0,
-    ) -> tuple[EncoderPass, list[Tensor | None], torch.Size]:
-        """Phases 2 and 3; returns the pass, rows of `received` in each leaf, `received.shape`.
+    ) -> Encoded:
+        """Phases 2 and 3.
 
         `encoded` is [tokens this rank encoded, out_width]; `received` is [tokens this first-stage
         rank holds, out_width], (0, out_width) on ranks of other stages.
@@ -224,31 +227,32 @@ class TrainStep(ForwardStep):
         return self._report(batch, vision, skipped, loss_tokens, loss, update, kept_patches)
 
     def _decoupled(
-        self,
-        batch: StepBatch,
-        vision: VisionPlan,
-        microbatches: list[Microbatch],
-        loss_tokens: int,
+        self, batch: StepBatch, vision: VisionPlan, microbatches: list[Microbatch], loss_tokens: int
     ) -> tuple[BatchLoss, int]:
         """Phases 2 to 6; returns the loss, and the patches that were not encoded twice."""
-        rank, trained = self.mesh.rank, self.encoder.trainable
+        trained = self.encoder.trainable
         room = self._room_for_activations(vision)
-        work, leaf_rows, shape = self._encode(
-            batch, vision, microbatches, trained=trained, room=room
-        )
+        encoded = self._encode(batch, vision, microbatches, trained=trained, room=room)
         loss = self._backbone(batch.plan, microbatches, loss_tokens)
         if not trained:
             return loss, 0
-        with self.clock.phase("5 hand-back"):
-            gradients = torch.zeros(shape, dtype=self.encoder.dtype, device=self.mesh.device)
-            gradients = leaf_gradients(microbatches, leaf_rows, gradients)
-            gradients = self.exchange.hand_back(gradients, vision, rank)
-        kept_patches = work.kept_patches
-        with self.clock.phase("6 vision backward"):
-            work.backward(gradients)
+        kept_patches = encoded[0].kept_patches
+        self._go_back(encoded, vision, microbatches)
         with self.clock.phase("6 gradient sum"):
             self.encoder.sums.finish()
         return loss, kept_patches
+
+    def _go_back(
+        self, encoded: Encoded, vision: VisionPlan, microbatches: list[Microbatch]
+    ) -> None:
+        """Phases 5 and 6 but for the sum over ranks, behind what `_encode` returned."""
+        work, leaf_rows, shape = encoded
+        with self.clock.phase("5 hand-back"):
+            gradients = torch.zeros(shape, dtype=self.encoder.dtype, device=self.mesh.device)
+            gradients = leaf_gradients(microbatches, leaf_rows, gradients)
+            gradients = self.exchange.hand_back(gradients, vision, self.mesh.rank)
+        with self.clock.phase("6 vision backward"):
+            work.backward(gradients)
 
     def _backbone(
         self, plan: GlobalPlan, microbatches: list[Microbatch], loss_tokens: int
@@ -263,11 +267,7 @@ class TrainStep(ForwardStep):
         return BatchLoss(loss_sum / max(1, loss_tokens), own)
 
     def _colocated(
-        self,
-        batch: StepBatch,
-        vision: VisionPlan,
-        microbatches: list[Microbatch],
-        loss_tokens: int,
+        self, batch: StepBatch, vision: VisionPlan, microbatches: list[Microbatch], loss_tokens: int
     ) -> BatchLoss:
         """The baseline: the first stage encodes inside the graph of each microbatch."""
         media, grids = self._pixels(batch, vision), grids_of(batch.plan)

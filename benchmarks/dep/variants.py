@@ -12,8 +12,8 @@ from data_pipeline.access import open_data
 from data_pipeline.index.manifest import read_index
 from data_pipeline.loader import Loader, StepBatch
 from kimi_pretrain.config import Config
-from kimi_pretrain.dep.planner import VisionPlanner, grids_of
-from kimi_pretrain.dep.vision_plan import VisionPlan
+from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.dep.vision_plan import VisionPlan, grids_of
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.model import Model
 from kimi_pretrain.reliability.preflight import load_tokenizer

@@ -27,7 +27,6 @@ from kimi_pretrain.engine.packed_attention import PackedRows
 from kimi_pretrain.memory.host_memory import SLAB_BYTES
 from kimi_pretrain.memory.kept import layer_tensors
 from kimi_pretrain.memory.plan import microbatches_in_flight, moves
-from kimi_pretrain.memory.states import chunks_of
 from kimi_pretrain.memory.switches import EVERYTHING
 
 CPU = torch.device("cpu")
@@ -63,7 +62,7 @@ def measure(mesh: Mesh, quick: bool) -> dict[str, Any]:
     for name, changes in POLICIES.items():
         (one, two), config = counted[name], with_policy(plain, changes)
         found["policies"][name] = {"counted": two - one, "planned": planned(config)}
-    chunks = chunks_of(run)[0 :: run.layout.pp]
+    chunks = run.chunks()[0 :: run.layout.pp]
     held = {}
     for overlap in (False, True):
         layout = run.layout.replace(overlap_experts=overlap)

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.muon.layers import Layer
 from benchmarks.muon.sides import AdamW, Ours, Seconds, Torch, apart, gradients
 from kimi_pretrain.optim.newton_schulz import COEFFICIENTS, EPSILON, flops, orthogonalise, segments
-from kimi_pretrain.optim.step_stats import Stopwatch
+from kimi_pretrain.telemetry.stopwatch import Stopwatch
 
 STEPS = 5
 

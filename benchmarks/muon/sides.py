@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.muon.layers import Layer
 from kimi_pretrain.optim.config import OptimConfig
 from kimi_pretrain.optim.muon import muon_update
-from kimi_pretrain.optim.step_stats import Stopwatch
+from kimi_pretrain.telemetry.stopwatch import Stopwatch
 
 LR = 2e-4
 CONFIG = OptimConfig(lr=LR, min_lr=0.0, warmup_steps=0, stable_steps=1, decay_steps=0)

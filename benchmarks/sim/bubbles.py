@@ -31,9 +31,9 @@ from kimi_pretrain.dep.bubble_plan import (
     plan_bubbles,
 )
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
-from kimi_pretrain.dep.planner import grids_of
 from kimi_pretrain.dep.row_order import microbatch_order
 from kimi_pretrain.dep.timeline import gathered
+from kimi_pretrain.dep.vision_plan import grids_of
 from kimi_pretrain.parallel.ranks import Ranks
 from moonvit3d.memory import activation_bytes
 

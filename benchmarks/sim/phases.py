@@ -20,8 +20,8 @@ from kimi_pretrain.config import GIB, Config, replicas_per_scope
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP, CostModel
 from kimi_pretrain.dep.memory_limit import cut, kept_chunks
 from kimi_pretrain.dep.places import seconds_of_part
-from kimi_pretrain.dep.planner import VisionPlanner, grids_of
-from kimi_pretrain.dep.vision_plan import VisionPlan
+from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.dep.vision_plan import VisionPlan, grids_of
 from kimi_pretrain.parallel.ranks import Ranks
 from moonvit3d.memory import activation_bytes
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, Row, insert, select, update
 
 from data_pipeline.catalog.engine import CatalogError, Conflict
-from data_pipeline.catalog.names import Wanted
+from data_pipeline.catalog.names import name_of
 from data_pipeline.catalog.tables import AUDIT, REPLICA, VERSION
 
 AUDITED = tuple(
@@ -85,7 +85,7 @@ def change(connection: Connection, row: Row[Any], note: Mapping[str, Any], **val
         .where(*key, VERSION.c.revision == row.revision)
         .values(**values, revision=row.revision + 1)
     )
-    name = str(Wanted(row.dataset, row.number))
+    name = name_of(row)
     if done.rowcount != 1:
         raise Conflict(f"{name} was changed since revision {row.revision}; look at it again")
     changed = {key: [getattr(row, key), value] for key, value in values.items()}
@@ -136,7 +136,7 @@ def check(connection: Connection, head: str | None = None) -> tuple[int, str]:
     if not seen:
         raise CatalogError(f"audit: no entry has the hash {head}; its end was cut off, or changed")
     for row in connection.execute(select(VERSION)):
-        name = str(Wanted(row.dataset, row.number))
+        name = name_of(row)
         expected = told.pop(name, {})
         for key in (*AUDITED, "revision"):
             if getattr(row, key) != expected.get(key):
@@ -155,10 +155,7 @@ def _check_replicas(connection: Connection, told: set[tuple[str, str, str, str]]
     query = select(VERSION.c.dataset, VERSION.c.number, *(REPLICA.c[key] for key in _PLACE)).join(
         REPLICA, REPLICA.c.content_hash == VERSION.c.content_hash
     )
-    found = {
-        (str(Wanted(row.dataset, row.number)), row.root, row.endpoint, row.name)
-        for row in connection.execute(query)
-    }
+    found = {(name_of(row), row.root, row.endpoint, row.name) for row in connection.execute(query)}
     for name, root, endpoint, folder in sorted(found ^ told):
         lies = "lies" if (name, root, endpoint, folder) in found else "does not lie"
         raise CatalogError(

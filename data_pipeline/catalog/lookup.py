@@ -1,15 +1,15 @@
 """Finds versions in the catalogue, and the folder of the one that a run asks for."""
 
-import os
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Row, select
 
 from data_pipeline.catalog.engine import Catalog, CatalogError
-from data_pipeline.catalog.names import Wanted, parse
+from data_pipeline.catalog.names import name_of, parse
 from data_pipeline.catalog.tables import REPLICA, VERSION
 from data_pipeline.index.manifest import expect, read_manifest
 from data_pipeline.names import did_you_mean, listed
+from data_pipeline.store.addresses import endpoint_of
 from data_pipeline.store.open import Store
 
 TRAINABLE = ("verified", "active", "deprecated")
@@ -22,11 +22,6 @@ class Resolved(NamedTuple):
     version: str
     name: str
     state: str
-
-
-def endpoint_of(uri: str, endpoint: str | None) -> str:
-    """Return the endpoint of a store as the catalogue keeps it: "" for a folder or Amazon's own."""
-    return (endpoint or os.environ.get("AWS_ENDPOINT_URL") or "") if "://" in uri else ""
 
 
 def version(connection: Connection, name: str) -> Row[Any]:
@@ -44,7 +39,7 @@ def version(connection: Connection, name: str) -> Row[Any]:
     for row in found:
         if wanted.number in (row.number, None) and (wanted.number or row.state == "active"):
             return row
-    there = listed(f"{Wanted(row.dataset, row.number)} ({row.state})" for row in found)
+    there = listed(f"{name_of(row)} ({row.state})" for row in found)
     raise CatalogError(f"{name}: there is no such version; there are {there}")
 
 
@@ -73,7 +68,7 @@ def resolve(catalog: Catalog, store: Store, endpoint: str | None, name: str) -> 
         row = version(connection, name)
         query = select(REPLICA).where(REPLICA.c.content_hash == row.content_hash)
         replicas = connection.execute(query.order_by(REPLICA.c.root, REPLICA.c.endpoint)).all()
-    told = str(Wanted(row.dataset, row.number))
+    told = name_of(row)
     if row.state not in TRAINABLE:
         raise CatalogError(
             f"{name}: {told} is {row.state}; a run may name versions that are {listed(TRAINABLE)}"

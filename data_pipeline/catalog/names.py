@@ -1,7 +1,7 @@
 """How versions are named, `captions@3` or `captions@active`, and licences by SPDX. Pure."""
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
@@ -21,6 +21,11 @@ class Wanted(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dataset}@{ACTIVE if self.number is None else self.number}"
+
+
+def name_of(row: Any) -> str:
+    """Return the name of a row of the table of versions."""
+    return str(Wanted(row.dataset, row.number))
 
 
 def parse(text: str) -> Wanted:

@@ -6,7 +6,7 @@ from sqlalchemy import Connection, Row, select
 
 from data_pipeline.catalog.audit import entries
 from data_pipeline.catalog.lookup import unknown, version
-from data_pipeline.catalog.names import Wanted
+from data_pipeline.catalog.names import name_of
 from data_pipeline.catalog.tables import REPLICA, RUN, RUN_INPUT, VERSION
 
 
@@ -49,7 +49,7 @@ def details(connection: Connection, name: str) -> dict[str, Any]:
     return {
         **found,
         "parent": _named(connection, row.parent),
-        "children": sorted(str(Wanted(*one)) for one in connection.execute(children)),
+        "children": sorted(name_of(one) for one in connection.execute(children)),
         "provenance": row.provenance,
         "replicas": [
             one._asdict() for one in connection.execute(places.order_by("root", "endpoint"))
@@ -60,9 +60,9 @@ def details(connection: Connection, name: str) -> dict[str, Any]:
 
 
 def _version(row: Row[Any]) -> dict[str, Any]:
-    values = row._asdict()
-    name = str(Wanted(values.pop("dataset"), values.pop("number")))
-    return {"version": name, **{k: v for k, v in values.items() if k != "provenance"}}
+    left_out = ("dataset", "number", "provenance")
+    values = {key: value for key, value in row._asdict().items() if key not in left_out}
+    return {"version": name_of(row), **values}
 
 
 def _about(what: dict[str, Any]) -> tuple[Any, Any]:
@@ -83,4 +83,4 @@ def _named(connection: Connection, content: str | None) -> str | None:
     """Return the version of a content, or its hash where nobody registered it."""
     query = select(VERSION.c.dataset, VERSION.c.number).where(VERSION.c.content_hash == content)
     found = connection.execute(query).first()
-    return str(Wanted(*found)) if found else content
+    return name_of(found) if found else content

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row, select
 from data_pipeline.catalog.audit import canonical, change
 from data_pipeline.catalog.engine import Catalog, CatalogError, Conflict
 from data_pipeline.catalog.lookup import version
-from data_pipeline.catalog.names import Wanted, check_licence
+from data_pipeline.catalog.names import check_licence, name_of
 from data_pipeline.catalog.register import check_descent
 from data_pipeline.catalog.runs import unfinished_with
 from data_pipeline.catalog.tables import STATES, VERSION
@@ -79,7 +79,7 @@ def promote(
         elif to in ("archived", "deleted"):
             _check_unused(connection, row, to)
         change(connection, row, note, **values)
-        done.append((_name(row), row.state, to))
+        done.append((name_of(row), row.state, to))
     return done
 
 
@@ -100,19 +100,19 @@ def set_fields(
         row = version(connection, name)
         _check_revision(row, revision)
         if row.state == "deleted":
-            raise CatalogError(f"{_name(row)} is deleted: nothing of it changes any more")
+            raise CatalogError(f"{name_of(row)} is deleted: nothing of it changes any more")
         given = dict(values)
         if given.get("licence") is not None:
             given["licence"] = check_licence(given["licence"])
         if given.get("parent") is not None:
             given["parent"] = version(connection, given["parent"]).content_hash
-            check_descent(connection, _name(row), row.content_hash, given["parent"])
+            check_descent(connection, name_of(row), row.content_hash, given["parent"])
         for key in ("licence", "owner"):
             if row.state == "active" and key in given and not given[key]:
-                raise CatalogError(f"{_name(row)} is active, and so must have a {key}")
+                raise CatalogError(f"{name_of(row)} is active, and so must have a {key}")
         if given := {key: value for key, value in given.items() if getattr(row, key) != value}:
             change(connection, row, {}, **given)
-        return _name(row)
+        return name_of(row)
 
 
 def read_report(file: Path) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def read_report(file: Path) -> dict[str, Any]:
 def _check_revision(row: Row[Any], revision: int | None) -> None:
     if revision not in (None, row.revision):
         raise Conflict(
-            f"{_name(row)} has revision {row.revision} ({row.state}), not {revision}; somebody "
+            f"{name_of(row)} has revision {row.revision} ({row.state}), not {revision}; somebody "
             "changed it: look at it again"
         )
 
@@ -144,7 +144,7 @@ def _check_revision(row: Row[Any], revision: int | None) -> None:
 def _check_step(row: Row[Any], to: str) -> None:
     if to not in FOLLOWING[row.state]:
         raise CatalogError(
-            f"{_name(row)} is {row.state} and cannot become {to}: what may follow is "
+            f"{name_of(row)} is {row.state} and cannot become {to}: what may follow is "
             f"{listed(FOLLOWING[row.state])}"
         )
 
@@ -157,7 +157,8 @@ def _verified_by(row: Row[Any], report: Mapping[str, Any] | None) -> str:
     """
     if report is None:
         raise CatalogError(
-            f"{_name(row)}: give --report FILE with what `kimi-pretrain data verify --json` printed"
+            f"{name_of(row)}: give --report FILE with what `kimi-pretrain data verify --json` "
+            "printed"
         )
     about = [
         (name, one)
@@ -166,20 +167,20 @@ def _verified_by(row: Row[Any], report: Mapping[str, Any] | None) -> str:
     ]
     if not about:
         raise CatalogError(
-            f"{_name(row)}: the report is of {listed(sorted(report['sources']))}, and of none "
+            f"{name_of(row)}: the report is of {listed(sorted(report['sources']))}, and of none "
             f"with content {row.content_hash[:12]}"
         )
     for name, one in about:
         if one.get("problems") != {}:
-            raise CatalogError(f"{_name(row)}: the report finds problems in {name}")
+            raise CatalogError(f"{name_of(row)}: the report finds problems in {name}")
         if one.get("sample_share") != 1:
             raise CatalogError(
-                f"{_name(row)}: the report looked at {one.get('sample_share')} of {name}; verify "
+                f"{name_of(row)}: the report looked at {one.get('sample_share')} of {name}; verify "
                 "all of it"
             )
         if not one.get("tokens_counted"):
             raise CatalogError(
-                f"{_name(row)}: the report did not count the tokens of {name}; verify it with "
+                f"{name_of(row)}: the report did not count the tokens of {name}; verify it with "
                 "--tokenizer FILE"
             )
     return hashlib.sha256(canonical(report).encode()).hexdigest()
@@ -189,8 +190,8 @@ def _check_released(row: Row[Any]) -> None:
     missing = [key for key in ("licence", "owner") if not getattr(row, key)]
     if missing:
         raise CatalogError(
-            f"{_name(row)}: {' and '.join(missing)} must be set before it is active: "
-            f"kimi-pretrain data catalog set {_name(row)} "
+            f"{name_of(row)}: {' and '.join(missing)} must be set before it is active: "
+            f"kimi-pretrain data catalog set {name_of(row)} "
             + " ".join(f"--{key} ..." for key in missing)
         )
 
@@ -200,15 +201,15 @@ def _retire(connection: Connection, row: Row[Any]) -> list[tuple[str, str, str]]
     same = (VERSION.c.dataset == row.dataset, VERSION.c.state == "active")
     found = []
     for other in connection.execute(select(VERSION).where(*same)).all():
-        change(connection, other, {"replaced_by": _name(row)}, state="deprecated")
-        found.append((_name(other), "active", "deprecated"))
+        change(connection, other, {"replaced_by": name_of(row)}, state="deprecated")
+        found.append((name_of(other), "active", "deprecated"))
     return found
 
 
 def _check_unused(connection: Connection, row: Row[Any], to: str) -> None:
     if runs := unfinished_with(connection, row.content_hash):
         raise CatalogError(
-            f"{_name(row)} cannot be {to}: unfinished runs use it: {listed(runs)} (if they are "
+            f"{name_of(row)} cannot be {to}: unfinished runs use it: {listed(runs)} (if they are "
             "over: `data catalog scan` reads how they stand)"
         )
     if to != "deleted":
@@ -221,10 +222,6 @@ def _check_unused(connection: Connection, row: Row[Any], to: str) -> None:
             ("reindex", row.content_hash),
         ) and other.content_hash != row.content_hash:
             raise CatalogError(
-                f"{_name(row)} cannot be deleted: {_name(other)} ({other.state}) holds its shards "
-                "by reference; delete that first"
+                f"{name_of(row)} cannot be deleted: {name_of(other)} ({other.state}) holds its "
+                "shards by reference; delete that first"
             )
-
-
-def _name(row: Row[Any]) -> str:
-    return str(Wanted(row.dataset, row.number))

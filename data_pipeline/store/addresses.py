@@ -92,6 +92,16 @@ def check_endpoint(what: str, endpoint: str | None) -> None:
         )
 
 
+def endpoint_of(uri: str, endpoint: str | None) -> str:
+    """Return the endpoint of a store as it is noted down: "" for a folder or Amazon's own.
+
+    Args:
+        uri: of the store, a folder as a path.
+        endpoint: as given; None: as AWS_ENDPOINT_URL says.
+    """
+    return (endpoint or os.environ.get("AWS_ENDPOINT_URL") or "") if "://" in uri else ""
+
+
 def masked(address: str) -> str:
     """The address with stars in place of a user name and password, for messages."""
     return _CREDENTIALS.sub("***@", address)

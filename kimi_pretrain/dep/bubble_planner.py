@@ -29,7 +29,7 @@ from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
 from kimi_pretrain.dep.pass_costs import BACKWARD, chunk_flops
 from kimi_pretrain.dep.step_bubbles import StepBubbles
 from kimi_pretrain.dep.timeline import Schedule, Timeline, gathered, timeline
-from kimi_pretrain.dep.vision_plan import Destinations
+from kimi_pretrain.dep.vision_plan import Destinations, grids_of
 from kimi_pretrain.parallel.ranks import Ranks
 from moonvit3d.memory import activation_bytes
 
@@ -39,11 +39,6 @@ Floats = NDArray[np.float64]
 log = logging.getLogger("kimi_pretrain.train")
 
 NOTHING = 1e-9  # seconds of a pass that is not there
-
-
-def in_bubbles(config: Config) -> bool:
-    """Whether vision work runs inside the pipeline; without a pipeline there are no bubbles."""
-    return config.dep.bubbles != "none" and config.layout.pp > 1
 
 
 class BubblePlanner:
@@ -83,10 +78,10 @@ class BubblePlanner:
         """
         layout, per_microbatch = self.config.layout, self.config.train.rows_per_microbatch
         schedule, line = self._line(plan.num_rows // (layout.dp * per_microbatch))
-        units = self._units(plan, items, where, costs)
+        home = plan.items.row.astype(np.int64) // (plan.num_rows // layout.dp)
+        units = self._units(items, home, where.microbatch, grids_of(plan), costs)
         if not self.filling.edges:
             line = gathered(schedule, line, least_wait(units, self.filling))
-        home = plan.items.row.astype(np.int64) // (plan.num_rows // layout.dp)
         tokens = plan.items.tokens.astype(np.int64)
         need = np.bincount(home, tokens, layout.dp).astype(np.int64)  # shared items, too
         held = tokens[units.item], need
@@ -110,22 +105,22 @@ class BubblePlanner:
         schedule = Schedule(layout.pp, layout.vpp, microbatches)
         return schedule, timeline(schedule, *self._passes)
 
-    def _units(self, plan: GlobalPlan, items: Ints, where: Destinations, costs: Floats) -> Units:
-        """Return the items as units, with what each of their three passes costs.
+    def _units(
+        self, items: Ints, home: Ints, microbatch: Ints, grids: Ints, costs: Floats
+    ) -> Units:
+        """Return some items as units, with what each of their three passes costs.
 
         A frozen encoder has no later passes; behind a frozen tower they are the projector's, which
         is next to nothing.
         """
         frozen, size = self.config.train.frozen, ITEMSIZE[self.config.train.dtype]
-        rows, table = plan.num_rows // self.config.layout.dp, plan.items
-        grids = np.stack([table.frames, table.grid_h, table.grid_w], axis=1).astype(np.int64)
         forward = costs[items] / FORWARDS_PER_STEP
         trained = "vision_tower" not in frozen
         later = forward if trained else np.full(len(forward), NOTHING)
         return Units(
             item=items,
-            home=table.row[items].astype(np.int64) // rows,
-            microbatch=where.microbatch[items],
+            home=home[items],
+            microbatch=microbatch[items],
             forward=np.maximum(forward, NOTHING),
             recompute=np.maximum(later, NOTHING),
             backward=np.maximum(BACKWARD * later, NOTHING),

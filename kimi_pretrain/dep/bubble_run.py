@@ -1,6 +1,6 @@
 """Carries out a plan of vision work in bubbles, on one rank, while its pipeline runs.
 
-The schedule says when it is about to wait and which pass it begins (`engine.bubbles`); slot n lies
+The schedule says when it is about to wait and which pass it begins (`engine.slots`); slot n lies
 before pass n. In its slots a rank encodes its items in the order of units and sends each output at
 once. A first-stage rank receives a few microbatches ahead, and puts a microbatch's leaf together
 when its first pass begins; as soon as that leaf has its gradient, it is sent back, unit by unit.
@@ -26,15 +26,12 @@ from torch.distributed import Work
 
 from kimi_pretrain.dep.bubble_links import Links
 from kimi_pretrain.dep.encoder import DecoupledEncoder, Pixels
-from kimi_pretrain.dep.stopwatch import Stopwatch
+from kimi_pretrain.dep.step_bubbles import FILLED, MEASURED, OVERRUN, WASTED
 from kimi_pretrain.dep.timeline import Pass
 from kimi_pretrain.dep.unit_pass import UnitPass
 from kimi_pretrain.dep.vision_plan import Ints, VisionPlan, runs
 from kimi_pretrain.engine.microbatch import Microbatch
-
-FILLED, WASTED, OVERRUN = "filled", "wasted", "overrun"
-"""What a rank measures, in seconds: vision work in slots; waiting with nothing to do; work between
-two passes beyond what the plan has there."""
+from kimi_pretrain.telemetry.stopwatch import Stopwatch
 
 
 class OutOfOrder(RuntimeError):
@@ -88,7 +85,7 @@ class BubbleRun:
         phase: names what is done, for the timeline.
 
     Attributes:
-        watch: `FILLED`, `WASTED` and `OVERRUN`.
+        watches: of each kind of `MEASURED`.
     """
 
     def __init__(
@@ -108,7 +105,7 @@ class BubbleRun:
         self.encoder, self.links, self.rank = encoder, links, links.rank
         self.grids, self.pixels, self.ahead = grids, pixels, ahead
         self.wire, self.phase = wire or encoder.dtype, phase
-        self.watch = Stopwatch(encoder.device)
+        self.watches = {kind: Stopwatch(encoder.device) for kind in MEASURED}
         self.passes = self.plan.schedule.passes[stage]
         self.started = 0  # passes, and the number of the slot before the next one
         self._room = self.bubbles.room[stage]
@@ -160,12 +157,12 @@ class BubbleRun:
             self._go_back(unit, piece)
         spent = perf_counter() - began
         if self._timed and self.started and spent > room:
-            self.watch.add(OVERRUN, spent - room)
+            self.watches[OVERRUN].add(spent - room)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Measure a wait of the stage."""
-        with self.watch.time(WASTED):
+        with self.watches[WASTED].running():
             yield
 
     def forward(self, chunk: int, microbatch: int) -> None:
@@ -200,7 +197,7 @@ class BubbleRun:
         while self._backward:
             _, unit, piece = self._backward.popleft()
             self._go_back(unit, piece)
-        with self.watch.time(WASTED):
+        with self.watches[WASTED].running():
             for _, work in self._sent:
                 work.wait()
         self._sent = []
@@ -275,7 +272,7 @@ class BubbleRun:
         for message in unit.to:
             if message.peer == self.rank:
                 message.buffer = self._returned.pop(message.unit)
-            with self.watch.time(WASTED):
+            with self.watches[WASTED].running():
                 arrived = message.take()
             rows = torch.from_numpy(message.rows).to(gradient.device)
             gradient.index_copy_(0, rows, arrived.to(gradient.dtype))
@@ -284,7 +281,7 @@ class BubbleRun:
     @contextmanager
     def _working(self, phase: str, unit: int) -> Iterator[None]:
         try:
-            with self.phase(phase), self.watch.time(FILLED):
+            with self.phase(phase), self.watches[FILLED].running():
                 yield
         except Exception as error:
             item = int(self.bubbles.units.item[unit])
@@ -310,7 +307,7 @@ class BubbleRun:
         messages, microbatch = self._of(number), self._leaves[number]
         if not messages:
             return
-        with self.watch.time(WASTED):
+        with self.watches[WASTED].running():
             parts = [message.take().to(self.encoder.dtype) for message in messages]
         places = torch.from_numpy(np.concatenate([message.rows for message in messages]))
         places, shared = places.to(self.encoder.device), microbatch.leaf

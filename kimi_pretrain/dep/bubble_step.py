@@ -9,16 +9,12 @@ import logging
 from contextlib import nullcontext
 from dataclasses import replace
 
-import torch
-
 from data_pipeline.loader import StepBatch
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.bubble_links import WAYS, Links
-from kimi_pretrain.dep.bubble_planner import in_bubbles
 from kimi_pretrain.dep.bubble_run import BubbleRun
-from kimi_pretrain.dep.leaves import leaf_gradients
-from kimi_pretrain.dep.planner import VisionPlanner, grids_of
-from kimi_pretrain.dep.vision_plan import VisionPlan
+from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.dep.vision_plan import VisionPlan, grids_of
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch
 from kimi_pretrain.engine.slots import SlotSchedule
@@ -33,7 +29,7 @@ def dep_step(
     config: Config, mesh: Mesh, model: Model, update: Update, planner: VisionPlanner
 ) -> TrainStep:
     """Return the step of a run: in bubbles where there are some, and it is asked for."""
-    if in_bubbles(config):
+    if config.in_bubbles():
         return BubbleStep(config, mesh, model, update, planner)
     if config.dep.bubbles != "none" and mesh.rank == 0:
         log.warning(
@@ -91,17 +87,11 @@ class BubbleStep(TrainStep):
         finally:
             self.schedule.slots = None
         if trained and outside is not None:
-            work, leaf_rows, shape = outside
-            with self.clock.phase("5 hand-back"):
-                gradients = torch.zeros(shape, dtype=self.encoder.dtype, device=self.mesh.device)
-                gradients = leaf_gradients(microbatches, leaf_rows, gradients)
-                gradients = self.exchange.hand_back(gradients, shared, rank)
-            with self.clock.phase("6 vision backward"):
-                work.backward(gradients)
+            self._go_back(outside, shared, microbatches)
         if trained:
             with self.clock.phase("6 gradient sum"):
                 self.encoder.sums.finish()
-        self._seconds = run.watch.seconds()
+        self._seconds = {kind: watch.seconds() for kind, watch in run.watches.items()}
         width, size = self.config.model.vision.out_width, self.encoder.dtype.itemsize
         planned = self.exchange.bytes_sent(vision, rank, width, size)
         self._moved = {way: planned[way] for way in WAYS if trained or way == "over"}

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kimi_pretrain.config import Config
-from kimi_pretrain.parallel.layout import expand_stages
 from kimi_pretrain.weights.model_config import LanguageConfig
 
 Floats = NDArray[np.float64]
@@ -40,25 +39,9 @@ def chunk_flops(config: Config) -> Floats:
     tokens = config.data.seq_len
     per_key = model.num_heads * (model.qk_nope_dim + model.qk_rope_dim + model.v_dim)
     attention = tokens * tokens * per_key  # two operations, half of the pairs
-    chunks, layer = [], 0
-    for names in stages_of(config):
-        flops = 0.0
-        for name in names:
-            if name == "t":
-                weights = dense if layer < model.num_dense_layers else moe
-                flops += 2.0 * tokens * weights + attention
-                layer += 1
-            elif name == "L":
-                flops += 2.0 * tokens * head
-        chunks.append(rows * flops)
+    chunks = []
+    for layers, has_loss in config.chunks():
+        weights = sum(dense if layer < model.num_dense_layers else moe for layer in layers)
+        weights += head if has_loss else 0
+        chunks.append(rows * (2.0 * tokens * weights + len(layers) * attention))
     return np.array(chunks)
-
-
-def stages_of(config: Config) -> list[str]:
-    """Return what each virtual stage holds, as in `layout.stages`."""
-    layout, layers = config.layout, config.model.language.num_layers
-    if layout.stages is not None:
-        return expand_stages(layout.stages)
-    chunks = layout.pp * layout.vpp
-    names = ["t" * (layers // chunks)] * chunks
-    return ["E" + names[0], *names[1:-1], names[-1] + "L"]

@@ -14,12 +14,19 @@ from numpy.typing import NDArray
 from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.config import GIB, ITEMSIZE, Config
 from kimi_pretrain.dep.assign import choose_splits, place, round_robin
-from kimi_pretrain.dep.bubble_planner import BubblePlanner, in_bubbles
+from kimi_pretrain.dep.bubble_planner import BubblePlanner
 from kimi_pretrain.dep.cost import CostModel
 from kimi_pretrain.dep.memory_limit import check_memory, vision_bytes
 from kimi_pretrain.dep.places import Placement, Places
 from kimi_pretrain.dep.row_order import microbatch_order
-from kimi_pretrain.dep.vision_plan import Destinations, Ints, VisionPlan, shares_of, spans_of
+from kimi_pretrain.dep.vision_plan import (
+    Destinations,
+    Ints,
+    VisionPlan,
+    grids_of,
+    shares_of,
+    spans_of,
+)
 from kimi_pretrain.parallel.ranks import Ranks, scopes
 from kimi_pretrain.parallel.sequence import SequenceParts
 
@@ -39,7 +46,7 @@ class VisionPlanner:
         layout, rows = config.layout, config.train.rows_per_microbatch
         self.parts = SequenceParts(rows * config.data.seq_len, layout.cp, layout.tp)
         self.bubbles = None
-        if training and in_bubbles(config):
+        if training and config.in_bubbles():
             self.bubbles = BubblePlanner(config, self.ranks, self.scopes)
         most = 2 + config.data.prefetch_steps
         self._recent: deque[tuple[GlobalPlan, VisionPlan]] = deque(maxlen=most)
@@ -129,9 +136,3 @@ class VisionPlanner:
             found = place(costs[items], wanted, homes, near, dep.split_efficiency)
             rank[items], parts[items] = ranks[found.rank], found.parts
         return Placement(rank, parts)
-
-
-def grids_of(plan: GlobalPlan) -> NDArray[np.int64]:
-    """Return the patch grids (frames, height, width) of a plan's items, int64 [items, 3]."""
-    items = plan.items
-    return np.stack([items.frames, items.grid_h, items.grid_w], axis=1).astype(np.int64)

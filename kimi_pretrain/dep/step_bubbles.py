@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 from kimi_pretrain.dep.bubble_plan import BubblePlan, Units
 
+MEASURED = FILLED, WASTED, OVERRUN = "filled", "wasted", "overrun"
+"""What a rank measures, in seconds: vision work in slots; waiting with nothing to do; work between
+two passes beyond what the plan has there."""
+
 
 @dataclass(frozen=True)
 class StepBubbles:

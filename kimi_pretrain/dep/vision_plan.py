@@ -17,6 +17,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.plan.step_plan import GlobalPlan
 from kimi_pretrain.dep.places import seconds_of_part, token_border
 from kimi_pretrain.dep.step_bubbles import StepBubbles
 
@@ -252,3 +253,9 @@ def runs(begins: Ints, counts: Ints) -> Ints:
 
 def _sums(places: Ints, weights: Ints, size: int) -> Ints:
     return np.bincount(places, weights, size).astype(np.int64)
+
+
+def grids_of(plan: GlobalPlan) -> Ints:
+    """Return the patch grids (frames, height, width) of a plan's items, int64 [items, 3]."""
+    items = plan.items
+    return np.stack([items.frames, items.grid_h, items.grid_w], axis=1).astype(np.int64)

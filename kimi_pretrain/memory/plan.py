@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from kimi_pretrain.config import GIB, ITEMSIZE, MIB, Config
 from kimi_pretrain.memory.kept import Kept, Tokens, head_tensors, layer_tensors, row_bytes
-from kimi_pretrain.memory.states import Sizes, chunks_of, divide_config
+from kimi_pretrain.memory.states import Sizes, divide_config
 from kimi_pretrain.memory.switches import Change, changed, switches
 from kimi_pretrain.siglip.counts import pooling_bytes, text_bytes
 from kimi_pretrain.tools.optimizer_division import Division
@@ -145,7 +145,7 @@ def single_changes(config: Config) -> Iterator[tuple[Change, Config]]:
 
 def host_bytes(config: Config) -> list[int]:
     """Return, for each stage, the bytes that each of its ranks has in host memory."""
-    chunks, pp = chunks_of(config), config.layout.pp
+    chunks, pp = config.chunks(), config.layout.pp
     return [_activations(config, chunks[stage::pp], stage)[2] for stage in range(pp)]
 
 
@@ -191,7 +191,7 @@ def stages_of(config: Config, division: Division | None, sizes: Sizes) -> tuple[
     layout, item = config.layout, ITEMSIZE[config.train.dtype]
     frozen, encoder = "language_model" in config.train.frozen, sizes.encoder
     per_stage = layout.world_size() // layout.pp
-    chunks = chunks_of(config)
+    chunks = config.chunks()
     found = []
     for stage in range(layout.pp):
         ranks = range(stage * per_stage, (stage + 1) * per_stage)
@@ -327,7 +327,7 @@ def _encoder(config: Config) -> int:
     """
     dep, train, vision = config.dep, config.train, config.model.vision
     most = dep.max_patches_per_chunk
-    if _in_bubbles(config):  # item by item
+    if config.in_bubbles():  # item by item
         most = min(most, most_patches(config.data.limits))
     item, half = ITEMSIZE[train.dtype], -(-most // 2)
     of_chunk = frozen_tower_bytes if "vision_tower" in train.frozen else activation_bytes
@@ -357,12 +357,8 @@ def _room(config: Config) -> int:
     return int(config.dep.memory_limit_gib * GIB)
 
 
-def _in_bubbles(config: Config) -> bool:
-    return config.dep.bubbles != "none" and config.layout.pp > 1
-
-
 def _waiting(config: Config) -> int:
-    if _in_bubbles(config):
+    if config.in_bubbles():
         return _encoder(config)
     kept = _room(config) if config.dep.keep_activations == "auto" else 0
     return kept + _features(config)

@@ -10,7 +10,6 @@ from math import prod
 from kimi_pretrain.config import ITEMSIZE, Config
 from kimi_pretrain.optim.groups import ModelShape, replicas_of
 from kimi_pretrain.optim.owners import TensorSize
-from kimi_pretrain.parallel.layout import expand_stages
 from kimi_pretrain.tools.optimizer_division import Division, PlannedGroup, divide, stage_groups
 from kimi_pretrain.weights.model_config import LanguageConfig
 from kimi_pretrain.weights.shapes import BIAS, LANGUAGE, is_routed_expert, language_shapes
@@ -47,7 +46,7 @@ class Sizes:
         a_number = max(4, item) * (2 if item < 4 else 1) * ("language_model" not in train.frozen)
         stages, state = list[tuple[int, int]](), list[int]()
         for stage in range(layout.pp):
-            own = [layer for layers, _ in chunks_of(config)[stage :: layout.pp] for layer in layers]
+            own = [layer for layers, _ in config.chunks()[stage :: layout.pp] for layer in layers]
             own += [_EMBEDDING] * (stage == 0) + [_HEAD] * (stage == layout.pp - 1)
             plain, cut, experts = (sum(counts[one][kind] for one in own) for kind in range(3))
             whole = cut if layout.tp > 1 else 0
@@ -76,22 +75,6 @@ def divide_config(config: Config) -> Division:
                 held[replicas_of(name)].append(TensorSize(name, shape, item))
         groups += stage_groups(stage, per_stage, layout.ep, held)
     return divide(groups, layout.world_size(), ModelShape.of(config.model), config.optim)
-
-
-def chunks_of(config: Config) -> list[tuple[range, bool]]:
-    """Return, of each of the pp x vpp chunks in the order of the model, its layers and whether it
-    has the loss.
-    """
-    layout, num_layers = config.layout, config.model.language.num_layers
-    count = layout.pp * layout.vpp
-    if layout.stages is None:
-        each = num_layers // count
-        sizes = [each] * count
-    else:
-        sizes = [chunk.count("t") for chunk in expand_stages(layout.stages)]
-    ends = [sum(sizes[: n + 1]) for n in range(count)]
-    ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    return [(layers, n == count - 1) for n, layers in enumerate(ranges)]
 
 
 _CUT = ("embed_tokens", "lm_head", "q_proj", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj",
@@ -130,9 +113,7 @@ def _by_stage(config: Config) -> list[_Shapes]:
     """Return name and shape of every parameter of the language model, whole, by stage."""
     pp = config.layout.pp
     stage_of = {
-        layer: number % pp
-        for number, (layers, _) in enumerate(chunks_of(config))
-        for layer in layers
+        layer: number % pp for number, (layers, _) in enumerate(config.chunks()) for layer in layers
     }
     stage_of |= {_EMBEDDING: 0, _HEAD: pp - 1}
     found: list[_Shapes] = [[] for _ in range(pp)]

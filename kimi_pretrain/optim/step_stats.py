@@ -5,13 +5,14 @@ them at once as plain numbers, part of the per-rank report; `merge_figures` make
 model.
 """
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from kimi_pretrain.telemetry.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -63,35 +64,6 @@ def merge_figures(ranks: Iterable[UpdateFigures]) -> UpdateFigures:
         seconds,
         _largest(errors),
     )
-
-
-@dataclass
-class Stopwatch:
-    """Sums the time of code sections; on CUDA by events, without synchronising."""
-
-    device: torch.device
-    _seconds: float = 0.0
-    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Add the time of the section."""
-        if self.device.type == "cuda":
-            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            events[0].record()
-            yield
-            events[1].record()
-            self._events.append(events)
-        else:
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
-
-    def seconds(self) -> float:
-        """Return the sum; synchronises the device."""
-        if self._events:
-            torch.cuda.synchronize(self.device)
-        return self._seconds + sum(a.elapsed_time(b) for a, b in self._events) / 1000
 
 
 @dataclass

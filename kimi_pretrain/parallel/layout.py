@@ -55,6 +55,20 @@ def expand_stages(stages: str) -> list[str]:
     return text.split("|")
 
 
+def chunks_of(layout: LayoutConfig, num_layers: int) -> list[tuple[range, bool]]:
+    """Return, of each of the pp x vpp chunks in the order of the model, its layers and whether it
+    has the loss.
+    """
+    count = layout.pp * layout.vpp
+    if layout.stages is None:
+        sizes = [num_layers // count] * count
+    else:
+        sizes = [chunk.count("t") for chunk in expand_stages(layout.stages)]
+    ends = [sum(sizes[: n + 1]) for n in range(count)]
+    ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return [(layers, n == count - 1) for n, layers in enumerate(ranges)]
+
+
 def even_stages(num_layers: int, chunks: int) -> str | None:
     """Return a layout string with equal chunks but for the last, whose loss costs about two layers,
     and then the first, which has the embedding; None if the layers divide evenly.

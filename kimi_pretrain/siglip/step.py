@@ -12,8 +12,8 @@ from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.bubble_step import dep_step
-from kimi_pretrain.dep.planner import VisionPlanner, grids_of
-from kimi_pretrain.dep.vision_plan import VisionPlan
+from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.dep.vision_plan import VisionPlan, grids_of
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch, replica_rows
 from kimi_pretrain.model import Model

@@ -16,8 +16,8 @@ from data_pipeline.loader import LoaderStats
 from data_pipeline.plan.step_plan import GlobalPlan
 from kimi_pretrain.config import GIB, Config
 from kimi_pretrain.dep.assign import load_per_rank, max_over_mean, round_robin
-from kimi_pretrain.dep.planner import grids_of
-from kimi_pretrain.dep.vision_plan import VisionPlan
+from kimi_pretrain.dep.step_bubbles import MEASURED
+from kimi_pretrain.dep.vision_plan import VisionPlan, grids_of
 from kimi_pretrain.optim.step_stats import UpdateFigures, merge_figures
 from kimi_pretrain.parallel.ranks import scopes
 from kimi_pretrain.siglip.counts import pair_flops
@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # the step brings the engine along, which reading a line does
     from kimi_pretrain.update import UpdateReport
 
 ENCODING = ("2 vision forward", "6 vision backward")
-BUBBLES = ("filled", "wasted", "overrun")  # as `dep.bubble_run` measures them
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ def _bubbles(everyone: Sequence[RankMetrics]) -> dict[str, Any]:
     ranks = [seconds for seconds in found if seconds is not None]
     if not ranks:
         return {}
-    each = {kind: [one.get(kind, 0.0) for one in ranks] for kind in BUBBLES}
+    each = {kind: [one.get(kind, 0.0) for one in ranks] for kind in MEASURED}
     return {
         "bubble_seconds": {
             kind: _largest(seconds) | {"mean": float(np.mean(seconds))}

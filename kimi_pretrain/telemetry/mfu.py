@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kimi_pretrain.dep.pass_costs import active_parameters
 from kimi_pretrain.weights.model_config import LanguageConfig, ModelConfig
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.flops import flops
@@ -133,24 +134,9 @@ def active_weights(config: LanguageConfig) -> int:
 
     The embedding is looked up and norms are no products; the head counts.
     """
-    hidden, heads = config.hidden_size, config.num_heads
-    query_width = heads * (config.qk_nope_dim + config.qk_rope_dim)
-    query = hidden * query_width
-    if config.q_lora_rank is not None:
-        query = config.q_lora_rank * (hidden + query_width)
-    latent = hidden * (config.kv_lora_rank + config.qk_rope_dim)
-    latent += config.kv_lora_rank * heads * (config.qk_nope_dim + config.v_dim)
-    attention = query + latent + heads * config.v_dim * hidden
-    experts = (config.experts_per_token + config.num_shared_experts) * 3 * config.expert_ffn_size
-    sparse = hidden * (experts + config.num_experts)  # the router sees every expert
-    dense = hidden * 3 * config.dense_ffn_size
-    num_sparse = config.num_layers - config.num_dense_layers
-    return (
-        config.num_layers * attention
-        + config.num_dense_layers * dense
-        + num_sparse * sparse
-        + hidden * config.vocab_size
-    )
+    dense, moe, head = active_parameters(config)
+    num_dense = config.num_dense_layers
+    return num_dense * dense + (config.num_layers - num_dense) * moe + head
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, override: float | None = None) -> Peak:

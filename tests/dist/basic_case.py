@@ -140,7 +140,7 @@ def colocated_gradients(run) -> dict[str, torch.Tensor]:
     """The same batch with the encoder inside the graph: no DEP, no schedule, no reduction."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from kimi_pretrain.dep.planner import grids_of
+    from kimi_pretrain.dep.vision_plan import grids_of
     from kimi_pretrain.engine.microbatch import build_microbatches
 
     batch = next(run.loader)

@@ -40,9 +40,11 @@ ROOMS: dict[str, set[str]] = {
     "kimi_pretrain.parallel.balance": set(),
     "kimi_pretrain.parallel": BASE,
     "kimi_pretrain.optim": {
-        "kimi_pretrain.parallel.balance", "kimi_pretrain.weights.model_config", "typed_config",
+        "kimi_pretrain.parallel.balance", "kimi_pretrain.telemetry.stopwatch",
+        "kimi_pretrain.weights.model_config", "typed_config",
     },
     "kimi_pretrain.telemetry.phases": set(),
+    "kimi_pretrain.telemetry.stopwatch": set(),
     "kimi_pretrain.telemetry.losses": {"data_pipeline.plan"},
     "kimi_pretrain.memory": set(),
     "kimi_pretrain.attention": {*BASE, "kimi_pretrain.parallel.sequence"},
@@ -77,7 +79,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "kimi_pretrain.dep.leaves": {"kimi_pretrain.dep", "kimi_pretrain.engine.microbatch"},
     "kimi_pretrain.dep.bubble_run": {
-        "kimi_pretrain.dep", "kimi_pretrain.engine.microbatch", "moonvit3d",
+        "kimi_pretrain.dep", "kimi_pretrain.engine.microbatch",
+        "kimi_pretrain.telemetry.stopwatch", "moonvit3d",
     },
     "kimi_pretrain.dep.bubble_step": {
         *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.model",
