@@ -41,7 +41,7 @@ class VisionPlanner:
         self.config = config
         self.ranks = Ranks(config.layout, config.dep.ranks_per_node)
         self.scopes = scopes(config)
-        self.order = np.concatenate(self.scopes)
+        self.order = np.concatenate(self.scopes)  # all ranks, those of a scope side by side
         self.costs = CostModel.configured(config)
         layout, rows = config.layout, config.train.rows_per_microbatch
         self.parts = SequenceParts(rows * config.data.seq_len, layout.cp, layout.tp)

@@ -145,6 +145,7 @@ class Backbone:
         """Say what becomes of the tensors that the backward pass needs; see docs/MEMORY.md."""
         train, device = self.config.train, self.mesh.device
         host = HostMemory(device, int(train.offload_min_mib * 2**20)) if train.offload else None
+        # A row that ranks share is put together again in the backward pass, whatever is configured.
         kinds = [*train.recompute, "row"] if self.mesh.num_cp > 1 else train.recompute
         self.policy = Policy(kinds, fp8=train.fp8_storage, host=host)
         for chunk in self.chunks:
