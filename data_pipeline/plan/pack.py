@@ -32,7 +32,6 @@ class PackedWindow:
         start: int32 [n] first token in the row.
         length: int32 [n] tokens.
         row_ptr: int64 [rows + 1] first entry of each row in the columns, and the end.
-        seq_len: tokens in a row.
     """
 
     sample: NDArray[np.int64]
@@ -40,17 +39,11 @@ class PackedWindow:
     start: NDArray[np.int32]
     length: NDArray[np.int32]
     row_ptr: NDArray[np.int64]
-    seq_len: int
 
     @property
     def num_rows(self) -> int:
         """Rows of the window."""
         return self.row_ptr.size - 1
-
-    @property
-    def fill_rate(self) -> float:
-        """Tokens of samples over tokens of rows; 1.0 means no padding at all."""
-        return float(self.length.sum(dtype=np.int64)) / (self.num_rows * self.seq_len)
 
 
 def pack_window(lengths: Sequence[int] | NDArray[np.integer], seq_len: int) -> PackedWindow:
@@ -93,7 +86,6 @@ def pack_window(lengths: Sequence[int] | NDArray[np.integer], seq_len: int) -> P
         start=(ends - sizes - before[row]).astype(np.int32),
         length=sizes.astype(np.int32),
         row_ptr=row_ptr,
-        seq_len=seq_len,
     )
 
 

@@ -34,7 +34,6 @@ def test_a_window_is_laid_out_without_gaps_or_overlap(count):
         assert 0 < ends[-1] <= 4096
         assert (np.diff(packed.sample[part]) > 0).all()  # by position inside a row
     assert packed.row_ptr[-1] == count
-    assert packed.fill_rate == pytest.approx(lengths.sum() / packed.num_rows / 4096)
 
 
 def test_rows_are_numbered_by_the_position_of_their_longest_sample():
@@ -70,9 +69,9 @@ def test_the_fill_of_a_real_window():
     rng = np.random.default_rng(0)
     for seq_len in (4096, 32768, 262144):
         lengths = documents(rng, 16384, seq_len, seq_len // 8)
-        assert pack_window(lengths, seq_len).fill_rate > 0.99
+        assert lengths.sum() / (pack_window(lengths, seq_len).num_rows * seq_len) > 0.99
     # nothing fits beside anything: best fit cannot help, and says so
-    assert pack_window([60] * 10, 100).fill_rate == pytest.approx(0.6)
+    assert pack_window([60] * 10, 100).num_rows == 10
 
 
 def test_refusals():
