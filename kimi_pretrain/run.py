@@ -13,7 +13,7 @@ from data_pipeline.index.reads import check_shards
 from data_pipeline.loader import Loader
 from data_pipeline.plan.stage import taken_over
 from kimi_pretrain.checkpoint.find import find
-from kimi_pretrain.checkpoint.load import STEPS, load
+from kimi_pretrain.checkpoint.load import OPTIMIZER_STEPS, load
 from kimi_pretrain.checkpoint.manifest import RunState
 from kimi_pretrain.checkpoint.saver import CheckpointSaver
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_place
@@ -67,7 +67,7 @@ class Run:
         trained = {view.name for view in self.backbone.views()}
         self._routing_biases = {view.name for view in self.backbone.views(buffers=True)} - trained
         self.update = Update(config, mesh, self.encoder, self.backbone)
-        self.train_step = train_step_of(self)
+        self.train_step = train_step_of(self)  # a `TrainStep`, with SigLIP's pairs where asked
         self.validation = None
         if config.train.validate_every is not None:
             found = (self.store, self.tokenizer, self._heldout)
@@ -77,7 +77,7 @@ class Run:
             watch("read the first weights")
             progress = partial(watch, "read the first weights")
             start.fill(mesh, self.tensors(), self.replica_group_of(), progress)
-            if start.keep:
+            if start.keep:  # train.start_optimizer: more than the weights
                 self._resume(start.checkpoint(), kept=True)
         if resume is not None:
             self._resume(resume)
@@ -110,8 +110,9 @@ class Run:
         return self.model.tensors() | self.update.optimizer.state_dict()
 
     def replica_group_of(self) -> dict[str, str]:
-        """Return the name of the replica group of every tensor that other ranks hold, too."""
-        return {name: replicas_of(name) for name in self.model.tensors()} | {STEPS: "encoder"}
+        """Return the replica group of every tensor that other ranks hold, too."""
+        held = {name: replicas_of(name) for name in self.model.tensors()}
+        return held | {OPTIMIZER_STEPS: "encoder"}  # every rank has that count, as the encoder
 
     def changes_only_in_update(self, name: str) -> bool:
         """Whether a tensor changes in phase 7 alone; routing biases move inside the backbone."""
@@ -143,7 +144,7 @@ class Run:
             data, anew = taken_over(self.loader.planner, data, state.step)
         self.loader.load_state_dict(data)
         if anew is None:
-            self.update.guard.resume(state.losses, state.skips_in_row)  # of these data
+            self.update.guard.resume(state.losses, state.skips_in_row)  # losses on these data
         else:
             log.warning("the data begin anew: %s", anew)
         log.info("resumed from %s: %d steps are done", checkpoint.uri, self.step)

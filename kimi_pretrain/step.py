@@ -101,7 +101,7 @@ class BatchLoss:
 
 
 class ForwardStep:
-    """Phases 2 to 4 without a graph; and what training has in common with it."""
+    """Phases 2 to 4 without a graph, for validation; `TrainStep` adds the way back."""
 
     def __init__(self, config: Config, mesh: Mesh, model: Model, planner: VisionPlanner):
         self.config, self.mesh, self.planner = config, mesh, planner
@@ -272,15 +272,15 @@ class TrainStep(ForwardStep):
         """The baseline: the first stage encodes inside the graph of each microbatch."""
         media, grids = self._pixels(batch, vision), grids_of(batch.plan)
         received = vision.received_by(self.mesh.rank)
-        for number, microbatch in enumerate(microbatches if self.mesh.is_first_stage else ()):
-            spans = received[received.microbatch == number]
+        for place, microbatch in enumerate(microbatches if self.mesh.is_first_stage else ()):
+            spans = received[received.microbatch == place]
             if len(spans):
                 items = spans.item.tolist()
                 pixels = [media[item] for item in items]
                 shapes = [(int(t), int(h), int(w)) for t, h, w in grids[items]]
                 microbatch.media = partial(self.encoder.encode, pixels, shapes)
-                places = torch.from_numpy(runs(spans.position, spans.count))
-                microbatch.leaf_positions = places.to(self.mesh.device)
+                positions = torch.from_numpy(runs(spans.position, spans.count))
+                microbatch.leaf_positions = positions.to(self.mesh.device)
         loss = self._backbone(batch.plan, microbatches, loss_tokens)
         with self.clock.phase("6 gradient sum"):
             self.encoder.sums.finish()

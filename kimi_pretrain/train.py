@@ -93,7 +93,7 @@ def train(
     owner = mesh.broadcast_from_rank0(partial(claim_place, place, run_dir, resume, restarted))
     progress = watchdog.progress("find the checkpoint")
     wanted = ("latest" if restarted else None, resume, otherwise)
-    found, before = _find_checkpoint(wanted, place, config, mesh, progress)
+    found, last_own = _find_checkpoint(wanted, place, config, mesh, progress)
     if found is None and (restarted or resume is not None):
         mesh.broadcast_from_rank0(partial(check_may_begin, run_dir, place, or_start or restarted))
     run = Run(config, mesh, found, watchdog.enter)
@@ -103,10 +103,10 @@ def train(
     check_node(config)
     end = _log_start(run, run_dir) if mesh.rank == 0 else None
     checkpoints = CheckpointScheduler(
-        place, owner, run, watchdog.enter, found and found.uri, before
+        place, owner, run, watchdog.enter, found and found.uri, last_own
     )
     run.update.before_change = checkpoints.before_update
-    history = "none" if found is None else "own" if before == run.step else "other"
+    history = "none" if found is None else "own" if last_own == run.step else "other"
     recorder = Recorder(config, run_dir, mesh, run.step, run.loader.indices, history, end)
     recorder.status("running", run.step, checkpoints.uri)
     with step_faults():
@@ -298,10 +298,10 @@ def _find_checkpoint(
         uri = one if one == "latest" else mesh.broadcast_from_rank0(partial(latest_in, one))
         found = find(uri, place, config, mesh, progress, own=True)
         if found is not None:
-            before = last_own_step(place, found)
+            last_own = last_own_step(place, found)
             if uri != "latest":
-                mesh.broadcast_from_rank0(partial(check_way_back, place, before))
-            return found, before
+                mesh.broadcast_from_rank0(partial(check_way_back, place, last_own))
+            return found, last_own
     return None, 0
 
 

@@ -123,7 +123,7 @@ class ShardOrder:
         self.seed = seed
         self.source = source
         self._first = np.cumsum(self.sizes) - self.sizes
-        self._last: _Epochs | None = None  # consecutive windows mostly ask for the same epoch
+        self._recent: _Epochs | None = None  # consecutive windows mostly ask for the same epoch
 
     def samples(self, draws: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (sample index int64 [n], epoch int64 [n]) of draw numbers [n], all >= 0."""
@@ -144,9 +144,9 @@ class ShardOrder:
         return self._first[table.shards[slot]] + flat - table.starts[slot], epoch
 
     def _tables(self, epochs: NDArray[np.int64]) -> _Epochs:
-        last = self._last
-        if last is not None and np.array_equal(last.epochs, epochs):
-            return last
+        recent = self._recent
+        if recent is not None and np.array_equal(recent.epochs, epochs):
+            return recent
         num_shards = self.sizes.size
         keys = np.array(
             [keyed(self.seed, "order", self.source, int(e)) for e in epochs], dtype=np.uint64
@@ -157,7 +157,7 @@ class ShardOrder:
         starts = np.cumsum(sizes, axis=1) - sizes + offset
         shard_windows = starts[:, :: self.shard_window]
         # Two threads may plan: what is returned is this one's, whatever the other keeps.
-        self._last = last = _Epochs(
+        self._recent = recent = _Epochs(
             epochs=epochs,
             keys=keys,
             shards=shards.ravel(),
@@ -165,4 +165,4 @@ class ShardOrder:
             shard_windows=np.append(shard_windows.ravel(), epochs.size * self.num_samples),
             shard_windows_per_epoch=shard_windows.shape[1],
         )
-        return last
+        return recent

@@ -182,7 +182,7 @@ class Planner:
         mixture = self.mixture
         if tuple((s.start, s.weights) for s in mixture.segments[: len(parts)]) != parts:
             mixture = self._mixtures(parts)
-        # A stage that should already have begun was never part of this run.
+        # A segment that should already have begun was never part of this run.
         position = state["window"] * self.config.pack_window
         missed = [s.start for s in mixture.segments[len(parts) :] if s.start <= position]
         own = mixture.segments[len(parts) - 1].weights
@@ -239,12 +239,12 @@ class Planner:
         end = (window + 1) * self.config.pack_window
         if mixture.end is not None and end > mixture.end:
             raise DataUsedUp(f"the data ends at position {mixture.end}: {mixture.reason}")
-        known = tuple(
+        quarantined = tuple(
             (source, sample)
             for source, sample, step in self._quarantine
             if step + QUARANTINE_DELAY <= opened
         )
-        return self._window(window, mixture.segments, known)
+        return self._window(window, mixture.segments, quarantined)
 
     def _pack(
         self, window: int, segments: tuple[Segment, ...], quarantined: tuple[tuple[int, int], ...]
@@ -265,12 +265,12 @@ class Planner:
         size = len(position)
         places: list[NDArray[np.int64]] = []
         parts: list[Drawn] = []
-        for number, content in enumerate(self.sources):
+        for number, origin in enumerate(self.sources):
             chosen = np.flatnonzero(source == number)
             if chosen.size:
                 bad = [sample for owner, sample in quarantined if owner == number]
                 places.append(chosen)
-                parts.append(content.draw(draw[chosen], bad))
+                parts.append(origin.draw(draw[chosen], bad))
         # Where the samples of the window lie when those of each source are laid end to end.
         joined = np.empty(size, np.int64)
         joined[np.concatenate(places)] = np.arange(size)

@@ -22,7 +22,7 @@ from moonvit3d.safetensors_io import torch_dtype
 if TYPE_CHECKING:
     from kimi_pretrain.engine.mesh import Mesh
 
-STEPS = "optim.step"
+OPTIMIZER_STEPS = "optim.step"
 
 
 def load(
@@ -78,9 +78,9 @@ def _check(
                 "settings"
             )
     expected = checkpoint.manifest().state.optimizer_steps
-    if STEPS in mine and (steps := int(checkpoint.tensor(STEPS))) != expected:
+    if OPTIMIZER_STEPS in mine and (steps := int(checkpoint.tensor(OPTIMIZER_STEPS))) != expected:
         raise CheckpointError(
-            f"{checkpoint.uri}: {STEPS} is {steps}, the manifest says optimizer_steps="
+            f"{checkpoint.uri}: {OPTIMIZER_STEPS} is {steps}, the manifest says optimizer_steps="
             f"{expected}: tensors and manifest are not of the same step"
         )
 

@@ -54,8 +54,8 @@ class CheckpointScheduler:
         owner: of the place: this start of the run.
         watch: called on every progress of a save that is waited for.
         uri: of the checkpoint that the run goes on from.
-        before: the last step of the checkpoints in the place that it has behind it; those of later
-            steps are of another course.
+        last_own: the last step of the checkpoints in the place that it has behind it; those of
+            later steps are of another course (docs/RELIABILITY.md).
 
     Attributes:
         uri: of the last complete checkpoint.
@@ -68,9 +68,9 @@ class CheckpointScheduler:
         run: SavedRun,
         watch: Callable[[str], object],
         uri: str | None = None,
-        before: int = 0,
+        last_own: int = 0,
     ):
-        self.place, self.run, self.uri, self._before = place, run, uri, before
+        self.place, self.run, self.uri, self._last_own = place, run, uri, last_own
         self.config, self._watch = run.config, watch
         self._saver: CheckpointSaver | None = None
         self._owner = owner
@@ -172,7 +172,7 @@ class CheckpointScheduler:
         """
         with storage_errors(self.place.uri):
             for warning in abandon_later_checkpoints(
-                self.place, open_storage_writer(self.place), self._before
+                self.place, open_storage_writer(self.place), self._last_own
             ):
                 log.warning("%s", warning)
 

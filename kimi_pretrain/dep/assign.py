@@ -60,7 +60,7 @@ Floats = NDArray[np.float64]
 SLACK = 5  # mean below the bound by more than 2**-5 of it: large items decide, try `stay` alone
 # Tried in turn: hold back the smallest items, 2**-n of all work, to deal last; 62: none.
 POOLS = (62, 8, 7, 6, 5, 4, 3)
-PLACED = 49_152  # items x attempts in all, but 3 attempts at least (2 or none if packed tightly)
+ATTEMPTED = 49_152  # items x attempts in all, but 3 attempts at least (2 or none if packed tightly)
 
 
 def place(costs: Floats, parts: Ints, home: Ints, places: Places, efficiency: float) -> Placement:
@@ -114,7 +114,7 @@ def _attempts(
         packed: the balanced assignment, if large items had to be packed tightly for it; then the
             first kind of attempt, which is blind to that, seldom succeeds.
     """
-    tries = max(3, PLACED // max(1, len(work)))
+    tries = max(3, ATTEMPTED // max(1, len(work)))
     if packed is not None:
         tries = 2 if len(work) <= FEW else 0
     for pool in POOLS[:tries]:

@@ -61,7 +61,7 @@ class DistributedMuonClip:
 
     Attributes:
         steps: updates done.
-        missed: name -> updates without a gradient here; counts in `optim.optimizer` alone.
+        missed: name -> updates without a gradient here; only `optim.optimizer` gives `without`.
         owners: name -> index of the owner inside the tensor's replica group. With `shard_state`
             off it only says which rank counts a tensor (`leads`).
         bytes_moved: by the broadcasts of the last step, counted at the sender: n - 1 times the

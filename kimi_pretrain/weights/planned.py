@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kimi_pretrain.checkpoint.load import STEPS
+from kimi_pretrain.checkpoint.load import OPTIMIZER_STEPS
 from kimi_pretrain.checkpoint.manifest import RunState, manifest_of
 from kimi_pretrain.weights.kept_optimizer import optimizer_state
 from kimi_pretrain.weights.shapes import BIAS, model_shapes
@@ -35,7 +35,7 @@ def planned_weights(config: "Config", where: str) -> WeightReader:
         name: (torch.float32 if name.endswith(BIAS) else own, shape)
         for name, shape in (model_shapes(config.model) | heads).items()
     }
-    tensors |= {**dict(optimizer_state(config)), STEPS: (torch.int64, ())}
+    tensors |= {**dict(optimizer_state(config)), OPTIMIZER_STEPS: (torch.int64, ())}
     headers = {
         name: TensorHeader(shape, dtype, "", 0) for name, (dtype, shape) in sorted(tensors.items())
     }

@@ -119,10 +119,10 @@ def test_another_thread_s_tables_never_take_the_place_of_one_s_own():
 
     class Shared(ShardOrder):
         def __setattr__(self, name, value):
-            super().__setattr__(name, others if name == "_last" and value is not None else value)
+            super().__setattr__(name, others if name == "_recent" and value is not None else value)
 
     order = ShardOrder([20] * 5, 2, seed=1, source="s")
     order.samples(np.arange(300, 400))
-    others = order._last
+    others = order._recent
     expected = order.samples(np.arange(100))[0].tolist()
     assert Shared([20] * 5, 2, seed=1, source="s").samples(np.arange(100))[0].tolist() == expected

@@ -174,7 +174,7 @@ def test_what_goes_on_from_elsewhere_has_nothing_here_behind_it(tmp_path, monkey
         assert last_own_step(place, found) == before, uri
     run = SimpleNamespace(config=load_config("tiny_cpu", ["checkpoint.every=null"]), step=3)
     CheckpointScheduler(
-        place, Owner("run", "start"), run, lambda phase: None, before=-1
+        place, Owner("run", "start"), run, lambda phase: None, last_own=-1
     )._abandon_later()
     assert place.steps() == []
     assert (own / "step_00000002.abandoned_1" / "manifest.json").is_file()
