@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.result import RESULTS, versions, write
 from benchmarks.sim import report
-from benchmarks.sim.assumptions import Assumptions, encoder_parameters, gradient_sum_seconds
+from benchmarks.sim.assumptions import Assumptions, gradient_sum_seconds
 from benchmarks.sim.backbone import text_seconds
 from benchmarks.sim.bubbles import SCATTER, bubble_grid, run_bubbles
 from benchmarks.sim.corpus import (
@@ -40,6 +40,7 @@ from benchmarks.sim.study import SCHEMES, Case, Found, config_of, run
 from benchmarks.sim.variations import STEPS, grid, variations
 from kimi_pretrain.dep.pass_costs import BACKWARD
 from kimi_pretrain.telemetry.mfu import active_weights
+from kimi_pretrain.tools.predict_step import encoder_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "dep_simulation.md"
@@ -116,7 +117,7 @@ def assumptions(mix: Mix) -> dict[str, Any]:
     return {
         **asdict(Assumptions()),
         "gradient_sum_seconds": round(gradient_sum_seconds(config, assumed), 4),
-        "encoder_parameters": encoder_parameters(config),
+        "encoder_parameters": encoder_weights(config),
         "active_parameters": active_weights(config.model.language),
         "language_backward": BACKWARD,
         "bubble_filling": False,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kimi_pretrain.config import Config
+from kimi_pretrain.tools.predict_step import encoder_weights
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,12 @@ class Assumptions:
         return self.peak_flops * self.encoder_efficiency
 
 
-def encoder_parameters(config: Config) -> int:
-    """Return the weights of tower and projector, biases and norms left out (0.2%)."""
-    vision = config.model.vision
-    width, joined = vision.width, 4 * vision.width
-    block = 4 * width * width + 2 * width * vision.mlp_width
-    ends = 3 * 14 * 14 * width + vision.pos_grid**2 * width
-    projector = joined * vision.projector_width + vision.projector_width * vision.out_width
-    return vision.depth * block + ends + projector
-
-
 def gradient_sum_seconds(config: Config, assumed: Assumptions) -> float:
     """Return the exposed seconds of summing the encoder's gradients over all ranks, in float32.
 
     A reduce-scatter inside the node, a ring between nodes of an eighth for each rank, and back.
     """
-    size = 4.0 * encoder_parameters(config)
+    size = 4.0 * encoder_weights(config)
     per_node = min(assumed.ranks_per_node, config.layout.world_size())
     nodes = config.layout.world_size() / per_node
     inside = 2 * size * (per_node - 1) / per_node / assumed.node_network

@@ -26,7 +26,7 @@ from kimi_pretrain.dep.bubble_plan import (
     plan_bubbles,
 )
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
-from kimi_pretrain.dep.pass_costs import BACKWARD, chunk_flops
+from kimi_pretrain.dep.pass_costs import BACKWARD, pass_seconds
 from kimi_pretrain.dep.step_bubbles import StepBubbles
 from kimi_pretrain.dep.timeline import Schedule, Timeline, gathered, timeline
 from kimi_pretrain.dep.vision_plan import Destinations, grids_of
@@ -58,8 +58,7 @@ class BubblePlanner:
         )
         per_stage = layout.dp * layout.cp * layout.tp
         self.stage = np.arange(layout.world_size()) // per_stage
-        forward = chunk_flops(config) / (dep.flops_per_second * layout.cp * layout.tp)
-        self._passes = forward, BACKWARD * forward
+        self._passes = pass_seconds(config)
         self._line = cache(self._timeline)
 
     def plan(

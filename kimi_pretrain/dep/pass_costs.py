@@ -45,3 +45,13 @@ def chunk_flops(config: Config) -> Floats:
         weights += head if has_loss else 0
         chunks.append(rows * (2.0 * tokens * weights + len(layers) * attention))
     return np.array(chunks)
+
+
+def pass_seconds(config: Config) -> tuple[Floats, Floats]:
+    """Return what forward and backward passes of a rank take, float64 [virtual stages] each.
+
+    Counted operations at `dep.flops_per_second`, divided among the ranks of a stage.
+    """
+    ranks = config.layout.cp * config.layout.tp
+    forward = chunk_flops(config) / (config.dep.flops_per_second * ranks)
+    return forward, BACKWARD * forward

@@ -1,4 +1,4 @@
-"""`kimi-pretrain plan`: predicts the encoder's load, calibrates its costs, or plans memory."""
+"""`kimi-pretrain plan`: predicts encoder load or step time, calibrates costs, plans memory."""
 
 import json
 from pathlib import Path
@@ -23,6 +23,12 @@ def plan(
         bool,
         typer.Option("--memory", help="Plan the memory of every stage; reads no data."),
     ] = False,
+    step: Annotated[
+        bool, typer.Option("--step", help="Predict the seconds of whole steps, and what binds.")
+    ] = False,
+    network: Annotated[
+        float, typer.Option(help="With --step: bytes a second that a rank sends.", min=1.0)
+    ] = 40e9,
     steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first.")] = 8,
     max_seconds: Annotated[
         float, typer.Option(min=1.0, help="Bound on the timing of --calibrate.")
@@ -50,10 +56,16 @@ def plan(
     settings together bring it under, and what more ranks would spare. A run over
     the limit is refused.
 
+    With --step it predicts the seconds of whole steps instead: the pipeline's passes
+    and bubbles, what of the encoder lies outside them, its exchange and gradient sum,
+    tokens a day, and what binds. Passes are counted operations at
+    dep.flops_per_second; nothing is measured.
+
     \b
     kimi-pretrain plan --config configs/kimi_k25_1t.yaml \\
         data.root=s3://bucket/corpus --steps 20
     kimi-pretrain plan --config kimi_k25_1t --memory train.memory_limit_gib=72
+    kimi-pretrain plan --config my.yaml --step layout.vpp=4 dep.bubbles=all
     kimi-pretrain plan --config tiny_cpu --calibrate --max-seconds 30
     kimi-pretrain plan --config my.yaml --calibrate --json --out cost.json
     """
@@ -61,12 +73,16 @@ def plan(
         from launch.local.versions import load_pinned
 
         loaded, _ = load_pinned(config, overrides or ())
-        if memory and calibrate:
-            raise ValueError("--memory and --calibrate: give one of them")
+        asked = {"--memory": memory, "--calibrate": calibrate, "--step": step}
+        if sum(asked.values()) > 1:
+            given = [option for option, on in asked.items() if on]
+            raise ValueError(f"{' and '.join(given)}: give one of them")
         if out is not None and not out.parent.is_dir():
             raise ValueError(f"--out {out}: there is no folder {out.parent}")
         if memory:
             result = _plan_memory(loaded)
+        elif step:
+            result = _predict_steps(loaded, steps, network)
         else:
             result = _calibrate(loaded, max_seconds) if calibrate else _predict(loaded, steps)
         if out is not None:
@@ -94,6 +110,17 @@ def _plan_memory(config: "Config") -> dict[str, Any]:
     for line in memory_report.lines(found):
         typer.echo(line)
     return memory_report.as_json(found)
+
+
+def _predict_steps(config: "Config", steps: int, network: float) -> dict[str, Any]:
+    from kimi_pretrain.tools import predict_step
+    from launch.cli.progress import share_bar
+
+    with share_bar("planning") as progress:
+        found = predict_step.predict_steps(config, steps, network, progress)
+    for line in predict_step.lines(found):
+        typer.echo(line)
+    return predict_step.as_json(found)
 
 
 def _predict(config: "Config", steps: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import pytest
 from benchmarks.sim import corpus
 from benchmarks.sim.assumptions import (
     Assumptions,
-    encoder_parameters,
     gradient_sum_seconds,
 )
 from benchmarks.sim.backbone import pipeline, text_seconds
@@ -18,6 +17,7 @@ from benchmarks.sim.study import SCHEMES, Case, Scheme, config_of, run
 from kimi_pretrain.dep.bubble_check import check
 from kimi_pretrain.dep.bubble_plan import Filling, plan_bubbles
 from kimi_pretrain.dep.pass_costs import active_parameters, chunk_flops
+from kimi_pretrain.tools.predict_step import encoder_weights
 from moonvit3d.geometry import PatchLimits
 
 # The model ----------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def test_operations_are_those_of_the_published_model():
     assert (dense + 60 * moe + head) / 1e9 == pytest.approx(31.69, abs=0.005)
     table = config.model.language.vocab_size * config.model.language.hidden_size
     assert (dense + 60 * moe + head + table) / 1e9 == pytest.approx(32.86, abs=0.005)
-    assert encoder_parameters(config) == pytest.approx(416_866_032 + 54_277_888, rel=0.002)
+    assert encoder_weights(config) == pytest.approx(416_866_032 + 54_277_888, rel=0.002)
     linear = 2 * 4096 * (dense + 60 * moe + head)
     attention = 61 * 4096**2 * 64 * (128 + 64 + 128)
     assert chunk_flops(config).sum() == pytest.approx(linear + attention, rel=1e-12)
@@ -185,7 +185,7 @@ def test_what_is_true_may_differ_from_what_was_planned(library):
 
 def test_the_sum_of_gradients_inside_one_node_needs_no_network():
     config, assumed = config_of(Case(8, 0.1, 1)), Assumptions(network=1.0)
-    size = 4 * encoder_parameters(config)
+    size = 4 * encoder_weights(config)
     expected = 2 * size * 7 / 8 / assumed.node_network
     assert gradient_sum_seconds(config, assumed) == pytest.approx(expected)
     two = config_of(Case(16, 0.1, 1))

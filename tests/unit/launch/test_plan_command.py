@@ -6,15 +6,18 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from data_pipeline.index.manifest import read_index
 from data_pipeline.plan.planner import Planner
 from data_pipeline.store.open import FolderStore
 from kimi_pretrain.config import load_config
+from kimi_pretrain.dep.pass_costs import chunk_flops
 from kimi_pretrain.dep.planner import VisionPlanner
 from launch.cli.main import app
 from moonvit3d.memory import activation_bytes
+from moonvit3d.model import VisionEncoder
 from moonvit3d.packing import chunks
 
 runner = CliRunner()
@@ -288,3 +291,110 @@ def test_samples_that_do_not_fit_a_row_are_told(root):
     assert told[0].startswith("source 'words': of ")
     assert found_by(root, *short, *NO_MEDIA)["notices"] == told
     assert "left out" not in run(root, "--steps", "1").output
+
+
+def pipeline_of_two(forward, backward, count: int, send: float) -> float:
+    """Seconds of 1F1B on two stages, written out: the first is one forward ahead of the second."""
+    (f0, f1), (b0, b1) = forward, backward
+    free, sent, second, came = 0.0, [0.0] * count, 0.0, [0.0] * count
+
+    def first(n: int) -> None:
+        nonlocal free
+        free += f0
+        sent[n] = free + send
+
+    first(0)
+    for n in range(count):
+        if n + 1 < count:
+            first(n + 1)
+        second = max(second, sent[n]) + f1 + b1
+        came[n] = second + send
+        free = max(free, came[n]) + b0
+    return free
+
+
+STAGES_OF_TWO = ("layout.vpp=1", "layout.stages=null", "data.rows_per_step=16")
+
+
+@pytest.mark.parametrize("frozen", ["[]", "[vision_tower]", "[vision_tower, projector]"])
+def test_seconds_of_a_step_are_those_of_plain_loops(root, frozen):
+    """Every part against the step written out by hand, with a network slow enough to matter."""
+    network, overrides = 1e6, (*STAGES_OF_TWO, f"train.frozen={frozen}", "dep.flops_per_second=1e9")
+    found = found_by(root, "--step", "--steps", "3", f"--network={network}", *overrides)
+    config = load_config("tiny_cpu", [*SMALL, *overrides])
+    assert config.num_microbatches() == 8
+    forward = chunk_flops(config) / 1e9
+    send = 128 * config.model.language.hidden_size * 4 / network
+    passes = 8 * 3 * forward
+    pipeline = pipeline_of_two(forward, 2 * forward, 8, send)
+    weights = {"vision_tower": 0, "projector": 0}
+    with torch.device("meta"):
+        encoder = VisionEncoder(config.model.vision)
+    for name, weight in encoder.named_parameters():
+        part = "projector" if name.startswith("mm_projector") else "vision_tower"
+        weights[part] += weight.numel() if part not in frozen else 0
+    # Biases and norms, which the count leaves out, are 4% of so small an encoder.
+    ring = 2 * 4 * sum(weights.values()) * (RANKS - 1) / RANKS / network
+    for (plan, vision), step in zip(plans_of(root, 3, *overrides), found["steps"], strict=True):
+        whole = max(seconds_of(vision.patches, vision.rank))
+        assert step["vision"] == pytest.approx(whole / 4 if "tower" in frozen else whole)
+        away = np.zeros((2, RANKS))
+        spans = vision.spans
+        for source, dest, count in zip(spans.source, spans.dest, spans.count, strict=True):
+            away[0, source] += count * (source != dest)
+            away[1, dest] += count * (source != dest)
+        ways = 1 if weights == {"vision_tower": 0, "projector": 0} else 2
+        sent = away.max() * config.model.vision.out_width * 4
+        assert step["exchange"] == pytest.approx(ways * sent / network)
+        assert step["passes"] == pytest.approx(passes.mean())
+        assert step["imbalance"] == pytest.approx(passes.max() - passes.mean())
+        parts = step["passes"] + step["imbalance"] + step["bubble"]
+        assert parts == pytest.approx(pipeline)
+        assert step["gradient_sum"] == pytest.approx(ring, rel=0.1)
+        rest = step["vision"] + step["exchange"] + step["gradient_sum"]
+        assert step["total"] == pytest.approx(pipeline + rest)
+        assert step["tokens"] == plan.num_tokens
+    tokens, seconds = (sum(s[key] for s in found["steps"]) for key in ("tokens", "total"))
+    assert found["tokens_per_day"] == pytest.approx(86_400 * tokens / seconds)
+
+
+def test_a_step_without_media_is_its_pipeline(root):
+    found = found_by(root, "--step", "--steps", "1", *NO_MEDIA)
+    (step,) = found["steps"]
+    assert step["vision"] == step["exchange"] == step["gradient_sum"] == 0.0
+    assert step["total"] > 0
+
+
+def test_bubbles_take_vision_work_out_of_a_step(root):
+    """At equal speeds; what is left outside is what the plan of bubbles has there."""
+    slow = (*STAGES_OF_TWO, "dep.flops_per_second=1e9")
+    before = found_by(root, "--step", "--steps", "2", *slow)["mean"]
+    after = found_by(root, "--step", "--steps", "2", *slow, "dep.bubbles=all")
+    plans = plans_of(root, 2, *slow, "dep.bubbles=all")
+    left = [vision.bubbles.plan for _, vision in plans if vision.bubbles]
+    assert len(left) == 2
+    outside = np.mean([plan.upfront + plan.after for plan in left])
+    assert after["mean"]["vision"] == pytest.approx(outside)
+    assert after["mean"]["vision"] < before["vision"]
+    assert after["mean"]["bubble"] == pytest.approx(before["bubble"])
+    assert after["mean"]["exchange"] == 0.0
+
+
+def test_a_step_says_what_binds(root):
+    found = found_by(root, "--step", "--steps", "1", *STAGES_OF_TWO, "dep.flops_per_second=1e13")
+    assert "dep.bubbles=all" in found["advice"][0]  # media are nearly all of it
+    found = found_by(root, "--step", "--steps", "1", *STAGES_OF_TWO, "dep.flops_per_second=1e7")
+    assert not any("dep.bubbles" in line for line in found["advice"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--step", "dep.placement=colocated"), "dep.placement=decoupled"),
+        (("--step", "--memory"), "--memory and --step: give one of them"),
+        (("--step", "--network", "0"), "--network"),
+    ],
+)
+def test_a_step_that_cannot_be_predicted_is_one_line(root, arguments, words):
+    result = run(root, *arguments, code=2)
+    assert words in result.output

@@ -1,0 +1,250 @@
+"""How long a run's first steps take, predicted from index and layout: `plan --step`. Pure.
+
+    vision forward | hand-over | pipeline | hand-back | recompute and backward | gradient sum
+
+Passes of the pipeline are counted operations over `dep.flops_per_second` (`dep.pass_costs`), on
+the timeline that plans work in bubbles, too. Media cost what the plan of the encoder says; a phase
+takes as long as its slowest rank. Left out, and told so: the update, the backbone's gradient sums,
+stalls of checkpoints and of the loader.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.plan.planner import Planner
+from kimi_pretrain.config import ITEMSIZE, Config
+from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
+from kimi_pretrain.dep.pass_costs import pass_seconds
+from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.dep.timeline import Schedule, Timeline, timeline
+from kimi_pretrain.dep.vision_plan import VisionPlan
+from kimi_pretrain.reliability.preflight import check_start
+from kimi_pretrain.tools.predict import Progress, busiest_rank_tokens, token_bytes
+
+DAY = 24 * 3600
+SHARE = 0.05  # of the step from which on a part is worth a word
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Predicted seconds of a step, in parts that add up to it.
+
+    Attributes:
+        passes: of the pipeline, mean of the stages.
+        imbalance: how much longer the passes of the slowest stage take.
+        bubble: of the slowest stage: the pipeline is longer than its passes by that.
+        vision: of the slowest rank before and behind the pipeline; what runs in bubbles is not
+            counted.
+        exchange: hand-over and hand-back before and behind the pipeline.
+        gradient_sum: of the encoder, over all ranks.
+    """
+
+    passes: float
+    imbalance: float
+    bubble: float
+    vision: float
+    exchange: float
+    gradient_sum: float
+
+    @property
+    def total(self) -> float:
+        """The whole step."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class StepPredictions:
+    """The first steps of a run; `tokens`: of samples in each, padding left out."""
+
+    config: Config
+    network: float
+    steps: tuple[StepSeconds, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def mean(self) -> StepSeconds:
+        """The mean of each part over the steps."""
+        names = [field.name for field in fields(StepSeconds)]
+        each = [[getattr(step, name) for step in self.steps] for name in names]
+        return StepSeconds(*(float(np.mean(values)) for values in each))
+
+    @property
+    def tokens_per_day(self) -> float:
+        """Tokens of samples that a day's steps train on."""
+        return DAY * sum(self.tokens) / sum(step.total for step in self.steps)
+
+
+def predict_steps(
+    config: Config,
+    num_steps: int,
+    network: float,
+    progress: Progress = lambda share, what: None,
+) -> StepPredictions:
+    """Predict the first steps of a run of `config`, reading its index under `data.root`.
+
+    Args:
+        network: bytes a second that a rank sends, and receives.
+        progress: told the share done and what is being done.
+
+    Raises:
+        ValueError: the config's data or layout cannot be planned, or its encoder runs inside the
+            graph of the first stage.
+        StoreError: data.root cannot be read.
+    """
+    if config.dep.placement == "colocated":
+        raise ValueError(
+            "plan --step with dep.placement=colocated: the encoder runs inside the graph of the "
+            "first stage, whose passes are not predicted; set dep.placement=decoupled"
+        )
+    progress(0.0, "reading the index")
+    indices = check_start(config, steps=0, data_alone=True).indices
+    planner, vision = Planner(indices, config.data), VisionPlanner(config)
+    state, steps, tokens = planner.state_dict(), list[StepSeconds](), list[int]()
+    line = text_timeline(config, network)
+    for number in range(1, num_steps + 1):
+        progress((number - 1) / num_steps, f"step {number}")
+        plan, state = planner.plan(state)
+        steps.append(step_seconds(config, line, vision.plan(plan), network))
+        tokens.append(plan.num_tokens)
+    return StepPredictions(config, network, tuple(steps), tuple(tokens))
+
+
+def text_timeline(config: Config, network: float) -> Timeline:
+    """Return when the passes of a replica run with text alone.
+
+    Args:
+        network: as in `predict_steps`.
+    """
+    layout, model = config.layout, config.model.language
+    numbers = config.train.rows_per_microbatch * config.data.seq_len * model.hidden_size
+    sent = numbers * ITEMSIZE[config.train.dtype] / (layout.cp * layout.tp)
+    schedule = Schedule(
+        layout.pp, layout.vpp, config.num_microbatches(), ahead=layout.overlap_experts
+    )
+    return timeline(schedule, *pass_seconds(config), send=sent / network)
+
+
+def step_seconds(config: Config, line: Timeline, vision: VisionPlan, network: float) -> StepSeconds:
+    """Return the parts of one step.
+
+    Args:
+        line: of the pipeline with text alone.
+        vision: who encodes what, and in which bubbles.
+        network: as in `predict_steps`.
+    """
+    passes = (line.end - line.start).sum(axis=1)
+    inside = vision.bubbles
+    outside = vision if inside is None else vision.together()
+    seconds = vision_seconds(config, outside)
+    if inside is not None:
+        seconds += inside.plan.upfront + inside.plan.after
+    trained = _trained(config)
+    media = len(vision.tokens) > 0
+    ways = 2 if trained else 1
+    sent = busiest_rank_tokens(outside) * token_bytes(config) if media else 0
+    return StepSeconds(
+        passes=float(passes.mean()),
+        imbalance=float(passes.max() - passes.mean()),
+        bubble=line.total - float(passes.max()),
+        vision=seconds,
+        exchange=ways * sent / network,
+        gradient_sum=gradient_sum_seconds(config, network) if trained and media else 0.0,
+    )
+
+
+def vision_seconds(config: Config, vision: VisionPlan) -> float:
+    """Return the seconds of the slowest rank in both phases of the encoder.
+
+    Each rank's backward phase costs a fixed multiple of its forward phase, so one rank is the
+    slowest of both. Activations that `dep.keep_activations` keeps
+    are counted as computed again.
+    """
+    slowest = float(vision.predicted_seconds().max(initial=0.0))
+    forward_alone = "vision_tower" in config.train.frozen
+    return slowest / FORWARDS_PER_STEP if forward_alone else slowest
+
+
+def gradient_sum_seconds(config: Config, network: float) -> float:
+    """Return the seconds of a ring that sums the encoder's gradients over all ranks, in float32.
+
+    None of it is taken to be hidden behind the last chunk's backward pass.
+    """
+    ranks = config.layout.world_size()
+    return 2 * 4.0 * encoder_weights(config) * (ranks - 1) / ranks / network
+
+
+def encoder_weights(config: Config) -> int:
+    """Return the trained weights of tower and projector, biases and norms left out (0.2%)."""
+    vision, frozen = config.model.vision, config.train.frozen
+    width, joined = vision.width, 4 * vision.width
+    block = 4 * width * width + 2 * width * vision.mlp_width
+    tower = vision.depth * block + 3 * 14 * 14 * width + vision.pos_grid**2 * width
+    projector = joined * vision.projector_width + vision.projector_width * vision.out_width
+    return tower * ("vision_tower" not in frozen) + projector * ("projector" not in frozen)
+
+
+def _trained(config: Config) -> bool:
+    return encoder_weights(config) > 0
+
+
+def advice(found: StepPredictions) -> Iterator[str]:
+    """Yield what binds, largest first, and what to change."""
+    config, mean = found.config, found.mean
+    layout = config.layout
+    bubbles = config.in_bubbles() or layout.pp == 1
+    mends = {
+        "imbalance": "layout.stages can give the slowest stage fewer layers",
+        "bubble": "more microbatches (data.rows_per_step), or a larger layout.vpp, shorten it",
+        "vision": "`kimi-pretrain plan` shows what its slowest rank does"
+        if bubbles
+        else "dep.bubbles=all puts it into the pipeline's bubbles",
+        "exchange": "a smaller dep.scope keeps media nearer",
+        "gradient_sum": "it is the same for any number of rows: more rows a step make it smaller",
+    }
+    shares = {name: getattr(mean, name) / mean.total for name in mends}
+    for name in sorted(mends, key=lambda one: -shares[one]):
+        if shares[name] >= SHARE:
+            yield f"{name.replace('_', ' ')}: {shares[name]:.0%} of the step; {mends[name]}"
+
+
+def lines(found: StepPredictions) -> Iterator[str]:
+    """Yield the table and what binds as text, for the terminal."""
+    config, dep = found.config, found.config.dep
+    layout = config.layout
+    yield (
+        f"{layout.world_size()} ranks: pp {layout.pp} x vpp {layout.vpp}, dp {layout.dp}, "
+        f"ep {layout.ep}, cp {layout.cp}, tp {layout.tp}; {config.num_microbatches()} "
+        f"microbatches; dep.bubbles {dep.bubbles}"
+    )
+    names = [field.name for field in fields(StepSeconds)]
+    yield " step   seconds | " + " ".join(f"{name.replace('_', ' '):>12s}" for name in names)
+    for number, step in enumerate(found.steps, start=1):
+        yield _row(str(number), step, names)
+    yield _row("mean", found.mean, names)
+    yield f"{found.tokens_per_day:,.0f} tokens a day"
+    yield from advice(found)
+    yield (
+        f"assumed: passes at dep.flops_per_second={dep.flops_per_second:.3g}, --network "
+        f"{found.network:.3g} bytes/s; left out: update, the backbone's gradient sums and exchange "
+        "of experts, checkpoints, loader"
+    )
+
+
+def _row(name: str, step: StepSeconds, names: Sequence[str]) -> str:
+    parts = " ".join(f"{getattr(step, one):12.4g}" for one in names)
+    return f"{name:>5s} {step.total:9.4g} | {parts}"
+
+
+def as_json(found: StepPredictions) -> dict[str, Any]:
+    """Return the result as plain values."""
+    rows = zip(found.steps, found.tokens, strict=True)
+    return {
+        "world_size": found.config.layout.world_size(),
+        "steps": [{**asdict(step), "total": step.total, "tokens": n} for step, n in rows],
+        "mean": {**asdict(found.mean), "total": found.mean.total},
+        "tokens_per_day": found.tokens_per_day,
+        "advice": list(advice(found)),
+    }
