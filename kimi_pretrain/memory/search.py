@@ -51,11 +51,11 @@ class Search:
     fits: tuple[Combination, ...]
 
 
-_Levels = tuple[int, ...]  # of each switch, 0 for off; the most costly first
+Levels = tuple[int, ...]  # of each switch, 0 for off; the most costly first
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """A configuration on one layout, with its switches, the most costly first."""
 
     changes: tuple[Change, ...]
@@ -63,15 +63,16 @@ class _Layout:
     levels: tuple[tuple[Change, ...], ...]
 
     @classmethod
-    def of(cls, config: Config, changes: Sequence[Change] = ()) -> "_Layout":
+    def of(cls, config: Config, changes: Sequence[Change] = ()) -> "Layout":
+        """Return a configuration's layout; `changes` are what made it of the run's own."""
         levels = tuple(map(tuple, switches(config)))[::-1]
         return cls(tuple(changes), config, levels)
 
-    def combinations(self) -> Iterator[_Levels]:
+    def combinations(self) -> Iterator[Levels]:
         """Yield all, the least costly first."""
         yield from product(*(range(len(levels) + 1) for levels in self.levels))
 
-    def plan(self, taken: _Levels, division: Division | None, sizes: Sizes) -> Combination | None:
+    def plan(self, taken: Levels, division: Division | None, sizes: Sizes) -> Combination | None:
         """Return what a combination comes to; None if it cannot run."""
         own = [levels[n - 1] for levels, n in zip(self.levels, taken, strict=True) if n]
         try:
@@ -91,7 +92,7 @@ def search(config: Config, limit: int, division: Division | None = None) -> Sear
         limit: bytes that a rank may hold.
         division: of the optimizer's state on the run's own layout, if it is known.
     """
-    own = _Layout.of(config)
+    own = Layout.of(config)
     sizes, division = Sizes.of(config), division or divide_config(config)
     planned = {taken: own.plan(taken, division, sizes) for taken in own.combinations()}
     found = {taken: one for taken, one in planned.items() if one is not None}
@@ -101,7 +102,7 @@ def search(config: Config, limit: int, division: Division | None = None) -> Sear
     for layout in _others(config):
         if best is not None and not any(best):
             break  # no switch to spare
-        counted, taken, one = _cheapest(layout, limit, best)
+        counted, taken, one = cheapest(layout, limit, best)
         tried += counted
         if one is not None:
             fits.append(one)
@@ -110,7 +111,7 @@ def search(config: Config, limit: int, division: Division | None = None) -> Sear
     return Search(limit, tried, least, tuple(fits))
 
 
-def _part_of(enough: Iterable[_Levels], taken: _Levels) -> bool:
+def _part_of(enough: Iterable[Levels], taken: Levels) -> bool:
     """Whether milder switches, or fewer, are enough."""
     return any(
         other != taken and all(a <= b for a, b in zip(other, taken, strict=True))
@@ -118,9 +119,9 @@ def _part_of(enough: Iterable[_Levels], taken: _Levels) -> bool:
     )
 
 
-def _cheapest(
-    layout: _Layout, limit: int, below: _Levels | None
-) -> tuple[int, _Levels | None, Combination | None]:
+def cheapest(
+    layout: Layout, limit: int, below: Levels | None
+) -> tuple[int, Levels | None, Combination | None]:
     """Return how many combinations were tried, and the least costly that fits, if it is below.
 
     The optimizer's state is divided only where its mean would fit: that takes a second.
@@ -139,7 +140,7 @@ def _cheapest(
     return tried, None, None
 
 
-def _others(config: Config) -> Iterator[_Layout]:
+def _others(config: Config) -> Iterator[Layout]:
     """Yield other layouts that can run: as many ranks, then more."""
     layout = config.layout
     for pp, dp in ((layout.pp, layout.dp), (layout.pp * 2, layout.dp // 2),
@@ -153,7 +154,7 @@ def _others(config: Config) -> Iterator[_Layout]:
         yield from _with_layout(config, dp=layout.dp * times, ep=layout.ep * times)
 
 
-def _with_layout(config: Config, **sizes: int) -> Iterator[_Layout]:
+def _with_layout(config: Config, **sizes: int) -> Iterator[Layout]:
     values: dict[str, int | str | None] = dict(sizes)
     try:
         if "pp" in sizes:
@@ -164,6 +165,6 @@ def _with_layout(config: Config, **sizes: int) -> Iterator[_Layout]:
             for key, value in values.items()
             if value != getattr(config.layout, key)
         ]
-        yield _Layout.of(changed(config, changes), changes)
+        yield Layout.of(changed(config, changes), changes)
     except ValueError:  # it cannot run
         return

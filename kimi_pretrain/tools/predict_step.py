@@ -3,7 +3,8 @@
     vision forward | hand-over | pipeline | hand-back | recompute and backward | gradient sum
 
 Passes of the pipeline are counted operations over `dep.flops_per_second` (`dep.pass_costs`), on
-the timeline that plans work in bubbles, too. Media cost what the plan of the encoder says; a phase
+the timeline that plans work in bubbles, too; the exchange of experts between nodes is added. Media
+cost what the plan of the encoder says; a phase
 takes as long as its slowest rank. Left out, and told so: the update, the backbone's gradient sums,
 stalls of checkpoints and of the loader.
 """
@@ -14,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.plan.planner import Planner
+from data_pipeline.plan.planner import GlobalPlan, Planner
 from kimi_pretrain.config import ITEMSIZE, Config
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
-from kimi_pretrain.dep.pass_costs import pass_seconds
+from kimi_pretrain.dep.pass_costs import Floats, pass_seconds
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.dep.timeline import Schedule, Timeline, timeline
 from kimi_pretrain.dep.vision_plan import VisionPlan
@@ -94,26 +95,42 @@ def predict_steps(
             graph of the first stage.
         StoreError: data.root cannot be read.
     """
+    return predict_planned(config, plan_steps(config, num_steps, progress), network)
+
+
+def plan_steps(config: Config, num_steps: int, progress: Progress) -> list[GlobalPlan]:
+    """Return the plans of a run's first steps: the same for all layouts of as many rows a step.
+
+    Raises:
+        ValueError, StoreError: as in `predict_steps`.
+    """
     if config.dep.placement == "colocated":
         raise ValueError(
             "plan --step with dep.placement=colocated: the encoder runs inside the graph of the "
             "first stage, whose passes are not predicted; set dep.placement=decoupled"
         )
     progress(0.0, "reading the index")
-    indices = check_start(config, steps=0, data_alone=True).indices
-    planner, vision = Planner(indices, config.data), VisionPlanner(config)
-    state, steps, tokens = planner.state_dict(), list[StepSeconds](), list[int]()
-    line = text_timeline(config, network)
+    planner = Planner(check_start(config, steps=0, data_alone=True).indices, config.data)
+    state, plans = planner.state_dict(), list[GlobalPlan]()
     for number in range(1, num_steps + 1):
         progress((number - 1) / num_steps, f"step {number}")
         plan, state = planner.plan(state)
-        steps.append(step_seconds(config, line, vision.plan(plan), network))
-        tokens.append(plan.num_tokens)
-    return StepPredictions(config, network, tuple(steps), tuple(tokens))
+        plans.append(plan)
+    return plans
+
+
+def predict_planned(config: Config, plans: Sequence[GlobalPlan], network: float) -> StepPredictions:
+    """Predict steps that are planned; arguments and errors as in `predict_steps`."""
+    line, planner = text_timeline(config, network), VisionPlanner(config)
+    steps = tuple(step_seconds(config, line, planner.plan(plan), network) for plan in plans)
+    return StepPredictions(config, network, steps, tuple(plan.num_tokens for plan in plans))
 
 
 def text_timeline(config: Config, network: float) -> Timeline:
     """Return when the passes of a replica run with text alone.
+
+    Tokens travel to experts and back while the pass computes where `layout.overlap_experts` has it
+    so, and before and behind it elsewhere.
 
     Args:
         network: as in `predict_steps`.
@@ -121,10 +138,31 @@ def text_timeline(config: Config, network: float) -> Timeline:
     layout, model = config.layout, config.model.language
     numbers = config.train.rows_per_microbatch * config.data.seq_len * model.hidden_size
     sent = numbers * ITEMSIZE[config.train.dtype] / (layout.cp * layout.tp)
+    experts = expert_bytes(config) / network
+    passes = [
+        np.maximum(seconds, experts) if layout.overlap_experts else seconds + experts
+        for seconds in pass_seconds(config)
+    ]
     schedule = Schedule(
         layout.pp, layout.vpp, config.num_microbatches(), ahead=layout.overlap_experts
     )
-    return timeline(schedule, *pass_seconds(config), send=sent / network)
+    return timeline(schedule, *passes, send=sent / network)
+
+
+def expert_bytes(config: Config) -> Floats:
+    """Return what a rank sends to other nodes in a pass, to experts and back, [virtual stages].
+
+    A copy of each token for each of its experts, which are taken to be drawn evenly: of the ranks
+    of its expert group those on its node get theirs for nothing.
+    """
+    layout, model = config.layout, config.model.language
+    near = min(config.dep.ranks_per_node, layout.ep)
+    tokens = config.train.rows_per_microbatch * config.data.seq_len / (layout.cp * layout.tp)
+    copies = 2 * tokens * model.experts_per_token * (1 - near / layout.ep)
+    layer = copies * model.hidden_size * ITEMSIZE[config.train.dtype]
+    dense = model.num_dense_layers
+    chunks = [sum(one >= dense for one in layers) for layers, _ in config.chunks()]
+    return layer * np.array(chunks, np.float64)
 
 
 def step_seconds(config: Config, line: Timeline, vision: VisionPlan, network: float) -> StepSeconds:
@@ -228,8 +266,8 @@ def lines(found: StepPredictions) -> Iterator[str]:
     yield from advice(found)
     yield (
         f"assumed: passes at dep.flops_per_second={dep.flops_per_second:.3g}, --network "
-        f"{found.network:.3g} bytes/s; left out: update, the backbone's gradient sums and exchange "
-        "of experts, checkpoints, loader"
+        f"{found.network:.3g} bytes/s; left out: update, the backbone's gradient sums, "
+        "checkpoints, loader"
     )
 
 

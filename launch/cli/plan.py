@@ -26,6 +26,10 @@ def plan(
     step: Annotated[
         bool, typer.Option("--step", help="Predict the seconds of whole steps, and what binds.")
     ] = False,
+    search: Annotated[
+        bool,
+        typer.Option("--search", help="With --step: the fastest layouts that fit into memory."),
+    ] = False,
     network: Annotated[
         float, typer.Option(help="With --step: bytes a second that a rank sends.", min=1.0)
     ] = 40e9,
@@ -59,13 +63,16 @@ def plan(
     With --step it predicts the seconds of whole steps instead: the pipeline's passes
     and bubbles, what of the encoder lies outside them, its exchange and gradient sum,
     tokens a day, and what binds. Passes are counted operations at
-    dep.flops_per_second; nothing is measured.
+    dep.flops_per_second; nothing is measured. With --search too it prices other
+    pipelines of as many ranks and lists the ten fastest that fit into
+    train.memory_limit_gib, with the settings to paste.
 
     \b
     kimi-pretrain plan --config configs/kimi_k25_1t.yaml \\
         data.root=s3://bucket/corpus --steps 20
     kimi-pretrain plan --config kimi_k25_1t --memory train.memory_limit_gib=72
     kimi-pretrain plan --config my.yaml --step layout.vpp=4 dep.bubbles=all
+    kimi-pretrain plan --config my.yaml --step --search train.memory_limit_gib=72
     kimi-pretrain plan --config tiny_cpu --calibrate --max-seconds 30
     kimi-pretrain plan --config my.yaml --calibrate --json --out cost.json
     """
@@ -77,12 +84,14 @@ def plan(
         if sum(asked.values()) > 1:
             given = [option for option, on in asked.items() if on]
             raise ValueError(f"{' and '.join(given)}: give one of them")
+        if search and not step:
+            raise ValueError("--search without --step: it is steps that are compared; give both")
         if out is not None and not out.parent.is_dir():
             raise ValueError(f"--out {out}: there is no folder {out.parent}")
         if memory:
             result = _plan_memory(loaded)
         elif step:
-            result = _predict_steps(loaded, steps, network)
+            result = (_search if search else _predict_steps)(loaded, steps, network)
         else:
             result = _calibrate(loaded, max_seconds) if calibrate else _predict(loaded, steps)
         if out is not None:
@@ -121,6 +130,17 @@ def _predict_steps(config: "Config", steps: int, network: float) -> dict[str, An
     for line in predict_step.lines(found):
         typer.echo(line)
     return predict_step.as_json(found)
+
+
+def _search(config: "Config", steps: int, network: float) -> dict[str, Any]:
+    from kimi_pretrain.tools import search_layouts
+    from launch.cli.progress import share_bar
+
+    with share_bar("searching") as progress:
+        found = search_layouts.search_layouts(config, steps, network, progress)
+    for line in search_layouts.lines(found):
+        typer.echo(line)
+    return search_layouts.as_json(found)
 
 
 def _predict(config: "Config", steps: int) -> dict[str, Any]:

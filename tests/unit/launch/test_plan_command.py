@@ -15,6 +15,7 @@ from data_pipeline.store.open import FolderStore
 from kimi_pretrain.config import load_config
 from kimi_pretrain.dep.pass_costs import chunk_flops
 from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.memory.plan import plan_memory
 from launch.cli.main import app
 from moonvit3d.memory import activation_bytes
 from moonvit3d.model import VisionEncoder
@@ -393,8 +394,64 @@ def test_a_step_says_what_binds(root):
         (("--step", "dep.placement=colocated"), "dep.placement=decoupled"),
         (("--step", "--memory"), "--memory and --step: give one of them"),
         (("--step", "--network", "0"), "--network"),
+        (("--search",), "--search without --step"),
+        (("--step", "--search"), "train.memory_limit_gib=null"),
+        (("--step", "--search", "train.memory_limit_gib=0.001"), "fits train.memory_limit_gib"),
     ],
 )
 def test_a_step_that_cannot_be_predicted_is_one_line(root, arguments, words):
     result = run(root, *arguments, code=2)
     assert words in result.output
+
+
+def test_the_search_lists_what_trying_every_layout_by_hand_finds(root):
+    slow = ("data.rows_per_step=16", "dep.flops_per_second=1e9", "train.memory_limit_gib=1")
+    found = found_by(root, "--step", "--search", "--steps", "2", *slow)
+    seconds = [one["seconds"] for one in found["best"]]
+    assert seconds == sorted(seconds)
+    tried = {}
+    for pp, vpp in ((1, 1), (2, 1), (2, 2), (4, 1)):
+        sizes = f"layout.pp={pp}", f"layout.vpp={vpp}", f"layout.dp={RANKS // pp}"
+        layout = (*sizes, "layout.ep=1", "layout.stages=null")  # four layers
+        tried[pp, vpp] = found_by(root, "--step", "--steps", "2", *slow, *layout)["mean"]["total"]
+    for one in found["best"]:
+        again = found_by(root, "--step", "--steps", "2", *slow, *one["settings"])
+        assert again["mean"]["total"] == pytest.approx(one["seconds"], rel=1e-12)
+        assert again["tokens_per_day"] == pytest.approx(one["tokens_per_day"], rel=1e-12)
+        config = load_config("tiny_cpu", [*SMALL, *slow, f"data.root={root}", *one["settings"]])
+        assert plan_memory(config).fullest.peak == one["bytes"] <= 2**30
+    assert found["own_seconds"] in seconds
+    assert min(seconds) <= min(tried.values()) * (1 + 1e-9)
+    assert found["priced"] >= len(tried)
+
+
+def test_the_search_finds_what_fits_where_the_run_itself_does_not(root):
+    arguments = ("--step", "--search", "--steps", "1", "data.rows_per_step=16")
+    own = plan_memory(load_config("tiny_cpu", [*SMALL, "data.rows_per_step=16"])).fullest.peak
+    limit = (own - 1) / 2**30
+    best = found_by(root, *arguments, f"train.memory_limit_gib={limit!r}")["best"]
+    assert best
+    assert all(0 < one["bytes"] < own for one in best)
+    assert all(one["settings"] for one in best)  # the run as it is, is not among them
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_travel_to_experts_on_other_nodes(root, overlap):
+    """Half of two ranks' tokens, each to two experts and back; beside the pass with overlap."""
+    network = 2e6
+    given = ("data.rows_per_step=16", "dep.flops_per_second=1e9", "dep.ranks_per_node=1")
+    given = (*given, f"layout.overlap_experts={str(overlap).lower()}")
+    found = found_by(root, "--step", "--steps", "1", f"--network={network}", *given)
+    model = load_config("tiny_cpu", [*SMALL, *given]).model.language
+    assert (model.num_layers, model.num_dense_layers) == (4, 1)
+    copies = 128 * model.experts_per_token / 2
+    layer = 2 * copies * model.hidden_size * 4 / network
+    forward = chunk_flops(load_config("tiny_cpu", [*SMALL, *given])) / 1e9
+    moved = layer * np.array([0, 1, 1, 1])  # the first chunk's layer is dense
+    passes = 0.0
+    for seconds in (forward, 2 * forward):
+        passes += (np.maximum(seconds, moved) if overlap else seconds + moved).sum()
+    assert found["steps"][0]["passes"] == pytest.approx(8 * passes / 2)
+    if overlap:
+        assert (forward < moved).any()
+        assert (2 * forward > moved).any()
