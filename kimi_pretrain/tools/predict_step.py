@@ -179,7 +179,7 @@ def step_seconds(config: Config, line: Timeline, vision: VisionPlan, network: fl
     seconds = vision_seconds(config, outside)
     if inside is not None:
         seconds += inside.plan.upfront + inside.plan.after
-    trained = _trained(config)
+    trained = encoder_weights(config) > 0
     media = len(vision.tokens) > 0
     ways = 2 if trained else 1
     sent = busiest_rank_tokens(outside) * token_bytes(config) if media else 0
@@ -189,7 +189,7 @@ def step_seconds(config: Config, line: Timeline, vision: VisionPlan, network: fl
         bubble=line.total - float(passes.max()),
         vision=seconds,
         exchange=ways * sent / network,
-        gradient_sum=gradient_sum_seconds(config, network) if trained and media else 0.0,
+        gradient_sum=ring_seconds(config, network) if trained and media else 0.0,
     )
 
 
@@ -205,7 +205,7 @@ def vision_seconds(config: Config, vision: VisionPlan) -> float:
     return slowest / FORWARDS_PER_STEP if forward_alone else slowest
 
 
-def gradient_sum_seconds(config: Config, network: float) -> float:
+def ring_seconds(config: Config, network: float) -> float:
     """Return the seconds of a ring that sums the encoder's gradients over all ranks, in float32.
 
     None of it is taken to be hidden behind the last chunk's backward pass.
@@ -224,20 +224,16 @@ def encoder_weights(config: Config) -> int:
     return tower * ("vision_tower" not in frozen) + projector * ("projector" not in frozen)
 
 
-def _trained(config: Config) -> bool:
-    return encoder_weights(config) > 0
-
-
 def advice(found: StepPredictions) -> Iterator[str]:
     """Yield what binds, largest first, and what to change."""
     config, mean = found.config, found.mean
     layout = config.layout
-    bubbles = config.in_bubbles() or layout.pp == 1
+    no_more = config.in_bubbles() or layout.pp == 1  # bubbles are used, or there are none
     mends = {
         "imbalance": "layout.stages can give the slowest stage fewer layers",
         "bubble": "more microbatches (data.rows_per_step), or a larger layout.vpp, shorten it",
         "vision": "`kimi-pretrain plan` shows what its slowest rank does"
-        if bubbles
+        if no_more
         else "dep.bubbles=all puts it into the pipeline's bubbles",
         "exchange": "a smaller dep.scope keeps media nearer",
         "gradient_sum": "it is the same for any number of rows: more rows a step make it smaller",

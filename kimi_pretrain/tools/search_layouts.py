@@ -61,6 +61,7 @@ def search_layouts(
     # A run over its limit is refused where it starts; here it is what the search is for.
     config = config.replace(train=config.train.replace(memory_limit_gib=None))
     plans = plan_steps(config, num_steps, progress)
+    own = predict_planned(config, plans, network)
     priced = list[tuple[StepPredictions, tuple[Change, ...]]]()
     for changes in layouts(config):
         try:
@@ -86,7 +87,7 @@ def search_layouts(
             f"fits train.memory_limit_gib={limit / GIB:g}; raise it, or use more "
             "ranks: `kimi-pretrain plan --memory` says what holds the most"
         )
-    return LayoutSearch(predict_planned(config, plans, network), len(priced), tuple(best.values()))
+    return LayoutSearch(own, len(priced), tuple(best.values()))
 
 
 def layouts(config: Config) -> Iterator[tuple[Change, ...]]:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -116,9 +117,7 @@ def _plan_memory(config: "Config") -> dict[str, Any]:
     from kimi_pretrain.tools import memory_report
 
     found = memory_report.report(config)
-    for line in memory_report.lines(found):
-        typer.echo(line)
-    return memory_report.as_json(found)
+    return _told(memory_report, found)
 
 
 def _predict_steps(config: "Config", steps: int, network: float) -> dict[str, Any]:
@@ -127,9 +126,7 @@ def _predict_steps(config: "Config", steps: int, network: float) -> dict[str, An
 
     with share_bar("planning") as progress:
         found = predict_step.predict_steps(config, steps, network, progress)
-    for line in predict_step.lines(found):
-        typer.echo(line)
-    return predict_step.as_json(found)
+    return _told(predict_step, found)
 
 
 def _search(config: "Config", steps: int, network: float) -> dict[str, Any]:
@@ -138,9 +135,7 @@ def _search(config: "Config", steps: int, network: float) -> dict[str, Any]:
 
     with share_bar("searching") as progress:
         found = search_layouts.search_layouts(config, steps, network, progress)
-    for line in search_layouts.lines(found):
-        typer.echo(line)
-    return search_layouts.as_json(found)
+    return _told(search_layouts, found)
 
 
 def _predict(config: "Config", steps: int) -> dict[str, Any]:
@@ -149,6 +144,11 @@ def _predict(config: "Config", steps: int) -> dict[str, Any]:
 
     with share_bar("planning") as progress:
         found = predict.predict(config, steps, progress)
-    for line in predict.lines(found):
+    return _told(predict, found)
+
+
+def _told(tool: ModuleType, found: object) -> dict[str, Any]:
+    """Print what a tool found, and return it as plain values."""
+    for line in tool.lines(found):
         typer.echo(line)
-    return predict.as_json(found)
+    return tool.as_json(found)
