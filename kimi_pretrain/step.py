@@ -24,6 +24,7 @@ from torch import Tensor
 from data_pipeline.loader import BadSample, Needs, StepBatch
 from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.config import GIB, Config
+from kimi_pretrain.dep.bubble_times import RankTimes
 from kimi_pretrain.dep.encoder import EncoderPass, Pixels
 from kimi_pretrain.dep.leaves import attach_leaves, leaf_gradients
 from kimi_pretrain.dep.planner import VisionPlanner
@@ -71,7 +72,7 @@ class StepReport:
         kept_patches: patches that this rank did not have to encode again.
         losses: of the tokens whose loss this rank counts, by source and place in the document.
         siglip: mean loss, number and patches of the batch's pairs; None: `train.siglip` is off.
-        bubble_seconds: of this rank, see `dep.bubble_run`; None: no vision work ran in bubbles.
+        bubble_seconds, bubble_times: of this rank; None: no vision work ran in bubbles.
     """
 
     loss: float
@@ -90,6 +91,7 @@ class StepReport:
     losses: LossSums = field(default_factory=LossSums)
     siglip: tuple[float | None, int, int] | None = None
     bubble_seconds: dict[str, float] | None = None
+    bubble_times: RankTimes | None = None
 
 
 @dataclass(frozen=True)

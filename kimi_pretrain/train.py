@@ -154,6 +154,7 @@ def _train_steps(
         # The one collective of the loop; a due validation, or a save at begin or end, has more.
         everyone: list[Any] = mesh.all_gather_object(mine)
         check_agreement(run.step, everyone)
+        run.planner.learning.add(run.step - 1, [rank.metrics.bubble_times for rank in everyone])
         watchdog.enter("8 record")
         recorder.step(run.step, batch, report, everyone, loader_state)
         _check_guard(run, report, checkpoints, recorder)

@@ -13,7 +13,7 @@ whatever pieces and passes really take; so units are placed on one timeline of t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -52,6 +52,16 @@ class Units:
         """Return the units in the order of microbatches, replicas and items."""
         order = np.lexsort((self.item, self.home, self.microbatch))
         return type(self)(*(column[order] for column in vars(self).values()))
+
+    def times(self, factors: tuple[float, float, float]) -> Self:
+        """Return the units with their seconds of forward, recompute and backward times these."""
+        forward, recompute, backward = factors
+        return replace(
+            self,
+            forward=self.forward * forward,
+            recompute=self.recompute * recompute,
+            backward=self.backward * backward,
+        )
 
 
 @dataclass(frozen=True)
@@ -401,10 +411,10 @@ class _Work:
         return _placed(early, late, self.gaps[self.stage[rank]], upfront)
 
 
-def plan_bubbles(
+def assign_units(
     units: Units, schedule: Schedule, line: Timeline, stage: Ints, filling: Filling
-) -> BubblePlan:
-    """Place all units on the ranks' bubbles.
+) -> tuple[Ints, NDArray[np.bool_]]:
+    """Return the rank of each unit, and whether its activations are kept there.
 
     Args:
         units: as `Units.ordered` has them.
@@ -413,10 +423,23 @@ def plan_bubbles(
         stage: pipeline stage of each rank that may take part, [ranks].
         filling: how.
     """
+    gaps = [gaps_of(one, line, filling) for one in range(schedule.stages)]
+    room = _Room(gaps, stage, borders_of(schedule, line, filling.transport))
+    return _assigned(units, room, gaps, stage, filling)
+
+
+def place_units(
+    units: Units, rank: Ints, kept: NDArray[np.bool_], schedule: Schedule, line: Timeline,
+    stage: Ints, filling: Filling,
+) -> BubblePlan:  # fmt: skip
+    """Put each unit into slots of its rank.
+
+    Args:
+        units, schedule, line, stage, filling: as for `assign_units`.
+        rank, kept: of each unit.
+    """
     borders = borders_of(schedule, line, filling.transport)
     gaps = [gaps_of(one, line, filling) for one in range(schedule.stages)]
-    room = _Room(gaps, stage, borders)
-    rank, kept = _assigned(units, room, gaps, stage, filling)
     work = _Work(units, rank, kept, gaps, stage, borders, filling)
     # What the slowest rank needs before its passes, all have.
     upfront = max(work.placed(one, mine, 0.0)[2] for one, mine in enumerate(work.units))
@@ -432,3 +455,11 @@ def plan_bubbles(
         schedule, stage, units.microbatch, rank, kept, filling.pieces, forward, backward, upfront,
         end - line.total,
     )  # fmt: skip
+
+
+def plan_bubbles(
+    units: Units, schedule: Schedule, line: Timeline, stage: Ints, filling: Filling
+) -> BubblePlan:
+    """Choose ranks and slots of all units; see `assign_units`."""
+    rank, kept = assign_units(units, schedule, line, stage, filling)
+    return place_units(units, rank, kept, schedule, line, stage, filling)

@@ -8,7 +8,6 @@ through together. Items that several ranks encode stay before and after the pipe
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +18,13 @@ from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
 from kimi_pretrain.dep.bubble_plan import (
     BubblePlan,
     Filling,
-    Slice,
     Units,
+    assign_units,
     gaps_of,
     least_wait,
-    plan_bubbles,
+    place_units,
 )
+from kimi_pretrain.dep.bubble_times import Learned
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
 from kimi_pretrain.dep.pass_costs import BACKWARD, pass_seconds
 from kimi_pretrain.dep.step_bubbles import StepBubbles
@@ -58,11 +58,15 @@ class BubblePlanner:
         )
         per_stage = layout.dp * layout.cp * layout.tp
         self.stage = np.arange(layout.world_size()) // per_stage
-        self._passes = pass_seconds(config)
-        self._line = cache(self._timeline)
+        self.configured = Learned(*pass_seconds(config))
 
     def plan(
-        self, plan: GlobalPlan, items: Ints, where: Destinations, costs: Floats
+        self,
+        plan: GlobalPlan,
+        items: Ints,
+        where: Destinations,
+        costs: Floats,
+        learned: Learned | None = None,
     ) -> StepBubbles:
         """Place items on ranks and slots, and keep activations where there is room.
 
@@ -71,38 +75,37 @@ class BubblePlanner:
             items: that one rank each is to encode.
             where: all items of the step are needed.
             costs: seconds of a step's work on each of them.
+            learned: costs that slots are planned with; who encodes what never follows them, because
+                the order of sums does. None: the configuration's.
 
         Raises:
             WaitsInACircle: a plan in which ranks would wait for each other; an error of ours.
         """
         layout, per_microbatch = self.config.layout, self.config.train.rows_per_microbatch
-        schedule, line = self._line(plan.num_rows // (layout.dp * per_microbatch))
+        schedule = Schedule(layout.pp, layout.vpp, plan.num_rows // (layout.dp * per_microbatch))
         home = plan.items.row.astype(np.int64) // (plan.num_rows // layout.dp)
         units = self._units(items, home, where.microbatch, grids_of(plan), costs)
-        if not self.filling.edges:
-            line = gathered(schedule, line, least_wait(units, self.filling))
         tokens = plan.items.tokens.astype(np.int64)
         need = np.bincount(home, tokens, layout.dp).astype(np.int64)  # shared items, too
-        held = tokens[units.item], need
-        found = self._fitting(units, schedule, line, held, self.filling)
-        try:
-            check(found)
-        except WaitsInACircle as error:
-            # The timeline does not know that what a stage sends waits for its taker.
-            log.warning("dep.bubbles: a step uses its first and last slots alone: %s", error)
-            filling = replace(self.filling, edges=True)
-            found = self._fitting(units, schedule, line, held, filling)
-            check(found)
+        line = self._timeline(schedule, self.configured, units)
+        rank, kept = self._fitting(units, schedule, line, (tokens[units.item], need))
+        now, scaled = learned or self.configured, units
+        if learned is not None:
+            scaled = units.times(learned.factors)
+            line = self._timeline(schedule, learned, scaled)
+        found = self._placed(scaled, rank, kept, schedule, line)
         rooms = [
             {gap.slot: gap.end - gap.begin for gap in gaps_of(stage, line, self.filling)[1:-1]}
             for stage in range(schedule.stages)
         ]
-        return StepBubbles(found, units, rooms)
+        return StepBubbles(found, units, rooms, now.factors)
 
-    def _timeline(self, microbatches: int) -> tuple[Schedule, Timeline]:
-        layout = self.config.layout
-        schedule = Schedule(layout.pp, layout.vpp, microbatches)
-        return schedule, timeline(schedule, *self._passes)
+    def _timeline(self, schedule: Schedule, costs: Learned, units: Units) -> Timeline:
+        """Return when passes run; unless work is at the edges alone short waits lie together."""
+        line = timeline(schedule, costs.forward, costs.backward)
+        if self.filling.edges:
+            return line
+        return gathered(schedule, line, least_wait(units, self.filling))
 
     def _units(
         self, items: Ints, home: Ints, microbatch: Ints, grids: Ints, costs: Floats
@@ -127,15 +130,10 @@ class BubblePlanner:
         ).ordered()
 
     def _fitting(
-        self,
-        units: Units,
-        schedule: Schedule,
-        line: Timeline,
-        held: tuple[Ints, Ints],
-        filling: Filling,
-    ) -> BubblePlan:
-        """Return a plan that keeps no more activations than there is room for; `held`: `_needed`'s
-        tokens.
+        self, units: Units, schedule: Schedule, line: Timeline, held: tuple[Ints, Ints]
+    ) -> tuple[Ints, NDArray[np.bool_]]:
+        """Return the rank of each unit, and whether its activations are kept: no more than there is
+        room for; `held`: `_needed`'s tokens.
         """
         dep, limit = self.config.dep, 0
         if dep.keep_activations == "auto":
@@ -143,48 +141,61 @@ class BubblePlanner:
             limit = int(dep.memory_limit_gib * GIB)
         room = limit
         while True:
-            found = self._placed(units, schedule, line, replace(filling, room_bytes=room))
-            over = self._needed(found, *held, units) - limit
+            rank, kept = self._assigned(units, schedule, line, room)
+            over = self._needed(rank, kept, *held, units) - limit
             if over <= 0 or not room:
-                return found
+                return rank, kept
             room = max(0, room - over)
 
-    def _placed(
-        self, units: Units, schedule: Schedule, line: Timeline, filling: Filling
-    ) -> BubblePlan:
-        """Plan each scope, and put the plans together."""
+    def _assigned(
+        self, units: Units, schedule: Schedule, line: Timeline, room: int
+    ) -> tuple[Ints, NDArray[np.bool_]]:
+        """Assign the units of each scope to its own ranks."""
         rank, kept = np.zeros(len(units), np.int64), np.zeros(len(units), np.bool_)
-        forward: list[list[Slice]] = [[] for _ in self.stage]
-        backward: list[list[Slice]] = [[] for _ in self.stage]
-        upfront = after = 0.0
+        filling = replace(self.filling, room_bytes=room)
         for ranks in self.scopes:
             mine = np.flatnonzero(np.isin(units.home, self.ranks.replica[ranks]))
             part = Units(*(column[mine] for column in vars(units).values()))
-            found = plan_bubbles(part, schedule, line, self.stage[ranks], filling)
-            rank[mine], kept[mine] = ranks[found.rank], found.kept
-            for place, one in enumerate(ranks.tolist()):
-                for whole, slices in ((forward, found.forward), (backward, found.backward)):
-                    whole[one] = [s._replace(unit=int(mine[s.unit])) for s in slices[place]]
-            upfront, after = max(upfront, found.upfront), max(after, found.after)
-        return BubblePlan(
-            schedule, self.stage, units.microbatch, rank, kept, filling.pieces, forward, backward,
-            upfront, after,
-        )  # fmt: skip
+            found, keeps = assign_units(part, schedule, line, self.stage[ranks], filling)
+            rank[mine], kept[mine] = ranks[found], keeps
+        return rank, kept
 
-    def _needed(self, plan: BubblePlan, tokens: Ints, need: Ints, units: Units) -> int:
+    def _placed(
+        self,
+        units: Units,
+        rank: Ints,
+        kept: NDArray[np.bool_],
+        schedule: Schedule,
+        line: Timeline,
+    ) -> BubblePlan:
+        """Give all units their slots; returns a plan that has been checked."""
+        found = place_units(units, rank, kept, schedule, line, self.stage, self.filling)
+        try:
+            check(found)
+        except WaitsInACircle as error:
+            # The timeline does not know that what a stage sends waits for its taker.
+            log.warning("dep.bubbles: a step uses its first and last slots alone: %s", error)
+            filling = replace(self.filling, edges=True)
+            found = place_units(units, rank, kept, schedule, line, self.stage, filling)
+            check(found)
+        return found
+
+    def _needed(
+        self, rank: Ints, keeps: NDArray[np.bool_], tokens: Ints, need: Ints, units: Units
+    ) -> int:
         """Return the most bytes that media take on a rank, were all that is kept there at once.
 
         A rank may put backward work off by itself: it is not the plan that says how much is.
 
         Args:
-            tokens: of each unit.
+            rank, keeps, tokens: of each unit; `keeps`: whether its activations are kept.
             need: tokens of all items of each replica.
         """
-        count = len(plan.stage)
-        kept = np.bincount(plan.rank[plan.kept], units.kept_bytes[plan.kept], count)
+        count = len(self.stage)
+        kept = np.bincount(rank[keeps], units.kept_bytes[keeps], count)
         again = np.zeros(count)
-        np.maximum.at(again, plan.rank[~plan.kept], units.kept_bytes[~plan.kept])
-        moved = np.bincount(plan.rank, tokens, count).astype(np.int64)
+        np.maximum.at(again, rank[~keeps], units.kept_bytes[~keeps])
+        moved = np.bincount(rank, tokens, count).astype(np.int64)
         first = self.ranks.first_stage
         moved[first] += -(-need[:, None] // first.shape[1])  # each holds its part of the rows
         size = self.config.model.vision.out_width * ITEMSIZE[self.config.train.dtype]

@@ -12,7 +12,7 @@ backward work later, which a rank decides alone. Neither changes a bit, because 
 in the order of units and sums of the backbone are not touched.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.distributed import Work
 
 from kimi_pretrain.dep.bubble_links import Links
+from kimi_pretrain.dep.bubble_times import RankTimes
 from kimi_pretrain.dep.encoder import DecoupledEncoder, Pixels
-from kimi_pretrain.dep.step_bubbles import FILLED, MEASURED, OVERRUN, WASTED
+from kimi_pretrain.dep.step_bubbles import FILLED, KINDS, OVERRUN, WASTED
 from kimi_pretrain.dep.timeline import Pass
 from kimi_pretrain.dep.unit_pass import UnitPass
 from kimi_pretrain.dep.vision_plan import Ints, VisionPlan, runs
@@ -85,7 +86,7 @@ class BubbleRun:
         phase: names what is done, for the timeline.
 
     Attributes:
-        watches: of each kind of `MEASURED`.
+        waits: with nothing to do.
     """
 
     def __init__(
@@ -105,8 +106,17 @@ class BubbleRun:
         self.encoder, self.links, self.rank = encoder, links, links.rank
         self.grids, self.pixels, self.ahead = grids, pixels, ahead
         self.wire, self.phase = wire or encoder.dtype, phase
-        self.watches = {kind: Stopwatch(encoder.device) for kind in MEASURED}
+        self.waits = Stopwatch(encoder.device)
+        self._slots = defaultdict[int, Stopwatch](lambda: Stopwatch(encoder.device))
+        self._kinds = [(Stopwatch(encoder.device), list[float]()) for _ in KINDS]  # took, modelled
         self.passes = self.plan.schedule.passes[stage]
+        chunks = range(self.plan.schedule.chunks)
+        self._running: Stopwatch | None = None
+        self._passes = {
+            (chunk, backward): Stopwatch(encoder.device)
+            for chunk in chunks
+            for backward in (False, True)
+        }
         self.started = 0  # passes, and the number of the slot before the next one
         self._room = self.bubbles.room[stage]
         # On CUDA the host is through with a slot before the device begins it.
@@ -142,9 +152,11 @@ class BubbleRun:
         What comes may be for a pass behind the next one, and that will not wait again: forward work
         of its slot is done now.
         """
+        self._pass_ends()
         passes = range(self.started, len(self.passes))
         until = next((n for n in passes if self.passes[n].backward == gradient), self.started)
-        began = perf_counter()
+        began, watch = perf_counter(), self._slots[self.started]
+        watch.start()
         self._encode(until)
         room = self._room.get(self.started, 0.0)
         while self._backward and self._backward[0][0] <= self.started:
@@ -155,14 +167,12 @@ class BubbleRun:
                 break
             self._backward.popleft()
             self._go_back(unit, piece)
-        spent = perf_counter() - began
-        if self._timed and self.started and spent > room:
-            self.watches[OVERRUN].add(spent - room)
+        watch.stop()
 
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Measure a wait of the stage."""
-        with self.watches[WASTED].running():
+        with self.waits.running():
             yield
 
     def forward(self, chunk: int, microbatch: int) -> None:
@@ -171,10 +181,12 @@ class BubbleRun:
         Raises:
             OutOfOrder: it is not the pass that is planned.
         """
+        self._pass_ends()
         self._encode(self.started)
         self._begins(Pass(False, chunk, microbatch))
         if self.stage == 0 and chunk == 0:
             self._make_leaf(microbatch)
+        self._pass_begins(chunk, backward=False)
 
     def backward(self, chunk: int, microbatch: int) -> None:
         """A backward pass begins.
@@ -187,20 +199,51 @@ class BubbleRun:
                 f"stage {self.stage} did not wait before the {Pass(True, chunk, microbatch)}, "
                 "where the plan has vision work"
             )
+        self._pass_ends()
         self._begins(Pass(True, chunk, microbatch))
+        self._pass_begins(chunk, backward=True)
 
     def finish(self) -> None:
         """Do what is left, behind the last pass, and wait until all that was sent has arrived."""
+        self._pass_ends()
         if self.started < len(self.passes):
             raise OutOfOrder(f"stage {self.stage} ended before the {self.passes[self.started]}")
         assert not self._forward
         while self._backward:
             _, unit, piece = self._backward.popleft()
             self._go_back(unit, piece)
-        with self.watches[WASTED].running():
+        with self.waits.running():
             for _, work in self._sent:
                 work.wait()
         self._sent = []
+
+    def seconds(self) -> dict[str, float]:
+        """Return what was measured of each kind of `MEASURED`."""
+        between = {slot: watch for slot, watch in self._slots.items() if slot}
+        over = [watch.seconds() - self._room.get(slot, 0.0) for slot, watch in between.items()]
+        return {
+            FILLED: sum(watch.seconds() for watch, _ in self._kinds),
+            WASTED: self.waits.seconds(),
+            OVERRUN: sum(max(0.0, seconds) for seconds in over),
+        }
+
+    def times(self) -> RankTimes:
+        """Return what passes and pieces took."""
+        passes = [
+            (self._passes[chunk, False].mean(), self._passes[chunk, True].mean())
+            for chunk in range(self.plan.schedule.chunks)
+        ]
+        pieces = [(watch.seconds(), sum(modelled)) for watch, modelled in self._kinds]
+        return RankTimes(self.stage, tuple(passes), tuple(pieces))
+
+    def _pass_begins(self, chunk: int, *, backward: bool) -> None:
+        self._running = self._passes[chunk, backward]
+        self._running.start()
+
+    def _pass_ends(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
 
     def _begins(self, this: Pass) -> None:
         if self.started == len(self.passes) or this != self.passes[self.started]:
@@ -217,7 +260,7 @@ class BubbleRun:
         """Do the forward pieces of all slots up to one."""
         while self._forward and self._forward[0][0] <= until:
             _, unit, piece = self._forward.popleft()
-            with self._working("2 vision forward", unit):
+            with self._working("2 vision forward", unit, 0):
                 if piece == 0:
                     self._units[unit] = self._unit(unit)
                 output = self._units[unit].run.forward(piece)
@@ -253,7 +296,7 @@ class BubbleRun:
                 self._expect_gradient(message)
         if work.run.needs_gradient(piece):
             gradient = self._gradient(work)
-        with self._working("6 vision backward", unit):
+        with self._working("6 vision backward", unit, self.bubbles.kind(unit, piece)):
             work.run.backward(piece, gradient)
         if piece == work.run.later - 1:
             del self._units[unit]
@@ -272,16 +315,18 @@ class BubbleRun:
         for message in unit.to:
             if message.peer == self.rank:
                 message.buffer = self._returned.pop(message.unit)
-            with self.watches[WASTED].running():
+            with self.waits.running():
                 arrived = message.take()
             rows = torch.from_numpy(message.rows).to(gradient.device)
             gradient.index_copy_(0, rows, arrived.to(gradient.dtype))
         return gradient
 
     @contextmanager
-    def _working(self, phase: str, unit: int) -> Iterator[None]:
+    def _working(self, phase: str, unit: int, kind: int) -> Iterator[None]:
+        took, modelled = self._kinds[kind]
+        modelled.append(self.bubbles.modelled(unit, kind))
         try:
-            with self.phase(phase), self.watches[FILLED].running():
+            with self.phase(phase), took.running():
                 yield
         except Exception as error:
             item = int(self.bubbles.units.item[unit])
@@ -307,7 +352,7 @@ class BubbleRun:
         messages, microbatch = self._of(number), self._leaves[number]
         if not messages:
             return
-        with self.watches[WASTED].running():
+        with self.waits.running():
             parts = [message.take().to(self.encoder.dtype) for message in messages]
         places = torch.from_numpy(np.concatenate([message.rows for message in messages]))
         places, shared = places.to(self.encoder.device), microbatch.leaf

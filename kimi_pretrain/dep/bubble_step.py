@@ -13,6 +13,7 @@ from data_pipeline.loader import StepBatch
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.bubble_links import WAYS, Links
 from kimi_pretrain.dep.bubble_run import BubbleRun
+from kimi_pretrain.dep.bubble_times import RankTimes
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.dep.vision_plan import VisionPlan, grids_of
 from kimi_pretrain.engine.mesh import Mesh
@@ -51,13 +52,15 @@ class BubbleStep(TrainStep):
         )
         self.schedule = self.backbone.schedule = SlotSchedule(self.backbone.schedule)
         self._seconds: dict[str, float] = {}
+        self._times: RankTimes | None = None
         self._moved: dict[str, int] = {}
 
     def run(self, batch: StepBatch, *, text_only: bool = False) -> StepReport:
         """See `TrainStep`; the report has the seconds of this rank's bubbles."""
-        self._seconds, self._moved = {}, {}
+        self._seconds, self._times, self._moved = {}, None, {}
         report = super().run(batch, text_only=text_only)
-        return replace(report, bubble_seconds=self._seconds, exchange_bytes=self._moved)
+        measured = {"bubble_seconds": self._seconds, "bubble_times": self._times}
+        return replace(report, **measured, exchange_bytes=self._moved)
 
     def _decoupled(
         self,
@@ -91,7 +94,7 @@ class BubbleStep(TrainStep):
         if trained:
             with self.clock.phase("6 gradient sum"):
                 self.encoder.sums.finish()
-        self._seconds = {kind: watch.seconds() for kind, watch in run.watches.items()}
+        self._seconds, self._times = run.seconds(), run.times()
         width, size = self.config.model.vision.out_width, self.encoder.dtype.itemsize
         planned = self.exchange.bytes_sent(vision, rank, width, size)
         self._moved = {way: planned[way] for way in WAYS if trained or way == "over"}

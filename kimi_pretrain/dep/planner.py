@@ -15,6 +15,7 @@ from data_pipeline.plan.planner import GlobalPlan
 from kimi_pretrain.config import GIB, ITEMSIZE, Config
 from kimi_pretrain.dep.assign import choose_splits, place, round_robin
 from kimi_pretrain.dep.bubble_planner import BubblePlanner
+from kimi_pretrain.dep.bubble_times import Learning
 from kimi_pretrain.dep.cost import CostModel
 from kimi_pretrain.dep.memory_limit import check_memory, vision_bytes
 from kimi_pretrain.dep.places import Placement, Places
@@ -48,6 +49,7 @@ class VisionPlanner:
         self.bubbles = None
         if training and config.in_bubbles():
             self.bubbles = BubblePlanner(config, self.ranks, self.scopes)
+        self.learning = Learning(config)
         most = 2 + config.data.prefetch_steps
         self._recent: deque[tuple[GlobalPlan, VisionPlan]] = deque(maxlen=most)
         self._lock = threading.Lock()  # the loader calls from its own thread
@@ -86,7 +88,8 @@ class VisionPlanner:
         placement = self._placement(costs, home)
         rank, bubbles = placement.rank, None
         if self.bubbles is not None:
-            bubbles = self.bubbles.plan(plan, np.flatnonzero(placement.parts == 1), where, costs)
+            alone, learned = np.flatnonzero(placement.parts == 1), self.learning.of(plan.step)
+            bubbles = self.bubbles.plan(plan, alone, where, costs, learned)
             rank[bubbles.units.item] = bubbles.plan.rank
         return VisionPlan(
             rank=rank,

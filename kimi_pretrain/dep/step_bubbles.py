@@ -8,6 +8,9 @@ MEASURED = FILLED, WASTED, OVERRUN = "filled", "wasted", "overrun"
 """What a rank measures, in seconds: vision work in slots; waiting with nothing to do; work between
 two passes beyond what the plan has there."""
 
+KINDS = "forward", "recompute", "backward"
+"""Pieces of an item's work; one whose activations are kept has no second kind."""
+
 
 @dataclass(frozen=True)
 class StepBubbles:
@@ -15,16 +18,27 @@ class StepBubbles:
 
     Attributes:
         plan: who does what when.
-        units: what a unit is, and what it should cost.
+        units: what a unit is, and what it costs by the cost model.
         room: of each stage: slot between two passes -> seconds that it should last.
+        factors: of the cost model's seconds of each of `KINDS`, by which the slots were planned.
     """
 
     plan: BubblePlan
     units: Units
     room: list[dict[int, float]]
+    factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+    def kind(self, unit: int, piece: int) -> int:
+        """Return which of `KINDS` a piece behind a unit's forward pass is."""
+        return 1 if piece < self.plan.pieces and not self.plan.kept[unit] else 2
+
+    def modelled(self, unit: int, kind: int) -> float:
+        """Return the seconds that the cost model has for a piece."""
+        units = self.units
+        passes = (units.forward, units.recompute, units.backward)[kind]
+        return float(passes[unit]) / self.plan.pieces
 
     def seconds(self, unit: int, piece: int) -> float:
         """Return what a piece behind a unit's forward pass should take."""
-        again = not self.plan.kept[unit] and piece < self.plan.pieces
-        passes = self.units.recompute if again else self.units.backward
-        return float(passes[unit]) / self.plan.pieces
+        kind = self.kind(unit, piece)
+        return self.modelled(unit, kind) * self.factors[kind]

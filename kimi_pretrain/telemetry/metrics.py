@@ -16,7 +16,8 @@ from data_pipeline.loader import LoaderStats
 from data_pipeline.plan.step_plan import GlobalPlan
 from kimi_pretrain.config import GIB, Config
 from kimi_pretrain.dep.assign import load_per_rank, max_over_mean, round_robin
-from kimi_pretrain.dep.step_bubbles import MEASURED
+from kimi_pretrain.dep.bubble_times import RankTimes
+from kimi_pretrain.dep.step_bubbles import KINDS, MEASURED
 from kimi_pretrain.dep.vision_plan import VisionPlan, grids_of
 from kimi_pretrain.optim.step_stats import UpdateFigures, merge_figures
 from kimi_pretrain.parallel.ranks import scopes
@@ -38,7 +39,8 @@ class RankMetrics:
     """What one rank measured in a step; part of its `RankReport`.
 
     Attributes:
-        spans, peak_bytes, exchange_bytes, kept_patches, losses, bubble_seconds: as in `StepReport`.
+        spans, peak_bytes, exchange_bytes, kept_patches, losses, bubble_seconds, bubble_times: as in
+            `StepReport`.
         first_stage: whether the rank takes in embeddings.
         seconds: of the whole step, waiting for data included.
         requests, bytes: of the store, since the run began.
@@ -59,6 +61,7 @@ class RankMetrics:
     save: Mapping[str, float] = field(default_factory=dict)
     losses: LossSums = field(default_factory=LossSums)
     bubble_seconds: Mapping[str, float] | None = None
+    bubble_times: RankTimes | None = None
 
 
 def rank_metrics(
@@ -83,6 +86,7 @@ def rank_metrics(
         save=dict(save or {}),
         losses=report.losses,
         bubble_seconds=report.bubble_seconds,
+        bubble_times=report.bubble_times,
     )
 
 
@@ -194,7 +198,14 @@ def _bubbles(everyone: Sequence[RankMetrics]) -> dict[str, Any]:
     if not ranks:
         return {}
     each = {kind: [one.get(kind, 0.0) for one in ranks] for kind in MEASURED}
+    pieces = np.array([one.bubble_times.pieces for one in everyone if one.bubble_times is not None])
+    took, modelled = pieces.sum(axis=0).T if len(pieces) else np.zeros((2, len(KINDS)))
     return {
+        "bubble_cost_ratio": {
+            kind: float(spent / cost)
+            for kind, spent, cost in zip(KINDS, took, modelled, strict=True)
+            if cost
+        },
         "bubble_seconds": {
             kind: _largest(seconds) | {"mean": float(np.mean(seconds))}
             for kind, seconds in each.items()

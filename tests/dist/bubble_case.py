@@ -90,6 +90,24 @@ def bubble_training(run) -> list[dict]:
     ]
 
 
+def bubble_learning(run) -> list[dict]:
+    """Take the steps of a run in a row, each told of what was measured: the line of each.
+
+    Each with the "slots" that its work was planned into, and the "factors" of the cost model that
+    it was planned with, of all ranks.
+    """
+    lines = []
+    for _ in range(run.config.train.steps):
+        batch = next(run.loader)
+        bubbles = run.planner.plan(batch.plan).bubbles
+        report = run.train_step.run(batch)
+        run.planner.learning.add(batch.plan.step, run.mesh.all_gather_object(report.bubble_times))
+        slots = [bubbles.plan.forward, bubbles.plan.backward]
+        told = {"factors": run.mesh.all_gather_object(bubbles.factors), "slots": slots}
+        lines.append(line_of(run, report) | told)
+    return lines
+
+
 def bubble_rules(run) -> dict[str, Any]:
     """Return what is said where the schedule is not the planned one, or has no place for work."""
     from kimi_pretrain.dep.bubble_links import Links
@@ -198,10 +216,10 @@ def _done_inside() -> Iterator[list[int]]:
 
     working, done = BubbleRun._working, list[int]()
 
-    def told(self, phase: str, unit: int):
+    def told(self, phase: str, unit: int, kind: int):
         if 0 < self.started < len(self.passes):
             done.append(unit)
-        return working(self, phase, unit)
+        return working(self, phase, unit, kind)
 
     BubbleRun._working = told
     yield done
@@ -303,6 +321,6 @@ def _sleeps(rank: int) -> Iterator[None]:
 
 
 ACTIONS = {
-    "bubbles": bubbles, "bubble_training": bubble_training, "bubble_fault": bubble_fault,
-    "bubble_disorder": bubble_disorder, "bubble_rules": bubble_rules,
+    "bubbles": bubbles, "bubble_training": bubble_training, "bubble_learning": bubble_learning,
+    "bubble_fault": bubble_fault, "bubble_disorder": bubble_disorder, "bubble_rules": bubble_rules,
 }  # fmt: skip

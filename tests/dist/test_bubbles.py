@@ -78,6 +78,7 @@ TRAINED = {
     "with DEP": SLOW_DEVICE, "in bubbles": ALL, "without media": (*ALL, *WORDS),
     "without media, with DEP": (*SLOW_DEVICE, *WORDS),
 }  # fmt: skip
+LEARNED = {"learned": "bubble_learning", "as configured": "bubble_training"}
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,8 @@ def found(data_root, tmp_path_factory):
     given["rules"] = "bubble_rules", (root, "train.steps=1", *axes, *ALL)
     for name, settings in TRAINED.items():
         given[name] = "bubble_training", (root, *axes, *settings, *STEPS)
+    for name, action in LEARNED.items():
+        given[name] = action, (root, *axes, *ALL, *STEPS, "train.steps=6")
     return run_jobs(given, tmp_path_factory.mktemp("bubbles"), 4)
 
 
@@ -123,6 +126,18 @@ def test_a_training_is_that_of_dep(found):
                     assert name == "table" or line[name] == value, (name, step)
                 else:
                     assert line[name] == pytest.approx(value, rel=1e-5), (name, step)
+
+
+def test_slots_follow_measured_costs_and_no_bit_does(found):
+    """The first step is not counted, and the loader is two steps ahead."""
+    lines = found["learned"]
+    for step, (line, wanted) in enumerate(zip(lines, found["as configured"], strict=True)):
+        assert wanted | line == line | {name: wanted[name] for name in ("encoded", "moved")}, step
+        (factors,) = set(line["factors"])  # of all ranks
+        assert (factors == (1.0, 1.0, 1.0)) == (step < 4)
+        assert all(0 < factor < 1e6 for factor in factors)
+        inside = [s for way in line["slots"] for mine in way for s in mine]
+        assert inside
 
 
 def test_another_order_of_passes_is_an_error(found):

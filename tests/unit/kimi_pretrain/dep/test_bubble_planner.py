@@ -11,8 +11,9 @@ from kimi_pretrain.config import GIB, ConfigError, load_config
 from kimi_pretrain.dep import bubble_planner
 from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
 from kimi_pretrain.dep.bubble_plan import gaps_of
+from kimi_pretrain.dep.bubble_times import Learned
 from kimi_pretrain.dep.planner import VisionPlanner
-from kimi_pretrain.dep.timeline import gathered
+from kimi_pretrain.dep.timeline import gathered, timeline
 from kimi_pretrain.verify.dep_faults import FAULTS
 from moonvit3d.memory import activation_bytes
 
@@ -61,7 +62,8 @@ def test_short_waits_come_together_unless_work_is_at_the_edges_alone(step, monke
     bubbles = planner.plan(step).bubbles
     (least,) = asked
     assert least > bubbles.units.backward.max() / bubbles.plan.pieces
-    schedule, line = planner.bubbles._line(32)
+    schedule, costs = bubbles.plan.schedule, planner.bubbles.configured
+    line = timeline(schedule, costs.forward, costs.backward)
     before = [
         gap.end - gap.begin
         for stage in range(4)
@@ -173,3 +175,30 @@ def test_what_does_not_go_with_bubbles_is_refused(settings, named):
     with pytest.raises(ConfigError, match=named) as error:
         config_of(*settings)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_slots_follow_learned_costs_and_who_encodes_what_does_not(step):
+    """Passes three times as fast have bubbles as short, and pieces cost twice as much."""
+    planner = VisionPlanner(config_of())
+    before = planner.plan(step).bubbles
+    costs = planner.bubbles.configured
+    learned = Learned(costs.forward / 3, costs.backward / 3, (2.0, 2.0, 2.0))
+    planner = VisionPlanner(config_of())
+    planner.learning.of = lambda number: learned
+    vision = planner.plan(step)
+    after = vision.bubbles
+    assert np.array_equal(after.plan.rank, before.plan.rank)
+    assert np.array_equal(after.plan.kept, before.plan.kept)
+    for name, column in vars(before.units).items():
+        assert np.array_equal(getattr(after.units, name), column)
+    assert after.factors == (2.0, 2.0, 2.0)
+    assert after.seconds(0, 0) == 2 * before.seconds(0, 0)
+    check(after.plan)
+    between = [
+        sum(s.end - s.begin for mine in one.plan.backward for s in mine if 0 < s.slot < 64)
+        for one in (before, after)
+    ]
+    assert 0 < between[1] < between[0] / 3
+    shorter = [sum(room.values()) for room in after.room]
+    for short, room in zip(shorter, before.room, strict=True):
+        assert short == pytest.approx(sum(room.values()) / 3, rel=0.1) or not room

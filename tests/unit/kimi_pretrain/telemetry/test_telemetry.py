@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from data_pipeline.loader import LoaderStats
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
 from kimi_pretrain.config import load_config
+from kimi_pretrain.dep.bubble_times import RankTimes
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.optim.step_stats import UpdateFigures
 from kimi_pretrain.reliability.anomaly_guard import Verdict
@@ -345,7 +346,7 @@ def own_losses(rank: int) -> LossSums:
 
 
 def reports(
-    plan: GlobalPlan, spans: list[dict], siglip=None, bubbles=(None,) * RANKS
+    plan: GlobalPlan, spans: list[dict], siglip=None, bubbles=(None,) * RANKS, times=(None,) * RANKS
 ) -> list[SimpleNamespace]:
     """What the ranks of a 2-stage layout with 2 replicas report of a step."""
     vision = VisionPlanner(CONFIG).plan(plan)
@@ -361,7 +362,7 @@ def reports(
             vision=vision, spans=spans[rank], kept_patches=10 * rank,
             peak_bytes={"4 backbone": (rank + 1) << 30, "7 update": (8 - rank) << 29},
             exchange_bytes={"over": 100 * rank, "back": 30 - rank}, losses=own_losses(rank),
-            siglip=siglip, bubble_seconds=bubbles[rank],
+            siglip=siglip, bubble_seconds=bubbles[rank], bubble_times=times[rank],
         )
         for rank in range(RANKS)
     ]  # fmt: skip
@@ -393,7 +394,10 @@ def test_bubbles_are_in_the_line_where_work_ran_in_them():
     assert line["exposed_encoder_seconds"] is not None
     each = [{"filled": 1.0 + rank, "wasted": 4.0 - rank} for rank in range(RANKS)]
     each[2]["overrun"] = 0.5
-    line = line_of(plan, spans, bubbles=each)
+    pieces = ((0.5, 1.0), (0.0, 0.0), (3.0, 2.0))
+    times = [RankTimes(rank // 2, ((0.1, 0.2),), pieces) for rank in range(RANKS)]
+    line = line_of(plan, spans, bubbles=each, times=times)
+    assert line["bubble_cost_ratio"] == {"forward": 0.5, "backward": 1.5}
     assert line["bubble_seconds"] == {
         "filled": {"max": 4.0, "rank": 3, "mean": 2.5},
         "wasted": {"max": 4.0, "rank": 0, "mean": 2.5},
