@@ -25,6 +25,7 @@ from tests import ROOT
 
 # Benchmark -> its arguments beside --quick and --out, and what its result file must hold.
 SHORT = {
+    "bench_bubbles.py": ([], ("cases",)),
     "bench_context.py": ([], ("forms", "targets")),
     "bench_dep.py": (["--work", "{}/work", "--picture", "{}/memory.png"], ("timing", "memory")),
     "bench_extension.py": (["--work", "{}/work", "--pictures", "{}"], ("extension", "border")),
