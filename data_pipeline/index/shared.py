@@ -57,6 +57,9 @@ def read_shared_index(
                 if not _written(own, columns):
                     full.touch()
         if columns.exists():
+            if own is not None:  # Arrow would keep the memory that reading took
+                own = None
+                pa.default_memory_pool().release_unused()
             found = _mapped(f"{store.uri}/{name}", columns, manifest)
             weakref.finalize(found, node.close)
             return found
