@@ -34,7 +34,6 @@ from kimi_pretrain.engine.microbatch import Microbatch, build_microbatches, repl
 from kimi_pretrain.model import Model
 from kimi_pretrain.telemetry.losses import LossSums, summed
 from kimi_pretrain.telemetry.phases import BACKBONE, PhaseClock
-from kimi_pretrain.telemetry.stopwatch import Section
 from kimi_pretrain.update import Update, UpdateReport
 
 # Directions of the exchange, as metrics name them, and the phase in which each one is used.
@@ -92,7 +91,7 @@ class StepReport:
     losses: LossSums = field(default_factory=LossSums)
     siglip: tuple[float | None, int, int] | None = None
     bubble_seconds: dict[str, float] | None = None
-    bubble_sections: Sequence[Section] = ()
+    bubble_sections: Sequence[tuple[str, float, float]] = ()
 
 
 @dataclass(frozen=True)

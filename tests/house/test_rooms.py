@@ -124,7 +124,7 @@ ROOMS: dict[str, set[str]] = {
     "kimi_pretrain.step": {
         *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.telemetry.losses",
         "kimi_pretrain.model", "kimi_pretrain.telemetry.phases", "kimi_pretrain.update",
-        "kimi_pretrain.telemetry.stopwatch", "data_pipeline",
+        "data_pipeline",
     },
     "kimi_pretrain.tools.validation": {
         *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine.mesh", "kimi_pretrain.telemetry.losses",
