@@ -34,7 +34,7 @@ from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch, build_microbatches, replica_rows
 from kimi_pretrain.model import Model
 from kimi_pretrain.telemetry.losses import LossSums, summed
-from kimi_pretrain.telemetry.phases import PhaseClock
+from kimi_pretrain.telemetry.phases import BACKBONE, PhaseClock
 from kimi_pretrain.update import Update, UpdateReport
 
 # Directions of the exchange, as metrics name them, and the phase in which each one is used.
@@ -73,6 +73,7 @@ class StepReport:
         losses: of the tokens whose loss this rank counts, by source and place in the document.
         siglip: mean loss, number and patches of the batch's pairs; None: `train.siglip` is off.
         bubble_seconds, bubble_times: of this rank; None: no vision work ran in bubbles.
+        bubble_sections: vision work and waits inside phase 4; of `train.trace_step` alone.
     """
 
     loss: float
@@ -92,6 +93,7 @@ class StepReport:
     siglip: tuple[float | None, int, int] | None = None
     bubble_seconds: dict[str, float] | None = None
     bubble_times: RankTimes | None = None
+    bubble_sections: Sequence[tuple[str, float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ class TrainStep(ForwardStep):
         self, plan: GlobalPlan, microbatches: list[Microbatch], loss_tokens: int
     ) -> BatchLoss:
         """Phase 4; the sums by source travel with the rank's report."""
-        with self.clock.phase("4 backbone"):
+        with self.clock.phase(BACKBONE):
             aux_scale = loss_tokens / max(1, plan.num_tokens)
             result = self.backbone.train_step(microbatches, aux_scale)
             mine = float(result.loss_sum) if self.mesh.counts_loss else 0.0

@@ -50,6 +50,7 @@ def measure(work: Path, quick: bool) -> dict[str, Any]:
     overrides = [
         f"data.root={work / 'corpus'}", "data.cache=null", "data.requests_per_second=null",
         "train.trace_step=null", "train.efficiency_pairs=0", "checkpoint.every=null",
+        "dep={max_patches_per_chunk: 4096}", "train.rows_per_microbatch=4",
         *(LAYERS_ALONE if quick else ()),
     ]  # fmt: skip
     pairs, warm_up = (2, 1) if quick else (PAIRS, WARM_UP)

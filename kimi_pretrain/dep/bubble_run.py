@@ -27,7 +27,7 @@ from torch.distributed import Work
 from kimi_pretrain.dep.bubble_links import Links
 from kimi_pretrain.dep.bubble_times import RankTimes
 from kimi_pretrain.dep.encoder import DecoupledEncoder, Pixels
-from kimi_pretrain.dep.step_bubbles import FILLED, KINDS, OVERRUN, WASTED
+from kimi_pretrain.dep.step_bubbles import FILLED, KINDS, OVERRUN, WAIT, WASTED
 from kimi_pretrain.dep.timeline import Pass
 from kimi_pretrain.dep.unit_pass import UnitPass
 from kimi_pretrain.dep.vision_plan import Ints, VisionPlan, runs
@@ -171,8 +171,8 @@ class BubbleRun:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Measure a wait of the stage."""
-        with self.waits.running():
+        """Measure a wait."""
+        with self.phase(WAIT), self.waits.running():
             yield
 
     def forward(self, chunk: int, microbatch: int) -> None:
@@ -212,7 +212,7 @@ class BubbleRun:
         while self._backward:
             _, unit, piece = self._backward.popleft()
             self._go_back(unit, piece)
-        with self.waits.running():
+        with self.idle():
             for _, work in self._sent:
                 work.wait()
         self._sent = []
@@ -315,7 +315,7 @@ class BubbleRun:
         for message in unit.to:
             if message.peer == self.rank:
                 message.buffer = self._returned.pop(message.unit)
-            with self.waits.running():
+            with self.idle():
                 arrived = message.take()
             rows = torch.from_numpy(message.rows).to(gradient.device)
             gradient.index_copy_(0, rows, arrived.to(gradient.dtype))
@@ -352,7 +352,7 @@ class BubbleRun:
         messages, microbatch = self._of(number), self._leaves[number]
         if not messages:
             return
-        with self.waits.running():
+        with self.idle():
             parts = [message.take().to(self.encoder.dtype) for message in messages]
         places = torch.from_numpy(np.concatenate([message.rows for message in messages]))
         places, shared = places.to(self.encoder.device), microbatch.leaf

@@ -21,6 +21,8 @@ from kimi_pretrain.engine.microbatch import Microbatch
 from kimi_pretrain.engine.slots import SlotSchedule
 from kimi_pretrain.model import Model
 from kimi_pretrain.step import BatchLoss, StepReport, TrainStep
+from kimi_pretrain.telemetry.phases import BACKBONE
+from kimi_pretrain.telemetry.stopwatch import Section, Sections
 from kimi_pretrain.update import Update
 
 log = logging.getLogger("kimi_pretrain.train")
@@ -54,13 +56,19 @@ class BubbleStep(TrainStep):
         self._seconds: dict[str, float] = {}
         self._times: RankTimes | None = None
         self._moved: dict[str, int] = {}
+        self._sections: list[Section] = []
 
     def run(self, batch: StepBatch, *, text_only: bool = False) -> StepReport:
         """See `TrainStep`; the report has the seconds of this rank's bubbles."""
-        self._seconds, self._times, self._moved = {}, None, {}
+        self._seconds, self._times, self._moved, self._sections = {}, None, {}, []
         report = super().run(batch, text_only=text_only)
-        measured = {"bubble_seconds": self._seconds, "bubble_times": self._times}
-        return replace(report, **measured, exchange_bytes=self._moved)
+        return replace(
+            report,
+            bubble_seconds=self._seconds,
+            bubble_times=self._times,
+            bubble_sections=self._sections,
+            exchange_bytes=self._moved,
+        )
 
     def _decoupled(
         self,
@@ -74,17 +82,22 @@ class BubbleStep(TrainStep):
         rank, trained, plan = self.mesh.rank, self.encoder.trainable, vision.bubbles.plan
         shared = vision.together()
         media, grids = self._pixels(batch, vision), grids_of(batch.plan)
-        # On CUDA the clock of phases waits for the device, which would end all overlap.
-        phase = self.clock.phase if self.mesh.device.type == "cpu" else _unnamed
-        run = BubbleRun(
-            vision, self.mesh.stage, self.encoder, self.links, grids, media,
-            self.config.dep.bubble_ahead, self.exchange.dtype, phase,
-        )  # fmt: skip
         outside = None
         if len(shared.spans):  # on all ranks alike: the plan is global
             outside = self._encode(batch, shared, microbatches, trained=trained)
+        # Not by the clock of phases, which waits for the device and would end all overlap; and in
+        # one step alone: they are hundreds.
+        traced = batch.plan.step + 1 == self.config.train.trace_step
+        sections = Sections(self.mesh.device) if traced else None
+        phase = sections.running if sections else _unnamed
+        with self.clock.phase("prepare"):
+            run = BubbleRun(
+                vision, self.mesh.stage, self.encoder, self.links, grids, media,
+                self.config.dep.bubble_ahead, self.exchange.dtype, phase,
+            )  # fmt: skip
         self.schedule.slots = run
-        run.begin(microbatches)
+        with self.clock.phase(BACKBONE):
+            run.begin(microbatches)
         try:
             loss = self._backbone(batch.plan, microbatches, loss_tokens)
         finally:
@@ -95,6 +108,7 @@ class BubbleStep(TrainStep):
             with self.clock.phase("6 gradient sum"):
                 self.encoder.sums.finish()
         self._seconds, self._times = run.seconds(), run.times()
+        self._sections = sections.all() if sections else []
         width, size = self.config.model.vision.out_width, self.encoder.dtype.itemsize
         planned = self.exchange.bytes_sent(vision, rank, width, size)
         self._moved = {way: planned[way] for way in WAYS if trained or way == "over"}

@@ -7,6 +7,8 @@ from kimi_pretrain.dep.bubble_plan import BubblePlan, Units
 MEASURED = FILLED, WASTED, OVERRUN = "filled", "wasted", "overrun"
 """What a rank measures, in seconds: vision work in slots; waiting with nothing to do; work between
 two passes beyond what the plan has there."""
+WAIT = "4 wait"
+"""How a timeline names the waiting; work has the names of its phases."""
 
 KINDS = "forward", "recompute", "backward"
 """Pieces of an item's work; one whose activations are kept has no second kind."""

@@ -17,7 +17,7 @@ from data_pipeline.plan.step_plan import GlobalPlan
 from kimi_pretrain.config import GIB, Config
 from kimi_pretrain.dep.assign import load_per_rank, max_over_mean, round_robin
 from kimi_pretrain.dep.bubble_times import RankTimes
-from kimi_pretrain.dep.step_bubbles import KINDS, MEASURED
+from kimi_pretrain.dep.step_bubbles import FILLED, KINDS, MEASURED
 from kimi_pretrain.dep.vision_plan import VisionPlan, grids_of
 from kimi_pretrain.optim.step_stats import UpdateFigures, merge_figures
 from kimi_pretrain.parallel.ranks import scopes
@@ -26,6 +26,7 @@ from kimi_pretrain.telemetry.exposed import exposed
 from kimi_pretrain.telemetry.losses import LossSums, merged
 from kimi_pretrain.telemetry.mfu import Peak, peak_flops, step_flops, utilisation
 from kimi_pretrain.telemetry.phases import seconds_of_phases
+from kimi_pretrain.telemetry.stopwatch import Section
 
 if TYPE_CHECKING:  # the step brings the engine along, which reading a line does not need
     from kimi_pretrain.step import StepReport
@@ -39,8 +40,8 @@ class RankMetrics:
     """What one rank measured in a step; part of its `RankReport`.
 
     Attributes:
-        spans, peak_bytes, exchange_bytes, kept_patches, losses, bubble_seconds, bubble_times: as in
-            `StepReport`.
+        spans, peak_bytes, exchange_bytes, kept_patches, losses, bubble_seconds, bubble_times,
+            bubble_sections: as in `StepReport`.
         first_stage: whether the rank takes in embeddings.
         seconds: of the whole step, waiting for data included.
         requests, bytes: of the store, since the run began.
@@ -62,6 +63,7 @@ class RankMetrics:
     losses: LossSums = field(default_factory=LossSums)
     bubble_seconds: Mapping[str, float] | None = None
     bubble_times: RankTimes | None = None
+    bubble_sections: Sequence[Section] = ()
 
 
 def rank_metrics(
@@ -87,6 +89,7 @@ def rank_metrics(
         losses=report.losses,
         bubble_seconds=report.bubble_seconds,
         bubble_times=report.bubble_times,
+        bubble_sections=report.bubble_sections,
     )
 
 
@@ -278,10 +281,11 @@ def _imbalance(vision: VisionPlan, everyone: Sequence[RankMetrics]) -> dict[str,
     """Return the slowest encoding rank over the mean of all, as planned and as it was.
 
     1.0 without media. What was measured holds the waiting of ranks that share an item; it is None
-    where the encoder runs inside the backbone.
+    where the encoder runs in the graph of the backbone.
     """
     phases = [seconds_of_phases(record.spans) for record in everyone]
     measured = np.array([sum(one.get(name, 0.0) for name in ENCODING) for one in phases])
+    measured += [(record.bubble_seconds or {}).get(FILLED, 0.0) for record in everyone]
     inside = len(vision.patches) > 0 and not measured.any()
     return {
         "predicted": max_over_mean(vision.predicted_seconds()),

@@ -15,6 +15,7 @@ import torch
 Span = tuple[float, float]
 Spans = Mapping[str, Span]
 AGAIN = "#"
+BACKBONE = "4 backbone"
 
 
 class CudaMeter:

@@ -39,7 +39,7 @@ from kimi_pretrain.telemetry.console import StepDisplay
 from kimi_pretrain.telemetry.exposed import exposed
 from kimi_pretrain.telemetry.jsonl import abandoned, cut_after
 from kimi_pretrain.telemetry.metrics import RankMetrics
-from kimi_pretrain.telemetry.phases import Span, phase_of
+from kimi_pretrain.telemetry.phases import BACKBONE, Span, phase_of
 
 PACKAGES = (*MANIFEST_PACKAGES, "pillow", "av", "boto3", "tiktoken", "transformer-engine")
 
@@ -266,7 +266,9 @@ def write_trace(
     """Write one step's phases of all ranks as a Chrome trace (chrome://tracing, Perfetto).
 
     Every rank is a process; "exposed encoder" is one more, with the stretches of the step that are
-    the encoder's alone. The peak memory of a phase is among its arguments. `scopes`: as `exposed`.
+    the encoder's alone. The peak memory of a phase is among its arguments. Vision work in bubbles
+    and waits lie inside the backbone, among whose arguments their seconds are. `scopes`: as
+    `exposed`.
     """
     found = exposed([record.spans for record in everyone], scopes)
     stretches = {"forward": found.forward, "backward": found.backward}
@@ -295,8 +297,11 @@ def _phase_events(rank: int, record: RankMetrics) -> list[dict[str, Any]]:
         event = _event(rank, phase, span, "phase")
         if (peak := record.peak_bytes.get(phase)) is not None:
             event["args"] = {"peak GiB": peak / GIB, "first stage": record.first_stage}
+        if phase == BACKBONE and record.bubble_seconds is not None:
+            event.setdefault("args", {}).update(record.bubble_seconds)
         events.append(event)
-    return events
+    sections = record.bubble_sections
+    return events + [_event(rank, name, (a, b), "bubble") for name, a, b in sections]
 
 
 def _event(row: int, name: str, span: Span, category: str) -> dict[str, Any]:

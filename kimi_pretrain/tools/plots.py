@@ -4,7 +4,7 @@ Each function takes plain values and writes one PNG; nothing here needs the run 
 built without pyplot, so no display and no global state is involved.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+
+from kimi_pretrain.dep.step_bubbles import FILLED, MEASURED
 
 DPI = 150
 RAW, SMOOTH, MUTED = "#b8c4d6", "#1f4e9c", "#6b7280"
@@ -31,6 +33,7 @@ PHASES = {
     "2 vision forward": "#2563a8",
     "3 hand-over": "#7fb3d5",
     "4 backbone": "#e7b85c",
+    "4 wait": "#fbf3e0",
     "5 hand-back": "#8fcabd",
     "6 vision backward": "#2f8f7f",
     "6 gradient sum": "#7a5195",
@@ -47,6 +50,10 @@ SMOOTHING_STEPS = 20
 PEAK_INCHES = 0.4
 # Colours of a mean channel above this get dark letters.
 LIGHT = 0.62
+# Pieces of work in bubbles that are nearer than this part of the step are drawn as one.
+NEAR_SHARE = 0.0005
+# A row of the timeline, at most; the seconds of its bubbles fit beside one that is not lower.
+RANK_INCHES = 0.6
 # A phase shorter than this part of the step gets no number on its bar: it would not fit.
 NUMBERED_SHARE = 0.07
 
@@ -195,34 +202,40 @@ def timeline_plot(trace: dict[str, Any], path: Path) -> None:
     """Draw the phases of one step on every rank as bars along the time.
 
     Shaded with their length are the stretches that the step would save without the encoder; at the
-    side, where it was measured, the most memory of a rank in each phase.
+    side, where it was measured, the most memory of a rank in each phase. Vision work in bubbles and
+    what the stage still waits lie inside the backbone's bar, their seconds beside it.
 
     Args:
         trace: a Chrome trace; "X" events with pid = rank, name = phase, ts and dur in microseconds,
-            of category "exposed" for those stretches; "peak GiB" and "first stage" in their args.
+            of category "exposed" for those stretches, "bubble" for what lies inside the backbone;
+            "peak GiB" and "first stage" in their args, and the seconds of `MEASURED`.
 
     Raises:
         ValueError: the trace has no complete event.
     """
     complete = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
-    events = [e for e in complete if e.get("cat") != "exposed"]
+    inside = [e for e in complete if e.get("cat") == "bubble"]
+    events = [e for e in complete if e.get("cat") not in ("exposed", "bubble")]
     if not events:
         raise ValueError("the trace holds no event of a phase: there is nothing to draw")
     ranks = sorted({e["pid"] for e in events})
     # Phases in the order in which they first begin anywhere: the order of the step.
-    phases = list(dict.fromkeys(e["name"] for e in sorted(events, key=lambda e: e["ts"])))
+    begun = sorted([*events, *inside], key=lambda e: e["ts"])
+    phases = list(dict.fromkeys(e["name"] for e in begun))
     colours = {
         name: PHASES.get(name, OTHERS[number % len(OTHERS)]) for number, name in enumerate(phases)
     }
-    tall = max(1.4 + min(0.6, 24 / len(ranks)) * len(ranks), 1.4 + 0.24 * len(phases))
+    tall = max(1.4 + min(RANK_INCHES, 24 / len(ranks)) * len(ranks), 1.4 + 0.24 * len(phases))
     if any("peak GiB" in e.get("args", {}) for e in events):
         figure, (left, right) = _figure((13, tall), 1, 2, width_ratios=(4, 1))
-        _peaks(right, events, colours)
+        _peaks(right, [*events, *inside], colours)
     else:
         figure, (left,) = _figure((11, tall), 1, 1)
         handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
         left.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-    _bars(left, events, ranks, colours)
+    around = {e["name"] for e in events if FILLED in e.get("args", {})}
+    _bars(left, events, ranks, colours, around)
+    _inside(left, inside, events, ranks, colours)
     _exposed(left, [e for e in complete if e.get("cat") == "exposed"], events)
     _save(figure, path)
 
@@ -325,14 +338,19 @@ def _span_of(events: Sequence[dict[str, Any]]) -> tuple[float, float]:
 
 
 def _bars(
-    axes: Axes, events: Sequence[dict[str, Any]], ranks: list[int], colours: dict[str, str]
+    axes: Axes,
+    events: Sequence[dict[str, Any]],
+    ranks: list[int],
+    colours: dict[str, str],
+    around: Set[str],
 ) -> None:
+    """Draw a bar for each event, with its length but where `around` says that others lie inside."""
     begin, span = _span_of(events)
     for event in events:
         start, length = (event["ts"] - begin) / 1e3, event["dur"] / 1e3
         row, colour = ranks.index(event["pid"]), colours[event["name"]]
         axes.barh(row, length, left=start, height=0.7, color=colour)
-        if event["dur"] > NUMBERED_SHARE * span:
+        if event["dur"] > NUMBERED_SHARE * span and event["name"] not in around:
             middle = start + length / 2
             ink = "white" if np.mean(to_rgb(colour)) < LIGHT else "#1f2937"
             axes.text(middle, row, f"{length:.0f} ms", ha="center", va="center", color=ink)
@@ -341,6 +359,42 @@ def _bars(
     axes.grid(axis="y", visible=False)
     axes.set_xlim(0, span / 1e3)
     axes.set_xlabel("milliseconds since the step began")
+
+
+def _inside(
+    axes: Axes,
+    pieces: Sequence[dict[str, Any]],
+    events: Sequence[dict[str, Any]],
+    ranks: list[int],
+    colours: dict[str, str],
+) -> None:
+    """Draw work in bubbles and waits inside the bars, and their seconds at the ranks' names."""
+    begin, span = _span_of(events)
+    for row, rank in enumerate(ranks):
+        mine = sorted((e for e in pieces if e["pid"] == rank), key=lambda e: e["ts"])
+        for name, start, end in joined(mine, NEAR_SHARE * span):
+            where, length = (start - begin) / 1e3, (end - start) / 1e3
+            axes.barh(row, length, left=where, height=0.42, color=colours[name], linewidth=0)
+    of_rank = {e["pid"]: e["args"] for e in events if FILLED in e.get("args", {})}
+    if of_rank and len(ranks) * RANK_INCHES <= 24:
+        labels = [
+            f"rank {rank}\n" + "\n".join(f"{kind} {of_rank[rank][kind]:.2f} s" for kind in MEASURED)
+            if rank in of_rank
+            else f"rank {rank}"
+            for rank in ranks
+        ]
+        axes.set_yticks(range(len(ranks)), labels, fontsize=8)
+
+
+def joined(pieces: Sequence[dict[str, Any]], near: float) -> list[tuple[str, float, float]]:
+    """Return (name, start, end) of events in time; those of a name that are near are one."""
+    found: list[tuple[str, float, float]] = []
+    for piece in pieces:
+        name, start = piece["name"], piece["ts"]
+        if found and found[-1][0] == name and start - found[-1][2] <= near:
+            start = found.pop()[1]
+        found.append((name, start, piece["ts"] + piece["dur"]))
+    return found
 
 
 def _exposed(
@@ -378,7 +432,9 @@ def _peaks(axes: Axes, events: Sequence[dict[str, Any]], colours: dict[str, str]
         of_phase = [e["args"] for e in measured if e["name"] == name]
         axes.barh(row, 0, color=colour)  # a row, and a name, for every phase
         if not of_phase:
-            axes.text(0, row, " not measured", va="center", fontsize=8, color=MUTED)
+            within = any(e["name"] == name and e.get("cat") == "bubble" for e in events)
+            words = " inside the backbone" if within else " not measured"
+            axes.text(0, row, words, va="center", fontsize=8, color=MUTED)
             continue
         axes.barh(row, max(a["peak GiB"] for a in of_phase), height=0.7, color=colour)
         if first := [a["peak GiB"] for a in of_phase if a.get("first stage")]:

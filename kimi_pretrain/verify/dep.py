@@ -144,6 +144,7 @@ class _Job:
             "encoding_ranks": len(set(vision.shares.rank.tolist())),
             "moved_items": int((vision.rank != vision.home).sum()),
             "shared_items": int((vision.parts > 1).sum()),
+            "items_in_bubbles": 0 if vision.bubbles is None else len(vision.bubbles.units),
         }
         _write_facts(run, folder, {"step": asdict(facts), "plan": plan})
 

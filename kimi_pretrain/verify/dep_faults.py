@@ -4,6 +4,7 @@ Each is of a kind that has happened to systems of this sort silently: the step r
 them leave the loss as it is.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kimi_pretrain.dep.vision_plan import Ints, Spans, VisionPlan
+from kimi_pretrain.dep.vision_plan import Ints, VisionPlan, runs
 from kimi_pretrain.verify.fault import Fault, Replaced, register
 from kimi_pretrain.verify.routes import Replay, TopK
 
 if TYPE_CHECKING:  # listing the faults' names does not load the engine
-    from kimi_pretrain.dep.encoder import EncoderPass
     from kimi_pretrain.engine.backbone import BackboneResult
     from kimi_pretrain.engine.microbatch import Microbatch
     from kimi_pretrain.run import Run
 
+_Change = Callable[[Tensor, Tensor], Tensor]
 FAULTS: "dict[str, Fault[Run, VisionPlan]]" = {}
 _fault = partial(register, FAULTS)
 
@@ -46,24 +47,54 @@ def _smallest(vision: VisionPlan) -> int:
     return int(vision.tokens.argmin())
 
 
-def _without(rows: Tensor, spans: Spans, item: int) -> Tensor:
-    """Return rows in the order of spans, those of an item zeroed."""
-    lost = torch.from_numpy(np.repeat(spans.item == item, spans.count)).to(rows.device)
-    return rows.masked_fill(lost[:, None], 0.0)
+def _places(vision: VisionPlan, rank: int, microbatch: int, item: int) -> Ints:
+    """Return where an item's tokens go in a microbatch of a first-stage rank."""
+    spans = vision.received_by(rank)
+    spans = spans[(spans.item == item) & (spans.microbatch == microbatch)]
+    return runs(spans.position, spans.count)
 
 
-def _neighbours(vision: VisionPlan) -> tuple[int, Ints] | None:
-    """Return a rank that receives two items, and the order of its rows with those swapped."""
+def _neighbours(vision: VisionPlan) -> tuple[int, int, list[int]] | None:
+    """Return a rank, one of its microbatches, and two items that it has side by side there."""
     for rank in range(vision.num_ranks):
         spans = vision.received_by(rank)
-        for number in np.flatnonzero(spans.item[1:] != spans.item[:-1]).tolist():
-            start = int(spans.count[:number].sum())
-            first, second = spans.count[number : number + 2].tolist()
-            order = np.arange(int(spans.count.sum()))
-            both = order[start : start + first + second].copy()
-            order[start : start + first + second] = np.roll(both, second)
-            return rank, order
+        spans = spans[np.lexsort((spans.position, spans.microbatch))]
+        both = (np.diff(spans.item) != 0) & (np.diff(spans.microbatch) == 0)
+        for number in np.flatnonzero(both).tolist():
+            return rank, int(spans.microbatch[number]), spans.item[number : number + 2].tolist()
     return None
+
+
+def _arriving(
+    replaced: Replaced, run: "Run", places: Callable[[int], Ints], change: "_Change"
+) -> None:
+    """Change what arrives for a microbatch between its leaf and the backbone, inside the graph.
+
+    Here all have it that do not encode in the graph, however it came: by the exchange, or one by
+    one while the pipeline runs.
+
+    Args:
+        places: number of a microbatch -> its places to be changed, on this rank.
+        change: embeddings [tokens, hidden], and the rows of these places in their order ->
+            embeddings.
+    """
+    train_step = run.backbone.train_step
+
+    def changing(microbatches: "list[Microbatch]", aux_scale: float) -> "BackboneResult":
+        for number, microbatch in enumerate(microbatches):
+            if len(there := places(number)):
+                # The leaf may not be there before the microbatch's turn.
+                microbatch.media = partial(changed, microbatch, there)
+        return train_step(microbatches, aux_scale)
+
+    def changed(microbatch: "Microbatch", there: Ints) -> Tensor:
+        assert microbatch.leaf is not None
+        assert microbatch.leaf_positions is not None
+        at = {place: row for row, place in enumerate(microbatch.leaf_positions.tolist())}
+        rows = [at[place] for place in np.sort(there).tolist()]
+        return change(microbatch.leaf, torch.tensor(rows, device=microbatch.leaf.device))
+
+    replaced.put(run.backbone, "train_step", changing)
 
 
 def _no_media(run: "Run", vision: VisionPlan) -> str | None:
@@ -74,17 +105,6 @@ def _not_trained(run: "Run", vision: VisionPlan) -> str | None:
     if not run.encoder.trainable:
         return "train.frozen holds the whole encoder: it has no gradients"
     return _no_media(run, vision)
-
-
-def _on_its_way(run: "Run", vision: VisionPlan) -> str | None:
-    """Whether the fault is of the exchange or of chunks, which items in bubbles do not meet."""
-    if vision.bubbles is not None:
-        return f"dep.bubbles={run.config.dep.bubbles}: planted with dep.bubbles=none alone"
-    return _no_media(run, vision)
-
-
-def _on_its_way_back(run: "Run", vision: VisionPlan) -> str | None:
-    return _not_trained(run, vision) or _on_its_way(run, vision)
 
 
 def _alone(run: "Run", vision: VisionPlan) -> str | None:
@@ -105,72 +125,63 @@ def _no_choice(run: "Run", vision: VisionPlan) -> str | None:
     return None if _with_routers(run) else "no layer has experts"
 
 
-@_fault("the encoder gradients of one chunk of one rank are counted twice", _on_its_way_back)
+@_fault("the encoder gradients of one chunk of one rank are counted twice", _not_trained)
 def _doubled_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    begin, rank = run.encoder.begin, int(vision.shares.rank.min())
+    """Double the gradient of what the encoder first computes with a graph; in bubbles an item."""
+    projector, rank = run.encoder.module.mm_projector, int(vision.shares.rank.min())
+    project, doubled = projector.forward, list[bool]()
 
-    def begin_doubling(*args: Any, **options: Any) -> "EncoderPass":
-        work = begin(*args, **options)
-        backward = work.backward
+    def doubling(*args: Any) -> Tensor:
+        output = project(*args)
+        if output.requires_grad and not doubled:
+            doubled.append(True)
+            output.register_hook(lambda gradient: 2.0 * gradient)  # linear: all of them count twice
+        return output
 
-        def twice(gradients: Tensor) -> None:
-            factors = torch.ones(len(gradients), 1).to(gradients)
-            factors[: work.chunks[0].tokens] = 2.0
-            backward(gradients * factors)  # linear: the chunk's gradients count twice
-
-        if run.mesh.rank == rank:
-            work.backward = twice
-        return work
-
-    replaced.put(run.encoder, "begin", begin_doubling)
+    if run.mesh.rank == rank:
+        replaced.put(projector, "forward", doubling)
 
 
-@_fault("the embeddings of the smallest item arrive as zeros", _on_its_way)
+@_fault("the embeddings of the smallest item arrive as zeros", _no_media)
 def _lost_item(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    exchange, item = run.train_step.exchange, _smallest(vision)
-    hand_over = exchange.hand_over
+    def lose(embeddings: Tensor, rows: Tensor) -> Tensor:
+        lost = embeddings[rows]
+        return embeddings.index_copy(0, rows, lost - lost.detach())  # the gradient comes back
 
-    def losing(embeddings: Tensor, plan: VisionPlan, rank: int) -> Tensor:
-        return _without(hand_over(embeddings, plan, rank), plan.received_by(rank), item)
-
-    replaced.put(exchange, "hand_over", losing)
+    _arriving(replaced, run, partial(_places, vision, run.mesh.rank, item=_smallest(vision)), lose)
 
 
-@_fault("the gradient of the smallest item does not come back", _on_its_way_back)
+@_fault("the gradient of the smallest item does not come back", _not_trained)
 def _lost_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    exchange, item = run.train_step.exchange, _smallest(vision)
-    hand_back = exchange.hand_back
+    def lose(embeddings: Tensor, rows: Tensor) -> Tensor:
+        return embeddings.index_copy(0, rows, embeddings[rows].detach())
 
-    def losing(gradients: Tensor, plan: VisionPlan, rank: int) -> Tensor:
-        return hand_back(_without(gradients, plan.received_by(rank), item), plan, rank)
-
-    replaced.put(exchange, "hand_back", losing)
+    _arriving(replaced, run, partial(_places, vision, run.mesh.rank, item=_smallest(vision)), lose)
 
 
 @_fault(
     "two items arrive in each other's place, and so do their gradients",
     lambda run, plan: (
-        _on_its_way(run, plan)
-        or (None if _neighbours(plan) else "no rank receives two items in this step")
+        _no_media(run, plan)
+        or (None if _neighbours(plan) else "no microbatch has two items on a rank in this step")
     ),
 )
 def _swapped_items(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
     """Swap both ways, so that the gradients fit what was seen: only the pictures are wrong."""
-    exchange, pair = run.train_step.exchange, _neighbours(vision)
+    pair = _neighbours(vision)
     assert pair is not None
-    where, order = pair
-    hand_over, hand_back = exchange.hand_over, exchange.hand_back
+    where, which, items = pair
+    sizes = [len(_places(vision, where, which, item)) for item in items]
 
-    def over(embeddings: Tensor, plan: VisionPlan, rank: int) -> Tensor:
-        received = hand_over(embeddings, plan, rank)
-        return received[torch.from_numpy(order)] if rank == where else received
+    def places(microbatch: int) -> Ints:
+        if (run.mesh.rank, microbatch) != (where, which):
+            return np.zeros(0, np.int64)
+        return np.concatenate([_places(vision, where, which, item) for item in items])
 
-    def back(gradients: Tensor, plan: VisionPlan, rank: int) -> Tensor:
-        undone = gradients[torch.from_numpy(np.argsort(order))] if rank == where else gradients
-        return hand_back(undone, plan, rank)
+    def swap(embeddings: Tensor, rows: Tensor) -> Tensor:
+        return embeddings.index_copy(0, rows, embeddings[rows.roll(sizes[1])])
 
-    replaced.put(exchange, "hand_over", over)
-    replaced.put(exchange, "hand_back", back)
+    _arriving(replaced, run, places, swap)
 
 
 @_fault("the loss of one replica is divided by its own tokens instead of everyone's", _one_replica)
@@ -187,11 +198,10 @@ def _wrong_divisor(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
         if mesh.replica != mesh.num_replicas - 1:
             return train_step(microbatches, aux_scale)
         dtype = torch.float64 if run.encoder.dtype == torch.float64 else torch.float32
-        heavy = [
-            m if m.loss_mask is None else replace(m, loss_mask=m.loss_mask.to(dtype) * factor)
-            for m in microbatches
-        ]
-        result = train_step(heavy, aux_scale)
+        for m in microbatches:  # not copies: these are given their media in their turn
+            if m.loss_mask is not None:
+                m.loss_mask = m.loss_mask.to(dtype) * factor
+        result = train_step(microbatches, aux_scale)
         return replace(result, loss_sum=result.loss_sum / factor)
 
     replaced.put(run.backbone, "train_step", weighing)

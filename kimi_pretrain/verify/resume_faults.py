@@ -5,7 +5,6 @@ silently, and most of them move its loss by less than a step of training does.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,14 +89,11 @@ def _unsaved_rng(replaced: Replaced, run: "Run") -> None:
     generator = torch.Generator().manual_seed(0)  # made with the run, as a layer would make it
 
     def dropping(microbatches: "list[Microbatch]", aux_scale: float) -> "BackboneResult":
-        return train_step([thinned(one) for one in microbatches], aux_scale)
-
-    def thinned(microbatch: "Microbatch") -> "Microbatch":
-        mask = microbatch.loss_mask
-        if mask is None:
-            return microbatch
-        kept = torch.rand(mask.shape, generator=generator) >= _DROPPED
-        return replace(microbatch, loss_mask=mask & kept.to(mask.device))
+        for one in microbatches:  # not copies: with `dep.bubbles` these are given their media later
+            if (mask := one.loss_mask) is not None:
+                kept = torch.rand(mask.shape, generator=generator) >= _DROPPED
+                one.loss_mask = mask & kept.to(mask.device)
+        return train_step(microbatches, aux_scale)
 
     replaced.put(run.backbone, "train_step", dropping)
 

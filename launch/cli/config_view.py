@@ -25,7 +25,7 @@ OWN_DATA = (
     "optim.warmup_steps=10", "optim.stable_steps=60", "optim.decay_steps=30",
     "train.steps=100", "train.rows_per_microbatch=1", "train.trace_step=null",
     "train.efficiency_pairs=0", "train.threads=null", "train.timeout_seconds=600.0",
-    "checkpoint.every=50",
+    "dep={max_patches_per_chunk: 4096}", "checkpoint.every=50",
 )  # fmt: skip
 EDITS = {
     "data.root": "the folder or s3:// URI that `kimi-pretrain data ingest` wrote to",

@@ -30,6 +30,10 @@ def measured(summary: dict[str, Any]) -> dict[str, str]:
                 f"{1e3 * encoder['exposed_encoder_seconds']:.0f} ms, "
                 f"{encoder['exposed_encoder_share']:.1%} of a step"
             )
+        if inside := encoder["bubble_seconds"]:
+            lines["in the pipeline's bubbles"] = ", ".join(
+                f"{seconds:.2f} s {kind}" for kind, seconds in inside.items()
+            )
         over, back = (encoder["exchange_bytes"][way]["sum"] / 1e6 for way in ("over", "back"))
         lines["exchanged a step"] = f"{over:.3g} MB of embeddings, {back:.3g} MB of their gradients"
     if times:

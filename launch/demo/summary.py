@@ -8,6 +8,7 @@ from typing import Any
 
 from kimi_pretrain.checkpoint.storage_read import Checkpoint, open_place
 from kimi_pretrain.config import Config
+from kimi_pretrain.dep.step_bubbles import MEASURED
 from kimi_pretrain.verify.resume_compare import compare
 from kimi_pretrain.verify.traces import read_trace, reader
 
@@ -162,6 +163,12 @@ def _encoder(with_media: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
                   for name in ("sum", "max")}
             for way in ("over", "back")
         },
+        # Of the mean rank; None where media are encoded before and after the pipeline.
+        "bubble_seconds": {
+            kind: median(m["bubble_seconds"][kind]["mean"] for m in inside) for kind in MEASURED
+        }
+        if (inside := [m for m in with_media if "bubble_seconds" in m])
+        else None,
         "split_items": sum(m["split_items"] for m in with_media),
         "kept_patches": sum(m["kept_patches"] for m in with_media),
     }  # fmt: skip

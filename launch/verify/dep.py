@@ -85,6 +85,8 @@ class VerifyDep(Verification):
             f"{plan['encoding_ranks']} of {result['processes']} processes; {plan['moved_items']} "
             f"away from the rank that needs them, {plan['shared_items']} by several ranks together"
         )
+        if inside := plan["items_in_bubbles"]:
+            planned += f", {inside} in the pipeline's bubbles or before and behind its passes"
         bound = comparison["tolerance"]["matrices"]
         losses = ", ".join(_judged(error, bound) for error in comparison["loss_errors"])
         counts = []

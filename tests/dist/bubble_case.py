@@ -85,6 +85,13 @@ def bubble_training(run) -> list[dict]:
             "moved": sum(
                 sum(one.values()) for one in run.mesh.all_gather_object(report.exchange_bytes)
             ),
+            "timeline": run.mesh.all_gather_object(
+                {
+                    "sections": report.bubble_sections,
+                    "seconds": report.bubble_seconds,
+                    "spans": {n: s for n, s in report.spans.items() if n.startswith("4 backbone")},
+                }
+            ),
         }
         for report in reports
     ]

@@ -27,6 +27,7 @@ SMALL = (
     "data.pack_window=64", "data.prefetch_steps=1",
     "data.schedule=[]", "data.max_epochs={}", "data.augment={}", "data.cache=null",
     "data.limits={image: 256, frame: 64}", "optim.warmup_steps=2", "train.rows_per_microbatch=1",
+    "dep={max_patches_per_chunk: 4096}",
     "train.efficiency_pairs=0", "train.trace_step=null", "train.pictures=false",
     "checkpoint.every=null",
 )  # fmt: skip

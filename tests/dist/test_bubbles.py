@@ -75,8 +75,8 @@ def check(name, found):
 STEPS = ("train.steps=2", "optim.qk_clip_threshold=0.05", "data.order_rows=light_ends")
 WORDS = ("data.sources={words: 1.0}", "data.vision_token_ratio=null")
 TRAINED = {
-    "with DEP": SLOW_DEVICE, "in bubbles": ALL, "without media": (*ALL, *WORDS),
-    "without media, with DEP": (*SLOW_DEVICE, *WORDS),
+    "with DEP": SLOW_DEVICE, "in bubbles": (*ALL, "train.trace_step=2"),
+    "without media": (*ALL, *WORDS), "without media, with DEP": (*SLOW_DEVICE, *WORDS),
 }  # fmt: skip
 LEARNED = {"learned": "bubble_learning", "as configured": "bubble_training"}
 
@@ -115,6 +115,9 @@ def test_a_training_is_that_of_dep(found):
     for ours, plain in (("in bubbles", "with DEP"), ("without media", "without media, with DEP")):
         same = ours == "without media"
         for step, (line, wanted) in enumerate(zip(found[ours], found[plain], strict=True)):
+            line, wanted = dict(line), dict(wanted)
+            assert line.pop("timeline")
+            assert wanted.pop("timeline")
             assert line.pop("encoded")
             assert not wanted.pop("encoded")
             moved = line.pop("moved"), wanted.pop("moved")  # who encodes what is not the same
@@ -138,6 +141,23 @@ def test_slots_follow_measured_costs_and_no_bit_does(found):
         assert all(0 < factor < 1e6 for factor in factors)
         inside = [s for way in line["slots"] for mine in way for s in mine]
         assert inside
+
+
+def test_the_traced_step_has_its_work_and_waits_on_a_timeline(found):
+    """All of it inside phase 4, one after the other, and as long as what is measured."""
+    first, second = (line["timeline"] for line in found["in bubbles"])
+    assert not any(rank["sections"] for rank in first)
+    for rank in second:
+        sections = sorted(rank["sections"], key=lambda one: one[1])
+        names = {"2 vision forward": "filled", "6 vision backward": "filled", "4 wait": "wasted"}
+        lasting = {"filled": 0.0, "wasted": 0.0}
+        for (name, start, end), (_, following, _) in zip(sections, [*sections[1:], sections[-1]]):
+            assert any(a - 1e-3 <= start <= end <= b + 1e-3 for a, b in rank["spans"].values())
+            assert end <= following + 1e-6 or following == start
+            lasting[names[name]] += end - start
+        for kind, seconds in lasting.items():
+            assert rank["seconds"][kind] <= seconds + 1e-3, kind  # a section is around its watch
+        assert {name for name, _, _ in sections} == names.keys()
 
 
 def test_another_order_of_passes_is_an_error(found):

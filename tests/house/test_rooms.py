@@ -84,7 +84,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "kimi_pretrain.dep.bubble_step": {
         *BASE, "kimi_pretrain.dep", "kimi_pretrain.engine", "kimi_pretrain.model",
-        "kimi_pretrain.step", "kimi_pretrain.update", "data_pipeline",
+        "kimi_pretrain.step", "kimi_pretrain.telemetry.phases", "kimi_pretrain.telemetry.stopwatch",
+        "kimi_pretrain.update", "data_pipeline",
     },
     "kimi_pretrain.dep": {*BASE, "kimi_pretrain.parallel", "data_pipeline.plan", "moonvit3d"},
     "kimi_pretrain.checkpoint": {
@@ -134,7 +135,7 @@ ROOMS: dict[str, set[str]] = {
         "kimi_pretrain.dep", "kimi_pretrain.engine.mesh", "kimi_pretrain.telemetry.losses",
         "kimi_pretrain.optim", "kimi_pretrain.parallel", "kimi_pretrain.reliability",
         "kimi_pretrain.siglip.counts", "kimi_pretrain.step", "kimi_pretrain.telemetry.phases",
-        "kimi_pretrain.update", "data_pipeline", "moonvit3d",
+        "kimi_pretrain.telemetry.stopwatch", "kimi_pretrain.update", "data_pipeline", "moonvit3d",
     },
     "kimi_pretrain.run": {
         *BASE, "kimi_pretrain.checkpoint", "kimi_pretrain.dep", "kimi_pretrain.engine.mesh",

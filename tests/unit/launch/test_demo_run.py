@@ -144,6 +144,7 @@ def test_summary_has_the_promised_keys_and_numbers():
         "exposed_encoder_share": pytest.approx(0.15),
         "imbalance": {"predicted": 2.5, "measured": 3.5},
         "exchange_bytes": {"over": {"sum": 150, "max": 45}, "back": {"sum": 300, "max": 60}},
+        "bubble_seconds": None,
         "split_items": 3,
         "kept_patches": 30,
     }
@@ -193,7 +194,12 @@ def test_the_result_leaves_out_what_was_not_measured():
     )
     shown = result.measured(colocated)
     assert shown["encoder seconds, max / mean"] == "2.00 predicted"
-    assert not {"exposed encoder time", "peak memory"} & set(shown)
+    inside = "in the pipeline's bubbles"
+    assert not {"exposed encoder time", "peak memory", inside} & set(shown)
+    means = {"filled": 1.5, "wasted": 0.25, "overrun": 0.0}
+    seconds = {kind: {"max": 9.0, "rank": 0, "mean": mean} for kind, mean in means.items()}
+    shown = result.measured(summary_of(bubble_seconds=seconds, exposed_encoder_seconds=None))
+    assert shown[inside] == "1.50 s filled, 0.25 s wasted, 0.00 s overrun"
     text_only = summary_of(items=0)
     assert text_only["encoder"] is None
     assert set(result.measured(text_only)) == {"peak memory", "model FLOPs utilisation"}

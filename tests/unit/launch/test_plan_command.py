@@ -27,8 +27,8 @@ SMALL = (
     "data.vision_token_ratio=0.2", "data.seq_len=128", "data.rows_per_step=8",
     "data.pack_window=64", "data.schedule=[]", "data.max_epochs={}", "data.augment={}",
     "data.cache=null", "data.limits={image: 256, frame: 64}", "train.rows_per_microbatch=1",
+    "dep={max_patches_per_chunk: 4096, ranks_per_node: 2}",
     "dep.cost={per_patch: 6.0e-5, per_patch_squared: 8.0e-8, per_item: 1.5e-4}",
-    "dep.ranks_per_node=2",
 )  # fmt: skip
 NO_MEDIA = ("data.sources={words: 1.0}", "data.vision_token_ratio=null")
 # tiny_cpu's layout: 2 stages x 2 replicas, ranks 0 and 1 are the first stage.

@@ -89,7 +89,9 @@ def result(clean: dict, faults: dict | None = None, **values) -> dict:
         "passed": clean["passed"] and found,
         "comparison": clean,
         "faults": faults,
-        "plan": dict(items=3, patches=99, encoding_ranks=2, moved_items=1, shared_items=0),
+        "plan": dict(
+            items=3, patches=99, encoding_ranks=2, moved_items=1, shared_items=0, items_in_bubbles=2
+        ),
         "processes": 2,
         "dtype": "float32",
         "changes": [["layout.pp", 16, 2], ["layout.stages", "Et|L", None]],
@@ -184,6 +186,7 @@ def test_what_passes_says_so(capsys):
     assert out.rstrip().splitlines()[-1] == "PASS: the step with DEP is the step without it"
     assert "FAIL" not in out
     assert "layout.pp" in out
+    assert "2 in the pipeline's bubbles" in out.replace("\n", " ")
     coarse = shown(result(GOOD, dtype="bfloat16"), capsys)
     assert "PASS" in coarse
     assert "train.dtype=float32" in coarse

@@ -156,7 +156,7 @@ def test_the_other_layout_is_another():
     assert (two.layout.dp, two.layout.world_size()) == (2, 2)
     odd = load_config(
         "tiny_cpu",
-        ["layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.ep=1", "data.rows_per_step=12"],
+        ["layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.ep=1", "data.rows_per_step=6"],
     )
     assert configs.other_layout(odd).layout.pp == 2
     for config in (one, two):

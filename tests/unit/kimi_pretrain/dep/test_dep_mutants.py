@@ -206,7 +206,7 @@ def test_memory_is_bounded_by_what_ranks_hold():
 @pytest.mark.parametrize("assign", ["balanced", "round_robin", "owner"])
 def test_items_are_encoded_in_the_scope_that_needs_them(scope, assign):
     layout = ["layout.pp=2", "layout.dp=4", "data.rows_per_step=16", "data.seq_len=128"]
-    dep = [f"dep.scope={scope}", f"dep.assign={assign}", "train.rows_per_microbatch=2"]
+    dep = ["dep={}", f"dep.scope={scope}", f"dep.assign={assign}", "train.rows_per_microbatch=2"]
     cost = ["dep.max_split=2", "dep.cost={per_patch: 0.0, per_patch_squared: 1.0, per_item: 0.0}"]
     planner = VisionPlanner(load_config("tiny_cpu", [*layout, *dep, *cost]))
     draw = np.random.Generator(np.random.Philox(key=8))

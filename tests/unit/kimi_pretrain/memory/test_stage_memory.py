@@ -46,7 +46,7 @@ def test_microbatches_in_flight(layout, stage, held):
 
 
 def test_a_short_step_holds_no_more_than_there_are():
-    config = load_config("tiny_cpu", ["data.rows_per_step=16"])  # two microbatches, two chunks
+    config = load_config("tiny_cpu", ["data.rows_per_step=8"])  # two microbatches, two chunks
     assert config.num_microbatches() == 2
     assert microbatches_in_flight(config, 0, [1, 1]) == (2, 2)
     assert microbatches_in_flight(config, 1, [1, 1]) == (2, 1)

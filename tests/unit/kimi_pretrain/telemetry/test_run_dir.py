@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -243,6 +244,18 @@ def test_trace_starts_at_zero_and_counts_microseconds(tmp_path):
     timed = [(e["pid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert timed == [(0, 5e5, 5e5), (1, 0.0, 2e6)]
     assert {e["args"]["name"] for e in events if e["ph"] == "M"} >= {"rank 0", "rank 1"}
+
+
+def test_trace_has_work_in_bubbles_inside_the_backbone(tmp_path):
+    spans = {"prepare": (10.0, 11.0), "4 backbone": (11.0, 15.0), "7 update": (15.0, 16.0)}
+    seconds = {"filled": 1.5, "wasted": 0.5, "overrun": 0.0}
+    sections = [("2 vision forward", 11.5, 12.0), ("4 wait", 12.0, 12.5)]
+    inside = replace(record(spans), bubble_seconds=seconds, bubble_sections=sections)
+    events = events_of(tmp_path, record(spans), inside)
+    found = [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events if e.get("cat") == "bubble"]
+    assert found == [(1, "2 vision forward", 1.5e6, 5e5), (1, "4 wait", 2e6, 5e5)]
+    told = {(e["pid"], e["name"]): e["args"] for e in events if e["ph"] == "X" and "args" in e}
+    assert told == {(1, "4 backbone"): seconds}
 
 
 def test_trace_holds_pieces_memory_and_what_is_exposed(tmp_path):

@@ -39,6 +39,7 @@ from kimi_pretrain.telemetry.phases import (
     seconds_of_phases,
 )
 from kimi_pretrain.telemetry.run_dir import scalars
+from kimi_pretrain.telemetry.stopwatch import Sections
 from moonvit3d.config import MoonViTConfig
 from moonvit3d.model import VisionEncoder
 
@@ -363,6 +364,7 @@ def reports(
             peak_bytes={"4 backbone": (rank + 1) << 30, "7 update": (8 - rank) << 29},
             exchange_bytes={"over": 100 * rank, "back": 30 - rank}, losses=own_losses(rank),
             siglip=siglip, bubble_seconds=bubbles[rank], bubble_times=times[rank],
+            bubble_sections=(),
         )
         for rank in range(RANKS)
     ]  # fmt: skip
@@ -405,6 +407,22 @@ def test_bubbles_are_in_the_line_where_work_ran_in_them():
     }
     assert line["bubble_seconds_per_rank"]["overrun"] == [0.0, 0.0, 0.5, 0.0]
     assert line["exposed_encoder_seconds"] is None
+    line = line_of(plan, [{"4 backbone": (1.0, 12.0)}] * RANKS, bubbles=each)
+    assert line["imbalance"]["measured"] == pytest.approx(4.0 / 2.5)  # of what is filled
+
+
+def test_sections_say_what_ran_when_on_the_wall_clock():
+    began = time.time()
+    sections = Sections(CPU)
+    with sections.running("a"):
+        time.sleep(0.02)
+    time.sleep(0.01)
+    with sections.running("b"):
+        pass
+    (a, first, second), (b, third, fourth) = sections.all()
+    assert (a, b) == ("a", "b")
+    assert began - 1e-3 <= first <= second - 0.02 <= third - 0.03
+    assert third <= fourth <= time.time() + 1e-3
 
 
 GRIDS_OF_STEP = [(1, 16, 16), (1, 4, 4), (1, 4, 4), (1, 4, 4), (1, 4, 4), (1, 4, 4)]

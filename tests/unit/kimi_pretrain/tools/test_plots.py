@@ -122,7 +122,8 @@ def test_the_timeline_marks_what_is_exposed_and_the_memory(tmp_path):
 
     whole = drawn("whole", whole_step())
     assert near(whole, EXPOSED) > 200
-    assert all(near(whole, colour) > 200 for colour in PHASES.values())
+    drawn_there = [colour for name, colour in PHASES.items() if name != "4 wait"]
+    assert all(near(whole, colour) > 200 for colour in drawn_there)
     assert not near(drawn("hidden", whole_step(exposed=False)), EXPOSED)
     plain = drawn("plain", whole_step(memory=False))
     assert plain.shape[1] < whole.shape[1]  # no second panel
@@ -132,6 +133,44 @@ def test_the_timeline_marks_what_is_exposed_and_the_memory(tmp_path):
         if event.get("args", {}).get("first stage"):
             event["args"]["peak GiB"] *= 2
     assert not np.array_equal(drawn("more", more), whole)
+
+
+def test_work_in_bubbles_is_drawn_inside_the_backbone(tmp_path, monkeypatch):
+    plain, bars, labels = whole_step(exposed=False), list[tuple](), list[str]()
+    names = ("2 vision forward", "4 wait", "6 vision backward")
+    kept = [e for e in plain["traceEvents"] if e["name"] not in names]
+    for event in kept:
+        if event["name"] == "4 backbone":
+            start, rank = event["ts"], event["pid"]
+            seconds = {"filled": 1.25, "wasted": 0.5, "overrun": 0.0}
+            event["args"] = event.get("args", {}) | (seconds if rank != 1 else {})
+            if rank != 1:
+                pieces = [(names[0], 0.0), (names[0], 0.1e6), (names[1], 1e6), (names[2], 2e6)]
+                kept = kept + [
+                    {"name": n, "cat": "bubble", "ph": "X", "pid": rank, "tid": 0}
+                    | {"ts": start + at, "dur": 0.1e6}
+                    for n, at in pieces
+                ]
+    barh, ticks = Axes.barh, Axes.set_yticks
+
+    def spy(self, row, length, **style):
+        bars.append((row, style.get("height"), length))
+        return barh(self, row, length, **style)
+
+    def spy_ticks(self, places, names, **style):
+        labels.extend(names)
+        return ticks(self, places, names, **style)
+
+    monkeypatch.setattr(Axes, "barh", spy)
+    monkeypatch.setattr(Axes, "set_yticks", spy_ticks)
+    timeline_plot({"traceEvents": kept}, tmp_path / "time.png")
+    inside = [(row, length) for row, height, length in bars if height == 0.42]
+    each = [200.0, 100.0, 100.0]  # the two that touch are one
+    assert inside == [(row, pytest.approx(length)) for row in (0, 2, 3) for length in each]
+    assert "rank 0\nfilled 1.25 s\nwasted 0.50 s\noverrun 0.00 s" in labels
+    assert labels.count("rank 1") == 2  # with its seconds none
+    pixels = picture(tmp_path / "time.png")
+    assert all(near(pixels, PHASES[name]) > 200 for name in ("4 backbone", *names))
 
 
 def optimizer_lines(steps: int, **changes) -> list[dict]:

@@ -139,5 +139,5 @@ def test_the_reference_is_one_process_without_dep():
         assert getattr(with_dep, name) == getattr(without, name)
     assert with_dep.model == config.model
     assert with_dep.data.rows_per_step == config.data.rows_per_step
-    colocated = load_config("tiny_cpu", ["dep.placement=colocated"])
+    colocated = load_config("tiny_cpu", ["dep.placement=colocated", "dep.bubbles=none"])
     assert configs.decoupled(colocated).dep.placement == "decoupled"
