@@ -16,7 +16,6 @@ The last two write to runs/bench_dep, so that the committed results stay.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,22 +28,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.dep import data, picture, report, summary, targets
+from benchmarks.dep import data, launch, picture, report, summary, targets
+from benchmarks.dep.launch import PROCESSES, ROOT
 from benchmarks.dep.settings import GIVING_BACK
 from benchmarks.result import RESULTS, cores, versions
 from benchmarks.result import write as write_result
 from kimi_pretrain.config import Config, ConfigError, load_config
-from launch.local import torchrun
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "benchmarks" / "dep" / "config.yaml"
 RESULT = RESULTS / "dep_cpu.json"
 ASIDE = ROOT / "runs" / "bench_dep"  # for what is no whole run
 PICTURE = ROOT / "docs" / "pictures" / "dep_memory.png"
 PARTS = ("timing", "memory")
 IMAGES = (1, 2, 4, 8, 16, 32, 64)
-PROCESSES = 2
-PATIENCE_S = 1800.0  # for a part of the job; only a fault takes as long
 
 # So small that it shows nothing but that everything runs.
 QUICK = (
@@ -177,20 +173,8 @@ def run_job(parts: Sequence[str], setup: Mapping[str, Any], work: Path) -> dict[
     name = ",".join(parts)
     given, found = work / f"{name}_setup.json", work / f"{name}.json"
     given.write_text(json.dumps(setup))
-    nodes = torchrun.Nodes(PROCESSES)
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     memory = GIVING_BACK if "memory" in parts else {}
-    environment = {"PYTHONWARNINGS": "ignore", **os.environ, **threads, **memory}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}",
-            *torchrun.meeting(nodes, Path(folder)),
-            "--module", "benchmarks.dep.job", name, str(given), str(found),
-        ]  # fmt: skip
-        environment = torchrun.environment(environment, nodes, 1, Path(folder))
-        done = subprocess.run(command, env=environment, check=False, timeout=PATIENCE_S)
-    if done.returncode:
-        sys.exit(f"error: {name} failed with {done.returncode}; see above")
+    launch.run("benchmarks.dep.job", [name, str(given), str(found)], memory)
     return json.loads(found.read_text())
 
 

@@ -1,12 +1,13 @@
 """How long a run's first steps take, predicted from index and layout: `plan --step`. Pure.
 
-    vision forward | hand-over | pipeline | hand-back | recompute and backward | gradient sum
+    vision forward | hand-over | pipeline | hand-back | recompute, backward | sums | update
 
-Passes of the pipeline are counted operations over `dep.flops_per_second` (`dep.pass_costs`), on
-the timeline that plans work in bubbles, too; the exchange of experts between nodes is added. Media
-cost what the plan of the encoder says; a phase
-takes as long as its slowest rank. Left out, and told so: the update, the backbone's gradient sums,
-stalls of checkpoints and of the loader.
+Passes of the pipeline cost what `plan --calibrate` measured (`dep.pass_cost`), or else counted
+operations over `dep.flops_per_second` (`dep.pass_costs`), on the timeline that plans work in
+bubbles, too; the exchange of experts between nodes is added. Media cost what the plan of the
+encoder says; a phase takes as long as its slowest rank. No gradient sum is taken to be hidden
+behind the last backward pass. Left out, and told so: stalls of checkpoints and of the loader, and
+the update where `dep.update_cost` is not given.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,13 @@ import numpy as np
 from data_pipeline.plan.planner import GlobalPlan, Planner
 from kimi_pretrain.config import ITEMSIZE, Config
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
-from kimi_pretrain.dep.pass_costs import Floats, pass_seconds
+from kimi_pretrain.dep.pass_costs import (
+    Floats,
+    pass_seconds,
+    sharing_ranks,
+    stage_parameters,
+    update_seconds,
+)
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.dep.timeline import Schedule, Timeline, timeline
 from kimi_pretrain.dep.vision_plan import VisionPlan
@@ -40,7 +47,9 @@ class StepSeconds:
         vision: of the slowest rank before and behind the pipeline; what runs in bubbles is not
             counted.
         exchange: hand-over and hand-back before and behind the pipeline.
-        gradient_sum: of the encoder, over all ranks.
+        gradient_sum: of the encoder over all ranks, and of the stage whose sums take longest; and
+            the updated weights on their way back.
+        update: of the busiest rank; 0 where `dep.update_cost` is not given.
     """
 
     passes: float
@@ -49,6 +58,7 @@ class StepSeconds:
     vision: float
     exchange: float
     gradient_sum: float
+    update: float
 
     @property
     def total(self) -> float:
@@ -189,7 +199,9 @@ def step_seconds(config: Config, line: Timeline, vision: VisionPlan, network: fl
         bubble=line.total - float(passes.max()),
         vision=seconds,
         exchange=ways * sent / network,
-        gradient_sum=ring_seconds(config, network) if trained and media else 0.0,
+        gradient_sum=backbone_sum_seconds(config, network)
+        + (ring_seconds(config, network) if trained and media else 0.0),
+        update=update_seconds(config),
     )
 
 
@@ -197,10 +209,13 @@ def vision_seconds(config: Config, vision: VisionPlan) -> float:
     """Return the seconds of the slowest rank in both phases of the encoder.
 
     Each rank's backward phase costs a fixed multiple of its forward phase, so one rank is the
-    slowest of both. Activations that `dep.keep_activations` keeps
-    are counted as computed again.
+    slowest of both. Activations that `dep.keep_activations` keeps are counted as computed again.
     """
-    slowest = float(vision.predicted_seconds().max(initial=0.0))
+    seconds = vision.predicted_seconds()
+    if config.dep.cost is not None:
+        chunks = np.ceil(vision.patches_per_rank() / config.dep.max_patches_per_chunk)
+        seconds = seconds + config.dep.cost.per_chunk * chunks
+    slowest = float(seconds.max(initial=0.0))
     forward_alone = "vision_tower" in config.train.frozen
     return slowest / FORWARDS_PER_STEP if forward_alone else slowest
 
@@ -212,6 +227,20 @@ def ring_seconds(config: Config, network: float) -> float:
     """
     ranks = config.layout.world_size()
     return 2 * 4.0 * encoder_weights(config) * (ranks - 1) / ranks / network
+
+
+def backbone_sum_seconds(config: Config, network: float) -> float:
+    """Return the seconds in which the slowest stage sums its gradients, and gets weights back.
+
+    Gradients go in float32 to the ranks that update them, and the updated weights to all others.
+    """
+    if "language_model" in config.train.frozen:
+        return 0.0
+    moved = 0.0
+    for parameters, ranks in zip(stage_parameters(config), sharing_ranks(config), strict=True):
+        moved = moved + parameters * (ranks - 1) / ranks
+    size = ITEMSIZE[config.train.dtype]
+    return float(np.max(moved)) * (max(4, size) + size) / network
 
 
 def encoder_weights(config: Config) -> int:
@@ -237,6 +266,7 @@ def advice(found: StepPredictions) -> Iterator[str]:
         else "dep.bubbles=all puts it into the pipeline's bubbles",
         "exchange": "a smaller dep.scope keeps media nearer",
         "gradient_sum": "it is the same for any number of rows: more rows a step make it smaller",
+        "update": "it is the same for any number of rows: more rows a step make it smaller",
     }
     shares = {name: getattr(mean, name) / mean.total for name in mends}
     for name in sorted(mends, key=lambda one: -shares[one]):
@@ -260,11 +290,18 @@ def lines(found: StepPredictions) -> Iterator[str]:
     yield _row("mean", found.mean, names)
     yield f"{found.tokens_per_day:,.0f} tokens a day"
     yield from advice(found)
+    update = "" if dep.update_cost is not None else "update (give dep.update_cost), "
     yield (
-        f"assumed: passes at dep.flops_per_second={dep.flops_per_second:.3g}, --network "
-        f"{found.network:.3g} bytes/s; left out: update, the backbone's gradient sums, "
-        "checkpoints, loader"
+        f"assumed: {assumed_passes(config)}, --network {found.network:.3g} bytes/s; left out: "
+        f"{update}checkpoints, loader"
     )
+
+
+def assumed_passes(config: Config) -> str:
+    """Return in words what the seconds of passes rest on."""
+    if config.dep.pass_cost is not None:
+        return "passes as measured, dep.pass_cost"
+    return f"passes at dep.flops_per_second={config.dep.flops_per_second:.3g}"
 
 
 def _row(name: str, step: StepSeconds, names: Sequence[str]) -> str:
