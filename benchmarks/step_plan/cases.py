@@ -13,8 +13,7 @@ MEDIUM = (
     "model.language.dense_ffn_size=1024", "model.language.expert_ffn_size=256",
     "model.language.q_lora_rank=96", "model.language.kv_lora_rank=64",
 )  # fmt: skip
-LARGE = ()
-SIZES = {"192": SMALL, "256": MEDIUM, "320": LARGE}
+SIZES = {"192": SMALL, "256": MEDIUM, "320": ()}
 TEXT = ("data.sources={words: 1.0}", "data.vision_token_ratio=null")
 
 
@@ -24,7 +23,7 @@ class Case:
 
     Attributes:
         layout: values of the section.
-        hidden: width of the language model, of `SIZES`.
+        hidden: width of the language model: one of `SIZES`, or as other overrides have it.
         layers: of the language model, the first of them dense.
         rows: of a step.
         per_microbatch: rows that go through the model together.
@@ -55,7 +54,7 @@ class Case:
         layout = {"pp": 1, "vpp": 1, "dp": 1, "ep": 1} | self.layout
         media = (f"data.vision_token_ratio={self.media}",) if self.media else TEXT
         return [
-            *SIZES[self.hidden], *(f"layout.{key}={value}" for key, value in layout.items()),
+            *SIZES.get(self.hidden, ()), *(f"layout.{key}={value}" for key, value in layout.items()),
             f"model.language.num_layers={self.layers}", f"data.rows_per_step={self.rows}",
             f"train.rows_per_microbatch={self.per_microbatch}",
             f"model.language.num_experts={self.experts}", *media,

@@ -8,25 +8,28 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from benchmarks.dep.settings import DEP
 from benchmarks.dep.timing import ready_seconds
-from benchmarks.dep.variants import Bench, fetch
+from benchmarks.dep.variants import Bench, Variant, fetch
+from data_pipeline.loader import StepBatch
 from kimi_pretrain.config import Config, load_config
 from kimi_pretrain.dep.config import CostConfig, PassCostConfig, UpdateCostConfig
 from kimi_pretrain.engine import mesh as engine_mesh
+from kimi_pretrain.engine.experts import GroupedExperts
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.telemetry.phases import seconds_of_phases
 from kimi_pretrain.tools.calibrate import calibrate
 from kimi_pretrain.tools.calibrate_passes import calibrate_passes
-from kimi_pretrain.tools.predict_step import as_json, predict_planned
+from kimi_pretrain.tools.predict_step import Traffic, as_json, predict_planned
 from launch.local.quiet import quiet_libraries
 
 NETWORK_BYTES = 1 << 22
@@ -80,24 +83,52 @@ def measured(config: Config, mesh: Mesh, costs: Mapping[str, Any], steps: int) -
     batches = fetch(config, steps + 1)[1:]
     bench = Bench(config, mesh)
     variant = bench.variant(DEP)
-    predicted = predict_planned(config, [batch.plan for batch in batches], network["sum"])
-    runs = []
-    for batch in [batches[0], *batches]:
-        variant.plan(batch)
-        mesh.barrier()
-        ready, begun = ready_seconds(), time.perf_counter()
-        report = variant.run(batch)
-        mesh.barrier()
-        mine = {
-            "seconds": time.perf_counter() - begun,
-            "no_core": ready_seconds() - ready,
-            "phases": seconds_of_phases(report.spans),
-            "busy": dict(variant.clock.busy),
-        }
-        runs.append(mesh.all_gather_object(mine))
+    received = tokens_of_experts(bench)
+    runs = [timed(variant, batch, received) for batch in [batches[0], *batches]]
+    imbalance = imbalance_of(runs[0]) if config.layout.ep > 1 else 1.0
+    traffic = Traffic(network["sum"], network["latency"], imbalance)
+    predicted = predict_planned(config, [batch.plan for batch in batches], traffic)
     return {
         "predicted": as_json(predicted), "runs": runs[1:], "network": network, "costs": everyone,
+        "expert_imbalance": imbalance,
     }  # fmt: skip
+
+
+def timed(variant: Variant, batch: StepBatch, received: list[int]) -> list[Any]:
+    """Run a step from one barrier to the next; returns what each rank saw of it."""
+    variant.plan(batch)  # before, as the loader does it in a training
+    mesh = variant.step.mesh
+    received.clear()
+    mesh.barrier()
+    ready, begun = ready_seconds(), time.perf_counter()
+    report = variant.run(batch)
+    mesh.barrier()
+    mine = {
+        "seconds": time.perf_counter() - begun,
+        "no_core": ready_seconds() - ready,
+        "phases": seconds_of_phases(report.spans),
+        "busy": dict(variant.clock.busy),
+        "expert_tokens": received.copy(),
+    }
+    return mesh.all_gather_object(mine)
+
+
+def imbalance_of(run: Sequence[Mapping[str, Any]]) -> float:
+    """Return the tokens of the busier rank's experts over the mean, on the mean of all layers."""
+    tokens = np.array([rank["expert_tokens"] for rank in run], np.float64)
+    return float((tokens.max(axis=0) / tokens.mean(axis=0)).mean())
+
+
+def tokens_of_experts(bench: Bench) -> list[int]:
+    """Return a list that gets the tokens which come to this rank's experts, of each forward."""
+    found: list[int] = []
+    for chunk in bench.model.backbone.chunks:
+        for module in chunk.modules():
+            if isinstance(module, GroupedExperts):
+                module.register_forward_pre_hook(
+                    lambda module, inputs: found.append(int(inputs[1].sum()))
+                )
+    return found
 
 
 def network_rates(mesh: Mesh) -> dict[str, float]:
@@ -105,12 +136,16 @@ def network_rates(mesh: Mesh) -> dict[str, float]:
 
     exchange: all-to-all, as of tokens and embeddings. sum: gradients to the rank that updates them,
     and weights back, with both ranks owning half. stages: a message to the other rank and back.
+    And latency: seconds of an all-to-all of a few bytes.
     """
     rank, other = mesh.rank, 1 - mesh.rank
     mine, theirs = (torch.ones(NETWORK_BYTES // 4) for _ in range(2))
 
     def exchange() -> None:
         dist.all_to_all_single(theirs, mine)
+
+    def few() -> None:
+        dist.all_to_all_single(theirs[:2], mine[:2])
 
     def summed() -> None:
         for way in (dist.reduce, dist.broadcast):
@@ -136,6 +171,7 @@ def network_rates(mesh: Mesh) -> dict[str, float]:
         "exchange": rate(exchange, NETWORK_BYTES / 2),
         "sum": rate(summed, 2 * NETWORK_BYTES),
         "stages": rate(stages, 2 * NETWORK_BYTES),
+        "latency": 1 / rate(few, 1.0),
     }
 
 

@@ -64,6 +64,27 @@ def pass_seconds(config: Config) -> tuple[Floats, Floats]:
     return forward, BACKWARD * forward
 
 
+def routed_seconds(config: Config) -> tuple[Floats, Floats]:
+    """Return what of `pass_seconds` the routed experts take, by their share of the operations.
+
+    It goes by the tokens that come to a rank's experts, on the mean as many as it has.
+    """
+    model, tokens = config.model.language, config.data.seq_len
+    _, active, _ = active_parameters(model)
+    per_key = model.num_heads * (model.qk_nope_dim + model.qk_rope_dim + model.v_dim)
+    routed = 2.0 * model.experts_per_token * 3 * model.hidden_size * model.expert_ffn_size
+    layers, ranks = chunk_parts(config)[:, 2], config.layout.cp * config.layout.tp
+    if config.dep.pass_cost is not None:
+        cost, share = config.dep.pass_cost, routed / (2.0 * active + tokens * per_key)
+        forward, backward = (
+            layers * share * one / ranks for one in (cost.expert_forward, cost.expert_backward)
+        )
+        return forward, backward
+    rows = config.train.rows_per_microbatch
+    forward = layers * rows * tokens * routed / (config.dep.flops_per_second * ranks)
+    return forward, BACKWARD * forward
+
+
 def chunk_parts(config: Config) -> Floats:
     """Return what each virtual stage holds of (embeddings, dense layers, expert layers, heads).
 

@@ -21,7 +21,9 @@ from kimi_pretrain.config import ITEMSIZE, Config
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
 from kimi_pretrain.dep.pass_costs import (
     Floats,
+    chunk_parts,
     pass_seconds,
+    routed_seconds,
     sharing_ranks,
     stage_parameters,
     update_seconds,
@@ -33,6 +35,8 @@ from kimi_pretrain.reliability.preflight import check_start
 from kimi_pretrain.tools.predict import Progress, busiest_rank_tokens, token_bytes
 
 DAY = 24 * 3600
+# Of an expert layer, forward and backward: numbers of tokens, tokens, their weights, outputs.
+EXCHANGES = 4, 3
 SHARE = 0.05  # of the step from which on a part is worth a word
 
 
@@ -67,11 +71,27 @@ class StepSeconds:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What is told of the traffic between ranks.
+
+    Attributes:
+        network: bytes a second that a rank sends, and receives.
+        latency: seconds of an exchange of a few bytes; counted where passes exchange.
+        expert_imbalance: tokens that come to the busiest rank of an expert group over the mean,
+            of a layer and microbatch: the others wait for it.
+    """
+
+    network: float
+    latency: float = 0.0
+    expert_imbalance: float = 1.0
+
+
+@dataclass(frozen=True)
 class StepPredictions:
     """The first steps of a run; `tokens`: of samples in each, padding left out."""
 
     config: Config
-    network: float
+    traffic: Traffic
     steps: tuple[StepSeconds, ...]
     tokens: tuple[int, ...]
 
@@ -91,13 +111,13 @@ class StepPredictions:
 def predict_steps(
     config: Config,
     num_steps: int,
-    network: float,
+    traffic: Traffic,
     progress: Progress = lambda share, what: None,
 ) -> StepPredictions:
     """Predict the first steps of a run of `config`, reading its index under `data.root`.
 
     Args:
-        network: bytes a second that a rank sends, and receives.
+        traffic: between ranks.
         progress: told the share done and what is being done.
 
     Raises:
@@ -105,7 +125,7 @@ def predict_steps(
             graph of the first stage.
         StoreError: data.root cannot be read.
     """
-    return predict_planned(config, plan_steps(config, num_steps, progress), network)
+    return predict_planned(config, plan_steps(config, num_steps, progress), traffic)
 
 
 def plan_steps(config: Config, num_steps: int, progress: Progress) -> list[GlobalPlan]:
@@ -129,34 +149,37 @@ def plan_steps(config: Config, num_steps: int, progress: Progress) -> list[Globa
     return plans
 
 
-def predict_planned(config: Config, plans: Sequence[GlobalPlan], network: float) -> StepPredictions:
+def predict_planned(
+    config: Config, plans: Sequence[GlobalPlan], traffic: Traffic
+) -> StepPredictions:
     """Predict steps that are planned; arguments and errors as in `predict_steps`."""
-    line, planner = text_timeline(config, network), VisionPlanner(config)
+    line, planner, network = text_timeline(config, traffic), VisionPlanner(config), traffic.network
     steps = tuple(step_seconds(config, line, planner.plan(plan), network) for plan in plans)
-    return StepPredictions(config, network, steps, tuple(plan.num_tokens for plan in plans))
+    return StepPredictions(config, traffic, steps, tuple(plan.num_tokens for plan in plans))
 
 
-def text_timeline(config: Config, network: float) -> Timeline:
+def text_timeline(config: Config, traffic: Traffic) -> Timeline:
     """Return when the passes of a replica run with text alone.
 
     Tokens travel to experts and back while the pass computes where `layout.overlap_experts` has it
     so, and before and behind it elsewhere.
-
-    Args:
-        network: as in `predict_steps`.
     """
     layout, model = config.layout, config.model.language
     numbers = config.train.rows_per_microbatch * config.data.seq_len * model.hidden_size
     sent = numbers * ITEMSIZE[config.train.dtype] / (layout.cp * layout.tp)
-    experts = expert_bytes(config) / network
-    passes = [
-        np.maximum(seconds, experts) if layout.overlap_experts else seconds + experts
-        for seconds in pass_seconds(config)
-    ]
+    more = traffic.expert_imbalance if layout.ep > 1 else 1.0
+    moved, layers = more * expert_bytes(config) / traffic.network, chunk_parts(config)[:, 2]
+    waits = layers * traffic.latency * (layout.ep > 1)
+    passes: list[Floats] = []
+    every = zip(pass_seconds(config), routed_seconds(config), EXCHANGES, strict=True)
+    for whole, routed, count in every:
+        seconds, experts = whole + (more - 1) * routed, moved + count * waits
+        overlap = layout.overlap_experts
+        passes.append(np.maximum(seconds, experts) if overlap else seconds + experts)
     schedule = Schedule(
         layout.pp, layout.vpp, config.num_microbatches(), ahead=layout.overlap_experts
     )
-    return timeline(schedule, *passes, send=sent / network)
+    return timeline(schedule, *passes, send=sent / traffic.network + traffic.latency)
 
 
 def expert_bytes(config: Config) -> Floats:
@@ -181,7 +204,7 @@ def step_seconds(config: Config, line: Timeline, vision: VisionPlan, network: fl
     Args:
         line: of the pipeline with text alone.
         vision: who encodes what, and in which bubbles.
-        network: as in `predict_steps`.
+        network: bytes a second that a rank sends, and receives.
     """
     passes = (line.end - line.start).sum(axis=1)
     inside = vision.bubbles
@@ -290,10 +313,19 @@ def lines(found: StepPredictions) -> Iterator[str]:
     yield _row("mean", found.mean, names)
     yield f"{found.tokens_per_day:,.0f} tokens a day"
     yield from advice(found)
+    traffic = found.traffic
     update = "" if dep.update_cost is not None else "update (give dep.update_cost), "
     yield (
-        f"assumed: {assumed_passes(config)}, --network {found.network:.3g} bytes/s; left out: "
+        f"assumed: {assumed_passes(config)}, {assumed_traffic(traffic)}; left out: "
         f"{update}checkpoints, loader"
+    )
+
+
+def assumed_traffic(traffic: Traffic) -> str:
+    """Return in words what is told of the traffic."""
+    return (
+        f"--network {traffic.network:.3g} bytes/s, --latency {traffic.latency:.3g} s, "
+        f"--expert-imbalance {traffic.expert_imbalance:.3g}"
     )
 
 

@@ -22,7 +22,9 @@ from kimi_pretrain.parallel.layout import even_stages
 from kimi_pretrain.tools.predict import Progress
 from kimi_pretrain.tools.predict_step import (
     StepPredictions,
+    Traffic,
     assumed_passes,
+    assumed_traffic,
     plan_steps,
     predict_planned,
 )
@@ -83,13 +85,13 @@ class LayoutSearch:
 
 
 def search_layouts(
-    config: Config, num_steps: int, network: float, progress: Progress = lambda share, what: None
+    config: Config, num_steps: int, traffic: Traffic, progress: Progress = lambda share, what: None
 ) -> LayoutSearch:
     """Look for the fastest layouts of as many ranks, under `train.memory_limit_gib`.
 
     Args:
         num_steps: first steps of the run that each is priced with.
-        network: bytes a second that a rank sends, and receives.
+        traffic: between ranks.
 
     Raises:
         ValueError: there is no limit of memory, no layout fits, or the steps cannot be planned.
@@ -104,12 +106,12 @@ def search_layouts(
     # A run over its limit is refused where it starts; here it is what the search is for.
     config = config.replace(train=config.train.replace(memory_limit_gib=None))
     plans = plan_steps(config, num_steps, progress)
-    own = predict_planned(config, plans, network)
+    own = predict_planned(config, plans, traffic)
     priced, left_out = list[tuple[StepPredictions, tuple[Change, ...]]](), LeftOut()
     for changes in layouts(config, left_out):
         try:
             other = changed(config, changes)
-            priced.append((predict_planned(other, plans, network), changes))
+            priced.append((predict_planned(other, plans, traffic), changes))
         except ValueError as error:  # it cannot run
             left_out.add(_named(config, changes), error)
     priced.sort(key=lambda one: one[0].mean.total)  # stable: as `layouts` has them
@@ -196,7 +198,7 @@ def lines(found: LayoutSearch) -> Iterator[str]:
     for one in found.left_out:
         yield f"{one.count:4d} such as {one.layout}: {one.reason}"
     yield (
-        f"assumed: {assumed_passes(config)}, --network {found.own.network:.3g} bytes/s; what the "
+        f"assumed: {assumed_passes(config)}, {assumed_traffic(found.own.traffic)}; what the "
         "settings of memory cost is not priced"
     )
 

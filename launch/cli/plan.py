@@ -38,6 +38,15 @@ def plan(
         float | None,
         typer.Option(help="With --step: bytes a second that a rank sends (40e9).", min=1.0),
     ] = None,
+    latency: Annotated[
+        float | None, typer.Option(help="With --step: seconds of a small exchange (0).", min=0.0)
+    ] = None,
+    expert_imbalance: Annotated[
+        float | None,
+        typer.Option(
+            help="With --step: tokens of the busiest rank's experts over the mean (1).", min=1.0
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first.")] = 8,
     max_seconds: Annotated[
         float, typer.Option(min=1.0, help="Bound on the timing of --calibrate.")
@@ -92,14 +101,22 @@ def plan(
             raise ValueError(f"{' and '.join(given)}: give one of them")
         if search and not step:
             raise ValueError("--search without --step: it is steps that are compared; give both")
-        if network is not None and not step:
-            raise ValueError("--network without --step: nothing else is sent; give both")
+        traffic = {
+            name: value
+            for name, value in (
+                ("network", network), ("latency", latency), ("expert_imbalance", expert_imbalance)
+            )
+            if value is not None
+        }  # fmt: skip
+        if traffic and not step:
+            given = ", ".join(f"--{name.replace('_', '-')}" for name in traffic)
+            raise ValueError(f"{given} without --step: no other plan asks what is sent; give both")
         if out is not None and not out.parent.is_dir():
             raise ValueError(f"--out {out}: there is no folder {out.parent}")
         if memory:
             result = _plan_memory(loaded)
         elif step:
-            result = (_search if search else _predict_steps)(loaded, steps, network or NETWORK)
+            result = (_search if search else _predict_steps)(loaded, steps, traffic)
         else:
             result = _calibrate(loaded, max_seconds) if calibrate else _predict(loaded, steps)
         if out is not None:
@@ -138,21 +155,24 @@ def _plan_memory(config: "Config") -> dict[str, Any]:
     return _told(memory_report, found)
 
 
-def _predict_steps(config: "Config", steps: int, network: float) -> dict[str, Any]:
+def _predict_steps(config: "Config", steps: int, traffic: dict[str, float]) -> dict[str, Any]:
     from kimi_pretrain.tools import predict_step
     from launch.cli.progress import share_bar
 
+    told = predict_step.Traffic(**{"network": NETWORK, **traffic})
     with share_bar("planning") as progress:
-        found = predict_step.predict_steps(config, steps, network, progress)
+        found = predict_step.predict_steps(config, steps, told, progress)
     return _told(predict_step, found)
 
 
-def _search(config: "Config", steps: int, network: float) -> dict[str, Any]:
+def _search(config: "Config", steps: int, traffic: dict[str, float]) -> dict[str, Any]:
     from kimi_pretrain.tools import search_layouts
+    from kimi_pretrain.tools.predict_step import Traffic
     from launch.cli.progress import share_bar
 
+    told = Traffic(**{"network": NETWORK, **traffic})
     with share_bar("searching") as progress:
-        found = search_layouts.search_layouts(config, steps, network, progress)
+        found = search_layouts.search_layouts(config, steps, told, progress)
     return _told(search_layouts, found)
 
 

@@ -13,7 +13,7 @@ from data_pipeline.index.manifest import read_index
 from data_pipeline.plan.planner import Planner
 from data_pipeline.store.open import FolderStore
 from kimi_pretrain.config import load_config
-from kimi_pretrain.dep.pass_costs import chunk_flops
+from kimi_pretrain.dep.pass_costs import active_parameters, chunk_flops
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.memory.plan import plan_memory
 from launch.cli.main import app
@@ -404,6 +404,7 @@ def test_a_step_says_what_binds(root):
         (("--search",), "--search without --step"),
         (("--network", "1e9"), "--network without --step"),
         (("--memory", "--network", "1e9"), "--network without --step"),
+        (("--latency", "0", "--expert-imbalance", "1"), "--latency, --expert-imbalance without"),
         (("--step", "--search"), "train.memory_limit_gib=null"),
         (("--step", "--search", "train.memory_limit_gib=0.001"), "fits train.memory_limit_gib"),
     ],
@@ -535,3 +536,25 @@ def test_what_starting_a_chunk_costs_counts_for_steps_alone(root):
     for one, other in zip(before["steps"], after["steps"], strict=True):
         assert other["vision"] == pytest.approx(one["vision"] + 0.25)
     assert found_by(root, "--steps", "2", more)["steps"] == found_by(root, "--steps", "2")["steps"]
+
+
+def test_a_busier_expert_rank_and_latency_lengthen_the_passes(root):
+    """Of an expert layer by the routed experts' share of its operations."""
+    given = (*MEASURED, "dep.ranks_per_node=4", "data.rows_per_step=16")
+    arguments = ("--step", "--steps", "1", "--network=1e15", *given, *NO_MEDIA)
+    before = found_by(root, *arguments)["steps"][0]["passes"]
+    after = found_by(root, *arguments, "--latency=0.001")["steps"][0]["passes"]
+    assert after - before == pytest.approx(8 * 3 * (4 + 3) * 0.001 / 2)  # three layers, two stages
+    after = found_by(root, *arguments, "--expert-imbalance=1.5")["steps"][0]["passes"]
+    model, tokens = load_config("tiny_cpu").model.language, 128
+    routed = 2 * 3 * model.hidden_size * model.expert_ffn_size
+    both = [one / 1e3 for one in (7, 11)]
+    _, active, _ = active_parameters(model)
+    keys = tokens * model.num_heads * (2 * model.qk_nope_dim + model.qk_rope_dim) / 2  # v as nope
+    share = routed / (active + keys)
+    assert 0.2 < share < 0.6
+    assert after - before == pytest.approx(8 * 3 * 0.5 * share * sum(both) / 2)
+    alone = (*arguments, "layout.ep=1")
+    assert (
+        found_by(root, *alone)["steps"] == found_by(root, *alone, "--expert-imbalance=2")["steps"]
+    )
