@@ -54,7 +54,8 @@ class Case:
         layout = {"pp": 1, "vpp": 1, "dp": 1, "ep": 1} | self.layout
         media = (f"data.vision_token_ratio={self.media}",) if self.media else TEXT
         return [
-            *SIZES.get(self.hidden, ()), *(f"layout.{key}={value}" for key, value in layout.items()),
+            *SIZES.get(self.hidden, ()),
+            *(f"layout.{key}={value}" for key, value in layout.items()),
             f"model.language.num_layers={self.layers}", f"data.rows_per_step={self.rows}",
             f"train.rows_per_microbatch={self.per_microbatch}",
             f"model.language.num_experts={self.experts}", *media,

@@ -8,7 +8,7 @@ and tokens are random: in training experts differ more in what they get.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -163,9 +163,7 @@ def _time_passes(
 ) -> list[list[PartSeconds]]:
     progress(0.0, "warming up the passes")
     timer.run()  # the very first starts the libraries
-    begun = time.perf_counter()
-    timer.run()
-    each = time.perf_counter() - begun
+    each = min(_seconds_of(timer.run) for _ in range(2))
     if LEAST_REPEATS * each > max_seconds:
         raise ValueError(
             f"plan --calibrate: a microbatch of {_tokens(config)} tokens takes {each:.2g} s, and "
@@ -177,6 +175,12 @@ def _time_passes(
         progress((1 - UPDATE_SHARE) * number / count, f"pass {number + 1} of {count}")
         runs.append(timer.run())
     return runs
+
+
+def _seconds_of(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
 
 
 def _spread(runs: Sequence[Sequence[PartSeconds]]) -> float:

@@ -139,9 +139,13 @@ def _calibrate(config: "Config", max_seconds: float) -> dict[str, Any]:
         # Not before: to import the engine takes seconds, and it patches torch on a CPU.
         from kimi_pretrain.tools import calibrate_passes
 
-        passes = calibrate_passes.calibrate_passes(
-            config, max_seconds / 2, lambda share, what: progress((1 + share) / 2, what)
-        )
+        try:
+            passes = calibrate_passes.calibrate_passes(
+                config, max_seconds / 2, lambda share, what: progress((1 + share) / 2, what)
+            )
+        except ValueError:  # the encoder's are good for what they are
+            typer.echo("\n".join([*calibrate.lines(encoder), calibrate.yaml_block(encoder)]))
+            raise
     for line in (*calibrate.lines(encoder), *calibrate_passes.lines(passes)):
         typer.echo(line)
     typer.echo("\n".join([calibrate.yaml_block(encoder), *calibrate_passes.yaml_lines(passes)]))

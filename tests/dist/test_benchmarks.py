@@ -116,9 +116,9 @@ def test_errors_and_pairs_of_predicted_steps():
             "expert_imbalance": 1.0, "runs": [[{"seconds": one, **run}] for one in seconds],
         }  # fmt: skip
 
-    cases = [case("a", 1.1, 0.5, 1.0, 9.0), case("b", 1.9, 2.0), case("c", 1.0, 1.04)]
+    cases = [case("a", 1.09, 0.5, 1.0, 9.0), case("b", 1.9, 2.0), case("c", 1.0, 1.04)]
     found = summarise(cases)
-    assert [row["error"] for row in found["cases"]] == pytest.approx([0.1, -0.05, 1 / 1.04 - 1])
+    assert [row["error"] for row in found["cases"]] == pytest.approx([0.09, -0.05, 1 / 1.04 - 1])
     assert (found["pairs"], found["ranked_right"]) == (2, 2)  # a and c are too near
     assert [row["met"] for row in targets(found)] == [True, True, True]
     cases[2] = case("c", 2.6, 1.06)  # now apart, and predicted as the slowest of all
