@@ -54,7 +54,7 @@ def test_calibrate_prints_lines_to_paste(tmp_path):
 
 
 def test_what_does_not_fit_into_the_time_is_one_line():
-    done = calibrate("--max-seconds", "1", "data.seq_len=16384", "data.rows_per_step=16", code=2)
+    done = calibrate("--max-seconds", "3", "data.seq_len=4096", code=2)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "--max-seconds" in line
     assert "dep:\n  cost:\n" in done.stdout  # what was measured before is told
