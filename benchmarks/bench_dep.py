@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.dep import data, launch, picture, report, summary, targets
 from benchmarks.dep.launch import PROCESSES, ROOT
-from benchmarks.dep.settings import GIVING_BACK
+from benchmarks.dep.settings import GIVING_BACK, QUICK
 from benchmarks.result import RESULTS, cores, versions
 from benchmarks.result import write as write_result
 from kimi_pretrain.config import Config, ConfigError, load_config
@@ -41,18 +41,6 @@ ASIDE = ROOT / "runs" / "bench_dep"  # for what is no whole run
 PICTURE = ROOT / "docs" / "pictures" / "dep_memory.png"
 PARTS = ("timing", "memory")
 IMAGES = (1, 2, 4, 8, 16, 32, 64)
-
-# So small that it shows nothing but that everything runs.
-QUICK = (
-    "model.vision.width=32", "model.vision.depth=1", "model.vision.mlp_width=64",
-    "model.vision.out_width=64", "model.vision.heads=2", "model.language.num_layers=2",
-    "model.language.hidden_size=64", "model.language.num_heads=2",
-    "model.language.dense_ffn_size=64", "model.language.expert_ffn_size=32",
-    "model.language.q_lora_rank=32", "model.language.kv_lora_rank=16",
-    "model.language.qk_nope_dim=12", "model.language.qk_rope_dim=4", "model.language.v_dim=12",
-    "data.rows_per_step=4", "data.pack_window=64", "data.vision_token_ratio=0.15",
-    "data.limits={image: 256, frame: 64}",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from kimi_pretrain.dep.row_order import microbatch_order
 from kimi_pretrain.dep.vision_plan import VisionPlan, grids_of, runs
 from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.engine.microbatch import Microbatch, build_microbatches, replica_rows
+from kimi_pretrain.engine.text_only import replace_media_tokens
 from kimi_pretrain.model import Model
 from kimi_pretrain.telemetry.losses import LossSums, summed
 from kimi_pretrain.telemetry.phases import BACKBONE, PhaseClock
@@ -218,7 +219,9 @@ class TrainStep(ForwardStep):
             microbatches, skipped = self._prepare(batch)
             loss_tokens = self._count_loss_tokens(microbatches)
             if text_only:
-                self._replace_media_tokens(batch.plan, microbatches)
+                vocab_size = self.config.model.language.vocab_size
+                parts = self.planner.parts
+                replace_media_tokens(batch.plan, self.mesh, parts, vocab_size, microbatches)
         kept_patches = 0
         if text_only or not len(vision.tokens):  # on all ranks alike: the plan is global
             loss = self._backbone(batch.plan, microbatches, loss_tokens)
@@ -337,21 +340,3 @@ class TrainStep(ForwardStep):
             mine = sum(int(m.loss_mask.sum()) for m in microbatches if m.loss_mask is not None)
         (total,) = self.mesh.sum([float(mine)])
         return int(total)
-
-    def _replace_media_tokens(self, plan: GlobalPlan, microbatches: list[Microbatch]) -> None:
-        """Put text tokens in the place of media tokens; see `run`."""
-        vocabulary = self.config.model.language.vocab_size
-        rows, items = replica_rows(plan, self.mesh), plan.items
-        is_media = np.zeros((len(rows), plan.seq_len), dtype=bool)
-        for item in np.flatnonzero((items.row >= rows.start) & (items.row < rows.stop)):
-            start, count = int(items.start[item]), int(items.tokens[item])
-            is_media[int(items.row[item]) - rows.start, start : start + count] = True
-        held = self.planner.parts.positions_cp(self.mesh.cp_rank)
-        masks = is_media.reshape(len(microbatches), -1)
-        for microbatch in microbatches:
-            if microbatch.tokens is not None:
-                mask = torch.from_numpy(masks[microbatch.number][held])
-                inside = mask.to(microbatch.tokens.device)
-                text = torch.from_numpy(held * 7919 % (vocabulary // 2)).to(inside.device)
-                # The loader's own rows stay as they are.
-                microbatch.tokens = torch.where(inside, text, microbatch.tokens)

@@ -74,7 +74,7 @@ def _run(bench: Bench, name: str, variant: Variant, batch: StepBatch) -> dict[st
     """Run one step, or the encoder alone, from one barrier to the next; the same on every rank."""
     vision, mesh = variant.plan(batch), bench.mesh
     mesh.barrier()
-    ready, thread, process = _ready_seconds(), time.thread_time(), time.process_time()
+    ready, thread, process = ready_seconds(), time.thread_time(), time.process_time()
     start = time.perf_counter()
     report = None
     if name == ALONE:
@@ -87,7 +87,7 @@ def _run(bench: Bench, name: str, variant: Variant, batch: StepBatch) -> dict[st
         "own": own,
         "busy": thread,
         "other_threads": process - thread,
-        "no_core": _ready_seconds() - ready,
+        "no_core": ready_seconds() - ready,
     }
     mesh.barrier()
     mine["seconds"] = time.perf_counter() - start
@@ -147,7 +147,7 @@ def _facts(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _ready_seconds() -> float:
+def ready_seconds() -> float:
     """Return the seconds so far that this thread was ready and had no core; NaN if not told."""
     try:
         return int(SCHEDSTAT.read_text().split()[1]) / 1e9

@@ -90,9 +90,13 @@ def _tests(found: Found) -> list[str]:
 
 def _calibration(found: Found) -> list[str]:
     cost = ", ".join(f"{name} {value:.3g}" for name, value in found["cost"].items())
+    language = found["language_model"]
+    passes = ", ".join(f"{name} {value:.3g}" for name, value in language["passes"].items())
     return [
         f"{found['device']}, {found['dtype']}: {cost}; error of the fit: median "
-        f"{found['median_error']:.1%}, worst {found['worst_error']:.1%}."
+        f"{found['median_error']:.1%}, worst {found['worst_error']:.1%}.",
+        "",
+        f"A microbatch of {language['tokens']} tokens: {passes}; {language['experts']} experts.",
     ]
 
 

@@ -55,9 +55,9 @@ PARTS = [
         ["-m", "benchmarks.gpu.marked_tests", "--out", "{out}"],
     ),
     Part(
-        "calibration", "what the vision encoder costs", 40,
+        "calibration", "what encoder, passes and update cost", 50,
         ["-m", "launch.cli", "plan", "--config", "kimi_k25_1t", "--calibrate", "--max-seconds",
-         "20", "--out", "{out}", "train.threads=null"],
+         "16", "--out", "{out}", "train.threads=null"],
         ["-m", "launch.cli", "plan", "--config", "tiny_cpu", "--calibrate", "--max-seconds", "5",
          "--out", "{out}", "data.limits.image=64"],
     ),

@@ -19,6 +19,54 @@ class CostConfig(Section):
     """For each patch, times the patches of the item (attention). [s; kimi_pretrain/dep/cost.py]"""
     per_item: float = Field(ge=0)
     """For each item. [s; kimi_pretrain/dep/cost.py]"""
+    per_chunk: float = Field(default=0.0, ge=0)
+    """For each chunk, whatever is in it. Who encodes what does not depend on it: it is for the
+    seconds of whole steps (`plan --step`). [s; kimi_pretrain/tools/predict_step.py]"""
+
+
+class PassCostConfig(Section):
+    """Seconds of one microbatch's passes through parts of the language model on one rank.
+
+    A microbatch of all tokens of its rows, with as many experts as a rank holds; what travels
+    between ranks is not in it. What `kimi-pretrain plan --calibrate` prints for the hardware it
+    runs on.
+    """
+
+    embedding_forward: float = Field(ge=0)
+    """The embedding of the tokens. [s; kimi_pretrain/dep/pass_costs.py]"""
+    embedding_backward: float = Field(ge=0)
+    """The embedding, back. [s; kimi_pretrain/dep/pass_costs.py]"""
+    dense_forward: float = Field(ge=0)
+    """A layer with a plain MLP. [s; kimi_pretrain/dep/pass_costs.py]"""
+    dense_backward: float = Field(ge=0)
+    """A layer with a plain MLP, back. [s; kimi_pretrain/dep/pass_costs.py]"""
+    expert_forward: float = Field(ge=0)
+    """A layer with experts. [s; kimi_pretrain/dep/pass_costs.py]"""
+    expert_backward: float = Field(ge=0)
+    """A layer with experts, back. [s; kimi_pretrain/dep/pass_costs.py]"""
+    head_forward: float = Field(ge=0)
+    """The last norm, the head and the loss. [s; kimi_pretrain/dep/pass_costs.py]"""
+    head_backward: float = Field(ge=0)
+    """The last norm, the head and the loss, back. [s; kimi_pretrain/dep/pass_costs.py]"""
+
+
+class UpdateCostConfig(Section):
+    """Seconds of the update of parts of the model, each done by one rank alone.
+
+    Gradients are zeroed, their norm is taken and the optimizer steps. What `kimi-pretrain plan
+    --calibrate` prints for the hardware it runs on.
+    """
+
+    vocabulary: float = Field(ge=0)
+    """The embedding, or the head. [s; kimi_pretrain/dep/pass_costs.py]"""
+    dense_layer: float = Field(ge=0)
+    """A layer with a plain MLP. [s; kimi_pretrain/dep/pass_costs.py]"""
+    expert_layer: float = Field(ge=0)
+    """A layer with experts, without these. [s; kimi_pretrain/dep/pass_costs.py]"""
+    expert: float = Field(ge=0)
+    """One routed expert of a layer. [s; kimi_pretrain/dep/pass_costs.py]"""
+    encoder: float = Field(ge=0)
+    """The trained parts of the encoder. [s; kimi_pretrain/dep/pass_costs.py]"""
 
 
 class DepConfig(Section):
@@ -43,9 +91,14 @@ class DepConfig(Section):
     cost: CostConfig | None = None
     """The cost model of an item; null derives it from FLOPs and flops_per_second.
     [-; kimi_pretrain/dep/planner.py]"""
+    pass_cost: PassCostConfig | None = None
+    """The passes of the pipeline; null derives them from FLOPs and flops_per_second.
+    [-; kimi_pretrain/dep/pass_costs.py]"""
+    update_cost: UpdateCostConfig | None = None
+    """The update, for `plan --step`; null leaves it out. [-; kimi_pretrain/dep/pass_costs.py]"""
     flops_per_second: float = Field(default=3.0e14, gt=0)
-    """What a rank does in the encoder, where `cost` is null.
-    [FLOP/s; kimi_pretrain/dep/cost.py]"""
+    """What a rank does in the encoder where `cost` is null, and in the passes of the pipeline where
+    `pass_cost` is. [FLOP/s; kimi_pretrain/dep/cost.py]"""
     max_split: Literal[1, 2, 4, 8, 16] = 1
     """Most ranks that may encode one large item together; divides model.vision.heads.
     [ranks; kimi_pretrain/dep/planner.py]"""

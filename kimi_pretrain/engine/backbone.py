@@ -10,7 +10,7 @@ Everything that comes out is a sum over tokens: losses, parameter gradients, lea
 are divided once, in `kimi_pretrain.update` (`calculate_per_token_loss` makes them sums).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,11 +40,14 @@ from kimi_pretrain.memory.host_memory import HostMemory
 from kimi_pretrain.memory.saved import Policy, apply
 
 
-def build_backbone(config: Config, mesh: Mesh) -> "Backbone":
+def build_backbone(
+    config: Config, mesh: Mesh, fill: Callable[["Backbone"], None] | None = None
+) -> "Backbone":
     """Build this rank's part of the language model; the order of the steps matters.
 
     Expert, tensor and context parallelism are inside Megatron-Core's modules, by their
-    configuration and process groups; pipeline parallelism is which layers a chunk holds.
+    configuration and process groups; pipeline parallelism is which layers a chunk holds. `fill`
+    gives all tensors values in the place of `Backbone.initialise`, where these do not matter.
     """
     check_kind(config)  # here, not where a dry run passes: it needs none of the kernels
     if config.train.fp8_storage and (problem := fp8_problem(mesh.device)) is not None:
@@ -57,7 +60,7 @@ def build_backbone(config: Config, mesh: Mesh) -> "Backbone":
     if "language_model" in config.train.frozen:
         freeze(chunks)  # before gradient buffers: frozen parameters get none
     backbone = Backbone(config, mesh, engine, chunks)
-    backbone.initialise()  # by checkpoint name: the same weights in every layout
+    (fill or Backbone.initialise)(backbone)  # by name: the same weights in every layout
     backbone.add_gradient_buffers()
     backbone.apply_memory_policy()  # after all that may put a parameter into another storage
     backbone.connect_schedule()
@@ -324,15 +327,15 @@ class Backbone:
         # chunk, and runs it layer by layer between the layers of another's backward pass.
         batch = next(microbatches)
         forward = model.build_schedule_plan if return_schedule_plan else model
-        return self._forward(batch, model, batch.labels, forward), partial(
+        return self.forward(batch, model, batch.labels, forward), partial(
             _sum_loss, batch.loss_mask
         )
 
     def _logits_step(self, collect, microbatches: Iterator[Microbatch], model):
-        logits = self._forward(next(microbatches), model, None)
+        logits = self.forward(next(microbatches), model, None)
         return logits, lambda logits, non_loss_data: collect(logits)
 
-    def _forward(self, batch: Microbatch, model, labels: Tensor | None, forward=None):
+    def forward(self, batch: Microbatch, model, labels: Tensor | None, forward=None):
         """Return what `forward` (the model by default) makes of a microbatch."""
         chunk = getattr(model, "module", model)
         embedded = self._embed(batch, chunk) if chunk.pre_process else None

@@ -10,9 +10,11 @@ parallel ranks cut is kept whole beside the slices, see `engine.tp_full_params`)
 copies of one expert slice), "encoder" (all ranks: the vision encoder is on every rank).
 """
 
+import gc
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -24,7 +26,7 @@ from megatron.core import parallel_state, tensor_parallel
 from kimi_pretrain.engine import host
 from kimi_pretrain.parallel.errors import Outcome
 from kimi_pretrain.parallel.layout import LayoutConfig
-from kimi_pretrain.parallel.rendezvous import meeting_store
+from kimi_pretrain.parallel.rendezvous import meeting_store, own_store
 
 T = TypeVar("T")
 
@@ -148,6 +150,11 @@ class Mesh:
         """Wait for all ranks."""
         dist.barrier()
 
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _all_gather(self, mine: torch.Tensor) -> torch.Tensor:
         """Return the equally long vectors of all ranks, one behind the other, on the device."""
         mine = mine.to(self.device)
@@ -190,6 +197,22 @@ def start(layout: LayoutConfig, timeout_seconds: float = 600.0) -> Mesh:
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     return build(layout, device, timeout_seconds)
+
+
+@contextmanager
+def alone() -> Iterator[Mesh]:
+    """Yield a mesh of this process by itself, also where it was started as one of several.
+
+    There must be no other mesh, and there is none afterwards.
+    """
+    device = host.enable()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=own_store(), rank=0, world_size=1)
+    try:
+        yield build(LayoutConfig(), device)
+    finally:
+        gc.collect()  # models, which are full of circles, keep groups and their threads
+        stop()
 
 
 def build(layout: LayoutConfig, device: torch.device, timeout_seconds: float = 600.0) -> Mesh:
@@ -241,6 +264,13 @@ def build(layout: LayoutConfig, device: torch.device, timeout_seconds: float = 6
 
 
 def stop() -> None:
-    """Leave the job cleanly: without this gloo was seen to abort at exit after success."""
+    """Leave the job cleanly: without this gloo was seen to abort at exit after success.
+
+    Megatron-Core only forgets its groups, and each one of gloo's keeps threads that wake a hundred
+    times a second: they would slow down what this process does next.
+    """
+    _, *groups = parallel_state._global_process_group_list or [None]
     parallel_state.destroy_model_parallel()
+    for group in groups:
+        dist.destroy_process_group(group)
     dist.destroy_process_group()

@@ -37,9 +37,7 @@ def meeting_store(world_size: int, timeout: timedelta) -> Store | None:
     alone = world_size == 1 and "MASTER_ADDR" not in os.environ
     if not (alone or folder):
         return _store_at_address(world_size, timeout)
-    # gloo would listen at the address that the machine's name stands for.
-    os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
+    _listen_on_loopback()
     if alone or folder is None:
         return HashStore()
     # Each start has its own: in the one before stand the addresses of ranks that are gone.
@@ -47,6 +45,18 @@ def meeting_store(world_size: int, timeout: timedelta) -> Store | None:
     store = FileStore(str(Path(folder) / f"ranks_{start}"), world_size)
     store.set_timeout(timeout)
     return store
+
+
+def own_store() -> Store:
+    """Return a store for this process alone, whatever job it is part of."""
+    _listen_on_loopback()
+    return HashStore()
+
+
+def _listen_on_loopback() -> None:
+    # gloo would listen at the address that the machine's name stands for.
+    os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
 
 
 def _store_at_address(world_size: int, timeout: timedelta) -> Store | None:

@@ -7,14 +7,16 @@ the same plan. It is measured once, on one device of the kind the run will have,
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
 
 from kimi_pretrain.config import Config
-from kimi_pretrain.dep.cost_fit import Fit, Floats, fit, flops_shape
-from kimi_pretrain.dep.measure import EncoderRun, Measured, Progress, measure, packs_of
+from kimi_pretrain.dep.cost_fit import DIGITS, Fit, Floats, fit, flops_shape
+from kimi_pretrain.dep.measure import SMALLEST, EncoderRun, Measured, Progress, measure, packs_of
+from moonvit3d.rows import BLOCK
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Calibration:
         device, dtype, threads: what was measured; threads of the CPU, None on an accelerator.
         flops_per_second: the rate at which the default, cost by FLOPs, comes closest.
         by_flops: seconds that the default then predicts, float64 [timings].
+        filled: empty patches that a pack is filled up with, on the mean.
     """
 
     fit: Fit
@@ -36,6 +39,13 @@ class Calibration:
     threads: int | None
     flops_per_second: float
     by_flops: Floats
+    filled: float
+
+    @property
+    def cost(self) -> dict[str, float]:
+        """`dep.cost`: the fit, and what a chunk costs with the patches that fill it up."""
+        per_chunk = self.fit.per_chunk + self.filled * self.fit.cost.per_patch
+        return {**asdict(self.fit.cost), "per_chunk": float(f"{per_chunk:.{DIGITS}g}")}
 
     @property
     def forward_share(self) -> float:
@@ -74,10 +84,12 @@ def calibrate(
         run = EncoderRun(vision, getattr(torch, train.dtype), device, train.frozen)
         found = measure(packs, run, vision, max_seconds, progress=progress, filled=run.filled)
         threads = torch.get_num_threads() if device.type == "cpu" else None
+        sizes = range(SMALLEST, BLOCK * (threads or 1) + SMALLEST, SMALLEST)
+        filled = mean(run.filled(patches) for patches in sizes)
     fitted = _fit(found)
     rate, by_flops = flops_shape(found.timings, vision)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return Calibration(fitted, found, name, train.dtype, threads, rate, by_flops)
+    return Calibration(fitted, found, name, train.dtype, threads, rate, by_flops, filled)
 
 
 def _fit(found: Measured) -> Fit:
@@ -105,8 +117,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 def yaml_block(result: Calibration) -> str:
     """Return the cost model as lines for a config file."""
-    cost = asdict(result.fit.cost)
-    lines = [f"    {name}: {value!r}" for name, value in cost.items()]
+    lines = [f"    {name}: {value!r}" for name, value in result.cost.items()]
     return "\n".join(["dep:", "  cost:", *lines])
 
 
@@ -147,7 +158,7 @@ def as_json(result: Calibration) -> dict[str, Any]:
     """Return the result as plain values; errors are relative, predicted over measured minus 1."""
     rows = zip(result.measured.timings, result.fit.predicted, result.by_flops, strict=True)
     return {
-        "cost": asdict(result.fit.cost),
+        "cost": result.cost,
         "per_chunk": result.fit.per_chunk,
         "median_error": result.fit.median_error,
         "worst_error": result.fit.worst_error,

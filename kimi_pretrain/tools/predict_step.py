@@ -1,12 +1,13 @@
 """How long a run's first steps take, predicted from index and layout: `plan --step`. Pure.
 
-    vision forward | hand-over | pipeline | hand-back | recompute and backward | gradient sum
+    vision forward | hand-over | pipeline | hand-back | recompute, backward | sums | update
 
-Passes of the pipeline are counted operations over `dep.flops_per_second` (`dep.pass_costs`), on
-the timeline that plans work in bubbles, too; the exchange of experts between nodes is added. Media
-cost what the plan of the encoder says; a phase
-takes as long as its slowest rank. Left out, and told so: the update, the backbone's gradient sums,
-stalls of checkpoints and of the loader.
+Passes of the pipeline cost what `plan --calibrate` measured (`dep.pass_cost`), or else counted
+operations over `dep.flops_per_second` (`dep.pass_costs`), on the timeline that plans work in
+bubbles, too; the exchange of experts between nodes is added. Media cost what the plan of the
+encoder says; a phase takes as long as its slowest rank. No gradient sum is taken to be hidden
+behind the last backward pass. Left out, and told so: stalls of checkpoints and of the loader, and
+the update where `dep.update_cost` is not given.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,15 @@ import numpy as np
 from data_pipeline.plan.planner import GlobalPlan, Planner
 from kimi_pretrain.config import ITEMSIZE, Config
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
-from kimi_pretrain.dep.pass_costs import Floats, pass_seconds
+from kimi_pretrain.dep.pass_costs import (
+    Floats,
+    chunk_parts,
+    pass_seconds,
+    routed_seconds,
+    sharing_ranks,
+    stage_parameters,
+    update_seconds,
+)
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.dep.timeline import Schedule, Timeline, timeline
 from kimi_pretrain.dep.vision_plan import VisionPlan
@@ -26,6 +35,8 @@ from kimi_pretrain.reliability.preflight import check_start
 from kimi_pretrain.tools.predict import Progress, busiest_rank_tokens, token_bytes
 
 DAY = 24 * 3600
+# Of an expert layer, forward and backward: numbers of tokens, tokens, their weights, outputs.
+EXCHANGES = 4, 3
 SHARE = 0.05  # of the step from which on a part is worth a word
 
 
@@ -40,7 +51,9 @@ class StepSeconds:
         vision: of the slowest rank before and behind the pipeline; what runs in bubbles is not
             counted.
         exchange: hand-over and hand-back before and behind the pipeline.
-        gradient_sum: of the encoder, over all ranks.
+        gradient_sum: of the encoder over all ranks, and of the stage whose sums take longest; and
+            the updated weights on their way back.
+        update: of the busiest rank; 0 where `dep.update_cost` is not given.
     """
 
     passes: float
@@ -49,6 +62,7 @@ class StepSeconds:
     vision: float
     exchange: float
     gradient_sum: float
+    update: float
 
     @property
     def total(self) -> float:
@@ -57,11 +71,27 @@ class StepSeconds:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What is told of the traffic between ranks.
+
+    Attributes:
+        network: bytes a second that a rank sends, and receives.
+        latency: seconds of an exchange of a few bytes; counted where passes exchange.
+        expert_imbalance: tokens that come to the busiest rank of an expert group over the mean,
+            of a layer and microbatch: the others wait for it.
+    """
+
+    network: float
+    latency: float = 0.0
+    expert_imbalance: float = 1.0
+
+
+@dataclass(frozen=True)
 class StepPredictions:
     """The first steps of a run; `tokens`: of samples in each, padding left out."""
 
     config: Config
-    network: float
+    traffic: Traffic
     steps: tuple[StepSeconds, ...]
     tokens: tuple[int, ...]
 
@@ -81,13 +111,13 @@ class StepPredictions:
 def predict_steps(
     config: Config,
     num_steps: int,
-    network: float,
+    traffic: Traffic,
     progress: Progress = lambda share, what: None,
 ) -> StepPredictions:
     """Predict the first steps of a run of `config`, reading its index under `data.root`.
 
     Args:
-        network: bytes a second that a rank sends, and receives.
+        traffic: between ranks.
         progress: told the share done and what is being done.
 
     Raises:
@@ -95,7 +125,7 @@ def predict_steps(
             graph of the first stage.
         StoreError: data.root cannot be read.
     """
-    return predict_planned(config, plan_steps(config, num_steps, progress), network)
+    return predict_planned(config, plan_steps(config, num_steps, progress), traffic)
 
 
 def plan_steps(config: Config, num_steps: int, progress: Progress) -> list[GlobalPlan]:
@@ -119,34 +149,37 @@ def plan_steps(config: Config, num_steps: int, progress: Progress) -> list[Globa
     return plans
 
 
-def predict_planned(config: Config, plans: Sequence[GlobalPlan], network: float) -> StepPredictions:
+def predict_planned(
+    config: Config, plans: Sequence[GlobalPlan], traffic: Traffic
+) -> StepPredictions:
     """Predict steps that are planned; arguments and errors as in `predict_steps`."""
-    line, planner = text_timeline(config, network), VisionPlanner(config)
+    line, planner, network = text_timeline(config, traffic), VisionPlanner(config), traffic.network
     steps = tuple(step_seconds(config, line, planner.plan(plan), network) for plan in plans)
-    return StepPredictions(config, network, steps, tuple(plan.num_tokens for plan in plans))
+    return StepPredictions(config, traffic, steps, tuple(plan.num_tokens for plan in plans))
 
 
-def text_timeline(config: Config, network: float) -> Timeline:
+def text_timeline(config: Config, traffic: Traffic) -> Timeline:
     """Return when the passes of a replica run with text alone.
 
     Tokens travel to experts and back while the pass computes where `layout.overlap_experts` has it
     so, and before and behind it elsewhere.
-
-    Args:
-        network: as in `predict_steps`.
     """
     layout, model = config.layout, config.model.language
     numbers = config.train.rows_per_microbatch * config.data.seq_len * model.hidden_size
     sent = numbers * ITEMSIZE[config.train.dtype] / (layout.cp * layout.tp)
-    experts = expert_bytes(config) / network
-    passes = [
-        np.maximum(seconds, experts) if layout.overlap_experts else seconds + experts
-        for seconds in pass_seconds(config)
-    ]
+    more = traffic.expert_imbalance if layout.ep > 1 else 1.0
+    moved, layers = more * expert_bytes(config) / traffic.network, chunk_parts(config)[:, 2]
+    waits = layers * traffic.latency * (layout.ep > 1)
+    passes: list[Floats] = []
+    every = zip(pass_seconds(config), routed_seconds(config), EXCHANGES, strict=True)
+    for whole, routed, count in every:
+        seconds, experts = whole + (more - 1) * routed, moved + count * waits
+        overlap = layout.overlap_experts
+        passes.append(np.maximum(seconds, experts) if overlap else seconds + experts)
     schedule = Schedule(
         layout.pp, layout.vpp, config.num_microbatches(), ahead=layout.overlap_experts
     )
-    return timeline(schedule, *passes, send=sent / network)
+    return timeline(schedule, *passes, send=sent / traffic.network + traffic.latency)
 
 
 def expert_bytes(config: Config) -> Floats:
@@ -171,7 +204,7 @@ def step_seconds(config: Config, line: Timeline, vision: VisionPlan, network: fl
     Args:
         line: of the pipeline with text alone.
         vision: who encodes what, and in which bubbles.
-        network: as in `predict_steps`.
+        network: bytes a second that a rank sends, and receives.
     """
     passes = (line.end - line.start).sum(axis=1)
     inside = vision.bubbles
@@ -189,7 +222,9 @@ def step_seconds(config: Config, line: Timeline, vision: VisionPlan, network: fl
         bubble=line.total - float(passes.max()),
         vision=seconds,
         exchange=ways * sent / network,
-        gradient_sum=ring_seconds(config, network) if trained and media else 0.0,
+        gradient_sum=backbone_sum_seconds(config, network)
+        + (ring_seconds(config, network) if trained and media else 0.0),
+        update=update_seconds(config),
     )
 
 
@@ -197,10 +232,13 @@ def vision_seconds(config: Config, vision: VisionPlan) -> float:
     """Return the seconds of the slowest rank in both phases of the encoder.
 
     Each rank's backward phase costs a fixed multiple of its forward phase, so one rank is the
-    slowest of both. Activations that `dep.keep_activations` keeps
-    are counted as computed again.
+    slowest of both. Activations that `dep.keep_activations` keeps are counted as computed again.
     """
-    slowest = float(vision.predicted_seconds().max(initial=0.0))
+    seconds = vision.predicted_seconds()
+    if config.dep.cost is not None:
+        chunks = np.ceil(vision.patches_per_rank() / config.dep.max_patches_per_chunk)
+        seconds = seconds + config.dep.cost.per_chunk * chunks
+    slowest = float(seconds.max(initial=0.0))
     forward_alone = "vision_tower" in config.train.frozen
     return slowest / FORWARDS_PER_STEP if forward_alone else slowest
 
@@ -212,6 +250,20 @@ def ring_seconds(config: Config, network: float) -> float:
     """
     ranks = config.layout.world_size()
     return 2 * 4.0 * encoder_weights(config) * (ranks - 1) / ranks / network
+
+
+def backbone_sum_seconds(config: Config, network: float) -> float:
+    """Return the seconds in which the slowest stage sums its gradients, and gets weights back.
+
+    Gradients go in float32 to the ranks that update them, and the updated weights to all others.
+    """
+    if "language_model" in config.train.frozen:
+        return 0.0
+    moved = 0.0
+    for parameters, ranks in zip(stage_parameters(config), sharing_ranks(config), strict=True):
+        moved = moved + parameters * (ranks - 1) / ranks
+    size = ITEMSIZE[config.train.dtype]
+    return float(np.max(moved)) * (max(4, size) + size) / network
 
 
 def encoder_weights(config: Config) -> int:
@@ -237,6 +289,7 @@ def advice(found: StepPredictions) -> Iterator[str]:
         else "dep.bubbles=all puts it into the pipeline's bubbles",
         "exchange": "a smaller dep.scope keeps media nearer",
         "gradient_sum": "it is the same for any number of rows: more rows a step make it smaller",
+        "update": "it is the same for any number of rows: more rows a step make it smaller",
     }
     shares = {name: getattr(mean, name) / mean.total for name in mends}
     for name in sorted(mends, key=lambda one: -shares[one]):
@@ -260,11 +313,27 @@ def lines(found: StepPredictions) -> Iterator[str]:
     yield _row("mean", found.mean, names)
     yield f"{found.tokens_per_day:,.0f} tokens a day"
     yield from advice(found)
+    traffic = found.traffic
+    update = "" if dep.update_cost is not None else "update (give dep.update_cost), "
     yield (
-        f"assumed: passes at dep.flops_per_second={dep.flops_per_second:.3g}, --network "
-        f"{found.network:.3g} bytes/s; left out: update, the backbone's gradient sums, "
-        "checkpoints, loader"
+        f"assumed: {assumed_passes(config)}, {assumed_traffic(traffic)}; left out: "
+        f"{update}checkpoints, loader"
     )
+
+
+def assumed_traffic(traffic: Traffic) -> str:
+    """Return in words what is told of the traffic."""
+    return (
+        f"--network {traffic.network:.3g} bytes/s, --latency {traffic.latency:.3g} s, "
+        f"--expert-imbalance {traffic.expert_imbalance:.3g}"
+    )
+
+
+def assumed_passes(config: Config) -> str:
+    """Return in words what the seconds of passes rest on."""
+    if config.dep.pass_cost is not None:
+        return "passes as measured, dep.pass_cost"
+    return f"passes at dep.flops_per_second={config.dep.flops_per_second:.3g}"
 
 
 def _row(name: str, step: StepSeconds, names: Sequence[str]) -> str:

@@ -3,20 +3,32 @@
 Every pipeline (`layout.pp`, `vpp`, equal chunks) with every number of ranks for the experts is
 priced with the same planned steps, as `plan --step` prices the run's own. The fastest come first;
 each is then asked for the least costly switches of memory with which it fits: what these cost in
-time is not priced. Of a pipeline the fastest that fits is listed.
+time is not priced. Of a pipeline the fastest that fits is listed. What is left out is counted, with
+the first reason of each kind.
 """
 
+import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from pydantic import ValidationError
 
 from kimi_pretrain.config import GIB, Config
 from kimi_pretrain.memory.search import Combination, Layout, cheapest
 from kimi_pretrain.memory.switches import Change, changed
 from kimi_pretrain.parallel.layout import even_stages
 from kimi_pretrain.tools.predict import Progress
-from kimi_pretrain.tools.predict_step import StepPredictions, plan_steps, predict_planned
+from kimi_pretrain.tools.predict_step import (
+    StepPredictions,
+    Traffic,
+    assumed_passes,
+    assumed_traffic,
+    plan_steps,
+    predict_planned,
+)
+from typed_config.section import problems
 
 BEST = 10
 CHUNKS = (1, 2, 4, 8)  # on a rank
@@ -30,23 +42,56 @@ class Found:
     fits: Combination
 
 
+@dataclass
+class Reason:
+    """Why layouts were left out: the first of this kind, and how many."""
+
+    layout: str
+    reason: str
+    count: int = 0
+
+
+@dataclass
+class LeftOut:
+    """Layouts that were left out, by the kind of reason: its words without the numbers in them."""
+
+    reasons: dict[str, Reason] = field(default_factory=dict)
+
+    def add(self, layout: str, reason: str | ValueError) -> None:
+        """Count a layout."""
+        if isinstance(reason, ValidationError):
+            reason = "; ".join(problems(reason))
+        text = " ".join(str(reason).split())
+        kind = re.sub(r"[\d.]+", "#", text)
+        self.reasons.setdefault(kind, Reason(layout, text)).count += 1
+
+
 @dataclass(frozen=True)
 class LayoutSearch:
-    """The best layouts, fastest first; `own`: the run's; `priced`: how many can run."""
+    """What was found.
+
+    Attributes:
+        own: the run's layout.
+        priced: how many layouts can run.
+        best: fastest first.
+        left_out: those that cannot run, or do not fit into memory; once `BEST` are found no others
+            are asked for their memory.
+    """
 
     own: StepPredictions
     priced: int
     best: tuple[Found, ...]
+    left_out: tuple[Reason, ...]
 
 
 def search_layouts(
-    config: Config, num_steps: int, network: float, progress: Progress = lambda share, what: None
+    config: Config, num_steps: int, traffic: Traffic, progress: Progress = lambda share, what: None
 ) -> LayoutSearch:
     """Look for the fastest layouts of as many ranks, under `train.memory_limit_gib`.
 
     Args:
         num_steps: first steps of the run that each is priced with.
-        network: bytes a second that a rank sends, and receives.
+        traffic: between ranks.
 
     Raises:
         ValueError: there is no limit of memory, no layout fits, or the steps cannot be planned.
@@ -61,14 +106,14 @@ def search_layouts(
     # A run over its limit is refused where it starts; here it is what the search is for.
     config = config.replace(train=config.train.replace(memory_limit_gib=None))
     plans = plan_steps(config, num_steps, progress)
-    own = predict_planned(config, plans, network)
-    priced = list[tuple[StepPredictions, tuple[Change, ...]]]()
-    for changes in layouts(config):
+    own = predict_planned(config, plans, traffic)
+    priced, left_out = list[tuple[StepPredictions, tuple[Change, ...]]](), LeftOut()
+    for changes in layouts(config, left_out):
         try:
             other = changed(config, changes)
-            priced.append((predict_planned(other, plans, network), changes))
-        except ValueError:  # it cannot run
-            continue
+            priced.append((predict_planned(other, plans, traffic), changes))
+        except ValueError as error:  # it cannot run
+            left_out.add(_named(config, changes), error)
     priced.sort(key=lambda one: one[0].mean.total)  # stable: as `layouts` has them
     best = dict[tuple[int, int], Found]()
     for number, (predicted, changes) in enumerate(priced):
@@ -77,7 +122,10 @@ def search_layouts(
         if pipeline in best:
             continue
         _, _, fits = cheapest(Layout.of(predicted.config, changes), limit, None)
-        if fits is not None:
+        if fits is None:
+            reason = f"fits train.memory_limit_gib={limit / GIB:g} with no settings"
+            left_out.add(_named(config, changes), reason)
+        else:
             best[pipeline] = Found(predicted, fits)
         if len(best) == BEST:
             break
@@ -87,14 +135,26 @@ def search_layouts(
             f"fits train.memory_limit_gib={limit / GIB:g}; raise it, or use more "
             "ranks: `kimi-pretrain plan --memory` says what holds the most"
         )
-    return LayoutSearch(own, len(priced), tuple(best.values()))
+    reasons = tuple(left_out.reasons.values())
+    return LayoutSearch(own, len(priced), tuple(best.values()), reasons)
 
 
-def layouts(config: Config) -> Iterator[tuple[Change, ...]]:
+def _named(config: Config, changes: tuple[Change, ...]) -> str:
+    """Return a layout in words."""
+    layout = config.layout
+    values = {key: getattr(layout, key) for key in ("pp", "vpp", "dp", "ep")}
+    values |= {one.key: one.value for one in changes if one.key in values}
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def layouts(config: Config, left_out: LeftOut) -> Iterator[tuple[Change, ...]]:
     """Yield what makes each layout of as many ranks of the run's own: pipelines, then experts.
 
     Other pipelines than the run's have a power of two of stages and equal chunks; experts are on a
     power of two of ranks, the fewest first.
+
+    Args:
+        left_out: counts pipelines with more chunks than there are layers for.
     """
     layout = config.layout
     ranks = layout.pp * layout.dp
@@ -106,7 +166,8 @@ def layouts(config: Config) -> Iterator[tuple[Change, ...]]:
         if (pp, vpp) != (layout.pp, layout.vpp):
             try:
                 stages = even_stages(config.model.language.num_layers, pp * vpp)
-            except ValueError:  # more chunks than layers
+            except ValueError as error:
+                left_out.add(f"pp {pp}, vpp {vpp}", error)
                 continue
         most = dp * layout.cp * layout.tp
         for ep in (2**power for power in range(most.bit_length())):
@@ -132,9 +193,13 @@ def lines(found: LayoutSearch) -> Iterator[str]:
             f"{one.predicted.mean.total:7.4g} {one.predicted.tokens_per_day:13,.0f} "
             f"{one.fits.fullest.peak / GIB:7.1f}  {settings}"
         )
+    if found.left_out:
+        yield f"left out: {sum(one.count for one in found.left_out)} layouts"
+    for one in found.left_out:
+        yield f"{one.count:4d} such as {one.layout}: {one.reason}"
     yield (
-        f"assumed: passes at dep.flops_per_second={config.dep.flops_per_second:.3g}, --network "
-        f"{found.own.network:.3g} bytes/s; what the settings of memory cost is not priced"
+        f"assumed: {assumed_passes(config)}, {assumed_traffic(found.own.traffic)}; what the "
+        "settings of memory cost is not priced"
     )
 
 
@@ -143,6 +208,7 @@ def as_json(found: LayoutSearch) -> dict[str, Any]:
     return {
         "priced": found.priced,
         "own_seconds": found.own.mean.total,
+        "left_out": [asdict(one) for one in found.left_out],
         "best": [
             {
                 "seconds": one.predicted.mean.total,

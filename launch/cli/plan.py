@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from kimi_pretrain.config import Config
 
 
+NETWORK = 40e9  # bytes/s: a 400 Gbit/s port for each GPU, less a fifth
+
+
 def plan(
     config: ConfigOption,
     overrides: Overrides = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine and fit dep.cost to it.")
+        bool, typer.Option("--calibrate", help="Measure what encoder, passes and update cost here.")
     ] = False,
     memory: Annotated[
         bool,
@@ -32,8 +35,18 @@ def plan(
         typer.Option("--search", help="With --step: the fastest layouts that fit into memory."),
     ] = False,
     network: Annotated[
-        float, typer.Option(help="With --step: bytes a second that a rank sends.", min=1.0)
-    ] = 40e9,
+        float | None,
+        typer.Option(help="With --step: bytes a second that a rank sends (40e9).", min=1.0),
+    ] = None,
+    latency: Annotated[
+        float | None, typer.Option(help="With --step: seconds of a small exchange (0).", min=0.0)
+    ] = None,
+    expert_imbalance: Annotated[
+        float | None,
+        typer.Option(
+            help="With --step: tokens of the busiest rank's experts over the mean (1).", min=1.0
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first.")] = 8,
     max_seconds: Annotated[
         float, typer.Option(min=1.0, help="Bound on the timing of --calibrate.")
@@ -48,11 +61,11 @@ def plan(
     under three ways of assigning media to ranks, what travels between ranks,
     memory, and what to change where something binds.
 
-    With --calibrate it reads no data but times the config's encoder on this
-    machine, fits dep.cost to it, and prints the lines to paste into the config.
-    The cost model is part of the config because every rank must compute the same
-    plan from it: calibrate once, on one device of the kind that the run will
-    have.
+    With --calibrate it reads no data but times the config's encoder, the passes of
+    its language model layer by layer, and the update on this machine, and prints
+    the lines to paste into the config. They are part of the config because every
+    rank must compute the same plan from them: calibrate once, on one device of
+    the kind that the run will have. The exchange between ranks is not in it.
 
     With --memory it prints what the fullest rank of each pipeline stage holds:
     weights, gradients, optimizer state, activations by kind, the encoder; which
@@ -62,10 +75,11 @@ def plan(
     the limit is refused.
 
     With --step it predicts the seconds of whole steps instead: the pipeline's passes
-    and bubbles, what of the encoder lies outside them, its exchange and gradient sum,
-    tokens a day, and what binds. Passes are counted operations at
-    dep.flops_per_second; nothing is measured. With --search too it prices other
-    pipelines of as many ranks and lists the ten fastest that fit into
+    and bubbles, what of the encoder lies outside them, its exchange, gradient sums,
+    the update, tokens a day, and what binds. Passes and update are those that
+    --calibrate measured; without, passes are counted operations at
+    dep.flops_per_second and the update is left out. With --search too it prices
+    other pipelines of as many ranks and lists the ten fastest that fit into
     train.memory_limit_gib, with the settings to paste.
 
     \b
@@ -87,12 +101,22 @@ def plan(
             raise ValueError(f"{' and '.join(given)}: give one of them")
         if search and not step:
             raise ValueError("--search without --step: it is steps that are compared; give both")
+        traffic = {
+            name: value
+            for name, value in (
+                ("network", network), ("latency", latency), ("expert_imbalance", expert_imbalance)
+            )
+            if value is not None
+        }  # fmt: skip
+        if traffic and not step:
+            given = ", ".join(f"--{name.replace('_', '-')}" for name in traffic)
+            raise ValueError(f"{given} without --step: no other plan asks what is sent; give both")
         if out is not None and not out.parent.is_dir():
             raise ValueError(f"--out {out}: there is no folder {out.parent}")
         if memory:
             result = _plan_memory(loaded)
         elif step:
-            result = (_search if search else _predict_steps)(loaded, steps, network)
+            result = (_search if search else _predict_steps)(loaded, steps, traffic)
         else:
             result = _calibrate(loaded, max_seconds) if calibrate else _predict(loaded, steps)
         if out is not None:
@@ -102,15 +126,30 @@ def plan(
 
 
 def _calibrate(config: "Config", max_seconds: float) -> dict[str, Any]:
-    from kimi_pretrain.tools import calibrate
     from launch.cli.progress import share_bar
+    from launch.local.quiet import quiet_libraries
+
+    quiet_libraries()
+    from kimi_pretrain.tools import calibrate
 
     with share_bar("calibrating") as progress:
-        result = calibrate.calibrate(config, max_seconds, progress)
-    for line in calibrate.lines(result):
+        encoder = calibrate.calibrate(
+            config, max_seconds / 2, lambda share, what: progress(share / 2, what)
+        )
+        # Not before: to import the engine takes seconds, and it patches torch on a CPU.
+        from kimi_pretrain.tools import calibrate_passes
+
+        try:
+            passes = calibrate_passes.calibrate_passes(
+                config, max_seconds / 2, lambda share, what: progress((1 + share) / 2, what)
+            )
+        except ValueError:  # the encoder's are good for what they are
+            typer.echo("\n".join([*calibrate.lines(encoder), calibrate.yaml_block(encoder)]))
+            raise
+    for line in (*calibrate.lines(encoder), *calibrate_passes.lines(passes)):
         typer.echo(line)
-    typer.echo(calibrate.yaml_block(result))
-    return calibrate.as_json(result)
+    typer.echo("\n".join([calibrate.yaml_block(encoder), *calibrate_passes.yaml_lines(passes)]))
+    return calibrate.as_json(encoder) | {"language_model": calibrate_passes.as_json(passes)}
 
 
 def _plan_memory(config: "Config") -> dict[str, Any]:
@@ -120,21 +159,24 @@ def _plan_memory(config: "Config") -> dict[str, Any]:
     return _told(memory_report, found)
 
 
-def _predict_steps(config: "Config", steps: int, network: float) -> dict[str, Any]:
+def _predict_steps(config: "Config", steps: int, traffic: dict[str, float]) -> dict[str, Any]:
     from kimi_pretrain.tools import predict_step
     from launch.cli.progress import share_bar
 
+    told = predict_step.Traffic(**{"network": NETWORK, **traffic})
     with share_bar("planning") as progress:
-        found = predict_step.predict_steps(config, steps, network, progress)
+        found = predict_step.predict_steps(config, steps, told, progress)
     return _told(predict_step, found)
 
 
-def _search(config: "Config", steps: int, network: float) -> dict[str, Any]:
+def _search(config: "Config", steps: int, traffic: dict[str, float]) -> dict[str, Any]:
     from kimi_pretrain.tools import search_layouts
+    from kimi_pretrain.tools.predict_step import Traffic
     from launch.cli.progress import share_bar
 
+    told = Traffic(**{"network": NETWORK, **traffic})
     with share_bar("searching") as progress:
-        found = search_layouts.search_layouts(config, steps, network, progress)
+        found = search_layouts.search_layouts(config, steps, told, progress)
     return _told(search_layouts, found)
 
 

@@ -164,7 +164,7 @@ def colocated_gradients(run) -> dict[str, torch.Tensor]:
             microbatch.leaf_positions = torch.cat(
                 [int(items.start[i]) + torch.arange(int(items.tokens[i])) for i in mine]
             )
-        out = run.backbone._forward(microbatch, chunk, microbatch.labels)
+        out = run.backbone.forward(microbatch, chunk, microbatch.labels)
         (out * microbatch.loss_mask).sum().backward()
     return {t.name: t.grad().clone() / loss_tokens for t in run.update.named}
 

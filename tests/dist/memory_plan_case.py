@@ -64,7 +64,7 @@ def planned(run) -> list[str]:
     chunk, policy = backbone.chunks[0], backbone.policy
     set_streams()
     policy.begin_step()
-    plan = backbone._forward(microbatch, chunk, microbatch.labels, chunk.build_schedule_plan)
+    plan = backbone.forward(microbatch, chunk, microbatch.labels, chunk.build_schedule_plan)
     loss = type(plan).run(plan, None)
     chunk.forget_plans()
     kept = {one.tensor.untyped_storage()._cdata for one in policy._kept}

@@ -20,6 +20,7 @@ from benchmarks.muonclip.settings import (
     control_runs,
     overrides_of,
 )
+from benchmarks.step_plan.summary import summarise, targets
 from kimi_pretrain.config import load_config
 from tests import ROOT
 
@@ -37,6 +38,7 @@ SHORT = {
     "bench_muon.py": ([], ("layers", "accuracy", "targets")),
     "bench_fp8.py": (["--work", "{}/work"], ("found", "targets", "runs")),
     "bench_memory.py": ([], ("layer", "attention", "host_time", "demo", "policies", "targets")),
+    "bench_step_plan.py": (["--work", "{}/work"], ("summary", "targets", "raw")),
     "sim_dep.py": (["--picture", "{}/found.png"], ("grid",)),
 }
 
@@ -105,6 +107,26 @@ def test_what_is_kept_of_a_run():
     assert [point[:2] for point in found["curve"]] == [[0, 0], [2, 19], [4, 39]]
     assert (found["text"], found["vision"], found["start"]) == (29, 10, 1)
     assert found["share"] == 9 / 20  # of the steps after the first with media
+
+
+def test_errors_and_pairs_of_predicted_steps():
+    def case(name, predicted, *seconds):
+        run = {"no_core": 0.0, "phases": {"4 backbone": 1.0}, "busy": {"4 backbone": 1.0}}
+        step = {"passes": predicted, "total": predicted, "tokens": 1}
+        return {
+            "name": name, "predicted": {"steps": [step] * 3}, "network": {},
+            "expert_imbalance": 1.0, "runs": [[{"seconds": one, **run}] for one in seconds],
+        }  # fmt: skip
+
+    cases = [case("a", 1.09, 0.5, 1.0, 9.0), case("b", 1.9, 2.0), case("c", 1.0, 1.04)]
+    found = summarise(cases)
+    assert [row["error"] for row in found["cases"]] == pytest.approx([0.09, -0.05, 1 / 1.04 - 1])
+    assert (found["pairs"], found["ranked_right"]) == (2, 2)  # a and c are too near
+    assert [row["met"] for row in targets(found)] == [True, True, True]
+    cases[2] = case("c", 2.6, 1.06)  # now apart, and predicted as the slowest of all
+    found = summarise(cases)
+    assert (found["pairs"], found["ranked_right"]) == (3, 2)
+    assert [row["met"] for row in targets(found)] == [True, False, False]
 
 
 @pytest.mark.parametrize("count", T95)

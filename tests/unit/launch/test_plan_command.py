@@ -13,7 +13,7 @@ from data_pipeline.index.manifest import read_index
 from data_pipeline.plan.planner import Planner
 from data_pipeline.store.open import FolderStore
 from kimi_pretrain.config import load_config
-from kimi_pretrain.dep.pass_costs import chunk_flops
+from kimi_pretrain.dep.pass_costs import active_parameters, chunk_flops
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.memory.plan import plan_memory
 from launch.cli.main import app
@@ -261,23 +261,6 @@ def test_errors_are_one_line(root, tmp_path):
 VISION = "model.vision={width: 32, depth: 1, heads: 2, mlp_width: 64, pos_grid: 8, out_width: 128}"
 
 
-def test_calibrate_prints_lines_to_paste(tmp_path):
-    small = [VISION, "data.limits={image: 64, frame: 16}", "dep.max_patches_per_chunk=256"]
-    file = tmp_path / "cost.json"
-    given = ["--calibrate", "--max-seconds", "30", "--json", "--out", str(file), *small]
-    result = runner.invoke(app, ["plan", "--config", "tiny_cpu", *given])
-    assert result.exit_code == 0, result.output
-    *table, last = result.stdout.splitlines()
-    found = json.loads(last)
-    assert json.loads(file.read_text()) == found
-    start = table.index("dep:")
-    (tmp_path / "pasted.yaml").write_text("\n".join(table[start:]))
-    assert table[start + 1] == "  cost:"
-    pairs = [line.strip().split(": ") for line in table[start + 2 :]]
-    assert {name: float(value) for name, value in pairs} == found["cost"]
-    assert min(found["cost"].values()) >= 0 < sum(found["cost"].values())
-
-
 def test_calibrate_refuses_too_few_sizes():
     small = [VISION, "data.limits={image: 4, frame: 1}", "dep.max_patches_per_chunk=8"]
     result = runner.invoke(app, ["plan", "--config", "tiny_cpu", "--calibrate", *small])
@@ -312,6 +295,29 @@ def pipeline_of_two(forward, backward, count: int, send: float) -> float:
         came[n] = second + send
         free = max(free, came[n]) + b0
     return free
+
+
+def sums_of_two(config, network: float) -> float:
+    """Seconds of the slower stage's gradients to one of two replicas, and weights back.
+
+    Experts are on both replicas, half of them each: nothing of them is summed.
+    """
+    if "language_model" in config.train.frozen:
+        return 0.0
+    model = config.model.language
+    query = model.qk_nope_dim + model.qk_rope_dim
+    shapes = [
+        (model.q_lora_rank, model.hidden_size), (model.num_heads * query, model.q_lora_rank),
+        (model.kv_lora_rank + model.qk_rope_dim, model.hidden_size),
+        (model.num_heads * (model.qk_nope_dim + model.v_dim), model.kv_lora_rank),
+        (model.hidden_size, model.num_heads * model.v_dim),
+    ]  # fmt: skip
+    attention = sum(rows * columns for rows, columns in shapes)
+    dense = 3 * model.hidden_size * model.dense_ffn_size
+    moe = 3 * model.hidden_size * model.expert_ffn_size + model.num_experts * model.hidden_size
+    vocabulary = model.vocab_size * model.hidden_size
+    stages = [2 * attention + dense + moe + vocabulary, 2 * attention + 2 * moe + vocabulary]
+    return max(stages) / 2 * (4 + 4) / network
 
 
 STAGES_OF_TWO = ("layout.vpp=1", "layout.stages=null", "data.rows_per_step=16")
@@ -351,7 +357,8 @@ def test_seconds_of_a_step_are_those_of_plain_loops(root, frozen):
         assert step["imbalance"] == pytest.approx(passes.max() - passes.mean())
         parts = step["passes"] + step["imbalance"] + step["bubble"]
         assert parts == pytest.approx(pipeline)
-        assert step["gradient_sum"] == pytest.approx(ring, rel=0.1)
+        assert step["gradient_sum"] == pytest.approx(ring + sums_of_two(config, network), rel=0.1)
+        assert step["update"] == 0.0
         rest = step["vision"] + step["exchange"] + step["gradient_sum"]
         assert step["total"] == pytest.approx(pipeline + rest)
         assert step["tokens"] == plan.num_tokens
@@ -362,7 +369,7 @@ def test_seconds_of_a_step_are_those_of_plain_loops(root, frozen):
 def test_a_step_without_media_is_its_pipeline(root):
     found = found_by(root, "--step", "--steps", "1", *NO_MEDIA)
     (step,) = found["steps"]
-    assert step["vision"] == step["exchange"] == step["gradient_sum"] == 0.0
+    assert step["vision"] == step["exchange"] == step["update"] == 0.0
     assert step["total"] > 0
 
 
@@ -395,6 +402,9 @@ def test_a_step_says_what_binds(root):
         (("--step", "--memory"), "--memory and --step: give one of them"),
         (("--step", "--network", "0"), "--network"),
         (("--search",), "--search without --step"),
+        (("--network", "1e9"), "--network without --step"),
+        (("--memory", "--network", "1e9"), "--network without --step"),
+        (("--latency", "0", "--expert-imbalance", "1"), "--latency, --expert-imbalance without"),
         (("--step", "--search"), "train.memory_limit_gib=null"),
         (("--step", "--search", "train.memory_limit_gib=0.001"), "fits train.memory_limit_gib"),
     ],
@@ -420,6 +430,9 @@ def test_the_search_lists_what_trying_every_layout_by_hand_finds(root):
         assert again["tokens_per_day"] == pytest.approx(one["tokens_per_day"], rel=1e-12)
         config = load_config("tiny_cpu", [*SMALL, *slow, f"data.root={root}", *one["settings"]])
         assert plan_memory(config).fullest.peak == one["bytes"] <= 2**30
+    pipelines = {(pp, vpp) for pp in (1, 2, 4) for vpp in ((1, 2, 4, 8) if pp > 1 else (1,))}
+    assert found["priced"] + sum(one["count"] for one in found["left_out"]) >= len(pipelines)
+    assert any("4 layers do not divide over 8" in one["reason"] for one in found["left_out"])
     assert found["own_seconds"] in seconds
     assert min(seconds) <= min(tried.values()) * (1 + 1e-9)
     assert found["priced"] >= len(tried)
@@ -455,3 +468,93 @@ def test_tokens_travel_to_experts_on_other_nodes(root, overlap):
     if overlap:
         assert (forward < moved).any()
         assert (2 * forward > moved).any()
+
+
+def test_the_search_counts_what_it_leaves_out_and_says_why(root):
+    """Against trying each layout by hand: of two rows a step, four replicas have none."""
+    own = ("layout.vpp=1", "layout.stages=null", "data.rows_per_step=2")
+    result = run(root, "--step", "--search", "--steps", "1", *own, "train.memory_limit_gib=1")
+    *lines, last = run(
+        root, "--step", "--search", "--steps", "1", "--json", *own, "train.memory_limit_gib=1"
+    ).output.splitlines()
+    found = json.loads(last)["left_out"]
+    told = [line for line in result.output.splitlines() if " such as pp " in line]
+    for line, one in zip(told, found, strict=True):
+        assert line == f"{one['count']:4d} such as {one['layout']}: {one['reason']}"
+    cannot = 5  # pipelines of 8 chunks and more, of four layers
+    for pp, vpp, dp in ((1, 1, 4), (2, 1, 2), (2, 2, 2), (4, 1, 1)):
+        for ep in (1, 2, 4)[: dp.bit_length()]:
+            layout = f"layout.pp={pp}", f"layout.vpp={vpp}", f"layout.dp={dp}", f"layout.ep={ep}"
+            try:
+                load_config("tiny_cpu", [*SMALL, *own, *layout])
+            except ValueError:
+                cannot += 1
+    assert f"left out: {cannot} layouts" in lines
+    assert sum(one["count"] for one in found) == cannot > 5
+    reasons = " ".join(one["reason"] for one in found)
+    assert "do not divide over 8 chunks" in reasons
+    assert "data.rows_per_step=2 is not a multiple of layout.dp=4" in reasons
+
+
+MEASURED = (
+    "dep.pass_cost={embedding_forward: 1.0e-3, embedding_backward: 2.0e-3, dense_forward: 3.0e-3, "
+    "dense_backward: 5.0e-3, expert_forward: 7.0e-3, expert_backward: 11.0e-3, "
+    "head_forward: 13.0e-3, head_backward: 17.0e-3}",
+    "dep.update_cost={vocabulary: 0.3, dense_layer: 0.5, expert_layer: 0.7, expert: 0.11, "
+    "encoder: 2.9}",
+)
+
+
+def test_measured_passes_and_updates_take_the_place_of_counted_ones(root):
+    given = (*STAGES_OF_TWO, *MEASURED, "dep.ranks_per_node=4")
+    found = found_by(root, "--step", "--steps", "1", "--network=1e15", *given, *NO_MEDIA)
+    (step,) = found["steps"]
+    forward = (1e-3 + 3e-3 + 7e-3, 2 * 7e-3 + 13e-3)  # a dense layer and three with experts
+    backward = (2e-3 + 5e-3 + 11e-3, 2 * 11e-3 + 17e-3)
+    pipeline = pipeline_of_two(forward, backward, 8, 0.0)
+    assert step["passes"] + step["imbalance"] + step["bubble"] == pytest.approx(pipeline, rel=1e-3)
+    # Two replicas share what both have; experts are on both, four of eight each.
+    loads = (0.3 + 0.5 + 0.7) / 2 + 4 * 0.11, (2 * 0.7 + 0.3) / 2 + 2 * 4 * 0.11
+    level = (sum(loads) + 2.9 / 2) / 2  # the encoder, over four ranks, evens it out
+    assert level > max(loads)
+    assert step["update"] == pytest.approx(level)
+    assert step["total"] == pytest.approx(pipeline + level, rel=1e-3)
+    table = run(root, "--step", "--steps", "1", *given).output
+    assert "passes as measured" in table
+    assert "left out: checkpoints" in table
+    alone = found_by(root, "--step", "--steps", "1", *given, "optim.shard_state=false")
+    assert alone["mean"]["update"] == pytest.approx(2 * 0.7 + 0.3 + 2 * 4 * 0.11 + 2.9)
+    little = MEASURED[1].replace("encoder: 2.9", "encoder: 0.0")
+    assert found_by(root, "--step", "--steps", "1", *given, little)["mean"]["update"] == (
+        pytest.approx(max(loads))
+    )
+
+
+def test_what_starting_a_chunk_costs_counts_for_steps_alone(root):
+    more = "dep.cost.per_chunk=0.25"
+    before, after = (found_by(root, "--step", "--steps", "2", *given) for given in ((), (more,)))
+    for one, other in zip(before["steps"], after["steps"], strict=True):
+        assert other["vision"] == pytest.approx(one["vision"] + 0.25)
+    assert found_by(root, "--steps", "2", more)["steps"] == found_by(root, "--steps", "2")["steps"]
+
+
+def test_a_busier_expert_rank_and_latency_lengthen_the_passes(root):
+    """Of an expert layer by the routed experts' share of its operations."""
+    given = (*MEASURED, "dep.ranks_per_node=4", "data.rows_per_step=16")
+    arguments = ("--step", "--steps", "1", "--network=1e15", *given, *NO_MEDIA)
+    before = found_by(root, *arguments)["steps"][0]["passes"]
+    after = found_by(root, *arguments, "--latency=0.001")["steps"][0]["passes"]
+    assert after - before == pytest.approx(8 * 3 * (4 + 3) * 0.001 / 2)  # three layers, two stages
+    after = found_by(root, *arguments, "--expert-imbalance=1.5")["steps"][0]["passes"]
+    model, tokens = load_config("tiny_cpu").model.language, 128
+    routed = 2 * 3 * model.hidden_size * model.expert_ffn_size
+    both = [one / 1e3 for one in (7, 11)]
+    _, active, _ = active_parameters(model)
+    keys = tokens * model.num_heads * (2 * model.qk_nope_dim + model.qk_rope_dim) / 2  # v as nope
+    share = routed / (active + keys)
+    assert 0.2 < share < 0.6
+    assert after - before == pytest.approx(8 * 3 * 0.5 * share * sum(both) / 2)
+    alone = (*arguments, "layout.ep=1")
+    assert (
+        found_by(root, *alone)["steps"] == found_by(root, *alone, "--expert-imbalance=2")["steps"]
+    )
