@@ -93,15 +93,16 @@ def sync(
     found = read_all(source, find_sources(source, wanted))
     surveys = survey(source, target, found, rate, meter, LOOK_THREADS)
     report = SyncReport(without_tokenizer=[one.name for one in found if one.tokenizer])
-    work = [one for one in surveys if one.missing or not one.published]
+    work = [one for one in surveys if one.missing or one.journal or not one.published]
     for one in work:
-        check_index(source, one.contents)
+        if one.missing or not one.published:
+            check_index(source, one.contents)
     with _claimed(target, work) as claims:
         _copy_all(_Copying(source, target, rate, meter), work, options.parallel, claims)
-    for one in surveys:
-        if one.journal or one in work:
+        for one in work:
             SyncJournal(target, one.contents.name).remove()
-        state = "there" if one not in work else "completed" if one.published else "copied"
+    for one in surveys:
+        state = "copied" if not one.published else "completed" if one.missing else "there"
         report.sources[one.contents.name] = state
     missing = {item.key: item.size for one in work for item in one.missing}
     report.copied, report.bytes = len(missing), sum(missing.values())

@@ -42,8 +42,8 @@ class SyncJournal:
         """Remove what a killed sync was writing: only while nobody else writes these folders."""
         for folder in folders:
             if isinstance(self._target, FolderStore):
-                self._target.remove_unfinished(folder)
-                self._target.remove_unfinished(f"{folder}/{_FOLDER}")
+                for inside in (folder, f"{folder}/{_FOLDER}", f"{folder}/.ingest"):
+                    self._target.remove_unfinished(inside)
             elif isinstance(self._target, S3Store):
                 self._target.remove_uploads(f"{folder}/", lambda _: False)
 
