@@ -88,7 +88,7 @@ class Run:
 
     def _open_loader(self) -> Loader:
         data, self._heldout = self.config.data, list[SourceIndex]()
-        self.tokenizer, indices = read_sources(self.config, self.store)
+        self.tokenizer, indices = read_sources(self.config, self.store, shared=True)
         check_item_sizes(self.config, indices)
         if self.config.train.validate_every is not None:
             self._heldout = read_heldout(self.config, self.store, self.tokenizer, indices)

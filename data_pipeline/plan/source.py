@@ -28,6 +28,8 @@ from data_pipeline.plan.layout import Layout, lay_out, num_levels
 from data_pipeline.plan.order import ShardOrder
 from data_pipeline.plan.variation import Variation
 
+_BLOCK = 1 << 16  # samples whose sizes are looked at together
+
 # Units whose mean stands for a source's under augmentation.
 _PROBED = 1 << 16
 
@@ -58,8 +60,48 @@ class Drawn:
     layout: Layout
 
 
+class _Units:
+    """Numbers of a source's units: every sample is one, but those that are none or several.
+
+    Args:
+        samples: the others, rising. parts: how many units each of them is, 0 or more.
+    """
+
+    def __init__(self, samples: NDArray[np.int64], parts: NDArray[np.int64], num_samples: int):
+        self.samples, self.parts = samples, parts
+        self._more = np.concatenate([[0], np.cumsum(parts - 1)])
+        self._first = samples + self._more[:-1]
+        self.number = num_samples + int(self._more[-1])
+
+    def of(self, units: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the (sample, part of it) of each unit, int64 [n] each."""
+        units = np.asarray(units, np.int64)
+        after = np.searchsorted(self._first, units, side="right")
+        sample, part = units - self._more[after], np.zeros_like(units)
+        at = np.maximum(after - 1, 0)
+        if len(self.samples):
+            inside = (after > 0) & (units < self._first[at] + self.parts[at])
+            sample = np.where(inside, self.samples[at], sample)
+            part = np.where(inside, units - self._first[at], part)
+        return sample, part
+
+    def first(self, samples: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the first unit of each sample, or where it would be, int64 [n]."""
+        samples = np.asarray(samples, np.int64)
+        return samples + self._more[np.searchsorted(self.samples, samples)]
+
+    def all_of(self, samples: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the units of samples, rising, int64 [units]."""
+        first, end = self.first(samples), self.first(samples + 1)
+        own = np.concatenate([[0], np.cumsum(end - first)])
+        return np.sort(np.repeat(first - own[:-1], end - first) + np.arange(own[-1]))
+
+
 class Source:
     """One source: its index, the sizes of its samples, and its order of draws.
+
+    Beside the index, which processes may share, it keeps only which samples are unusual: not
+    chosen, too long, shrunk or split. Sizes follow from the index when a sample is drawn.
 
     Raises:
         ValueError: the source has no samples, none of the lengths that are chosen, or none that
@@ -71,63 +113,76 @@ class Source:
         self._seq_len, self._limits = config.seq_len, config.limits
         augment = config.augment.get(index.name, AugmentConfig())
         self.variation = Variation(index, augment, config.seed)
-        samples = np.arange(index.num_samples)
-        self.level = np.zeros(samples.size, np.int16)
-        plain = lay_out(index, config.limits, samples, self.level)
         self.choice = config.chosen(index.name)
-        self._chosen = choose(index.name, plain.length, self.choice)
-        too_long = np.flatnonzero(self._chosen & (plain.length > config.seq_len))
-        self.longest = int(plain.length[self._chosen].max(initial=0))
-        if config.shrink_media and too_long.size:
-            self._find_levels(too_long)
-            plain = lay_out(index, config.limits, samples, self.level)
-        parts = self._count_parts(plain) if config.split_text else np.ones(samples.size, np.int64)
-        parts[~self._chosen] = 0
-        self._layout = plain
-        self._sample = np.repeat(samples, parts)
-        self._part = np.arange(self._sample.size) - np.repeat(np.cumsum(parts) - parts, parts)
-        self._split = parts > 1
-        self._usable = self._chosen & ((plain.length <= config.seq_len) | self._split)
-        if samples.size and not self._usable.any():
-            shortest = plain.length[self._chosen].min()
+        found = _Lengths.of(index, config, self.choice)
+        self.longest, self._left_out = found.longest, found.left_out
+        shrunk = np.zeros(found.too_long.size, np.int64)
+        if config.shrink_media and found.too_long.size:
+            shrunk = self._levels_of(found.too_long)
+        self._shrunk, self._level = found.too_long[shrunk > 0], shrunk[shrunk > 0]
+        long, length = found.too_long[shrunk == 0], found.length[shrunk == 0]
+        parts = np.ones(long.size, np.int64)
+        if config.split_text:
+            parts = np.where(self._is_plain(long), -(-(length - 2) // (self._seq_len - 2)), 1)
+        self._refused = long[parts == 1]
+        if index.num_samples and self._refused.size + self._left_out.size == index.num_samples:
             raise ValueError(
-                f"source {index.name!r}: all {self._chosen.sum()} samples are longer than a row of "
-                f"{config.seq_len} tokens (shortest {shortest}, longest "
+                f"source {index.name!r}: all {self._refused.size} samples are longer than a row of "
+                f"{config.seq_len} tokens (shortest {found.shortest}, longest "
                 f"{self.longest}); raise seq_len, lower the patch limits, or split the samples"
             )
-        self._shard = index.shard[self._sample]
-        sizes = np.bincount(self._shard, minlength=len(index.shards))
-        self.order = ShardOrder(sizes.tolist(), config.shard_window, config.seed, index.name)
+        self._split = long[parts > 1]
+        odd = np.concatenate([self._left_out, self._split])
+        parts = np.concatenate([np.zeros(self._left_out.size, np.int64), parts[parts > 1]])
+        order = np.argsort(odd)
+        self._units = _Units(odd[order], parts[order], index.num_samples)
+        # Where each shard's units begin, and the end.
+        shards = np.searchsorted(index.shard, np.arange(len(index.shards) + 1))
+        self._shard_ptr = self._units.first(shards)
+        sizes = np.diff(self._shard_ptr).tolist()
+        self.order = ShardOrder(sizes, config.shard_window, config.seed, index.name)
         self._filling = lru_cache(maxsize=4)(self._fill)
 
-    def _find_levels(self, too_long: NDArray[np.int64]) -> None:
-        """Give each sample the lowest level at which it fits; those that never do keep 0."""
-        left = too_long[np.diff(self.index.item_ptr)[too_long] > 0]
+    def _levels_of(self, too_long: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the lowest level at which each sample fits; 0 for those that never do."""
+        found = np.zeros(too_long.size, np.int64)
+        left = np.flatnonzero(np.diff(self.index.item_ptr)[too_long] > 0)
         for level in range(1, num_levels(self._limits) + 1):
             if not left.size:
-                return
+                break
             levels = np.full(left.size, level)
-            fits = lay_out(self.index, self._limits, left, levels).length <= self._seq_len
-            self.level[left[fits]] = level
+            laid_out = lay_out(self.index, self._limits, too_long[left], levels)
+            fits = laid_out.length <= self._seq_len
+            found[left[fits]] = level
             left = left[~fits]
+        return found
 
-    def _count_parts(self, plain: Layout) -> NDArray[np.int64]:
-        """Rows that each sample is split into: more than one only for plain text."""
+    def _is_plain(self, samples: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether samples are one text each, without media, regions and variants, bool [n]."""
         index = self.index
-        simple = np.diff(index.item_ptr) + np.diff(index.region_ptr) + np.diff(index.variant_ptr)
-        rows = -(-(plain.length - 2) // (self._seq_len - 2))
-        return np.where((plain.length > self._seq_len) & (simple == 0), rows, 1)
+        more = np.zeros(samples.size, np.int64)
+        for ptr in (index.item_ptr, index.region_ptr, index.variant_ptr):
+            more += ptr[samples + 1] - ptr[samples]
+        return more == 0
+
+    def level_of(self, samples: NDArray[np.int64]) -> NDArray[np.int16]:
+        """Return the shrink level of samples, int16 [n]."""
+        found = np.zeros(samples.size, np.int16)
+        if self._shrunk.size:
+            at = np.minimum(np.searchsorted(self._shrunk, samples), self._shrunk.size - 1)
+            found = np.where(self._shrunk[at] == samples, self._level[at], found)
+        return found.astype(np.int16)
 
     @property
     def counts(self) -> dict[str, int]:
         """How many samples were chosen, split, shrunk and refused, and into how many units."""
         return {
             "samples": self.index.num_samples,
-            "chosen": int(self._chosen.sum()),
-            "units": self._sample.size,
-            "split": int(self._split.sum()),
-            "shrunk": int((self.level > 0).sum()),
-            "refused": int((self._chosen & ~self._usable).sum()),
+            "chosen": self._num_chosen,
+            "units": self.num_units,
+            "split": self._split.size,
+            "shrunk": self._shrunk.size,
+            "refused": self._refused.size,
             "longest": self.longest,
         }
 
@@ -137,11 +192,10 @@ class Source:
 
         None: all are taken as they are. Splitting a text loses nothing and is not told.
         """
-        refused = np.flatnonzero(self._chosen & ~self._usable)
-        shrunk = int((self.level > 0).sum())
+        refused, shrunk = self._refused, self._shrunk.size
         told = []
         if self.choice is not None:
-            told.append(f"{self._chosen.sum():,} are chosen by {self.choice.bounds}")
+            told.append(f"{self._num_chosen:,} are chosen by {self.choice.bounds}")
         if refused.size:
             first = self.index.key_of(int(refused[0]))
             told.append(
@@ -156,7 +210,11 @@ class Source:
     @property
     def num_units(self) -> int:
         """Draws of one epoch."""
-        return self._sample.size
+        return self._units.number
+
+    @property
+    def _num_chosen(self) -> int:
+        return self.index.num_samples - self._left_out.size
 
     @property
     def totals(self) -> SourceTotals:
@@ -165,18 +223,18 @@ class Source:
         Under augmentation the means are those of up to 65,536 units of the first epoch.
         """
         step = -(-self.num_units // _PROBED) if self.variation.active else 1
-        units = np.arange(0, self.num_units, step)
-        layout = self._measure(self._substituted(units, ()), np.zeros_like(units)).layout
-        return SourceTotals(
-            name=self.index.name,
-            samples=units.size,
-            tokens=int(layout.length.sum()),
-            vision_tokens=int(layout.vision.sum()),
-        )
+        samples = tokens = vision = 0
+        for block in range(0, self.num_units, _BLOCK * step):
+            units = np.arange(block, min(block + _BLOCK * step, self.num_units), step)
+            layout = self._measure(self._substituted(units, ()), np.zeros_like(units)).layout
+            samples += units.size
+            tokens += int(layout.length.sum())
+            vision += int(layout.vision.sum())
+        return SourceTotals(self.index.name, samples, tokens, vision)
 
     def is_split(self, sample: int) -> bool:
         """Whether a sample is handed out in parts."""
-        return bool(self._split[sample])
+        return bool(_in(np.array([sample]), self._split)[0])
 
     def draw(self, draws: NDArray[np.int64], quarantined: Sequence[int] = ()) -> Drawn:
         """Return the units of draw numbers [n], with the place of unusable samples filled.
@@ -198,34 +256,83 @@ class Source:
         return np.where(bad[at] == units, filling[at], units)
 
     def _fill(self, quarantined: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        usable = self._usable.copy()
-        usable[list(quarantined)] = False
-        if not usable.any():
+        bad = np.union1d(self._refused, np.array(quarantined, np.int64))
+        units = self._units.all_of(bad)
+        if units.size == self.num_units:
             raise DataUsedUp(
                 f"source {self.index.name!r}: every sample that fits a row is in quarantine; "
                 "repair the source"
             )
-        return substitutes(usable[self._sample], self._shard)
+        return units, substitutes(units, self._shard_ptr)
 
     def _measure(self, units: NDArray[np.int64], epochs: NDArray[np.int64]) -> Drawn:
-        sample, part = self._sample[units], self._part[units]
-        level = self.level[sample]
-        layout = self._layout.of(sample)
+        sample, part = self._units.of(units)
+        level, is_split = self.level_of(sample), _in(sample, self._split)
         varied = np.zeros(sample.size, np.bool_)
-        if self.variation.active:
+        if not self.variation.active:
+            layout = lay_out(self.index, self._limits, sample, level)
+        else:
             chance = self.variation.chance(sample, epochs)
             changes = self.variation.changes(sample, chance)
             layout = lay_out(self.index, self._limits, sample, level, changes)
-            varied = (layout.length <= self._seq_len) & ~chance.lost & ~self._split[sample]
+            varied = (layout.length <= self._seq_len) & ~chance.lost & ~is_split
             if not varied.all():
                 chance = self.variation.chance(sample, epochs, varied)
                 changes = self.variation.changes(sample, chance)
                 layout = lay_out(self.index, self._limits, sample, level, changes)
-        split = np.flatnonzero(self._split[sample])
+        split = np.flatnonzero(is_split)
         if split.size:
             left = layout.length[split] - 2 - part[split] * (self._seq_len - 2)
             layout.length[split] = np.minimum(left + 2, self._seq_len)
         return Drawn(sample, part.astype(np.int32), epochs, varied, level, layout)
+
+
+@dataclass(frozen=True, eq=False)
+class _Lengths:
+    """What lengths say of a source's samples.
+
+    Attributes:
+        left_out: samples that are not chosen, rising, int64.
+        too_long: chosen ones longer than a row, rising, int64. length: of each of them, in tokens.
+        shortest, longest: tokens of chosen samples; 0 without any.
+    """
+
+    left_out: NDArray[np.int64]
+    too_long: NDArray[np.int64]
+    length: NDArray[np.int64]
+    shortest: int
+    longest: int
+
+    @classmethod
+    def of(cls, index: SourceIndex, config: DataConfig, choice: ChosenSource | None) -> "_Lengths":
+        """Lay all samples out, some at a time.
+
+        Raises:
+            ValueError: none is chosen of those that there are.
+        """
+        left_out, too_long, lengths = [], [], []
+        of_all, of_chosen = list[int](), list[int]()
+        for block in range(0, index.num_samples, _BLOCK):
+            samples = np.arange(block, min(block + _BLOCK, index.num_samples))
+            length = lay_out(index, config.limits, samples, np.zeros(samples.size, int)).length
+            chosen = _chosen(length, choice)
+            long = chosen & (length > config.seq_len)
+            left_out.append(samples[~chosen])
+            too_long.append(samples[long])
+            lengths.append(length[long])
+            of_all += [int(length.min()), int(length.max())]
+            if chosen.any():
+                of_chosen += [int(length[chosen].min()), int(length[chosen].max())]
+        if of_all and not of_chosen:
+            raise _none_chosen(index.name, index.num_samples, choice, min(of_all), max(of_all))
+        none = [np.zeros(0, np.int64)]
+        return cls(
+            np.concatenate(left_out or none),
+            np.concatenate(too_long or none),
+            np.concatenate(lengths or none),
+            min(of_chosen, default=0),
+            max(of_chosen, default=0),
+        )
 
 
 def choose(name: str, length: NDArray[np.int64], choice: ChosenSource | None) -> NDArray[np.bool_]:
@@ -234,20 +341,37 @@ def choose(name: str, length: NDArray[np.int64], choice: ChosenSource | None) ->
     Raises:
         ValueError: none of those that there are.
     """
-    chosen = np.ones(length.size, np.bool_)
-    if choice is None:
-        return chosen
-    if choice.min_tokens is not None:
-        chosen &= length >= choice.min_tokens
-    if choice.max_tokens is not None:
-        chosen &= length <= choice.max_tokens
+    chosen = _chosen(length, choice)
     if length.size and not chosen.any():
-        raise ValueError(
-            f"data.sources.{name}: none of its {length.size:,} samples is chosen by "
-            f"{choice.bounds}: the longest has {length.max():,} tokens, the shortest "
-            f"{length.min():,}; change the bounds, or give another source"
-        )
+        raise _none_chosen(name, length.size, choice, int(length.min()), int(length.max()))
     return chosen
+
+
+def _chosen(length: NDArray[np.int64], choice: ChosenSource | None) -> NDArray[np.bool_]:
+    chosen = np.ones(length.size, np.bool_)
+    if choice is not None and choice.min_tokens is not None:
+        chosen &= length >= choice.min_tokens
+    if choice is not None and choice.max_tokens is not None:
+        chosen &= length <= choice.max_tokens
+    return chosen
+
+
+def _none_chosen(
+    name: str, number: int, choice: ChosenSource | None, shortest: int, longest: int
+) -> ValueError:
+    assert choice is not None  # it is what leaves samples out
+    return ValueError(
+        f"data.sources.{name}: none of its {number:,} samples is chosen by {choice.bounds}: the "
+        f"longest has {longest:,} tokens, the shortest {shortest:,}; change the bounds, or give "
+        "another source"
+    )
+
+
+def _in(values: NDArray[np.int64], some: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each value is among some, which rise, bool [n]."""
+    if not some.size:
+        return np.zeros(values.size, np.bool_)
+    return some[np.minimum(np.searchsorted(some, values), some.size - 1)] == values
 
 
 def part_span(part: int, seq_len: int) -> slice:
@@ -256,23 +380,26 @@ def part_span(part: int, seq_len: int) -> slice:
     return slice(part * room, (part + 1) * room)
 
 
-def substitutes(
-    usable: NDArray[np.bool_], shard: NDArray[np.integer]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (unusable units, the unit that fills each one's place), int64 [k] each.
+def substitutes(bad: NDArray[np.int64], shard_ptr: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the unit that fills each unusable unit's place, int64 [k].
 
     Args:
-        usable: [units], at least one is.
-        shard: [units], never decreasing.
+        bad: the unusable units, rising; some are left.
+        shard_ptr: where each shard's units begin, and the end, [shards + 1].
     """
-    bad, good = np.flatnonzero(~usable), np.flatnonzero(usable)
-    if not bad.size:
-        return bad, bad
-    # The good ones of its shard, as a range of `good`; of the whole source if there is none.
-    begin = np.searchsorted(good, np.searchsorted(shard, shard[bad]))
-    end = np.searchsorted(good, np.searchsorted(shard, shard[bad], side="right"))
+    k, shift = np.arange(bad.size), bad - np.arange(bad.size)
+    shard = np.searchsorted(shard_ptr, bad, side="right") - 1
+    first, last = shard_ptr[shard], shard_ptr[shard + 1]
+
+    def before(units: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Count the usable units before each."""
+        return units - np.searchsorted(bad, units)
+
+    # The usable ones of its shard, in the count of all; of the whole source if there is none.
+    begin, end = before(first), before(last)
     lonely = begin == end
-    begin, end = np.where(lonely, 0, begin), np.where(lonely, good.size, end)
+    begin, end = np.where(lonely, 0, begin), np.where(lonely, before(shard_ptr[-1:]), end)
     # The k-th bad one goes k further than the next good one: a run of bad ones is spread out.
-    k = np.arange(bad.size) - np.searchsorted(shard[bad], shard[bad])
-    return bad, good[begin + (np.searchsorted(good, bad) - begin + k) % (end - begin)]
+    k = k - np.searchsorted(bad, first)
+    good = begin + (before(bad) - begin + k) % (end - begin)
+    return good + np.searchsorted(shift, good, side="right")

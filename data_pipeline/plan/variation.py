@@ -70,8 +70,6 @@ class Variation:
         has_variants = config.variants and bool(index.variant_tokens.size)
         has_images = config.changes_images and bool((index.item_kind == KIND_IMAGE).any())
         self.active = has_variants or has_images
-        extra = index.piece_variants.astype(np.int64) - 1
-        self._first_variant = np.cumsum(extra) - extra
 
     def chance(
         self,
@@ -141,12 +139,16 @@ class Variation:
     def changes(self, samples: NDArray[np.integer], chance: Chance) -> Changes:
         """Return what the chance means for the sizes of those samples."""
         index = self._index
-        pieces, _ = gather_rows(index.piece_ptr, samples)
+        pieces, piece_ptr = gather_rows(index.piece_ptr, samples)
         items, _ = gather_rows(index.item_ptr, samples)
         tokens = index.piece_tokens[pieces].astype(np.int64)
         other = np.flatnonzero(chance.variant)
         if other.size:
-            at = self._first_variant[pieces[other]] + chance.variant[other] - 1
+            before = np.concatenate([[0], np.cumsum(index.piece_variants[pieces] - np.int64(1))])
+            first = np.repeat(
+                index.variant_ptr[samples] - before[piece_ptr[:-1]], np.diff(piece_ptr)
+            )
+            at = first[other] + before[other] + chance.variant[other] - 1
             tokens[other] = index.variant_tokens[at]
         written = np.flatnonzero(index.piece_kind[pieces] == PIECE_REGION)
         tokens[written[~chance.keep]] = 0

@@ -17,6 +17,7 @@ import numpy as np
 from data_pipeline.access import check_tokenizer, open_data, open_tokenizer
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import read_index
+from data_pipeline.index.shared import read_shared_index
 from data_pipeline.plan.budget import BudgetEnd, budget_end, budget_notices, end_state
 from data_pipeline.plan.layout import lay_out
 from data_pipeline.plan.once import once
@@ -156,14 +157,20 @@ def _rate_notices(end: BudgetEnd | None, config: Config) -> list[str]:
     ]
 
 
-def read_sources(config: Config, store: Store) -> tuple[Tokenizer, list[SourceIndex]]:
+def read_sources(
+    config: Config, store: Store, *, shared: bool = False
+) -> tuple[Tokenizer, list[SourceIndex]]:
     """Read the tokenizer and the indices of all sources, and check that they belong together.
+
+    Args:
+        shared: the processes of this node have one copy of each index.
 
     Raises:
         ConfigError, IndexMismatch, StoreError: see `check_start`.
     """
     tokenizer = load_tokenizer(config, store)
-    indices = [read_index(store, name) for name in config.data.source_names]
+    read = read_shared_index if shared else read_index
+    indices = [read(store, name) for name in config.data.source_names]
     for index in indices:
         check_tokenizer(index, tokenizer)
     _check_pairs(config, store, indices)

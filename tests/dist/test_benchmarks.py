@@ -29,6 +29,7 @@ SHORT = {
     "bench_context.py": ([], ("forms", "targets")),
     "bench_dep.py": (["--work", "{}/work", "--picture", "{}/memory.png"], ("timing", "memory")),
     "bench_extension.py": (["--work", "{}/work", "--pictures", "{}"], ("extension", "border")),
+    "bench_index.py": ([], ("alone", "shared", "targets")),
     "bench_projector.py": (["--work", "{}/work"], ("seeds", "targets")),
     "bench_fusion.py": (["--work", "{}/work", "--pictures", "{}"], ("ends", "dips", "runs")),
     "bench_loader.py": (["--work", "{}", "--count", "400"], ("speed", "resume", "elastic")),

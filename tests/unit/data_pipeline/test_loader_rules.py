@@ -68,7 +68,7 @@ def expected_patches(config, planner, plan, item):
     draw = detail.draws.get(int(plan.items.media[item]))
     if draw is not None:
         pixels = apply(draw, pixels)
-    level = int(source.level[plan.samples.index[sample]])
+    level = int(source.level_of(plan.samples.index[[sample]])[0])
     return image_patches(pixels, limits_at(config.limits, level))[0], level, draw
 
 

@@ -159,9 +159,9 @@ def test_pictures_are_shrunk_no_further_than_needed():
         ]
         fitting = [level for level, length in enumerate(lengths) if length <= 80]
         if fitting and np.diff(index.item_ptr)[sample]:
-            assert source.level[sample] == fitting[0]
+            assert source.level_of(np.array([sample]))[0] == fitting[0]
         elif not fitting:
-            assert source.level[sample] == 0
+            assert source.level_of(np.array([sample]))[0] == 0
     drawn = source.draw(np.arange(source.num_units))
     assert drawn.layout.length.max() <= 80
     none = Source(index, config.replace(shrink_media=False))
