@@ -65,6 +65,7 @@ slurm-lab-end: $(STAMP) ## end it, and its jobs
 bench: $(STAMP) ## measure planning, DEP, bubbles, predicted steps, memory, MuonClip, checkpoints, and loading against other loaders (4 hours; ARGS="--quick": ours only)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_plan.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_index.py $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_sync.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_loader.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_dep.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_bubbles.py $(filter --quick,$(ARGS))

@@ -39,7 +39,7 @@ from data_pipeline.cache.node import NodeFolder
 from data_pipeline.cache.tier import Tier
 from data_pipeline.store import objects
 from data_pipeline.store.addresses import check_local
-from data_pipeline.store.objects import ObjectInfo, Span, Store, StoreError
+from data_pipeline.store.objects import ObjectInfo, Span, Store, StoreError, Written
 from data_pipeline.store.stats import StoreStats
 from typed_config.section import Section
 
@@ -274,6 +274,13 @@ class CachedStore:
         """See `Store.put_file`. The object is not registered any more."""
         self._objects.pop(key, None)
         return self._inner.put_file(key, path, sent)
+
+    def put_verified(
+        self, key: str, size: int, sha256: str | None, read: Callable[[int, int], bytes]
+    ) -> Written:
+        """See `Store.put_verified`. The object is not registered any more."""
+        self._objects.pop(key, None)
+        return self._inner.put_verified(key, size, sha256, read)
 
     def delete(self, key: str) -> None:
         """See `Store.delete`. The object is not registered any more."""

@@ -130,6 +130,11 @@ def read_manifest(store: Store, name: str) -> dict[str, Any]:
     Raises:
         MissingKey, IndexMismatch, ValueError: as `read_index`.
     """
+    return read_manifest_file(store, name)[0]
+
+
+def read_manifest_file(store: Store, name: str) -> tuple[dict[str, Any], bytes]:
+    """As `read_manifest`; also the bytes of the file."""
     where = f"{store.uri}/{name}"
     if "@" in name:
         raise ValueError(
@@ -138,7 +143,8 @@ def read_manifest(store: Store, name: str) -> dict[str, Any]:
             f"{store.uri})"
         )
     try:
-        manifest = json.loads(store.get(manifest_key(name)))
+        data = store.get(manifest_key(name))
+        manifest = json.loads(data)
     except MissingKey as error:
         raise MissingKey(
             f"{where}: no manifest.json, so no finished source of this name; "
@@ -152,7 +158,7 @@ def read_manifest(store: Store, name: str) -> dict[str, Any]:
             f"{where}/manifest.json: schema is {found!r}, this version reads {SCHEMA!r}; ingest "
             "the source again or use the version that wrote it"
         )
-    return manifest
+    return manifest, data
 
 
 def read_provenance(store: Store, name: str) -> dict[str, Any] | None:

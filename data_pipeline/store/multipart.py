@@ -8,8 +8,9 @@ import base64
 import hashlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 from data_pipeline.store.objects import MissingKey, StoreError, in_threads
@@ -35,6 +36,16 @@ def md5_of(body: bytes) -> str:
     return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
 
 
+def sha256_of(body: bytes) -> str:
+    """Return what an x-amz-checksum-sha256 header says."""
+    return base64.b64encode(hashlib.sha256(body).digest()).decode()
+
+
+def part_size(size: int) -> int:
+    """Return the bytes of each part, but the last, of an object of `size` bytes."""
+    return max(_PART, -(-size // _MOST_PARTS))
+
+
 def put_parts(
     call: Call,
     key: str,
@@ -55,11 +66,9 @@ def put_parts(
         StoreError: what `call` raises; the parts are taken back.
         OSError: the file cannot be read, or is shorter than `size`.
     """
-    step = max(_PART, -(-size // _MOST_PARTS))
-    mark = {"upload": secrets.token_hex(8)}
-    upload = call("create_multipart_upload", key, Metadata=mark)["UploadId"]
+    step = part_size(size)
 
-    def send(number: int) -> dict[str, Any]:
+    def send(upload: str, number: int) -> dict[str, Any]:
         with open(path, "rb") as file:
             file.seek(number * step)
             body = file.read(step)
@@ -74,16 +83,62 @@ def put_parts(
             sent(len(body))
         return {"PartNumber": number + 1, "ETag": reply["ETag"]}
 
+    numbers = range(-(-size // step))
+    _upload(call, key, lambda upload: in_threads(partial(send, upload), numbers, _THREADS))
+
+
+def put_pieces(call: Call, key: str, pieces: Iterable[bytes], *, sums: bool) -> tuple[str, bool]:
+    """Write an object of pieces, each a part, sent one after the other.
+
+    Args:
+        call: as of `put_parts`.
+        key: of the object.
+        pieces: of `part_size` bytes but the last; what they raise takes all parts back.
+        sums: send the SHA-256 of each part, not its MD5.
+
+    Returns:
+        The object's ETag, and whether the server compared all parts with their SHA-256.
+    """
+    unconfirmed = 0
+
+    def send(upload: str, number: int, body: bytes) -> dict[str, Any]:
+        nonlocal unconfirmed
+        mine = sha256_of(body) if sums else ""
+        check: dict[str, Any] = {"ChecksumSHA256": mine} if sums else {"ContentMD5": md5_of(body)}
+        what = {"UploadId": upload, "PartNumber": number, "Body": body}
+        reply = call("upload_part", key, **what, **check)
+        part = {"PartNumber": number, "ETag": reply["ETag"]}
+        if mine and reply.get("ChecksumSHA256") == mine:
+            return part | check
+        unconfirmed += 1
+        return part
+
+    def send_all(upload: str) -> list[dict[str, Any]]:
+        return [send(upload, number, body) for number, body in enumerate(pieces, 1)]
+
+    more = {"ChecksumAlgorithm": "SHA256"} if sums else {}
+    etag = _upload(call, key, send_all, **more)
+    return etag, unconfirmed == 0
+
+
+def _upload(
+    call: Call, key: str, send_all: Callable[[str], list[dict[str, Any]]], **more: Any
+) -> str:
+    """Begin an upload, have its parts sent and complete it, or take it back; returns the ETag."""
+    mark = {"upload": secrets.token_hex(8)}
+    upload = call("create_multipart_upload", key, Metadata=mark, **more)["UploadId"]
     try:
-        parts = in_threads(send, range(-(-size // step)), _THREADS)
+        parts = send_all(upload)
         try:
             whole = {"Parts": parts}
-            call("complete_multipart_upload", key, UploadId=upload, MultipartUpload=whole)
+            done = call("complete_multipart_upload", key, UploadId=upload, MultipartUpload=whole)
         except MissingKey:
             # No such upload: either it was done and the answer was lost, and so it was asked for
             # twice, or somebody else took it back. The mark tells.
-            if call("head_object", key).get("Metadata") != mark:
+            done = call("head_object", key)
+            if done.get("Metadata") != mark:
                 raise
+        return done["ETag"]
     except BaseException:
         with suppress(StoreError):  # the first error is the one to tell
             call("abort_multipart_upload", key, patience=0.0, UploadId=upload)

@@ -4,6 +4,7 @@ A store is a flat map from keys to immutable byte strings with a version mark (E
 `store.open` adds the S3 one and opens any of them from a URI.
 """
 
+import hashlib
 import os
 import secrets
 import threading
@@ -25,6 +26,8 @@ U = TypeVar("U")
 
 # Merged reads stay below this size, so that neighbours still spread over the threads.
 _MAX_MERGED = 16 << 20
+# Of an object that is hashed on its way into a folder: so much is in memory.
+_PIECE = 4 << 20
 
 
 class StoreError(Exception):
@@ -51,12 +54,43 @@ class StoreUnavailable(StoreError):
     """The server kept failing until the attempts were used up. The only error worth waiting on."""
 
 
+class WrongBytes(StoreError):
+    """Bytes to be written do not have the hash that they should have; nothing was written.
+
+    Attributes:
+        found: SHA-256 (hex) that they have.
+    """
+
+    def __init__(self, where: str, found: str, expected: str) -> None:
+        super().__init__(
+            f"{where}: what was to be written has sha256 {found}, expected {expected}; nothing was "
+            "written"
+        )
+        self.found = found
+
+
 @dataclass(frozen=True)
 class ObjectInfo:
     """Size in bytes and the ETag (a version mark, only ever compared for equality)."""
 
     size: int
     etag: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """An object that was written, its SHA-256 (hex) as it was sent.
+
+    Args:
+        info: size and ETag.
+        sha256: of what was sent.
+        confirmed: whether the store compared what arrived with a SHA-256; else who wants to be
+            sure reads it again.
+    """
+
+    info: ObjectInfo
+    sha256: str
+    confirmed: bool
 
 
 class Span(NamedTuple):
@@ -115,6 +149,24 @@ class Store(Protocol):
         """Write a local file as an object without holding it in memory.
 
         `sent` is called with so many bytes that have arrived, perhaps from several threads.
+        """
+        ...
+
+    def put_verified(
+        self, key: str, size: int, sha256: str | None, read: Callable[[int, int], bytes]
+    ) -> Written:
+        """Write an object that is read piece by piece, and only if it has the right SHA-256.
+
+        Memory holds a piece or two. Of an object with other bytes nothing becomes visible.
+
+        Args:
+            key: of the object.
+            size: its bytes.
+            sha256: its hash (hex); None: whatever it has.
+            read: returns so many bytes (second) from an offset (first); called in order.
+
+        Raises:
+            WrongBytes: they have another hash.
         """
         ...
 
@@ -204,6 +256,42 @@ def object_changed(where: str, etag: str) -> ObjectChanged:
         f"{where}: expected the version with ETag {etag}, the object was overwritten since; "
         "read the source's manifest again and restart, or restore the object"
     )
+
+
+class CheckedPieces:
+    """Pieces of an object to be written, hashed on their way; the end of wrong ones is an error.
+
+    Args:
+        where: names the object in the message.
+        size: its bytes.
+        expected: its SHA-256 (hex); None: whatever it has.
+        read: as of `Store.put_verified`.
+        step: bytes of a piece.
+
+    Attributes:
+        sha256: of all pieces, once they were taken.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        size: int,
+        expected: str | None,
+        read: Callable[[int, int], bytes],
+        step: int,
+    ) -> None:
+        self._where, self._size, self._expected = where, size, expected
+        self._read, self._step, self.sha256 = read, step, ""
+
+    def __iter__(self) -> Iterator[bytes]:
+        digest = hashlib.sha256()
+        for offset in range(0, self._size, self._step):
+            piece = self._read(offset, min(self._step, self._size - offset))
+            digest.update(piece)
+            yield piece
+        self.sha256 = digest.hexdigest()
+        if self._expected not in (None, self.sha256):
+            raise WrongBytes(self._where, self.sha256, self._expected)
 
 
 def access_denied(where: str, reason: str) -> AccessDenied:
@@ -316,6 +404,14 @@ class FolderStore(Counted):
                         sent(len(piece))
 
         return self._write(key, pieces)
+
+    def put_verified(
+        self, key: str, size: int, sha256: str | None, read: Callable[[int, int], bytes]
+    ) -> Written:
+        """See `Store.put_verified`."""
+        pieces = CheckedPieces(f"{self.uri}/{key}", size, sha256, read, _PIECE)
+        info = self._write(key, lambda: iter(pieces))
+        return Written(info, pieces.sha256, confirmed=False)
 
     def _write(
         self,

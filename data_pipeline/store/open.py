@@ -31,6 +31,8 @@ from data_pipeline.store.objects import (
     Store,
     StoreError,
     StoreUnavailable,
+    Written,
+    WrongBytes,
     access_denied,
     get_many,
 )
@@ -54,6 +56,8 @@ __all__ = [
     "StoreError",
     "StoreStats",
     "StoreUnavailable",
+    "WrongBytes",
+    "Written",
     "get_many",
     "open_store",
 ]
@@ -71,24 +75,49 @@ _NETWORK = (aws.HTTPClientError, aws.ConnectionError, ResponseParserError)
 _LOADER = botocore.loaders.create_loader()
 
 
+def _session(profile: str | None) -> boto3.session.Session:
+    source = botocore.session.get_session()
+    source.register_component("data_loader", _LOADER)
+    return boto3.session.Session(botocore_session=source, profile_name=profile)
+
+
+def _profile_says(profile: str, where: str) -> tuple[str | None, str | None]:
+    """Return the endpoint and the region that a profile has for S3."""
+    try:
+        source = botocore.session.Session(profile=profile)
+        said = source.get_scoped_config()
+        services = source.full_config.get("services", {})
+    except (aws.ProfileNotFound, aws.ConfigParseError) as error:
+        raise _no_profile(profile, where, error) from error
+    own = services.get(said.get("services"), {}).get("s3", {})
+    return own.get("endpoint_url") or said.get("endpoint_url"), said.get("region")
+
+
+def _no_profile(profile: str | None, where: str, error: Exception) -> AccessDenied:
+    named = f" of profile {profile!r}" if profile else ""
+    return access_denied(where, f"credentials{named} could not be fetched: {type(error).__name__}")
+
+
 def _connect(
-    endpoint: str | None, config: Config, where: str, before_send: Callable[..., None]
+    endpoint: str | None,
+    profile: str | None,
+    region: str | None,
+    config: Config,
+    where: str,
+    before_send: Callable[..., None],
 ) -> Any:
     """A client of S3 with the credentials of this moment; `before_send` is called per request."""
     try:
-        source = botocore.session.get_session()
-        source.register_component("data_loader", _LOADER)
-        session = boto3.session.Session(botocore_session=source)
+        session = _session(profile)
         client = session.client(
             "s3",
             endpoint_url=endpoint,
             # Servers other than Amazon's rarely care, but a signature needs some region.
-            region_name=session.region_name or "us-east-1",
+            region_name=region or session.region_name or "us-east-1",
             config=config,
         )
     except (*_NO_NEW_CREDENTIALS, aws.ProfileNotFound, aws.ConfigParseError) as error:
-        reason = f"credentials could not be fetched: {type(error).__name__}"
-        raise access_denied(where, reason) from error
+        raise _no_profile(profile, where, error) from error
     client.meta.events.register("before-send.s3", before_send)
     client.meta.events.register("before-parse.s3", _check_length)
     return client
@@ -128,6 +157,7 @@ def open_store(
     uri: str | os.PathLike[str],
     *,
     endpoint: str | None = None,
+    profile: str | None = None,
     connect_timeout: float = 5.0,
     read_timeout: float = 30.0,
     attempts: int | None = None,
@@ -142,6 +172,8 @@ def open_store(
     Args:
         uri: the root; all keys are relative to it.
         endpoint: S3 endpoint; None reads AWS_ENDPOINT_URL, and without that means Amazon's own.
+        profile: of boto3's files. Its keys and region count and, unless `endpoint` is given, its
+            endpoint; nothing of the environment: keys of one server never go to another.
         connect_timeout: seconds to reach the server, per attempt.
         read_timeout: seconds without a single byte before an attempt counts as broken.
         attempts: failures in a row after which an operation is given up before its time; None: as
@@ -164,7 +196,16 @@ def open_store(
     bucket, _, prefix = rest.partition("/")
     if scheme == "memory":
         return MemoryStore(bucket, prefix)
-    endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL") or None
+    region, asked = None, "as configured, or by AWS_ENDPOINT_URL"
+    if profile is None:
+        endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL") or None
+        if endpoint is None:  # for messages: who forgot the endpoint has asked Amazon
+            asked = "Amazon's own: no endpoint is configured and AWS_ENDPOINT_URL is not set"
+    else:
+        said, region = _profile_says(profile, os.fspath(uri))
+        endpoint = endpoint or said
+        given = "as given or as the profile says" if endpoint else "Amazon's own"
+        asked = f"{given}, with profile {profile!r}"
     check_endpoint("the S3 endpoint", endpoint)
     config = Config(
         connect_timeout=connect_timeout,
@@ -177,13 +218,16 @@ def open_store(
         # Every read is checked against the index by its reader; a second sum costs CPU.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
+        # With a profile all endpoints are known by now; AWS_ENDPOINT_URL would win over them.
+        ignore_configured_endpoint_urls=profile is not None,
     )
+    connect = partial(_connect, endpoint, profile, region, config, os.fspath(uri))
     return S3Store(
-        *(bucket, prefix, partial(_connect, endpoint, config, os.fspath(uri)), _meaning),
+        *(bucket, prefix, connect, _meaning),
         attempts=attempts,
         pool=threads,
         patience=patience,
         hedge=hedge,
         budget=budget,
-        own_endpoint=endpoint is not None,
+        asked=asked,
     )

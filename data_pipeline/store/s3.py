@@ -27,14 +27,16 @@ from typing import Any
 
 from data_pipeline.store.budget import Budget
 from data_pipeline.store.hedge import Hedger
-from data_pipeline.store.multipart import md5_of, put_parts
+from data_pipeline.store.multipart import md5_of, part_size, put_parts, put_pieces, sha256_of
 from data_pipeline.store.objects import (
+    CheckedPieces,
     MissingKey,
     ObjectChanged,
     ObjectInfo,
     StoreError,
     StoreUnavailable,
     Versions,
+    Written,
     check_key,
     check_range,
     short_object,
@@ -63,7 +65,7 @@ class S3Store(Counted):
         meaning: what an exception of the client or of a body means, and in few words why; None
             if it is not one of those.
         attempts, pool (threads), patience, hedge, budget: see `open_store`.
-        own_endpoint: whether an endpoint was given; else it is Amazon's own.
+        asked: how the endpoint came to be, for messages.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class S3Store(Counted):
         patience: float,
         hedge: bool,
         budget: Budget | None,
-        own_endpoint: bool,
+        asked: str,
     ) -> None:
         super().__init__()
         self.bucket, self._prefix = bucket, prefix.strip("/")
@@ -93,13 +95,11 @@ class S3Store(Counted):
         self._closing = threading.Event()
         self._calm_at = self._remark_at = 0.0
         self._no_conditions = False  # whether the server refuses If-None-Match
+        self._no_sums = False  # ... and checksums by SHA-256
         self._connect = partial(connect, self._before_send)
         self._client = self._connect()
-        # For messages: who forgot the endpoint has asked Amazon.
-        named = "as configured, or by AWS_ENDPOINT_URL"
-        amazon = "Amazon's own: no endpoint is configured and AWS_ENDPOINT_URL is not set"
-        named = named if own_endpoint else amazon
-        self._asked = f"asked {self._client.meta.endpoint_url}, {named}"
+        self.endpoint: str = self._client.meta.endpoint_url
+        self._asked = f"asked {self.endpoint}, {asked}"
 
     def close(self) -> None:
         """See `Store.close`. Reads under way are left to end; the budget is not closed."""
@@ -239,6 +239,34 @@ class S3Store(Counted):
             )
         self._versions.wrote(key, info.etag)
         return info
+
+    def put_verified(
+        self, key: str, size: int, sha256: str | None, read: Callable[[int, int], bytes]
+    ) -> Written:
+        """See `Store.put_verified`. Large objects go up in parts, and appear with the last."""
+        pieces = CheckedPieces(f"{self.uri}/{key}", size, sha256, read, part_size(size))
+        whole = None if size >= _MULTIPART else b"".join(pieces)
+
+        def put() -> tuple[str, bool]:
+            if whole is None:
+                return put_pieces(self._call, key, pieces, sums=not self._no_sums)
+            mine = "" if self._no_sums else sha256_of(whole)
+            check: dict[str, Any] = (
+                {"ChecksumSHA256": mine} if mine else {"ContentMD5": md5_of(whole)}
+            )
+            reply = self._call("put_object", key, Body=whole, **check)
+            return reply["ETag"], bool(mine) and reply.get("ChecksumSHA256") == mine
+
+        try:
+            etag, confirmed = put()
+        except StoreError as error:
+            if self._no_sums or status_of(error.__cause__) != NOT_IMPLEMENTED:
+                raise
+            self._no_sums = True
+            etag, confirmed = put()
+        self.count(written=size)
+        self._versions.wrote(key, etag)
+        return Written(ObjectInfo(size, etag), pieces.sha256, confirmed)
 
     def remove_uploads(self, prefix: str, but: Callable[[str], bool]) -> int:
         """Take back uploads in parts that were never completed; returns how many there were.

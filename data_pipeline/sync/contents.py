@@ -1,0 +1,179 @@
+"""What belongs to a source, with what is known of each file: sizes and SHA-256.
+
+A manifest names the shards, which may lie in the folders of other sources (a version that grew from
+an earlier one, or that was counted anew), and the hashes of the index and of the tokenizer's rank
+file. `SIDECARS` are not hashed by it: they say how the source came to be, and no reader needs them.
+Anything else in a source's folder is not part of it.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from data_pipeline.index.manifest import (
+    IndexMismatch,
+    index_key,
+    manifest_key,
+    provenance_key,
+    read_manifest_file,
+)
+from data_pipeline.index.shards import check_source_name
+from data_pipeline.names import did_you_mean
+from data_pipeline.store.objects import check_key
+from data_pipeline.store.open import MissingKey, Store
+
+_TOKENIZERS = "tokenizer"
+_OWN = ("manifest.json", "index.parquet", "provenance.json", "rejected.jsonl")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A file that belongs to a source; `sha256` (hex) is None where the manifest has none."""
+
+    key: str
+    size: int
+    sha256: str | None
+
+    @property
+    def folder(self) -> str:
+        """The folder of the root that it lies in: that of a source, as a rule."""
+        return self.key.partition("/")[0]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A source in its place.
+
+    Attributes:
+        name: its folder.
+        manifest: the bytes of its manifest.
+        content_hash: as the manifest says.
+        shards: in the order of the manifest.
+        others: index, sidecars, and the tokenizer's rank file.
+        tokenizer: name of the tokenizer, if its rank file is not in this place; else "".
+    """
+
+    name: str
+    manifest: bytes
+    content_hash: str
+    shards: tuple[Item, ...]
+    others: tuple[Item, ...]
+    tokenizer: str
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """All files but the manifest, in the order in which they are to be copied."""
+        return *self.shards, *self.others
+
+
+def sidecars(name: str) -> tuple[str, ...]:
+    """Keys of what may lie beside a source's shards and is no part of its content."""
+    return provenance_key(name), f"{name}/rejected.jsonl"
+
+
+def find_sources(store: Store, wanted: Sequence[str]) -> list[str]:
+    """Return the names of the sources under a root: all, or those wanted, sorted.
+
+    Costs a listing of the folders, and a request for each.
+
+    Raises:
+        ValueError: there is none, or none of a wanted name; suggests the nearest.
+    """
+    missing = [name for name in wanted if not _is_there(store, name)]
+    if wanted and not missing:
+        return sorted(set(wanted))
+    found = [name for name in store.list_folders() if _is_there(store, name)]
+    if not found:
+        raise ValueError(
+            f"{store.uri}: no finished source here (no NAME/manifest.json); give the folder that "
+            "holds the sources"
+        )
+    for name in missing:
+        raise ValueError(f"{store.uri}: no source {name!r}; {did_you_mean(name, found)}")
+    return found
+
+
+def _is_there(store: Store, name: str) -> bool:
+    try:
+        check_source_name(name)
+        store.head(manifest_key(name))
+    except (MissingKey, ValueError):
+        return False
+    return True
+
+
+class RankFiles:
+    """The rank files of a place by their SHA-256; they are read once, when first asked for."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._found: dict[str, Item] | None = None
+
+    def find(self, sha256: str) -> Item | None:
+        """Return the rank file of this hash; None: there is none under tokenizer/."""
+        if self._found is None:
+            self._found = {}
+            for key in self._store.list(f"{_TOKENIZERS}/"):
+                data = self._store.get(key)
+                found = hashlib.sha256(data).hexdigest()
+                self._found.setdefault(found, Item(key, len(data), found))
+        return self._found.get(sha256)
+
+
+def read_contents(store: Store, name: str, ranks: RankFiles) -> Contents:
+    """Read what belongs to a source; of its files only the manifest is read.
+
+    Raises:
+        MissingKey: there is no such source, or its index is gone.
+        IndexMismatch: the manifest does not have its form, or names what is no shard.
+    """
+    manifest, data = read_manifest_file(store, name)
+    where = f"{store.uri}/{manifest_key(name)}"
+    try:
+        shards = tuple(_shard(where, shard) for shard in manifest["shards"])
+        index = Item(index_key(name), store.head(index_key(name)).size, manifest["index_sha256"])
+        tokenizer, content_hash = manifest["tokenizer"], manifest["content_hash"]
+        ranks_file = ranks.find(tokenizer["sha256"])
+        tokenizer_name = "" if ranks_file else str(tokenizer["name"])
+    except (KeyError, TypeError) as error:
+        raise IndexMismatch(
+            f"{where}: does not have its form ({type(error).__name__}: {error}); restore it, or "
+            "ingest the source again"
+        ) from error
+    if len({shard.key for shard in shards}) < len(shards):
+        raise IndexMismatch(f"{where}: names a shard twice; ingest the source again")
+    others = [index, *_present(store, sidecars(name))]
+    if ranks_file is not None:
+        others.append(ranks_file)
+    return Contents(name, data, content_hash, shards, tuple(others), tokenizer_name)
+
+
+def _shard(where: str, shard: dict[str, Any]) -> Item:
+    """A shard as the manifest names it; one that would overwrite other files is refused."""
+    key, size, sha256 = shard["key"], shard["size"], shard["sha256"]
+    try:
+        parts = check_key(key).split("/")
+    except (ValueError, AttributeError):
+        parts = []
+    hidden = any(part.startswith(".") for part in parts)
+    if len(parts) < 2 or hidden or parts[0] == _TOKENIZERS or parts[-1] in _OWN:
+        raise IndexMismatch(
+            f"{where}: shard {key!r} is no key of a shard, expected such as NAME/000000.tar"
+        )
+    if type(size) is not int or size < 0 or not isinstance(sha256, str):
+        raise IndexMismatch(
+            f"{where}: shard {key!r} has size {size!r} and sha256 {sha256!r}, expected a number "
+            "and a text"
+        )
+    return Item(key, size, sha256)
+
+
+def _present(store: Store, keys: Iterable[str]) -> list[Item]:
+    found = []
+    for key in keys:
+        try:
+            found.append(Item(key, store.head(key).size, None))
+        except MissingKey:
+            continue
+    return found

@@ -1,0 +1,59 @@
+"""What a sync that was killed leaves in the target, so that it can go on where it was.
+
+`NAME/.sync/DIGEST` says that a file is there and was compared with its SHA-256: the digest is over
+key, size, SHA-256 and the target's ETag, so one listing tells all, and a file that somebody wrote
+again meanwhile is not among them. Written after the file, removed after the manifest. It holds no
+address: two places are nobody's business but the user's.
+"""
+
+import hashlib
+import json
+from contextlib import suppress
+
+from data_pipeline.store.objects import in_threads
+from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, S3Store, Store
+from data_pipeline.sync.contents import Item
+
+_FOLDER = ".sync"
+_THREADS = 8
+
+
+class SyncJournal:
+    """The journal of one source in the target."""
+
+    def __init__(self, target: Store, name: str) -> None:
+        self._target, self._name = target, name
+
+    def digests(self) -> set[str]:
+        """What an earlier sync has noted."""
+        return {key.rpartition("/")[2] for key in self._keys()}
+
+    def note(self, item: Item, etag: str) -> None:
+        """A file is in the target, and was compared with its hash."""
+        about = {"key": item.key, "size": item.size, "sha256": item.sha256}
+        text = json.dumps(about) + "\n"
+        self._target.put(f"{self._name}/{_FOLDER}/{digest_of(item, etag)}", text.encode())
+
+    def remove(self) -> None:
+        """Forget everything."""
+        in_threads(self._target.delete, self._keys(), _THREADS)
+
+    def tidy(self, folders: set[str]) -> None:
+        """Remove what a killed sync was writing: only while nobody else writes these folders."""
+        for folder in folders:
+            if isinstance(self._target, FolderStore):
+                for inside in (folder, f"{folder}/{_FOLDER}", f"{folder}/.ingest"):
+                    self._target.remove_unfinished(inside)
+            elif isinstance(self._target, S3Store):
+                self._target.remove_uploads(f"{folder}/", lambda _: False)
+
+    def _keys(self) -> list[str]:
+        with suppress(MissingKey, MissingBucket):
+            return self._target.list(f"{self._name}/{_FOLDER}/")
+        return []
+
+
+def digest_of(item: Item, etag: str) -> str:
+    """What a file is noted under."""
+    parts = (item.key, str(item.size), item.sha256 or "", etag)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

@@ -1,0 +1,77 @@
+"""One file: hashed where it lies, or copied and hashed on its way.
+
+A file appears in the target only if its bytes have the right SHA-256. What the target took is
+compared there: by the server, part by part, or where it does not do that by reading the file again.
+"""
+
+import hashlib
+
+from data_pipeline.store.open import Store, StoreError, Written, WrongBytes
+from data_pipeline.sync.contents import Item
+from data_pipeline.sync.rate import Meter, Rate
+
+_PIECE = 4 << 20
+
+
+class Damaged(StoreError):
+    """A file does not have the bytes that the manifest says; the message says which, and where."""
+
+
+def hash_of(store: Store, item: Item, rate: Rate, meter: Meter) -> str:
+    """Return the SHA-256 (hex) of a file's bytes, which are read piece by piece."""
+    digest = hashlib.sha256()
+    meter.expect(item.size)
+    for offset in range(0, item.size, _PIECE):
+        length = min(_PIECE, item.size - offset)
+        rate.take(length)
+        digest.update(store.get(item.key, offset, length))
+        meter.add(length)
+    return digest.hexdigest()
+
+
+def copy(source: Store, target: Store, item: Item, rate: Rate, meter: Meter) -> Written:
+    """Copy a file and compare both sides with its hash.
+
+    Args:
+        source, target: from where to where, under the same key.
+        item: the file.
+        rate: is asked before each piece.
+        meter: counts the pieces; the bytes of the file are expected already.
+
+    Raises:
+        Damaged: the source has other bytes, also when they are read again, or the target took
+            others; nothing is left in the target.
+        Stopped: as `Rate.take`.
+    """
+    seen = 0
+
+    def read(offset: int, length: int) -> bytes:
+        nonlocal seen
+        rate.take(length)
+        piece = source.get(item.key, offset, length)
+        seen += length
+        meter.add(length)
+        return piece
+
+    try:
+        written = target.put_verified(item.key, item.size, item.sha256, read)
+    except WrongBytes:  # damaged on the way, perhaps: once more
+        meter.add(-seen)
+        try:
+            written = target.put_verified(item.key, item.size, item.sha256, read)
+        except WrongBytes as error:
+            raise Damaged(
+                f"{source.uri}/{item.key}: sha256 is {error.found}, read twice, expected "
+                f"{item.sha256}; nothing of it was written: restore the file, or ingest the source "
+                "again"
+            ) from error
+    if not written.confirmed:
+        found = hash_of(target, item, rate, Meter(lambda *_: None))
+        if found != written.sha256:
+            target.delete(item.key)
+            raise Damaged(
+                f"{target.uri}/{item.key}: sha256 is {found} after it was written, expected "
+                f"{written.sha256}; it was removed again: check the disk or server, then run the "
+                "sync again"
+            )
+    return written

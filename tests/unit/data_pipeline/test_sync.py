@@ -1,0 +1,418 @@
+"""`data sync` between folders: what is copied, what a second sync costs, what is refused."""
+
+import json
+import random
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.index.manifest import IndexMismatch, read_index
+from data_pipeline.ingest import claim
+from data_pipeline.ingest.claim import Claim, NameTaken
+from data_pipeline.store.open import FolderStore, MemoryStore, MissingKey
+from data_pipeline.sync.compare import compare
+from data_pipeline.sync.places import Place, open_places
+from data_pipeline.sync.rate import Rate, Stopped
+from data_pipeline.sync.survey import OtherContent
+from data_pipeline.sync.sync import Options, sync
+from data_pipeline.sync.transfer import Damaged
+from tests.unit.data_pipeline.synced import SHARDS, assert_whole, build, flip, objects_of
+
+ALL = ["captions", "captions_2", "captions_k2", "web"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> FolderStore:
+    return build(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture
+def source(made, tmp_path) -> FolderStore:
+    """A copy that a test may damage."""
+    shutil.copytree(made.root, tmp_path / "a")
+    return FolderStore(tmp_path / "a")
+
+
+@pytest.fixture
+def target(tmp_path) -> FolderStore:
+    return FolderStore(tmp_path / "b")
+
+
+class Watched(FolderStore):
+    """A folder that notes what is asked of it."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.asked: list[tuple[str, str]] = []
+
+    def get(self, key, offset=0, length=None, *, etag=None):
+        self.asked.append(("get", key))
+        return super().get(key, offset, length, etag=etag)
+
+    def head(self, key):
+        self.asked.append(("head", key))
+        return super().head(key)
+
+    def put(self, key, data):
+        self.asked.append(("put", key))
+        return super().put(key, data)
+
+    def put_verified(self, key, size, sha256, read):
+        self.asked.append(("put", key))
+        return super().put_verified(key, size, sha256, read)
+
+    def put_new(self, key, data):
+        self.asked.append(("put", key))
+        return super().put_new(key, data)
+
+    def list(self, prefix=""):
+        self.asked.append(("list", prefix))
+        return super().list(prefix)
+
+
+def test_all_sources_come_with_all_that_belongs_to_them(made, target):
+    seen = []
+    report = sync(made, target, progress=lambda done, total: seen.append((done, total)))
+    assert objects_of(target) == objects_of(made)
+    assert report.sources == dict.fromkeys(ALL, "copied")
+    assert seen[-1] == (report.bytes, report.bytes)
+    assert report.bytes == sum(len(data) for key, data in objects_of(made).items()
+                               if not key.endswith("manifest.json"))  # fmt: skip
+    assert read_index(target, "captions_2").num_samples == SHARDS + 3
+    assert not list(target.root.rglob(".*"))  # no journal, lock or part is left
+
+
+def test_a_source_comes_with_shards_of_others_and_its_own_tokenizer(made, target):
+    report = sync(made, target, ["captions_k2"])
+    assert report.sources == {"captions_k2": "copied"}
+    found = set(target.list())
+    shards = {f"captions/{n:06d}.tar" for n in range(SHARDS)}
+    own = {f"captions_k2/{name}" for name in ("index.parquet", "manifest.json", "provenance.json")}
+    assert found == shards | own | {"tokenizer/other.tiktoken"}
+    # Then the source whose shards these are: they are compared, not copied.
+    report = sync(made, target, ["captions"])
+    assert report.copied == len({"index", "provenance", "rejected", "tokenizer"})
+    assert report.there == SHARDS
+    assert assert_whole(target) == ["captions", "captions_k2"]
+
+
+def test_the_next_version_copies_what_is_new(made, target):
+    sync(made, target, ["captions"])
+    watched = Watched(target.root)
+    report = sync(made, watched, ["captions_2"])
+    assert report.copied == 3 + len({"index", "provenance", "rejected"})
+    old = [how for how, key in watched.asked if key.startswith("captions/0")]
+    assert old == ["head"] * SHARDS  # its manifest vouches for them
+    assert assert_whole(target) == ["captions", "captions_2"]
+
+
+def test_nothing_to_do_costs_a_head_for_each_shard(made, target):
+    sync(made, target)
+    here, there = Watched(made.root), Watched(target.root)
+    assert sync(here, there).sources == dict.fromkeys(ALL, "there")
+    shards = SHARDS + 3 + 2
+    assert [how for how, key in there.asked if key.endswith(".tar")] == ["head"] * shards
+    assert not [key for _, key in here.asked if key.endswith(".tar")]
+    assert not [key for how, key in there.asked + here.asked if how == "put"]
+    assert len(there.asked) <= shards + 8 * len(ALL)
+
+
+def test_a_tokenizer_that_is_not_there_is_told(source, target):
+    source.delete("tokenizer/other.tiktoken")
+    assert sync(source, target).without_tokenizer == ["captions_k2"]
+
+
+def test_what_is_missing_beside_a_manifest_is_completed(made, target):
+    sync(made, target)
+    target.delete("captions/000003.tar")
+    target.delete("web/provenance.json")
+    report = sync(made, target)
+    assert (report.sources["captions"], report.sources["web"]) == ("completed", "completed")
+    assert report.copied == 2
+    assert objects_of(target) == objects_of(made)
+
+
+# Damage -----------------------------------------------------------------------------------------
+
+
+def test_planted_flips_are_found_on_either_side(source, target):
+    """20 of 20: ten in the source before a copy, ten in a copy that was complete."""
+    draw = random.Random(0)
+    keys = [f"captions/{n:06d}.tar" for n in range(SHARDS)] + [
+        "captions/index.parquet", "captions/manifest.json"
+    ]  # fmt: skip
+    for key in keys:
+        whole = source.get(key)
+        flip(source.root / key, draw)
+        with pytest.raises((Damaged, IndexMismatch, ValueError), match=key.split("/")[0]) as caught:
+            sync(source, target, ["captions"])
+        if key.endswith(".tar"):
+            assert str(caught.value).startswith(f"{source.uri}/{key}: sha256 is ")
+        assert "captions/manifest.json" not in (target.list() if target.root.exists() else [])
+        source.put(key, whole)
+        shutil.rmtree(target.root, ignore_errors=True)
+    sync(source, target, ["captions"])
+    assert compare(source, target, ["captions"]).problems == ()
+    for key in keys:
+        whole = target.get(key)
+        flip(target.root / key, draw)
+        problems = compare(source, target, ["captions"]).problems
+        assert [p.split(": ")[0] for p in problems] == [f"{target.uri}/{key}"]
+        target.put(key, whole)
+
+
+def test_a_comparison_changes_nothing_and_names_both_sides(source, target):
+    sync(source, target)
+    before = objects_of(source), objects_of(target)
+    (source.root / "captions" / "000001.tar").write_bytes(b"short")
+    (target.root / "web" / "rejected.jsonl").write_bytes(b"x")
+    (target.root / "web" / "000000.tar").unlink()
+    (target.root / "captions_k2" / "manifest.json").unlink()
+    found = compare(source, target)
+    assert sorted(problem.split(",")[0] for problem in found.problems) == sorted([
+        f"{source.uri}/captions/000001.tar: size is 5",
+        f"{target.uri}/captions_k2/manifest.json: not there",
+        f"{target.uri}/web/000000.tar: not there",
+        f"{target.uri}/web/rejected.jsonl: size is 1",
+    ])  # fmt: skip
+    assert found.files == len(before[0])
+    assert len(objects_of(target)) == len(before[1]) - 2
+    nowhere = compare(source, FolderStore(target.root / "none"), ["web"])
+    assert len(nowhere.problems) == nowhere.files
+
+
+def test_bytes_that_are_wrong_once_are_read_again(made, target):
+    class Flaky(FolderStore):
+        wrong = 1
+
+        def get(self, key, offset=0, length=None, *, etag=None):
+            data = super().get(key, offset, length, etag=etag)
+            if key == "captions/000002.tar" and self.wrong:
+                self.wrong -= 1
+                data = bytes([data[0] ^ 1]) + data[1:]
+            return data
+
+    seen = []
+    report = sync(Flaky(made.root), target, ["captions"], progress=lambda *at: seen.append(at))
+    assert seen[-1] == (report.bytes, report.bytes)
+    assert assert_whole(target) == ["captions"]
+
+
+def test_a_target_that_takes_wrong_bytes_is_found(made, target):
+    class Lossy(FolderStore):
+        def put_verified(self, key, size, sha256, read):
+            written = super().put_verified(key, size, sha256, read)
+            if key == "captions/000002.tar":
+                flip(self.root / key, random.Random(1))
+            return written
+
+    with pytest.raises(Damaged, match=r"captions/000002\.tar: sha256 is .* after it was written"):
+        sync(made, Lossy(target.root), ["captions"])
+    assert "captions/000002.tar" not in target.list()
+    assert "captions/manifest.json" not in target.list()
+    sync(made, target, ["captions"])
+    assert assert_whole(target) == ["captions"]
+
+
+# What is refused --------------------------------------------------------------------------------
+
+
+def refused(source, target, wanted, kind, message):
+    before = objects_of(target) if target.root.exists() else None
+    with pytest.raises(kind, match=message) as caught:
+        sync(source, target, wanted)
+    assert "\n" not in str(caught.value)
+    assert (objects_of(target) if target.root.exists() else None) == before
+
+
+def test_a_target_that_holds_other_bytes_is_left_alone(made, target):
+    for key, data, message in (
+        ("captions/000001.tar", b"other", r"b/captions/000001\.tar: size is 5, expected \d+; "),
+        ("captions/000001.tar", bytes(len(made.get("captions/000001.tar"))),
+         r"b/captions/000001\.tar: sha256 is \w{64}, expected \w{64}; nothing was changed"),
+        ("captions/index.parquet", b"", r"b/captions/index\.parquet: size is 0, expected"),
+        ("tokenizer/kimi.tiktoken", b"", r"b/tokenizer/kimi\.tiktoken: size is 0, expected"),
+        ("captions/.ingest/request.json", b"{}", r"request\.json: an ingest of source 'captions'"),
+    ):  # fmt: skip
+        target.put(key, data)
+        refused(made, target, ["captions"], OtherContent, message)
+        target.delete(key)
+
+
+def test_another_source_of_the_name_is_left_alone(made, target):
+    for change, message in (
+        ({"content_hash": "f" * 64}, r"b/captions/manifest\.json: content_hash is f{64}, expected"),
+        ({"index_sha256": "f" * 64}, r"b/captions/manifest\.json: index_sha256 is f{64}, expected"),
+        ({"name": "other"}, r"b/captions/manifest\.json: is written otherwise than in"),
+    ):
+        values = json.loads(made.get("captions/manifest.json")) | change
+        target.put("captions/manifest.json", json.dumps(values).encode())
+        refused(made, target, ["captions"], OtherContent, message)
+    values = json.loads(made.get("captions/manifest.json"))
+    values["shards"][0]["sha256"] = "f" * 64
+    target.put("captions/manifest.json", json.dumps(values).encode())
+    target.put("captions/000000.tar", made.get("captions/000000.tar"))
+    message = r"000000\.tar: sha256 \(by a manifest there\) is f{64}, expected"
+    refused(made, target, ["captions_2"], OtherContent, message)
+
+
+def test_a_manifest_that_is_wrong_is_refused(source, target):
+    good = json.loads(source.get("captions/manifest.json"))
+    shard = good["shards"][0]
+
+    def with_shard(**values):
+        return good | {"shards": [shard | values, *good["shards"][1:]]}
+
+    for manifest, message in (
+        (good | {"content_hash": "f" * 64}, r"a/captions: content_hash is \w{64}, expected f{64}"),
+        (good | {"index_sha256": "f" * 64}, r"a/captions: index_sha256 is \w{64}, expected f{64}"),
+        (with_shard(sha256="f" * 64), r"a/captions: content_hash is \w{64}, expected \w{64}"),
+        (with_shard(key="../../etc/passwd"), r"manifest\.json: shard '../../etc/passwd' is no key"),
+        (with_shard(key="web/manifest.json"), r"manifest\.json: shard 'web/manifest.json' is no k"),
+        (with_shard(key="web/.ingest/lock"), r"shard 'web/.ingest/lock' is no key of a shard"),
+        (with_shard(key=7), r"shard 7 is no key of a shard"),
+        (with_shard(size="7"), r"shard 'captions/000000.tar' has size '7'"),
+        (with_shard(key="captions/000001.tar"), r"manifest\.json: names a shard twice"),
+        ({**good, "shards": [{}]}, r"captions/manifest\.json: does not have its form"),
+        ({**good, "schema": "kimi-pretrain/source/9"}, r"schema is 'kimi-pretrain/source/9'"),
+    ):
+        source.put("captions/manifest.json", json.dumps(manifest).encode())
+        refused(source, target, ["captions"], IndexMismatch, message)
+
+
+def test_no_such_source(made, target, tmp_path):
+    refused(made, target, ["caption"], ValueError, "no source 'caption'; did you mean 'captions'")
+    refused(made, target, ["captions@1"], ValueError, "no source 'captions@1'")
+    (tmp_path / "empty").mkdir()
+    refused(FolderStore(tmp_path / "empty"), target, [], ValueError, "no finished source here")
+
+
+def test_a_shard_that_is_gone(source, target):
+    source.delete("captions/000003.tar")
+    with pytest.raises(MissingKey, match=r"a/captions/000003\.tar: no such object"):
+        sync(source, target)
+    assert assert_whole(target) == []
+
+
+def test_places(tmp_path):
+    def opened(source, target):
+        return open_places(Place("from", *source), Place("to", *target), 2)
+
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    for source, target, message in (
+        ((str(tmp_path),), (str(tmp_path / "link"),), f"^{tmp_path}: is the same place on both"),
+        (("memory://x/y/",), ("memory://x/y",), "is the same place on both sides"),
+        (("s3://x", "http://h:1", None), ("s3://x/", "http://H:1/", None), "is the same place on"),
+        (("s3://x", "http://h:1", None), ("s3://y",), "--to-endpoint or --to-profile is missing"),
+        ((str(tmp_path), None, "p"), ("s3://y",), "--from-endpoint and --from-profile are for s3"),
+        (("s3:/x",), ("y",), "expected s3://bucket/prefix"),
+        (("s3://x", "http://me:secret@h", None), ("y",), "--from-endpoint holds a user name or pa"),
+        (("s3://x", "h:1", None), ("y",), "add http://"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            opened(source, target)
+        assert "secret" not in str(caught.value)
+    MemoryStore("x").clear()
+
+
+def test_one_writer_at_a_time(made, target, monkeypatch):
+    monkeypatch.setattr(claim, "_SETTLE_S", 0.0)
+    with Claim(target, "captions"), pytest.raises(NameTaken, match="captions is being written by"):
+        sync(made, target)
+    assert target.list() == []
+    sync(made, target)
+
+
+# The way ----------------------------------------------------------------------------------------
+
+
+def test_what_is_hashed_and_noted_is_not_hashed_again(made, target, monkeypatch):
+    """A sync that broke off after some shards goes on behind them."""
+    real, copied = FolderStore.put_verified, []
+
+    def break_off(self, key, *more):
+        if len(copied) == 4:
+            raise OSError(28, "No space left on device", key)
+        copied.append(key)
+        return real(self, key, *more)
+
+    monkeypatch.setattr(FolderStore, "put_verified", break_off)
+    with pytest.raises(OSError, match="No space left"):
+        sync(made, target, ["captions"], Options(parallel=1))
+    monkeypatch.undo()
+    assert assert_whole(target) == []
+    watched = Watched(target.root)
+    report = sync(made, watched, ["captions"])
+    assert report.there == 4
+    assert not {key for how, key in watched.asked if how == "get"} & set(copied)
+    assert not list(target.root.rglob(".*"))
+    assert objects_of(target) == {
+        key: data for key, data in objects_of(made).items()
+        if key.startswith("captions/") or key == "tokenizer/kimi.tiktoken"
+    }  # fmt: skip
+
+
+def test_a_manifest_that_appears_meanwhile_is_kept(made, target, monkeypatch):
+    other = made.get("web/manifest.json").replace(b'"name": "web"', b'"name": "wab"')
+    real = FolderStore.put_new
+
+    def late(self, key, data):
+        if key.endswith("manifest.json"):
+            self.put(key, other)
+        return real(self, key, data)
+
+    monkeypatch.setattr(FolderStore, "put_new", late)
+    with pytest.raises(OtherContent, match="another source of this name appeared"):
+        sync(made, target, ["web"])
+    assert target.get("web/manifest.json") == other
+
+
+def test_the_rate_is_that_of_all_threads():
+    rate, moved = Rate(1e6), []
+
+    def move():
+        for _ in range(5):
+            rate.take(10_000)
+            moved.append(time.monotonic())
+
+    begun = time.monotonic()
+    threads = [threading.Thread(target=move) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - begun >= 19 * 0.01
+    for number, at in enumerate(sorted(moved)):
+        assert at - begun >= number * 0.01 - 1e-3
+    Rate().take(1 << 40)
+    rate.stop()
+    with pytest.raises(Stopped):
+        rate.take(1 << 40)
+
+
+def test_options_that_cannot_be():
+    with pytest.raises(ValueError, match="parallel is 0"):
+        Options(parallel=0)
+    with pytest.raises(ValueError, match="bandwidth is 0"):
+        Rate(0)
+
+
+def test_memory_is_a_place_too(made):
+    there = MemoryStore("sync-test")
+    sync(made, there, ["web"])
+    assert assert_whole(there) == ["web"]
+    assert compare(made, there, ["web"]).problems == ()
+    there.clear()
+
+
+def test_the_source_is_only_read(made, target):
+    def times(root: Path) -> dict[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in root.rglob("*")}
+
+    before = times(made.root)
+    sync(made, target)
+    compare(made, target)
+    assert times(made.root) == before
