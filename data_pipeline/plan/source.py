@@ -234,19 +234,25 @@ def choose(name: str, length: NDArray[np.int64], choice: ChosenSource | None) ->
     Raises:
         ValueError: none of those that there are.
     """
-    chosen = np.ones(length.size, np.bool_)
+    chosen = within(length, choice)
     if choice is None:
         return chosen
-    if choice.min_tokens is not None:
-        chosen &= length >= choice.min_tokens
-    if choice.max_tokens is not None:
-        chosen &= length <= choice.max_tokens
     if length.size and not chosen.any():
         raise ValueError(
             f"data.sources.{name}: none of its {length.size:,} samples is chosen by "
             f"{choice.bounds}: the longest has {length.max():,} tokens, the shortest "
             f"{length.min():,}; change the bounds, or give another source"
         )
+    return chosen
+
+
+def within(length: NDArray[np.int64], choice: ChosenSource | None) -> NDArray[np.bool_]:
+    """Return which lengths [n] are in the bounds of a choice, bool [n]."""
+    chosen = np.ones(length.size, np.bool_)
+    if choice is not None and choice.min_tokens is not None:
+        chosen &= length >= choice.min_tokens
+    if choice is not None and choice.max_tokens is not None:
+        chosen &= length <= choice.max_tokens
     return chosen
 
 

@@ -28,6 +28,7 @@ SHORT = {
     "bench_bubbles.py": ([], ("cases",)),
     "bench_context.py": ([], ("forms", "targets")),
     "bench_dep.py": (["--work", "{}/work", "--picture", "{}/memory.png"], ("timing", "memory")),
+    "bench_facts.py": (["--work", "{}/work"], ("written", "counted", "integers_compared")),
     "bench_extension.py": (["--work", "{}/work", "--pictures", "{}"], ("extension", "border")),
     "bench_projector.py": (["--work", "{}/work"], ("seeds", "targets")),
     "bench_fusion.py": (["--work", "{}/work", "--pictures", "{}"], ("ends", "dips", "runs")),
