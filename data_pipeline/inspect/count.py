@@ -203,7 +203,7 @@ def by_category(sources: Sequence[Counted]) -> dict[str, Any]:
 
 # Alike ------------------------------------------------------------------------------------------
 
-_KINDS = {"media": (FILES, "bytes"), "samples": (SAMPLES, "json_bytes + media_bytes")}
+_KINDS = {"media": (FILES, "media"), "samples": (SAMPLES, "-1")}
 
 
 def count_alike(files: Sequence[FactsFile], threads: int | None = None) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def count_alike(files: Sequence[FactsFile], threads: int | None = None) -> dict[
     kept, left_out = _with_own_shards(files)
     opened = [Facts(file, threads=threads) for file in kept]
     try:
-        found: dict[str, Any] = {kind: _alike(opened, kind) for kind in _KINDS}
+        found: dict[str, Any] = {kind: _alike(opened, *asked) for kind, asked in _KINDS.items()}
     finally:
         for facts in opened:
             facts.close()
@@ -235,28 +235,22 @@ def _with_own_shards(files: Sequence[FactsFile]) -> tuple[list[FactsFile], list[
     return [file for file in files if file.name in names], left_out
 
 
-def _alike(opened: Sequence[Facts], kind: str) -> dict[str, Any]:
-    where, size = _KINDS[kind]
+def _alike(opened: Sequence[Facts], where: str, media: str) -> dict[str, Any]:
+    """Return the groups among some rows; `media` is the expression of the file's number."""
     query = f"SELECT fingerprint FROM facts WHERE {where}"
     whole = np.concatenate(
         [np.zeros(0, np.uint64), *(facts.columns(query)["fingerprint"] for facts in opened)]
     )
     whole.sort()
-    again = whole[1:][whole[1:] == whole[:-1]]
-    doubled = np.unique(again)
-    if not doubled.size:
-        return {"groups": 0, "redundant": 0, "redundant_bytes": 0, "largest": []}
-    # One row per copy; which sources and samples they are is asked for the largest groups alone.
-    rows = [facts.members(f"fingerprint, {size} AS size", where, doubled) for facts in opened]
-    marks = np.concatenate([one["fingerprint"] for one in rows])
-    sizes = np.concatenate([one["size"] for one in rows]).astype(np.int64)
-    group = np.searchsorted(doubled, marks)
-    copies = np.bincount(group, minlength=doubled.size)
-    one_size = np.zeros(doubled.size, np.int64)
-    one_size[group] = sizes
-    redundant = one_size * (copies - 1)
-    top = np.lexsort((doubled, -redundant))[:_LISTED]
-    places = _places(opened, where, kind, doubled[top])
+    again = np.flatnonzero(whole[1:] == whole[:-1])
+    # Neighbours of neighbours are one group.
+    first = np.flatnonzero(np.diff(again, prepend=-2) > 1)
+    copies = np.diff(first, append=again.size) + 1
+    doubled = whole[again[first]]
+    sizes = (doubled >> np.uint64(32)).astype(np.int64)
+    redundant = sizes * (copies - 1)
+    top = _largest(redundant, _LISTED)
+    places = _places(opened, where, media, doubled[top]) if top.size else {}
     return {
         "groups": int(doubled.size),
         "redundant": int(again.size),
@@ -264,7 +258,7 @@ def _alike(opened: Sequence[Facts], kind: str) -> dict[str, Any]:
         "largest": [
             {
                 "fingerprint": f"{int(doubled[at]):016x}",
-                "bytes": int(one_size[at]),
+                "bytes": int(sizes[at]),
                 "copies": int(copies[at]),
                 "places": places[int(doubled[at])][:_LISTED],
             }
@@ -273,12 +267,22 @@ def _alike(opened: Sequence[Facts], kind: str) -> dict[str, Any]:
     }
 
 
+def _largest(values: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return where the largest stand, those first; of equal ones the first."""
+    if values.size > count:
+        # All that may be among them; the sort below is of few then.
+        least = np.partition(values, values.size - count)[values.size - count]
+        chosen = np.flatnonzero(values >= least)
+    else:
+        chosen = np.arange(values.size)
+    return chosen[np.argsort(-values[chosen], kind="stable")][:count]
+
+
 def _places(
-    opened: Sequence[Facts], where: str, kind: str, wanted: NDArray[np.uint64]
+    opened: Sequence[Facts], where: str, media: str, wanted: NDArray[np.uint64]
 ) -> dict[int, list[dict[str, Any]]]:
     """Return source, sample and number of the file (-1 for samples) of the copies in each group."""
     found: dict[int, list[dict[str, Any]]] = {int(one): [] for one in wanted}
-    media = "media" if kind == "media" else "-1"
     for facts in opened:
         rows = facts.members(f"fingerprint, sample, {media} AS media", where, wanted)
         order = np.lexsort((rows["media"], rows["sample"], rows["fingerprint"]))

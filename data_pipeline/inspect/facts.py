@@ -57,8 +57,9 @@ ITEM_FACTS: dict[str, pa.DataType] = {
 }
 COLUMNS = pa.schema(list((_KEYS | SAMPLE_FACTS | ITEM_FACTS).items()))
 """`tokens` of a sample are all that it has, of an item its media pads. `bytes` and `fingerprint` of
-an item are those of its file, and stand at the first chunk of a video alone. `fingerprint` is equal
-where lengths and CRC-32 are: of a file, or of a sample's document and files."""
+an item are those of its file, and stand at the first chunk of a video alone. The upper half of a
+`fingerprint` are bytes, the lower a checksum: of a file its CRC-32, of a sample one over lengths
+and CRC-32s of its document and files."""
 
 
 class FactsFile(NamedTuple):
@@ -204,17 +205,18 @@ def _sample_columns(index: SourceIndex, sizes: Layout) -> dict[str, Any]:
     opening = index.item_chunk == 0  # every media file has one
     written = np.where(index.piece_kind == PIECE_REGION, index.piece_tokens, 0)
     more = index.piece_variants - 1
+    media_bytes = row_sums(np.where(opening, index.item_length, 0), index.item_ptr)
     return {
         "kind": np.full(index.num_samples, SAMPLE, np.int8),
         "tokens": sizes.length,
-        "fingerprint": sample_fingerprint(index),
+        "fingerprint": file_fingerprint(index.json_length + media_bytes, _half(index)),
         "key": index.key,
         "shard": index.shard,
         "text_tokens": index.text_tokens,
         "region_tokens": row_sums(written, index.piece_ptr),
         "media_tokens": sizes.vision,
         "json_bytes": index.json_length,
-        "media_bytes": row_sums(np.where(opening, index.item_length, 0), index.item_ptr),
+        "media_bytes": media_bytes,
         "items": np.diff(index.item_ptr),
         "images": row_sums(opening & (index.item_kind == KIND_IMAGE), index.item_ptr),
         "videos": row_sums(opening & (index.item_kind == KIND_VIDEO), index.item_ptr),
@@ -227,6 +229,12 @@ def _sample_columns(index: SourceIndex, sizes: Layout) -> dict[str, Any]:
         "flip_ok": index.flip_ok,
         "turn_ok": index.turn_ok,
     }
+
+
+def _half(index: SourceIndex) -> NDArray[np.uint32]:
+    """Return 32 bits of each sample's fingerprint, as many as a CRC-32 has."""
+    whole = sample_fingerprint(index)
+    return (whole ^ (whole >> np.uint64(32))).astype(np.uint32)
 
 
 def _item_columns(index: SourceIndex, sizes: Layout, first: int) -> dict[str, Any]:
