@@ -166,6 +166,19 @@ def test_an_index_that_is_not_the_manifests_leaves_nothing_behind(corpus, tmp_pa
     assert not [path for path in (tmp_path / "facts").rglob("*") if path.is_file()]
 
 
+def test_an_index_of_another_content_is_refused(corpus, tmp_path):
+    """What `read_index` compares: the file's hash may be right, and the content's not."""
+    index = read_index(corpus, "mixed")
+    store = FolderStore(tmp_path / "root")
+    write_index(store, dataclasses.replace(index, name="bad"))
+    manifest = json.loads(store.get("bad/manifest.json"))
+    for key, value in (("content_hash", "0" * 64), ("samples", 3), ("items", 3)):
+        store.put("bad/manifest.json", json.dumps(manifest | {key: value}).encode())
+        with pytest.raises(IndexMismatch, match=key):
+            write_facts(store, "bad", SMALL, tmp_path / "facts")
+    assert not [path for path in (tmp_path / "facts").rglob("*") if path.is_file()]
+
+
 def test_damaged_facts_are_told_by_their_name(corpus, tmp_path):
     file, _ = write_facts(corpus, "digits", SMALL, tmp_path)
     data = bytearray(file.path.read_bytes())
