@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -70,6 +70,13 @@ GROUPS: dict[str, dict[str, Any]] = {
 COLUMNS = SAMPLE_COLUMNS | {name: kind for group in GROUPS.values() for name, kind in group.items()}
 
 
+HASHED = (
+    *SAMPLE_COLUMNS,
+    *(name for group, columns in GROUPS.items() for name in (f"{group}_ptr", *columns)),
+)
+"""The columns of a content hash, in its order; the keys follow."""
+
+
 @dataclass(frozen=True)
 class ShardInfo:
     """One tar file: its key in the store, bytes, SHA-256 (hex) and number of samples."""
@@ -78,6 +85,16 @@ class ShardInfo:
     size: int
     sha256: str
     samples: int
+
+
+def content_digest(
+    category: str, tokenizer_hash: str, shards: Sequence[ShardInfo]
+) -> "hashlib._Hash":
+    """Return the SHA-256 over what a content hash begins with, before the columns."""
+    digest = hashlib.sha256(f"{SCHEMA}\n{category}\n{tokenizer_hash}\n".encode())
+    for shard in shards:
+        digest.update(f"{shard.sha256} {shard.size} {shard.samples}\n".encode())
+    return digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,11 +169,6 @@ class SourceIndex:
     tokenizer_hash: str
     index_sha256: str = ""
 
-    _COLUMNS: ClassVar[tuple[str, ...]] = (
-        *SAMPLE_COLUMNS,
-        *(name for group, columns in GROUPS.items() for name in (f"{group}_ptr", *columns)),
-    )
-
     def __post_init__(self) -> None:
         if self.category not in CATEGORIES:
             raise ValueError(
@@ -181,7 +193,7 @@ class SourceIndex:
                 f"source {self.name!r}: column shard must be grouped and name one of the "
                 f"{len(self.shards)} shards"
             )
-        for name in self._COLUMNS:
+        for name in HASHED:
             getattr(self, name).flags.writeable = False
 
     def _check_sums(self) -> None:
@@ -231,11 +243,8 @@ class SourceIndex:
 
         Unlike the hash of the Parquet file it does not depend on the version that wrote it.
         """
-        head = f"{SCHEMA}\n{self.category}\n{self.tokenizer_hash}\n"
-        digest = hashlib.sha256(head.encode())
-        for shard in self.shards:
-            digest.update(f"{shard.sha256} {shard.size} {shard.samples}\n".encode())
-        for name in self._COLUMNS:
+        digest = content_digest(self.category, self.tokenizer_hash, self.shards)
+        for name in HASHED:
             digest.update(f"{name}\n".encode() + getattr(self, name).tobytes())
         digest.update("\n".join(pa.array(self.key, pa.string()).to_pylist()).encode())
         return digest.hexdigest()

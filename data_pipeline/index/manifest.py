@@ -117,7 +117,7 @@ def read_index(store: Store, name: str) -> SourceIndex:
     data = store.get(index_key(name))
     sha256 = hashlib.sha256(data).hexdigest()
     expect(where, "index_sha256", sha256, manifest["index_sha256"])
-    index = _from_parquet(data, manifest, sha256)
+    index = index_of(pq.read_table(pa.BufferReader(data)), manifest, sha256)
     expect(where, "samples", index.num_samples, manifest["samples"])
     expect(where, "items", index.num_items, manifest["items"])
     expect(where, "content_hash", index.content_hash, manifest["content_hash"])
@@ -199,22 +199,33 @@ def expect(where: str, what: str, found: object, expected: object) -> None:
 
 
 def _to_parquet(index: SourceIndex) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table_of(index), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def table_of(index: SourceIndex) -> pa.Table:
+    """Return the columns of an index as its file has them, a row per sample."""
     columns: dict[str, pa.Array] = {"key": pa.array(index.key, pa.string())}
     columns |= {name: pa.array(getattr(index, name)) for name in SAMPLE_COLUMNS}
     for group, names in GROUPS.items():
         pointer = getattr(index, f"{group}_ptr")
         columns |= {name: _lists(pointer, getattr(index, name)) for name in names}
-    sink = io.BytesIO()
-    pq.write_table(pa.table(columns), sink, compression="zstd")
-    return sink.getvalue()
+    return pa.table(columns)
 
 
 def _lists(pointer: NDArray[np.int64], values: NDArray[Any]) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(pointer), pa.array(values))
 
 
-def _from_parquet(data: bytes, manifest: dict[str, Any], sha256: str) -> SourceIndex:
-    table = pq.read_table(pa.BufferReader(data))
+def index_of(table: pa.Table, manifest: Mapping[str, Any], sha256: str) -> SourceIndex:
+    """Return the index whose file holds these rows; of some of its rows those samples alone.
+
+    Args:
+        table: rows of `index.parquet`.
+        manifest: of the source.
+        sha256: of the file.
+    """
 
     def flat(name: str, kind: Any) -> NDArray[Any]:
         column = table.column(name).combine_chunks()

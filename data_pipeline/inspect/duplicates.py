@@ -104,11 +104,11 @@ def find_duplicates(
     indices, left_out = _with_own_shards(indices)
     files = [np.flatnonzero(index.item_chunk == 0) for index in indices]
     media = _candidates([
-        _filter_key(index.item_length[lines], index.item_crc[lines])
+        file_fingerprint(index.item_length[lines], index.item_crc[lines])
         for index, lines in zip(indices, files, strict=True)
     ])  # fmt: skip
     media = [_Candidate(source, int(files[source][line])) for source, line in media]
-    samples = _candidates([_sample_key(index) for index in indices])
+    samples = _candidates([sample_fingerprint(index) for index in indices])
     parts = [medium_of(indices[source], line) for source, line in media]
     parts += [document_of(indices[source], line) for source, line in samples]
     total = sum(part.span.length for part in parts)
@@ -139,16 +139,17 @@ def _with_own_shards(
     return kept, tuple(index.name for index in indices if index not in kept)
 
 
-def _filter_key(length: NDArray[np.int64], crc: NDArray[np.uint32]) -> NDArray[np.uint64]:
+def file_fingerprint(length: NDArray[np.int64], crc: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """Return uint64 [n], equal where files agree in length and CRC-32."""
     return (length.astype(np.uint64) << np.uint64(_WORD)) ^ crc.astype(np.uint64)
 
 
-def _sample_key(index: SourceIndex) -> NDArray[np.uint64]:
-    """uint64 [N], equal where documents and media, in any order, agree in lengths and CRCs."""
-    media = mix(_filter_key(index.item_length, index.item_crc)).astype(np.int64)
+def sample_fingerprint(index: SourceIndex) -> NDArray[np.uint64]:
+    """Return uint64 [N], equal where documents, and media in any order, agree in length and CRC."""
+    media = mix(file_fingerprint(index.item_length, index.item_crc)).astype(np.int64)
     with np.errstate(over="ignore"):
         own = row_sums(media, index.item_ptr).astype(np.uint64)
-    return _filter_key(index.json_length, index.json_crc) ^ mix(own)
+    return file_fingerprint(index.json_length, index.json_crc) ^ mix(own)
 
 
 def _candidates(keys: Sequence[NDArray[np.uint64]]) -> list[_Candidate]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from data_pipeline.augment.regions import NAMES
+from data_pipeline.augment.regions import NAMES as REGION_NAMES
 from data_pipeline.config import ChosenSource
 from data_pipeline.index.columns import PIECE_REGION, SourceIndex
 from data_pipeline.plan.layout import lay_out
@@ -19,9 +19,9 @@ from data_pipeline.plan.source import choose
 from moonvit3d.geometry import KIND_IMAGE, KIND_VIDEO, PatchLimits, grids
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
-_BINS_PER_OCTAVE = 2
-_ASPECT_BINS_PER_OCTAVE = 4
-_LONGEST = 10  # longest samples named
+BINS_PER_OCTAVE = 2
+ASPECT_BINS_PER_OCTAVE = 4
+LONGEST = 10  # longest samples named
 # As good as none: larger pictures than this are refused before they are decoded.
 _NO_LIMITS = PatchLimits(image=2**40, frame=2**40, side=2**30)
 # What adds up over sources.
@@ -57,7 +57,7 @@ def source_stats(
     sizes = lay_out(index, limits, samples, np.zeros(samples.size, np.int8))
     total, pads = int(sizes.length.sum()), int(sizes.vision.sum())
     text = int(index.text_tokens.sum())
-    last = np.argsort(-sizes.length, kind="stable")[:_LONGEST]
+    last = np.argsort(-sizes.length, kind="stable")[:LONGEST]
     first_chunk = index.item_chunk == 0  # every media file has one
     found: dict[str, Any] = {
         "name": index.name,
@@ -74,11 +74,11 @@ def source_stats(
         "media_tokens": pads,
         "markup_tokens": total - text - pads,
         "media_share": pads / total if total else 0.0,
-        "tokens_per_sample": spread(sizes.length, _BINS_PER_OCTAVE),
-        "text_tokens_per_sample": spread(index.text_tokens, _BINS_PER_OCTAVE),
-        "tokens_per_item": spread(sizes.tokens, _BINS_PER_OCTAVE),
+        "tokens_per_sample": spread(sizes.length, BINS_PER_OCTAVE),
+        "text_tokens_per_sample": spread(index.text_tokens, BINS_PER_OCTAVE),
+        "tokens_per_item": spread(sizes.tokens, BINS_PER_OCTAVE),
         "items": index.num_items,
-        "scaled_down": _scaled_down(index, sizes.grid),
+        "scaled_down": int(scaled_down(index, sizes.grid).sum()),
         "images": _media(index, first_chunk & (index.item_kind == KIND_IMAGE)),
         "videos": _media(index, first_chunk & (index.item_kind == KIND_VIDEO))
         | {
@@ -86,7 +86,7 @@ def source_stats(
             "frames": int(index.item_frames[index.item_kind == KIND_VIDEO].sum(dtype=np.int64)),
         },
         "regions": {
-            name: int((index.region_shape == code).sum()) for code, name in enumerate(NAMES)
+            name: int((index.region_shape == code).sum()) for code, name in enumerate(REGION_NAMES)
         },
         "texts_with_variants": int((index.piece_variants > 1).sum()),
         "variants": len(index.variant_tokens),
@@ -113,12 +113,12 @@ def source_stats(
     return found
 
 
-def _scaled_down(index: SourceIndex, grid: NDArray[np.int32]) -> int:
-    """Items that are smaller under the limits than without any."""
+def scaled_down(index: SourceIndex, grid: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Return which items are smaller under the limits than without any, bool [items]."""
     whole = grids(
         index.item_kind, index.item_frames, index.item_height, index.item_width, _NO_LIMITS
     )
-    return int((grid < whole).any(axis=1).sum())
+    return np.any(grid < whole, axis=1)
 
 
 def _media(index: SourceIndex, chosen: NDArray[np.bool_]) -> dict[str, Any]:
@@ -129,8 +129,8 @@ def _media(index: SourceIndex, chosen: NDArray[np.bool_]) -> dict[str, Any]:
         "files": len(height),
         "bytes": int(index.item_length[chosen].sum()),
         "megapixels": spread(height * width / 1e6),
-        "longer_side": spread(np.maximum(height, width), _BINS_PER_OCTAVE),
-        "aspect": spread(width / np.maximum(height, 1), _ASPECT_BINS_PER_OCTAVE),
+        "longer_side": spread(np.maximum(height, width), BINS_PER_OCTAVE),
+        "aspect": spread(width / np.maximum(height, 1), ASPECT_BINS_PER_OCTAVE),
     }
 
 
@@ -169,18 +169,35 @@ def histogram(values: ArrayLike, bins_per_octave: int) -> dict[str, list[float]]
         first and last bin are not empty.
     """
     numbers = np.asarray(values, np.float64)
-    positive = numbers[numbers > 0]
-    zeros = [float(numbers.size - positive.size)]
-    if not positive.size:
+    return binned(numbers, np.ones(numbers.shape, np.int64), bins_per_octave)
+
+
+def binned(
+    values: NDArray[np.float64], counts: NDArray[np.int64], bins_per_octave: int
+) -> dict[str, list[float]]:
+    """Return the histogram of values [n] that occur so many times [n] each."""
+    positive = values > 0
+    zeros = [float(counts[~positive].sum())]
+    if not positive.any():
         return {"zeros": zeros, "counts": [], "edges": []}
-    place = np.floor(np.log2(positive) * bins_per_octave).astype(np.int64)
+    place = np.floor(np.log2(values[positive]) * bins_per_octave).astype(np.int64)
+    return {"zeros": zeros, **bins_between(place, counts[positive], bins_per_octave)}
+
+
+def bins_between(
+    place: NDArray[np.int64], counts: NDArray[np.int64], bins_per_octave: int
+) -> dict[str, list[float]]:
+    """Return the edges and counts of bins, from the first that is named to the last.
+
+    Args:
+        place: [n] floor(log2(value) * bins_per_octave), at least one.
+        counts: [n] how many are there.
+        bins_per_octave: bins from a number to its double.
+    """
     low, high = int(place.min()), int(place.max())
     edges = 2.0 ** (np.arange(low, high + 2) / bins_per_octave)
-    return {
-        "zeros": zeros,
-        "counts": np.bincount(place - low).astype(float).tolist(),
-        "edges": edges.tolist(),
-    }
+    found = np.bincount(place - low, weights=counts)
+    return {"counts": found.tolist(), "edges": edges.tolist()}
 
 
 def totals(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

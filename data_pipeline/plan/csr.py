@@ -19,7 +19,9 @@ def gather_rows(
     return np.repeat(first - own[:-1], count) + np.arange(own[-1]), own
 
 
-def row_sums(values: NDArray[np.integer], ptr: NDArray[np.int64]) -> NDArray[np.int64]:
+def row_sums(
+    values: NDArray[np.integer] | NDArray[np.bool_], ptr: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Return the sum of each row, int64 [n]; an empty row has 0."""
     running = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
     return running[ptr[1:]] - running[ptr[:-1]]

@@ -315,7 +315,7 @@ class _Lengths:
         for block in range(0, index.num_samples, _BLOCK):
             samples = np.arange(block, min(block + _BLOCK, index.num_samples))
             length = lay_out(index, config.limits, samples, np.zeros(samples.size, int)).length
-            chosen = _chosen(length, choice)
+            chosen = within(length, choice)
             long = chosen & (length > config.seq_len)
             left_out.append(samples[~chosen])
             too_long.append(samples[long])
@@ -341,13 +341,14 @@ def choose(name: str, length: NDArray[np.int64], choice: ChosenSource | None) ->
     Raises:
         ValueError: none of those that there are.
     """
-    chosen = _chosen(length, choice)
+    chosen = within(length, choice)
     if length.size and not chosen.any():
         raise _none_chosen(name, length.size, choice, int(length.min()), int(length.max()))
     return chosen
 
 
-def _chosen(length: NDArray[np.int64], choice: ChosenSource | None) -> NDArray[np.bool_]:
+def within(length: NDArray[np.int64], choice: ChosenSource | None) -> NDArray[np.bool_]:
+    """Return which lengths [n] are in the bounds of a choice, bool [n]."""
     chosen = np.ones(length.size, np.bool_)
     if choice is not None and choice.min_tokens is not None:
         chosen &= length >= choice.min_tokens

@@ -27,6 +27,16 @@ UriArgument = Annotated[
 SourceOption = Annotated[
     list[str] | None, typer.Option("--source", help='A source\'s name; repeatable. "all" is usual.')
 ]
+LimitsOption = Annotated[
+    str | None, typer.Option("--config", help="Take limits and seq_len from this config.")
+]
+SeqLenOption = Annotated[int | None, typer.Option(min=1, help="Count samples longer than this.")]
+ImagePatchesOption = Annotated[
+    int | None, typer.Option(min=1, help="Most patches of an image; 16384 unless given.")
+]
+FramePatchesOption = Annotated[
+    int | None, typer.Option(min=1, help="Most patches of a video frame; 4096 unless given.")
+]
 OutOption = Annotated[Path, typer.Option(help="HTML file to write.")]
 
 
@@ -114,18 +124,10 @@ def stats(
     uri: UriArgument,
     source: SourceOption = None,
     out: Annotated[Path | None, typer.Option(help="HTML file to write, with plots.")] = None,
-    config: Annotated[
-        str | None, typer.Option(help="Take limits and seq_len from this config.")
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Count samples longer than this.")
-    ] = None,
-    image_patches: Annotated[
-        int | None, typer.Option(min=1, help="Most patches of an image; 16384 unless given.")
-    ] = None,
-    frame_patches: Annotated[
-        int | None, typer.Option(min=1, help="Most patches of a video frame; 4096 unless given.")
-    ] = None,
+    config: LimitsOption = None,
+    seq_len: SeqLenOption = None,
+    image_patches: ImagePatchesOption = None,
+    frame_patches: FramePatchesOption = None,
     duplicates: Annotated[
         bool, typer.Option(help="Look for equal media and samples: reads what may be equal.")
     ] = True,
@@ -146,7 +148,7 @@ def stats(
         from data_pipeline.inspect.stats import source_stats, totals
         from launch.cli.sources import open_sources
 
-        limits, seq_len, data = _limits(config, seq_len, image_patches, frame_patches)
+        limits, seq_len, data = limits_of(config, seq_len, image_patches, frame_patches)
         store, names = open_sources(uri, endpoint, source or ())
         indices = [read_index(store, name) for name in names]
         sources = [
@@ -164,13 +166,13 @@ def stats(
         if out is not None:
             from launch.pages.stats_page import stats_page
 
-            _write(out, stats_page(found, f"Sources at {store.uri}"))
+            write_page(out, stats_page(found, f"Sources at {store.uri}"))
         _print_stats(found)
         if as_json:
             typer.echo(json.dumps(found, ensure_ascii=False))
 
 
-def _limits(
+def limits_of(
     config: str | None, seq_len: int | None, image: int | None, frame: int | None
 ) -> "tuple[PatchLimits, int | None, DataConfig | None]":
     """Return limits and row length from the options, else the config, else the defaults; and it."""
@@ -277,7 +279,7 @@ def show(
                 raise ValueError("--source and --sample show stored samples: leave out --config")
             chosen = range(first_row, first_row + rows)
             found = find_anomaly(anomaly, step) if anomaly is not None else None
-            _write(out, show_rows(config, tuple(arguments or ()), step or 1, chosen, found))
+            write_page(out, show_rows(config, tuple(arguments or ()), step or 1, chosen, found))
         elif anomaly is not None:
             raise ValueError("--anomaly needs --config: that of the run, RUN_DIR/config.yaml")
         else:
@@ -288,10 +290,11 @@ def show(
                 raise ValueError(
                     "give --config CONFIG to show rows, or a URI and --source NAME to show samples"
                 )
-            _write(out, show_samples(uris[0], endpoint, source, sample or (), first))
+            write_page(out, show_samples(uris[0], endpoint, source, sample or (), first))
 
 
-def _write(out: Path, page: str) -> None:
+def write_page(out: Path, page: str) -> None:
+    """Write a page, and say so."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     typer.echo(f"wrote {out} ({len(page.encode()) / 1e6:.1f} MB)")

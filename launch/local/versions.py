@@ -101,11 +101,10 @@ def folder_of(name: str, store: "Store", endpoint: str | None) -> str:
     return found.name
 
 
-def needs_extra(error: ModuleNotFoundError) -> ValueError:
-    """Return the error of a package that the catalogue needs and that is not installed."""
+def needs_extra(error: ModuleNotFoundError, what: str = "the catalogue") -> ValueError:
+    """Return the error of a package of the extra `platform` that is not installed."""
     return ValueError(
-        f"the catalogue needs {error.name}, which is not installed: "
-        "pip install 'kimi-pretrain[platform]'"
+        f"{what} needs {error.name}, which is not installed: pip install 'kimi-pretrain[platform]'"
     )
 
 

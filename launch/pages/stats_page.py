@@ -20,16 +20,17 @@ def stats_page(found: Mapping[str, Any], title: str) -> str:
         found: the object of `data stats --json`: limits, sources, totals, duplicates (or None).
         title: of the page.
     """
-    sources = found["sources"]
-    body = [_limits(found), *_overview(sources, found["totals"])]
-    for source in sources:
-        body += _source(source)
+    body = [limits_note(found), *overview(found["sources"], found["totals"])]
+    for source in found["sources"]:
+        body += source_section(source)
     if found["duplicates"] is not None:
-        body += _duplicates(found["duplicates"])
+        body.append("<h2>Duplicates, byte for byte</h2>")
+        body += equal_ones(found["duplicates"], "equal", "SHA-256", "sha256")
     return page(title, body, STYLE)
 
 
-def _limits(found: Mapping[str, Any]) -> str:
+def limits_note(found: Mapping[str, Any]) -> str:
+    """Return under which limits tokens were counted."""
     limits = found["limits"]
     said = (
         f"Media tokens under limits of {limits['image']:,} patches an image and "
@@ -40,7 +41,8 @@ def _limits(found: Mapping[str, Any]) -> str:
     return f'<p class="note">{text(said)}</p>'
 
 
-def _overview(sources: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> Iterator[str]:
+def overview(sources: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tables that compare sources, and categories."""
     head = ["source", "category", "samples", "shards", "size", "tokens", "media share",
             "tokens/sample", "items", "regions", "variants", "longer than a row"]  # fmt: skip
     yield "<h2>Sources</h2>"
@@ -82,7 +84,8 @@ def _line(source: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _source(source: Mapping[str, Any]) -> Iterator[str]:
+def source_section(source: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what one source holds, with plots."""
     images, videos = source["images"], source["videos"]
     yield f"<section>\n<h2>{text(source['name'])}</h2>"
     told = "<br>".join(text(fact) for fact in _facts(source))
@@ -101,11 +104,16 @@ def _source(source: Mapping[str, Any]) -> Iterator[str]:
         ["", *columns],
         [[name, *(amount(one[column]) for column in columns)] for name, one in spreads.items()],
     )
-    plots = "\n".join(
+    yield plots([
         histogram(one["histogram"], name, "", "samples" if "sample" in name else "items")
         for name, one in spreads.items()
-    )
-    yield f'<div class="plots">\n{plots}\n</div>\n</section>'
+    ])  # fmt: skip
+    yield "</section>"
+
+
+def plots(drawings: Sequence[str]) -> str:
+    """Return drawings beside each other."""
+    return '<div class="plots">\n' + "\n".join(drawings) + "\n</div>"
 
 
 def _facts(source: Mapping[str, Any]) -> Iterator[str]:
@@ -132,22 +140,28 @@ def _facts(source: Mapping[str, Any]) -> Iterator[str]:
     yield "longest: " + ", ".join(f"{key} ({tokens:,})" for key, tokens in source["longest"][:3])
 
 
-def _duplicates(found: Mapping[str, Any]) -> Iterator[str]:
-    yield "<h2>Duplicates, byte for byte</h2>"
+def equal_ones(found: Mapping[str, Any], how: str, mark: str, key: str) -> Iterator[str]:
+    """Yield the groups of media files and samples that are equal, or look so.
+
+    Args:
+        found: of `find_duplicates`, or `count_alike`.
+        how: a word for it.
+        mark, key: what they share, as a title and in `found`.
+    """
     if found["left_out"]:
         names = ", ".join(found["left_out"])
         yield f'<p class="note">Without {text(names)}: the shards are those of other sources.</p>'
     for kind, name in _KINDS.items():
         part = found[kind]
         yield (
-            f"<p>{amount(part['groups'])} groups of equal {name}: {amount(part['redundant'])} "
+            f"<p>{amount(part['groups'])} groups of {how} {name}: {amount(part['redundant'])} "
             f"copies beyond the first, {num_bytes(part['redundant_bytes'])}.</p>"
         )
         if part["largest"]:
             yield table(
-                ["SHA-256", "bytes", "copies", "where"],
+                [mark, "bytes", "copies", "where"],
                 [
-                    [group["sha256"][:16], amount(group["bytes"]), group["copies"],
+                    [group[key][:16], amount(group["bytes"]), group["copies"],
                      _places(group)]
                     for group in part["largest"]
                 ],

@@ -61,6 +61,42 @@ def histogram(found: Mapping[str, Sequence[float]], title: str, unit: str, count
         return _svg(figure)
 
 
+def two_histograms(
+    found: Sequence[Mapping[str, Sequence[float]]], names: Sequence[str], title: str
+) -> str:
+    """Return two histograms of the same bins over each other, each in shares of its own.
+
+    Args:
+        found: two as of `histogram`; the bins of both are of one width in octaves.
+        names: of the two.
+        title: of the plot.
+    """
+    # The same edges come out of the same formula wherever a histogram begins.
+    edges = sorted({edge for one in found for edge in one["edges"]})
+    place = {edge: number for number, edge in enumerate(edges)}
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure()
+        axes.set_title(title, fontsize=10)
+        for one, name, colour in zip(found, names, ("#d97742", _BAR), strict=True):
+            total = sum(one["counts"]) + one["zeros"][0]
+            heights = np.zeros(max(len(edges) - 1, 0))
+            for edge, count in zip(one["edges"], one["counts"]):
+                heights[place[edge]] = count / total
+            if not total or not edges:
+                continue
+            label = name if not one["zeros"][0] else f"{name} ({one['zeros'][0] / total:.1%} at 0)"
+            axes.stairs(heights, np.arange(len(edges)), color=colour, label=label, linewidth=1.4)
+        if not edges:
+            axes.text(0.5, 0.5, "all are 0", ha="center", va="center", transform=axes.transAxes)
+            return _svg(figure)
+        step = max(1, -(-len(edges) // 9))
+        named = range(0, len(edges), step)
+        axes.set_xticks(list(named), [amount(float(f"{edges[i]:.3g}")) for i in named])
+        axes.set_ylabel("share")
+        axes.legend(frameon=False, fontsize=8)
+        return _svg(figure)
+
+
 def shares(rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str], title: str) -> str:
     """Return one stacked bar per row.
 

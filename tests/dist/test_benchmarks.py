@@ -29,6 +29,7 @@ SHORT = {
     "bench_bubbles.py": ([], ("cases",)),
     "bench_context.py": ([], ("forms", "targets")),
     "bench_dep.py": (["--work", "{}/work", "--picture", "{}/memory.png"], ("timing", "memory")),
+    "bench_facts.py": (["--work", "{}/work"], ("written", "counted", "integers_compared")),
     "bench_extension.py": (["--work", "{}/work", "--pictures", "{}"], ("extension", "border")),
     "bench_index.py": ([], ("alone", "shared", "targets")),
     "bench_projector.py": (["--work", "{}/work"], ("seeds", "targets")),

@@ -190,8 +190,10 @@ WALLS: dict[str, set[str]] = {
     },
     # Training needs no catalogue: a start asks it once, before there are ranks.
     "data_pipeline.catalog": {
-        "data_pipeline.catalog", "launch.cli.data_catalog", "launch.local.versions",
+        "data_pipeline.catalog", "launch.cli.data_catalog", "launch.cli.data_facts",
+        "launch.local.versions",
     },
+    "duckdb": {"data_pipeline.inspect.query"},
     "sqlalchemy": {"data_pipeline.catalog"},
     "alembic": {"data_pipeline.catalog"},
     "boto3": {"data_pipeline.store.open"},
@@ -392,6 +394,7 @@ def names_in(nodes: list[ast.AST]) -> set[str]:
         ("data_pipeline.decode", "from av.error import FFmpegError"),
         ("kimi_pretrain.train", "def f():\n    from data_pipeline.catalog.engine import Catalog"),
         ("data_pipeline.loader", "import sqlalchemy"),
+        ("data_pipeline.inspect.facts", "import duckdb"),
         ("moonvit3d.media", "from moonvit3d.model import normalise"),
         ("kimi_pretrain.tools.evaluate", "from data_pipeline.store.open import get_many"),
         ("kimi_pretrain.dep.assign", "from kimi_pretrain.engine.mesh import Mesh"),

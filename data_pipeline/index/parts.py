@@ -1,0 +1,108 @@
+"""An index that is larger than memory, a part of its samples at a time.
+
+`manifest.read_index` holds all of a source, several hundred bytes a sample. Here the file is copied
+to local disk and read in order, twice: column by column for the content hash, then part by part,
+each a `SourceIndex` of its samples.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_pipeline.index.columns import (
+    COLUMNS,
+    GROUPS,
+    HASHED,
+    SAMPLE_COLUMNS,
+    ShardInfo,
+    SourceIndex,
+    content_digest,
+)
+from data_pipeline.index.manifest import expect, index_key, index_of, read_manifest
+from data_pipeline.store.open import Store
+
+PART_SAMPLES = 1 << 17
+_COPY_BYTES = 16 << 20  # asked of the store at once
+
+
+def index_parts(
+    store: Store, name: str, scratch: Path, samples: int = PART_SAMPLES
+) -> Iterator[SourceIndex]:
+    """Yield the samples of a source in order, `samples` at a time.
+
+    All that `read_index` compares with the manifest is compared before the first part.
+
+    Args:
+        store: where it lies.
+        name: of the source.
+        scratch: file that holds a copy of the index, for the caller to remove.
+        samples: of a part, at most.
+
+    Raises:
+        MissingKey, IndexMismatch, ValueError: as `read_index`.
+    """
+    where, manifest = f"{store.uri}/{name}", read_manifest(store, name)
+    sha256 = _copy(store, index_key(name), scratch)
+    expect(where, "index_sha256", sha256, manifest["index_sha256"])
+    found = items = 0
+    with pq.ParquetFile(scratch) as file:
+        expect(where, "content_hash", content_hash(file, manifest), manifest["content_hash"])
+        for batch in file.iter_batches(samples):
+            part = index_of(pa.Table.from_batches([batch]), manifest, sha256)
+            found, items = found + part.num_samples, items + part.num_items
+            yield part
+    expect(where, "samples", found, manifest["samples"])
+    expect(where, "items", items, manifest["items"])
+
+
+def content_hash(file: pq.ParquetFile, manifest: Mapping[str, Any]) -> str:
+    """Return what `SourceIndex.content_hash` is of all rows, holding a part of a column.
+
+    Args:
+        file: index.parquet.
+        manifest: category, tokenizer and shards of the source.
+    """
+    shards = [ShardInfo(**shard) for shard in manifest["shards"]]
+    digest = content_digest(manifest["category"], manifest["tokenizer"]["sha256"], shards)
+
+    def parts(name: str) -> Iterator[pa.Array]:
+        for batch in file.iter_batches(PART_SAMPLES, columns=[name]):
+            yield batch.column(0)
+
+    first = {f"{group}_ptr": next(iter(columns)) for group, columns in GROUPS.items()}
+    for name in HASHED:
+        digest.update(f"{name}\n".encode())
+        if name in first:
+            end = np.zeros(1, np.int64)
+            digest.update(end.tobytes())
+            for column in parts(first[name]):
+                lengths = column.value_lengths().to_numpy(zero_copy_only=False)
+                pointer = end[-1] + np.cumsum(lengths, dtype=np.int64)
+                digest.update(pointer.tobytes())
+                end = pointer[-1:] if pointer.size else end
+            continue
+        for column in parts(name):
+            values = column.flatten() if name not in SAMPLE_COLUMNS else column
+            digest.update(values.to_numpy(zero_copy_only=False).astype(COLUMNS[name]).tobytes())
+    between = ""
+    for column in parts("key"):
+        digest.update((between + "\n".join(column.to_pylist())).encode())
+        between = "\n"
+    return digest.hexdigest()
+
+
+def _copy(store: Store, key: str, path: Path) -> str:
+    """Copy an object into a file; returns its SHA-256 (hex)."""
+    info, digest = store.head(key), hashlib.sha256()
+    with path.open("wb") as file:
+        for offset in range(0, info.size, _COPY_BYTES):
+            length = min(_COPY_BYTES, info.size - offset)
+            data = store.get(key, offset, length, etag=info.etag)
+            digest.update(data)
+            file.write(data)
+    return digest.hexdigest()

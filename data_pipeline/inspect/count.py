@@ -1,0 +1,380 @@
+"""Statistics of sources of any size, from their facts: what `inspect.stats` tells, and more.
+
+`count_source` is `stats.source_stats` without the index in memory: equal integers, floats to the
+last digits. Beside it stand heavy tails, samples that look alike, and what differs between two
+versions. All values go into JSON as they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.config import ChosenSource
+from data_pipeline.inspect.distribution import (
+    ValueCounts,
+    drift,
+    merged,
+    spread_of,
+    tail,
+    weighted_sum,
+)
+from data_pipeline.inspect.facts import CHUNK, REGIONS, FactsFile
+from data_pipeline.inspect.query import (
+    FILES,
+    IMAGE_FILES,
+    ITEMS,
+    SAMPLES,
+    VIDEO_FILES,
+    Facts,
+)
+from data_pipeline.inspect.stats import (
+    ASPECT_BINS_PER_OCTAVE,
+    BINS_PER_OCTAVE,
+    LONGEST,
+    PERCENTILES,
+    REGION_NAMES,
+    bins_between,
+    totals,
+)
+from data_pipeline.plan.source import within
+
+# Measure -> column, or expression, and the rows that have it.
+MEASURES = {
+    "tokens_per_sample": ("tokens", SAMPLES),
+    "text_tokens_per_sample": ("text_tokens", SAMPLES),
+    "media_tokens_per_sample": ("media_tokens", SAMPLES),
+    "items_per_sample": ("items", SAMPLES),
+    "tokens_per_item": ("tokens", ITEMS),
+    "image_longer_side": ("greatest(height, width)", IMAGE_FILES),
+    "video_longer_side": ("greatest(height, width)", VIDEO_FILES),
+}
+TAILED = ("tokens_per_sample", "media_tokens_per_sample", "tokens_per_item")
+"""Measures of which `tail` is told: what makes rows, microbatches and ranks uneven."""
+
+_SUMS = (
+    "json_bytes", "media_bytes", "tokens", "text_tokens", "region_tokens", "media_tokens", "items",
+    "images", "videos", *REGIONS, "texts_with_variants", "variants",
+)  # fmt: skip
+_FLAGS = ("flip_ok", "turn_ok")
+_LISTED = 50  # largest groups of alike ones
+_EXAMPLES = 5  # keys of samples that two versions do not share
+_ASPECT = "width / greatest(height, 1)"
+_MEGAPIXELS = "height::BIGINT * width / 1e6"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The figures of a source, as `stats.source_stats` gives them and with `tails` (see `tail`),
+    and the distributions that they were taken from, by measure."""
+
+    figures: dict[str, Any]
+    measures: dict[str, ValueCounts]
+
+
+def count_source(
+    file: FactsFile,
+    seq_len: int | None = None,
+    choice: ChosenSource | None = None,
+    threads: int | None = None,
+) -> Counted:
+    """Count one source.
+
+    Args:
+        file: its facts.
+        seq_len, choice: as of `stats.source_stats`.
+        threads: of DuckDB; None: one a core.
+
+    Raises:
+        FactsError: the file cannot be read.
+    """
+    with Facts(file, threads=threads) as facts:
+        measures = {name: facts.counted(*asked) for name, asked in MEASURES.items()}
+        return Counted(_figures(facts, measures, seq_len, choice), measures)
+
+
+def _figures(
+    facts: Facts,
+    measures: Mapping[str, ValueCounts],
+    seq_len: int | None,
+    choice: ChosenSource | None,
+) -> dict[str, Any]:
+    file, about = facts.file, facts.file.about
+    flags = [f"{name}::INT" for name in _FLAGS]
+    sums = facts.sums([*_SUMS, *flags], SAMPLES)
+    total, pads, text = (sums[name] for name in ("tokens", "media_tokens", "text_tokens"))
+    items = facts.sums(["scaled_down::INT"], ITEMS)
+    spreads = {name: spread_of(found, BINS_PER_OCTAVE) for name, found in measures.items()}
+    chunks = facts.sums(["frames"], f"kind = {CHUNK}")
+    figures: dict[str, Any] = {
+        "name": file.name,
+        "category": about["category"],
+        "tokenizer": {"name": file.tokenizer, "sha256": about["tokenizer_hash"]},
+        "samples": sums["rows"],
+        "shards": about["shards"],
+        "bytes": about["bytes"],
+        **{name: sums[name] for name in ("json_bytes", "media_bytes", "tokens", "text_tokens")},
+        "region_tokens": sums["region_tokens"],
+        "media_tokens": pads,
+        "markup_tokens": total - text - pads,
+        "media_share": pads / total if total else 0.0,
+        **{name: spreads[name] for name in ("tokens_per_sample", "text_tokens_per_sample")},
+        "tokens_per_item": spreads["tokens_per_item"],
+        "items": sums["items"],
+        "scaled_down": items["scaled_down::INT"],
+        "images": _media(facts, IMAGE_FILES, spreads["image_longer_side"]),
+        "videos": _media(facts, VIDEO_FILES, spreads["video_longer_side"])
+        | {"chunks": chunks["rows"], "frames": chunks["frames"]},
+        "regions": dict(zip(REGION_NAMES, (sums[name] for name in REGIONS), strict=True)),
+        "texts_with_variants": sums["texts_with_variants"],
+        "variants": sums["variants"],
+        **{name: sums[flag] for name, flag in zip(_FLAGS, flags, strict=True)},
+        "longest": _longest(facts),
+        "tails": {name: tail(measures[name]) for name in TAILED},
+    }
+    lengths = measures["tokens_per_sample"]
+    if seq_len is not None:
+        over = _part(lengths, lengths.values > seq_len)
+        figures["over_seq_len"] = {"seq_len": seq_len, **over}
+    if choice is not None:
+        chosen = _part(lengths, within(lengths.values, choice))
+        figures["chosen"] = {"bounds": choice.bounds, **chosen}
+    return figures
+
+
+def _part(found: ValueCounts, chosen: NDArray[np.bool_]) -> dict[str, Any]:
+    """Return number, share and tokens of the samples of some lengths."""
+    part = ValueCounts(found.values[chosen], found.counts[chosen])
+    share = part.total / found.total if found.total else 0.0
+    return {"samples": part.total, "share": share, "tokens": weighted_sum(part)}
+
+
+def _longest(facts: Facts) -> list[list[Any]]:
+    top = facts.rows(
+        f"SELECT sample, tokens FROM facts WHERE {SAMPLES} ORDER BY tokens DESC, sample "
+        f"LIMIT {LONGEST}"
+    )
+    keys = facts.keys([sample for sample, _ in top])
+    return [[keys[sample], tokens] for sample, tokens in top]
+
+
+def _media(facts: Facts, where: str, longer_side: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `stats._media` does."""
+    percents = [percent / 100 for percent in PERCENTILES]
+    asked = ", ".join(
+        f"avg({value}), min({value}), quantile_cont({value}, {percents}), max({value})"
+        for value in (_MEGAPIXELS, _ASPECT)
+    )
+    (row,) = facts.rows(
+        f"SELECT count(*), coalesce(sum(bytes), 0)::BIGINT, {asked} FROM facts WHERE {where}"
+    )
+    files, size, *found = row
+    megapixels, aspect = (_spread(files, *found[at : at + 4]) for at in (0, 4))
+    if files:
+        # The same edges as numpy's: a ratio that is no power of two is nowhere near an edge.
+        places = facts.counted(f"floor(log2({_ASPECT}) * {ASPECT_BINS_PER_OCTAVE})::BIGINT", where)
+        bins = bins_between(places.values, places.counts, ASPECT_BINS_PER_OCTAVE)
+        aspect["histogram"] = {"zeros": [0.0], **bins}
+    side = {"longer_side": dict(longer_side), "aspect": aspect}
+    return {"files": files, "bytes": size, "megapixels": megapixels, **side}
+
+
+def _spread(
+    count: int, mean: float, least: float, at: Sequence[float], most: float
+) -> dict[str, Any]:
+    if not count:
+        return {"count": 0}
+    found = {f"p{percent}": value for percent, value in zip(PERCENTILES, at, strict=True)}
+    return {"count": count, "mean": mean, "min": least, **found, "max": most}
+
+
+def by_category(sources: Sequence[Counted]) -> dict[str, Any]:
+    """Return sums, spreads and tails of all sources of a category together, by category."""
+    found = totals([source.figures for source in sources])["categories"]
+    for category, sums in found.items():
+        parts = [source for source in sources if source.figures["category"] == category]
+        whole = {name: merged(part.measures[name] for part in parts) for name in MEASURES}
+        sums |= {name: spread_of(one, BINS_PER_OCTAVE) for name, one in whole.items()}
+        sums["tails"] = {name: tail(whole[name]) for name in TAILED}
+    return found
+
+
+# Alike ------------------------------------------------------------------------------------------
+
+_KINDS = {"media": (FILES, "media"), "samples": (SAMPLES, "-1")}
+
+
+def count_alike(files: Sequence[FactsFile], threads: int | None = None) -> dict[str, Any]:
+    """Find media files, and samples, that agree in length and CRC-32, in and across sources.
+
+    They may be equal: `duplicates.find_duplicates` reads them to be sure. A source whose shards are
+    all those of another one, an older version or a reindexed one, is left out.
+
+    Returns:
+        What `duplicates.Duplicates.as_dict` does, with a fingerprint in the place of the SHA-256.
+    """
+    kept, left_out = _with_own_shards(files)
+    opened = [Facts(file, threads=threads) for file in kept]
+    try:
+        found: dict[str, Any] = {kind: _alike(opened, *asked) for kind, asked in _KINDS.items()}
+    finally:
+        for facts in opened:
+            facts.close()
+    return found | {"left_out": left_out}
+
+
+def _with_own_shards(files: Sequence[FactsFile]) -> tuple[list[FactsFile], list[str]]:
+    kept: list[FactsFile] = []
+    for file in sorted(files, key=lambda one: -len(one.shards)):  # stable: of equal ones the first
+        if not file.shards or not any(file.shards <= other.shards for other in kept):
+            kept.append(file)
+    names = {file.name for file in kept}
+    left_out = [file.name for file in files if file.name not in names]
+    return [file for file in files if file.name in names], left_out
+
+
+def _alike(opened: Sequence[Facts], where: str, media: str) -> dict[str, Any]:
+    """Return the groups among some rows; `media` is the expression of the file's number."""
+    query = f"SELECT fingerprint FROM facts WHERE {where}"
+    whole = np.concatenate(
+        [np.zeros(0, np.uint64), *(facts.columns(query)["fingerprint"] for facts in opened)]
+    )
+    whole.sort()
+    again = np.flatnonzero(whole[1:] == whole[:-1])
+    # Neighbours of neighbours are one group.
+    first = np.flatnonzero(np.diff(again, prepend=-2) > 1)
+    copies = np.diff(first, append=again.size) + 1
+    doubled = whole[again[first]]
+    sizes = (doubled >> np.uint64(32)).astype(np.int64)
+    redundant = sizes * (copies - 1)
+    top = _largest(redundant, _LISTED)
+    places = _places(opened, where, media, doubled[top]) if top.size else {}
+    return {
+        "groups": int(doubled.size),
+        "redundant": int(again.size),
+        "redundant_bytes": int(redundant.sum()),
+        "largest": [
+            {
+                "fingerprint": f"{int(doubled[at]):016x}",
+                "bytes": int(sizes[at]),
+                "copies": int(copies[at]),
+                "places": places[int(doubled[at])][:_LISTED],
+            }
+            for at in top
+        ],
+    }
+
+
+def _largest(values: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return where the largest stand, those first; of equal ones the first."""
+    if values.size > count:
+        # All that may be among them; the sort below is of few then.
+        least = np.partition(values, values.size - count)[values.size - count]
+        chosen = np.flatnonzero(values >= least)
+    else:
+        chosen = np.arange(values.size)
+    return chosen[np.argsort(-values[chosen], kind="stable")][:count]
+
+
+def _places(
+    opened: Sequence[Facts], where: str, media: str, wanted: NDArray[np.uint64]
+) -> dict[int, list[dict[str, Any]]]:
+    """Return source, sample and number of the file (-1 for samples) of the copies in each group."""
+    found: dict[int, list[dict[str, Any]]] = {int(one): [] for one in wanted}
+    for facts in opened:
+        rows = facts.members(f"fingerprint, sample, {media} AS media", where, wanted)
+        order = np.lexsort((rows["media"], rows["sample"], rows["fingerprint"]))
+        columns = [rows[name][order].tolist() for name in ("fingerprint", "sample", "media")]
+        chosen = [one for one in zip(*columns, strict=True)]
+        seen: dict[int, int] = {}
+        listed = []
+        for mark, sample, number in chosen:
+            seen[mark] = seen.get(mark, 0) + 1
+            if seen[mark] <= _LISTED:
+                listed.append((mark, sample, number))
+        keys = facts.keys([sample for _, sample, _ in listed])
+        for mark, sample, number in listed:
+            place = {"source": facts.file.name, "sample": keys[sample], "media": number}
+            found[mark].append(place)
+    return found
+
+
+# Two versions -----------------------------------------------------------------------------------
+
+_FIGURES = ("samples", "items", "tokens", "text_tokens", "media_tokens", "bytes")
+
+
+def compare(
+    new: FactsFile,
+    old: FactsFile,
+    counted: tuple[Counted, Counted] | None = None,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Tell what differs between two versions of a source, or two sources.
+
+    Args:
+        new, old: their facts, of the same limits.
+        counted: of both in this order, if they were counted already.
+        threads: of DuckDB; None: one a core.
+
+    Returns:
+        new, old: names; figures: name -> [old, new]; keys: samples and tokens that were added and
+        removed, samples that changed (another document or medium under the same key), that were
+        recounted (the same bytes, other tokens) and that are the same, and `examples` of their
+        keys; drift: measure -> {psi, distance, old, new (a spread each)}, or None.
+
+    Raises:
+        ValueError: their limits differ.
+        FactsError: a file cannot be read.
+    """
+    limits = [file.about["limits"] for file in (new, old)]
+    if limits[0] != limits[1]:
+        raise ValueError(
+            f"{new.name} was counted under limits {limits[0]}, {old.name} under {limits[1]}: "
+            "tokens of one are none of the other; count both under the same"
+        )
+    one, other = counted or (count_source(new, threads=threads), count_source(old, threads=threads))
+    told: dict[str, Any] = {}
+    for name in MEASURES:
+        apart = drift(other.measures[name], one.measures[name], BINS_PER_OCTAVE)
+        told[name] = apart and apart | {
+            which: spread_of(part.measures[name], BINS_PER_OCTAVE)
+            for which, part in (("old", other), ("new", one))
+        }
+    with Facts(new, other=old, threads=threads) as facts:
+        keys = _keys(facts)
+    figures = {name: [other.figures[name], one.figures[name]] for name in _FIGURES}
+    return {"new": new.name, "old": old.name, "figures": figures, "keys": keys, "drift": told}
+
+
+_JOINED = f"""
+    SELECT coalesce(n.key, o.key) AS key, n.tokens AS new_tokens, o.tokens AS old_tokens, CASE
+        WHEN o.sample IS NULL THEN 'added'
+        WHEN n.sample IS NULL THEN 'removed'
+        WHEN n.fingerprint <> o.fingerprint THEN 'changed'
+        WHEN n.tokens <> o.tokens THEN 'recounted'
+        ELSE 'same' END AS found
+    FROM (SELECT key, sample, tokens, fingerprint FROM facts WHERE {SAMPLES}) AS n
+    FULL JOIN (SELECT key, sample, tokens, fingerprint FROM other WHERE {SAMPLES}) AS o
+    ON n.key = o.key
+"""
+_FATES = ("added", "removed", "changed", "recounted", "same")
+
+
+def _keys(facts: Facts) -> dict[str, Any]:
+    rows = facts.rows(
+        "SELECT found, count(*), coalesce(sum(new_tokens), 0)::BIGINT, "
+        f"coalesce(sum(old_tokens), 0)::BIGINT, min(key, {_EXAMPLES}) FROM ({_JOINED}) "
+        "GROUP BY found"
+    )
+    by_fate = {fate: (count, new, old, keys) for fate, count, new, old, keys in rows}
+    none: tuple[int, int, int, list[str]] = (0, 0, 0, [])
+    counts = {fate: by_fate.get(fate, none)[0] for fate in _FATES}
+    return {
+        **counts,
+        "added_tokens": by_fate.get("added", none)[1],
+        "removed_tokens": by_fate.get("removed", none)[2],
+        "examples": {fate: by_fate[fate][3] for fate in _FATES[:-1] if fate in by_fate},
+    }

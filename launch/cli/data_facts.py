@@ -1,0 +1,280 @@
+"""`kimi-pretrain data facts | count`: statistics of sources of any size, and of their versions."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launch.cli.data_inspect import (
+    FramePatchesOption,
+    ImagePatchesOption,
+    LimitsOption,
+    SeqLenOption,
+    SourceOption,
+    UriArgument,
+    limits_of,
+    write_page,
+)
+from launch.cli.options import EndpointOption, JsonOption
+from launch.local.user_errors import one_line_errors
+
+if TYPE_CHECKING:
+    from data_pipeline.inspect.facts import FactsFile
+    from data_pipeline.store.open import Store
+    from moonvit3d.geometry import PatchLimits
+
+FolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--facts",
+        help="Folder of all facts; else KIMI_PRETRAIN_FACTS, else ~/.cache/kimi-pretrain/facts.",
+    ),
+]
+
+
+def facts(
+    uri: UriArgument,
+    source: SourceOption = None,
+    config: LimitsOption = None,
+    image_patches: ImagePatchesOption = None,
+    frame_patches: FramePatchesOption = None,
+    folder: FolderOption = None,
+    endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write what there is to count of sources: a Parquet row per sample and per item.
+
+    `data count` does it by itself for sources that have none. It is written once for
+    each content and limits, from the index alone, in little memory; any tool that
+    reads Parquet may ask it more (docs/PLATFORM.md has the columns).
+
+    \b
+    kimi-pretrain data facts s3://corpus/captions_3
+    kimi-pretrain data facts s3://corpus --config my.yaml --facts /shared/facts
+    """
+    with one_line_errors():
+        from launch.cli.sources import open_sources
+
+        limits, _, _ = limits_of(config, None, image_patches, frame_patches)
+        store, names = open_sources(uri, endpoint, source or ())
+        told = []
+        for name in names:
+            file, new = _written(store, name, limits, folder)
+            size = file.path.stat().st_size
+            typer.echo(f"{file.path}: {name}{'' if new else ', was there'}")
+            told.append({"name": name, "path": str(file.path), "bytes": size, "new": new})
+        if as_json:
+            typer.echo(json.dumps(told, ensure_ascii=False))
+
+
+def count(
+    uri: UriArgument,
+    source: SourceOption = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare the one --source with this: a source of the same root, or its own URI."
+        ),
+    ] = None,
+    versions: Annotated[
+        bool,
+        typer.Option(
+            "--versions", help="Compare each version with the one before it: pairs_2 with pairs."
+        ),
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="HTML file to write, with plots.")] = None,
+    config: LimitsOption = None,
+    seq_len: SeqLenOption = None,
+    image_patches: ImagePatchesOption = None,
+    frame_patches: FramePatchesOption = None,
+    folder: FolderOption = None,
+    endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count sources of any size, and compare versions, in seconds: by their facts.
+
+    The figures of `data stats` by source and category, and how much of the tokens
+    lies in the longest samples, which samples and media look alike (length and
+    CRC-32; `data stats` reads them to be sure), and what differs between versions:
+    samples added, removed, changed, and how far distributions drifted.
+
+    \b
+    kimi-pretrain data count s3://corpus --out count.html
+    kimi-pretrain data count s3://corpus --source captions_3 --against captions_2
+    kimi-pretrain data count s3://corpus --versions --json
+    """
+    with one_line_errors():
+        try:
+            from data_pipeline.inspect.count import (
+                by_category,
+                compare,
+                count_alike,
+                count_source,
+            )
+        except ModuleNotFoundError as error:
+            from launch.local.versions import needs_extra
+
+            raise needs_extra(error, "data count") from None
+        from data_pipeline.inspect.stats import totals
+        from launch.cli.sources import open_sources
+
+        limits, seq_len, data = limits_of(config, seq_len, image_patches, frame_patches)
+        store, names = open_sources(uri, endpoint, source or ())
+        if against is not None and len(names) != 1:
+            raise ValueError(
+                f"--against {against}: give the one source to compare with it by --source; there "
+                f"are {len(names)}: {', '.join(names)}"
+            )
+        pairs = _pairs(names) if versions else []
+        other = None if against is None else _other(store, against, limits, folder, endpoint)
+        files = {name: _written(store, name, limits, folder)[0] for name in names}
+        counted = {
+            name: count_source(file, seq_len, data.chosen(name) if data else None)
+            for name, file in files.items()
+        }
+        figures = [one.figures for one in counted.values()]
+        compared = [
+            compare(files[new], files[old], (counted[new], counted[old])) for new, old in pairs
+        ]
+        if other is not None:
+            compared.append(compare(files[names[0]], other))
+        found = {
+            "uri": store.uri,
+            "limits": {"image": limits.image, "frame": limits.frame, "side": limits.side},
+            "seq_len": seq_len,
+            "sources": figures,
+            "totals": totals(figures) | {"categories": by_category(list(counted.values()))},
+            "alike": count_alike(list(files.values())),
+            "compared": compared,
+        }
+        if out is not None:
+            from launch.pages.count_page import count_page
+
+            write_page(out, count_page(found, f"Sources at {store.uri}"))
+        for line in _lines(found):
+            typer.echo(line)
+        if as_json:
+            typer.echo(json.dumps(found, ensure_ascii=False))
+
+
+def facts_folder(given: Path | None) -> Path:
+    """Return where facts lie: as given, or by the environment, or in the user's cache."""
+    if given is not None:
+        return given
+    if named := os.environ.get("KIMI_PRETRAIN_FACTS"):
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "kimi-pretrain" / "facts"
+
+
+def _written(
+    store: "Store", name: str, limits: "PatchLimits", folder: Path | None
+) -> "tuple[FactsFile, bool]":
+    """Write the facts of a source unless they are there, with a progress bar."""
+    from data_pipeline.inspect.facts import write_facts
+    from launch.cli.progress import item_bar
+
+    with item_bar(f"facts of {name}") as show:
+        return write_facts(store, name, limits, facts_folder(folder), show)
+
+
+def _other(
+    store: "Store", against: str, limits: "PatchLimits", folder: Path | None, endpoint: str | None
+) -> "FactsFile":
+    """Return the facts of what a source is compared with."""
+    from data_pipeline.store.open import open_store
+    from launch.cli.sources import split_source
+
+    if "/" in against:
+        root, against = split_source(against)
+        store = open_store(root, endpoint=endpoint)
+    return _written(store, against, limits, folder)[0]
+
+
+def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (version, the one before it) by the names of the folders.
+
+    Raises:
+        ValueError: there is no such pair.
+    """
+    from data_pipeline.catalog.names import of_folder
+
+    order = sorted(names, key=of_folder)
+    pairs = [
+        (new, old) for old, new in zip(order, order[1:]) if of_folder(old)[0] == of_folder(new)[0]
+    ]
+    if not pairs:
+        raise ValueError(
+            f"--versions: no two of {', '.join(order)} are versions of one source, as pairs and "
+            "pairs_2 are; compare two by --source and --against"
+        )
+    return pairs
+
+
+# The terminal -----------------------------------------------------------------------------------
+
+
+def _lines(found: Mapping[str, Any]) -> Iterable[str]:
+    from launch.pages.count_page import MEASURES, drift_word, tail_words
+    from launch.pages.html import amount, num_bytes, percent
+
+    head = ["", "samples", "size", "items", "tokens", "media", "a sample", "p50", "p99", "longest"]
+
+    def row(name: str, one: Mapping[str, Any]) -> list[str]:
+        spread = one["tokens_per_sample"]
+        shown = [amount(spread.get(key, 0)) for key in ("mean", "p50", "p99", "max")]
+        return [name, f"{one['samples']:,}", num_bytes(one["bytes"]), f"{one['items']:,}",
+                f"{one['tokens']:,}", percent(one["media_share"]), *shown]  # fmt: skip
+
+    categories = found["totals"]["categories"]
+    yield from _table([
+        head,
+        *(row(one["name"], one) for one in found["sources"]),
+        *(row(f"all {name}", one) for name, one in categories.items()),
+    ])  # fmt: skip
+    for one in found["sources"]:
+        if told := tail_words(one["tails"]["tokens_per_sample"], "tokens", "samples"):
+            yield f"{one['name']}: {told}"
+        over = one.get("over_seq_len")
+        if over and over["samples"]:
+            yield f"{one['name']}: {over['samples']:,} samples longer than {over['seq_len']:,}"
+        if chosen := one.get("chosen"):
+            yield (
+                f"{one['name']}: {chosen['samples']:,} samples with {chosen['tokens']:,} tokens "
+                f"chosen by {chosen['bounds']}"
+            )
+    for kind, name in (("media", "media files"), ("samples", "samples")):
+        part = found["alike"][kind]
+        yield (
+            f"alike {name}: {part['groups']:,} groups, {part['redundant']:,} copies beyond the "
+            f"first ({num_bytes(part['redundant_bytes'])})"
+        )
+    if left_out := found["alike"]["left_out"]:
+        yield f"alike: without {', '.join(left_out)}, whose shards are those of others"
+    for one in found["compared"]:
+        yield ""
+        keys = one["keys"]
+        told = ", ".join(f"{keys[fate]:,} {fate}" for fate in
+                         ("added", "removed", "changed", "recounted", "same"))  # fmt: skip
+        yield f"{one['new']} after {one['old']}: {told}"
+        rows = [["", "mean", "was", "p50", "was", "p99", "was", "PSI", "distance"]]
+        for name, apart in one["drift"].items():
+            if apart is not None:
+                pairs = [amount(apart[which][key]) for key in ("mean", "p50", "p99")
+                         for which in ("new", "old")]  # fmt: skip
+                marks = [
+                    f"{apart['psi']:.3f}{drift_word(apart['psi'])}",
+                    f"{apart['distance']:.3f}",
+                ]
+                rows.append([MEASURES[name], *pairs, *marks])
+        yield from _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        line = [name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:]))]
+        yield "  ".join(line).rstrip()
