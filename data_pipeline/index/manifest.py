@@ -28,6 +28,7 @@ from data_pipeline.index.columns import (
     ShardInfo,
     SourceIndex,
 )
+from data_pipeline.index.redacted import with_redacted
 from data_pipeline.names import did_you_mean
 from data_pipeline.store.open import MissingBucket, MissingKey, Store, StoreError
 
@@ -85,6 +86,8 @@ def write_index(
         "index_sha256": hashlib.sha256(data).hexdigest(),
         "content_hash": index.content_hash,
     }
+    if index.redacted:  # in a source whose shards this one holds by reference
+        manifest["redacted"] = {"made_as": "", "samples": list(index.redacted), "replaced": []}
     store.put(index_key(index.name), data)
     text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
     new = store.put_new(manifest_key(index.name), text.encode())
@@ -220,7 +223,7 @@ def _from_parquet(data: bytes, manifest: dict[str, Any], sha256: str) -> SourceI
         lengths = column.value_lengths().to_numpy(zero_copy_only=False)
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
-    return SourceIndex(
+    index = SourceIndex(
         name=manifest["name"],
         category=manifest["category"],
         shards=tuple(ShardInfo(**shard) for shard in manifest["shards"]),
@@ -228,6 +231,11 @@ def _from_parquet(data: bytes, manifest: dict[str, Any], sha256: str) -> SourceI
         tokenizer_name=manifest["tokenizer"]["name"],
         tokenizer_hash=manifest["tokenizer"]["sha256"],
         index_sha256=sha256,
+        redacted=(),
+        made_as="",
         **{f"{group}_ptr": pointer(group) for group in GROUPS},
         **{name: flat(name, kind) for name, kind in COLUMNS.items()},
     )
+    if (redacted := manifest.get("redacted")) is None:
+        return index
+    return with_redacted(index, redacted["samples"], redacted["made_as"])
