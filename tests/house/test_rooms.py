@@ -328,7 +328,8 @@ def test_no_rooms_in_a_circle():
 # The rooms of the data pipeline, in the order in which one may import the other.
 DATA_ROOMS = (
     "names", "keyed", "store", "cache", "index", "text", "augment", "config", "decode", "plan",
-    "collate", "fetch", "access", "workers", "loader", "ingest", "inspect", "catalog", "stream",
+    "collate", "fetch", "access", "workers", "loader", "ingest", "inspect", "govern", "catalog",
+    "stream",
 )  # fmt: skip
 
 
