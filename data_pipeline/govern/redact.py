@@ -134,11 +134,7 @@ def plan(store: Store, wanted: Mapping[str, Sequence[str]]) -> Plan:
             there = listed(sorted(root.manifests))
             raise ValueError(f"{store.uri}: no finished source {name!r}; there are: {there}")
         index = index_of(name)
-        numbers = samples_of(index, wanted[name])
-        for key, number in zip(wanted[name], numbers.tolist(), strict=True):
-            if number < 0:
-                raise ValueError(f"{store.uri}: {unknown_key(index, key)}")
-        _add_spots(spots, root, index, numbers.tolist())
+        _add_spots(spots, root, index, _numbers(store, index, wanted[name]))
     for name, manifest in root.manifests.items():
         if "redacted" in manifest:
             _add_spots(spots, root, index_of(name), list(index_of(name).redacted))
@@ -152,7 +148,7 @@ def plan(store: Store, wanted: Mapping[str, Sequence[str]]) -> Plan:
         if not stale and not any(key in spots for key in root.keys_of(name)):
             continue
         index = index_of(name)
-        new = _new_samples(index, spots, root)
+        new = sorted({*_samples_at(index, spots, root)} - {*index.redacted})
         if not stale and not new:
             continue
         changed[name], samples[name] = index, new
@@ -161,6 +157,31 @@ def plan(store: Store, wanted: Mapping[str, Sequence[str]]) -> Plan:
             key = root.now(index.shards[index.shard[number]].key)
             shards[key] = [one for found in spots[key].values() for one in found]
     return Plan(changed, samples, shards, renamed, _twins(changed, samples))
+
+
+def held(store: Store, wanted: Mapping[str, Sequence[str]]) -> dict[str, list[int]]:
+    """Return in which sources under a root samples are, by their shards: redacted ones, too.
+
+    Args:
+        wanted: source -> keys of samples; names that are no source here are left out.
+
+    Raises:
+        ValueError: a source has no sample of such a key.
+        IndexMismatch, StoreError: a source cannot be read.
+    """
+    root = _Root(store)
+    spots: dict[str, dict[int, list[Erasure]]] = {}
+    indices: dict[str, SourceIndex] = {}
+    for name in sorted({*wanted} & {*root.manifests}):
+        index = indices[name] = read_index(store, name)
+        _add_spots(spots, root, index, _numbers(store, index, wanted[name]))
+    found: dict[str, list[int]] = {}
+    for name in root.manifests:
+        if any(root.now(key) in spots for key in root.keys_of(name)):
+            index = indices.get(name) or read_index(store, name)
+            if numbers := _samples_at(index, spots, root):
+                found[name] = numbers
+    return found
 
 
 def carry_out(
@@ -236,10 +257,19 @@ def _add_spots(
         spots.setdefault(key, {})[int(index.json_offset[number])] = list(erased(index, number))
 
 
-def _new_samples(
+def _numbers(store: Store, index: SourceIndex, keys: Sequence[str]) -> list[int]:
+    """Return the numbers of samples; ValueError: there is none of a key."""
+    numbers = samples_of(index, keys).tolist()
+    for key, number in zip(keys, numbers, strict=True):
+        if number < 0:
+            raise ValueError(f"{store.uri}: {unknown_key(index, key)}")
+    return numbers
+
+
+def _samples_at(
     index: SourceIndex, spots: Mapping[str, Mapping[int, object]], root: _Root
 ) -> list[int]:
-    """Return the samples of a source that lie where something is to be erased, the new ones."""
+    """Return the samples of a source that lie at some spots (shard, offset of the document)."""
     found: list[int] = []
     for number, shard in enumerate(index.shards):
         if (spot := spots.get(root.now(shard.key))) is None:
@@ -247,7 +277,7 @@ def _new_samples(
         first, end = np.searchsorted(index.shard, [number, number + 1]).tolist()
         offsets = index.json_offset[first:end]
         found += (first + np.flatnonzero(np.isin(offsets, list(spot)))).tolist()
-    return sorted({*found} - {*index.redacted})
+    return found
 
 
 def _refuse_unfinished(store: Store, root: _Root) -> None:
