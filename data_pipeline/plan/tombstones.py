@@ -225,13 +225,16 @@ def tombstones_of(config: DataConfig, indices: Sequence[SourceIndex]) -> Tombsto
     return Tombstones(names, listed, redacted, ((0, counts),) if any(counts) else ())
 
 
-def parse_entries(where: str, text: str, known: Sequence[str]) -> list[tuple[int, Entry]]:
+def parse_entries(
+    where: str, text: str, known: Sequence[str] | None = None, *, steps: bool = True
+) -> list[tuple[int, Entry]]:
     """Return the lines of a list of tombstones, with their numbers.
 
     Args:
         where: names the list in messages.
         text: JSON lines {"source", "key", "from_step"}; "request" is for people.
-        known: names of sources that lines may have.
+        known: names of sources that lines may have; None: any.
+        steps: whether each line must have a step; 1 where it has none.
 
     Raises:
         ValueError: names the line.
@@ -246,6 +249,9 @@ def parse_entries(where: str, text: str, known: Sequence[str]) -> list[tuple[int
         except ValueError:
             one = None
         form = '{"source": "captions", "key": "sea-1", "from_step": 1201}'
+        if isinstance(one, dict) and not steps:
+            one.setdefault("from_step", 1)
+            form = '{"source": "captions", "key": "sea-1"}'
         if not isinstance(one, dict) or not {*_KEYS} <= {*one} <= {*_KEYS, *_MAY}:
             raise ValueError(f"{told}: {line.strip()[:120]!r}; expected {form}")
         for name, kind in (_KEYS | _MAY).items():
@@ -256,7 +262,7 @@ def parse_entries(where: str, text: str, known: Sequence[str]) -> list[tuple[int
                 f"{told}: from_step is {one['from_step']}; expected the first step without the "
                 "sample, as metrics.jsonl counts them: 1 or more"
             )
-        if one["source"] not in known:
+        if known is not None and one["source"] not in known:
             hint = did_you_mean(one["source"], known)
             raise ValueError(f"{told}: no source {one['source']!r} in this configuration; {hint}")
         found.append((number, Entry(one["source"], one["key"], one["from_step"])))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from launch.cli import data_inspect
+from launch.cli import data_govern, data_inspect
 from launch.cli.data_catalog import catalog
 from launch.cli.options import EndpointOption, JsonOption
 from launch.local.user_errors import one_line_errors
@@ -323,5 +323,8 @@ def show_index(
 
 
 data.add_typer(catalog, name="catalog")
-for command in (data_inspect.verify, data_inspect.stats, data_inspect.show):
+for command in (
+    *(data_inspect.verify, data_inspect.stats, data_inspect.show),
+    *(data_govern.exposure, data_govern.redact),
+):
     data.command()(command)

@@ -189,7 +189,8 @@ WALLS: dict[str, set[str]] = {
     },
     # Training needs no catalogue: a start asks it once, before there are ranks.
     "data_pipeline.catalog": {
-        "data_pipeline.catalog", "launch.cli.data_catalog", "launch.local.versions",
+        "data_pipeline.catalog", "launch.cli.data_catalog", "launch.cli.data_govern",
+        "launch.local.versions",
     },
     "sqlalchemy": {"data_pipeline.catalog"},
     "alembic": {"data_pipeline.catalog"},

@@ -304,3 +304,35 @@ def test_a_damaged_shard_or_an_unfinished_source_is_refused(root):
     with pytest.raises(Exception, match=r"SHA-256 is .*, expected"):
         carry_out(store, GONE)
     assert not read_index(store, "pairs").redacted
+
+
+def test_the_catalogue_takes_a_redacted_source_for_another_version(root, tmp_path):
+    pytest.importorskip("sqlalchemy", reason="the extra platform is not installed")
+    from data_pipeline.catalog.audit import check
+    from data_pipeline.catalog.engine import Catalog, CatalogError
+    from data_pipeline.catalog.redactions import follow, note_request
+    from data_pipeline.catalog.register import look, register
+    from data_pipeline.catalog.show import details, versions
+
+    store, _ = root
+    catalog = Catalog(str(tmp_path / "catalog.sqlite"))
+    for name in ("pairs", "pairs_2"):
+        register(catalog, look(store, None, name), licence="CC-BY-4.0", owner="vision")
+    before = read_index(store, "pairs").content_hash
+    assert follow(catalog, [look(store, None, name) for name in NAMES]) == []
+    carry_out(store, GONE)
+    note_request(catalog, "17", GONE, "redacted")
+    moved = follow(catalog, [look(store, None, name) for name in NAMES], "17")
+    assert moved == [("pairs@1", "pairs@3"), ("pairs@2", "pairs@4")]
+    assert follow(catalog, [look(store, None, name) for name in NAMES]) == []
+    with catalog.read() as connection:
+        check(connection)
+        assert [(one["version"], one["state"]) for one in versions(connection, "pairs")] == [
+            (f"pairs@{number}", "staged") for number in (1, 2, 3, 4)
+        ]
+        one = details(connection, "pairs@3")
+        assert one["content_hash"] == read_index(store, "pairs").content_hash != before
+        assert (one["licence"], one["owner"]) == ("CC-BY-4.0", "vision")
+    with pytest.raises(CatalogError, match=r"which is not pairs@3 .* with samples redacted"):
+        follow(catalog, [look(store, None, "other")._replace(name="pairs")])
+    catalog.close()
