@@ -1,6 +1,7 @@
 """Redaction: no byte of the samples is left, every other sample is as it was, whoever holds it."""
 
 import hashlib
+import itertools
 import tarfile
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from data_pipeline.ingest.samples import CrudeSample, TextSegment
 from data_pipeline.inspect.verify import Checks, verify_source
 from data_pipeline.loader import Loader
 from data_pipeline.store.open import FolderStore, StoreUnavailable
+from data_pipeline.stream.stream import SampleStream, StreamConfig
 from data_pipeline.text import Tokenizer, train_ranks
 from moonvit3d.geometry import PatchLimits
 from tests.unit.data_pipeline.every_kind import WORDS, filmed, picture, sentence
@@ -213,6 +215,30 @@ def test_a_run_goes_on_and_draws_none_of_them(root):
     with loader() as fresh:
         assert not {*keys(fresh, 20)} & {"p3", "p17", "v1"}
     assert whole
+
+
+def test_a_stream_of_raw_samples_goes_on_with_others_in_their_places(root):
+    store, _ = root
+
+    def stream():
+        return SampleStream(FolderStore(store.root), ["pairs"], StreamConfig(batch_size=5))
+
+    def keys(running, count):
+        return [sample["__key__"] for sample in itertools.islice(running, count)]
+
+    with stream() as running:
+        plain = keys(running, 60)
+        state = running.state_dict()
+    carry_out(store, {"pairs": GONE["pairs"]})
+    out = set(GONE["pairs"])
+    with stream() as running:
+        running.load_state_dict(state)
+        assert not {*keys(running, 60)} & out
+    with stream() as running:
+        found = keys(running, 60)
+    assert not {*found} & out
+    assert all(a == b for a, b in zip(plain, found, strict=True) if a not in out)
+    assert {*plain} >= out
 
 
 class Breaking(FolderStore):
