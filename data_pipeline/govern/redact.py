@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_pipeline.cache.cached_store import CacheConfig, CachedStore
+from data_pipeline.govern.holds import read_holds, refuse_held
 from data_pipeline.index.columns import ShardInfo, SourceIndex
 from data_pipeline.index.manifest import expect, manifest_key, read_index, read_manifest
 from data_pipeline.index.redacted import erased, with_redacted
@@ -116,8 +117,8 @@ def plan(store: Store, wanted: Mapping[str, Sequence[str]]) -> Plan:
         wanted: source -> keys of samples.
 
     Raises:
-        ValueError: no such source or sample, or a source is being written that may take over the
-            shards; names it. Nothing is changed.
+        ValueError: no such source or sample, a shard is under a hold, or a source is being written
+            that may take over the shards; names it. Nothing is changed.
         IndexMismatch, StoreError: a source cannot be read.
     """
     root = _Root(store)
@@ -156,6 +157,7 @@ def plan(store: Store, wanted: Mapping[str, Sequence[str]]) -> Plan:
         for number in new:
             key = root.now(index.shards[index.shard[number]].key)
             shards[key] = [one for found in spots[key].values() for one in found]
+    refuse_held(store, shards)
     return Plan(changed, samples, shards, renamed, _twins(changed, samples))
 
 
@@ -393,7 +395,11 @@ def _remove_replaced(store: Store, done: Done, progress: Callable[[str], None]) 
     """Remove replaced shards that no manifest names, in all versions, and what writers left."""
     root = _Root(store)
     named = {key for name in root.manifests for key in root.keys_of(name)}
+    holds = {key: hold.name for hold in read_holds(store) for key in hold.shards}
     for key in sorted({*root.replaced} - named):
+        if key in holds:  # put on it after it was replaced and could not be removed
+            done.kept.append((key, f"under hold {holds[key]!r}"))
+            continue
         progress(f"remove {key}")
         try:
             if store.delete_versions(key):

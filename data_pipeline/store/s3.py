@@ -290,6 +290,14 @@ class S3Store(Counted):
             return max(1, len(found))
         return len(found)
 
+    def set_hold(self, key: str, *, on: bool) -> None:
+        """Set or end the legal hold of an object's newest version.
+
+        Raises:
+            StoreError: the bucket has no object lock, or this user may not.
+        """
+        self._call("put_object_legal_hold", key, LegalHold={"Status": "ON" if on else "OFF"})
+
     def list_folders(self, prefix: str = "") -> list[str]:
         """See `Store.list_folders`; up to 1,000 in a request."""
         pages = self._pages("list_objects_v2", prefix, _LISTING, Delimiter="/")

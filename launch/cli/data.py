@@ -325,6 +325,6 @@ def show_index(
 data.add_typer(catalog, name="catalog")
 for command in (
     *(data_inspect.verify, data_inspect.stats, data_inspect.show),
-    *(data_govern.exposure, data_govern.redact),
+    *(data_govern.exposure, data_govern.redact, data_govern.hold),
 ):
     data.command()(command)

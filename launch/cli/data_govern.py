@@ -1,4 +1,4 @@
-"""`kimi-pretrain data exposure | redact`: which runs used samples; overwriting them at rest."""
+"""`kimi-pretrain data exposure | redact | hold`: who used samples, erasing them, forbidding it."""
 
 import json
 import os
@@ -159,6 +159,47 @@ def redact(
             typer.echo(json.dumps({"done": True, **vars(done)}))
         if done.kept:
             raise typer.Exit(1)
+
+
+def hold(
+    uri: Annotated[str, typer.Argument(help="The source: s3://bucket/prefix/NAME or a folder.")],
+    name: Annotated[str, typer.Argument(help="Of the hold, such as a case number.")],
+    shard: Annotated[
+        list[str] | None, typer.Option("--shard", help="Key of a shard; repeatable. Else all.")
+    ] = None,
+    release: Annotated[bool, typer.Option("--release", help="End the hold.")] = False,
+    lock: Annotated[
+        bool, typer.Option("--lock", help="The bucket's legal hold, too, where it is enforced.")
+    ] = False,
+    endpoint: EndpointOption = None,
+) -> None:
+    """Keep shards of a source from being redacted or removed, until the hold is ended.
+
+    Sources that share the shards are covered. With --lock the bucket's own legal
+    hold is set as well, or ended, after a probe has shown that it is enforced.
+
+    \b
+    kimi-pretrain data hold s3://corpus/captions case-9 --lock
+    kimi-pretrain data hold s3://corpus/captions case-9 --lock --release
+    """
+    with one_line_errors():
+        from data_pipeline.govern.holds import end_hold, put_hold, read_holds
+        from data_pipeline.govern.holds import lock as set_lock
+        from data_pipeline.store.open import open_store
+        from launch.cli.sources import split_source
+
+        root, source = split_source(uri)
+        store = open_store(root, endpoint=endpoint)
+        if release:
+            found = end_hold(store, source, name)
+        else:
+            found = put_hold(store, source, name, shard or ())
+        typer.echo(
+            f"{store.uri}/{source}: hold {name!r} {'ended' if release else 'put'}, "
+            f"{len(found.shards):,} shards"
+        )
+        if lock:
+            typer.echo(set_lock(store, found, on=not release, others=read_holds(store)))
 
 
 def _wanted(source: str | None, keys: Sequence[str] | None, samples: Path | None) -> Wanted:

@@ -3,6 +3,7 @@
 import boto3
 import pytest
 
+from data_pipeline.govern.holds import end_hold, lock, put_hold
 from data_pipeline.govern.redact import carry_out
 from data_pipeline.index.manifest import read_index
 from data_pipeline.index.reads import check_shards
@@ -54,6 +55,30 @@ def test_old_versions_go_too(bucket):
     index = read_index(store, "notes")
     assert [index.key_of(n) for n in index.redacted] == ["t3"]
     check_shards(store, index)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "told"),
+    [
+        (("locked", True), "legal hold set on 1 shards; it is enforced"),
+        (("unlocked", False), "the store does not enforce legal holds"),
+    ],
+    indirect=["bucket"],
+)
+def test_a_legal_hold_is_believed_after_a_probe(bucket, told):
+    client, name, store = bucket
+    hold = put_hold(store, "notes", "case-9")
+    assert lock(store, hold, on=True).startswith(told)
+    assert not [key for key, *_ in versions(client, name) if "probe" in key]
+    with pytest.raises(ValueError, match="under hold 'case-9'"):
+        carry_out(store, {"notes": ["t3"]})
+    end_hold(store, "notes", "case-9")
+    done = carry_out(store, {"notes": ["t3"]})
+    assert bool(done.kept) == (name == "locked")
+    lock(store, hold, on=False)
+    done = carry_out(store, {"notes": ["t3"]})
+    assert not done.kept
+    assert not [key for key, _, body in versions(client, name) if SECRET.encode() in body]
 
 
 @pytest.mark.parametrize("bucket", [("held", True)], indirect=True)

@@ -10,6 +10,7 @@ import pytest
 
 from data_pipeline.cache.cached_store import CacheConfig, CachedStore
 from data_pipeline.config import DataConfig
+from data_pipeline.govern.holds import end_hold, put_hold
 from data_pipeline.govern.redact import carry_out, plan, purge
 from data_pipeline.index.manifest import read_index
 from data_pipeline.index.reads import check_shards, document_of, medium_of, read_checked
@@ -317,6 +318,31 @@ def test_bad_requests_are_told_in_one_line_and_change_nothing(root, wanted, told
     with pytest.raises(ValueError, match=told):
         carry_out(store, wanted)
     assert {key: store.get(key) for key in store.list()} == before
+
+
+def test_a_hold_keeps_shards_whoever_names_them(root):
+    store, _ = root
+    before = {key: store.get(key) for key in store.list()}
+    hold = put_hold(store, "pairs", "case-9")
+    assert hold.shards == tuple(shard.key for shard in read_index(store, "pairs").shards)
+    for wanted in (GONE, {"pairs_k": ["p3"]}):
+        with pytest.raises(ValueError, match=r"pairs/00000\d.tar is under hold 'case-9' since"):
+            carry_out(store, wanted)
+    with pytest.raises(ValueError, match="there is a hold 'case-9' already"):
+        put_hold(store, "pairs", "case-9")
+    put_hold(store, "pairs_2", "case-10", [read_index(store, "pairs_2").shards[-1].key])
+    with pytest.raises(ValueError, match="no shard 'x'; there are: pairs/"):
+        put_hold(store, "pairs_2", "case-11", ["x"])
+    with pytest.raises(ValueError, match="no hold 'case-8'; there are: case-9"):
+        end_hold(store, "pairs", "case-8")
+    end_hold(store, "pairs", "case-9")
+    end_hold(store, "pairs_2", "case-10")
+    assert {key: store.get(key) for key in store.list()} == before
+    store.put("other/holds.json", b"{}")
+    with pytest.raises(ValueError, match="other/holds.json: expected"):
+        carry_out(store, GONE)
+    store.delete("other/holds.json")
+    assert not carry_out(store, GONE).kept
 
 
 def test_a_damaged_shard_or_an_unfinished_source_is_refused(root):
