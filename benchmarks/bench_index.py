@@ -26,7 +26,7 @@ import pyarrow as pa
 from benchmarks.result import RESULTS, cores, named, table, verdicts, versions, write
 from benchmarks.synthetic_index import synthetic_index
 from data_pipeline.config import DataConfig
-from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.columns import HASHED, SourceIndex
 from data_pipeline.index.manifest import read_index, write_index
 from data_pipeline.index.shared import read_shared_index
 from data_pipeline.plan.planner import Planner
@@ -56,7 +56,7 @@ def captions(samples: int) -> SourceIndex:
 
 def bytes_of(index: SourceIndex) -> int:
     """Return the bytes of an index's columns and keys."""
-    columns = sum(getattr(index, name).nbytes for name in SourceIndex._COLUMNS)
+    columns = sum(getattr(index, name).nbytes for name in HASHED)
     return columns + pa.array(index.key).nbytes
 
 

@@ -8,6 +8,7 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.cache.cached_store import CachedStore
 from data_pipeline.config import DataConfig
@@ -107,12 +108,12 @@ def check_tokenizer(index: SourceIndex, tokenizer: Tokenizer) -> None:
 
 def run_sources(
     config: DataConfig, indices: Sequence[SourceIndex], heldout: Sequence[SourceIndex]
-) -> list[dict[str, str]]:
+) -> list[dict[str, Any]]:
     """Return what a run notes of its sources, JSON without secrets.
 
-    Each with its name, the name that was asked for (captions@active), content_hash, the SHA-256 of
-    the index as read, root, endpoint ("" for a folder or Amazon's own), and its use: "train" or
-    "heldout".
+    Each with its name, the name that was asked for (captions@active), content_hash, that which it
+    was made with, how many of its samples were redacted since, the SHA-256 of the index as read,
+    root, endpoint ("" for a folder or Amazon's own), and its use: "train" or "heldout".
     """
     scheme, folder = split_place("data.root", config.root)
     root = config.root.rstrip("/")
@@ -123,6 +124,8 @@ def run_sources(
             "name": index.name,
             "asked": config.asked.get(index.name, index.name),
             "content_hash": index.content_hash,
+            "made_as": index.identity,
+            "redacted": len(index.redacted),
             "index_sha256": index.index_sha256,
             "root": root,
             "endpoint": endpoint_of(root, config.endpoint),

@@ -224,6 +224,9 @@ class DataConfig(Section):
     max_quarantined: int = Field(default=1000, ge=0, le=2**20)
     """Unusable samples that a run puts into quarantine, resumes included; one more ends it.
     [samples; data_pipeline/plan/planner.py]"""
+    tombstones: str | None = None
+    """List of samples that are not drawn from a step on: a key under `root`, a path or a URI of
+    JSON lines {source, key, from_step}. [-; data_pipeline/plan/tombstones.py]"""
     same_decoders: bool = True
     """A state is refused where other versions of the decoders are installed.
     [-; data_pipeline/plan/state.py]"""
@@ -233,7 +236,7 @@ class DataConfig(Section):
         if not self.root:
             raise ValueError("root is empty; give 's3://bucket/prefix' or a folder")
         check_endpoint("endpoint", self.endpoint)
-        for name in ("root", "tokenizer"):
+        for name in ("root", "tokenizer", *(("tombstones",) if self.tombstones else ())):
             split_place(name, getattr(self, name))
         for where, names in (("max_epochs", self.max_epochs), ("augment", self.augment)):
             if unknown := sorted(set(names) - set(self.source_names)):
@@ -297,7 +300,7 @@ class DataConfig(Section):
         default = type(self).model_fields
         return self.replace(
             sources=self.heldout, heldout={}, vision_token_ratio=None, schedule=[], max_epochs={},
-            augment={}, budget=None, seed=default["seed"].default,
+            augment={}, budget=None, tombstones=None, seed=default["seed"].default,
             shard_window=default["shard_window"].default,
         )  # fmt: skip
 

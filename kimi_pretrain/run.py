@@ -60,6 +60,8 @@ class Run:
         self.planner = VisionPlanner(config)
         self.store = open_data(config.data)
         self.loader = self._open_loader()
+        planner = self.loader.planner  # a list that is being replaced would divide the ranks
+        planner.tombstones = mesh.broadcast_from_rank0(lambda: planner.tombstones)
         watch("build the model")
         self.model = Model.build(config, mesh)
         self.encoder, self.backbone = self.model.encoder, self.model.backbone

@@ -287,6 +287,11 @@ class CachedStore:
         self._objects.pop(key, None)
         self._inner.delete(key)
 
+    def delete_versions(self, key: str) -> int:
+        """See `Store.delete_versions`. The object is not registered any more."""
+        self._objects.pop(key, None)
+        return self._inner.delete_versions(key)
+
     def list_folders(self, prefix: str = "") -> "list[str]":
         """See `Store.list_folders`; asks the inner store."""
         return self._inner.list_folders(prefix)

@@ -133,6 +133,9 @@ def check(connection: Connection, head: str | None = None) -> tuple[int, str]:
         if name := entry.what.get("replica"):
             root, endpoint, folder = (entry.what[key] for key in _PLACE)
             places.add((name, root, endpoint, folder))
+        if name := entry.what.get("replica_gone"):
+            root, endpoint, folder = (entry.what[key] for key in _PLACE)
+            places.discard((name, root, endpoint, folder))
     if not seen:
         raise CatalogError(f"audit: no entry has the hash {head}; its end was cut off, or changed")
     for row in connection.execute(select(VERSION)):

@@ -42,6 +42,8 @@ def look(store: Store, endpoint: str | None, name: str) -> Source:
         MissingKey, IndexMismatch: there is none, or its files do not belong together.
     """
     index, provenance = read_index(store, name), read_provenance(store, name)
+    if index.redacted:  # by what it was made with those that hold its shards know it
+        provenance = (provenance or {}) | {"made_as": index.identity}
     parent = (provenance or {}).get("parent")
     columns = {
         "content_hash": index.content_hash,
@@ -75,7 +77,7 @@ def register(
         CatalogError: the name is another content's, or the place is; nothing was changed.
     """
     with catalog.write() as connection:
-        return _register(connection, source, wanted, governed)
+        return register_in(connection, source, wanted, governed)
 
 
 def rebuild(
@@ -99,9 +101,10 @@ def rebuild(
     return taken, problems
 
 
-def _register(
+def register_in(
     connection: Connection, source: Source, wanted: Wanted | None, governed: Mapping[str, Any]
 ) -> tuple[str, bool]:
+    """Do what `register` does, in a transaction that writes."""
     content = source.columns["content_hash"]
     known = connection.execute(select(VERSION).where(VERSION.c.content_hash == content)).first()
     _check_place(connection, source, content)

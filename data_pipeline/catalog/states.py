@@ -214,13 +214,12 @@ def _check_unused(connection: Connection, row: Row[Any], to: str) -> None:
         )
     if to != "deleted":
         return
+    mine = {row.content_hash, (row.provenance or {}).get("made_as", row.content_hash)}
     # By provenance, not by the parent, which people may set.
     for other in connection.execute(select(VERSION).where(VERSION.c.state != "deleted")):
         made_of = other.provenance or {}
-        if (made_of.get("kind"), made_of.get("parent")) in (
-            ("append", row.content_hash),
-            ("reindex", row.content_hash),
-        ) and other.content_hash != row.content_hash:
+        holds = made_of.get("kind") in ("append", "reindex") and made_of.get("parent") in mine
+        if holds and other.content_hash not in mine:
             raise CatalogError(
                 f"{name_of(row)} cannot be deleted: {name_of(other)} ({other.state}) holds its "
                 "shards by reference; delete that first"

@@ -128,6 +128,9 @@ class SourceIndex:
         point_x, point_y: float32 [Q], pixels of the file as stored, in edge coordinates.
         tokenizer_name, tokenizer_hash: of the tokenizer that counted the tokens.
         index_sha256: SHA-256 (hex) of the file that this was read from; "" for what was not read.
+        redacted: samples whose bytes were overwritten, in the order in which that was done; their
+            checksums here are those of what is there now.
+        made_as: content_hash before anything was redacted; "" where nothing was.
 
     The length of a sample is 2 + tokens of its pieces + (pads + 1) of each item.
     """
@@ -168,6 +171,8 @@ class SourceIndex:
     tokenizer_name: str
     tokenizer_hash: str
     index_sha256: str = ""
+    redacted: tuple[int, ...] = ()
+    made_as: str = ""
 
     def __post_init__(self) -> None:
         if self.category not in CATEGORIES:
@@ -236,6 +241,11 @@ class SourceIndex:
     def key_of(self, sample: int) -> str:
         """The key of a sample, for messages."""
         return str(self.key[int(sample)])
+
+    @property
+    def identity(self) -> str:
+        """The content_hash that it was made with: what runs know it by, also when redacted."""
+        return self.made_as or self.content_hash
 
     @cached_property
     def content_hash(self) -> str:

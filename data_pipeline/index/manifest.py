@@ -28,6 +28,7 @@ from data_pipeline.index.columns import (
     ShardInfo,
     SourceIndex,
 )
+from data_pipeline.index.redacted import with_redacted
 from data_pipeline.names import did_you_mean
 from data_pipeline.store.open import MissingBucket, MissingKey, Store, StoreError
 
@@ -85,6 +86,8 @@ def write_index(
         "index_sha256": hashlib.sha256(data).hexdigest(),
         "content_hash": index.content_hash,
     }
+    if index.redacted:  # in a source whose shards this one holds by reference
+        manifest["redacted"] = {"made_as": "", "samples": list(index.redacted), "replaced": []}
     store.put(index_key(index.name), data)
     text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
     new = store.put_new(manifest_key(index.name), text.encode())
@@ -237,7 +240,7 @@ def index_of(table: pa.Table, manifest: Mapping[str, Any], sha256: str) -> Sourc
         lengths = column.value_lengths().to_numpy(zero_copy_only=False)
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
-    return SourceIndex(
+    index = SourceIndex(
         name=manifest["name"],
         category=manifest["category"],
         shards=tuple(ShardInfo(**shard) for shard in manifest["shards"]),
@@ -245,6 +248,11 @@ def index_of(table: pa.Table, manifest: Mapping[str, Any], sha256: str) -> Sourc
         tokenizer_name=manifest["tokenizer"]["name"],
         tokenizer_hash=manifest["tokenizer"]["sha256"],
         index_sha256=sha256,
+        redacted=(),
+        made_as="",
         **{f"{group}_ptr": pointer(group) for group in GROUPS},
         **{name: flat(name, kind) for name, kind in COLUMNS.items()},
     )
+    if (redacted := manifest.get("redacted")) is None:
+        return index
+    return with_redacted(index, redacted["samples"], redacted["made_as"])

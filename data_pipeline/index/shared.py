@@ -47,7 +47,7 @@ def read_shared_index(
     own: SourceIndex | None = None
     for parent in parents:
         try:
-            node = NodeFolder(parent, f"index-{manifest['index_sha256'][:32]}", WAIT_S)
+            node = NodeFolder(parent, f"index-{manifest['content_hash'][:32]}", WAIT_S)
         except OSError:
             continue  # not writable: the next one, or the warning below
         columns, full = node.path / "columns", node.path / _FULL
@@ -97,7 +97,7 @@ def _written(index: SourceIndex, columns: Path) -> bool:
 
 def _mapped(where: str, columns: Path, manifest: Mapping[str, Any]) -> SourceIndex:
     """Map what `_written` wrote, if it is what the manifest names."""
-    content = (columns / _HASH).read_text()
+    content, redacted = (columns / _HASH).read_text(), manifest.get("redacted") or {}
     expect(where, "content_hash", content, manifest["content_hash"])
     arrays = {name: _array(columns / f"{name}.npy") for name in _NAMES}
     ptr, text = (arrays.pop(name) for name in _KEYS)
@@ -110,6 +110,8 @@ def _mapped(where: str, columns: Path, manifest: Mapping[str, Any]) -> SourceInd
         tokenizer_name=manifest["tokenizer"]["name"],
         tokenizer_hash=manifest["tokenizer"]["sha256"],
         index_sha256=manifest["index_sha256"],
+        redacted=tuple(redacted.get("samples", ())),  # their checksums are in the columns
+        made_as=redacted.get("made_as", ""),
         **arrays,
     )
     expect(where, "items", found.num_items, manifest["items"])

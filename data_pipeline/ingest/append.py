@@ -56,5 +56,7 @@ def appended(old: SourceIndex, new: SourceIndex) -> SourceIndex:
         tokenizer_name=new.tokenizer_name,
         tokenizer_hash=new.tokenizer_hash,
         index_sha256="",
+        redacted=old.redacted,
+        made_as="",
         **columns,
     )

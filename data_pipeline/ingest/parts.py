@@ -125,6 +125,8 @@ def merged(name: str, category: str, tokenizer: Tokenizer, parts: Sequence[Part]
         tokenizer_name=tokenizer.name,
         tokenizer_hash=tokenizer.hash,
         index_sha256="",
+        redacted=(),
+        made_as="",
         **{f"{group}_ptr": pointer(group) for group in GROUPS},
         **{of: column(of) for of in COLUMNS if of != "shard"},
     )

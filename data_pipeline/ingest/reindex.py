@@ -73,6 +73,13 @@ def reindex(
             variants += [variant for _, variant in counts]
             if progress:
                 progress(len(pieces), index.num_samples)
+        for sample in index.redacted:  # nothing is there to be counted; others take its place
+            for group, column, rows in (
+                ("piece", index.piece_tokens, pieces),
+                ("variant", index.variant_tokens, variants),
+            ):
+                begin, end = getattr(index, f"{group}_ptr")[sample : sample + 2]
+                rows[sample] = column[begin:end].tolist()
         _check_lengths(index, "piece", pieces)
         _check_lengths(index, "variant", variants)
         new = replace(
@@ -83,6 +90,7 @@ def reindex(
             tokenizer_name=tokenizer.name,
             tokenizer_hash=tokenizer.hash,
             index_sha256="",
+            made_as="",
         )
         claim.check()
         made_of = {"kind": "reindex", "source": name, "parent": index.content_hash}

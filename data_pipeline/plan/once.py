@@ -11,7 +11,8 @@ from data_pipeline.plan.step_plan import GlobalPlan
 def once(planner: Planner, tokens: int, group: int) -> list[GlobalPlan]:
     """Return steps that hold the first units of each source's first epoch, each of them once.
 
-    The units do not depend on `rows_per_step` or on any state. The last step has no more rows than
+    The units do not depend on `rows_per_step` or on any state; samples with a tombstone, of
+    whatever step, are not among them. The last step has no more rows than
     it takes; the last of them may hold none.
 
     Args:
@@ -22,10 +23,12 @@ def once(planner: Planner, tokens: int, group: int) -> list[GlobalPlan]:
     config = planner.config
     shares = [share_of(config.sources[source.index.name]) for source in planner.sources]
     sources: list[NDArray[np.int16]] = []
+    out = planner.tombstones.filled()
     draws: list[NDArray[np.int64]] = []
     for number, (source, share) in enumerate(zip(planner.sources, shares, strict=True)):
         most = int(tokens * share / sum(shares))
-        drawn = source.draw(np.arange(min(source.num_units, max(1, most))))
+        bad = sorted(sample for owner, sample in out if owner == number)
+        drawn = source.draw(np.arange(min(source.num_units, max(1, most))), bad)
         # What fills the place of a sample that does not fit a row has a place of its own.
         units = np.stack([drawn.sample, drawn.part], 1)
         own = np.sort(np.unique(units, axis=0, return_index=True)[1])
@@ -34,7 +37,7 @@ def once(planner: Planner, tokens: int, group: int) -> list[GlobalPlan]:
         draws.append(own[taken])
         sources.append(np.full(len(draws[-1]), number, np.int16))
     draw = np.concatenate(draws)
-    content = planner.packed(np.arange(len(draw)), np.concatenate(sources), draw)
+    content = planner.packed(np.arange(len(draw)), np.concatenate(sources), draw, out)
     rows, per_step = content.packed.num_rows, config.rows_per_step
     steps = []
     for number, first in enumerate(range(0, rows, per_step)):

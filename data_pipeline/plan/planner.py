@@ -33,6 +33,7 @@ from data_pipeline.plan.pack import PackedWindow, pack_window
 from data_pipeline.plan.source import DataUsedUp, Drawn, Source
 from data_pipeline.plan.state import Identity, State, blend_segments_of
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
+from data_pipeline.plan.tombstones import Pairs, Tombstones, tombstones_of
 
 __all__ = [
     "DataUsedUp",
@@ -64,11 +65,12 @@ class Window:
     items: ItemTable  # samples of the window; starts in the row
     item_ptr: NDArray[np.int64]  # [samples + 1]; items of sample i are item_ptr[i]:item_ptr[i + 1]
 
-    def tokens_before(self, row: int) -> tuple[int, int]:
-        """Return the text and the vision tokens of the rows before one."""
+    def tokens_before(self, row: int, kept: NDArray[np.bool_]) -> tuple[int, int]:
+        """Return text and vision tokens of the samples that are `kept` in the rows before one."""
         end = int(self.packed.row_ptr[row])
-        vision = int(self.items.tokens[: int(self.item_ptr[end])].sum(dtype=np.int64))
-        return int(self.samples.length[:end].sum(dtype=np.int64)) - vision, vision
+        items, media = int(self.item_ptr[end]), self.items
+        vision = int(media.tokens[:items].sum(dtype=np.int64, where=kept[media.sample[:items]]))
+        return int(self.samples.length[:end].sum(dtype=np.int64, where=kept[:end])) - vision, vision
 
 
 class Planner:
@@ -77,29 +79,30 @@ class Planner:
     Args:
         indices: one per source of the config, in any order; numbered by sorted name in plans.
         config: the data config.
+        without: None: the tombstones that config and indices name.
 
     Raises:
         ValueError: indices and config name different sources, a source has no usable sample, or
             the vision ratio cannot be reached.
     """
 
-    def __init__(self, indices: Sequence[SourceIndex], config: DataConfig):
+    def __init__(
+        self, indices: Sequence[SourceIndex], config: DataConfig, without: Tombstones | None = None
+    ):
         self.config = config
         self.indices = tuple(sorted(indices, key=lambda index: index.name))
         names = tuple(index.name for index in self.indices)
         if names != config.source_names:
-            raise ValueError(
-                f"config names sources {listed(config.source_names)}; indices are of "
-                f"{listed(names)}"
-            )
+            wanted = listed(config.source_names)
+            raise ValueError(f"config names sources {wanted}; indices are of {listed(names)}")
         self.sources = tuple(Source(index, config) for index in self.indices)
         self.totals = [source.totals for source in self.sources]
-        units = [source.num_units for source in self.sources]
-        self._mixer = Mixer(config, self.totals, units)
+        self._mixer = Mixer(config, self.totals, [source.num_units for source in self.sources])
         self.mixture = self._mixer.mixture()
         self._mixer.check(self.mixture)
         self._identity = Identity(self.indices, config)
         self.manifest = self._identity.manifest
+        self.tombstones = without or tombstones_of(config, self.indices)
         self._window = lru_cache(maxsize=KEPT_WINDOWS)(self._pack)
         self._mixtures = lru_cache(maxsize=KEPT_WINDOWS)(self._mix)
         # Replaced as a whole, never changed: the loader's thread reads it while it plans.
@@ -120,6 +123,7 @@ class Planner:
         step, opened = state["step"], state["opened"]
         window, row, missing = state["window"], state["row"], self.config.rows_per_step
         pieces: list[tuple[Window, int, int]] = []
+        first_opened = opened if row else step
         while missing:
             opened = opened if row else step
             content = self._content(window, mixture, opened)
@@ -130,8 +134,8 @@ class Planner:
             pieces.append((content, row, end))
             missing -= end - row
             window, row = (window + 1, 0) if end == rows else (window, end)
-        samples, items = join(pieces)
-        plan = GlobalPlan(step, self.config.seq_len, self.config.rows_per_step, samples, items)
+        tables = self.tombstones.taken_out(join(pieces), first_opened, step)
+        plan = GlobalPlan(step, self.config.seq_len, self.config.rows_per_step, *tables)
         known, before = len(state["blend"]), state.get("tokens")
         # None after a state of an earlier version, which did not count.
         tokens = before and (before[0] + plan.text_tokens, before[1] + plan.vision_tokens)
@@ -142,18 +146,18 @@ class Planner:
 
         Packs every window up to there: no bytes are read, but cost grows with `step`.
         """
-        window, row, opened = 0, 0, 0
-        rows_per_step = self.config.rows_per_step
-        row = step * rows_per_step
-        first = 0  # rows before the window
-        content, text, vision = self._content(window, self.mixture, opened), 0, 0
-        while row >= (rows := content.packed.num_rows):
-            text, vision = (a + b for a, b in zip((text, vision), content.tokens_before(rows)))
-            window, row, first = window + 1, row - rows, first + rows
-            opened = first // rows_per_step
+        window, first, per_step = 0, 0, self.config.rows_per_step
+        tokens = np.zeros(2, np.int64)
+        while True:
+            opened = first // per_step  # first: rows before the window
             content = self._content(window, self.mixture, opened)
-        text, vision = (a + b for a, b in zip((text, vision), content.tokens_before(row)))
-        return self._encode(self.mixture, window, row, step, opened, (text, vision))
+            steps = (first + content.samples.row) // per_step
+            kept = ~self.tombstones.gone(content.samples, opened, steps)
+            row = min(step * per_step - first, content.packed.num_rows)
+            tokens += content.tokens_before(row, kept)
+            if row < content.packed.num_rows:
+                return self._encode(self.mixture, window, row, step, opened, tokens.tolist())
+            window, first = window + 1, first + row
 
     def state_dict(self) -> State:
         """Return the state to begin with: step 0, or what `load_state_dict` was given."""
@@ -161,8 +165,7 @@ class Planner:
 
     def with_quarantine(self, state: Mapping[str, Any]) -> State:
         """Return a copy of a state that also holds what is in quarantine by now."""
-        entries = [list(entry) for entry in self._quarantine]
-        return json.loads(json.dumps({**state, "quarantine": entries}))
+        return json.loads(json.dumps({**state, "quarantine": self._quarantine}))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Check a state and begin with it.
@@ -171,13 +174,14 @@ class Planner:
             ValueError: naming the field that does not belong to this planner.
         """
         self.mixture_of(state)
-        entries = state["quarantine"]
-        self._quarantine = tuple((int(a), int(b), int(c)) for a, b, c in entries)
-        self._state = json.loads(json.dumps(dict(state)))
+        self._quarantine = tuple((int(a), int(b), int(c)) for a, b, c in state["quarantine"])
+        self.tombstones = self.tombstones.going_on(state)
+        self._state = json.loads(json.dumps(dict(state) | self.tombstones.fields(state["step"])))
 
     def mixture_of(self, state: Mapping[str, Any]) -> Mixture:
         """Check a state as `load_state_dict`, and return the mixture it goes on with."""
         self._identity.check(state)
+        self.tombstones.check(state)
         parts = blend_segments_of(state)
         mixture = self.mixture
         if tuple((s.start, s.weights) for s in mixture.segments[: len(parts)]) != parts:
@@ -223,32 +227,27 @@ class Planner:
         parts = blend_segments_of(state)
         start = (state["window"] + (state["row"] > 0)) * self.config.pack_window
         kept: tuple[Segment, ...] = ()
-        for begin, weights in parts:
-            if begin < start:
-                kept = append_segment(kept, begin, weights)
+        for begin, weights in (part for part in parts if part[0] < start):
+            kept = append_segment(kept, begin, weights)
         mixture = self._mixer.mixture(kept, start)
         where = (state["window"], state["row"], state["step"], state["opened"])
         changed = self._encode(mixture, *where, state.get("tokens"), len(kept) + 1)
         return {**changed, "quarantine": state["quarantine"]}
 
     def notices(self) -> list[str]:
-        """Return what a person should know of samples that do not fit a row, a line a source."""
-        return [source.notice for source in self.sources if source.notice is not None]
+        """Return what a person should know of samples that are not drawn as they are, by line."""
+        told = (source.notice for source in self.sources)
+        return [*(one for one in told if one is not None), *self.tombstones.notices()]
 
     def _content(self, window: int, mixture: Mixture, opened: int) -> Window:
         end = (window + 1) * self.config.pack_window
         if mixture.end is not None and end > mixture.end:
             raise DataUsedUp(f"the data ends at position {mixture.end}: {mixture.reason}")
-        quarantined = tuple(
-            (source, sample)
-            for source, sample, step in self._quarantine
-            if step + QUARANTINE_DELAY <= opened
-        )
-        return self._window(window, mixture.segments, quarantined)
+        found = [(a, b) for a, b, step in self._quarantine if step + QUARANTINE_DELAY <= opened]
+        out = self.tombstones.filled(opened)
+        return self._window(window, mixture.segments, out.union(found) if found else out)
 
-    def _pack(
-        self, window: int, segments: tuple[Segment, ...], quarantined: tuple[tuple[int, int], ...]
-    ) -> Window:
+    def _pack(self, window: int, segments: tuple[Segment, ...], quarantined: Pairs) -> Window:
         size = self.config.pack_window
         position = np.arange(window * size, (window + 1) * size)
         source, draw = blend(position, segments)
@@ -259,21 +258,20 @@ class Planner:
         position: NDArray[np.int64],
         source: NDArray[np.int16],
         draw: NDArray[np.int64],
-        quarantined: tuple[tuple[int, int], ...] = (),
+        quarantined: Pairs = frozenset(),
     ) -> Window:
         """Pack the draws of some positions, [n] each, into rows that hold nothing else."""
-        size = len(position)
         places: list[NDArray[np.int64]] = []
         parts: list[Drawn] = []
         for number, origin in enumerate(self.sources):
             chosen = np.flatnonzero(source == number)
             if chosen.size:
-                bad = [sample for owner, sample in quarantined if owner == number]
+                bad = sorted(sample for owner, sample in quarantined if owner == number)
                 places.append(chosen)
                 parts.append(origin.draw(draw[chosen], bad))
         # Where the samples of the window lie when those of each source are laid end to end.
-        joined = np.empty(size, np.int64)
-        joined[np.concatenate(places)] = np.arange(size)
+        joined = np.empty(len(position), np.int64)
+        joined[np.concatenate(places)] = np.arange(len(position))
         length = np.concatenate([part.layout.length for part in parts])[joined]
         packed = pack_window(length, self.config.seq_len)
         at = joined[packed.sample]
@@ -313,20 +311,19 @@ class Planner:
         tokens = np.concatenate([part.layout.tokens for part in parts])[item]
         level = np.concatenate([part.level for part in parts])
         sample = np.repeat(np.arange(at.size), np.diff(item_ptr))
-        kind_media_chunk = np.zeros((item.size, 3), np.int16)
+        kind, media, chunk = np.zeros((3, item.size), np.int16)
         owner = source[at][sample]
         for number, index in enumerate(self.indices):
             chosen = np.flatnonzero(owner == number)
-            lines = line[chosen]
-            kind_media_chunk[chosen, 0] = index.item_kind[lines]
-            kind_media_chunk[chosen, 1] = index.item_media[lines]
-            kind_media_chunk[chosen, 2] = index.item_chunk[lines]
+            columns = (index.item_kind, index.item_media, index.item_chunk)
+            for found, column in zip((kind, media, chunk), columns):
+                found[chosen] = column[line[chosen]]
         table = ItemTable(
             sample=sample.astype(np.int32),
             index_line=line,
-            kind=kind_media_chunk[:, 0].astype(np.int8),
-            media=kind_media_chunk[:, 1].copy(),
-            chunk=kind_media_chunk[:, 2].copy(),
+            kind=kind.astype(np.int8),
+            media=media,
+            chunk=chunk,
             level=level[at][sample],
             frames=grid[:, 0].copy(),
             grid_h=grid[:, 1].copy(),
@@ -368,6 +365,7 @@ class Planner:
         begun = mixture.segments[: max(begun, known)]
         return {
             **self._identity.fields(),
+            **self.tombstones.fields(step),
             "blend": [[s.start, list(s.weights)] for s in begun],
             "window": int(window),
             "row": int(row),

@@ -7,7 +7,8 @@ a part of one. What does not fit a row:
 - a sample of text alone is split into parts of a row's length, units of their own;
 - a sample with media that could fit is shrunk: its patch limits are lowered, by the same resize
   rule, until it does;
-- anything else is refused. Its place in the order, and that of a quarantined sample, is filled
+- anything else is refused. Its place in the order, and that of a sample in quarantine or with a
+  tombstone, is filled
   by a usable unit of the same shard (of the source, if its whole shard is not usable): the k-th of
   a shard by the k-th after the next, in a circle. A rule that depends on nothing but the index, so
   that the order stays a function of position.
@@ -241,7 +242,7 @@ class Source:
 
         Args:
             draws: [n], all >= 0.
-            quarantined: samples that turned out unusable.
+            quarantined: samples that turned out unusable, or have a tombstone.
         """
         units, epochs = self.order.samples(draws)
         return self._measure(self._substituted(units, tuple(quarantined)), epochs)
@@ -260,8 +261,8 @@ class Source:
         units = self._units.all_of(bad)
         if units.size == self.num_units:
             raise DataUsedUp(
-                f"source {self.index.name!r}: every sample that fits a row is in quarantine; "
-                "repair the source"
+                f"source {self.index.name!r}: every sample that fits a row is in quarantine or "
+                "has a tombstone; repair the source, or leave it out"
             )
         return units, substitutes(units, self._shard_ptr)
 

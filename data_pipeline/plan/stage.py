@@ -37,7 +37,8 @@ def taken_over(planner: Planner, state: Mapping[str, Any], step: int) -> tuple[S
                 "train.start_optimizer=keep, and with the shares that hold at its end; give its "
                 "data.schedule here, too, and let other shares begin later"
             ) from None
-        return here | {"step": step, "opened": step}, str(error)
+        anew = here | {"step": step, "opened": step} | planner.tombstones.fields(step)
+        return anew, str(error)
     if (told := used_up(planner.config.budget, state)) is not None:
         raise ValueError(
             f"{told} by the stages before, whose data go on with train.start_optimizer=keep: "

@@ -17,6 +17,8 @@ _HASH = 12  # hexadecimal digits of a source's content hash in a state
 
 # What a planner adds: how far the run is.
 OWN_FIELDS = ("blend", "window", "row", "opened", "step", "tokens", "quarantine")
+# What it adds where there is such a thing (`Tombstones.fields`).
+_MAY_HAVE = ("tombstones", "redacted")
 
 State = dict[str, Any]
 
@@ -33,12 +35,12 @@ class Identity:
         names = [index.name for index in indices]
         chosen = {name: f" {choice.bounds}" for name in names if (choice := config.chosen(name))}
         contents = "\n".join(
-            f"{index.name} {index.content_hash}{chosen.get(index.name, '')}" for index in indices
+            f"{index.name} {index.identity}{chosen.get(index.name, '')}" for index in indices
         )
         self.manifest = hashlib.sha256(contents.encode()).hexdigest()
         # Name -> content, and by which lengths samples are chosen where they are.
         self._contents = {
-            index.name: index.content_hash[:_HASH] + chosen.get(index.name, "") for index in indices
+            index.name: index.identity[:_HASH] + chosen.get(index.name, "") for index in indices
         }
         self._packing = _packing(config)
 
@@ -62,7 +64,7 @@ class Identity:
         expected = self.fields()
         fields = {*expected, *OWN_FIELDS}
         # States of earlier versions do not name the sources, nor count tokens.
-        if {*state, "sources", "tokens"} != fields:
+        if {*state, "sources", "tokens"} - {*_MAY_HAVE} != fields:
             raise ValueError(
                 f"state has fields {listed(sorted(state))}; expected {listed(sorted(fields))}"
             )

@@ -134,6 +134,13 @@ class MemoryStore(Counted):
         with self._objects.lock:
             self._objects.held.pop(f"{self._prefix}{check_key(key)}", None)
 
+    def delete_versions(self, key: str) -> int:
+        """See `Store.delete_versions`; there is one."""
+        self.count(requests=1)
+        with self._objects.lock:
+            gone = self._objects.held.pop(f"{self._prefix}{check_key(key)}", None)
+        return int(gone is not None)
+
     def list_folders(self, prefix: str = "") -> list[str]:
         """See `Store.list_folders`."""
         self.count(requests=1)

@@ -174,6 +174,14 @@ class Store(Protocol):
         """Remove an object, if it is there."""
         ...
 
+    def delete_versions(self, key: str) -> int:
+        """Remove an object with all versions that the store keeps of it; returns how many went.
+
+        Raises:
+            AccessDenied: the store holds a version (object lock), or this user may not remove it.
+        """
+        ...
+
     def list_folders(self, prefix: str = "") -> list[str]:
         """What stands before the next "/" of keys that start with `prefix`: sorted, each once.
 
@@ -444,6 +452,12 @@ class FolderStore(Counted):
         path.unlink(missing_ok=True)
         with suppress(OSError):
             path.parent.rmdir()
+
+    def delete_versions(self, key: str) -> int:
+        """See `Store.delete_versions`; a folder keeps one."""
+        there = self._path(key).is_file()
+        self.delete(key)
+        return int(there)
 
     def list_folders(self, prefix: str = "") -> list[str]:
         """See `Store.list_folders`."""

@@ -493,7 +493,7 @@ def _key_column(index: SourceIndex) -> pa.Array:
 
 def _manifest(indices: Sequence[SourceIndex]) -> str:
     """What the order depends on besides seed and window: SHA-256 (hex) over names and contents."""
-    contents = "\n".join(f"{index.name} {index.content_hash}" for index in indices)
+    contents = "\n".join(f"{index.name} {index.identity}" for index in indices)
     return hashlib.sha256(contents.encode()).hexdigest()
 
 

@@ -8,6 +8,7 @@ hundred nanoseconds per sample; one by one it would be twenty microseconds.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ from data_pipeline.index.columns import ShardInfo, SourceIndex
 from data_pipeline.plan.blend import Segment, blend
 from data_pipeline.plan.csr import gather_rows, row_sums
 from data_pipeline.plan.order import ShardOrder
+from data_pipeline.plan.source import DataUsedUp, substitutes
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +88,10 @@ def locate(
     for number, (index, order) in enumerate(zip(indices, orders)):
         chosen = np.flatnonzero(source == number)
         picked, epoch[chosen] = order.samples(draw[chosen]) if chosen.size else (chosen, 0)
+        if index.redacted:
+            bad, filling = _filling(index)
+            at = np.minimum(np.searchsorted(bad, picked), bad.size - 1)
+            picked = np.where(bad[at] == picked, filling[at], picked)
         sample[chosen] = picked
         shard[chosen] = first_shard[number] + index.shard[picked]
         items, own = gather_rows(index.item_ptr, picked)
@@ -136,6 +142,16 @@ def _draws(
         # One source takes every draw: its table of a quarter of a million draws need not be made.
         return np.zeros(positions.size, np.int16), positions
     return blend(positions, segments)
+
+
+@lru_cache(maxsize=64)
+def _filling(index: SourceIndex) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the redacted samples of a source, and those that stand in their places."""
+    bad = np.unique(np.array(index.redacted, np.int64))
+    if bad.size == index.num_samples:
+        raise DataUsedUp(f"source {index.name!r}: all its samples were redacted; leave it out")
+    shards = np.searchsorted(index.shard, np.arange(len(index.shards) + 1))
+    return bad, substitutes(bad, shards)
 
 
 def by_first_use(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

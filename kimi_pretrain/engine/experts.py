@@ -154,7 +154,8 @@ class PaddingAwareRouter(Saves, TopKRouter):
         counts_E = routing_map.sum(dim=0)
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(counts_E, group=self.tp_cp_group)
-        tokens = counts_E.sum() / self.topk
+        # A row may be all padding, where tombstones took its samples out: its loss is 0, not 0 / 0.
+        tokens = (counts_E.sum() / self.topk).clamp(min=1)
         loss = switch_load_balancing_loss_func(
             probs=scores_for_aux_loss,
             tokens_per_expert=counts_E,

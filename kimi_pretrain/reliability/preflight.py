@@ -25,6 +25,7 @@ from data_pipeline.plan.planner import GlobalPlan, Planner, State
 from data_pipeline.plan.report import blend_report
 from data_pipeline.plan.source import choose
 from data_pipeline.plan.stage import taken_over
+from data_pipeline.plan.tombstones import tombstones_of
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.checkpoint.errors import CheckpointError
@@ -218,9 +219,11 @@ def read_heldout(
 
 def _check_heldout(config: Config, indices: Sequence[SourceIndex]) -> None:
     """Plan the held-out samples as a validation will: refuses what does not fit into memory."""
+    tombstones = tombstones_of(config.data, indices)
     config = config.model_copy(update={"data": config.data.of_heldout()})
     vision = VisionPlanner(config, training=False)
-    plans = once(Planner(indices, config.data), config.data.heldout_tokens, config.row_group())
+    planner = Planner(indices, config.data, tombstones)
+    plans = once(planner, config.data.heldout_tokens, config.row_group())
     for number, plan in enumerate(plans):
         try:
             vision.plan(plan)

@@ -74,7 +74,7 @@ def describe_environment(
     folder: Path,
     config: Config,
     began_from: Mapping[str, Any] | None = None,
-    sources: Sequence[Mapping[str, str]] | None = None,
+    sources: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
     """Write config.yaml, versions.json, and git.json with diff.patch where there is a checkout.
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from data_pipeline.access import register, shard_versions
@@ -21,6 +22,7 @@ from data_pipeline.index.columns import SourceIndex
 from data_pipeline.loader import StepBatch
 from data_pipeline.plan.once import once
 from data_pipeline.plan.planner import GlobalPlan, Planner
+from data_pipeline.plan.tombstones import tombstones_of
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.config import Config
@@ -86,7 +88,8 @@ class Validation:
     ):
         data = config.data.of_heldout()
         self.mesh, self._store, self._tokenizer = mesh, store, tokenizer
-        self._planner = Planner(indices, data)
+        find = partial(tombstones_of, config.data, sorted(indices, key=lambda one: one.name))
+        self._planner = Planner(indices, data, mesh.broadcast_from_rank0(find))
         self.plans = once(self._planner, config.data.heldout_tokens, config.row_group())
         config = config.model_copy(update={"data": data})
         vision = VisionPlanner(config, training=False)

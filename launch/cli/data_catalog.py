@@ -242,6 +242,30 @@ def audit(
             typer.echo(json.dumps({"entries": number, "head": end, "last": told}))
 
 
+@catalog.command("request")
+def note_request(
+    name: Annotated[str, typer.Argument(help="Number or name of the request.")],
+    samples: Annotated[
+        Path, typer.Option("--list", help='Samples as JSON lines {"source", "key"}.')
+    ],
+    where: CatalogOption = None,
+) -> None:
+    """Write into the audit that samples were asked to be deleted: numbers and hashes of keys.
+
+    \b
+    kimi-pretrain data catalog request 17 --list request-17.jsonl
+    """
+    with _opened(where) as found:
+        from data_pipeline.catalog.redactions import note_request as note
+        from data_pipeline.plan.tombstones import parse_entries
+
+        wanted: dict[str, list[str]] = {}
+        for _, entry in parse_entries(str(samples), samples.read_text(), steps=False):
+            wanted.setdefault(entry.source, []).append(entry.key)
+        note(found, name, wanted, "received")
+        typer.echo(f"request {name}: {sum(map(len, wanted.values())):,} samples, received")
+
+
 @catalog.command()
 def rebuild(
     uris: Annotated[

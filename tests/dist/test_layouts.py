@@ -1,10 +1,16 @@
 """The same rows, losses and gradients in every layout: guards the host backend (I2, I4, I5)."""
 
+import json
+
 import pytest
 import torch
 
+from data_pipeline.index.manifest import read_index
+from data_pipeline.plan.planner import Planner
+from data_pipeline.store.open import FolderStore
+from kimi_pretrain.config import load_config
 from tests.dist.gather_case import objects
-from tests.dist.jobs import layout, run_jobs
+from tests.dist.jobs import SMALL, layout, run_jobs
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
@@ -55,6 +61,23 @@ def losses(axes=None, *overrides):
     return "losses", (STEPS, CLIP, *layout(**(axes or {})), *overrides)
 
 
+def emptied(data_root, folder):
+    """Tombstones that leave the first replica's rows of the second step without a sample."""
+    keys = [*SMALL, *layout(), f"data.root={data_root}"]
+    data = load_config("tiny_cpu", keys).data
+    planner = Planner([read_index(FolderStore(data_root), n) for n in data.source_names], data)
+    _, state = planner.plan(planner.state_dict())
+    samples = planner.plan(state)[0].samples
+    here = samples.row < 2
+    pairs = zip(samples.source[here].tolist(), samples.index[here].tolist())
+    lines = [
+        {"source": planner.indices[a].name, "key": planner.indices[a].key_of(b), "from_step": 2}
+        for a, b in pairs
+    ]
+    (folder / "list.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return (f"data.tombstones={folder / 'list.jsonl'}",)
+
+
 def run_all(jobs, processes, data_root, tmp_path_factory):
     here = {name: (act, (f"data.root={data_root}", *more)) for name, (act, more) in jobs.items()}
     folder = tmp_path_factory.mktemp(f"processes{processes}")
@@ -84,6 +107,8 @@ def found(data_root, tmp_path_factory):
     single["gathered"] = "gathered", layout()
     quadruple["gathered"] = "gathered", layout(**FOUR)
     quadruple |= {name: losses(FOUR | dict(vpp=2), *more) for name, more in SPARSE.items()}
+    gone = emptied(data_root, tmp_path_factory.mktemp("tombstones"))
+    single["emptied"], quadruple["emptied"] = losses({}, *gone), losses(FOUR | dict(vpp=2), *gone)
     for name, (processes, axes) in VALIDATED.items():
         jobs = single if processes == 1 else quadruple
         jobs[name] = "validated", (*VALIDATE, *layout(**axes))
@@ -177,6 +202,13 @@ def test_the_weights_move(found):
 def test_steps_with_little_or_no_media(name, found):
     assert min(step["items"] for step in found[1][name]) < 4
     assert_same(found[4][name], found[1][name])
+
+
+def test_a_replica_whose_rows_tombstones_have_emptied(found):
+    first, second = found[1]["emptied"]
+    assert first == found[1]["losses"][0]
+    assert 0 < second["loss_tokens"] < found[1]["losses"][1]["loss_tokens"]
+    assert_same(found[4]["emptied"], [first, second])
 
 
 def test_rows_of_a_microbatch_do_not_meet(found):

@@ -191,6 +191,7 @@ WALLS: dict[str, set[str]] = {
     # Training needs no catalogue: a start asks it once, before there are ranks.
     "data_pipeline.catalog": {
         "data_pipeline.catalog", "launch.cli.data_catalog", "launch.cli.data_facts",
+        "launch.cli.data_govern",
         "launch.local.versions",
     },
     "duckdb": {"data_pipeline.inspect.query"},
@@ -331,7 +332,8 @@ def test_no_rooms_in_a_circle():
 # The rooms of the data pipeline, in the order in which one may import the other.
 DATA_ROOMS = (
     "names", "keyed", "store", "cache", "index", "text", "augment", "config", "decode", "plan",
-    "collate", "fetch", "access", "workers", "loader", "ingest", "inspect", "catalog", "sync",
+    "collate", "fetch", "access", "workers", "loader", "ingest", "inspect", "govern", "catalog",
+    "sync",
     "stream",
 )  # fmt: skip
 

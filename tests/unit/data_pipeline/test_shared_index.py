@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from data_pipeline.index import shared
-from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.columns import HASHED, SourceIndex
 from data_pipeline.index.manifest import (
     IndexMismatch,
     index_key,
@@ -40,7 +40,7 @@ def node(tmp_path):
 
 
 def assert_equal(found: SourceIndex, wanted: SourceIndex) -> None:
-    for name in SourceIndex._COLUMNS:
+    for name in HASHED:
         mine, other = getattr(found, name), getattr(wanted, name)
         assert type(mine) is np.ndarray
         assert mine.dtype == other.dtype
@@ -48,7 +48,16 @@ def assert_equal(found: SourceIndex, wanted: SourceIndex) -> None:
         assert not mine.flags.writeable
     assert pa.array(found.key).to_pylist() == pa.array(wanted.key).to_pylist()
     assert found.key_of(3) == wanted.key_of(3)
-    told = ("name", "category", "shards", "tokenizer_name", "tokenizer_hash", "index_sha256")
+    told = (
+        "name",
+        "category",
+        "shards",
+        "tokenizer_name",
+        "tokenizer_hash",
+        "index_sha256",
+        "redacted",
+        "made_as",
+    )
     for name in (*told, "content_hash", "num_samples"):
         assert getattr(found, name) == getattr(wanted, name)
     assert replace(found).content_hash == wanted.content_hash  # computed anew from the columns
@@ -144,7 +153,7 @@ def test_a_manifest_that_names_other_content_is_refused(store, node, tmp_path):
 
 def test_what_a_killed_process_left_half_written_is_not_used(store, node):
     wanted = read_index(store, "made")
-    held = shared.NodeFolder(node, f"index-{wanted.index_sha256[:32]}", 1.0)
+    held = shared.NodeFolder(node, f"index-{wanted.content_hash[:32]}", 1.0)
     (held.path / "part").mkdir()
     (held.path / "part" / "shard.npy").write_bytes(b"half")
     assert_equal(read_shared_index(store, "made", (node,)), wanted)

@@ -195,6 +195,8 @@ def test_what_a_run_notes_of_its_sources(root, monkeypatch):
             "name": "captions_2",
             "asked": "captions@active",
             "content_hash": manifest["content_hash"],
+            "made_as": manifest["content_hash"],
+            "redacted": 0,
             "index_sha256": manifest["index_sha256"],
             "root": str(root),
             "endpoint": "",

@@ -1,0 +1,95 @@
+"""Takes in that a source was redacted: its folder holds other content, which is another version.
+
+The new version is staged, with licence, owner and tags of the old one, which no longer lies there.
+Requests are entries of the audit. Keys of samples may name persons and no entry of the audit can be
+taken out, so entries hold numbers and hashes of them.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, func, select
+
+from data_pipeline.catalog.audit import append
+from data_pipeline.catalog.engine import Catalog, CatalogError
+from data_pipeline.catalog.names import Wanted, name_of
+from data_pipeline.catalog.register import Source, register_in
+from data_pipeline.catalog.tables import REPLICA, VERSION
+
+
+def note_request(
+    catalog: Catalog, request: str, wanted: Mapping[str, Sequence[str]], what: str
+) -> None:
+    """Write into the audit that samples were asked to be deleted, or what was done about it.
+
+    Args:
+        request: number or name of the request.
+        wanted: source -> keys of samples.
+        what: "received" or "redacted".
+    """
+    with catalog.write() as connection:
+        append(connection, {"request": request, "action": what, "samples": _told(wanted)})
+
+
+def follow(
+    catalog: Catalog, sources: Sequence[Source], request: str | None = None
+) -> list[tuple[str, str]]:
+    """Take in the content that redacted sources have now; all of them or none.
+
+    Args:
+        sources: as `register.look` found them; what is not registered, or is as it was, is left.
+        request: that the entries name.
+
+    Returns:
+        (version that lay there, version that lies there) of each that changed.
+
+    Raises:
+        CatalogError: a folder holds something else than its version redacted.
+    """
+    moved: list[tuple[str, str]] = []
+    with catalog.write() as connection:
+        for source in sources:
+            row = _registered(connection, source)
+            if row is not None and row.content_hash != source.columns["content_hash"]:
+                moved.append(_move(connection, source, row, request))
+    return moved
+
+
+def _move(
+    connection: Connection, source: Source, row: Row[Any], request: str | None
+) -> tuple[str, str]:
+    made_as = (source.columns["provenance"] or {}).get("made_as")
+    if made_as not in (row.content_hash, (row.provenance or {}).get("made_as", "")):
+        raise CatalogError(
+            f"{source.root}/{source.name}: its content is {source.columns['content_hash'][:12]}, "
+            f"which is not {name_of(row)} ({row.content_hash[:12]}) with samples redacted"
+        )
+    place = [REPLICA.c[key] == value for key, value in source.place.items()]
+    connection.execute(delete(REPLICA).where(*place))
+    told = {} if request is None else {"request": request}
+    append(connection, {"replica_gone": name_of(row), **source.place, **told})
+    content = VERSION.c.content_hash == source.columns["content_hash"]
+    if connection.execute(select(VERSION).where(content)).first() is not None:
+        return name_of(row), register_in(connection, source, None, {})[0]  # another copy came first
+    same = select(func.max(VERSION.c.number)).where(VERSION.c.dataset == row.dataset)
+    name = Wanted(row.dataset, int(connection.execute(same).scalar_one()) + 1)
+    governed = {"licence": row.licence, "owner": row.owner, "tags": row.tags}
+    governed["parent"] = row.content_hash
+    return name_of(row), register_in(connection, source, name, governed)[0]
+
+
+def _registered(connection: Connection, source: Source) -> Row[Any] | None:
+    """Return the version that lies where a source does."""
+    place = [REPLICA.c[key] == value for key, value in source.place.items()]
+    query = select(VERSION).join(REPLICA, REPLICA.c.content_hash == VERSION.c.content_hash)
+    return connection.execute(query.where(*place)).first()
+
+
+def _told(wanted: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
+    """Return source -> number of samples, SHA-256 of their sorted keys."""
+    return {
+        name: [len(keys), hashlib.sha256(json.dumps(sorted(keys)).encode()).hexdigest()]
+        for name, keys in sorted(wanted.items())
+    }

@@ -1,0 +1,1 @@
+"""Deletion requests: overwriting samples at rest, and which runs trained on them."""

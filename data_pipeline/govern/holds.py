@@ -1,0 +1,165 @@
+"""Holds: shards that must stay as they are, whatever is asked of them, until the hold ends.
+
+`NAME/holds.json` names them beside the source, so that a hold needs no catalogue and covers every
+source that shares the shards. Nothing of this project redacts or removes a held shard. Others may:
+where the bucket has object lock, its legal hold is set on the shards as well, but it is believed
+only after a probe, because there are servers that accept a hold and delete the object all the same.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from data_pipeline.index.manifest import read_manifest
+from data_pipeline.ingest.claim import Claim
+from data_pipeline.inspect.verify import sources_at
+from data_pipeline.names import did_you_mean, listed
+from data_pipeline.store.open import AccessDenied, MissingKey, S3Store, Store, StoreError
+
+_PROBE = ".hold-probe"
+
+
+class Hold(NamedTuple):
+    """A hold: its name, the source that it was put on, since when, and the shards under it."""
+
+    name: str
+    source: str
+    since: str
+    shards: tuple[str, ...]
+
+
+def holds_key(source: str) -> str:
+    """Where the holds of a source lie."""
+    return f"{source}/holds.json"
+
+
+def read_holds(store: Store, sources: Iterable[str] | None = None) -> list[Hold]:
+    """Return the holds of sources; None: of all under the root.
+
+    Raises:
+        ValueError: a file of holds is not as it must be: then nothing may be removed.
+    """
+    found: list[Hold] = []
+    for source in sources_at(store) if sources is None else sources:
+        try:
+            given = json.loads(store.get(holds_key(source)))
+            entries = [(one["hold"], source, one["since"], one["shards"]) for one in given["holds"]]
+        except MissingKey:
+            continue
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{store.uri}/{holds_key(source)}: expected {{holds: [{{hold, since, shards}}]}}; "
+                "as long as nobody knows what is held, nothing is redacted or removed"
+            ) from None
+        found += [Hold(a, b, c, tuple(keys)) for a, b, c, keys in entries]
+    return found
+
+
+def refuse_held(store: Store, shards: Iterable[str]) -> None:
+    """Raise ValueError if a shard is under a hold; names both."""
+    wanted = {*shards}
+    for hold in read_holds(store) if wanted else ():
+        if under := sorted(wanted & {*hold.shards}):
+            raise ValueError(
+                f"{store.uri}: {under[0]} is under hold {hold.name!r} since {hold.since}: nothing "
+                f"was changed; whoever may end it: kimi-pretrain data hold "
+                f"{store.uri}/{hold.source} {hold.name} --release"
+            )
+
+
+def put_hold(store: Store, source: str, name: str, shards: Sequence[str] = ()) -> Hold:
+    """Put a hold on shards of a source: all, or those named.
+
+    Raises:
+        ValueError: there is a hold of this name, or the source has no such shard.
+    """
+    with Claim(store, source):
+        there = [shard["key"] for shard in read_manifest(store, source)["shards"]]
+        for key in shards:
+            if key not in there:
+                raise ValueError(
+                    f"{store.uri}/{source}: no shard {key!r}; {did_you_mean(key, there)}"
+                )
+        holds = read_holds(store, [source])
+        if any(hold.name == name for hold in holds):
+            raise ValueError(f"{store.uri}/{source}: there is a hold {name!r} already")
+        hold = Hold(name, source, time.strftime("%Y-%m-%d %H:%M:%S %z"), tuple(shards or there))
+        _write(store, source, [*holds, hold])
+    return hold
+
+
+def end_hold(store: Store, source: str, name: str) -> Hold:
+    """End a hold.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    with Claim(store, source):
+        holds = read_holds(store, [source])
+        ended = next((hold for hold in holds if hold.name == name), None)
+        if ended is None:
+            names = listed(hold.name for hold in holds)
+            raise ValueError(f"{store.uri}/{source}: no hold {name!r}; there are: {names}")
+        _write(store, source, [hold for hold in holds if hold is not ended])
+    return ended
+
+
+def lock(store: Store, hold: Hold, *, on: bool, others: Sequence[Hold] = ()) -> str:
+    """Set or end the legal hold of the store on a hold's shards; returns what came of it.
+
+    Args:
+        others: holds that stay: their shards stay locked.
+    """
+    if not isinstance(store, S3Store):
+        return "the store has no locks: this software alone keeps to the hold"
+    if not enforces(store):
+        return "the store does not enforce legal holds: this software alone keeps to the hold"
+    stays = {key for other in others for key in other.shards}
+    keys = [key for key in hold.shards if on or key not in stays]
+    for key in keys:
+        store.set_hold(key, on=on)
+    return f"legal hold {'set on' if on else 'ended of'} {len(keys):,} shards; it is enforced"
+
+
+def enforces(store: S3Store) -> bool:
+    """Whether a bucket keeps an object under legal hold from being removed: tried, not believed."""
+    key = f"{_PROBE}/{secrets.token_hex(8)}"
+    store.put(key, b"may be removed once it is not under hold\n")
+    held = False
+    try:
+        store.set_hold(key, on=True)
+        held = True
+        store.delete_versions(key)
+    except AccessDenied:
+        return held
+    except StoreError:  # without object lock the bucket refuses to hold anything
+        return False
+    else:
+        return False
+    finally:
+        if held:
+            _release(store, key)
+        else:
+            store.delete_versions(key)
+
+
+def _release(store: S3Store, key: str) -> None:
+    try:
+        store.set_hold(key, on=False)
+    except MissingKey:  # it was removed all the same
+        return
+    store.delete_versions(key)
+
+
+def _write(store: Store, source: str, holds: Sequence[Hold]) -> None:
+    """Write the holds of a source; without any the file goes."""
+    if not holds:
+        store.delete(holds_key(source))
+        return
+    told: list[dict[str, Any]] = [
+        {"hold": hold.name, "since": hold.since, "shards": list(hold.shards)} for hold in holds
+    ]
+    text = json.dumps({"holds": told}, indent=1, ensure_ascii=False) + "\n"
+    store.put(holds_key(source), text.encode())

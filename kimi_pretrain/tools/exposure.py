@@ -1,0 +1,245 @@
+"""Exposure: in which steps and rows of a run samples stood, from the order alone.
+
+No log of samples is kept, and no byte of data is read: the steps of the run folder are planned once
+more, by its config.yaml, its quarantine and what the sources say was redacted. Each checkpoint that
+is still there says how far the data were at its step; where a plan comes to something else, nothing
+is told. Samples are looked for by where they lie, so that a run shows up that drew them from a
+source grown from the one they were ingested into, or reindexed.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_pipeline.access import open_data
+from data_pipeline.govern.redact import held
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.manifest import RUN_SOURCES, read_index
+from data_pipeline.plan.planner import GlobalPlan, Planner, State
+from data_pipeline.plan.stage import taken_over
+from data_pipeline.plan.tombstones import samples_of, tombstones_of
+from kimi_pretrain.checkpoint.errors import CheckpointError
+from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
+from kimi_pretrain.config import Config, load_config
+from kimi_pretrain.reliability.run_history import BEGAN, METRICS, noted_place
+
+QUARANTINE = "quarantine.jsonl"
+# Of a state, what says how far the data are.
+_WHERE = ("window", "row", "opened", "step", "tokens")
+_MOST = 1 << 20  # of samples in quarantine that a configuration may allow
+
+
+class Use(NamedTuple):
+    """A row of a step, counted from 1 and from 0, in which a sample stood; `part` of a split text.
+
+    `masked`: it could not be read there, so its loss did not count.
+    """
+
+    step: int
+    row: int
+    source: str
+    key: str
+    part: int
+    epoch: int
+    masked: bool
+
+
+@dataclass
+class Exposure:
+    """What a run saw of some samples.
+
+    Attributes:
+        run: its folder.
+        first, last: steps that it trained; 0 for none.
+        uses: in the order of steps and rows.
+        heldout: held-out sources that hold such samples: validations read them.
+    """
+
+    run: str
+    first: int = 0
+    last: int = 0
+    uses: list[Use] = field(default_factory=list)
+    heldout: list[str] = field(default_factory=list)
+
+
+def run_folders(place: Path) -> list[Path]:
+    """Return the run folders at a place: itself, or those in it, sorted.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [place] if (place / RUN_SOURCES).is_file() else None
+    found = found or sorted(file.parent for file in place.glob(f"**/{RUN_SOURCES}"))
+    if not found:
+        raise ValueError(f"{place}: no run here that has left {RUN_SOURCES}")
+    return found
+
+
+def exposure(
+    run_dir: Path,
+    wanted: Mapping[str, Sequence[str]],
+    progress: Callable[[int, int], None] = lambda step, last: None,
+) -> Exposure:
+    """Return where a run used samples.
+
+    Args:
+        run_dir: folder of the run.
+        wanted: source -> keys, of sources under the root of the run's data.
+        progress: called with a step, and the last one.
+
+    Raises:
+        ValueError, IndexMismatch, StoreError, CheckpointError: the run folder or its sources are
+            not as they were, so its steps cannot be planned again; says what differs.
+    """
+    config = load_config(run_dir / "config.yaml")
+    store = open_data(config.data.replace(cache=None, requests_per_second=None))
+    there = held(store, wanted)
+    found = Exposure(str(run_dir), *_steps(run_dir))
+    states = _states(run_dir, config)
+    if states:
+        found.last = max(found.last, states[-1]["step"])
+    found.heldout = sorted({*there} & {*config.data.heldout})
+    if not found.last or not {*there} & {*config.data.source_names}:
+        return found
+    indices = [read_index(store, name) for name in config.data.source_names]
+    planner = _planner(run_dir, config, indices, states[-1] if states else {})
+    masked = _quarantine(run_dir, planner, states)
+    state = _begin(run_dir, config, planner)
+    anchors = {one["step"]: one for one in states}
+    for step in range(state["step"] + 1, found.last + 1):
+        plan, state = planner.plan(state)
+        _compare(run_dir, state, anchors.get(step))
+        if step >= found.first:
+            found.uses += _uses(planner, plan, there, masked)
+        progress(step, found.last)
+    return found
+
+
+def _uses(
+    planner: Planner,
+    plan: GlobalPlan,
+    there: Mapping[str, Sequence[int]],
+    masked: set[tuple[int, int, int]],
+) -> list[Use]:
+    """Return the uses of samples in one step."""
+    table, hits = plan.samples, np.zeros(len(plan.samples), np.bool_)
+    for number, index in enumerate(planner.indices):
+        if numbers := there.get(index.name):
+            hits |= (table.source == number) & np.isin(table.index, numbers)
+    uses = []
+    for at in np.flatnonzero(hits).tolist():
+        source, sample = int(table.source[at]), int(table.index[at])
+        index = planner.indices[source]
+        where = (plan.step + 1, int(table.row[at]), index.name, index.key_of(sample))
+        bad = (plan.step, source, sample) in masked
+        uses.append(Use(*where, int(table.part[at]), int(table.epoch[at]), bad))
+    return uses
+
+
+def _steps(run_dir: Path) -> tuple[int, int]:
+    """Return the first and the last step of metrics.jsonl; (0, 0) where there is none."""
+    file = run_dir / METRICS
+    if not file.is_file():
+        return 0, 0
+    with file.open("rb") as lines:
+        first = lines.readline()
+        size, block = lines.seek(0, 2), 1 << 16
+        while True:
+            lines.seek(max(0, size - block))
+            whole, _, _ = lines.read().rpartition(b"\n")
+            if b"\n" in whole or block >= size:
+                break
+            block *= 4
+    last = whole.rpartition(b"\n")[2]
+    try:
+        return (json.loads(first)["step"], json.loads(last)["step"]) if last else (0, 0)
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file}: a line is not that of a step") from None
+
+
+def _states(run_dir: Path, config: Config) -> list[State]:
+    """Return the loader's states in the run's checkpoints, by step."""
+    where = noted_place(run_dir) or config.checkpoint.place or str(run_dir / "checkpoints")
+    place = open_place(where)
+    if place.folder is not None and not place.folder.is_dir():
+        return []
+    try:
+        return [place.checkpoint(step).manifest().state.loader for step in place.steps()]
+    finally:
+        place.close()
+
+
+def _planner(
+    run_dir: Path, config: Config, indices: Sequence[SourceIndex], newest: Mapping[str, Any]
+) -> Planner:
+    """Return the planner of the run: what was redacted after its last start was still drawn."""
+    file = run_dir / RUN_SOURCES
+    noted = {one["name"]: one for one in json.loads(file.read_text()) if one["use"] == "train"}
+    counts = []
+    for index in indices:
+        was = noted.get(index.name)
+        known = {index.content_hash, index.identity}
+        if was is None or was.get("made_as", was["content_hash"]) not in known:
+            told = "is not in it" if was is None else f"was {was['content_hash'][:12]}"
+            raise ValueError(
+                f"{file}: source {index.name!r} {told}, under {config.data.root} it is "
+                f"{index.identity[:12]}: its steps cannot be planned again; restore the source"
+            )
+        counts.append(int(was.get("redacted", 0)))
+    data = config.data.replace(max_quarantined=_MOST)
+    tombstones = tombstones_of(data, indices)
+    since = [(int(step), tuple(numbers)) for step, numbers in newest.get("redacted", [])]
+    if any(counts) and (not since or list(since[-1][1]) != counts):
+        since.append((int(newest.get("step", 0)), tuple(counts)))
+    return Planner(indices, data, replace(tombstones, since=tuple(since)))
+
+
+def _quarantine(
+    run_dir: Path, planner: Planner, states: Sequence[State]
+) -> set[tuple[int, int, int]]:
+    """Put into quarantine what the run did; returns (step from 0, source, sample) of all faults."""
+    number = {index.name: at for at, index in enumerate(planner.indices)}
+    faults = {(int(c), int(a), int(b)) for a, b, c in (states[-1]["quarantine"] if states else [])}
+    file = run_dir / QUARANTINE
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        one = json.loads(line)
+        source = number[one["source"]]
+        [sample] = samples_of(planner.indices[source], [one["key"]]).tolist()
+        faults.add((one["step"] - 1, source, sample))
+    for step, source, sample in sorted(faults):
+        planner.quarantine(source, sample, step)
+    return faults
+
+
+def _begin(run_dir: Path, config: Config, planner: Planner) -> State:
+    """Return the loader's state before the run's first step."""
+    if config.train.start_optimizer != "keep":
+        return planner.state_dict()
+    began = json.loads((run_dir / BEGAN).read_text())["train.start_from"]["checkpoint"]
+    try:
+        before = open_checkpoint(began).manifest().state
+    except CheckpointError as error:
+        raise ValueError(
+            f"{run_dir}: its data go on from {began} (train.start_optimizer=keep), which is not "
+            f"there any more, so its steps cannot be planned again: {error}"
+        ) from None
+    return taken_over(planner, before.loader, before.step)[0]
+
+
+def _compare(run_dir: Path, state: State, saved: State | None) -> None:
+    """Refuse a plan that is not that of the run."""
+    if saved is None:
+        return
+    mine, was = ({key: one.get(key) for key in _WHERE} for one in (state, saved))
+    if was["tokens"] is None:  # of an earlier version, which did not count
+        mine["tokens"] = None
+    if mine != was:
+        raise ValueError(
+            f"{run_dir}: its checkpoint of step {saved['step']} is at {was}, by its config.yaml it "
+            f"would be at {mine}: its keys of `data` were changed on the way, so its steps cannot "
+            "be planned again"
+        )

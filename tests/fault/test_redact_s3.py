@@ -1,0 +1,102 @@
+"""Redaction in a bucket that keeps old versions, and in one that will not let go of some."""
+
+import boto3
+import pytest
+
+from data_pipeline.govern.holds import end_hold, lock, put_hold
+from data_pipeline.govern.redact import carry_out
+from data_pipeline.index.manifest import read_index
+from data_pipeline.index.reads import check_shards
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.ingest.samples import CrudeSample, TextSegment
+from data_pipeline.store.open import open_store
+from data_pipeline.text import Tokenizer, train_ranks
+
+SECRET = "the tide table of a harbour that nobody may know of"
+
+
+@pytest.fixture
+def bucket(s3_environment, request):
+    """A bucket of its own that keeps versions; with object lock where the test asks for it."""
+    client = boto3.client("s3", endpoint_url=s3_environment.endpoint, region_name="us-east-1")
+    name, lock = request.param
+    client.create_bucket(Bucket=name, ObjectLockEnabledForBucket=lock)
+    if not lock:
+        client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
+    store = open_store(f"s3://{name}/corpus", endpoint=s3_environment.endpoint)
+    ranks = train_ranks(["the tide and the harbour " * 9], 270)
+    texts = [
+        CrudeSample(f"t{i}", [TextSegment(f"{SECRET if i == 3 else 'x'} {i}")]) for i in range(9)
+    ]
+    ingest(texts, store, "notes", Tokenizer(ranks, "t"))
+    yield client, name, store
+    store.close()
+
+
+def versions(client, name):
+    """(key, version, bytes) of all that a bucket holds."""
+    page = client.list_object_versions(Bucket=name)
+    for one in page.get("Versions", ()):
+        key, version = one["Key"], one["VersionId"]
+        body = client.get_object(Bucket=name, Key=key, VersionId=version)["Body"].read()
+        yield key, version, body
+
+
+@pytest.mark.parametrize("bucket", [("redacted", False)], indirect=True)
+def test_old_versions_go_too(bucket):
+    client, name, store = bucket
+    shard = read_index(store, "notes").shards[0].key
+    store.put(shard, store.get(shard))  # the same once more: a version that nobody sees
+    assert sum(SECRET.encode() in body for *_, body in versions(client, name)) == 2
+    done = carry_out(store, {"notes": ["t3"]})
+    assert done.removed == [shard]
+    assert not done.kept
+    assert not [key for key, _, body in versions(client, name) if SECRET.encode() in body]
+    index = read_index(store, "notes")
+    assert [index.key_of(n) for n in index.redacted] == ["t3"]
+    check_shards(store, index)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "told"),
+    [
+        (("locked", True), "legal hold set on 1 shards; it is enforced"),
+        (("unlocked", False), "the store does not enforce legal holds"),
+    ],
+    indirect=["bucket"],
+)
+def test_a_legal_hold_is_believed_after_a_probe(bucket, told):
+    client, name, store = bucket
+    hold = put_hold(store, "notes", "case-9")
+    assert lock(store, hold, on=True).startswith(told)
+    assert not [key for key, *_ in versions(client, name) if "probe" in key]
+    with pytest.raises(ValueError, match="under hold 'case-9'"):
+        carry_out(store, {"notes": ["t3"]})
+    end_hold(store, "notes", "case-9")
+    done = carry_out(store, {"notes": ["t3"]})
+    assert bool(done.kept) == (name == "locked")
+    lock(store, hold, on=False)
+    done = carry_out(store, {"notes": ["t3"]})
+    assert not done.kept
+    assert not [key for key, _, body in versions(client, name) if SECRET.encode() in body]
+
+
+@pytest.mark.parametrize("bucket", [("held", True)], indirect=True)
+def test_what_the_bucket_holds_is_told_and_removed_later(bucket):
+    client, name, store = bucket
+    shard = read_index(store, "notes").shards[0].key
+    for status in ("ON", "OFF"):
+        client.put_object_legal_hold(
+            Bucket=name, Key=f"corpus/{shard}", LegalHold={"Status": status}
+        )
+        done = carry_out(store, {"notes": ["t3"]})
+        left = [key for key, _, body in versions(client, name) if SECRET.encode() in body]
+        if status == "ON":
+            assert done.samples == {"notes": 1}
+            [(key, reason)] = done.kept
+            assert key == shard
+            assert "access denied" in reason
+            assert left == [f"corpus/{shard}"]
+            check_shards(store, read_index(store, "notes"))
+    assert done.removed == [shard]
+    assert not left

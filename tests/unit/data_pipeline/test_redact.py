@@ -1,0 +1,390 @@
+"""Redaction: no byte of the samples is left, every other sample is as it was, whoever holds it."""
+
+import hashlib
+import itertools
+import tarfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from data_pipeline.cache.cached_store import CacheConfig, CachedStore
+from data_pipeline.config import DataConfig
+from data_pipeline.govern.holds import end_hold, put_hold
+from data_pipeline.govern.redact import carry_out, plan, purge
+from data_pipeline.index.manifest import read_index
+from data_pipeline.index.reads import check_shards, document_of, medium_of, read_checked
+from data_pipeline.ingest.ingest import ingest
+from data_pipeline.ingest.reindex import reindex
+from data_pipeline.ingest.samples import CrudeSample, TextSegment
+from data_pipeline.inspect.verify import Checks, verify_source
+from data_pipeline.loader import Loader
+from data_pipeline.store.open import FolderStore, StoreUnavailable
+from data_pipeline.stream.stream import SampleStream, StreamConfig
+from data_pipeline.text import Tokenizer, train_ranks
+from moonvit3d.geometry import PatchLimits
+from tests.unit.data_pipeline.every_kind import WORDS, filmed, picture, sentence
+
+NAMES = ("pairs", "pairs_2", "pairs_k", "other")
+GONE = {"pairs": ["p3", "p17", "v1"], "pairs_2": ["n2"]}  # n2 is in shards of pairs_2 alone
+CACHE = {"disk_bytes": 1 << 24, "block_bytes": 4096}
+
+
+def crude(prefix, count, seed):
+    rng = np.random.default_rng(seed)
+    return [
+        CrudeSample(f"{prefix}{i}", [picture(rng, "png"), TextSegment(sentence(rng) + f" {i}.")])
+        for i in range(count)
+    ]
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A source, one grown from it, one reindexed, and another."""
+    store, rng = FolderStore(tmp_path / "bucket"), np.random.default_rng(1)
+    ranks = train_ranks([WORDS * 3], 300)
+    store.put("words.tiktoken", ranks)
+    tokenizer = Tokenizer(ranks, "words")
+    clips = [CrudeSample(f"v{i}", [filmed(rng, 6), TextSegment(f"clip {i}")]) for i in range(2)]
+    ingest([*crude("p", 18, 2), *clips], store, "pairs", tokenizer, 150_000, category="caption")
+    grown = {"category": "caption", "append_to": "pairs"}
+    ingest(crude("n", 4, 3), store, "pairs_2", tokenizer, 150_000, **grown)
+    reindex(store, "pairs", "pairs_k", Tokenizer(train_ranks([WORDS * 9], 280), "k"))
+    ingest(crude("o", 5, 4), store, "other", tokenizer, 150_000, category="caption")
+    return store, tokenizer
+
+
+def parts(index, samples):
+    found = [document_of(index, n) for n in samples]
+    for n in samples:
+        found += [medium_of(index, i) for i in range(*index.item_ptr[n : n + 2].tolist())]
+    return found
+
+
+def contents(store, index):
+    """Key -> bytes of each sample's document and files."""
+    return {
+        index.key_of(n): read_checked(store, parts(index, [n])) for n in range(index.num_samples)
+    }
+
+
+def occurrences(folder, needles):
+    """Files of a folder that hold any of some bytes."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and any(needle in path.read_bytes() for needle in needles)
+    ]
+
+
+def needles_of(held, gone):
+    """What to look for: stretches of the documents and files of samples that no other has.
+
+    Args:
+        held: source -> key -> its bytes.
+        gone: keys of the samples.
+    """
+    found, others = [], []
+    for samples in held.values():
+        for key, bodies in samples.items():
+            if key not in gone:
+                others += bodies
+                continue
+            for body in bodies:
+                step = max(1, len(body) // 8)
+                found += [body[at : at + 24] for at in range(0, len(body) - 24, step)]
+    rest = b"\0".join(others)
+    return [piece for piece in dict.fromkeys(found) if len(set(piece)) > 8 and piece not in rest]
+
+
+def test_no_byte_is_left_and_all_else_is_as_it_was(root, tmp_path):
+    store, tokenizer = root
+    before = {name: read_index(store, name) for name in NAMES}
+    held = {name: contents(store, index) for name, index in before.items()}
+    needles = needles_of(held, {"p3", "p17", "v1", "n2"})
+    assert len(needles) > 30
+    config = CacheConfig(folder=str(tmp_path / "cache"), **CACHE)
+    with CachedStore(FolderStore(store.root), config) as cache:
+        for index in before.values():
+            for shard in index.shards:
+                cache.register(shard.key, shard.size, shard.sha256)
+                cache.get(shard.key)
+    assert occurrences(tmp_path / "cache", needles)
+    assert len(occurrences(store.root, needles)) >= 3
+    todo = plan(store, GONE)
+    assert {name: len(found) for name, found in todo.samples.items()} == {
+        "pairs": 3, "pairs_2": 4, "pairs_k": 3,
+    }  # fmt: skip
+    done = carry_out(store, GONE)
+    assert done.samples == {"pairs": 3, "pairs_2": 4, "pairs_k": 3}
+    assert not done.kept
+    assert len(done.removed) == len(done.shards) >= 3
+    assert occurrences(store.root, needles) == []
+    purge(FolderStore(store.root), config)
+    assert occurrences(tmp_path / "cache", needles) == []
+    out = {"pairs": {"p3", "p17", "v1"}, "pairs_2": {"p3", "p17", "v1", "n2"}, "other": set()}
+    for name in NAMES:
+        index, gone = read_index(store, name), out.get(name, out["pairs"])
+        assert {index.key_of(n) for n in index.redacted} == gone
+        assert index.identity == before[name].content_hash
+        assert (index.content_hash == index.identity) == (name == "other")
+        assert [s.size for s in index.shards] == [s.size for s in before[name].shards]
+        assert done.contents.get(name) in (None, (index.identity, index.content_hash))
+        check_shards(store, index)
+        now = contents(store, index)
+        for key, bodies in held[name].items():
+            assert (now[key] == bodies) == (key not in gone), key
+        for sample in index.redacted:
+            document, *media = now[index.key_of(sample)]
+            assert document.strip() == b'{"meta":{},"segments":[]}'
+            assert not any(any(body) for body in media)
+        for shard in index.shards:
+            assert hashlib.sha256(store.get(shard.key)).hexdigest() == shard.sha256
+            with tarfile.open(store.root / shard.key) as tar:
+                assert len(tar.getmembers()) > 1
+        checks = Checks(None if name == "pairs_k" else tokenizer, decode=True)
+        found = [p for report in verify_source(store, index, checks) for p in report.problems]
+        assert found == []
+    # Once more: nothing is left to be done.
+    assert not plan(store, GONE)
+    again = carry_out(store, GONE)
+    assert not again.samples
+    assert not again.removed
+    # More of the same shards, later.
+    more = carry_out(store, {"pairs_k": ["p4"]})
+    assert more.samples == {"pairs": 1, "pairs_2": 1, "pairs_k": 1}
+    index = read_index(store, "pairs")
+    assert [index.key_of(n) for n in index.redacted] == ["p3", "p17", "v1", "p4"]
+    assert index.identity == before["pairs"].content_hash
+    assert occurrences(store.root, needles_of(held, {"p4"})) == []
+
+
+def test_sources_made_of_redacted_ones_know_it(root):
+    store, tokenizer = root
+    carry_out(store, GONE)
+    for name, make in (
+        ("later", lambda: reindex(store, "pairs_2", "later", tokenizer)),
+        (
+            "grown",
+            lambda: ingest(
+                crude("z", 3, 8), store, "grown", tokenizer, 150_000, category="caption",
+                append_to="pairs_2",
+            ),
+        ),
+    ):  # fmt: skip
+        make()
+        index = read_index(store, name)
+        assert {index.key_of(n) for n in index.redacted} == {"p3", "p17", "v1", "n2"}
+        assert index.made_as == ""
+        check_shards(store, index)
+    old, new = read_index(store, "pairs_2"), read_index(store, "later")
+    assert np.array_equal(old.piece_tokens, new.piece_tokens)
+
+
+def test_a_run_goes_on_and_draws_none_of_them(root):
+    store, tokenizer = root
+    config = DataConfig(
+        root=str(store.root), sources={"other": 1.0, "pairs": 2.0}, seq_len=128, rows_per_step=3,
+        pack_window=16, tokenizer="words.tiktoken", prefetch_steps=0, fetch_threads=1,
+        limits=PatchLimits(image=100, frame=16, side=512),
+    )  # fmt: skip
+
+    def loader():
+        indices = [read_index(store, name) for name in ("other", "pairs")]
+        return Loader(config, FolderStore(store.root), indices, tokenizer)
+
+    def keys(running, steps):
+        found = []
+        for _ in range(steps):
+            batch = next(running)
+            assert not batch.bad
+            table = batch.plan.samples
+            pairs = zip(table.source.tolist(), table.index.tolist())
+            found += [running.indices[source].key_of(n) for source, n in pairs]
+        return found
+
+    with loader() as running:
+        assert set(keys(running, 12)) >= {"p3", "p17", "v1"}
+        state = running.state_dict()
+        whole = [next(running).plan.content_hash() for _ in range(3)]
+    carry_out(store, {"pairs": GONE["pairs"]})
+    with loader() as running:
+        running.load_state_dict(state)
+        assert "from step 13 on" in running.planner.notices()[-1]
+        assert not {*keys(running, 20)} & {"p3", "p17", "v1"}
+        assert running.state_dict()["redacted"] == [[12, [0, 3]]]
+    with loader() as fresh:
+        assert not {*keys(fresh, 20)} & {"p3", "p17", "v1"}
+    assert whole
+
+
+def test_a_stream_of_raw_samples_goes_on_with_others_in_their_places(root):
+    store, _ = root
+
+    def stream():
+        return SampleStream(FolderStore(store.root), ["pairs"], StreamConfig(batch_size=5))
+
+    def keys(running, count):
+        return [sample["__key__"] for sample in itertools.islice(running, count)]
+
+    with stream() as running:
+        plain = keys(running, 60)
+        state = running.state_dict()
+    carry_out(store, {"pairs": GONE["pairs"]})
+    out = set(GONE["pairs"])
+    with stream() as running:
+        running.load_state_dict(state)
+        assert not {*keys(running, 60)} & out
+    with stream() as running:
+        found = keys(running, 60)
+    assert not {*found} & out
+    assert all(a == b for a, b in zip(plain, found, strict=True) if a not in out)
+    assert {*plain} >= out
+
+
+class Breaking(FolderStore):
+    """A store that gives up after so many changes."""
+
+    def __init__(self, store, changes):
+        super().__init__(store.root)
+        self.left = changes
+
+    def _change(self):
+        self.left -= 1
+        if self.left < 0:
+            raise StoreUnavailable("gone")
+
+    def put(self, key, data):
+        if "/.ingest/" not in key:
+            self._change()
+        return super().put(key, data)
+
+    def delete_versions(self, key):
+        self._change()
+        return super().delete_versions(key)
+
+
+@pytest.mark.parametrize("changes", [2, 5, 7, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_redaction_that_is_cut_off_leaves_a_sound_root_and_goes_on(root, changes):
+    store, _ = root
+    held = {name: contents(store, read_index(store, name)) for name in NAMES}
+    needles = needles_of(held, {"p3", "p17", "v1", "n2"})
+    cut = 0
+    for number in range(99) if changes is None else (changes,):
+        try:
+            carry_out(Breaking(store, number), GONE)
+        except StoreUnavailable:
+            cut += 1
+        else:
+            break
+        for name in NAMES:
+            index = read_index(store, name)
+            check_shards(store, index)
+    assert cut or changes == 7  # what could not be removed is told, and no error
+    done = carry_out(store, {})  # without being told again, if a manifest was written
+    if not any(read_index(store, name).redacted for name in NAMES):
+        assert not done.samples
+        carry_out(store, GONE)
+    wanted = carry_out(store, GONE)
+    assert not wanted.kept
+    assert occurrences(store.root, needles) == []
+    for name, count in (("pairs", 3), ("pairs_2", 4), ("pairs_k", 3), ("other", 0)):
+        index = read_index(store, name)
+        assert len(index.redacted) == count
+        check_shards(store, index)
+
+
+def test_what_may_be_the_same_is_told(root):
+    store, tokenizer = root
+    twin = crude("p", 18, 2)[3]
+    ingest(
+        [replace(twin, key="copy"), *crude("t", 2, 9)], store, "pairs_3", tokenizer, 150_000,
+        category="caption", append_to="pairs",
+    )  # fmt: skip
+    found = plan(store, {"pairs": ["p3"]}).twins
+    assert [(one.source, one.key, one.of) for one in found] == [("pairs_3", "copy", "p3")]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ({"pears": ["p3"]}, "no finished source 'pears'; there are: other, pairs"),
+        ({"pairs": ["p3", "p333"]}, "'pairs' has no sample 'p333' among 20"),
+    ],
+)
+def test_bad_requests_are_told_in_one_line_and_change_nothing(root, wanted, told):
+    store, _ = root
+    before = {key: store.get(key) for key in store.list()}
+    with pytest.raises(ValueError, match=told):
+        carry_out(store, wanted)
+    assert {key: store.get(key) for key in store.list()} == before
+
+
+def test_a_hold_keeps_shards_whoever_names_them(root):
+    store, _ = root
+    before = {key: store.get(key) for key in store.list()}
+    hold = put_hold(store, "pairs", "case-9")
+    assert hold.shards == tuple(shard.key for shard in read_index(store, "pairs").shards)
+    for wanted in (GONE, {"pairs_k": ["p3"]}):
+        with pytest.raises(ValueError, match=r"pairs/00000\d.tar is under hold 'case-9' since"):
+            carry_out(store, wanted)
+    with pytest.raises(ValueError, match="there is a hold 'case-9' already"):
+        put_hold(store, "pairs", "case-9")
+    put_hold(store, "pairs_2", "case-10", [read_index(store, "pairs_2").shards[-1].key])
+    with pytest.raises(ValueError, match="no shard 'x'; there are: pairs/"):
+        put_hold(store, "pairs_2", "case-11", ["x"])
+    with pytest.raises(ValueError, match="no hold 'case-8'; there are: case-9"):
+        end_hold(store, "pairs", "case-8")
+    end_hold(store, "pairs", "case-9")
+    end_hold(store, "pairs_2", "case-10")
+    assert {key: store.get(key) for key in store.list()} == before
+    store.put("other/holds.json", b"{}")
+    with pytest.raises(ValueError, match="other/holds.json: expected"):
+        carry_out(store, GONE)
+    store.delete("other/holds.json")
+    assert not carry_out(store, GONE).kept
+
+
+def test_a_damaged_shard_or_an_unfinished_source_is_refused(root):
+    store, _ = root
+    store.put("half/.ingest/request.json", b'{"append to": "abc"}')
+    with pytest.raises(ValueError, match="half: a source that may hold the shards of another"):
+        carry_out(store, GONE)
+    store.put("half/.ingest/request.json", b'{"inputs": []}')
+    key = read_index(store, "pairs").shards[0].key
+    store.put(key, store.get(key)[:-1] + b"x")
+    with pytest.raises(Exception, match=r"SHA-256 is .*, expected"):
+        carry_out(store, GONE)
+    assert not read_index(store, "pairs").redacted
+
+
+def test_the_catalogue_takes_a_redacted_source_for_another_version(root, tmp_path):
+    pytest.importorskip("sqlalchemy", reason="the extra platform is not installed")
+    from data_pipeline.catalog.audit import check
+    from data_pipeline.catalog.engine import Catalog, CatalogError
+    from data_pipeline.catalog.redactions import follow, note_request
+    from data_pipeline.catalog.register import look, register
+    from data_pipeline.catalog.show import details, versions
+
+    store, _ = root
+    catalog = Catalog(str(tmp_path / "catalog.sqlite"))
+    for name in ("pairs", "pairs_2"):
+        register(catalog, look(store, None, name), licence="CC-BY-4.0", owner="vision")
+    before = read_index(store, "pairs").content_hash
+    assert follow(catalog, [look(store, None, name) for name in NAMES]) == []
+    carry_out(store, GONE)
+    note_request(catalog, "17", GONE, "redacted")
+    moved = follow(catalog, [look(store, None, name) for name in NAMES], "17")
+    assert moved == [("pairs@1", "pairs@3"), ("pairs@2", "pairs@4")]
+    assert follow(catalog, [look(store, None, name) for name in NAMES]) == []
+    with catalog.read() as connection:
+        check(connection)
+        assert [(one["version"], one["state"]) for one in versions(connection, "pairs")] == [
+            (f"pairs@{number}", "staged") for number in (1, 2, 3, 4)
+        ]
+        one = details(connection, "pairs@3")
+        assert one["content_hash"] == read_index(store, "pairs").content_hash != before
+        assert (one["licence"], one["owner"]) == ("CC-BY-4.0", "vision")
+    with pytest.raises(CatalogError, match=r"which is not pairs@3 .* with samples redacted"):
+        follow(catalog, [look(store, None, "other")._replace(name="pairs")])
+    catalog.close()

@@ -1,0 +1,140 @@
+"""Exposure equals a log of what a loader read, step by step, whatever happened on the way."""
+
+import json
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+
+from data_pipeline.access import run_sources
+from data_pipeline.fetch import everything, resolve
+from data_pipeline.govern.redact import carry_out
+from data_pipeline.index.manifest import RUN_SOURCES, read_index
+from data_pipeline.ingest.reindex import reindex
+from data_pipeline.plan.planner import Planner
+from data_pipeline.store.open import FolderStore
+from data_pipeline.text import Tokenizer
+from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, RunState, manifest_of
+from kimi_pretrain.config import dump_config, load_config
+from kimi_pretrain.tools.exposure import exposure
+from tests.dist.jobs import SMALL
+
+STEPS, FOUND, SAVED, FROM = 200, 20, (60, 150), 121
+ONE = ("layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.ep=1")
+
+
+class Made:
+    """A run folder as a training of 200 steps leaves it, and the log of what was read."""
+
+    def __init__(self, folder: Path, data_root: Path, *keys: str):
+        self.root, self.run = folder / "corpus", folder / "run"
+        copytree(data_root, self.root)
+        lists = self.root / "gone.jsonl"
+        self.config = load_config(
+            "tiny_cpu",
+            [*SMALL, *ONE, f"data.root={self.root}", "data.pack_window=64", *keys]
+            + [f"data.tombstones={lists}"],
+        )
+        data, store = self.config.data, FolderStore(self.root)
+        indices = [read_index(store, name) for name in data.source_names]
+        index = indices[-1]
+        line = {"source": index.name, "key": index.key_of(2), "from_step": FROM}
+        lists.write_text(json.dumps(line) + "\n")
+        self.run.mkdir()
+        (self.run / "config.yaml").write_text(dump_config(self.config))
+        (self.run / RUN_SOURCES).write_text(json.dumps(run_sources(data, indices, [])))
+        planner = Planner(indices, data)
+        state = planner.state_dict()
+        self.log: list[tuple[int, int, str, int]] = []  # step, row, shard, offset of the document
+        faults, lines = [], []
+        for step in range(1, STEPS + 1):
+            plan, state = planner.plan(state)
+            request = resolve(planner, plan, everything(plan))
+            self.log += [(step, r.row, r.span.key, r.span.offset) for r in request.texts]
+            if step == FOUND:
+                source, sample = int(plan.samples.source[1]), int(plan.samples.index[1])
+                assert planner.quarantine(source, sample, plan.step)
+                index = planner.indices[source]
+                self.bad = (step, int(plan.samples.row[1]), index.name, index.key_of(sample))
+                faults.append({"step": step, "source": index.name, "key": index.key_of(sample)})
+            if step in SAVED:
+                self.save(step, planner.with_quarantine(state))
+            lines.append({"step": step, "loss": 1.0})
+        for name, found in (("metrics", lines), ("quarantine", faults)):
+            text = "".join(json.dumps(line) + "\n" for line in found)
+            (self.run / f"{name}.jsonl").write_text(text)
+        self.indices = planner.indices
+
+    def save(self, step, state):
+        folder = self.run / "checkpoints" / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        files = {INDEX: Fingerprint(2, "0" * 64)}
+        manifest = manifest_of(self.config, RunState(step, step, state), files, {})
+        (folder / MANIFEST).write_text(manifest.text())
+
+    def logged(self, source, samples):
+        """(step, row, key) of samples by the log, a line for each time they were read."""
+        index = next(one for one in self.indices if one.name == source)
+        at = {
+            (index.shards[index.shard[n]].key, int(index.json_offset[n])): index.key_of(n)
+            for n in samples
+        }
+        return sorted(
+            (s, r, at[key, offset]) for s, r, key, offset in self.log if (key, offset) in at
+        )
+
+
+@pytest.fixture(scope="module")
+def made(data_root, tmp_path_factory):
+    return Made(tmp_path_factory.mktemp("exposure"), data_root)
+
+
+def told(found):
+    return sorted((use.step, use.row, use.key) for use in found.uses)
+
+
+def test_it_is_what_a_log_of_every_step_says(made):
+    for index in made.indices:
+        wanted = [index.key_of(n) for n in range(0, index.num_samples, 3)]
+        if index.name == made.bad[2]:
+            wanted = list(dict.fromkeys([*wanted, made.bad[3]]))
+        numbers = [n for n in range(index.num_samples) if index.key_of(n) in wanted]
+        found = exposure(made.run, {index.name: wanted})
+        assert (found.first, found.last) == (1, STEPS)
+        assert told(found) == made.logged(index.name, numbers)
+        assert len(found.uses) > 50
+        assert [use[:4] for use in found.uses if use.masked] == (
+            [made.bad] if index.name == made.bad[2] else []
+        )
+    tombstone = made.indices[-1].key_of(2)
+    uses = exposure(made.run, {made.indices[-1].name: [tombstone]}).uses
+    assert uses
+    assert max(use.step for use in uses) < FROM
+
+
+def test_it_is_found_by_another_source_of_the_same_shards_and_after_redaction(made, tmp_path):
+    copytree(made.root, tmp_path / "corpus")
+    copytree(made.run, tmp_path / "run")
+    store, index = FolderStore(tmp_path / "corpus"), made.indices[0]
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "run" / "config.yaml").write_text(text.replace(str(made.root), store.uri))
+    reindex(store, index.name, "again", Tokenizer.from_store(store, "tokenizer.tiktoken"))
+    keys = [index.key_of(n) for n in range(5)]
+    expected = made.logged(index.name, range(5))
+    assert told(exposure(tmp_path / "run", {"again": keys})) == expected
+    carry_out(store, {"again": keys})
+    assert told(exposure(tmp_path / "run", {"again": keys})) == expected
+    assert exposure(tmp_path / "run", {"nowhere": ["x"]}).uses == []
+
+
+def test_a_run_that_was_changed_on_the_way_is_refused(made, tmp_path):
+    copytree(made.run, tmp_path / "run")
+    name, key = made.indices[0].name, made.indices[0].key_of(0)
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    rows = f"rows_per_step: {made.config.data.rows_per_step}"
+    assert rows in text
+    (tmp_path / "run" / "config.yaml").write_text(text.replace(rows, "rows_per_step: 2"))
+    with pytest.raises(ValueError, match="checkpoint of step 60 is at .* were changed on the way"):
+        exposure(tmp_path / "run", {name: [key]})
+    with pytest.raises(ValueError, match="has no sample 'nobody' among"):
+        exposure(made.run, {name: ["nobody"]})

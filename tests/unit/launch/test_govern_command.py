@@ -1,0 +1,120 @@
+"""`kimi-pretrain data exposure | redact`, from the command line."""
+
+import json
+from shutil import copytree
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("sqlalchemy", reason="the extra platform is not installed")
+from data_pipeline.access import run_sources
+from data_pipeline.catalog.engine import Catalog
+from data_pipeline.catalog.register import look, register
+from data_pipeline.catalog.show import details
+from data_pipeline.index.manifest import RUN_SOURCES, read_index
+from data_pipeline.store.open import FolderStore
+from kimi_pretrain.config import dump_config, load_config
+from launch.cli.main import app
+from tests.dist.jobs import SMALL
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, ["data", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    if code == 2:
+        [told] = result.stderr.splitlines()
+        assert told.startswith("error: ")
+    return result
+
+
+@pytest.fixture
+def root(data_root, tmp_path, monkeypatch):
+    copytree(data_root, tmp_path / "corpus")
+    monkeypatch.setenv("KIMI_PRETRAIN_CATALOG", str(tmp_path / "catalog.sqlite"))
+    return tmp_path / "corpus"
+
+
+def test_a_request_from_exposure_to_the_audit(root, tmp_path):
+    store = FolderStore(root)
+    keys = [f"data.root={root}", f"data.cache={{folder: {tmp_path}/cache, block_bytes: 65536}}"]
+    config = load_config("tiny_cpu", [*SMALL, *keys])
+    runs = tmp_path / "runs"
+    (runs / "mine").mkdir(parents=True)
+    (runs / "mine" / "config.yaml").write_text(dump_config(config))
+    indices = [read_index(store, name) for name in config.data.source_names]
+    (runs / "mine" / RUN_SOURCES).write_text(json.dumps(run_sources(config.data, indices, [])))
+    (runs / "mine" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 30}\n')
+    samples = tmp_path / "request.jsonl"
+    lines = [{"source": "words", "key": f"w{n:04d}"} for n in range(20)]
+    samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = run("exposure", runs, "--list", samples, "--out", tmp_path / "uses.jsonl", "--json")
+    summary = json.loads(found.stdout.splitlines()[-1])
+    uses = [json.loads(line) for line in (tmp_path / "uses.jsonl").read_text().splitlines()]
+    assert summary["failed"] == 0
+    assert summary["runs"][0]["uses"] == len(uses) > 5
+    assert {*uses[0]} == {"run", "step", "row", "source", "key", "part", "epoch", "masked"}
+
+    with Closing(Catalog()) as catalog:
+        register(catalog, look(store, None, "words"), owner="text")
+    before = {key: store.get(key) for key in store.list()}
+    told = run("redact", root, "--list", samples)
+    assert "words: 20 samples to be redacted" in told.stdout
+    assert "nothing was changed; --yes does it" in told.stdout
+    assert {key: store.get(key) for key in store.list()} == before
+    run("catalog", "request", "17", "--list", samples)
+    config = runs / "mine" / "config.yaml"
+    arguments = ("--list", samples, "--request", "17", "--config", config, "--yes", "--json")
+    told = run("redact", root, *arguments)
+    assert "words: 20 samples redacted" in told.stdout
+    assert "catalogue: words@1 is words@2 now: verify and promote it" in told.stdout
+    assert json.loads(told.stdout.splitlines()[-1])["kept"] == []
+    assert len(read_index(store, "words").redacted) == 20
+    assert "no block of" in run("redact", root, "--config", config, "--purge-only").stdout
+    audit = run("catalog", "audit").stdout
+    assert '"action": "received"' in audit
+    assert '"action": "redacted"' in audit
+    assert "w0003" not in audit
+    with Closing(Catalog()) as catalog, catalog.read() as connection:
+        assert details(connection, "words@2")["owner"] == "text"
+    again = run("exposure", runs, "--list", samples, "--json")
+    assert json.loads(again.stdout.splitlines()[-1])["runs"] == summary["runs"]
+    # A run that cannot be planned again is told, and the others are looked at.
+    copytree(runs / "mine", runs / "other")
+    noted = (runs / "other" / RUN_SOURCES).read_text()
+    (runs / "other" / RUN_SOURCES).write_text(noted.replace(indices[1].content_hash, "0" * 64))
+    found = run("exposure", runs, "--list", samples, code=1)
+    assert "left out: " in found.stderr
+    assert "restore the source" in found.stderr
+    assert f"{runs / 'mine'}: " in found.stdout
+
+
+class Closing:
+    """A catalogue that is closed in the end."""
+
+    def __init__(self, catalog):
+        self.catalog = catalog
+
+    def __enter__(self):
+        return self.catalog
+
+    def __exit__(self, *_):
+        self.catalog.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("redact", "{root}"), "give --source with --key, or --list"),
+        (("redact", "{root}", "--source", "words"), "give --source with --key, or --list"),
+        (("redact", "{root}", "--source", "wrods", "--key", "w"), "no finished source 'wrods'"),
+        (("redact", "{root}", "--source", "words", "--key", "w1"), "has no sample 'w1' among 200"),
+        (("redact", "{root}", "--list", "{root}/none.jsonl"), "none.jsonl: no such file"),
+        (("redact", "{root}", "--purge-only"), "--purge-only: give --config"),
+        (("exposure", "{root}", "--source", "words", "--key", "w"), "no run here"),
+    ],
+)
+def test_what_is_asked_wrongly_is_told_in_one_line(root, monkeypatch, arguments, told):
+    monkeypatch.delenv("KIMI_PRETRAIN_CATALOG")
+    monkeypatch.setenv("HOME", str(root))
+    result = run(*(one.format(root=root) for one in arguments), code=2)
+    assert told in result.stderr
