@@ -39,7 +39,7 @@ RESULT = RESULTS / "bubbles_cpu.json"
 
 # As little arithmetic as can be: sleeps take its place.
 SMALL = (
-    "model.vision.width=32", "model.vision.depth=4", "model.vision.mlp_width=32",
+    "model.vision.width=32", "model.vision.depth=2", "model.vision.mlp_width=32",
     "model.vision.out_width=32", "model.vision.heads=2", "model.language.num_layers=4",
     "model.language.hidden_size=32", "model.language.num_heads=2",
     "model.language.dense_ffn_size=32", "model.language.expert_ffn_size=32",
@@ -77,15 +77,15 @@ ALL = (TEXT, DEP, BUBBLES, KEPT, HALF, LEARNED)
 CASES = {
     "PP4": Case(
         "4 stages, 8 microbatches",
-        (*SMALL, *IN_BUBBLES, "layout.pp=4", *EIGHT), 4, Device(0.120, 0.000057), ALL,
+        (*SMALL, *IN_BUBBLES, "layout.pp=4", *EIGHT), 4, Device(0.200, 0.000095), ALL,
     ),
     "PP2": Case(
         "2 stages, 8 microbatches",
-        (*SMALL, *IN_BUBBLES, "layout.pp=2", *EIGHT), 2, Device(0.120, 0.000029), ALL,
+        (*SMALL, *IN_BUBBLES, "layout.pp=2", *EIGHT), 2, Device(0.200, 0.000048), ALL,
     ),
     "PP2 x VPP2": Case(
         "2 stages of 2 chunks, 8 microbatches",
-        (*SMALL, *IN_BUBBLES, "layout.pp=2", "layout.vpp=2", *EIGHT), 2, Device(0.060, 0.000029),
+        (*SMALL, *IN_BUBBLES, "layout.pp=2", "layout.vpp=2", *EIGHT), 2, Device(0.100, 0.000048),
         ALL,
     ),
     "real": Case(
