@@ -1,8 +1,8 @@
 """What an index costs the ranks of a node: memory and seconds, shared and each its own.
 
 Eight processes read an index of ten million captions as training does, and make its planner. One
-copy is the bytes of its columns and keys; the processes' memory is what they hold beyond what
-they held before (proportional set size: a page that eight share counts an eighth for each).
+copy is the bytes of its columns and keys. Memory is what the processes hold of their own beyond
+what they held before, and the copy that they share, all of it.
 
     python benchmarks/bench_index.py
     python benchmarks/bench_index.py --quick       # 100,000 captions, two processes
@@ -61,11 +61,11 @@ def bytes_of(index: SourceIndex) -> int:
 
 
 def held_kib() -> int:
-    """Return this process's proportional share of the memory that it maps, in KiB."""
+    """Return the memory that this process has of its own, in KiB."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
+        if line.startswith("Pss_Anon:"):
             return int(line.split()[1])
-    raise RuntimeError("/proc/self/smaps_rollup has no Pss")
+    raise RuntimeError("/proc/self/smaps_rollup has no Pss_Anon")
 
 
 def rank(root: str, shared: bool, together: Barrier, results: Any) -> None:
@@ -82,18 +82,22 @@ def rank(root: str, shared: bool, together: Barrier, results: Any) -> None:
     planner = Planner([index], config)
     planner.plan(planner.state_dict())
     seconds = time.perf_counter() - began
-    together.wait()  # a page counts for all that map it
+    together.wait()
     found = {"read": read, "seconds": seconds, "mib": (held_kib() - before) / 1024}
     together.wait()
     results.put(found)
 
 
-def measure(root: Path, processes: int, *, shared: bool) -> dict[str, float]:
-    """Run so many ranks; returns their memory together, and the seconds of the slowest."""
+def measure(root: Path, processes: int, shared_mib: float | None) -> dict[str, float]:
+    """Run so many ranks; returns their memory together, and the seconds of the slowest.
+
+    Args:
+        shared_mib: of the copy that they share; None: they share none.
+    """
     context = multiprocessing.get_context("spawn")
     together, results = context.Barrier(processes), context.Queue()
     ranks = [
-        context.Process(target=rank, args=(str(root), shared, together, results))
+        context.Process(target=rank, args=(str(root), shared_mib is not None, together, results))
         for _ in range(processes)
     ]
     for one in ranks:
@@ -103,7 +107,7 @@ def measure(root: Path, processes: int, *, shared: bool) -> dict[str, float]:
         one.join()
     return {
         "processes": processes,
-        "mib": sum(one["mib"] for one in found),
+        "mib": sum(one["mib"] for one in found) + (shared_mib or 0.0),
         "read": max(one["read"] for one in found),
         "seconds": max(one["seconds"] for one in found),
     }
@@ -124,8 +128,8 @@ def main() -> None:
         one_copy = bytes_of(index) / MIB
         write_index(FolderStore(Path(folder)), index)
         del index
-        alone = measure(Path(folder), 1, shared=False)
-        together = measure(Path(folder), processes, shared=True)
+        alone = measure(Path(folder), 1, None)
+        together = measure(Path(folder), processes, one_copy)
     copies = together["mib"] / one_copy
     found = {
         "about": {

@@ -29,6 +29,8 @@ CATEGORIES = (
     "video",
 )
 
+_PART = 1 << 16  # entries looked at together
+
 # A piece is what a sample is laid out from, in order.
 PIECE_TEXT, PIECE_ITEM, PIECE_REGION = 0, 1, 2
 
@@ -193,7 +195,7 @@ class SourceIndex:
                     f"expected {length} ({n} samples)"
                 )
         self._check_sums()
-        if n and (np.any(np.diff(self.shard) < 0) or self.shard[-1] >= len(self.shards)):
+        if n and (not _rises(self.shard) or self.shard[-1] >= len(self.shards)):
             raise ValueError(
                 f"source {self.name!r}: column shard must be grouped and name one of the "
                 f"{len(self.shards)} shards"
@@ -203,10 +205,11 @@ class SourceIndex:
 
     def _check_sums(self) -> None:
         """What one group says of another must add up, or offsets would run into neighbours."""
+        more = int(self.piece_variants.sum(dtype=int)) - len(self.piece_variants)
         for what, counted, entries in (
-            ("items", int((self.piece_kind == PIECE_ITEM).sum()), len(self.item_kind)),
-            ("regions", int((self.piece_kind == PIECE_REGION).sum()), len(self.region_shape)),
-            ("variants", int((self.piece_variants - 1).sum(dtype=int)), len(self.variant_tokens)),
+            ("items", _count(self.piece_kind, PIECE_ITEM), len(self.item_kind)),
+            ("regions", _count(self.piece_kind, PIECE_REGION), len(self.region_shape)),
+            ("variants", more, len(self.variant_tokens)),
             ("points", int(self.region_points.sum(dtype=int)), len(self.point_x)),
         ):
             if counted != entries:
@@ -258,3 +261,15 @@ class SourceIndex:
             digest.update(f"{name}\n".encode() + getattr(self, name).tobytes())
         digest.update("\n".join(pa.array(self.key, pa.string()).to_pylist()).encode())
         return digest.hexdigest()
+
+
+def _count(column: NDArray[Any], value: int) -> int:
+    """Count a value, a part at a time: what is freed of a large array stays with the process."""
+    parts = range(0, len(column), _PART)
+    return sum(int(np.count_nonzero(column[at : at + _PART] == value)) for at in parts)
+
+
+def _rises(column: NDArray[Any]) -> bool:
+    """Whether no entry is below the one before it."""
+    parts = range(0, len(column), _PART)
+    return all((np.diff(column[at : at + _PART + 1]) >= 0).all() for at in parts)

@@ -29,7 +29,7 @@ from data_pipeline.plan.layout import Layout, lay_out, num_levels
 from data_pipeline.plan.order import ShardOrder
 from data_pipeline.plan.variation import Variation
 
-_BLOCK = 1 << 16  # samples whose sizes are looked at together
+_BLOCK = 1 << 15  # samples whose sizes are looked at together
 
 # Units whose mean stands for a source's under augmentation.
 _PROBED = 1 << 16
