@@ -135,7 +135,8 @@ def test_slots_follow_measured_costs_and_no_bit_does(found):
     """The first step is not counted, and the loader is two steps ahead."""
     lines = found["learned"]
     for step, (line, wanted) in enumerate(zip(lines, found["as configured"], strict=True)):
-        assert wanted | line == line | {name: wanted[name] for name in ("encoded", "moved")}, step
+        more = {name: wanted[name] for name in ("encoded", "moved", "timeline")}
+        assert wanted | line == line | more, step
         (factors,) = set(line["factors"])  # of all ranks
         assert (factors == (1.0, 1.0, 1.0)) == (step < 4)
         assert all(0 < factor < 1e6 for factor in factors)

@@ -176,7 +176,7 @@ def test_a_row_that_does_not_divide_is_refused():
 
 
 REFUSED = {
-    "rows": (["layout.cp=3", "layout.ep=1"], ("layout.cp=3", "1024 tokens")),
+    "rows": (["layout.cp=3", "layout.ep=1"], ("layout.cp=3", "512 tokens")),
     "heads": (["layout.tp=8"], ("model.language.num_heads=4", "layout.tp=8")),
     "vocabulary": (["layout.tp=4", "model.language.vocab_size=1790"], ("vocab_size=1790",)),
     "experts": (["layout.ep=8", "layout.cp=2"], ("layout.ep=8", "layout.cp=2", "= 4")),
