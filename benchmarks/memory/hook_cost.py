@@ -171,7 +171,7 @@ def kinds_of_layer(mesh: Mesh) -> dict[str, int]:
             apply(policy, chunk.modules(), chunk.parameters())
         microbatch = microbatch_of(config, 0)
         policy.begin_step()
-        backbone._forward(microbatch, backbone.chunks[0], microbatch.labels)
+        backbone.forward(microbatch, backbone.chunks[0], microbatch.labels)
         found.append(policy.counts)
     one, two = found
     return {kind: two[kind] - one[kind] for kind in KINDS}

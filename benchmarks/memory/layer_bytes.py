@@ -148,7 +148,7 @@ def left_bytes(backbone: Backbone, microbatch: Microbatch) -> int:
     host, graphs, found = backbone.policy.host, list[Tensor](), list[int]()
     with LiveBytes() as live:
         for _ in range(3):
-            graphs.append(backbone._forward(microbatch, backbone.chunks[0], microbatch.labels))
+            graphs.append(backbone.forward(microbatch, backbone.chunks[0], microbatch.labels))
             gc.collect()
             slabs = host.pool.slabs if host is not None else 0
             found.append(live.settled() - slabs * SLAB_BYTES)

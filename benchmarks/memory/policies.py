@@ -163,7 +163,7 @@ def step(
 
 
 def _loss(backbone: Backbone, one: Microbatch) -> Tensor:
-    losses = backbone._forward(one, backbone.models[0], one.labels)
+    losses = backbone.forward(one, backbone.models[0], one.labels)
     return (losses * one.loss_mask).sum()
 
 

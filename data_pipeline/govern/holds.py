@@ -132,6 +132,7 @@ def enforces(store: S3Store) -> bool:
         store.set_hold(key, on=True)
         held = True
         store.delete_versions(key)
+        held = False  # of nothing that is there
     except AccessDenied:
         return held
     except StoreError:  # without object lock the bucket refuses to hold anything

@@ -125,15 +125,18 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen:
 
 
 class _Asked:
-    """The first signal that asked the training to stop."""
+    """The first signal that asked the training to stop; `since`: when, of the monotonic clock."""
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self.since = 0.0
 
     def note(self, number: int, frame: object) -> None:
         """Record a signal; a second INT interrupts at once."""
         if self.name is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self.name is None:
+            self.since = time.monotonic()
         self.name = signal.Signals(number).name
 
 
@@ -181,13 +184,15 @@ def _watch(
         ended = asked.name is not None and _ask_to_save(process, signalled, asked.name)
         if relay.holds or ended or time.monotonic() - read > REPORT_SECONDS:
             relay.mark()
-            before, report = report, _report(run_dir)
             read = time.monotonic()
+            before, report = report, _report(run_dir)
             relay.show(report, marked=True)
             if report != before:
                 since, doomed = time.monotonic(), _ranks(process)
-        if asked.name is not None and report is not None and unsaved is None:
-            unsaved = report
+        # One that was read before may be of ranks that torchrun has replaced since.
+        current = report if read > asked.since else None
+        if asked.name is not None and current is not None and unsaved is None:
+            unsaved = current
             process.terminate()  # so that it restarts nothing
         waited = time.monotonic() - since
         if unsaved is not None:

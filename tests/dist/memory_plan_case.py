@@ -102,7 +102,7 @@ def in_flight(run) -> list[Any]:
     backbone = run.backbone
     outputs, most = [], 0
     held, best = [0] * len(backbone.chunks), [0] * len(backbone.chunks)
-    forward = backbone._forward
+    forward = backbone.forward
 
     def counted(batch, model, labels, *rest):
         nonlocal best, most
@@ -121,11 +121,11 @@ def in_flight(run) -> list[Any]:
         out.register_hook(done)
         return out
 
-    backbone._forward = counted
+    backbone.forward = counted
     try:
         backbone.train_step(_microbatches(run), 1.0)
     finally:
-        backbone._forward = forward
+        backbone.forward = forward
     assert not any(held)
     return run.mesh.all_gather_object((run.mesh.stage, tuple(best), most))
 
