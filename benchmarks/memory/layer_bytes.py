@@ -136,8 +136,9 @@ def microbatch_of(config: Config, seed: int, device: torch.device = CPU) -> Micr
 def left_bytes(backbone: Backbone, microbatch: Microbatch) -> int:
     """Return the bytes on the device that one more forward pass leaves behind.
 
-    Of three passes the third counts: what modules remember of the last microbatch alone is not kept
-    by each, and what goes to the host is on the device until the layer after the next begins.
+    The first pass does not count: what modules remember of the last microbatch alone is not kept by
+    each, and what goes to the host is on the device until the layer after the next begins. It is
+    what two passes in a row leave: one alone may let go of something of the pass before.
 
     Args:
         backbone: with a policy that has saved nothing yet: the host's memory is counted as it is
@@ -147,12 +148,12 @@ def left_bytes(backbone: Backbone, microbatch: Microbatch) -> int:
     backbone.policy.begin_step()
     host, graphs, found = backbone.policy.host, list[Tensor](), list[int]()
     with LiveBytes() as live:
-        for _ in range(3):
+        while len(found) < 4 or (len(found) < 8 and found[-1] - found[-2] != found[-2] - found[-3]):
             graphs.append(backbone.forward(microbatch, backbone.chunks[0], microbatch.labels))
             gc.collect()
             slabs = host.pool.slabs if host is not None else 0
             found.append(live.settled() - slabs * SLAB_BYTES)
-    return found[2] - found[1]
+    return found[-1] - found[-2]
 
 
 def planned(config: Config) -> int:
