@@ -28,7 +28,7 @@ UNINTERRUPTED = "{}-uninterrupted"  # folder of a fault's own reference
 MEASURED = (
     "exposed_encoder_share", "exposed_encoder_parts", "imbalance.measured", "peak_gib",
     "peak_gib_step", "mfu", "model_tflops_per_gpu", "peak_tflops_per_gpu", "peak_source", "store",
-    "checkpoint",
+    "checkpoint", "bubble_cost_ratio",
 )  # fmt: skip
 # What a step reads, whatever the layout; where these differ, all that follows must.
 READ = (

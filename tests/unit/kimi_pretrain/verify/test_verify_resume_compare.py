@@ -74,6 +74,7 @@ def test_what_was_measured_does_not_count():
     slow = line(3, seconds=9.0, phase_seconds={}, store={"requests": 9}, mfu=0.5,
                 exposed_encoder_parts={"forward": 0.1}, exposed_encoder_share=0.2)  # fmt: skip
     slow |= {"imbalance": {"predicted": 1.5, "measured": 9.0}, "peak_source": "data sheet"}
+    slow |= {"bubble_cost_ratio": {"forward": 2.4, "backward": 1.3}}
     assert numbers_of(slow) == numbers_of(line(3))
     assert numbers_of(line(3)) == {
         "step": 3, "loss": 5.0 / 3, "grad_norm": 1.0 / 3, "lr": 3e-3, "loss_tokens": 93,
