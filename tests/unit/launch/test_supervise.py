@@ -225,6 +225,26 @@ def test_a_training_is_asked_to_save_and_then_waited_for(number, tmp_path, capfd
     assert signal.getsignal(number) == before
 
 
+def test_a_report_from_before_a_restart_is_not_that_of_a_rank_that_saves(tmp_path, monkeypatch):
+    """It was read before the rank was asked, and is gone since; looks are far apart."""
+    reports = [ExitReport("no progress for 30 s", 75)]
+    monkeypatch.setattr(supervise, "_report", lambda run_dir: reports.pop() if reports else None)
+    monkeypatch.setattr(supervise, "REPORT_SECONDS", 60.0)
+
+    def interrupt() -> None:
+        end = time.monotonic() + 60
+        while (reports or not (tmp_path / "begun").is_file()) and time.monotonic() < end:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    command = [*python(LAUNCHER), str(tmp_path), f"ROOT = {str(ROOT)!r}{RANK}"]
+    assert supervise.run(command, os.environ, tmp_path, in_order=True) == (0, None)
+    sender.join()
+    assert (tmp_path / "saved").read_text() == "SIGTERM"
+
+
 # Stands for torchrun with restarts: starts a rank again for ever, and ends when it is told to.
 RESTARTS = """
 import signal, subprocess, sys
