@@ -5,7 +5,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def _variant(
     planner = VisionPlanner(config)
     if planner.bubbles is None:
         step = TrainStep(config, mesh, model, update, planner)
-        run = _text(step) if name == TEXT else step.run
+        run = partial(step.run, text_only=name == TEXT)
         return Variant(run, lambda batch: planner.plan(batch.plan), lambda batch, report: None)
     if device is not None:
         passes = np.full(config.layout.pp * config.layout.vpp, device.forward)
@@ -110,13 +111,6 @@ def _variant(
             planner.learning.add(batch.plan.step, times)
 
     return Variant(step.run, lambda batch: planner.plan(batch.plan), seen)
-
-
-def _text(step: TrainStep) -> Callable[[StepBatch], StepReport]:
-    def run(batch: StepBatch) -> StepReport:
-        return step.run(replace(batch), text_only=True)
-
-    return run
 
 
 if __name__ == "__main__":

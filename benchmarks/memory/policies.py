@@ -11,7 +11,6 @@ control.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from kimi_pretrain.engine.packed_attention import PackedCoreAttention
 from kimi_pretrain.memory.host_memory import SLAB_BYTES
 from kimi_pretrain.memory.kept import head_tensors, layer_tensors
 from kimi_pretrain.memory.plan import moves
+from kimi_pretrain.tools.calibrate_passes import randomise
 
 ALL = ["norms", "swiglu", "mla_up"]
 POLICIES: dict[str, dict[str, Any]] = {
@@ -53,8 +53,7 @@ Found = Mapping[str, Any]
 
 def measure(mesh: Mesh, device: torch.device, quick: bool) -> dict[str, Any]:
     """Return what each policy costs and holds, and what differs of its gradients."""
-    with mock.patch.object(Backbone, "initialise", _initialise):  # by name it takes longer than all
-        backbone = build_backbone(config_of(device.type, quick), mesh)
+    backbone = build_backbone(config_of(device.type, quick), mesh, randomise)
     return measured(backbone, device, 1 if quick else 5)
 
 
@@ -75,19 +74,6 @@ def config_of(device: str, quick: bool) -> Config:
     ]  # fmt: skip
     rest += ["train.attention=portable"] if device == "cpu" else []  # as the plan counts it
     return load_config("tiny_cpu", [*language, *layout, *rest])
-
-
-def _initialise(backbone: Backbone) -> None:
-    """Fill every tensor on its device."""
-    draw = torch.Generator(backbone.mesh.device).manual_seed(0)
-    with torch.no_grad():
-        for view in backbone.views(buffers=True):
-            if view.name.endswith("norm.weight"):
-                view.data.fill_(1.0)
-            elif view.name.endswith("e_score_correction_bias"):
-                view.data.zero_()
-            else:
-                view.data.normal_(0.0, 0.02, generator=draw)
 
 
 # Steps --------------------------------------------------------------------------------------------

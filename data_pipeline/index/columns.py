@@ -246,6 +246,11 @@ class SourceIndex:
         return str(self.key[int(sample)])
 
     @property
+    def shard_ptr(self) -> NDArray[np.int64]:
+        """Where each shard's samples begin, and the end, int64 [shards + 1]."""
+        return np.searchsorted(self.shard, np.arange(len(self.shards) + 1))
+
+    @property
     def identity(self) -> str:
         """The content_hash that it was made with: what runs know it by, also when redacted."""
         return self.made_as or self.content_hash

@@ -221,6 +221,17 @@ def _lists(pointer: NDArray[np.int64], values: NDArray[Any]) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(pointer), pa.array(values))
 
 
+def attributes_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a manifest alone tells of a `SourceIndex`, by its attributes."""
+    return {
+        "name": manifest["name"],
+        "category": manifest["category"],
+        "shards": tuple(ShardInfo(**shard) for shard in manifest["shards"]),
+        "tokenizer_name": manifest["tokenizer"]["name"],
+        "tokenizer_hash": manifest["tokenizer"]["sha256"],
+    }
+
+
 def index_of(table: pa.Table, manifest: Mapping[str, Any], sha256: str) -> SourceIndex:
     """Return the index whose file holds these rows; of some of its rows those samples alone.
 
@@ -240,19 +251,10 @@ def index_of(table: pa.Table, manifest: Mapping[str, Any], sha256: str) -> Sourc
         lengths = column.value_lengths().to_numpy(zero_copy_only=False)
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
-    index = SourceIndex(
-        name=manifest["name"],
-        category=manifest["category"],
-        shards=tuple(ShardInfo(**shard) for shard in manifest["shards"]),
-        key=table.column("key").combine_chunks(),
-        tokenizer_name=manifest["tokenizer"]["name"],
-        tokenizer_hash=manifest["tokenizer"]["sha256"],
-        index_sha256=sha256,
-        redacted=(),
-        made_as="",
-        **{f"{group}_ptr": pointer(group) for group in GROUPS},
-        **{name: flat(name, kind) for name, kind in COLUMNS.items()},
-    )
+    columns: dict[str, Any] = {f"{group}_ptr": pointer(group) for group in GROUPS}
+    columns |= {name: flat(name, kind) for name, kind in COLUMNS.items()}
+    keys = table.column("key").combine_chunks()
+    index = SourceIndex(**attributes_of(manifest), key=keys, index_sha256=sha256, **columns)
     if (redacted := manifest.get("redacted")) is None:
         return index
     return with_redacted(index, redacted["samples"], redacted["made_as"])

@@ -19,16 +19,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from data_pipeline.cache.node import SHARED_MEMORY, NodeFolder, locked_file
-from data_pipeline.index.columns import COLUMNS, GROUPS, ShardInfo, SourceIndex
-from data_pipeline.index.manifest import expect, read_index, read_manifest
+from data_pipeline.index.columns import HASHED, SourceIndex
+from data_pipeline.index.manifest import attributes_of, read_index, read_manifest
 from data_pipeline.store.open import Store
 
-log = logging.getLogger("kimi_pretrain.train")
+log = logging.getLogger(__name__)
 
 WAIT_S = 3600.0  # for the process that reads: a large index takes minutes
 _KEYS = ("key_ptr", "key_bytes")
-_NAMES = (*COLUMNS, *(f"{group}_ptr" for group in GROUPS), *_KEYS)
-_HASH = "content_hash"
 _FULL = "full"  # a mark: there is no room for the columns here
 
 
@@ -47,7 +45,7 @@ def read_shared_index(
     own: SourceIndex | None = None
     for parent in parents:
         try:
-            node = NodeFolder(parent, f"index-{manifest['content_hash'][:32]}", WAIT_S)
+            node = NodeFolder(parent, f"index-{manifest['content_hash']}", WAIT_S)
         except OSError:
             continue  # not writable: the next one, or the warning below
         columns, full = node.path / "columns", node.path / _FULL
@@ -60,7 +58,7 @@ def read_shared_index(
             if own is not None:  # Arrow would keep the memory that reading took
                 own = None
                 pa.default_memory_pool().release_unused()
-            found = _mapped(f"{store.uri}/{name}", columns, manifest)
+            found = _mapped(columns, manifest)
             weakref.finalize(found, node.close)
             return found
         node.close()
@@ -78,14 +76,13 @@ def _written(index: SourceIndex, columns: Path) -> bool:
     part.mkdir()
     keys = pa.array(index.key, pa.string()).cast(pa.large_string())
     _, ptr, text = keys.buffers()
-    arrays = {name: getattr(index, name) for name in _NAMES if name not in _KEYS}
+    arrays = {name: getattr(index, name) for name in HASHED}
     first = np.frombuffer(ptr, np.int64)[keys.offset : keys.offset + len(keys) + 1]
     arrays["key_ptr"] = first if len(keys) else np.zeros(1, np.int64)
     arrays["key_bytes"] = np.frombuffer(text or b"", np.uint8)
     try:
         for name, array in arrays.items():
             np.save(part / f"{name}.npy", array)
-        (part / _HASH).write_text(index.content_hash)
     except OSError as error:
         shutil.rmtree(part, ignore_errors=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -95,27 +92,22 @@ def _written(index: SourceIndex, columns: Path) -> bool:
     return True
 
 
-def _mapped(where: str, columns: Path, manifest: Mapping[str, Any]) -> SourceIndex:
-    """Map what `_written` wrote, if it is what the manifest names."""
-    content, redacted = (columns / _HASH).read_text(), manifest.get("redacted") or {}
-    expect(where, "content_hash", content, manifest["content_hash"])
-    arrays = {name: _array(columns / f"{name}.npy") for name in _NAMES}
+def _mapped(columns: Path, manifest: Mapping[str, Any]) -> SourceIndex:
+    """Map what `_written` wrote: of the content that the folder is named after."""
+    redacted = manifest.get("redacted") or {}
+    arrays: dict[str, Any] = {name: _array(columns / f"{name}.npy") for name in (*HASHED, *_KEYS)}
     ptr, text = (arrays.pop(name) for name in _KEYS)
     buffers = [None, pa.py_buffer(ptr), pa.py_buffer(text)]
     found = SourceIndex(
-        name=manifest["name"],
-        category=manifest["category"],
-        shards=tuple(ShardInfo(**shard) for shard in manifest["shards"]),
+        **attributes_of(manifest),
         key=pa.Array.from_buffers(pa.large_string(), manifest["samples"], buffers),
-        tokenizer_name=manifest["tokenizer"]["name"],
-        tokenizer_hash=manifest["tokenizer"]["sha256"],
         index_sha256=manifest["index_sha256"],
         redacted=tuple(redacted.get("samples", ())),  # their checksums are in the columns
         made_as=redacted.get("made_as", ""),
         **arrays,
     )
-    expect(where, "items", found.num_items, manifest["items"])
-    vars(found)["content_hash"] = content  # computed by who wrote it: it takes every page
+    # Computed by who wrote them, and compared: it takes every page.
+    vars(found)["content_hash"] = manifest["content_hash"]
     return found
 
 

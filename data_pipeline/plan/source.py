@@ -8,10 +8,9 @@ a part of one. What does not fit a row:
 - a sample with media that could fit is shrunk: its patch limits are lowered, by the same resize
   rule, until it does;
 - anything else is refused. Its place in the order, and that of a sample in quarantine or with a
-  tombstone, is filled
-  by a usable unit of the same shard (of the source, if its whole shard is not usable): the k-th of
-  a shard by the k-th after the next, in a circle. A rule that depends on nothing but the index, so
-  that the order stays a function of position.
+  tombstone, is filled by a usable unit of the same shard (of the source, if its whole shard is not
+  usable): the k-th of a shard by the k-th after the next, in a circle. A rule that depends on
+  nothing but the index, so that the order stays a function of position.
 """
 
 from collections.abc import Sequence
@@ -137,9 +136,7 @@ class Source:
         parts = np.concatenate([np.zeros(self._left_out.size, np.int64), parts[parts > 1]])
         order = np.argsort(odd)
         self._units = _Units(odd[order], parts[order], index.num_samples)
-        # Where each shard's units begin, and the end.
-        shards = np.searchsorted(index.shard, np.arange(len(index.shards) + 1))
-        self._shard_ptr = self._units.first(shards)
+        self._shard_ptr = self._units.first(index.shard_ptr)  # of units
         sizes = np.diff(self._shard_ptr).tolist()
         self.order = ShardOrder(sizes, config.shard_window, config.seed, index.name)
         self._filling = lru_cache(maxsize=4)(self._fill)
@@ -147,7 +144,8 @@ class Source:
     def _levels_of(self, too_long: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the lowest level at which each sample fits; 0 for those that never do."""
         found = np.zeros(too_long.size, np.int64)
-        left = np.flatnonzero(np.diff(self.index.item_ptr)[too_long] > 0)
+        ptr = self.index.item_ptr
+        left = np.flatnonzero(ptr[too_long + 1] > ptr[too_long])
         for level in range(1, num_levels(self._limits) + 1):
             if not left.size:
                 break
@@ -169,10 +167,9 @@ class Source:
     def level_of(self, samples: NDArray[np.int64]) -> NDArray[np.int16]:
         """Return the shrink level of samples, int16 [n]."""
         found = np.zeros(samples.size, np.int16)
-        if self._shrunk.size:
-            at = np.minimum(np.searchsorted(self._shrunk, samples), self._shrunk.size - 1)
-            found = np.where(self._shrunk[at] == samples, self._level[at], found)
-        return found.astype(np.int16)
+        shrunk = _in(samples, self._shrunk)
+        found[shrunk] = self._level[np.searchsorted(self._shrunk, samples[shrunk])]
+        return found
 
     @property
     def counts(self) -> dict[str, int]:

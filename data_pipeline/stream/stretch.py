@@ -150,8 +150,7 @@ def _filling(index: SourceIndex) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     bad = np.unique(np.array(index.redacted, np.int64))
     if bad.size == index.num_samples:
         raise DataUsedUp(f"source {index.name!r}: all its samples were redacted; leave it out")
-    shards = np.searchsorted(index.shard, np.arange(len(index.shards) + 1))
-    return bad, substitutes(bad, shards)
+    return bad, substitutes(bad, index.shard_ptr)
 
 
 def by_first_use(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

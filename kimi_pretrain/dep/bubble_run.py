@@ -243,7 +243,6 @@ class BubbleRun:
     def _pass_ends(self) -> None:
         if self._running is not None:
             self._running.stop()
-            self._running = None
 
     def _begins(self, this: Pass) -> None:
         if self.started == len(self.passes) or this != self.passes[self.started]:

@@ -33,19 +33,19 @@ def active_parameters(model: LanguageConfig) -> tuple[int, int, int]:
     return attention + dense, attention + moe, model.vocab_size * hidden
 
 
+def _per_key(model: LanguageConfig) -> int:
+    """Return the multiply-adds of attention for each pair of a query and a key."""
+    return model.num_heads * (model.qk_nope_dim + model.qk_rope_dim + model.v_dim)
+
+
 def chunk_flops(config: Config) -> Floats:
     """Return the forward operations of each virtual stage for one microbatch, float64 [stages]."""
     model, rows = config.model.language, config.train.rows_per_microbatch
     dense, moe, head = active_parameters(model)
-    tokens = config.data.seq_len
-    per_key = model.num_heads * (model.qk_nope_dim + model.qk_rope_dim + model.v_dim)
-    attention = tokens * tokens * per_key  # two operations, half of the pairs
-    chunks = []
-    for layers, has_loss in config.chunks():
-        weights = sum(dense if layer < model.num_dense_layers else moe for layer in layers)
-        weights += head if has_loss else 0
-        chunks.append(rows * (2.0 * tokens * weights + len(layers) * attention))
-    return np.array(chunks)
+    tokens, parts = config.data.seq_len, chunk_parts(config)
+    attention = tokens * tokens * _per_key(model)  # two operations, half of the pairs
+    layers = parts[:, 1] + parts[:, 2]
+    return rows * (2.0 * tokens * (parts @ [0, dense, moe, head]) + layers * attention)
 
 
 def pass_seconds(config: Config) -> tuple[Floats, Floats]:
@@ -71,11 +71,10 @@ def routed_seconds(config: Config) -> tuple[Floats, Floats]:
     """
     model, tokens = config.model.language, config.data.seq_len
     _, active, _ = active_parameters(model)
-    per_key = model.num_heads * (model.qk_nope_dim + model.qk_rope_dim + model.v_dim)
     routed = 2.0 * model.experts_per_token * 3 * model.hidden_size * model.expert_ffn_size
     layers, ranks = chunk_parts(config)[:, 2], config.layout.cp * config.layout.tp
     if config.dep.pass_cost is not None:
-        cost, share = config.dep.pass_cost, routed / (2.0 * active + tokens * per_key)
+        cost, share = config.dep.pass_cost, routed / (2.0 * active + tokens * _per_key(model))
         forward, backward = (
             layers * share * one / ranks for one in (cost.expert_forward, cost.expert_backward)
         )

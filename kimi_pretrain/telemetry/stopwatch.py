@@ -4,9 +4,27 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+
+
+class Mark:
+    """A moment: of the host's clock, or on CUDA of the current stream, which does not wait."""
+
+    def __init__(self, device: torch.device):
+        self._event: torch.cuda.Event | None = None
+        self._seconds = 0.0
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        else:
+            self._seconds = time.perf_counter()
+
+    def until(self, later: "Mark") -> float:
+        """Return the seconds between two moments that the device has passed."""
+        if self._event is None or later._event is None:
+            return later._seconds - self._seconds
+        return self._event.elapsed_time(later._event) / 1000
 
 
 @dataclass
@@ -19,19 +37,19 @@ class Stopwatch:
     device: torch.device
     sections: int = 0  # that are over
     _seconds: float = 0.0
-    _began: float | torch.cuda.Event | None = None
-    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _began: Mark | None = None
+    _spans: list[tuple[Mark, Mark]] = field(default_factory=list)  # on CUDA, not summed yet
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Add the time of the section."""
-        began = _now(self.device)
+        began = Mark(self.device)
         yield
         self._ends(began)
 
     def start(self) -> None:
         """Begin a section that `stop` ends."""
-        self._began = _now(self.device)
+        self._began = Mark(self.device)
 
     def stop(self) -> None:
         """End the section that was begun; without one nothing is added."""
@@ -46,22 +64,21 @@ class Stopwatch:
 
     def seconds(self) -> float:
         """Return the sum; synchronises the device."""
-        if self._events:
+        if self._spans:
             torch.cuda.synchronize(self.device)
-        return self._seconds + sum(a.elapsed_time(b) for a, b in self._events) / 1000
+        return self._seconds + sum(begin.until(end) for begin, end in self._spans)
 
     def mean(self) -> float:
         """Return the seconds of a section, 0 of none; synchronises the device."""
         return self.seconds() / max(1, self.sections)
 
-    def _ends(self, began: float | torch.cuda.Event) -> None:
-        if not isinstance(began, torch.cuda.Event):
-            self.add(time.perf_counter() - began)
-            return
-        end = torch.cuda.Event(enable_timing=True)
-        end.record()
-        self._events.append((began, end))
-        self.sections += 1
+    def _ends(self, began: Mark) -> None:
+        end = Mark(self.device)
+        if self.device.type == "cuda":
+            self._spans.append((began, end))
+            self.sections += 1
+        else:
+            self.add(began.until(end))
 
 
 Section = tuple[str, float, float]
@@ -76,15 +93,15 @@ class Sections:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._begin, self._wall = _now(device), time.time()
-        self._found: list[tuple[str, Any, Any]] = []
+        self._begin, self._wall = Mark(device), time.time()
+        self._found: list[tuple[str, Mark, Mark]] = []
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
         """Record a section."""
-        start = _now(self._device)
+        start = Mark(self._device)
         yield
-        self._found.append((name, start, _now(self._device)))
+        self._found.append((name, start, Mark(self._device)))
 
     def all(self) -> list[Section]:
         """Return the sections in the order in which they ended; synchronises the device."""
@@ -92,16 +109,5 @@ class Sections:
             torch.cuda.synchronize(self._device)
         return [(name, self._at(start), self._at(end)) for name, start, end in self._found]
 
-    def _at(self, mark: Any) -> float:
-        if self._device.type != "cuda":
-            return self._wall + mark - self._begin
-        return self._wall + self._begin.elapsed_time(mark) / 1000
-
-
-def _now(device: torch.device) -> Any:
-    """Return the time, or on CUDA an event of the current stream."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    def _at(self, mark: Mark) -> float:
+        return self._wall + self._begin.until(mark)

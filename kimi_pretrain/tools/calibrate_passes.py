@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -26,6 +27,7 @@ from kimi_pretrain.engine.pass_timing import PartSeconds, PassTimer
 from kimi_pretrain.optim.groups import ModelShape, NamedTensor, replicas_of
 from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.parallel.layout import LayoutConfig
+from kimi_pretrain.telemetry.stopwatch import Mark
 from kimi_pretrain.tools.predict import Progress
 from moonvit3d.model import VisionEncoder
 
@@ -130,7 +132,7 @@ def _measure(
     progress(0.0, "building the language model")
     backbone = build_backbone(small, mesh, randomise)
     passes = max_seconds if config.optim.deepspeed else (1 - UPDATE_SHARE) * max_seconds
-    with closing(PassTimer(backbone, length)) as timer:
+    with closing(PassTimer(backbone, length, partial(Mark, mesh.device))) as timer:
         runs = _time_passes(timer, passes, progress, config)
     left_out: dict[str, str] = {}
     update = None
@@ -148,6 +150,7 @@ def _measure(
 
 def randomise(backbone: Backbone) -> None:
     """Fill every tensor on its device: weights by their names take minutes at full size."""
+    draw = torch.Generator(backbone.mesh.device).manual_seed(0)
     with torch.no_grad():
         for view in backbone.views(buffers=True):
             if view.name.endswith("norm.weight"):
@@ -155,7 +158,7 @@ def randomise(backbone: Backbone) -> None:
             elif view.name.endswith("e_score_correction_bias"):
                 view.data.zero_()
             else:
-                view.data.normal_(std=backbone.config.model.language.init_std)
+                view.data.normal_(0.0, backbone.config.model.language.init_std, generator=draw)
 
 
 def _time_passes(

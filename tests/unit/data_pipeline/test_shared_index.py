@@ -153,7 +153,7 @@ def test_a_manifest_that_names_other_content_is_refused(store, node, tmp_path):
 
 def test_what_a_killed_process_left_half_written_is_not_used(store, node):
     wanted = read_index(store, "made")
-    held = shared.NodeFolder(node, f"index-{wanted.content_hash[:32]}", 1.0)
+    held = shared.NodeFolder(node, f"index-{wanted.content_hash}", 1.0)
     (held.path / "part").mkdir()
     (held.path / "part" / "shard.npy").write_bytes(b"half")
     assert_equal(read_shared_index(store, "made", (node,)), wanted)

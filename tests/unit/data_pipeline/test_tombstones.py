@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from data_pipeline.access import open_fetcher, shard_versions
-from data_pipeline.augment.config import AugmentConfig
 from data_pipeline.config import DataConfig
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.samples import CrudeSample, TextSegment
@@ -18,23 +17,12 @@ from data_pipeline.plan.tombstones import tombstones_of
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 from data_pipeline.workers.workers import Workers
-from moonvit3d.geometry import PatchLimits
 from tests.unit.data_pipeline.every_kind import WORDS, sentence
 from tests.unit.data_pipeline.plain import made_index
 from tests.unit.data_pipeline.test_order_grid import stream
+from tests.unit.data_pipeline.test_quarantine_rules import PLANNED
 
-CONFIG = DataConfig(
-    root="unused",
-    sources={"shots": 1.0, "web": 1.0},
-    seq_len=300,
-    rows_per_step=7,
-    vision_token_ratio=0.2,
-    pack_window=64,
-    shard_window=2,
-    seed=5,
-    limits=PatchLimits(image=400, frame=100, side=512),
-    augment={"shots": AugmentConfig(flip=0.5)},
-)
+CONFIG = PLANNED.replace(shard_window=2)
 STEPS, FROM = 30, 13  # FROM counts from 1
 
 

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("sqlalchemy", reason="the extra platform is not installed")
 from data_pipeline.access import run_sources
@@ -21,8 +20,8 @@ from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 from kimi_pretrain.config import Config, ConfigError, dump_config, load_config
 from kimi_pretrain.reliability.preflight import read_heldout
-from launch.cli.main import app
 from launch.local.versions import load_pinned
+from tests.unit.launch.data_command import run
 
 RANKS = train_ranks(["the third text of 12 captions"] * 9, 270)
 
@@ -45,15 +44,6 @@ def root(made, tmp_path, monkeypatch) -> Path:
     shutil.copytree(made, tmp_path / "corpus")
     monkeypatch.setenv("KIMI_PRETRAIN_CATALOG", str(tmp_path / "catalog.sqlite"))
     return tmp_path / "corpus"
-
-
-def run(*arguments: object, code: int = 0):
-    result = CliRunner().invoke(app, ["data", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    if code == 2:
-        [told] = result.stderr.splitlines()
-        assert told.startswith("error: ")
-    return result
 
 
 def activate(root: Path, folder: str) -> None:

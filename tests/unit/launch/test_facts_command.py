@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 pytest.importorskip("duckdb", reason="the extra platform is not installed")
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.samples import CrudeSample, Listed, TextSegment
 from data_pipeline.text import Tokenizer, train_ranks
-from launch.cli.main import app
 from tests import ROOT
+from tests.unit.launch.data_command import run
 from tests.unit.launch.inspected import HOSTILE, build
 from tests.unit.launch.test_data_inspect import Page
 
@@ -37,15 +36,6 @@ def corpus(tmp_path_factory) -> Path:
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("KIMI_PRETRAIN_FACTS", str(tmp_path / "facts"))
     return tmp_path / "facts"
-
-
-def run(*arguments: object, code: int = 0):
-    result = CliRunner().invoke(app, ["data", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    if code == 2:
-        [told] = result.stderr.splitlines()
-        assert told.startswith("error: ")
-    return result
 
 
 def last(result):

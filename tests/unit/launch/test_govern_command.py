@@ -4,7 +4,6 @@ import json
 from shutil import copytree
 
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("sqlalchemy", reason="the extra platform is not installed")
 from data_pipeline.access import run_sources
@@ -14,17 +13,8 @@ from data_pipeline.catalog.show import details
 from data_pipeline.index.manifest import RUN_SOURCES, read_index
 from data_pipeline.store.open import FolderStore
 from kimi_pretrain.config import dump_config, load_config
-from launch.cli.main import app
 from tests.dist.jobs import SMALL
-
-
-def run(*arguments, code=0):
-    result = CliRunner().invoke(app, ["data", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    if code == 2:
-        [told] = result.stderr.splitlines()
-        assert told.startswith("error: ")
-    return result
+from tests.unit.launch.data_command import run
 
 
 @pytest.fixture
