@@ -7,7 +7,7 @@ from data_pipeline.augment.config import AffineConfig, AugmentConfig, CropConfig
 from data_pipeline.config import DataConfig
 from data_pipeline.plan.layout import limits_at, num_levels
 from data_pipeline.plan.planner import DataUsedUp, Planner, TooManyUnusable
-from data_pipeline.plan.source import Source, part_span
+from data_pipeline.plan.source import Source, _Units, part_span
 from moonvit3d.geometry import PatchLimits
 from tests.unit.data_pipeline.plain import made_index, slow_sample
 from tests.unit.data_pipeline.varied import slow_varied, varied_index
@@ -222,3 +222,21 @@ def test_what_does_not_fit_a_row_is_told(index, shrink):
     assert repr(index.key_of(refused[0])) in notice
     assert (f"the media of {len(shrunk)} are shrunk" in notice) == shrink
     assert Planner([index], config.replace(seq_len=source.longest)).notices() == []
+
+
+def test_units_count_every_sample_by_its_parts():
+    """Against a list of them all; the first samples and the last may be the odd ones, or not."""
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        parts = rng.choice([0, 1, 1, 1, 3], rng.integers(1, 12))
+        odd = np.flatnonzero(parts != 1)
+        units = _Units(odd, parts[odd], len(parts))
+        samples = np.repeat(np.arange(len(parts)), parts)
+        first = np.cumsum(parts) - parts
+        assert units.number == len(samples)
+        sample, part = units.of(np.arange(units.number))
+        assert sample.tolist() == samples.tolist()
+        assert part.tolist() == (np.arange(len(samples)) - first[samples]).tolist()
+        assert units.first(np.arange(len(parts))).tolist() == first.tolist()
+        some = np.flatnonzero(rng.random(len(parts)) < 0.5)
+        assert units.all_of(some).tolist() == np.flatnonzero(np.isin(samples, some)).tolist()

@@ -203,3 +203,16 @@ def test_slots_follow_learned_costs_and_who_encodes_what_does_not(step):
     shorter = [sum(room.values()) for room in after.room]
     for short, room in zip(shorter, before.room, strict=True):
         assert short == pytest.approx(sum(room.values()) / 3, rel=0.1) or not room
+
+
+def test_pieces_that_take_longer_fill_fewer_slots(step):
+    """Passes as configured: all that differs is what pieces take."""
+    inside = []
+    for factor in (1.0, 4.0):
+        planner = VisionPlanner(config_of())
+        costs = planner.bubbles.configured
+        learned = replace(costs, factors=(factor, factor, factor))
+        planner.learning.of = lambda number, learned=learned: learned
+        plan = planner.plan(step).bubbles.plan
+        inside.append(sum(s.end - s.begin for mine in plan.backward for s in mine if s.slot < 64))
+    assert 0 < inside[1] < inside[0] / 2
