@@ -6,9 +6,8 @@ is small beside the noise. On CUDA the clocks are events in the stream, so nothi
 host.
 """
 
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -34,14 +33,13 @@ class PassTimer:
 
     Args:
         document_tokens: length of the documents in a row; the last one of a row may be shorter.
-        mark: returns the moment, as `telemetry.stopwatch.Mark`.
     """
 
-    def __init__(self, backbone: Backbone, document_tokens: int, mark: Callable[[], Any]):
+    def __init__(self, backbone: Backbone, document_tokens: int):
         self.backbone = backbone
         self._device = backbone.mesh.device
         self._batch = random_microbatch(backbone.config, self._device, document_tokens)
-        self._mark, self._marks = mark, list[Any]()
+        self._marks: list[_Mark] = []
         self._handles: list[RemovableHandle] = []
         (self._model,), (self._chunk,) = backbone.models, backbone.chunks
         for part in (self._chunk.embedding, *self._chunk.decoder.layers):
@@ -97,6 +95,26 @@ class PassTimer:
 
     def _came_back(self, gradient: Tensor) -> None:
         self._marks.append(self._mark())
+
+    def _mark(self) -> "_Mark":
+        return _Mark(self._device)
+
+
+class _Mark:
+    """A moment: of the host's clock on a CPU, of the stream on CUDA."""
+
+    def __init__(self, device: torch.device):
+        self.event, self.seconds = None, 0.0
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+        else:
+            self.seconds = time.perf_counter()
+
+    def until(self, later: "_Mark") -> float:
+        if self.event is None or later.event is None:
+            return later.seconds - self.seconds
+        return self.event.elapsed_time(later.event) / 1e3
 
 
 def random_microbatch(config: Config, device: torch.device, document_tokens: int) -> Microbatch:

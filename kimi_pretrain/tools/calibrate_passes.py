@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -27,7 +26,6 @@ from kimi_pretrain.engine.pass_timing import PartSeconds, PassTimer
 from kimi_pretrain.optim.groups import ModelShape, NamedTensor, replicas_of
 from kimi_pretrain.optim.muonclip import DistributedMuonClip
 from kimi_pretrain.parallel.layout import LayoutConfig
-from kimi_pretrain.telemetry.stopwatch import Mark
 from kimi_pretrain.tools.predict import Progress
 from moonvit3d.model import VisionEncoder
 
@@ -132,7 +130,7 @@ def _measure(
     progress(0.0, "building the language model")
     backbone = build_backbone(small, mesh, randomise)
     passes = max_seconds if config.optim.deepspeed else (1 - UPDATE_SHARE) * max_seconds
-    with closing(PassTimer(backbone, length, partial(Mark, mesh.device))) as timer:
+    with closing(PassTimer(backbone, length)) as timer:
         runs = _time_passes(timer, passes, progress, config)
     left_out: dict[str, str] = {}
     update = None
