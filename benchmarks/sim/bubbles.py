@@ -28,6 +28,7 @@ from kimi_pretrain.dep.bubble_plan import (
     Units,
     gaps_of,
     least_wait,
+    most_joined,
     plan_bubbles,
 )
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
@@ -62,30 +63,31 @@ class Bubbles:
     scatter: float = SCATTER
 
 
-def units_of(plan: GlobalPlan, config: Config, assumed: Assumptions) -> Units:
-    """Return a step's units with what they should cost."""
-    seconds = true_costs(config, assumed).seconds(plan.items.patches) / FORWARDS_PER_STEP
+def units_of(
+    plan: GlobalPlan, config: Config, assumed: Assumptions, off: Floats | float = 1.0
+) -> Units:
+    """Return a step's units with what they cost; `off`: times what each item should."""
+    seconds = true_costs(config, assumed).seconds(plan.items.patches) / FORWARDS_PER_STEP * off
     per_microbatch = config.train.rows_per_microbatch
     number = plan.items.row.astype(np.int64) // per_microbatch
     home, number = np.divmod(number, plan.num_rows // (config.layout.dp * per_microbatch))
     place = np.argsort(microbatch_order(plan, config), axis=1)
-    return Units(
-        item=np.arange(len(number)),
+    each = Units(
         home=home,
         microbatch=place[home, number],
         forward=seconds,
         recompute=seconds,
         backward=2 * seconds,
         kept_bytes=activation_bytes(grids_of(plan), config.model.vision, BYTES),
-    ).ordered()
+    )
+    patches = plan.items.patches.astype(np.int64)
+    return each.joined(patches, most_joined(int(patches.sum()), config.layout.world_size()))[0]
 
 
-def scattered(units: Units, step: int, seed: int, scatter: float) -> Units:
-    """Return the units with what they do cost: the same draws as `phases.true_plan`."""
+def scattered(items: int, step: int, seed: int, scatter: float) -> Floats:
+    """Return how far true costs of items are off: the same draws as `phases.true_plan`."""
     draw = np.random.Generator(np.random.Philox(key=(seed, step)))
-    off = np.exp(scatter * draw.standard_normal(len(units)))[units.item]
-    passes = {name: getattr(units, name) * off for name in ("forward", "recompute", "backward")}
-    return replace(units, **passes)
+    return np.exp(scatter * draw.standard_normal(items))
 
 
 def run_through(
@@ -259,7 +261,8 @@ def bubble_step(
         text = replace(text, line=gathered(text.schedule, text.line, least, text.send))
     found = plan_bubbles(units, text.schedule, text.line, stage, way.filling)
     check(found)
-    true = scattered(units, plan.step, case.seed, way.scatter)
+    off = scattered(len(plan.items), plan.step, case.seed, way.scatter)
+    true = units_of(plan, config, case.assumed, off)
     seconds = run_through(found, true, text, way.filling, config.layout.ep)
     passes = (text.forward + text.backward).sum() / config.layout.pp
     spent = true.forward + true.backward + np.where(found.kept, 0.0, true.recompute)

@@ -1,11 +1,12 @@
 """Which rank does which vision work in which bubble of its pipeline. Pure: all ranks agree.
 
-A unit is the encoder's work on one item: a forward pass, whose output a first-stage rank needs when
-it starts the item's microbatch, and later a recomputed forward pass and a backward pass, whose
-gradient comes when that rank is through with the microbatch. The encoder may stop between its
-blocks, so a unit is cut into pieces. A rank works in its slots: slot n of a stage lies between its
-passes n - 1 and n, the first one before all passes, the last one behind them. What does not fit
-between the passes goes there: `upfront` and `after` say how much longer the step is for it.
+A unit is the encoder's work on one item, or on several small ones of a microbatch together: a
+forward pass, whose output a first-stage rank needs when it starts the microbatch, and later a
+recomputed forward pass and a backward pass, whose gradient comes when that rank is through with the
+microbatch. The encoder may stop between its blocks, so a unit is cut into pieces. A rank works in
+its slots: slot n of a stage lies between its passes n - 1 and n, the first one before all passes,
+the last one behind them. What does not fit between the passes goes there: `upfront` and `after` say
+how much longer the step is for it.
 
 No plan may let ranks wait for each other in a circle. Whatever one timeline orders is free of that,
 whatever pieces and passes really take; so units are placed on one timeline of the schedule, and
@@ -30,14 +31,12 @@ class Units:
     """The vision work of a step, in the order of all messages. Columns of equal length.
 
     Attributes:
-        item: number of the item in the step.
         home: replica that needs it.
         microbatch: of the replica, as it runs; rising.
         forward, recompute, backward: seconds.
         kept_bytes: what its activations take if they are kept, instead of the recompute.
     """
 
-    item: Ints
     home: Ints
     microbatch: Ints
     forward: Floats
@@ -46,12 +45,36 @@ class Units:
     kept_bytes: Ints
 
     def __len__(self) -> int:
-        return len(self.item)
+        return len(self.home)
 
-    def ordered(self) -> Self:
-        """Return the units in the order of microbatches, replicas and items."""
-        order = np.lexsort((self.item, self.home, self.microbatch))
-        return type(self)(*(column[order] for column in vars(self).values()))
+    def joined(self, patches: Ints, most: int) -> tuple[Self, Ints]:
+        """Join items of a replica's microbatch, in their order, while they have few patches.
+
+        Self: a unit for each item of the step that one rank is to encode.
+
+        Args:
+            patches: of each.
+            most: patches of a unit of several items.
+
+        Returns:
+            units in the order of microbatches, replicas and items, and the unit of each item.
+        """
+        order = np.lexsort((self.home, self.microbatch))
+        joined, unit, filled, last = np.empty(len(self), np.int64), -1, 0, None
+        columns = (order, self.home[order], self.microbatch[order], patches[order])
+        for item, home, microbatch, size in zip(*(column.tolist() for column in columns)):
+            if (home, microbatch) != last or filled + size > most:
+                unit, filled, last = unit + 1, 0, (home, microbatch)
+            joined[item] = unit
+            filled += size
+        first = np.flatnonzero(np.diff(joined[order], prepend=-1))
+        sums = {
+            name: np.add.reduceat(column[order], first)
+            for name, column in vars(self).items()
+            if name not in ("home", "microbatch")
+        }
+        home, microbatch = self.home[order][first], self.microbatch[order][first]
+        return type(self)(home, microbatch, **sums), joined
 
     def times(self, factors: tuple[float, float, float]) -> Self:
         """Return the units with their seconds of forward, recompute and backward times these."""
@@ -121,6 +144,23 @@ class BubblePlan:
     backward: list[list[Slice]]
     upfront: float
     after: float
+
+
+# Small items are encoded together: each pass costs a device something whatever is in it. A unit of
+# several has no more patches than this, a usual picture's; and no more than this part of what a
+# rank encodes in a step, or ranks would be uneven.
+JOINED_PATCHES = 4_096
+JOINED_PART = 4
+
+
+def most_joined(patches: int, ranks: int) -> int:
+    """Return how many patches a unit of several items may have.
+
+    Args:
+        patches: of all items of a step.
+        ranks: that encode them.
+    """
+    return min(JOINED_PATCHES, patches // (JOINED_PART * ranks))
 
 
 # What gaps of a stage are used for at least, in the choice of ranks, however large pieces are.
@@ -417,7 +457,7 @@ def assign_units(
     """Return the rank of each unit, and whether its activations are kept there.
 
     Args:
-        units: as `Units.ordered` has them.
+        units: as `Units.joined` has them.
         schedule: of a replica's pipeline.
         line: of the schedule with text alone.
         stage: pipeline stage of each rank that may take part, [ranks].

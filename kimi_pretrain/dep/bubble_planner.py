@@ -22,6 +22,7 @@ from kimi_pretrain.dep.bubble_plan import (
     assign_units,
     gaps_of,
     least_wait,
+    most_joined,
     place_units,
 )
 from kimi_pretrain.dep.bubble_times import Learned
@@ -84,11 +85,12 @@ class BubblePlanner:
         layout, per_microbatch = self.config.layout, self.config.train.rows_per_microbatch
         schedule = Schedule(layout.pp, layout.vpp, plan.num_rows // (layout.dp * per_microbatch))
         home = plan.items.row.astype(np.int64) // (plan.num_rows // layout.dp)
-        units = self._units(items, home, where.microbatch, grids_of(plan), costs)
+        units, unit = self._units(items, home, where.microbatch, plan, costs)
         tokens = plan.items.tokens.astype(np.int64)
         need = np.bincount(home, tokens, layout.dp).astype(np.int64)  # shared items, too
+        moved = np.bincount(unit[items], tokens[items], len(units)).astype(np.int64)
         line = self._timeline(schedule, self.configured, units)
-        rank, kept = self._fitting(units, schedule, line, (tokens[units.item], need))
+        rank, kept = self._fitting(units, schedule, line, (moved, need))
         now, scaled = learned or self.configured, units
         if learned is not None:
             scaled = units.times(learned.factors)
@@ -98,7 +100,7 @@ class BubblePlanner:
             {gap.slot: gap.end - gap.begin for gap in gaps_of(stage, line, self.filling)[1:-1]}
             for stage in range(schedule.stages)
         ]
-        return StepBubbles(found, units, rooms, now.factors)
+        return StepBubbles(found, units, unit, rooms, now.factors)
 
     def _timeline(self, schedule: Schedule, costs: Learned, units: Units) -> Timeline:
         """Return when passes run; unless work is at the edges alone short waits lie together."""
@@ -108,9 +110,10 @@ class BubblePlanner:
         return gathered(schedule, line, least_wait(units, self.filling))
 
     def _units(
-        self, items: Ints, home: Ints, microbatch: Ints, grids: Ints, costs: Floats
-    ) -> Units:
-        """Return some items as units, with what each of their three passes costs.
+        self, items: Ints, home: Ints, microbatch: Ints, plan: GlobalPlan, costs: Floats
+    ) -> tuple[Units, Ints]:
+        """Return some items as units, with what each of their three passes costs, and the unit of
+        each item of the step; -1: none.
 
         A frozen encoder has no later passes; behind a frozen tower they are the projector's, which
         is next to nothing.
@@ -119,15 +122,19 @@ class BubblePlanner:
         forward = costs[items] / FORWARDS_PER_STEP
         trained = "vision_tower" not in frozen
         later = forward if trained else np.full(len(forward), NOTHING)
-        return Units(
-            item=items,
+        patches = plan.items.patches.astype(np.int64)[items]
+        each = Units(
             home=home[items],
             microbatch=microbatch[items],
             forward=np.maximum(forward, NOTHING),
             recompute=np.maximum(later, NOTHING),
             backward=np.maximum(BACKWARD * later, NOTHING),
-            kept_bytes=activation_bytes(grids[items], self.config.model.vision, size),
-        ).ordered()
+            kept_bytes=activation_bytes(grids_of(plan)[items], self.config.model.vision, size),
+        )
+        unit = np.full(len(home), -1)
+        most = most_joined(int(patches.sum()), len(self.stage))
+        units, unit[items] = each.joined(patches, most)
+        return units, unit
 
     def _fitting(
         self, units: Units, schedule: Schedule, line: Timeline, held: tuple[Ints, Ints]

@@ -1,7 +1,7 @@
 """Carries out a plan of vision work in bubbles, on one rank, while its pipeline runs.
 
 The schedule says when it is about to wait and which pass it begins (`engine.slots`); slot n lies
-before pass n. In its slots a rank encodes its items in the order of units and sends each output at
+before pass n. In its slots a rank encodes its units in their order and sends each output at
 once. A first-stage rank receives a few microbatches ahead, and puts a microbatch's leaf together
 when its first pass begins; as soon as that leaf has its gradient, it is sent back, unit by unit.
 Backward work waits for it in a slot that the plan has behind it.
@@ -269,11 +269,10 @@ class BubbleRun:
                     del self._units[unit]
 
     def _unit(self, unit: int) -> _Unit:
-        item = int(self.bubbles.units.item[unit])
-        frames, height, width = self.grids[item].tolist()
-        keep = bool(self.plan.kept[unit])
-        grid, pieces = (frames, height, width), self.plan.pieces
-        run = UnitPass(self.encoder, self.pixels[item], grid, pieces, keep=keep)
+        items, keep = self.bubbles.items[unit], bool(self.plan.kept[unit])
+        grids = [(int(t), int(h), int(w)) for t, h, w in self.grids[items]]
+        pixels = [self.pixels[item] for item in items]
+        run = UnitPass(self.encoder, pixels, grids, self.plan.pieces, keep=keep)
         return _Unit(run, self._outgoing.get(unit, []))
 
     def _send(self, unit: _Unit, output: Tensor) -> None:
@@ -328,8 +327,8 @@ class BubbleRun:
             with self.phase(phase), took.running():
                 yield
         except Exception as error:
-            item = int(self.bubbles.units.item[unit])
-            error.add_note(f"in the {phase[2:]} of item {item}, on rank {self.rank}, in a bubble")
+            items = ", ".join(map(str, self.bubbles.items[unit]))
+            error.add_note(f"in the {phase[2:]} of item {items}, on rank {self.rank}, in a bubble")
             raise
 
     # As a first stage ----------------------------------------------------------------------------
@@ -387,15 +386,18 @@ class BubbleRun:
 
     def _find_messages(self, vision: VisionPlan) -> None:
         """Read from the plan what this rank sends and receives: both ends see the same rows."""
-        unit_of = np.full(len(vision.rank), -1)
-        unit_of[self.bubbles.units.item] = np.arange(len(self.bubbles.units))
+        unit_of, before = self.bubbles.unit, np.zeros(len(vision.tokens), np.int64)
+        for items in self.bubbles.items:
+            before[items[1:]] = np.cumsum(vision.tokens[items[:-1]])
         spans = vision.spans[unit_of[vision.spans.item] >= 0]
         out = spans[spans.source == self.rank]
-        for unit, dest, some in _messages(unit_of[out.item], out.dest, out.begin):
-            rows = runs(out.begin[some], out.count[some])
+        begin = before[out.item] + out.begin
+        for unit, dest, some in _messages(unit_of[out.item], out.dest, begin):
+            rows = runs(begin[some], out.count[some])
             self._outgoing.setdefault(unit, []).append(_Message(unit, dest, rows))
         into = spans[spans.dest == self.rank]
-        for unit, source, some in _messages(unit_of[into.item], into.source, into.begin):
+        begin = before[into.item] + into.begin
+        for unit, source, some in _messages(unit_of[into.item], into.source, begin):
             rows = runs(into.position[some], into.count[some])
             number = int(self.plan.microbatch[unit])
             self._arriving.setdefault(number, []).append(_Message(unit, source, rows))

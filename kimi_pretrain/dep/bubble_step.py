@@ -9,6 +9,8 @@ import logging
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
+
 from data_pipeline.loader import StepBatch
 from kimi_pretrain.config import Config
 from kimi_pretrain.dep.bubble_links import WAYS, Links
@@ -112,8 +114,9 @@ class BubbleStep(TrainStep):
         width, size = self.config.model.vision.out_width, self.encoder.dtype.itemsize
         planned = self.exchange.bytes_sent(vision, rank, width, size)
         self._moved = {way: planned[way] for way in WAYS if trained or way == "over"}
-        kept = vision.bubbles.units.item[plan.kept & (plan.rank == rank)]
-        return loss, int(vision.patches[kept].sum()) if trained else 0
+        units = np.flatnonzero(plan.kept & (plan.rank == rank))
+        kept = vision.patches[np.isin(vision.bubbles.unit, units)]
+        return loss, int(kept.sum()) if trained else 0
 
 
 def _unnamed(phase: str) -> nullcontext[None]:

@@ -76,8 +76,10 @@ class VisionPlanner:
         """Return the bytes that the step's media take on each rank, int64 [ranks]."""
         size, config = ITEMSIZE[self.config.train.dtype], self.config
         budget = config.dep.max_patches_per_chunk
-        if vision.bubbles is not None:  # item by item
-            budget = int(vision.patches.max(initial=0))
+        if vision.bubbles is not None:  # unit by unit
+            inside = vision.bubbles.unit >= 0
+            units = np.bincount(vision.bubbles.unit[inside], vision.patches[inside])
+            budget = int(max(vision.patches.max(initial=0), units.max(initial=0)))
         return vision_bytes(vision, grids_of(plan), config.model.vision, size, budget)
 
     def _plan(self, plan: GlobalPlan) -> VisionPlan:
@@ -90,7 +92,7 @@ class VisionPlanner:
         if self.bubbles is not None:
             alone, learned = np.flatnonzero(placement.parts == 1), self.learning.of(plan.step)
             bubbles = self.bubbles.plan(plan, alone, where, costs, learned)
-            rank[bubbles.units.item] = bubbles.plan.rank
+            rank[alone] = bubbles.plan.rank[bubbles.unit[alone]]
         return VisionPlan(
             rank=rank,
             parts=placement.parts,

@@ -1,8 +1,9 @@
 """A step's vision work in bubbles: the plan, and what was believed when it was made. Pure."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from kimi_pretrain.dep.bubble_plan import BubblePlan, Units
+from kimi_pretrain.dep.bubble_plan import BubblePlan, Ints, Units
 
 MEASURED = FILLED, WASTED, OVERRUN = "filled", "wasted", "overrun"
 """What a rank measures, in seconds: vision work in slots; waiting with nothing to do; work between
@@ -20,15 +21,26 @@ class StepBubbles:
 
     Attributes:
         plan: who does what when.
-        units: what a unit is, and what it costs by the cost model.
+        units: what they cost by the cost model.
+        unit: of each item of the step, [items]; -1: it stays before and after the pipeline.
         room: of each stage: slot between two passes -> seconds that it should last.
         factors: of the cost model's seconds of each of `KINDS`, by which the slots were planned.
     """
 
     plan: BubblePlan
     units: Units
+    unit: Ints
     room: list[dict[int, float]]
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+    @cached_property
+    def items(self) -> list[list[int]]:
+        """The items of each unit, rising: so their patches and tokens lie in it."""
+        found: list[list[int]] = [[] for _ in range(len(self.units))]
+        for item, unit in enumerate(self.unit.tolist()):
+            if unit >= 0:
+                found[unit].append(item)
+        return found
 
     def kind(self, unit: int, piece: int) -> int:
         """Return which of `KINDS` a piece behind a unit's forward pass is."""

@@ -1,10 +1,12 @@
-"""The encoder's work on one item, in pieces: it can stop between its blocks, both ways.
+"""The encoder's work on a few items, in pieces: it can stop between its blocks, both ways.
 
 A piece is a run of blocks; the first one embeds the patches, too, and the last one merges and
 projects. Forward without a graph only the hidden state lies between two pieces. What is recomputed
 is recomputed piece by piece with a graph that ends at each border, where the backward pass puts the
 gradient on. The kernels and their order are those of a pass that does not stop, so the bits are.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,12 +21,12 @@ Grid = tuple[int, int, int]
 
 
 class UnitPass:
-    """Encodes one whole item, and goes backward through it.
+    """Encodes whole items in one pack, and goes backward through it.
 
     Args:
         encoder: whose weights are used, and whose gradient buffer is added to.
-        pixels: uint8 [patches, 3, 14, 14].
-        grid: (frames, height, width) in patches.
+        pixels: of each item, uint8 [patches, 3, 14, 14].
+        grids: (frames, height, width) in patches, of each.
         pieces: of the forward pass, and of what comes later.
         keep: the graph is kept from the forward pass on, and nothing is computed again.
     """
@@ -32,14 +34,14 @@ class UnitPass:
     def __init__(
         self,
         encoder: DecoupledEncoder,
-        pixels: NDArray[np.uint8],
-        grid: Grid,
+        pixels: Sequence[NDArray[np.uint8]],
+        grids: Sequence[Grid],
         pieces: int,
         *,
         keep: bool,
     ):
-        self.encoder, self.grid, self.pieces, self.keep = encoder, grid, pieces, keep
-        self._pixels: NDArray[np.uint8] | None = pixels
+        self.encoder, self.grids, self.pieces, self.keep = encoder, grids, pieces, keep
+        self._pixels: Sequence[NDArray[np.uint8]] | None = pixels
         self._features: Tensor | None = None  # of a frozen tower: final, and smaller
         self._pack: Packed | None = None
         self._x: Tensor | None = None  # what the last piece left
@@ -113,7 +115,7 @@ class UnitPass:
             tower = module.vision_tower
             if x is None:
                 assert self._pixels is not None
-                x, self._pack = tower.embed(self.encoder.tensor([self._pixels]), [self.grid])
+                x, self._pack = tower.embed(self.encoder.tensor(self._pixels), self.grids)
             assert self._pack is not None
             rotary, segments, attend = self._pack[:3]
             y: Tensor = tower.encoder(x, rotary, segments, attend, self._range(number))
@@ -129,7 +131,8 @@ class UnitPass:
         return range(number * depth // self.pieces, (number + 1) * depth // self.pieces)
 
     def _project(self, features: Tensor) -> Tensor:
-        return self.encoder.module.mm_projector(features, [num_tokens(*self.grid)])
+        tokens = [num_tokens(*grid) for grid in self.grids]
+        return self.encoder.module.mm_projector(features, tokens)
 
     def _recomputed(self) -> None:
         """The last piece of the recompute is done: its output is known from the forward pass."""
@@ -137,7 +140,7 @@ class UnitPass:
         assert output is not None
         if self.encoder.check_recompute and hash_of(output) != self._hash:
             raise RuntimeError(
-                "the recomputed embeddings of an item differ from those of the forward pass, which "
+                "the recomputed embeddings of items differ from those of the forward pass, which "
                 "the backbone has seen: a kernel whose result is not repeatable, or weights that "
                 "were changed inside the step"
             )

@@ -138,13 +138,14 @@ class _Job:
             differing=differing_copies(run),
             routes=tuple(self._routes.values()),
         )
+        bubbles = vision.bubbles
         plan = {
             "items": len(vision.rank),
             "patches": int(vision.patches.sum()),
             "encoding_ranks": len(set(vision.shares.rank.tolist())),
             "moved_items": int((vision.rank != vision.home).sum()),
             "shared_items": int((vision.parts > 1).sum()),
-            "items_in_bubbles": 0 if vision.bubbles is None else len(vision.bubbles.units),
+            "items_in_bubbles": 0 if bubbles is None else int((bubbles.unit >= 0).sum()),
         }
         _write_facts(run, folder, {"step": asdict(facts), "plan": plan})
 

@@ -127,7 +127,7 @@ def _no_choice(run: "Run", vision: VisionPlan) -> str | None:
 
 @_fault("the encoder gradients of one chunk of one rank are counted twice", _not_trained)
 def _doubled_gradient(replaced: Replaced, run: "Run", vision: VisionPlan) -> None:
-    """Double the gradient of what the encoder first computes with a graph; in bubbles an item."""
+    """Double the gradient of what the encoder first computes with a graph; in bubbles a unit."""
     projector, rank = run.encoder.module.mm_projector, int(vision.shares.rank.min())
     project, doubled = projector.forward, list[bool]()
 

@@ -32,7 +32,7 @@ def bubbles(run) -> dict[str, Any]:
     "loss": whether it is the same bits; "bits": whether the encoder's gradients are those of
     "planned"; how many pieces are planned between two passes ("forward inside", "backward
     inside"), and how many were done there ("done inside"); patches "kept"; seconds. Of all:
-    "shared" items, and those of "units".
+    "shared" items, "units", and how many of these are of several items ("joined").
     """
     from kimi_pretrain.step import TrainStep
 
@@ -71,6 +71,7 @@ def bubbles(run) -> dict[str, Any]:
         found[name] = run.mesh.all_gather_object(ours)
     found["shared"] = int((vision.parts > 1).sum())
     found["units"] = len(vision.bubbles.units)
+    found["joined"] = sum(len(items) > 1 for items in vision.bubbles.items)
     found["dep loss"] = plain.loss
     return found
 

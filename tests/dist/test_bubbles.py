@@ -54,6 +54,7 @@ def check(name, found):
     dtype = "float64" if "float64" in name else "float32"
     few = name in ("an item now and then",)
     assert found["units"] > (0 if few else 8)
+    assert few or "shared" in name or found["joined"] > 0
     assert (found["shared"] > 0) == ("shared" in name)
     inside = []
     for variant, ranks in found.items():

@@ -207,7 +207,8 @@ def test_a_plan_of_bubbles_runs_as_planned_where_costs_are_true(library, chunks)
     assert text.line.total < planned
     run = run_through(found, units, text, filling, config.layout.ep)
     assert text.line.total + found.after - 1e-6 <= run <= planned + 1e-6
-    dearer = scattered(units, plan.step, case.seed, 0.3)
+    off = scattered(len(plan.items), plan.step, case.seed, 0.3)
+    dearer = units_of(plan, config, case.assumed, off)
     assert run_through(found, dearer, text, filling, config.layout.ep) > run
     nothing = units_of(plan, config, case.assumed)
     nothing = type(nothing)(*(column[:0] for column in vars(nothing).values()))

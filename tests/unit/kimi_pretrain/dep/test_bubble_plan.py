@@ -16,6 +16,7 @@ from kimi_pretrain.dep.bubble_plan import (
     borders_of,
     gaps_of,
     least_wait,
+    most_joined,
     plan_bubbles,
 )
 from kimi_pretrain.dep.timeline import Pass, Schedule, gathered, timeline
@@ -32,20 +33,50 @@ def made(
     virtual = stages * chunks
     line = timeline(schedule, draw.uniform(0.5, 2, virtual), draw.uniform(1, 4, virtual), SEND)
     seconds = load * draw.lognormal(0, 1, items)
-    units = Units(
-        item=np.arange(items),
+    units, _ = Units(
         home=draw.integers(0, replicas, items),
         microbatch=draw.integers(0, microbatches, items),
         forward=seconds,
         recompute=seconds,
         backward=2 * seconds,
         kept_bytes=(1e6 * seconds).astype(np.int64),
-    ).ordered()
+    ).joined(np.ones(items, np.int64), 1)
     stage = np.repeat(np.arange(stages), replicas)
     chosen = Filling(transport=0.02, slot_seconds=0.02, **filling)
     line = gathered(schedule, line, least_wait(units, chosen), SEND) if gather else line
     plan = plan_bubbles(units, schedule, line, stage, chosen)
     return plan, units, line, chosen
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 9)), max_size=30),
+    st.integers(0, 20),
+)
+def test_small_items_of_a_microbatch_are_joined_in_their_order(items, most):
+    home, microbatch, patches = np.array(items, np.int64).reshape(-1, 3).T
+    seconds = patches / 8
+    each = Units(home, microbatch, seconds, 2 * seconds, 3 * seconds, 10 * patches)
+    units, unit = each.joined(patches, most)
+    expected: list[list[int]] = []  # by hand
+    for key in sorted(set(zip(microbatch.tolist(), home.tolist()))):
+        expected.append([])
+        for item, (replica, number, _) in enumerate(items):
+            if (number, replica) == key:
+                if expected[-1] and sum(items[i][2] for i in [*expected[-1], item]) > most:
+                    expected.append([])
+                expected[-1].append(item)
+    assert [np.flatnonzero(unit == n).tolist() for n in range(len(units))] == expected
+    sizes = np.array([sum(items[i][2] for i in mine) for mine in expected], np.int64)
+    assert units.home.tolist() == [items[mine[0]][0] for mine in expected]
+    assert units.microbatch.tolist() == [items[mine[0]][1] for mine in expected]
+    for column, factor in (("forward", 1), ("recompute", 2), ("backward", 3), ("kept_bytes", 80)):
+        assert np.array_equal(getattr(units, column), sizes * factor / 8)
+
+
+def test_a_unit_of_several_items_is_a_picture_or_a_part_of_a_ranks_share():
+    assert most_joined(4 * 100 * 4, 4) == 100
+    assert most_joined(10**9, 4) == 4096
+    assert most_joined(0, 4) == 0
 
 
 GRID = [

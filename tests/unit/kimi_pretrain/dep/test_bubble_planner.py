@@ -12,6 +12,7 @@ from kimi_pretrain.dep import bubble_planner
 from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
 from kimi_pretrain.dep.bubble_plan import gaps_of
 from kimi_pretrain.dep.bubble_times import Learned
+from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.dep.timeline import gathered, timeline
 from kimi_pretrain.verify.dep_faults import FAULTS
@@ -37,14 +38,26 @@ def step():
 
 def test_every_item_is_encoded_once_where_the_plan_of_bubbles_has_it(step):
     vision = VisionPlanner(config_of()).plan(step)
-    units, plan = vision.bubbles.units, vision.bubbles.plan
-    assert sorted(units.item.tolist()) == list(range(len(step.items)))
-    assert np.array_equal(vision.rank[units.item], plan.rank)
+    bubbles, plan = vision.bubbles, vision.bubbles.plan
+    assert sorted(item for items in bubbles.items for item in items) == list(range(len(step.items)))
+    assert max(map(len, bubbles.items)) > 1
+    assert np.array_equal(vision.rank, plan.rank[bubbles.unit])
     assert np.array_equal(vision.shares.rank, vision.rank)
     sent = {int(i): int(s) for i, s in zip(vision.spans.item, vision.spans.source)}
     assert sent == dict(enumerate(vision.rank.tolist()))
     microbatch = {int(i): int(m) for i, m in zip(vision.spans.item, vision.spans.microbatch)}
-    assert [microbatch[item] for item in units.item.tolist()] == plan.microbatch.tolist()
+    assert microbatch == dict(enumerate(plan.microbatch[bubbles.unit].tolist()))
+    home = step.items.row.astype(int) // 32
+    assert np.array_equal(bubbles.units.home[bubbles.unit], home)
+    patches = step.items.patches.astype(int)
+    most = min(4096, patches.sum() // (4 * 8))
+    sizes = np.bincount(bubbles.unit, patches)
+    assert all(size <= most for size, items in zip(sizes, bubbles.items) if len(items) > 1)
+    grids = np.stack([step.items.frames, step.items.grid_h, step.items.grid_w], axis=1)
+    each = activation_bytes(grids, config_of().model.vision, 2)
+    assert np.array_equal(bubbles.units.kept_bytes, np.bincount(bubbles.unit, each))
+    forward = np.bincount(bubbles.unit, vision.costs) / FORWARDS_PER_STEP
+    assert bubbles.units.forward == pytest.approx(forward)
     assert VisionPlanner(config_of()).plan(step).rank.tolist() == vision.rank.tolist()
     inside = [s for mine in plan.forward for s in mine if 0 < s.slot < plan.schedule.num_passes]
     assert inside
@@ -96,26 +109,24 @@ def test_shared_items_stay_outside(step):
     vision = VisionPlanner(config).plan(step)
     shared = np.flatnonzero(vision.parts > 1)
     assert len(shared)
-    assert not set(shared.tolist()) & set(vision.bubbles.units.item.tolist())
+    assert not set(shared.tolist()) & set(np.flatnonzero(vision.bubbles.unit >= 0).tolist())
     apart = vision.together()
     assert set(apart.spans.item.tolist()) == set(apart.shares.item.tolist()) == set(shared.tolist())
 
 
 def test_what_is_kept_fits_the_limit_all_at_once(step):
-    grids = np.stack([step.items.frames, step.items.grid_h, step.items.grid_w], axis=1)
-    sizes, kept = None, []
+    kept = []
     for limit in (20, 40, 400):
         config = config_of("dep.keep_activations=auto", f"dep.memory_limit_gib={limit}")
         vision = VisionPlanner(config).plan(step)
-        sizes = activation_bytes(grids, config.model.vision, 2)[vision.bubbles.units.item]
-        plan = vision.bubbles.plan
+        plan, sizes = vision.bubbles.plan, vision.bubbles.units.kept_bytes
         for rank in range(8):
             mine = plan.rank == rank
             need = sizes[mine & plan.kept].sum() + sizes[mine & ~plan.kept].max(initial=0)
             need += int(vision.tokens_held()[rank]) * config.model.vision.out_width * 2
             assert need <= limit * GIB
         kept.append(int(plan.kept.sum()))
-    assert 0 < kept[0] < kept[1] < kept[2] == len(step.items)
+    assert 0 < kept[0] < kept[1] < kept[2] == len(vision.bubbles.units)
 
 
 def test_a_step_whose_plan_would_not_end_uses_first_and_last_slots(step, monkeypatch, caplog):

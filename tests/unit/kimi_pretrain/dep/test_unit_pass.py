@@ -10,7 +10,7 @@ from kimi_pretrain.dep.unit_pass import UnitPass
 from moonvit3d.config import MoonViTConfig
 
 CONFIG = MoonViTConfig(width=32, depth=5, heads=2, mlp_width=48, pos_grid=8, out_width=24)
-GRID, TOKENS = (2, 6, 4), 6
+GRIDS, TOKENS = [(2, 6, 4), (1, 2, 6)], 9
 
 
 @pytest.fixture(autouse=True)
@@ -27,16 +27,16 @@ def made_encoder(dtype=torch.float32, frozen=()) -> DecoupledEncoder:
 
 def pixels():
     draw = np.random.Generator(np.random.Philox(key=4))
-    return draw.integers(0, 256, (48, 3, 14, 14), dtype=np.uint8)
+    return [draw.integers(0, 256, (size, 3, 14, 14), dtype=np.uint8) for size in (48, 12)]
 
 
 GRADIENT = torch.sin(torch.arange(TOKENS * 24, dtype=torch.float64)).view(TOKENS, 24)
 
 
 def step(encoder, pieces, keep=False):
-    """Output and gradients of one item, in pieces."""
+    """Output and gradients of two items, in pieces."""
     encoder.sums.zero()
-    run = UnitPass(encoder, pixels(), GRID, pieces, keep=keep)
+    run = UnitPass(encoder, pixels(), GRIDS, pieces, keep=keep)
     outputs = [run.forward(piece) for piece in range(pieces)]
     assert all(output is None for output in outputs[:-1])
     assert not outputs[-1].requires_grad
@@ -49,7 +49,7 @@ def step(encoder, pieces, keep=False):
 def in_one(encoder):
     """The same by torch alone: the module, called once, and one backward pass."""
     encoder.sums.zero()
-    output = encoder.module(torch.from_numpy(pixels()), [GRID])
+    output = encoder.module(torch.from_numpy(np.concatenate(pixels())), GRIDS)
     if encoder.trainable:
         output.backward(GRADIENT.to(encoder.dtype))
     return output.detach(), {name: grad.clone() for name, grad in encoder.sums.views.items()}
@@ -76,7 +76,7 @@ def test_pieces_come_to_the_bits_of_one_pass(dtype, frozen):
 @pytest.mark.parametrize("keep", [False, True])
 def test_nothing_is_left_of_a_unit_that_is_done(keep):
     encoder = made_encoder()
-    run = UnitPass(encoder, pixels(), GRID, 3, keep=keep)
+    run = UnitPass(encoder, pixels(), GRIDS, 3, keep=keep)
     for piece in range(3):
         run.forward(piece)
     assert len(run._graph) == (3 if keep else 0)
@@ -90,7 +90,7 @@ def test_nothing_is_left_of_a_unit_that_is_done(keep):
 
 def test_weights_that_change_in_between_are_seen():
     encoder = made_encoder()
-    run = UnitPass(encoder, pixels(), GRID, 2, keep=False)
+    run = UnitPass(encoder, pixels(), GRIDS, 2, keep=False)
     for piece in range(2):
         run.forward(piece)
     with torch.no_grad():
