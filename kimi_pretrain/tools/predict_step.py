@@ -19,24 +19,15 @@ import numpy as np
 from data_pipeline.plan.planner import GlobalPlan, Planner
 from kimi_pretrain.config import ITEMSIZE, Config
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
-from kimi_pretrain.dep.pass_costs import (
-    Floats,
-    chunk_parts,
-    pass_seconds,
-    routed_seconds,
-    sharing_ranks,
-    stage_parameters,
-    update_seconds,
-)
+from kimi_pretrain.dep.pass_costs import Floats, sharing_ranks, stage_parameters, update_seconds
 from kimi_pretrain.dep.planner import VisionPlanner
-from kimi_pretrain.dep.timeline import Schedule, Timeline, timeline
+from kimi_pretrain.dep.timeline import Timeline
 from kimi_pretrain.dep.vision_plan import VisionPlan
 from kimi_pretrain.reliability.preflight import check_start
 from kimi_pretrain.tools.predict import Progress, busiest_rank_tokens, token_bytes
+from kimi_pretrain.tools.text_passes import Traffic, text_pipeline
 
 DAY = 24 * 3600
-# Of an expert layer, forward and backward: numbers of tokens, tokens, their weights, outputs.
-EXCHANGES = 4, 3
 SHARE = 0.05  # of the step from which on a part is worth a word
 
 
@@ -71,22 +62,6 @@ class StepSeconds:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What is told of the traffic between ranks.
-
-    Attributes:
-        network: bytes a second that a rank sends, and receives.
-        latency: seconds of an exchange of a few bytes; counted where passes exchange.
-        expert_imbalance: tokens that come to the busiest rank of an expert group over the mean,
-            of a layer and microbatch: the others wait for it.
-    """
-
-    network: float
-    latency: float = 0.0
-    expert_imbalance: float = 1.0
-
-
-@dataclass(frozen=True)
 class StepPredictions:
     """The first steps of a run; `tokens`: of samples in each, padding left out."""
 
@@ -108,31 +83,16 @@ class StepPredictions:
         return DAY * sum(self.tokens) / sum(step.total for step in self.steps)
 
 
-def predict_steps(
-    config: Config,
-    num_steps: int,
-    traffic: Traffic,
-    progress: Progress = lambda share, what: None,
-) -> StepPredictions:
-    """Predict the first steps of a run of `config`, reading its index under `data.root`.
-
-    Args:
-        traffic: between ranks.
-        progress: told the share done and what is being done.
-
-    Raises:
-        ValueError: the config's data or layout cannot be planned, or its encoder runs inside the
-            graph of the first stage.
-        StoreError: data.root cannot be read.
-    """
-    return predict_planned(config, plan_steps(config, num_steps, progress), traffic)
-
-
 def plan_steps(config: Config, num_steps: int, progress: Progress) -> list[GlobalPlan]:
     """Return the plans of a run's first steps: the same for all layouts of as many rows a step.
 
+    Args:
+        progress: told the share done and what is being done.
+
     Raises:
-        ValueError, StoreError: as in `predict_steps`.
+        ValueError: the config's data cannot be planned, or its encoder runs inside the graph of the
+            first stage.
+        StoreError: data.root cannot be read.
     """
     if config.dep.placement == "colocated":
         raise ValueError(
@@ -152,50 +112,18 @@ def plan_steps(config: Config, num_steps: int, progress: Progress) -> list[Globa
 def predict_planned(
     config: Config, plans: Sequence[GlobalPlan], traffic: Traffic
 ) -> StepPredictions:
-    """Predict steps that are planned; arguments and errors as in `predict_steps`."""
-    line, planner, network = text_timeline(config, traffic), VisionPlanner(config), traffic.network
+    """Predict steps that are planned.
+
+    Args:
+        traffic: between ranks.
+
+    Raises:
+        ValueError: the layout or the encoder's work cannot be planned.
+    """
+    line, network = text_pipeline(config, traffic).line(), traffic.network
+    planner = VisionPlanner(config)
     steps = tuple(step_seconds(config, line, planner.plan(plan), network) for plan in plans)
     return StepPredictions(config, traffic, steps, tuple(plan.num_tokens for plan in plans))
-
-
-def text_timeline(config: Config, traffic: Traffic) -> Timeline:
-    """Return when the passes of a replica run with text alone.
-
-    Tokens travel to experts and back while the pass computes where `layout.overlap_experts` has it
-    so, and before and behind it elsewhere.
-    """
-    layout, model = config.layout, config.model.language
-    numbers = config.train.rows_per_microbatch * config.data.seq_len * model.hidden_size
-    sent = numbers * ITEMSIZE[config.train.dtype] / (layout.cp * layout.tp)
-    more = traffic.expert_imbalance if layout.ep > 1 else 1.0
-    moved, layers = more * expert_bytes(config) / traffic.network, chunk_parts(config)[:, 2]
-    waits = layers * traffic.latency * (layout.ep > 1)
-    passes: list[Floats] = []
-    every = zip(pass_seconds(config), routed_seconds(config), EXCHANGES, strict=True)
-    for whole, routed, count in every:
-        seconds, experts = whole + (more - 1) * routed, moved + count * waits
-        overlap = layout.overlap_experts
-        passes.append(np.maximum(seconds, experts) if overlap else seconds + experts)
-    schedule = Schedule(
-        layout.pp, layout.vpp, config.num_microbatches(), ahead=layout.overlap_experts
-    )
-    return timeline(schedule, *passes, send=sent / traffic.network + traffic.latency)
-
-
-def expert_bytes(config: Config) -> Floats:
-    """Return what a rank sends to other nodes in a pass, to experts and back, [virtual stages].
-
-    A copy of each token for each of its experts, which are taken to be drawn evenly: of the ranks
-    of its expert group those on its node get theirs for nothing.
-    """
-    layout, model = config.layout, config.model.language
-    near = min(config.dep.ranks_per_node, layout.ep)
-    tokens = config.train.rows_per_microbatch * config.data.seq_len / (layout.cp * layout.tp)
-    copies = 2 * tokens * model.experts_per_token * (1 - near / layout.ep)
-    layer = copies * model.hidden_size * ITEMSIZE[config.train.dtype]
-    dense = model.num_dense_layers
-    chunks = [sum(one >= dense for one in layers) for layers, _ in config.chunks()]
-    return layer * np.array(chunks, np.float64)
 
 
 def step_seconds(config: Config, line: Timeline, vision: VisionPlan, network: float) -> StepSeconds:
@@ -207,40 +135,57 @@ def step_seconds(config: Config, line: Timeline, vision: VisionPlan, network: fl
         network: bytes a second that a rank sends, and receives.
     """
     passes = (line.end - line.start).sum(axis=1)
-    inside = vision.bubbles
-    outside = vision if inside is None else vision.together()
-    seconds = vision_seconds(config, outside)
+    inside, outside = vision.bubbles, outside_bubbles(vision)
+    forward, later = vision_phases(config, outside)
+    seconds = float((forward + later).max(initial=0.0))
     if inside is not None:
         seconds += inside.plan.upfront + inside.plan.after
-    trained = encoder_weights(config) > 0
-    media = len(vision.tokens) > 0
-    ways = 2 if trained else 1
-    sent = busiest_rank_tokens(outside) * token_bytes(config) if media else 0
     return StepSeconds(
         passes=float(passes.mean()),
         imbalance=float(passes.max() - passes.mean()),
         bubble=line.total - float(passes.max()),
         vision=seconds,
-        exchange=ways * sent / network,
-        gradient_sum=backbone_sum_seconds(config, network)
-        + (ring_seconds(config, network) if trained and media else 0.0),
+        exchange=sum(exchange_seconds(config, outside, network)),
+        gradient_sum=float(backbone_sum_seconds(config, network).max())
+        + encoder_sum_seconds(config, vision, network),
         update=update_seconds(config),
     )
 
 
-def vision_seconds(config: Config, vision: VisionPlan) -> float:
-    """Return the seconds of the slowest rank in both phases of the encoder.
+def outside_bubbles(vision: VisionPlan) -> VisionPlan:
+    """Return the plan of the items that are encoded before and behind the pipeline."""
+    return vision if vision.bubbles is None else vision.together()
 
-    Each rank's backward phase costs a fixed multiple of its forward phase, so one rank is the
-    slowest of both. Activations that `dep.keep_activations` keeps are counted as computed again.
+
+def vision_phases(config: Config, vision: VisionPlan) -> tuple[Floats, Floats]:
+    """Return the seconds of each rank in the encoder's forward phase, and in the later one.
+
+    Each rank's later phase costs a fixed multiple of its forward phase, so one rank is the slowest
+    of both. Activations that `dep.keep_activations` keeps are counted as computed again.
+
+    Returns:
+        float64 [ranks] each.
     """
     seconds = vision.predicted_seconds()
     if config.dep.cost is not None:
         chunks = np.ceil(vision.patches_per_rank() / config.dep.max_patches_per_chunk)
         seconds = seconds + config.dep.cost.per_chunk * chunks
-    slowest = float(seconds.max(initial=0.0))
+    forward = seconds / FORWARDS_PER_STEP
     forward_alone = "vision_tower" in config.train.frozen
-    return slowest / FORWARDS_PER_STEP if forward_alone else slowest
+    return forward, 0.0 * seconds if forward_alone else seconds - forward
+
+
+def exchange_seconds(config: Config, vision: VisionPlan, network: float) -> tuple[float, float]:
+    """Return the seconds of hand-over and hand-back; a frozen encoder has no hand-back."""
+    if not len(vision.tokens):
+        return 0.0, 0.0
+    over = busiest_rank_tokens(vision) * token_bytes(config) / network
+    return over, over * (encoder_weights(config) > 0)
+
+
+def encoder_sum_seconds(config: Config, vision: VisionPlan, network: float) -> float:
+    """Return the seconds of the sum of the encoder's gradients; 0 in a step without media."""
+    return ring_seconds(config, network) if len(vision.tokens) else 0.0
 
 
 def ring_seconds(config: Config, network: float) -> float:
@@ -252,18 +197,18 @@ def ring_seconds(config: Config, network: float) -> float:
     return 2 * 4.0 * encoder_weights(config) * (ranks - 1) / ranks / network
 
 
-def backbone_sum_seconds(config: Config, network: float) -> float:
-    """Return the seconds in which the slowest stage sums its gradients, and gets weights back.
+def backbone_sum_seconds(config: Config, network: float) -> Floats:
+    """Return the seconds in which each stage sums its gradients, and gets weights back, [stages].
 
     Gradients go in float32 to the ranks that update them, and the updated weights to all others.
     """
+    moved = np.zeros(config.layout.pp)
     if "language_model" in config.train.frozen:
-        return 0.0
-    moved = 0.0
+        return moved
     for parameters, ranks in zip(stage_parameters(config), sharing_ranks(config), strict=True):
         moved = moved + parameters * (ranks - 1) / ranks
     size = ITEMSIZE[config.train.dtype]
-    return float(np.max(moved)) * (max(4, size) + size) / network
+    return moved * (max(4, size) + size) / network
 
 
 def encoder_weights(config: Config) -> int:
@@ -276,9 +221,19 @@ def encoder_weights(config: Config) -> int:
     return tower * ("vision_tower" not in frozen) + projector * ("projector" not in frozen)
 
 
+def binding(step: StepSeconds) -> list[tuple[str, float]]:
+    """Return the parts that are no computing of the language model, largest first, each with its
+    share of the step; those below `SHARE` are left out.
+    """
+    names = [field.name for field in fields(StepSeconds) if field.name != "passes"]
+    shares = {name: getattr(step, name) / step.total for name in names}
+    ordered = sorted(names, key=lambda name: -shares[name])
+    return [(name, shares[name]) for name in ordered if shares[name] >= SHARE]
+
+
 def advice(found: StepPredictions) -> Iterator[str]:
     """Yield what binds, largest first, and what to change."""
-    config, mean = found.config, found.mean
+    config = found.config
     layout = config.layout
     no_more = config.in_bubbles() or layout.pp == 1  # bubbles are used, or there are none
     mends = {
@@ -291,10 +246,8 @@ def advice(found: StepPredictions) -> Iterator[str]:
         "gradient_sum": "it is the same for any number of rows: more rows a step make it smaller",
         "update": "it is the same for any number of rows: more rows a step make it smaller",
     }
-    shares = {name: getattr(mean, name) / mean.total for name in mends}
-    for name in sorted(mends, key=lambda one: -shares[one]):
-        if shares[name] >= SHARE:
-            yield f"{name.replace('_', ' ')}: {shares[name]:.0%} of the step; {mends[name]}"
+    for name, share in binding(found.mean):
+        yield f"{name.replace('_', ' ')}: {share:.0%} of the step; {mends[name]}"
 
 
 def lines(found: StepPredictions) -> Iterator[str]:

@@ -22,12 +22,12 @@ from kimi_pretrain.parallel.layout import even_stages
 from kimi_pretrain.tools.predict import Progress
 from kimi_pretrain.tools.predict_step import (
     StepPredictions,
-    Traffic,
     assumed_passes,
     assumed_traffic,
     plan_steps,
     predict_planned,
 )
+from kimi_pretrain.tools.text_passes import Traffic
 from typed_config.section import problems
 
 BEST = 10
