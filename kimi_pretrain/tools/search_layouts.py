@@ -106,12 +106,13 @@ def search_layouts(
     # A run over its limit is refused where it starts; here it is what the search is for.
     config = config.replace(train=config.train.replace(memory_limit_gib=None))
     plans = plan_steps(config, num_steps, progress)
-    own = predict_planned(config, plans, traffic)
+    own = predict_planned(config, plans.plans, traffic, plans.indices)
     priced, left_out = list[tuple[StepPredictions, tuple[Change, ...]]](), LeftOut()
     for changes in layouts(config, left_out):
         try:
             other = changed(config, changes)
-            priced.append((predict_planned(other, plans, traffic), changes))
+            found = predict_planned(other, plans.plans, traffic, plans.indices)
+            priced.append((found, changes))
         except ValueError as error:  # it cannot run
             left_out.add(_named(config, changes), error)
     priced.sort(key=lambda one: one[0].mean.total)  # stable: as `layouts` has them

@@ -20,8 +20,8 @@ from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.dep.step_bubbles import StepBubbles
 from kimi_pretrain.dep.timeline import Timeline
 from kimi_pretrain.dep.vision_plan import VisionPlan
-from kimi_pretrain.tools.predict_step import (
-    StepPredictions,
+from kimi_pretrain.tools.predict_step import StepPredictions
+from kimi_pretrain.tools.step_parts import (
     StepSeconds,
     backbone_sum_seconds,
     encoder_sum_seconds,
@@ -34,7 +34,8 @@ from kimi_pretrain.tools.text_passes import Pipeline, text_pipeline
 FORWARD, BACKWARD, BUBBLE = "forward", "backward", "bubble"
 BEFORE, INSIDE, BEHIND = "vision before", "vision in bubbles", "vision behind"
 OVER, BACK, SUM, UPDATE = "hand-over", "hand-back", "gradient sum", "update"
-KINDS = (BEFORE, OVER, FORWARD, BACKWARD, INSIDE, BUBBLE, BACK, BEHIND, SUM, UPDATE)
+DATA, SAVE = "wait for data", "checkpoint"
+KINDS = (DATA, BEFORE, OVER, FORWARD, BACKWARD, INSIDE, BUBBLE, BACK, BEHIND, SUM, UPDATE, SAVE)
 NOTHING = 1e-8  # seconds; a shorter interval is none
 
 
@@ -130,7 +131,8 @@ class _Drawn:
 
     def lanes(self) -> Iterator[Lane]:
         """Yield the stages' lanes."""
-        first = float(self.forward.max(initial=0.0)) + self.over  # of what precedes the pipeline
+        data = self.seconds.loader
+        first = data + float(self.forward.max(initial=0.0)) + self.over
         if self.inside is not None:
             first += self.inside.plan.upfront
         last = first + self.line.total
@@ -138,16 +140,19 @@ class _Drawn:
         behind = last + after + self.back
         sums = behind + float(self.later.max(initial=0.0))
         update = sums + float(self.sums.max()) + self.encoder_sum
+        save = update + self.seconds.update
         for stage, rank in enumerate(self.ranks):
             upfront = first - (0.0 if self.inside is None else self.inside.plan.upfront)
             found = [
-                Interval(BEFORE, 0.0, float(self.forward[rank])),
+                Interval(DATA, 0.0, data),
+                Interval(BEFORE, data, data + float(self.forward[rank])),
                 Interval(OVER, upfront - self.over, upfront),
                 *self._passes(stage, rank, upfront, first, last),
                 Interval(BACK, behind - self.back, behind),
                 Interval(BEHIND, behind, behind + float(self.later[rank])),
                 Interval(SUM, sums, sums + float(self.sums[stage]) + self.encoder_sum),
-                Interval(UPDATE, update, update + self.seconds.update),
+                Interval(UPDATE, update, save),
+                Interval(SAVE, save, save + self.seconds.checkpoint),
             ]
             some = (one for one in found if one.end - one.begin > NOTHING)
             yield Lane(stage, rank, tuple(some))

@@ -14,10 +14,12 @@ from kimi_pretrain.tools.step_lanes import (
     BEFORE,
     BEHIND,
     BUBBLE,
+    DATA,
     FORWARD,
     INSIDE,
     KINDS,
     OVER,
+    SAVE,
     SUM,
     UPDATE,
     Lane,
@@ -27,6 +29,7 @@ from kimi_pretrain.tools.step_lanes import (
 FORMATS = (".png", ".svg")
 # As the timeline of a run has its phases; a pass back is a darker pass.
 COLOURS = {
+    DATA: "#9aa5b1",
     BEFORE: PHASES["2 vision forward"],
     OVER: PHASES["3 hand-over"],
     FORWARD: PHASES["4 backbone"],
@@ -37,6 +40,7 @@ COLOURS = {
     BEHIND: PHASES["6 vision backward"],
     SUM: PHASES["6 gradient sum"],
     UPDATE: PHASES["7 update"],
+    SAVE: "#111827",
 }
 # Passes that are narrower than this part of the step have no borders: they would cover them.
 BORDERED_SHARE = 0.004

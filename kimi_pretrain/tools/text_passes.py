@@ -14,22 +14,29 @@ from kimi_pretrain.dep.timeline import Schedule, Timeline, timeline
 
 # Of an expert layer, forward and backward: numbers of tokens, tokens, their weights, outputs.
 EXCHANGES = 4, 3
+HOST = 40e9  # bytes/s: 16 lanes of PCIe 5, less a third
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is told of the traffic between ranks.
+    """What is told of the traffic between ranks, and with host memory and storage.
 
     Attributes:
         network: bytes a second that a rank sends, and receives.
         latency: seconds of an exchange of a few bytes; counted where passes exchange.
         expert_imbalance: tokens that come to the busiest rank of an expert group over the mean,
             of a layer and microbatch: the others wait for it.
+        host: bytes a second between a rank's device and its host's memory, each way.
+        storage: bytes a second of a node, each way; None: not known.
+        save_stall: seconds that a save holds the training up; None: they follow from the others.
     """
 
     network: float
     latency: float = 0.0
     expert_imbalance: float = 1.0
+    host: float = HOST
+    storage: float | None = None
+    save_stall: float | None = None
 
 
 @dataclass(frozen=True)

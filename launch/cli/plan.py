@@ -47,6 +47,18 @@ def plan(
             help="With --step: tokens of the busiest rank's experts over the mean (1).", min=1.0
         ),
     ] = None,
+    host: Annotated[
+        float | None,
+        typer.Option(help="With --step: bytes a second from device to host memory (40e9).", min=1),
+    ] = None,
+    storage: Annotated[
+        float | None,
+        typer.Option(help="With --step: bytes a second that a node reads, or writes.", min=1.0),
+    ] = None,
+    save_stall: Annotated[
+        float | None,
+        typer.Option(help="With --step: seconds that a save stalls, as measured.", min=0.0),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first.")] = 8,
     max_seconds: Annotated[
         float, typer.Option(min=1.0, help="Bound on the timing of --calibrate.")
@@ -79,12 +91,13 @@ def plan(
 
     With --step it predicts the seconds of whole steps instead: the pipeline's passes
     and bubbles, what of the encoder lies outside them, its exchange, gradient sums,
-    the update, tokens a day, and what binds. Passes and update are those that
-    --calibrate measured; without, passes are counted operations at
-    dep.flops_per_second and the update is left out. --draw writes a picture of the
-    slowest of these steps, a lane for each stage; its intervals are in the JSON
-    object as well. With --search too it prices
-    other pipelines of as many ranks and lists the ten fastest that fit into
+    the update, stalls of checkpoints, bytes and requests of the loader and whether
+    storage keeps up (--storage, data.requests_per_second), tokens a day, and what
+    binds. Passes and update are those that --calibrate measured; without, passes are
+    counted operations at dep.flops_per_second and the update is left out. --draw
+    writes a picture of the slowest of these steps, a lane for each stage; its
+    intervals are in the JSON object as well. With --search too it prices other
+    pipelines of as many ranks and lists the ten fastest that fit into
     train.memory_limit_gib, with the settings to paste.
 
     \b
@@ -110,7 +123,8 @@ def plan(
         traffic = {
             name: value
             for name, value in (
-                ("network", network), ("latency", latency), ("expert_imbalance", expert_imbalance)
+                ("network", network), ("latency", latency), ("expert_imbalance", expert_imbalance),
+                ("host", host), ("storage", storage), ("save_stall", save_stall),
             )
             if value is not None
         }  # fmt: skip
@@ -191,8 +205,8 @@ def _predict_steps(
     told = Traffic(**{"network": NETWORK, **traffic})
     with share_bar("planning") as progress:
         plans = predict_step.plan_steps(config, steps, progress)
-        found = predict_step.predict_planned(config, plans, told)
-        lanes = step_lanes.slowest_step(found, plans)
+        found = predict_step.predict_planned(config, plans.plans, told, plans.indices)
+        lanes = step_lanes.slowest_step(found, plans.plans)
     result = _told(predict_step, found) | {"drawn": step_lanes.as_json(lanes)}
     if draw is not None:
         from kimi_pretrain.tools.step_plot import step_plot

@@ -339,7 +339,8 @@ def test_bubbles_take_vision_work_out_of_a_step(root):
 
 
 def test_a_step_says_what_binds(root):
-    found = found_by(root, "--step", "--steps", "1", *STAGES_OF_TWO, "dep.flops_per_second=1e13")
+    fast = "dep.flops_per_second=1e13", "data.requests_per_second=null"
+    found = found_by(root, "--step", "--steps", "1", *STAGES_OF_TWO, *fast)
     assert "dep.bubbles=all" in found["advice"][0]  # media are nearly all of it
     found = found_by(root, "--step", "--steps", "1", *STAGES_OF_TWO, "dep.flops_per_second=1e7")
     assert not any("dep.bubbles" in line for line in found["advice"])
@@ -471,7 +472,9 @@ def test_measured_passes_and_updates_take_the_place_of_counted_ones(root):
     assert step["total"] == pytest.approx(pipeline + level, rel=1e-3)
     table = run(root, "--step", "--steps", "1", *given).output
     assert "passes as measured" in table
-    assert "left out: checkpoints" in table
+    assert "left out" not in table
+    table = run(root, "--step", "--steps", "1", *given, "dep.update_cost=null").output
+    assert "left out: update (give dep.update_cost)" in table
     alone = found_by(root, "--step", "--steps", "1", *given, "optim.shard_state=false")
     assert alone["mean"]["update"] == pytest.approx(2 * 0.7 + 0.3 + 2 * 4 * 0.11 + 2.9)
     little = MEASURED[1].replace("encoder: 2.9", "encoder: 0.0")
