@@ -19,7 +19,9 @@ from data_pipeline.index.columns import SourceIndex
 from data_pipeline.plan.planner import GlobalPlan, Planner
 from kimi_pretrain.config import GIB, Config
 from kimi_pretrain.dep.planner import VisionPlanner
+from kimi_pretrain.dep.vision_plan import VisionPlan, grids_of
 from kimi_pretrain.reliability.preflight import check_start
+from kimi_pretrain.tools.optimizer_division import Division
 from kimi_pretrain.tools.predict import Progress
 from kimi_pretrain.tools.step_parts import StepSeconds, step_seconds
 from kimi_pretrain.tools.step_storage import Reading, Save, StepReads, loader_wait, plan_save
@@ -96,30 +98,65 @@ def plan_steps(config: Config, num_steps: int, progress: Progress) -> PlannedSte
     return PlannedSteps(tuple(plans), planner.indices)
 
 
+class Visions:
+    """Plans of the encoder's work in some steps, made once for layouts that do not differ in it."""
+
+    def __init__(self, plans: Sequence[GlobalPlan]):
+        self.plans = plans
+        self._found = dict[str, tuple[VisionPlan, ...]]()
+
+    def of(self, config: Config) -> tuple[VisionPlan, ...]:
+        """Return the plans of all steps.
+
+        Raises:
+            ValueError: a layout or a step cannot be planned.
+        """
+        key = _vision_key(config)
+        if key not in self._found:
+            planner = VisionPlanner(config)
+            self._found[key] = tuple(planner.plan(plan) for plan in self.plans)
+        return self._found[key]
+
+
+def _vision_key(config: Config) -> str:
+    """Return what the plan of the encoder's work follows from, of what a search changes."""
+    layout, dep = config.layout, config.dep
+    parts: list[object] = [layout.dp, layout.pp, layout.cp, layout.tp]
+    parts.append(config.train.rows_per_microbatch)
+    if config.in_bubbles():
+        parts += [layout.vpp, layout.stages, dep.keep_activations]
+    if dep.memory_limit_gib is not None:  # which refuses chunks that are too large
+        parts.append(dep.max_patches_per_chunk)
+    return repr(parts)
+
+
 def predict_planned(
     config: Config,
     plans: Sequence[GlobalPlan],
     traffic: Traffic,
     indices: Sequence[SourceIndex] = (),
+    visions: Visions | None = None,
+    division: Division | None = None,
 ) -> StepPredictions:
     """Predict steps that are planned.
 
     Args:
         traffic: between ranks, and with storage.
         indices: that the plans are of; without them nothing is known of the loader.
+        visions: of the plans, if other layouts are predicted, too.
+        division: of the optimizer's state, if it is known.
 
     Raises:
         ValueError: the layout or the encoder's work cannot be planned.
     """
-    line, planner = text_pipeline(config, traffic).line(), VisionPlanner(config)
-    save = plan_save(config, traffic.host, traffic.storage, traffic.save_stall)
+    line, every = text_pipeline(config, traffic).line(), (visions or Visions(plans)).of(config)
+    save = plan_save(config, traffic.host, traffic.storage, traffic.save_stall, division)
     reading = Reading(config, indices) if indices else None
     steps, reads = list[StepSeconds](), list[StepReads]()
-    for plan in plans:
-        vision = planner.plan(plan)
+    for plan, vision in zip(plans, every, strict=True):
         if reading is not None:
             reads.append(reading.of(plan, vision))
-        step = step_seconds(config, line, vision, traffic.network)
+        step = step_seconds(config, line, vision, grids_of(plan), traffic)
         steps.append(_with_storage(config, step, save, reads[-1:], traffic))
     tokens = tuple(plan.num_tokens for plan in plans)
     return StepPredictions(config, traffic, tuple(steps), tokens, tuple(reads), save)
@@ -135,7 +172,7 @@ def _with_storage(
     """Return a step with what it waits for storage; `reads`: of this step, if they are known."""
     if save is not None:
         assert config.checkpoint.every is not None
-        stall = save.stall(config, step.total, step.total - step.update)
+        stall = save.stall(step.total, step.total - step.update)
         step = replace(step, checkpoint=stall / config.checkpoint.every)
     late = [loader_wait(config, one.seconds(config, traffic.storage), step.total) for one in reads]
     return replace(step, loader=sum(late))
@@ -233,7 +270,8 @@ def assumed_traffic(traffic: Traffic) -> str:
     """Return in words what is told of the traffic."""
     return (
         f"--network {traffic.network:.3g} bytes/s, --latency {traffic.latency:.3g} s, "
-        f"--expert-imbalance {traffic.expert_imbalance:.3g}, --host {traffic.host:.3g} bytes/s"
+        f"--expert-imbalance {traffic.expert_imbalance:.3g}, --node-network {traffic.node:.3g} "
+        f"bytes/s, --device-memory {traffic.memory:.3g} bytes/s, --host {traffic.host:.3g} bytes/s"
         + ("" if traffic.storage is None else f", --storage {traffic.storage:.3g} bytes/s")
         + ("" if traffic.save_stall is None else f", --save-stall {traffic.save_stall:.3g} s")
     )

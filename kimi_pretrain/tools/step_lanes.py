@@ -19,7 +19,7 @@ from kimi_pretrain.dep.pass_costs import Floats
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.dep.step_bubbles import StepBubbles
 from kimi_pretrain.dep.timeline import Timeline
-from kimi_pretrain.dep.vision_plan import VisionPlan
+from kimi_pretrain.dep.vision_plan import Ints, VisionPlan, grids_of
 from kimi_pretrain.tools.predict_step import StepPredictions
 from kimi_pretrain.tools.step_parts import (
     StepSeconds,
@@ -83,7 +83,8 @@ def slowest_step(found: StepPredictions, plans: Sequence[GlobalPlan]) -> StepLan
     number = int(np.argmax([step.total for step in found.steps]))
     plan, config, traffic = plans[number], found.config, found.traffic
     vision = VisionPlanner(config).plan(plan)
-    drawn = _Drawn(found.steps[number], text_pipeline(config, traffic), found, vision)
+    pipeline = text_pipeline(config, traffic)
+    drawn = _Drawn(found, found.steps[number], pipeline, vision, grids_of(plan))
     return StepLanes(plan.step + 1, drawn.replica, drawn.seconds, tuple(drawn.lanes()))
 
 
@@ -91,15 +92,20 @@ class _Drawn:
     """One step, and who of its ranks is shown."""
 
     def __init__(
-        self, seconds: StepSeconds, pipeline: Pipeline, found: StepPredictions, vision: VisionPlan
+        self,
+        found: StepPredictions,
+        seconds: StepSeconds,
+        pipeline: Pipeline,
+        vision: VisionPlan,
+        grids: Ints,
     ):
-        config, network = found.config, found.traffic.network
+        config, traffic = found.config, found.traffic
         outside = outside_bubbles(vision)
         self.seconds, self.pipeline, self.inside = seconds, pipeline, vision.bubbles
-        self.forward, self.later = vision_phases(config, outside)
-        self.over, self.back = exchange_seconds(config, outside, network)
-        self.sums = backbone_sum_seconds(config, network)
-        self.encoder_sum = encoder_sum_seconds(config, vision, network)
+        self.forward, self.later = vision_phases(config, outside, grids)
+        self.over, self.back = exchange_seconds(config, outside, traffic)
+        self.sums = backbone_sum_seconds(config, traffic)
+        self.encoder_sum = encoder_sum_seconds(config, vision, traffic.network)
         layout = config.layout
         work = (self.forward + self.later + self._in_slots()).reshape(layout.pp, layout.dp, -1)
         self.replica = int(work.max(axis=(0, 2)).argmax())

@@ -8,12 +8,15 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from kimi_pretrain.config import ITEMSIZE, Config
+from kimi_pretrain.config import GIB, ITEMSIZE, Config
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
+from kimi_pretrain.dep.memory_limit import cut, kept_chunks
 from kimi_pretrain.dep.pass_costs import Floats, sharing_ranks, stage_parameters, update_seconds
 from kimi_pretrain.dep.timeline import Timeline
-from kimi_pretrain.dep.vision_plan import VisionPlan
+from kimi_pretrain.dep.vision_plan import Ints, VisionPlan
 from kimi_pretrain.tools.predict import busiest_rank_tokens, token_bytes
+from kimi_pretrain.tools.text_passes import Traffic
+from moonvit3d.memory import activation_bytes
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,19 @@ class StepSeconds:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def step_seconds(config: Config, line: Timeline, vision: VisionPlan, network: float) -> StepSeconds:
-    """Return the parts of one step.
+def step_seconds(
+    config: Config, line: Timeline, vision: VisionPlan, grids: Ints, traffic: Traffic
+) -> StepSeconds:
+    """Return the parts of one step, but for what storage adds.
 
     Args:
         line: of the pipeline with text alone.
         vision: who encodes what, and in which bubbles.
-        network: bytes a second that a rank sends, and receives.
+        grids: patch grids (frames, height, width) of the step's items, [items, 3].
     """
     passes = (line.end - line.start).sum(axis=1)
     inside, outside = vision.bubbles, outside_bubbles(vision)
-    forward, later = vision_phases(config, outside)
+    forward, later = vision_phases(config, outside, grids)
     seconds = float((forward + later).max(initial=0.0))
     if inside is not None:
         seconds += inside.plan.upfront + inside.plan.after
@@ -69,9 +74,9 @@ def step_seconds(config: Config, line: Timeline, vision: VisionPlan, network: fl
         imbalance=float(passes.max() - passes.mean()),
         bubble=line.total - float(passes.max()),
         vision=seconds,
-        exchange=sum(exchange_seconds(config, outside, network)),
-        gradient_sum=float(backbone_sum_seconds(config, network).max())
-        + encoder_sum_seconds(config, vision, network),
+        exchange=sum(exchange_seconds(config, outside, traffic)),
+        gradient_sum=float(backbone_sum_seconds(config, traffic).max())
+        + encoder_sum_seconds(config, vision, traffic.network),
         update=update_seconds(config),
     )
 
@@ -81,11 +86,14 @@ def outside_bubbles(vision: VisionPlan) -> VisionPlan:
     return vision if vision.bubbles is None else vision.together()
 
 
-def vision_phases(config: Config, vision: VisionPlan) -> tuple[Floats, Floats]:
+def vision_phases(config: Config, vision: VisionPlan, grids: Ints) -> tuple[Floats, Floats]:
     """Return the seconds of each rank in the encoder's forward phase, and in the later one.
 
-    Each rank's later phase costs a fixed multiple of its forward phase, so one rank is the slowest
-    of both. Activations that `dep.keep_activations` keeps are counted as computed again.
+    Each rank's later phase costs a fixed multiple of its forward phase, less what
+    `dep.keep_activations` spares it.
+
+    Args:
+        grids: as in `step_seconds`.
 
     Returns:
         float64 [ranks] each.
@@ -95,15 +103,52 @@ def vision_phases(config: Config, vision: VisionPlan) -> tuple[Floats, Floats]:
         chunks = np.ceil(vision.patches_per_rank() / config.dep.max_patches_per_chunk)
         seconds = seconds + config.dep.cost.per_chunk * chunks
     forward = seconds / FORWARDS_PER_STEP
-    forward_alone = "vision_tower" in config.train.frozen
-    return forward, 0.0 * seconds if forward_alone else seconds - forward
+    if "vision_tower" in config.train.frozen:
+        return forward, 0.0 * seconds
+    return forward, seconds - forward - kept_seconds(config, vision, grids)
 
 
-def exchange_seconds(config: Config, vision: VisionPlan, network: float) -> tuple[float, float]:
-    """Return the seconds of hand-over and hand-back; a frozen encoder has no hand-back."""
+def kept_seconds(config: Config, vision: VisionPlan, grids: Ints) -> Floats:
+    """Return what each rank is spared by activations that it keeps, float64 [ranks].
+
+    That is a forward pass of the chunks that `dep.memory_limit_gib` has room for.
+    """
+    dep, found = config.dep, np.zeros(vision.num_ranks)
+    if dep.keep_activations == "none" or not len(vision.shares):
+        return found
+    assert dep.memory_limit_gib is not None  # checked with the configuration
+    item = ITEMSIZE[config.train.dtype]
+    rooms = int(dep.memory_limit_gib * GIB) - vision.tokens_held() * (
+        config.model.vision.out_width * item
+    )
+    start = 0.0 if dep.cost is None else dep.cost.per_chunk
+    sizes = activation_bytes(grids, config.model.vision, item)
+    for rank in np.unique(vision.shares.rank).tolist():
+        shares = vision.encoded_by(rank)
+        cuts = cut(shares, vision.patches[shares.item].tolist(), dep.max_patches_per_chunk)
+        each = [int((sizes[shares.item[one]] / shares.parts[one]).sum()) for one in cuts]
+        kept = kept_chunks(each, int(rooms[rank]), int((shares.parts > 1).sum()))
+        spared = (
+            vision.costs[shares.item[one]].sum() + start
+            for one, keep in zip(cuts, kept, strict=True)
+            if keep
+        )
+        found[rank] = sum(spared) / FORWARDS_PER_STEP
+    return found
+
+
+def exchange_seconds(config: Config, vision: VisionPlan, traffic: Traffic) -> tuple[float, float]:
+    """Return the seconds of hand-over and hand-back; a frozen encoder has no hand-back.
+
+    With `dep.offload_outputs` embeddings go into the host's memory and back, and so do their
+    gradients, on the rank that gets most.
+    """
     if not len(vision.tokens):
         return 0.0, 0.0
-    over = busiest_rank_tokens(vision) * token_bytes(config) / network
+    over = busiest_rank_tokens(vision) * token_bytes(config) / traffic.network
+    if config.dep.offload_outputs:
+        width = config.model.vision.out_width * ITEMSIZE[config.train.dtype]
+        over += 2 * int(vision.tokens_received().max()) * width / traffic.host
     return over, over * (encoder_weights(config) > 0)
 
 
@@ -121,18 +166,21 @@ def ring_seconds(config: Config, network: float) -> float:
     return 2 * 4.0 * encoder_weights(config) * (ranks - 1) / ranks / network
 
 
-def backbone_sum_seconds(config: Config, network: float) -> Floats:
+def backbone_sum_seconds(config: Config, traffic: Traffic) -> Floats:
     """Return the seconds in which each stage sums its gradients, and gets weights back, [stages].
 
     Gradients go in float32 to the ranks that update them, and the updated weights to all others.
+    Tensor-parallel ranks gather those of their slices before.
     """
     moved = np.zeros(config.layout.pp)
     if "language_model" in config.train.frozen:
         return moved
     for parameters, ranks in zip(stage_parameters(config), sharing_ranks(config), strict=True):
         moved = moved + parameters * (ranks - 1) / ranks
-    size = ITEMSIZE[config.train.dtype]
-    return moved * (max(4, size) + size) / network
+    size, tp = ITEMSIZE[config.train.dtype], config.layout.tp
+    dense, _ = stage_parameters(config)
+    slices = dense * max(4, size) * (tp - 1) / tp / traffic.rate(config, tp)
+    return moved * (max(4, size) + size) / traffic.network + slices
 
 
 def encoder_weights(config: Config) -> int:

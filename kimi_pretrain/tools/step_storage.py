@@ -8,6 +8,7 @@ where the next one is due before it is written.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,9 @@ from data_pipeline.index.columns import SourceIndex
 from data_pipeline.plan.planner import GlobalPlan
 from data_pipeline.store.objects import MAX_GAP, range_starts
 from kimi_pretrain.checkpoint.sharding import assign_writers
-from kimi_pretrain.config import Config
+from kimi_pretrain.config import ITEMSIZE, Config
 from kimi_pretrain.dep.vision_plan import VisionPlan
-from kimi_pretrain.memory.states import divide_config, replica_groups
+from kimi_pretrain.memory.states import Sizes, divide_config, replica_groups
 from kimi_pretrain.optim.groups import MOMENTS
 from kimi_pretrain.tools.optimizer_division import Division
 
@@ -164,21 +165,40 @@ def loader_wait(config: Config, reading: float, step: float) -> float:
 
 @dataclass(frozen=True)
 class Save:
-    """One checkpoint of a run.
+    """One checkpoint of a run that writes some on its own.
 
     Attributes:
-        bytes: that each rank writes, int64 [ranks].
-        copying: seconds in which the fullest rank copies its share into the host's memory.
-        writing: seconds in which the slowest node writes; None: the storage is not known.
-        given: seconds of the stall, where they were told; None: they follow from the others.
+        host: bytes a second from a rank's device into its host's memory.
+        storage: bytes a second of a node; None: not known.
+        given: seconds of the stall, if they are told; None: they follow from the others.
+        division: of the optimizer's state.
     """
 
-    bytes: Ints
-    copying: float
-    writing: float | None
-    given: float | None = None
+    config: Config
+    host: float
+    storage: float | None
+    given: float | None
+    division: Division
 
-    def stall(self, config: Config, step: float, until_update: float) -> float:
+    @cached_property
+    def bytes(self) -> Ints:
+        """That each rank writes, int64 [ranks]."""
+        return checkpoint_bytes(self.config, self.division)
+
+    @property
+    def copying(self) -> float:
+        """Seconds in which the fullest rank copies its share into the host's memory."""
+        return float(self.bytes.max()) / self.host
+
+    @property
+    def writing(self) -> float | None:
+        """Seconds in which the slowest node writes; None: the storage is not known."""
+        if self.storage is None:
+            return None
+        first = np.arange(0, len(self.bytes), self.config.dep.ranks_per_node)
+        return float(np.add.reduceat(self.bytes, first).max()) / self.storage
+
+    def stall(self, step: float, until_update: float) -> float:
         """Return the seconds that a save holds the training up.
 
         Args:
@@ -187,13 +207,30 @@ class Save:
         """
         if self.given is not None:
             return self.given
-        writing = self.writing or 0.0
-        if not config.checkpoint.asynchronous:
-            return self.copying + writing
-        assert config.checkpoint.every is not None
+        checkpoint = self.config.checkpoint
+        if not checkpoint.asynchronous:
+            return self.copying + (self.writing or 0.0)
+        assert checkpoint.every is not None
+        apart = checkpoint.every * step
+        if self._is_hidden(until_update, apart):
+            return 0.0
         # The next save waits for this one, which begins to be written when all is copied.
-        left = self.copying + writing - config.checkpoint.every * step
+        left = self.copying + (self.writing or 0.0) - apart
         return max(0.0, self.copying - until_update, left)
+
+    def _is_hidden(self, until_update: float, apart: float) -> bool:
+        """Whether it would be if ranks wrote all they hold: who writes what takes a second."""
+        copying = self._most / self.host
+        node = self._most * self.config.dep.ranks_per_node
+        writing = 0.0 if self.storage is None else node / self.storage
+        return copying <= until_update and copying + writing <= apart
+
+    @cached_property
+    def _most(self) -> float:
+        """The bytes of weights and optimizer state on no rank are more than these."""
+        sizes, item = Sizes.of(self.config), ITEMSIZE[self.config.train.dtype]
+        weights = item * (max(sum(stage) for stage in sizes.stages) + sizes.encoder[0])
+        return weights + max(load.state_bytes for load in self.division.loads)
 
 
 def plan_save(
@@ -206,17 +243,12 @@ def plan_save(
     """Return what a save of a run is; None where it saves nothing on its own.
 
     Args:
-        host: bytes a second from a rank's device into its host's memory.
-        storage: bytes a second of a node; None: not known.
-        given: seconds of the stall, if they are told.
+        host, storage, given: as of `Save`.
         division: of the optimizer's state, if it is known.
     """
     if config.checkpoint.every is None:
         return None
-    written = checkpoint_bytes(config, division or divide_config(config))
-    nodes = np.add.reduceat(written, np.arange(0, len(written), config.dep.ranks_per_node))
-    writing = None if storage is None else float(nodes.max()) / storage
-    return Save(written, float(written.max()) / host, writing, given)
+    return Save(config, host, storage, given, division or divide_config(config))
 
 
 def checkpoint_bytes(config: Config, division: Division) -> Ints:

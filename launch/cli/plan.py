@@ -12,8 +12,10 @@ from launch.local.user_errors import one_line_errors
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
+    from kimi_pretrain.tools.text_passes import Traffic
 
 
+PLANNED, SEARCHED = 8, 2  # steps
 NETWORK = 40e9  # bytes/s: a 400 Gbit/s port for each GPU, less a fifth
 
 
@@ -47,6 +49,14 @@ def plan(
             help="With --step: tokens of the busiest rank's experts over the mean (1).", min=1.0
         ),
     ] = None,
+    node_network: Annotated[
+        float | None,
+        typer.Option(help="With --step: bytes a second inside a node (360e9).", min=1.0),
+    ] = None,
+    device_memory: Annotated[
+        float | None,
+        typer.Option(help="With --step: bytes a second of a device's memory (2.5e12).", min=1.0),
+    ] = None,
     host: Annotated[
         float | None,
         typer.Option(help="With --step: bytes a second from device to host memory (40e9).", min=1),
@@ -59,7 +69,9 @@ def plan(
         float | None,
         typer.Option(help="With --step: seconds that a save stalls, as measured.", min=0.0),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first.")] = 8,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps to plan, from the first (8; --search: 2).")
+    ] = None,
     max_seconds: Annotated[
         float, typer.Option(min=1.0, help="Bound on the timing of --calibrate.")
     ] = 60.0,
@@ -97,8 +109,9 @@ def plan(
     counted operations at dep.flops_per_second and the update is left out. --draw
     writes a picture of the slowest of these steps, a lane for each stage; its
     intervals are in the JSON object as well. With --search too it prices other
-    pipelines of as many ranks and lists the ten fastest that fit into
-    train.memory_limit_gib, with the settings to paste.
+    layouts of as many ranks (pp, vpp, cp, tp, ep) and the settings of memory that
+    each needs, and lists the ten fastest that fit into train.memory_limit_gib, with
+    the settings to paste.
 
     \b
     kimi-pretrain plan --config configs/kimi_k25_1t.yaml \\
@@ -124,6 +137,7 @@ def plan(
             name: value
             for name, value in (
                 ("network", network), ("latency", latency), ("expert_imbalance", expert_imbalance),
+                ("node_network", node_network), ("device_memory", device_memory),
                 ("host", host), ("storage", storage), ("save_stall", save_stall),
             )
             if value is not None
@@ -136,6 +150,7 @@ def plan(
                 raise ValueError(f"{option} {file}: there is no folder {file.parent}")
         if draw is not None:
             _check_drawing(draw, step=step, search=search)
+        steps = steps or (SEARCHED if search else PLANNED)
         if memory:
             result = _plan_memory(loaded)
         elif search:
@@ -184,6 +199,14 @@ def _plan_memory(config: "Config") -> dict[str, Any]:
     return _told(memory_report, found)
 
 
+def _traffic(given: dict[str, float]) -> "Traffic":
+    from kimi_pretrain.tools.text_passes import Traffic
+
+    names = {"node_network": "node", "device_memory": "memory"}
+    told = {names.get(name, name): value for name, value in given.items()}
+    return Traffic(**{"network": NETWORK, **told})
+
+
 def _check_drawing(file: Path, *, step: bool, search: bool) -> None:
     from kimi_pretrain.tools.step_plot import FORMATS
 
@@ -199,10 +222,9 @@ def _predict_steps(
     config: "Config", steps: int, traffic: dict[str, float], draw: Path | None
 ) -> dict[str, Any]:
     from kimi_pretrain.tools import predict_step, step_lanes
-    from kimi_pretrain.tools.text_passes import Traffic
     from launch.cli.progress import share_bar
 
-    told = Traffic(**{"network": NETWORK, **traffic})
+    told = _traffic(traffic)
     with share_bar("planning") as progress:
         plans = predict_step.plan_steps(config, steps, progress)
         found = predict_step.predict_planned(config, plans.plans, told, plans.indices)
@@ -218,10 +240,9 @@ def _predict_steps(
 
 def _search(config: "Config", steps: int, traffic: dict[str, float]) -> dict[str, Any]:
     from kimi_pretrain.tools import search_layouts
-    from kimi_pretrain.tools.text_passes import Traffic
     from launch.cli.progress import share_bar
 
-    told = Traffic(**{"network": NETWORK, **traffic})
+    told = _traffic(traffic)
     with share_bar("searching") as progress:
         found = search_layouts.search_layouts(config, steps, told, progress)
     return _told(search_layouts, found)

@@ -10,7 +10,6 @@ import torch
 
 from kimi_pretrain.config import load_config
 from kimi_pretrain.dep.pass_costs import active_parameters, chunk_flops
-from kimi_pretrain.memory.plan import plan_memory
 from launch.cli.main import app
 from moonvit3d.memory import activation_bytes
 from moonvit3d.model import VisionEncoder
@@ -365,40 +364,6 @@ def test_a_step_that_cannot_be_predicted_is_one_line(root, arguments, words):
     assert words in result.output
 
 
-def test_the_search_lists_what_trying_every_layout_by_hand_finds(root):
-    slow = ("data.rows_per_step=16", "dep.flops_per_second=1e9", "train.memory_limit_gib=1")
-    found = found_by(root, "--step", "--search", "--steps", "2", *slow)
-    seconds = [one["seconds"] for one in found["best"]]
-    assert seconds == sorted(seconds)
-    tried = {}
-    for pp, vpp in ((1, 1), (2, 1), (2, 2), (4, 1)):
-        sizes = f"layout.pp={pp}", f"layout.vpp={vpp}", f"layout.dp={RANKS // pp}"
-        layout = (*sizes, "layout.ep=1", "layout.stages=null")  # four layers
-        tried[pp, vpp] = found_by(root, "--step", "--steps", "2", *slow, *layout)["mean"]["total"]
-    for one in found["best"]:
-        again = found_by(root, "--step", "--steps", "2", *slow, *one["settings"])
-        assert again["mean"]["total"] == pytest.approx(one["seconds"], rel=1e-12)
-        assert again["tokens_per_day"] == pytest.approx(one["tokens_per_day"], rel=1e-12)
-        config = load_config("tiny_cpu", [*SMALL, *slow, f"data.root={root}", *one["settings"]])
-        assert plan_memory(config).fullest.peak == one["bytes"] <= 2**30
-    pipelines = {(pp, vpp) for pp in (1, 2, 4) for vpp in ((1, 2, 4, 8) if pp > 1 else (1,))}
-    assert found["priced"] + sum(one["count"] for one in found["left_out"]) >= len(pipelines)
-    assert any("4 layers do not divide over 8" in one["reason"] for one in found["left_out"])
-    assert found["own_seconds"] in seconds
-    assert min(seconds) <= min(tried.values()) * (1 + 1e-9)
-    assert found["priced"] >= len(tried)
-
-
-def test_the_search_finds_what_fits_where_the_run_itself_does_not(root):
-    arguments = ("--step", "--search", "--steps", "1", "data.rows_per_step=16")
-    own = plan_memory(load_config("tiny_cpu", [*SMALL, "data.rows_per_step=16"])).fullest.peak
-    limit = (own - 1) / 2**30
-    best = found_by(root, *arguments, f"train.memory_limit_gib={limit!r}")["best"]
-    assert best
-    assert all(0 < one["bytes"] < own for one in best)
-    assert all(one["settings"] for one in best)  # the run as it is, is not among them
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tokens_travel_to_experts_on_other_nodes(root, overlap):
     """Half of two ranks' tokens, each to two experts and back; beside the pass with overlap."""
@@ -419,32 +384,6 @@ def test_tokens_travel_to_experts_on_other_nodes(root, overlap):
     if overlap:
         assert (forward < moved).any()
         assert (2 * forward > moved).any()
-
-
-def test_the_search_counts_what_it_leaves_out_and_says_why(root):
-    """Against trying each layout by hand: of two rows a step, four replicas have none."""
-    own = ("layout.vpp=1", "layout.stages=null", "data.rows_per_step=2")
-    result = run(root, "--step", "--search", "--steps", "1", *own, "train.memory_limit_gib=1")
-    *lines, last = run(
-        root, "--step", "--search", "--steps", "1", "--json", *own, "train.memory_limit_gib=1"
-    ).output.splitlines()
-    found = json.loads(last)["left_out"]
-    told = [line for line in result.output.splitlines() if " such as pp " in line]
-    for line, one in zip(told, found, strict=True):
-        assert line == f"{one['count']:4d} such as {one['layout']}: {one['reason']}"
-    cannot = 5  # pipelines of 8 chunks and more, of four layers
-    for pp, vpp, dp in ((1, 1, 4), (2, 1, 2), (2, 2, 2), (4, 1, 1)):
-        for ep in (1, 2, 4)[: dp.bit_length()]:
-            layout = f"layout.pp={pp}", f"layout.vpp={vpp}", f"layout.dp={dp}", f"layout.ep={ep}"
-            try:
-                load_config("tiny_cpu", [*SMALL, *own, *layout])
-            except ValueError:
-                cannot += 1
-    assert f"left out: {cannot} layouts" in lines
-    assert sum(one["count"] for one in found) == cannot > 5
-    reasons = " ".join(one["reason"] for one in found)
-    assert "do not divide over 8 chunks" in reasons
-    assert "data.rows_per_step=2 is not a multiple of layout.dp=4" in reasons
 
 
 MEASURED = (
