@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -21,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from kimi_pretrain.config import load_config  # noqa: E402
 from kimi_pretrain.optim.config import OptimConfig  # noqa: E402
 from kimi_pretrain.optim.schedule import learning_rate, stretches, total_steps  # noqa: E402
+from kimi_pretrain.tools.figures import new_figure, save_figure  # noqa: E402
 
 SHIPPED = {"Kimi K2": "kimi_k25_1t", "Moonlight": "moonlight_16b_a3b"}
 RATE, BORDER, TEXT = "#1f4e9c", "#9aa5b1", "#4b5563"
@@ -59,7 +59,6 @@ def draw(axes: Axes, title: str, config: OptimConfig, batch: int) -> None:
     axes.set_ylabel("learning rate")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     axes.set_ylim(0, rates.max() * 1.12)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:
@@ -68,14 +67,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures" / "schedules.png")
     arguments = parser.parse_args()
     wanted = {Path(name).stem: name for name in arguments.config or ()} or SHIPPED
-    figure = Figure(figsize=(5.5 * len(wanted), 3.6), dpi=150, layout="constrained")
-    for axes, (title, name) in zip(
-        figure.subplots(1, len(wanted), squeeze=False)[0], wanted.items()
-    ):
+    figure, every = new_figure((5.5 * len(wanted), 3.6), 1, len(wanted), grid=False)
+    for axes, (title, name) in zip(every, wanted.items()):
         config = load_config(name)
         draw(axes, title, config.optim, config.tokens_per_step())
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(arguments.out)
+    save_figure(figure, arguments.out)
     print(arguments.out)
 
 

@@ -40,7 +40,7 @@ from benchmarks.sim.study import SCHEMES, Case, Found, config_of, run
 from benchmarks.sim.variations import STEPS, grid, variations
 from kimi_pretrain.dep.pass_costs import BACKWARD
 from kimi_pretrain.telemetry.mfu import active_weights
-from kimi_pretrain.tools.predict_step import encoder_weights
+from kimi_pretrain.tools.step_parts import encoder_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "dep_simulation.md"

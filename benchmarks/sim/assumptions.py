@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kimi_pretrain.config import Config
-from kimi_pretrain.tools.predict_step import encoder_weights
+from kimi_pretrain.tools.step_parts import encoder_weights
 
 
 @dataclass(frozen=True)

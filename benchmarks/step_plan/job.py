@@ -29,7 +29,8 @@ from kimi_pretrain.engine.mesh import Mesh
 from kimi_pretrain.telemetry.phases import seconds_of_phases
 from kimi_pretrain.tools.calibrate import calibrate
 from kimi_pretrain.tools.calibrate_passes import calibrate_passes
-from kimi_pretrain.tools.predict_step import Traffic, as_json, predict_planned
+from kimi_pretrain.tools.predict_step import as_json, predict_planned
+from kimi_pretrain.tools.text_passes import Traffic
 from launch.local.quiet import quiet_libraries
 
 NETWORK_BYTES = 1 << 22

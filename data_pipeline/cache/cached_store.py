@@ -198,7 +198,7 @@ class CachedStore:
         return self.get_many([Span(key, offset, length)])[0]
 
     def get_many(
-        self, requests: Sequence[Span], max_gap: int = 65536, threads: int = 8
+        self, requests: Sequence[Span], max_gap: int = objects.MAX_GAP, threads: int = 8
     ) -> list[bytes]:
         """Read many spans, as `objects.get_many` does, and with the same result.
 

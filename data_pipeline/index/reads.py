@@ -16,6 +16,7 @@ from isal.isal_zlib import crc32  # zlib's numbers in a fraction of its time
 
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import IndexMismatch, expect
+from data_pipeline.store.objects import MAX_GAP
 from data_pipeline.store.open import Span, Store, get_many
 
 # Reads of bytes with a wrong checksum, the first included.
@@ -90,7 +91,7 @@ class Reading:
 
 
 def read_parts(
-    store: Store, parts: Sequence[Located], threads: int = 8, max_gap: int = 65536
+    store: Store, parts: Sequence[Located], threads: int = 8, max_gap: int = MAX_GAP
 ) -> Reading:
     """Read many parts with few requests, each once; those that stay damaged are listed.
 
@@ -130,7 +131,7 @@ def read_parts(
 
 
 def read_checked(
-    store: Store, parts: Sequence[Located], threads: int = 8, max_gap: int = 65536
+    store: Store, parts: Sequence[Located], threads: int = 8, max_gap: int = MAX_GAP
 ) -> list[bytes]:
     """Read many parts, as `read_parts` does; one `bytes` per part, in their order.
 

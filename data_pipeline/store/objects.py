@@ -24,6 +24,8 @@ from data_pipeline.store.stats import Counted, StoreStats
 T = TypeVar("T")
 U = TypeVar("U")
 
+MAX_GAP = 65536
+"""Bytes between two spans of an object up to which one read has both."""
 # Merged reads stay below this size, so that neighbours still spread over the threads.
 _MAX_MERGED = 16 << 20
 # Of an object that is hashed on its way into a folder: so much is in memory.
@@ -508,7 +510,7 @@ def _link(temporary: Path, path: Path) -> None:
 
 
 def get_many(
-    store: Store, requests: Sequence[Span], max_gap: int = 65536, threads: int = 8
+    store: Store, requests: Sequence[Span], max_gap: int = MAX_GAP, threads: int = 8
 ) -> list[bytes]:
     """Read many spans with few requests; the answers come in the order of `requests`.
 
@@ -558,12 +560,7 @@ def merge_spans(
     if not len(order):
         return [], ()
     key, begin, length = key[order], begin[order], length[order]
-    reach = begin + length  # the furthest end up to here, of the same object
-    objects = [0, *(np.flatnonzero(np.diff(key)) + 1).tolist(), len(key)]
-    for low, high in zip(objects, objects[1:]):
-        np.maximum.accumulate(reach[low:high], out=reach[low:high])
-    apart = (np.diff(key) != 0) | (begin[1:] - reach[:-1] > max_gap)
-    first = _cut_long(np.concatenate(([0], np.flatnonzero(apart) + 1)), begin, reach)
+    first, reach = range_starts(key, begin, length, max_gap)
     last = np.append(first[1:], len(key)) - 1
     names_of = map(names.__getitem__, key[first].tolist())
     groups = list(map(Span, names_of, begin[first].tolist(), (reach[last] - begin[first]).tolist()))
@@ -571,6 +568,28 @@ def merge_spans(
     start = begin - begin[first][group]
     columns = (order, group, start, start + length)
     return groups, zip(*(column.tolist() for column in columns))
+
+
+def range_starts(
+    key: NDArray[np.int64], begin: NDArray[np.int64], length: NDArray[np.int64], max_gap: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return which spans begin a read of their own, by the rule of `get_many`.
+
+    Args:
+        key, begin, length: object and bytes of each span, sorted by object, then by begin; lengths
+            of 1 and more. One span at least, [spans] each.
+
+    Returns:
+        numbers of the first spans of the reads, [reads], and the furthest end of its object's spans
+        up to each span, [spans].
+    """
+    reach = begin + length  # the furthest end up to here, of the same object
+    objects = [0, *(np.flatnonzero(np.diff(key)) + 1).tolist(), len(key)]
+    for low, high in zip(objects, objects[1:]):
+        np.maximum.accumulate(reach[low:high], out=reach[low:high])
+    apart = (np.diff(key) != 0) | (begin[1:] - reach[:-1] > max_gap)
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    return _cut_long(first, begin, reach), reach
 
 
 def _cut_long(

@@ -27,9 +27,10 @@ class CostConfig(Section):
 class PassCostConfig(Section):
     """Seconds of one microbatch's passes through parts of the language model on one rank.
 
-    A microbatch of all tokens of its rows, with as many experts as a rank holds; what travels
-    between ranks is not in it. What `kimi-pretrain plan --calibrate` prints for the hardware it
-    runs on.
+    A microbatch of all tokens of its rows, with as many experts as a rank holds, everything kept on
+    the device: `plan --step` adds what travels between ranks and what `train.recompute`,
+    `train.fp8_storage` and `train.offload` cost. What `kimi-pretrain plan --calibrate` prints for
+    the hardware it runs on.
     """
 
     embedding_forward: float = Field(ge=0)
@@ -48,6 +49,9 @@ class PassCostConfig(Section):
     """The last norm, the head and the loss. [s; kimi_pretrain/dep/pass_costs.py]"""
     head_backward: float = Field(ge=0)
     """The last norm, the head and the loss, back. [s; kimi_pretrain/dep/pass_costs.py]"""
+    rows: int | None = Field(default=None, gt=0)
+    """Rows of the microbatch that was measured: passes of another `train.rows_per_microbatch` take
+    as long a row. null: as many as the run has. [rows; kimi_pretrain/dep/pass_costs.py]"""
 
 
 class UpdateCostConfig(Section):

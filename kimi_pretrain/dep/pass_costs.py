@@ -3,7 +3,9 @@
 Passes take what `dep.pass_cost` says, as `plan --calibrate` measured it. Without it their matrix
 products are counted, two operations per multiply-add, of the experts that a token uses. Attention
 is counted over the whole row, causal: rows of short documents cost less, with and without media
-alike. The update takes what `dep.update_cost` says.
+alike. A frozen language model has no gradients of weights: of its products one of two is left of
+the backward pass, attention is as it is, and every stage runs it, since what is trained lies before
+the first. The update takes what `dep.update_cost` says.
 """
 
 import numpy as np
@@ -40,28 +42,59 @@ def _per_key(model: LanguageConfig) -> int:
 
 def chunk_flops(config: Config) -> Floats:
     """Return the forward operations of each virtual stage for one microbatch, float64 [stages]."""
+    products, attention = _operations(config)
+    return products + attention
+
+
+def _operations(config: Config) -> tuple[Floats, Floats]:
+    """Return the forward operations in products with weights, and in attention, [stages] each."""
     model, rows = config.model.language, config.train.rows_per_microbatch
     dense, moe, head = active_parameters(model)
     tokens, parts = config.data.seq_len, chunk_parts(config)
     attention = tokens * tokens * _per_key(model)  # two operations, half of the pairs
     layers = parts[:, 1] + parts[:, 2]
-    return rows * (2.0 * tokens * (parts @ [0, dense, moe, head]) + layers * attention)
+    return rows * 2.0 * tokens * (parts @ [0, dense, moe, head]), rows * layers * attention
+
+
+def products_backward(config: Config) -> float:
+    """Return how many forwards the backward pass of a product with weights costs."""
+    return BACKWARD - 1 if "language_model" in config.train.frozen else BACKWARD
 
 
 def pass_seconds(config: Config) -> tuple[Floats, Floats]:
     """Return what forward and backward passes of a rank take, float64 [virtual stages] each.
 
     As measured (`dep.pass_cost`), or counted operations at `dep.flops_per_second`; divided among
-    the ranks of a stage.
+    the ranks of a stage. What settings of memory cost is not in it: work in bubbles is planned with
+    it, and who encodes what must not depend on them.
     """
     ranks = config.layout.cp * config.layout.tp
     if config.dep.pass_cost is not None:
         cost, parts = config.dep.pass_cost, chunk_parts(config) / ranks
+        if cost.rows is not None:  # of another microbatch, perhaps
+            parts = parts * (config.train.rows_per_microbatch / cost.rows)
         forward = [cost.embedding_forward, cost.dense_forward, cost.expert_forward]
         backward = [cost.embedding_backward, cost.dense_backward, cost.expert_backward]
         return parts @ [*forward, cost.head_forward], parts @ [*backward, cost.head_backward]
-    forward = chunk_flops(config) / (config.dep.flops_per_second * ranks)
-    return forward, BACKWARD * forward
+    products, attention = _operations(config)
+    rate = config.dep.flops_per_second * ranks
+    backward = products_backward(config) * products + BACKWARD * attention
+    return (products + attention) / rate, backward / rate
+
+
+def operation_seconds(config: Config) -> float:
+    """Return the seconds of an operation of a layer's forward pass, done by one rank alone.
+
+    Of measured passes those of a layer with experts count, or of a dense one where there is none.
+    """
+    if config.dep.pass_cost is None:
+        return 1.0 / config.dep.flops_per_second
+    cost, model, tokens = config.dep.pass_cost, config.model.language, config.data.seq_len
+    dense, moe, _ = active_parameters(model)
+    has_experts = model.num_layers > model.num_dense_layers
+    active, seconds = (moe, cost.expert_forward) if has_experts else (dense, cost.dense_forward)
+    rows = cost.rows or config.train.rows_per_microbatch
+    return seconds / (rows * tokens * (2.0 * active + tokens * _per_key(model)))
 
 
 def routed_seconds(config: Config) -> tuple[Floats, Floats]:
@@ -73,15 +106,23 @@ def routed_seconds(config: Config) -> tuple[Floats, Floats]:
     _, active, _ = active_parameters(model)
     routed = 2.0 * model.experts_per_token * 3 * model.hidden_size * model.expert_ffn_size
     layers, ranks = chunk_parts(config)[:, 2], config.layout.cp * config.layout.tp
+    rows, back = config.train.rows_per_microbatch, products_backward(config)
     if config.dep.pass_cost is not None:
-        cost, share = config.dep.pass_cost, routed / (2.0 * active + tokens * _per_key(model))
-        forward, backward = (
-            layers * share * one / ranks for one in (cost.expert_forward, cost.expert_backward)
-        )
-        return forward, backward
-    rows = config.train.rows_per_microbatch
+        cost, attention = config.dep.pass_cost, tokens * _per_key(model)
+        layers = layers * (rows / (cost.rows or rows)) / ranks
+        share = routed / (2.0 * active + attention)
+        share_back = back * routed / (back * 2.0 * active + BACKWARD * attention)
+        return layers * share * cost.expert_forward, layers * share_back * cost.expert_backward
     forward = layers * rows * tokens * routed / (config.dep.flops_per_second * ranks)
-    return forward, BACKWARD * forward
+    return forward, back * forward
+
+
+def up_projections(model: LanguageConfig) -> tuple[int, int]:
+    """Return the weights of the up-projections of queries, and of keys and values."""
+    query = model.num_heads * (model.qk_nope_dim + model.qk_rope_dim)
+    inner = model.hidden_size if model.q_lora_rank is None else model.q_lora_rank
+    keys = model.kv_lora_rank * model.num_heads * (model.qk_nope_dim + model.v_dim)
+    return inner * query, keys
 
 
 def chunk_parts(config: Config) -> Floats:

@@ -136,7 +136,13 @@ class Timeline:
         return float(self.end.max())
 
 
-def timeline(schedule: Schedule, forward: Floats, backward: Floats, send: float = 0.0) -> Timeline:
+def timeline(
+    schedule: Schedule,
+    forward: Floats,
+    backward: Floats,
+    send: float = 0.0,
+    before: Floats | None = None,
+) -> Timeline:
     """Return when passes run, each as early as it can.
 
     Args:
@@ -145,19 +151,23 @@ def timeline(schedule: Schedule, forward: Floats, backward: Floats, send: float 
             virtual stage and microbatch, [virtual stages, microbatches].
         send: seconds from the end of a pass until its result is on another stage; nobody computes
             less meanwhile.
+        before: seconds of other work that a stage does before each of its passes, behind the one
+            before it, [stages, passes]; None: it has none.
     """
     shape = schedule.stages * schedule.chunks, schedule.microbatches
+    none = np.zeros((schedule.stages, schedule.num_passes))
+    work = (none if before is None else before).tolist()
     wide = [one if one.ndim == 2 else one[:, None] for one in (forward, backward)]
     seconds = [np.broadcast_to(one, shape).tolist() for one in wide]
     begun: list[list[float]] = [[] for _ in range(schedule.stages)]
     ended: list[list[float]] = [[] for _ in range(schedule.stages)]
     for stage, number, needed in events(schedule):
         this = schedule.passes[stage][number]
-        start = ended[stage][-1] if number else 0.0
+        start = (ended[stage][-1] if number else 0.0) + work[stage][number]
         if needed is not None:
-            other, before = needed
+            other, behind = needed
             sent = send if _is_sent(schedule, this, needed) else 0.0
-            start = max(start, ended[other][before] + sent)
+            start = max(start, ended[other][behind] + sent)
         begun[stage].append(start)
         virtual = this.chunk * schedule.stages + stage
         ended[stage].append(start + seconds[this.backward][virtual][this.microbatch])

@@ -149,6 +149,16 @@ def host_bytes(config: Config) -> list[int]:
     return [_activations(config, chunks[stage::pp], stage)[2] for stage in range(pp)]
 
 
+def moved_bytes(config: Config) -> list[int]:
+    """Return the bytes of a microbatch that each chunk has in host memory, [virtual stages]."""
+    if not config.train.offload:
+        return [0 for _ in config.chunks()]
+    return [
+        sum(kept.size for group in _layers(config, *chunk) for kept in group if moves(config, kept))
+        for chunk in config.chunks()
+    ]
+
+
 def microbatches_in_flight(config: Config, stage: int, weights: Sequence[int]) -> tuple[int, ...]:
     """Return how many microbatches of each chunk of a stage are held where their sum weighs most.
 

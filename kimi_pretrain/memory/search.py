@@ -72,11 +72,22 @@ class Layout:
         """Yield all, the least costly first."""
         yield from product(*(range(len(levels) + 1) for levels in self.levels))
 
+    def with_levels(self, taken: Levels) -> Config:
+        """Return the configuration with a combination.
+
+        Raises:
+            ValueError: it cannot run.
+        """
+        return changed(self.config, self._chosen(taken))
+
+    def _chosen(self, taken: Levels) -> list[Change]:
+        return [levels[n - 1] for levels, n in zip(self.levels, taken, strict=True) if n]
+
     def plan(self, taken: Levels, division: Division | None, sizes: Sizes) -> Combination | None:
         """Return what a combination comes to; None if it cannot run."""
-        own = [levels[n - 1] for levels, n in zip(self.levels, taken, strict=True) if n]
+        own = self._chosen(taken)
         try:
-            config = changed(self.config, own)
+            config = self.with_levels(taken)
         except ValueError:
             return None
         stages = stages_of(config, division, sizes)

@@ -61,20 +61,31 @@ class Sizes:
 
 def divide_config(config: Config) -> Division:
     """Divide the optimizer's work as the run itself would; no model is built."""
+    groups = replica_groups(config, trained=True)
+    return divide(groups, config.layout.world_size(), ModelShape.of(config.model), config.optim)
+
+
+def replica_groups(config: Config, *, trained: bool) -> list[PlannedGroup]:
+    """Return who holds copies of which tensors, routing biases left out.
+
+    Args:
+        trained: those alone that are trained.
+    """
     layout, item = config.layout, ITEMSIZE[config.train.dtype]
     per_stage = layout.world_size() // layout.pp
     encoder = tuple(
-        TensorSize(name, shape, item) for name, shape in _encoder_shapes(config, trained=True)
+        TensorSize(name, shape, item) for name, shape in _encoder_shapes(config, trained)
     )
     groups = [PlannedGroup("encoder", tuple(range(layout.world_size())), encoder)]
     first_slice = config.model.language.num_experts // layout.ep
+    without = trained and "language_model" in config.train.frozen
     for stage, parameters in enumerate(_by_stage(config)):
         held: dict[str, list[TensorSize]] = {"dense": [], "expert": []}
-        for name, shape in parameters if "language_model" not in config.train.frozen else ():
+        for name, shape in parameters if not without else ():
             if not is_routed_expert(name) or _expert(name) < first_slice:
                 held[replicas_of(name)].append(TensorSize(name, shape, item))
         groups += stage_groups(stage, per_stage, layout.ep, held)
-    return divide(groups, layout.world_size(), ModelShape.of(config.model), config.optim)
+    return groups
 
 
 _CUT = ("embed_tokens", "lm_head", "q_proj", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj",

@@ -1,8 +1,9 @@
 """Settings that lower a rank's memory without more ranks, and what they cost. Pure.
 
-From the least costly to the most: smaller chunks of media and recompute change no bit and cost
-little time; what waits in host memory goes over the bus; single rows change the routers' balance
-loss, FP8 storage the gradients of experts; without overlap the experts' exchange is waited for.
+From the least costly to the most: smaller chunks of media and recompute, the encoder's too, change
+no bit and cost little time; what waits in host memory goes over the bus; single rows change the
+routers' balance loss, FP8 storage the gradients of experts; without overlap the experts' exchange
+is waited for.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,6 +63,8 @@ def switches(config: Config) -> Iterator[list[Change]]:
         yield halves
     if set(train.recompute) != set(EVERYTHING):
         yield [Change("train", "recompute", tuple(EVERYTHING))]
+    if dep.keep_activations == "auto":
+        yield [Change("dep", "keep_activations", "none")]
     if not dep.offload_outputs and dep.bubbles == "none":  # one refuses the other
         yield [Change("dep", "offload_outputs", True)]
     if not train.offload:

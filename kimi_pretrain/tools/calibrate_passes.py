@@ -105,7 +105,8 @@ def measured_config(config: Config) -> Config:
     """Return the configuration of the backbone that is measured, in one process.
 
     It has one layer of each kind that the model has, and the experts of one rank, but at least as
-    many as a token goes to.
+    many as a token goes to. Nothing is computed again, squeezed or put away: what that costs is
+    added by who predicts steps (`memory_costs`).
     """
     model = config.model.language
     dense = min(1, model.num_dense_layers)
@@ -115,7 +116,9 @@ def measured_config(config: Config) -> Config:
     return config.replace(
         model=config.model.replace(language=language),
         layout=LayoutConfig(),
-        train=config.train.replace(memory_limit_gib=None),
+        train=config.train.replace(
+            memory_limit_gib=None, recompute=[], fp8_storage=False, offload=False
+        ),
         dep=config.dep.replace(bubbles="none", max_split=1),
     )
 
@@ -195,11 +198,11 @@ def _pass_cost(small: Config, runs: Sequence[Sequence[PartSeconds]]) -> PassCost
     names = ["dense"] * model.num_dense_layers + ["expert"] * (
         model.num_layers - model.num_dense_layers
     )
-    found = {name: 0.0 for name in PassCostConfig.model_fields}
+    found = {name: 0.0 for name in PassCostConfig.model_fields if name != "rows"}
     for number, name in enumerate(["embedding", *names, "head"]):
         found[f"{name}_forward"] = _rounded(median(run[number].forward for run in runs))
         found[f"{name}_backward"] = _rounded(median(run[number].backward for run in runs))
-    return PassCostConfig(**found)
+    return PassCostConfig(**found, rows=small.train.rows_per_microbatch)
 
 
 def _rounded(seconds: float) -> float:

@@ -1,7 +1,6 @@
 """Pictures of a run, drawn from what it leaves in its folder: metrics.jsonl and trace.json.
 
-Each function takes plain values and writes one PNG; nothing here needs the run itself. Figures are
-built without pyplot, so no display and no global state is involved.
+Each function takes plain values and writes one PNG; nothing here needs the run itself.
 """
 
 from collections.abc import Sequence, Set
@@ -11,13 +10,12 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from kimi_pretrain.dep.step_bubbles import FILLED, MEASURED
+from kimi_pretrain.tools.figures import DPI, MUTED, ink_on, new_figure, save_figure
 
-DPI = 150
-RAW, SMOOTH, MUTED = "#b8c4d6", "#1f4e9c", "#6b7280"
+RAW, SMOOTH = "#b8c4d6", "#1f4e9c"
 NAIVE, ROUND_ROBIN, DEP = "#d97742", "#9aa5b1", "#1f4e9c"
 EXPOSED = "#c2255c"
 CLIPPED = "#c2255c"
@@ -48,8 +46,6 @@ LABELS = {
 SMOOTHING_STEPS = 20
 # Height of a row of the panel of memory, at most.
 PEAK_INCHES = 0.4
-# Colours of a mean channel above this get dark letters.
-LIGHT = 0.62
 # Pieces of work in bubbles that are nearer than this part of the step are drawn as one.
 NEAR_SHARE = 0.0005
 # A row of the timeline, at most; the seconds of its bubbles fit beside one that is not lower.
@@ -68,7 +64,7 @@ def loss_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
         ValueError: there is no step to draw.
     """
     steps, losses, rates = _columns(metrics, "step", "loss", "lr")
-    figure, (top, bottom) = _figure((8, 5.2), 2, 1, height_ratios=(4, 1), sharex=True)
+    figure, (top, bottom) = new_figure((8, 5.2), 2, 1, height_ratios=(4, 1), sharex=True)
     top.plot(steps, losses, color=RAW, linewidth=1, label="each step")
     top.plot(
         steps,
@@ -86,7 +82,7 @@ def loss_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     bottom.set_ylim(bottom=0)
     bottom.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     bottom.set_xlabel("step")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def losses_plot(
@@ -110,7 +106,7 @@ def losses_plot(
         raise KeyError("loss_by_source")
     panels = {"source": (4, "loss per token (nats)"), "position": (2, "by place\nin the document")}
     shape = {"height_ratios": [height for height, _ in panels.values()], "sharex": True}
-    figure, axes = _figure((9, 7), len(panels), 1, **shape)
+    figure, axes = new_figure((9, 7), len(panels), 1, **shape)
     for one, (what, (_, label)) in zip(axes, panels.items(), strict=True):
         names = [*lines[-1][f"loss_by_{what}"]]
         names += [n for line in heldout[-1:] for n in line[f"loss_by_{what}"] if n not in names]
@@ -123,7 +119,7 @@ def losses_plot(
         one.legend(frameon=False, fontsize=8, ncols=4)
     axes[0].set_title(f"Loss by source, mean of the last {min(SMOOTHING_STEPS, len(lines))} steps")
     axes[-1].set_xlabel("step")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _curves(
@@ -173,7 +169,7 @@ def dep_balance_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     if all("predicted_seconds_per_rank" in m for m in lines):
         work = "predicted_seconds_per_rank"
         units[work] = "predicted seconds"
-    figure, (*steps_of, right) = _figure((4 + 4.5 * len(units), 4.6), 1, 1 + len(units))
+    figure, (*steps_of, right) = new_figure((4 + 4.5 * len(units), 4.6), 1, 1 + len(units))
     typical = sorted(lines, key=lambda m: _imbalance(m, work)["naive"])[len(lines) // 2]
     for axes, (key, unit) in zip(steps_of, units.items(), strict=True):
         _loads_of_step(axes, typical, key, unit)
@@ -195,7 +191,7 @@ def dep_balance_plot(metrics: Sequence[dict[str, Any]], path: Path) -> None:
     right.set_ylabel("most loaded rank / mean of ranks")
     right.set_title(f"Imbalance in {units[work]} (1 is perfect)")
     right.legend(frameon=False, fontsize=9)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def timeline_plot(trace: dict[str, Any], path: Path) -> None:
@@ -227,17 +223,17 @@ def timeline_plot(trace: dict[str, Any], path: Path) -> None:
     }
     tall = max(1.4 + min(RANK_INCHES, 24 / len(ranks)) * len(ranks), 1.4 + 0.24 * len(phases))
     if any("peak GiB" in e.get("args", {}) for e in events):
-        figure, (left, right) = _figure((13, tall), 1, 2, width_ratios=(4, 1))
+        figure, (left, right) = new_figure((13, tall), 1, 2, width_ratios=(4, 1))
         _peaks(right, [*events, *inside], colours)
     else:
-        figure, (left,) = _figure((11, tall), 1, 1)
+        figure, (left,) = new_figure((11, tall), 1, 1)
         handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
         left.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     around = {e["name"] for e in events if FILLED in e.get("args", {})}
     _bars(left, events, ranks, colours, around)
     _inside(left, inside, events, ranks, colours)
     _exposed(left, [e for e in complete if e.get("cat") == "exposed"], events)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def muonclip_plot(
@@ -255,7 +251,7 @@ def muonclip_plot(
     """
     steps, clipped, skipped = _columns(metrics, "step", "clipped_heads", "skipped_steps")
     shape = {"height_ratios": (4, 1, 2), "sharex": True}
-    figure, (top, middle, bottom) = _figure((9, 7.6), 3, 1, **shape)
+    figure, (top, middle, bottom) = new_figure((9, 7.6), 3, 1, **shape)
     # None, where no document was seen, becomes a gap.
     logits = np.array([line["max_logits"] for line in metrics], dtype=float)
     _logits_of_layers(top, steps, logits, threshold)
@@ -276,7 +272,7 @@ def muonclip_plot(
         bottom.legend(frameon=False, fontsize=8, ncols=5)
     if skipped[-1]:
         bottom.set_title(f"steps skipped: {skipped[-1]:.0f}", fontsize=9, loc="right")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -352,7 +348,7 @@ def _bars(
         axes.barh(row, length, left=start, height=0.7, color=colour)
         if event["dur"] > NUMBERED_SHARE * span and event["name"] not in around:
             middle = start + length / 2
-            ink = "white" if np.mean(to_rgb(colour)) < LIGHT else "#1f2937"
+            ink = ink_on(colour)
             axes.text(middle, row, f"{length:.0f} ms", ha="center", va="center", color=ink)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.set_ylim(len(ranks) - 0.4, -0.6)
@@ -442,7 +438,7 @@ def _peaks(axes: Axes, events: Sequence[dict[str, Any]], colours: dict[str, str]
     axes.set_yticks(range(len(colours)), list(colours))
     for label, colour in zip(axes.get_yticklabels(), colours.values(), strict=True):
         swatch = {"facecolor": colour, "edgecolor": "none", "boxstyle": "square,pad=0.15"}
-        label.set(fontsize=9, color="white" if np.mean(to_rgb(colour)) < LIGHT else "#1f2937")
+        label.set(fontsize=9, color=ink_on(colour))
         label.set_bbox(swatch)
     rows = axes.bbox.height / DPI / PEAK_INCHES  # beside many ranks the lower part stays empty
     axes.set_ylim(max(float(len(colours)), rows) - 0.4, -0.6)
@@ -456,18 +452,3 @@ def _columns(metrics: Sequence[dict[str, Any]], *names: str) -> list[np.ndarray]
     if not metrics:
         raise ValueError("no step has been recorded yet: there is nothing to draw")
     return [np.array([line[name] for line in metrics], dtype=float) for name in names]
-
-
-def _figure(size: tuple[float, float], rows: int, cols: int, **how: Any) -> tuple[Figure, Any]:
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
-    axes = figure.subplots(rows, cols, squeeze=False, **how).ravel()
-    for one in axes:
-        one.spines[["top", "right"]].set_visible(False)
-        one.grid(color="#e5e7eb", linewidth=0.8)
-        one.set_axisbelow(True)
-    return figure, axes
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)

@@ -5,95 +5,59 @@
 Passes of the pipeline cost what `plan --calibrate` measured (`dep.pass_cost`), or else counted
 operations over `dep.flops_per_second` (`dep.pass_costs`), on the timeline that plans work in
 bubbles, too; the exchange of experts between nodes is added. Media cost what the plan of the
-encoder says; a phase takes as long as its slowest rank. No gradient sum is taken to be hidden
-behind the last backward pass. Left out, and told so: stalls of checkpoints and of the loader, and
-the update where `dep.update_cost` is not given.
+encoder says (`step_parts`); storage adds what a save holds the training up, and what the loader is
+late (`step_storage`). Left out, and told so: the update where `dep.update_cost` is not given.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
+from data_pipeline.index.columns import SourceIndex
 from data_pipeline.plan.planner import GlobalPlan, Planner
-from kimi_pretrain.config import ITEMSIZE, Config
-from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
-from kimi_pretrain.dep.pass_costs import (
-    Floats,
-    chunk_parts,
-    pass_seconds,
-    routed_seconds,
-    sharing_ranks,
-    stage_parameters,
-    update_seconds,
-)
+from kimi_pretrain.config import GIB, Config
 from kimi_pretrain.dep.planner import VisionPlanner
-from kimi_pretrain.dep.timeline import Schedule, Timeline, timeline
-from kimi_pretrain.dep.vision_plan import VisionPlan
+from kimi_pretrain.dep.vision_plan import VisionPlan, grids_of
 from kimi_pretrain.reliability.preflight import check_start
-from kimi_pretrain.tools.predict import Progress, busiest_rank_tokens, token_bytes
+from kimi_pretrain.tools.optimizer_division import Division
+from kimi_pretrain.tools.predict import Progress
+from kimi_pretrain.tools.step_parts import StepSeconds, step_seconds
+from kimi_pretrain.tools.step_storage import Reading, Save, StepReads, loader_wait, plan_save
+from kimi_pretrain.tools.text_passes import Traffic, text_pipeline
 
 DAY = 24 * 3600
-# Of an expert layer, forward and backward: numbers of tokens, tokens, their weights, outputs.
-EXCHANGES = 4, 3
 SHARE = 0.05  # of the step from which on a part is worth a word
 
 
 @dataclass(frozen=True)
-class StepSeconds:
-    """Predicted seconds of a step, in parts that add up to it.
+class PlannedSteps:
+    """Plans of a run's first steps, and the indices that they number samples of.
 
-    Attributes:
-        passes: of the pipeline, mean of the stages.
-        imbalance: how much longer the passes of the slowest stage take.
-        bubble: of the slowest stage: the pipeline is longer than its passes by that.
-        vision: of the slowest rank before and behind the pipeline; what runs in bubbles is not
-            counted.
-        exchange: hand-over and hand-back before and behind the pipeline.
-        gradient_sum: of the encoder over all ranks, and of the stage whose sums take longest; and
-            the updated weights on their way back.
-        update: of the busiest rank; 0 where `dep.update_cost` is not given.
+    They are the same for all layouts of as many rows a step.
     """
 
-    passes: float
-    imbalance: float
-    bubble: float
-    vision: float
-    exchange: float
-    gradient_sum: float
-    update: float
-
-    @property
-    def total(self) -> float:
-        """The whole step."""
-        return sum(getattr(self, field.name) for field in fields(self))
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What is told of the traffic between ranks.
-
-    Attributes:
-        network: bytes a second that a rank sends, and receives.
-        latency: seconds of an exchange of a few bytes; counted where passes exchange.
-        expert_imbalance: tokens that come to the busiest rank of an expert group over the mean,
-            of a layer and microbatch: the others wait for it.
-    """
-
-    network: float
-    latency: float = 0.0
-    expert_imbalance: float = 1.0
+    plans: tuple[GlobalPlan, ...]
+    indices: tuple[SourceIndex, ...]
 
 
 @dataclass(frozen=True)
 class StepPredictions:
-    """The first steps of a run; `tokens`: of samples in each, padding left out."""
+    """The first steps of a run.
+
+    Attributes:
+        tokens: of samples in each, padding left out.
+        reads: of each; empty: it is not known where samples lie.
+        save: a checkpoint; None: the run writes none on its own.
+    """
 
     config: Config
     traffic: Traffic
     steps: tuple[StepSeconds, ...]
     tokens: tuple[int, ...]
+    reads: tuple[StepReads, ...]
+    save: Save | None
 
     @property
     def mean(self) -> StepSeconds:
@@ -108,31 +72,16 @@ class StepPredictions:
         return DAY * sum(self.tokens) / sum(step.total for step in self.steps)
 
 
-def predict_steps(
-    config: Config,
-    num_steps: int,
-    traffic: Traffic,
-    progress: Progress = lambda share, what: None,
-) -> StepPredictions:
-    """Predict the first steps of a run of `config`, reading its index under `data.root`.
+def plan_steps(config: Config, num_steps: int, progress: Progress) -> PlannedSteps:
+    """Plan a run's first steps.
 
     Args:
-        traffic: between ranks.
         progress: told the share done and what is being done.
 
     Raises:
-        ValueError: the config's data or layout cannot be planned, or its encoder runs inside the
-            graph of the first stage.
+        ValueError: the config's data cannot be planned, or its encoder runs inside the graph of the
+            first stage.
         StoreError: data.root cannot be read.
-    """
-    return predict_planned(config, plan_steps(config, num_steps, progress), traffic)
-
-
-def plan_steps(config: Config, num_steps: int, progress: Progress) -> list[GlobalPlan]:
-    """Return the plans of a run's first steps: the same for all layouts of as many rows a step.
-
-    Raises:
-        ValueError, StoreError: as in `predict_steps`.
     """
     if config.dep.placement == "colocated":
         raise ValueError(
@@ -146,139 +95,102 @@ def plan_steps(config: Config, num_steps: int, progress: Progress) -> list[Globa
         progress((number - 1) / num_steps, f"step {number}")
         plan, state = planner.plan(state)
         plans.append(plan)
-    return plans
+    return PlannedSteps(tuple(plans), planner.indices)
+
+
+class Visions:
+    """Plans of the encoder's work in some steps, made once for layouts that do not differ in it."""
+
+    def __init__(self, plans: Sequence[GlobalPlan]):
+        self.plans = plans
+        self._found = dict[str, tuple[VisionPlan, ...]]()
+
+    def of(self, config: Config) -> tuple[VisionPlan, ...]:
+        """Return the plans of all steps.
+
+        Raises:
+            ValueError: a layout or a step cannot be planned.
+        """
+        key = _vision_key(config)
+        if key not in self._found:
+            planner = VisionPlanner(config)
+            self._found[key] = tuple(planner.plan(plan) for plan in self.plans)
+        return self._found[key]
+
+
+def _vision_key(config: Config) -> str:
+    """Return what the plan of the encoder's work follows from, of what a search changes."""
+    layout, dep = config.layout, config.dep
+    parts: list[object] = [layout.dp, layout.pp, layout.cp, layout.tp]
+    parts.append(config.train.rows_per_microbatch)
+    if config.in_bubbles():
+        parts += [layout.vpp, layout.stages, dep.keep_activations]
+    if dep.memory_limit_gib is not None:  # which refuses chunks that are too large
+        parts.append(dep.max_patches_per_chunk)
+    return repr(parts)
 
 
 def predict_planned(
-    config: Config, plans: Sequence[GlobalPlan], traffic: Traffic
+    config: Config,
+    plans: Sequence[GlobalPlan],
+    traffic: Traffic,
+    indices: Sequence[SourceIndex] = (),
+    visions: Visions | None = None,
+    division: Division | None = None,
 ) -> StepPredictions:
-    """Predict steps that are planned; arguments and errors as in `predict_steps`."""
-    line, planner, network = text_timeline(config, traffic), VisionPlanner(config), traffic.network
-    steps = tuple(step_seconds(config, line, planner.plan(plan), network) for plan in plans)
-    return StepPredictions(config, traffic, steps, tuple(plan.num_tokens for plan in plans))
-
-
-def text_timeline(config: Config, traffic: Traffic) -> Timeline:
-    """Return when the passes of a replica run with text alone.
-
-    Tokens travel to experts and back while the pass computes where `layout.overlap_experts` has it
-    so, and before and behind it elsewhere.
-    """
-    layout, model = config.layout, config.model.language
-    numbers = config.train.rows_per_microbatch * config.data.seq_len * model.hidden_size
-    sent = numbers * ITEMSIZE[config.train.dtype] / (layout.cp * layout.tp)
-    more = traffic.expert_imbalance if layout.ep > 1 else 1.0
-    moved, layers = more * expert_bytes(config) / traffic.network, chunk_parts(config)[:, 2]
-    waits = layers * traffic.latency * (layout.ep > 1)
-    passes: list[Floats] = []
-    every = zip(pass_seconds(config), routed_seconds(config), EXCHANGES, strict=True)
-    for whole, routed, count in every:
-        seconds, experts = whole + (more - 1) * routed, moved + count * waits
-        overlap = layout.overlap_experts
-        passes.append(np.maximum(seconds, experts) if overlap else seconds + experts)
-    schedule = Schedule(
-        layout.pp, layout.vpp, config.num_microbatches(), ahead=layout.overlap_experts
-    )
-    return timeline(schedule, *passes, send=sent / traffic.network + traffic.latency)
-
-
-def expert_bytes(config: Config) -> Floats:
-    """Return what a rank sends to other nodes in a pass, to experts and back, [virtual stages].
-
-    A copy of each token for each of its experts, which are taken to be drawn evenly: of the ranks
-    of its expert group those on its node get theirs for nothing.
-    """
-    layout, model = config.layout, config.model.language
-    near = min(config.dep.ranks_per_node, layout.ep)
-    tokens = config.train.rows_per_microbatch * config.data.seq_len / (layout.cp * layout.tp)
-    copies = 2 * tokens * model.experts_per_token * (1 - near / layout.ep)
-    layer = copies * model.hidden_size * ITEMSIZE[config.train.dtype]
-    dense = model.num_dense_layers
-    chunks = [sum(one >= dense for one in layers) for layers, _ in config.chunks()]
-    return layer * np.array(chunks, np.float64)
-
-
-def step_seconds(config: Config, line: Timeline, vision: VisionPlan, network: float) -> StepSeconds:
-    """Return the parts of one step.
+    """Predict steps that are planned.
 
     Args:
-        line: of the pipeline with text alone.
-        vision: who encodes what, and in which bubbles.
-        network: bytes a second that a rank sends, and receives.
+        traffic: between ranks, and with storage.
+        indices: that the plans are of; without them nothing is known of the loader.
+        visions: of the plans, if other layouts are predicted, too.
+        division: of the optimizer's state, if it is known.
+
+    Raises:
+        ValueError: the layout or the encoder's work cannot be planned.
     """
-    passes = (line.end - line.start).sum(axis=1)
-    inside = vision.bubbles
-    outside = vision if inside is None else vision.together()
-    seconds = vision_seconds(config, outside)
-    if inside is not None:
-        seconds += inside.plan.upfront + inside.plan.after
-    trained = encoder_weights(config) > 0
-    media = len(vision.tokens) > 0
-    ways = 2 if trained else 1
-    sent = busiest_rank_tokens(outside) * token_bytes(config) if media else 0
-    return StepSeconds(
-        passes=float(passes.mean()),
-        imbalance=float(passes.max() - passes.mean()),
-        bubble=line.total - float(passes.max()),
-        vision=seconds,
-        exchange=ways * sent / network,
-        gradient_sum=backbone_sum_seconds(config, network)
-        + (ring_seconds(config, network) if trained and media else 0.0),
-        update=update_seconds(config),
-    )
+    line, every = text_pipeline(config, traffic).line(), (visions or Visions(plans)).of(config)
+    save = plan_save(config, traffic.host, traffic.storage, traffic.save_stall, division)
+    reading = Reading(config, indices) if indices else None
+    steps, reads = list[StepSeconds](), list[StepReads]()
+    for plan, vision in zip(plans, every, strict=True):
+        if reading is not None:
+            reads.append(reading.of(plan, vision))
+        step = step_seconds(config, line, vision, grids_of(plan), traffic)
+        steps.append(_with_storage(config, step, save, reads[-1:], traffic))
+    tokens = tuple(plan.num_tokens for plan in plans)
+    return StepPredictions(config, traffic, tuple(steps), tokens, tuple(reads), save)
 
 
-def vision_seconds(config: Config, vision: VisionPlan) -> float:
-    """Return the seconds of the slowest rank in both phases of the encoder.
+def _with_storage(
+    config: Config,
+    step: StepSeconds,
+    save: Save | None,
+    reads: Sequence[StepReads],
+    traffic: Traffic,
+) -> StepSeconds:
+    """Return a step with what it waits for storage; `reads`: of this step, if they are known."""
+    if save is not None:
+        assert config.checkpoint.every is not None
+        stall = save.stall(step.total, step.total - step.update)
+        step = replace(step, checkpoint=stall / config.checkpoint.every)
+    late = [loader_wait(config, one.seconds(config, traffic.storage), step.total) for one in reads]
+    return replace(step, loader=sum(late))
 
-    Each rank's backward phase costs a fixed multiple of its forward phase, so one rank is the
-    slowest of both. Activations that `dep.keep_activations` keeps are counted as computed again.
+
+def binding(step: StepSeconds) -> list[tuple[str, float]]:
+    """Return the parts that are no computing of the language model, largest first, each with its
+    share of the step; those below `SHARE` are left out.
     """
-    seconds = vision.predicted_seconds()
-    if config.dep.cost is not None:
-        chunks = np.ceil(vision.patches_per_rank() / config.dep.max_patches_per_chunk)
-        seconds = seconds + config.dep.cost.per_chunk * chunks
-    slowest = float(seconds.max(initial=0.0))
-    forward_alone = "vision_tower" in config.train.frozen
-    return slowest / FORWARDS_PER_STEP if forward_alone else slowest
-
-
-def ring_seconds(config: Config, network: float) -> float:
-    """Return the seconds of a ring that sums the encoder's gradients over all ranks, in float32.
-
-    None of it is taken to be hidden behind the last chunk's backward pass.
-    """
-    ranks = config.layout.world_size()
-    return 2 * 4.0 * encoder_weights(config) * (ranks - 1) / ranks / network
-
-
-def backbone_sum_seconds(config: Config, network: float) -> float:
-    """Return the seconds in which the slowest stage sums its gradients, and gets weights back.
-
-    Gradients go in float32 to the ranks that update them, and the updated weights to all others.
-    """
-    if "language_model" in config.train.frozen:
-        return 0.0
-    moved = 0.0
-    for parameters, ranks in zip(stage_parameters(config), sharing_ranks(config), strict=True):
-        moved = moved + parameters * (ranks - 1) / ranks
-    size = ITEMSIZE[config.train.dtype]
-    return float(np.max(moved)) * (max(4, size) + size) / network
-
-
-def encoder_weights(config: Config) -> int:
-    """Return the trained weights of tower and projector, biases and norms left out (0.2%)."""
-    vision, frozen = config.model.vision, config.train.frozen
-    width, joined = vision.width, 4 * vision.width
-    block = 4 * width * width + 2 * width * vision.mlp_width
-    tower = vision.depth * block + 3 * 14 * 14 * width + vision.pos_grid**2 * width
-    projector = joined * vision.projector_width + vision.projector_width * vision.out_width
-    return tower * ("vision_tower" not in frozen) + projector * ("projector" not in frozen)
+    names = [field.name for field in fields(StepSeconds) if field.name != "passes"]
+    shares = {name: getattr(step, name) / step.total for name in names}
+    ordered = sorted(names, key=lambda name: -shares[name])
+    return [(name, shares[name]) for name in ordered if shares[name] >= SHARE]
 
 
 def advice(found: StepPredictions) -> Iterator[str]:
     """Yield what binds, largest first, and what to change."""
-    config, mean = found.config, found.mean
+    config = found.config
     layout = config.layout
     no_more = config.in_bubbles() or layout.pp == 1  # bubbles are used, or there are none
     mends = {
@@ -290,11 +202,13 @@ def advice(found: StepPredictions) -> Iterator[str]:
         "exchange": "a smaller dep.scope keeps media nearer",
         "gradient_sum": "it is the same for any number of rows: more rows a step make it smaller",
         "update": "it is the same for any number of rows: more rows a step make it smaller",
+        "checkpoint": "a larger checkpoint.every makes it smaller"
+        + ("" if config.checkpoint.asynchronous else ", as does checkpoint.asynchronous=true"),
+        "loader": "storage does not keep up: data.cache reads once for all ranks of a node, a "
+        "smaller data.shard_window longer ranges",
     }
-    shares = {name: getattr(mean, name) / mean.total for name in mends}
-    for name in sorted(mends, key=lambda one: -shares[one]):
-        if shares[name] >= SHARE:
-            yield f"{name.replace('_', ' ')}: {shares[name]:.0%} of the step; {mends[name]}"
+    for name, share in binding(found.mean):
+        yield f"{name.replace('_', ' ')}: {share:.0%} of the step; {mends[name]}"
 
 
 def lines(found: StepPredictions) -> Iterator[str]:
@@ -312,12 +226,43 @@ def lines(found: StepPredictions) -> Iterator[str]:
         yield _row(str(number), step, names)
     yield _row("mean", found.mean, names)
     yield f"{found.tokens_per_day:,.0f} tokens a day"
+    yield from _storage_lines(found)
     yield from advice(found)
-    traffic = found.traffic
-    update = "" if dep.update_cost is not None else "update (give dep.update_cost), "
+    update = "" if dep.update_cost is not None else "; left out: update (give dep.update_cost)"
+    yield f"assumed: {assumed_passes(config)}, {assumed_traffic(found.traffic)}{update}"
+
+
+def _loader_line(found: StepPredictions) -> str:
+    config, storage = found.config, found.traffic.storage
+    sizes = [(one.bytes.sum(), one.bytes.max()) for one in found.reads]
+    counts = [(one.requests.sum(), one.requests.max()) for one in found.reads]
+    (size, most), (requests, asked) = (np.mean(each, axis=0) for each in (sizes, counts))
+    seconds = float(np.mean([one.seconds(config, storage) for one in found.reads]))
+    if storage is None and config.data.requests_per_second is None:
+        told = "whether storage keeps up is not known, give --storage"
+    else:
+        keeps = "does not keep up" if found.mean.loader else "keeps up"
+        told = f"the slowest reads for {seconds:.3g} s, storage {keeps}"
+    return (
+        f"loader: {size / GIB:.3g} GiB in {requests:,.0f} requests a step, at most "
+        f"{most / GIB:.3g} GiB, and {asked:,.0f}, of one node; {told}"
+    )
+
+
+def _storage_lines(found: StepPredictions) -> Iterator[str]:
+    """Yield what is read and written, and whether storage keeps up."""
+    config, save = found.config, found.save
+    if found.reads:
+        yield _loader_line(found)
+    if save is None:
+        yield "checkpoint: none is written on its own, checkpoint.every=null"
+        return
+    writes = "" if save.writing is None else f", written in {save.writing:.3g} s"
+    every = config.checkpoint.every or 1
     yield (
-        f"assumed: {assumed_passes(config)}, {assumed_traffic(traffic)}; left out: "
-        f"{update}checkpoints, loader"
+        f"checkpoint: every {every} steps {save.bytes.sum() / GIB:.3g} GiB, of rank "
+        f"{int(save.bytes.argmax())} the most, {save.bytes.max() / GIB:.3g}, copied in "
+        f"{save.copying:.3g} s{writes}; a save stalls {found.mean.checkpoint * every:.3g} s"
     )
 
 
@@ -325,7 +270,10 @@ def assumed_traffic(traffic: Traffic) -> str:
     """Return in words what is told of the traffic."""
     return (
         f"--network {traffic.network:.3g} bytes/s, --latency {traffic.latency:.3g} s, "
-        f"--expert-imbalance {traffic.expert_imbalance:.3g}"
+        f"--expert-imbalance {traffic.expert_imbalance:.3g}, --node-network {traffic.node:.3g} "
+        f"bytes/s, --device-memory {traffic.memory:.3g} bytes/s, --host {traffic.host:.3g} bytes/s"
+        + ("" if traffic.storage is None else f", --storage {traffic.storage:.3g} bytes/s")
+        + ("" if traffic.save_stall is None else f", --save-stall {traffic.save_stall:.3g} s")
     )
 
 
@@ -349,5 +297,23 @@ def as_json(found: StepPredictions) -> dict[str, Any]:
         "steps": [{**asdict(step), "total": step.total, "tokens": n} for step, n in rows],
         "mean": {**asdict(found.mean), "total": found.mean.total},
         "tokens_per_day": found.tokens_per_day,
+        "loader": [
+            {
+                "bytes": int(one.bytes.sum()),
+                "requests": int(one.requests.sum()),
+                "node_bytes": int(one.bytes.max()),
+                "node_requests": int(one.requests.max()),
+                "seconds": one.seconds(found.config, found.traffic.storage),
+            }
+            for one in found.reads
+        ],
+        "checkpoint": None
+        if found.save is None
+        else {
+            "bytes": int(found.save.bytes.sum()),
+            "rank_bytes": int(found.save.bytes.max()),
+            "copying": found.save.copying,
+            "writing": found.save.writing,
+        },
         "advice": list(advice(found)),
     }

@@ -1,37 +1,54 @@
 """Which layouts of a run's ranks are fastest and fit into memory: `plan --step --search`.
 
-Every pipeline (`layout.pp`, `vpp`, equal chunks) with every number of ranks for the experts is
-priced with the same planned steps, as `plan --step` prices the run's own. The fastest come first;
-each is then asked for the least costly switches of memory with which it fits: what these cost in
-time is not priced. Of a pipeline the fastest that fits is listed. What is left out is counted, with
-the first reason of each kind.
+Every layout that the configuration's checks accept is priced with the same planned steps, as
+`plan --step` prices the run's own: pipelines (`layout.pp`, `vpp`, equal chunks), ranks that share
+rows (`cp`, `tp`), ranks that experts are on. Which settings of memory a layout needs, the plan of
+memory says; of those that suffice the fastest are taken. Settings that change results are left
+alone where others suffice.
+
+No layout is faster than its passes without bubbles between them: so much is known of each without a
+timeline. They are looked at in that order, until no other can be among the best. Of a pipeline with
+its ranks for rows the fastest is listed. What is left out is counted, with the first reason of each
+kind.
 """
 
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
-from kimi_pretrain.config import GIB, Config
-from kimi_pretrain.memory.search import Combination, Layout, cheapest
+from kimi_pretrain.config import GIB, ITEMSIZE, Config
+from kimi_pretrain.dep.cost import FORWARDS_PER_STEP, CostModel
+from kimi_pretrain.dep.pass_costs import update_seconds
+from kimi_pretrain.memory.search import Combination, Layout, Levels
+from kimi_pretrain.memory.states import Sizes, divide_config
 from kimi_pretrain.memory.switches import Change, changed
 from kimi_pretrain.parallel.layout import even_stages
+from kimi_pretrain.tools.optimizer_division import Division
 from kimi_pretrain.tools.predict import Progress
 from kimi_pretrain.tools.predict_step import (
+    PlannedSteps,
     StepPredictions,
-    Traffic,
+    Visions,
     assumed_passes,
     assumed_traffic,
     plan_steps,
     predict_planned,
 )
+from kimi_pretrain.tools.step_parts import backbone_sum_seconds
+from kimi_pretrain.tools.step_storage import FOREVER
+from kimi_pretrain.tools.text_passes import Traffic, text_pipeline
 from typed_config.section import problems
 
 BEST = 10
 CHUNKS = (1, 2, 4, 8)  # on a rank
+# Switches of memory that change results: the balance loss of routers, gradients of experts.
+CHANGING = {"rows_per_microbatch", "fp8_storage"}
 
 
 @dataclass(frozen=True)
@@ -74,8 +91,8 @@ class LayoutSearch:
         own: the run's layout.
         priced: how many layouts can run.
         best: fastest first.
-        left_out: those that cannot run, or do not fit into memory; once `BEST` are found no others
-            are asked for their memory.
+        left_out: those that cannot run, or do not fit into memory; of those that are too slow
+            anyway none is asked for its memory.
     """
 
     own: StepPredictions
@@ -105,78 +122,249 @@ def search_layouts(
     limit = int(config.train.memory_limit_gib * GIB)
     # A run over its limit is refused where it starts; here it is what the search is for.
     config = config.replace(train=config.train.replace(memory_limit_gib=None))
-    plans = plan_steps(config, num_steps, progress)
-    own = predict_planned(config, plans, traffic)
-    priced, left_out = list[tuple[StepPredictions, tuple[Change, ...]]](), LeftOut()
-    for changes in layouts(config, left_out):
+    search = _Search(plan_steps(config, num_steps, progress), traffic, limit, LeftOut())
+    own = search.price(config)
+    media = search.least_media(config)
+    waiting = list[tuple[float, int, tuple[Change, ...], Config]]()
+    for number, changes in enumerate(layouts(config, search.left_out)):
         try:
             other = changed(config, changes)
-            priced.append((predict_planned(other, plans, traffic), changes))
+            bound = least_seconds(other, traffic) + media
+            waiting.append((bound, number, changes, other))
         except ValueError as error:  # it cannot run
-            left_out.add(_named(config, changes), error)
-    priced.sort(key=lambda one: one[0].mean.total)  # stable: as `layouts` has them
-    best = dict[tuple[int, int], Found]()
-    for number, (predicted, changes) in enumerate(priced):
-        progress(number / len(priced), f"memory of layout {number + 1}")
-        pipeline = predicted.config.layout.pp, predicted.config.layout.vpp
-        if pipeline in best:
-            continue
-        _, _, fits = cheapest(Layout.of(predicted.config, changes), limit, None)
-        if fits is None:
-            reason = f"fits train.memory_limit_gib={limit / GIB:g} with no settings"
-            left_out.add(_named(config, changes), reason)
-        else:
-            best[pipeline] = Found(predicted, fits)
-        if len(best) == BEST:
+            search.left_out.add(_named(config, changes), error)
+    waiting.sort(key=lambda one: one[:2])
+    best = dict[tuple[int, ...], Found]()
+    for number, (bound, _, changes, other) in enumerate(waiting):
+        progress(number / len(waiting), f"layout {number + 1} of {len(waiting)}")
+        seconds = sorted(one.predicted.mean.total for one in best.values())
+        if len(seconds) >= BEST and bound >= seconds[BEST - 1]:
             break
+        layout = other.layout
+        kind = layout.pp, layout.vpp, layout.cp, layout.tp
+        if kind in best and bound >= best[kind].predicted.mean.total:
+            continue
+        found = search.fastest(other, changes)
+        if found is not None and (
+            kind not in best or found.predicted.mean.total < best[kind].predicted.mean.total
+        ):
+            best[kind] = found
     if not best:
         raise ValueError(
-            f"plan --search: none of {len(priced)} layouts of {config.layout.world_size()} ranks "
+            f"plan --search: none of {len(waiting)} layouts of {config.layout.world_size()} ranks "
             f"fits train.memory_limit_gib={limit / GIB:g}; raise it, or use more "
             "ranks: `kimi-pretrain plan --memory` says what holds the most"
         )
-    reasons = tuple(left_out.reasons.values())
-    return LayoutSearch(own, len(priced), tuple(best.values()), reasons)
+    ordered = sorted(best.values(), key=lambda one: one.predicted.mean.total)
+    reasons = tuple(search.left_out.reasons.values())
+    return LayoutSearch(own, len(waiting), tuple(ordered[:BEST]), reasons)
+
+
+def least_seconds(config: Config, traffic: Traffic) -> float:
+    """Return seconds that a step of a layout takes at least, whatever of memory is switched.
+
+    Switches make computing longer, but may lessen what waits for the host, and cut microbatches.
+    Media are left out.
+    """
+    pipeline = text_pipeline(config, replace(traffic, host=FOREVER))
+    cuts = config.train.rows_per_microbatch
+    return pipeline.least(cuts) + sums_and_update(config, traffic)
+
+
+def sums_and_update(config: Config, traffic: Traffic) -> float:
+    """Return the seconds behind the pipeline that any step has."""
+    return float(backbone_sum_seconds(config, traffic).max()) + update_seconds(config)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Prices layouts, and fits them into memory."""
+
+    planned: PlannedSteps
+    traffic: Traffic
+    limit: int
+    left_out: LeftOut
+    visions: Visions = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "visions", Visions(self.planned.plans))
+
+    def price(self, config: Config, division: Division | None = None) -> StepPredictions:
+        """Predict the planned steps, as `plan --step` does.
+
+        Reads are counted only where something is known of how fast they are.
+        """
+        known = self.traffic.storage is not None or config.data.requests_per_second is not None
+        plans, indices = self.planned.plans, self.planned.indices if known else ()
+        return predict_planned(config, plans, self.traffic, indices, self.visions, division)
+
+    def least_media(self, config: Config) -> float:
+        """Return the seconds of the encoder at least, evenly on all ranks, outside of bubbles."""
+        if config.in_bubbles():
+            return 0.0
+        model, dep = CostModel.configured(config), config.dep
+        costs = [model.seconds(plan.items.patches).sum() for plan in self.planned.plans]
+        passes = FORWARDS_PER_STEP - (dep.keep_activations == "auto")
+        passes = 1.0 if "vision_tower" in config.train.frozen else passes
+        even = float(np.mean(costs)) / config.layout.world_size()
+        return even * passes / FORWARDS_PER_STEP
+
+    def fastest(self, config: Config, changes: tuple[Change, ...]) -> Found | None:
+        """Return a layout with the settings of memory with which it is fastest; None: none fits.
+
+        Settings that change results are tried only where no others fit.
+        """
+        layout, sizes = Layout.of(config, changes), Sizes.of(config)
+        division, found = None, None
+        for changing in (False, True) if max(_lasting(config, sizes)) <= self.limit else ():
+            tried = sorted(self._tried(layout, changing=changing), key=lambda one: one.order)
+            # By the mean of the optimizer's state first: the fullest rank has more.
+            if any(self._fitting(layout, one, None, sizes) for one in tried):
+                division = division or divide_config(config)
+                try:
+                    found = self._fastest_of(layout, tried, division, sizes)
+                except ValueError as error:
+                    self.left_out.add(_named(config, changes), error)
+                    return None
+            if found is not None:
+                return found
+        reason = f"fits train.memory_limit_gib={self.limit / GIB:g} with no settings"
+        self.left_out.add(_named(config, changes), reason)
+        return None
+
+    def _tried(self, layout: Layout, *, changing: bool) -> Iterator["_Tried"]:
+        """Yield the combinations of switches that can run, with what is known of each."""
+        for taken in _combinations(layout, changing=changing):
+            try:
+                config = layout.with_levels(taken)
+            except ValueError:
+                continue
+            pipeline = text_pipeline(config, self.traffic).line().total
+            rest = sums_and_update(config, self.traffic) + self.least_media(config)
+            yield _Tried(taken, config, pipeline, pipeline + rest)
+
+    def _fitting(
+        self, layout: Layout, one: "_Tried", division: Division | None, sizes: Sizes
+    ) -> Combination | None:
+        planned = layout.plan(one.taken, division, sizes)
+        return None if planned is None or planned.fullest.peak > self.limit else planned
+
+    def _fastest_of(
+        self, layout: Layout, tried: Sequence["_Tried"], division: Division, sizes: Sizes
+    ) -> Found | None:
+        """Return the fastest combination that fits; `tried`: by their bounds.
+
+        Of two whose passes take as long one that only has more switches is not faster.
+        """
+        best, priced = None, list[_Tried]()
+        for one in tried:
+            if best is not None and one.bound >= best.predicted.mean.total:
+                break
+            if any(one.pipeline == other.pipeline and other.is_part_of(one) for other in priced):
+                continue
+            fits = self._fitting(layout, one, division, sizes)
+            if fits is None:
+                continue
+            priced.append(one)
+            predicted = self.price(one.config, division)
+            if best is None or predicted.mean.total < best.predicted.mean.total:
+                best = Found(predicted, fits)
+        return best
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A combination of switches.
+
+    Attributes:
+        pipeline: seconds of the passes with text alone.
+        bound: seconds that a step takes at least.
+    """
+
+    taken: Levels
+    config: Config
+    pipeline: float
+    bound: float
+
+    @property
+    def order(self) -> tuple[float, int, Levels]:
+        """The fastest first; of equal ones that with fewer switches, and milder ones."""
+        return self.bound, sum(self.taken), self.taken
+
+    def is_part_of(self, other: "_Tried") -> bool:
+        """Whether the other has all its switches."""
+        return all(a <= b for a, b in zip(self.taken, other.taken, strict=True))
+
+
+def _lasting(config: Config, sizes: Sizes) -> Iterator[int]:
+    """Yield what a rank of each stage holds in every phase at least, whatever is switched."""
+    item, trained = ITEMSIZE[config.train.dtype], "language_model" not in config.train.frozen
+    for stage, state in zip(sizes.stages, sizes.state, strict=True):
+        weights, (encoder, trained_encoder) = sum(stage), sizes.encoder
+        gradients = max(4, item) * (weights * trained + trained_encoder)
+        yield item * (weights + encoder) + gradients + state
+
+
+def _combinations(layout: Layout, *, changing: bool) -> Iterator[Levels]:
+    """Yield the levels of switches; `changing`: those alone with switches of `CHANGING`.
+
+    Passes that were measured with another number of rows cannot be told for single ones.
+    """
+    cost = layout.config.dep.pass_cost
+    known = cost is None or cost.rows is not None
+    keys = [levels[0].key for levels in layout.levels]
+    ranges: list[range] = []
+    for key, levels in zip(keys, layout.levels, strict=True):
+        taken = (changing or key not in CHANGING) and (known or key != "rows_per_microbatch")
+        ranges.append(range(len(levels) + 1 if taken else 1))
+    for taken in product(*ranges):
+        if changing == any(n and key in CHANGING for n, key in zip(taken, keys, strict=True)):
+            yield taken
 
 
 def _named(config: Config, changes: tuple[Change, ...]) -> str:
     """Return a layout in words."""
     layout = config.layout
-    values = {key: getattr(layout, key) for key in ("pp", "vpp", "dp", "ep")}
+    values = {key: getattr(layout, key) for key in ("pp", "vpp", "dp", "cp", "tp", "ep")}
     values |= {one.key: one.value for one in changes if one.key in values}
     return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
 def layouts(config: Config, left_out: LeftOut) -> Iterator[tuple[Change, ...]]:
-    """Yield what makes each layout of as many ranks of the run's own: pipelines, then experts.
+    """Yield what makes each layout of as many ranks of the run's own.
 
-    Other pipelines than the run's have a power of two of stages and equal chunks; experts are on a
-    power of two of ranks, the fewest first.
+    Other pipelines than the run's have a power of two of stages and equal chunks; rows are shared
+    by powers of two of ranks, and experts are on one, the fewest first.
 
     Args:
         left_out: counts pipelines with more chunks than there are layers for.
     """
-    layout = config.layout
-    ranks = layout.pp * layout.dp
+    layout, ranks = config.layout, config.layout.world_size()
+    powers = [2**power for power in range(ranks.bit_length())]
     pipelines = [(layout.pp, layout.vpp)]
-    for pp in (2**power for power in range(ranks.bit_length())):
+    for pp in powers:
         pipelines += [(pp, vpp) for vpp in (CHUNKS if pp > 1 else (1,)) if ranks % pp == 0]
+    shared = dict.fromkeys([(layout.cp, layout.tp), *product(powers, powers)])
     for pp, vpp in dict.fromkeys(pipelines):
-        dp, stages = ranks // pp, layout.stages
+        stages = layout.stages
         if (pp, vpp) != (layout.pp, layout.vpp):
             try:
                 stages = even_stages(config.model.language.num_layers, pp * vpp)
             except ValueError as error:
                 left_out.add(f"pp {pp}, vpp {vpp}", error)
                 continue
-        most = dp * layout.cp * layout.tp
-        for ep in (2**power for power in range(most.bit_length())):
-            values = {"pp": pp, "vpp": vpp, "dp": dp, "ep": ep, "stages": stages}
-            yield tuple(
-                Change("layout", key, value)
-                for key, value in values.items()
-                if value != getattr(layout, key)
-            )
+        for cp, tp in shared:
+            if ranks % (pp * cp * tp):
+                continue
+            values = {"pp": pp, "vpp": vpp, "dp": ranks // (pp * cp * tp), "cp": cp, "tp": tp}
+            for ep in powers:
+                if ep > ranks // pp:
+                    break
+                yield tuple(
+                    Change("layout", key, value)
+                    for key, value in {**values, "ep": ep, "stages": stages}.items()
+                    if value != getattr(layout, key)
+                )
 
 
 def lines(found: LayoutSearch) -> Iterator[str]:
@@ -197,10 +385,7 @@ def lines(found: LayoutSearch) -> Iterator[str]:
         yield f"left out: {sum(one.count for one in found.left_out)} layouts"
     for one in found.left_out:
         yield f"{one.count:4d} such as {one.layout}: {one.reason}"
-    yield (
-        f"assumed: {assumed_passes(config)}, {assumed_traffic(found.own.traffic)}; what the "
-        "settings of memory cost is not priced"
-    )
+    yield f"assumed: {assumed_passes(config)}, {assumed_traffic(found.own.traffic)}"
 
 
 def as_json(found: LayoutSearch) -> dict[str, Any]:

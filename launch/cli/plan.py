@@ -12,8 +12,10 @@ from launch.local.user_errors import one_line_errors
 
 if TYPE_CHECKING:
     from kimi_pretrain.config import Config
+    from kimi_pretrain.tools.text_passes import Traffic
 
 
+PLANNED, SEARCHED = 8, 2  # steps
 NETWORK = 40e9  # bytes/s: a 400 Gbit/s port for each GPU, less a fifth
 
 
@@ -47,10 +49,35 @@ def plan(
             help="With --step: tokens of the busiest rank's experts over the mean (1).", min=1.0
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to plan, from the first.")] = 8,
+    node_network: Annotated[
+        float | None,
+        typer.Option(help="With --step: bytes a second inside a node (360e9).", min=1.0),
+    ] = None,
+    device_memory: Annotated[
+        float | None,
+        typer.Option(help="With --step: bytes a second of a device's memory (2.5e12).", min=1.0),
+    ] = None,
+    host: Annotated[
+        float | None,
+        typer.Option(help="With --step: bytes a second from device to host memory (40e9).", min=1),
+    ] = None,
+    storage: Annotated[
+        float | None,
+        typer.Option(help="With --step: bytes a second that a node reads, or writes.", min=1.0),
+    ] = None,
+    save_stall: Annotated[
+        float | None,
+        typer.Option(help="With --step: seconds that a save stalls, as measured.", min=0.0),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps to plan, from the first (8; --search: 2).")
+    ] = None,
     max_seconds: Annotated[
         float, typer.Option(min=1.0, help="Bound on the timing of --calibrate.")
     ] = 60.0,
+    draw: Annotated[
+        Path | None, typer.Option(help="With --step: a picture of the slowest step, .png or .svg.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the JSON object.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -76,17 +103,22 @@ def plan(
 
     With --step it predicts the seconds of whole steps instead: the pipeline's passes
     and bubbles, what of the encoder lies outside them, its exchange, gradient sums,
-    the update, tokens a day, and what binds. Passes and update are those that
-    --calibrate measured; without, passes are counted operations at
-    dep.flops_per_second and the update is left out. With --search too it prices
-    other pipelines of as many ranks and lists the ten fastest that fit into
-    train.memory_limit_gib, with the settings to paste.
+    the update, stalls of checkpoints, bytes and requests of the loader and whether
+    storage keeps up (--storage, data.requests_per_second), tokens a day, and what
+    binds. Passes and update are those that --calibrate measured; without, passes are
+    counted operations at dep.flops_per_second and the update is left out. --draw
+    writes a picture of the slowest of these steps, a lane for each stage; its
+    intervals are in the JSON object as well. With --search too it prices other
+    layouts of as many ranks (pp, vpp, cp, tp, ep) and the settings of memory that
+    each needs, and lists the ten fastest that fit into train.memory_limit_gib, with
+    the settings to paste.
 
     \b
     kimi-pretrain plan --config configs/kimi_k25_1t.yaml \\
         data.root=s3://bucket/corpus --steps 20
     kimi-pretrain plan --config kimi_k25_1t --memory train.memory_limit_gib=72
     kimi-pretrain plan --config my.yaml --step layout.vpp=4 dep.bubbles=all
+    kimi-pretrain plan --config my.yaml --step --draw step.svg
     kimi-pretrain plan --config my.yaml --step --search train.memory_limit_gib=72
     kimi-pretrain plan --config tiny_cpu --calibrate --max-seconds 30
     kimi-pretrain plan --config my.yaml --calibrate --json --out cost.json
@@ -104,19 +136,27 @@ def plan(
         traffic = {
             name: value
             for name, value in (
-                ("network", network), ("latency", latency), ("expert_imbalance", expert_imbalance)
+                ("network", network), ("latency", latency), ("expert_imbalance", expert_imbalance),
+                ("node_network", node_network), ("device_memory", device_memory),
+                ("host", host), ("storage", storage), ("save_stall", save_stall),
             )
             if value is not None
         }  # fmt: skip
         if traffic and not step:
             given = ", ".join(f"--{name.replace('_', '-')}" for name in traffic)
             raise ValueError(f"{given} without --step: no other plan asks what is sent; give both")
-        if out is not None and not out.parent.is_dir():
-            raise ValueError(f"--out {out}: there is no folder {out.parent}")
+        for option, file in (("--out", out), ("--draw", draw)):
+            if file is not None and not file.parent.is_dir():
+                raise ValueError(f"{option} {file}: there is no folder {file.parent}")
+        if draw is not None:
+            _check_drawing(draw, step=step, search=search)
+        steps = steps or (SEARCHED if search else PLANNED)
         if memory:
             result = _plan_memory(loaded)
+        elif search:
+            result = _search(loaded, steps, traffic)
         elif step:
-            result = (_search if search else _predict_steps)(loaded, steps, traffic)
+            result = _predict_steps(loaded, steps, traffic, draw)
         else:
             result = _calibrate(loaded, max_seconds) if calibrate else _predict(loaded, steps)
         if out is not None:
@@ -159,22 +199,50 @@ def _plan_memory(config: "Config") -> dict[str, Any]:
     return _told(memory_report, found)
 
 
-def _predict_steps(config: "Config", steps: int, traffic: dict[str, float]) -> dict[str, Any]:
-    from kimi_pretrain.tools import predict_step
+def _traffic(given: dict[str, float]) -> "Traffic":
+    from kimi_pretrain.tools.text_passes import Traffic
+
+    names = {"node_network": "node", "device_memory": "memory"}
+    told = {names.get(name, name): value for name, value in given.items()}
+    return Traffic(**{"network": NETWORK, **told})
+
+
+def _check_drawing(file: Path, *, step: bool, search: bool) -> None:
+    from kimi_pretrain.tools.step_plot import FORMATS
+
+    if not step:
+        raise ValueError(f"--draw {file} without --step: it is a step that is drawn; give both")
+    if search:
+        raise ValueError(f"--draw {file} with --search: draw a layout that it finds, without it")
+    if file.suffix not in FORMATS:
+        raise ValueError(f"--draw {file}: expected a name that ends in {' or '.join(FORMATS)}")
+
+
+def _predict_steps(
+    config: "Config", steps: int, traffic: dict[str, float], draw: Path | None
+) -> dict[str, Any]:
+    from kimi_pretrain.tools import predict_step, step_lanes
     from launch.cli.progress import share_bar
 
-    told = predict_step.Traffic(**{"network": NETWORK, **traffic})
+    told = _traffic(traffic)
     with share_bar("planning") as progress:
-        found = predict_step.predict_steps(config, steps, told, progress)
-    return _told(predict_step, found)
+        plans = predict_step.plan_steps(config, steps, progress)
+        found = predict_step.predict_planned(config, plans.plans, told, plans.indices)
+        lanes = step_lanes.slowest_step(found, plans.plans)
+    result = _told(predict_step, found) | {"drawn": step_lanes.as_json(lanes)}
+    if draw is not None:
+        from kimi_pretrain.tools.step_plot import step_plot
+
+        step_plot(lanes, draw)
+        typer.echo(f"wrote {draw} (step {lanes.step}, the slowest)")
+    return result
 
 
 def _search(config: "Config", steps: int, traffic: dict[str, float]) -> dict[str, Any]:
     from kimi_pretrain.tools import search_layouts
-    from kimi_pretrain.tools.predict_step import Traffic
     from launch.cli.progress import share_bar
 
-    told = Traffic(**{"network": NETWORK, **traffic})
+    told = _traffic(traffic)
     with share_bar("searching") as progress:
         found = search_layouts.search_layouts(config, steps, told, progress)
     return _told(search_layouts, found)

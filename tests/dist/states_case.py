@@ -13,8 +13,8 @@ BUDGET = 1024  # bytes that are sent at a time, so that every exchange goes in r
 
 
 def states(run) -> list[dict[str, Any]]:
-    """Take a step; return, of each rank, its stage and the bytes of all storages of weights,
-    gradients and optimizer state.
+    """Take a step; return, of each rank, its stage, the bytes of all storages of weights,
+    gradients and optimizer state, and those of every tensor that it has for a checkpoint.
     """
     backbone, encoder, optimizer = run.backbone, run.encoder, run.update.optimizer
     run.train_step.run(next(run.loader))
@@ -33,7 +33,8 @@ def states(run) -> list[dict[str, Any]]:
         ],
     }
     sizes = {kind: sum(_storages(tensors).values()) for kind, tensors in kinds.items()}
-    return run.mesh.all_gather_object({"stage": run.mesh.stage, **sizes})
+    saved = {name: tensor.nbytes for name, tensor in run.tensors().items()}
+    return run.mesh.all_gather_object({"stage": run.mesh.stage, "saved": saved, **sizes})
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -7,9 +7,12 @@ import json
 
 import pytest
 
+from kimi_pretrain.checkpoint.sharding import assign_writers
 from kimi_pretrain.config import load_config
 from kimi_pretrain.memory.plan import plan_memory
+from kimi_pretrain.memory.states import divide_config
 from kimi_pretrain.optim.config import GROUPS
+from kimi_pretrain.tools.step_storage import checkpoint_bytes
 from tests import ROOT, fork_server
 from tests.dist.jobs import SMALL, layout, run_jobs
 from tests.dist.states_case import BUDGET
@@ -229,6 +232,22 @@ def test_states_of_the_plan_are_those_of_a_real_job(name, jobs):
         assert max(held["optimizer"] for held in ranks.values()) == stage.optimizer
         assert ranks[stage.rank]["optimizer"] == stage.optimizer
         assert (stage.optimizer > 0) == (stage.gradients > 0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_rank_writes_as_much_of_a_checkpoint_as_is_planned(name, jobs):
+    """By the writers that a save chooses among those who hold a tensor, to the byte."""
+    config = load_config("tiny_cpu", [*SMALL, *LAYOUTS[name]])
+    small = ("e_score_correction_bias", "optim.step")  # told to be left out
+    held = [
+        {name: size for name, size in rank["saved"].items() if not name.endswith(small)}
+        for rank in jobs[name]
+    ]
+    written = [0] * 4
+    for tensor, rank in assign_writers(held).items():
+        written[rank] += held[rank][tensor]
+    assert checkpoint_bytes(config, divide_config(config)).tolist() == written
+    assert min(written) > 0
 
 
 def test_the_exchange_takes_what_the_plan_counts(jobs):

@@ -17,7 +17,7 @@ from benchmarks.sim.study import SCHEMES, Case, Scheme, config_of, run
 from kimi_pretrain.dep.bubble_check import check
 from kimi_pretrain.dep.bubble_plan import Filling, plan_bubbles
 from kimi_pretrain.dep.pass_costs import active_parameters, chunk_flops
-from kimi_pretrain.tools.predict_step import encoder_weights
+from kimi_pretrain.tools.step_parts import encoder_weights
 from moonvit3d.geometry import PatchLimits
 
 # The model ----------------------------------------------------------------------------------------

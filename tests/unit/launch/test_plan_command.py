@@ -7,69 +7,27 @@ import sys
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from data_pipeline.index.manifest import read_index
-from data_pipeline.plan.planner import Planner
-from data_pipeline.store.open import FolderStore
 from kimi_pretrain.config import load_config
 from kimi_pretrain.dep.pass_costs import active_parameters, chunk_flops
-from kimi_pretrain.dep.planner import VisionPlanner
-from kimi_pretrain.memory.plan import plan_memory
 from launch.cli.main import app
 from moonvit3d.memory import activation_bytes
 from moonvit3d.model import VisionEncoder
 from moonvit3d.packing import chunks
-
-runner = CliRunner()
-SMALL = (
-    "data.sources={pictures: 1.0, words: 1.0}", "data.tokenizer=tokenizer.tiktoken",
-    "data.vision_token_ratio=0.2", "data.seq_len=128", "data.rows_per_step=8",
-    "data.pack_window=64", "data.schedule=[]", "data.max_epochs={}", "data.augment={}",
-    "data.cache=null", "data.limits={image: 256, frame: 64}", "train.rows_per_microbatch=1",
-    "dep={max_patches_per_chunk: 4096, ranks_per_node: 2}",
-    "dep.cost={per_patch: 6.0e-5, per_patch_squared: 8.0e-8, per_item: 1.5e-4}",
-)  # fmt: skip
-NO_MEDIA = ("data.sources={words: 1.0}", "data.vision_token_ratio=null")
-# tiny_cpu's layout: 2 stages x 2 replicas, ranks 0 and 1 are the first stage.
-RANKS, REPLICAS = 4, 2
-
-
-def run(root, *arguments: str, config: str = "tiny_cpu", code: int = 0):
-    given = ["plan", "--config", config, *SMALL, f"data.root={root}", *arguments]
-    result = runner.invoke(app, given)
-    assert result.exit_code == code, result.output
-    return result
-
-
-def found_by(root, *arguments: str, **options) -> dict:
-    return json.loads(run(root, "--json", *arguments, **options).stdout.splitlines()[-1])
-
-
-def plans_of(root, steps: int, *overrides: str):
-    """The plans that the training's own planners make, step after step."""
-    config = load_config("tiny_cpu", [*SMALL, *overrides])
-    store = FolderStore(root)
-    planner = Planner([read_index(store, name) for name in config.data.source_names], config.data)
-    state, vision = planner.state_dict(), VisionPlanner(config)
-    for _ in range(steps):
-        plan, state = planner.plan(state)
-        yield plan, vision.plan(plan)
-
-
-def cost(patches: int) -> float:
-    return 6e-5 * patches + 8e-8 * patches**2 + 1.5e-4
-
-
-def seconds_of(patches, ranks, parts=None) -> list[float]:
-    """Seconds of each rank, by a loop over items; shared items at 85% of the speed."""
-    seconds = [0.0] * RANKS
-    for i, size in enumerate(patches):
-        many = 1 if parts is None else int(parts[i])
-        for member in range(many):
-            slower = many * 0.85 if many > 1 else 1.0
-            seconds[int(ranks[i]) + member] += cost(int(size)) / slower
-    return seconds
+from tests.unit.launch.plan_command import (
+    NO_MEDIA,
+    RANKS,
+    REPLICAS,
+    SMALL,
+    STAGES_OF_TWO,
+    cost,
+    found_by,
+    one_line_error,
+    plans_of,
+    run,
+    runner,
+    seconds_of,
+)
 
 
 @pytest.mark.parametrize("overrides", [(), ("dep.max_split=2",)], ids=["whole", "split"])
@@ -245,12 +203,6 @@ def test_the_file_holds_what_is_printed(root, tmp_path):
     assert file.read_text() == printed + "\n"
 
 
-def one_line_error(result) -> str:
-    assert result.stdout == ""
-    (line,) = [x for x in result.stderr.splitlines() if x.startswith("error: ")]
-    return line
-
-
 def test_errors_are_one_line(root, tmp_path):
     assert str(tmp_path / "nope") in one_line_error(run(tmp_path / "nope", code=2))
     missing = run(root, "data.sources={pictures: 1.0, maps: 1.0}", code=2)
@@ -320,9 +272,6 @@ def sums_of_two(config, network: float) -> float:
     return max(stages) / 2 * (4 + 4) / network
 
 
-STAGES_OF_TWO = ("layout.vpp=1", "layout.stages=null", "data.rows_per_step=16")
-
-
 @pytest.mark.parametrize("frozen", ["[]", "[vision_tower]", "[vision_tower, projector]"])
 def test_seconds_of_a_step_are_those_of_plain_loops(root, frozen):
     """Every part against the step written out by hand, with a network slow enough to matter."""
@@ -389,7 +338,8 @@ def test_bubbles_take_vision_work_out_of_a_step(root):
 
 
 def test_a_step_says_what_binds(root):
-    found = found_by(root, "--step", "--steps", "1", *STAGES_OF_TWO, "dep.flops_per_second=1e13")
+    fast = "dep.flops_per_second=1e13", "data.requests_per_second=null"
+    found = found_by(root, "--step", "--steps", "1", *STAGES_OF_TWO, *fast)
     assert "dep.bubbles=all" in found["advice"][0]  # media are nearly all of it
     found = found_by(root, "--step", "--steps", "1", *STAGES_OF_TWO, "dep.flops_per_second=1e7")
     assert not any("dep.bubbles" in line for line in found["advice"])
@@ -414,40 +364,6 @@ def test_a_step_that_cannot_be_predicted_is_one_line(root, arguments, words):
     assert words in result.output
 
 
-def test_the_search_lists_what_trying_every_layout_by_hand_finds(root):
-    slow = ("data.rows_per_step=16", "dep.flops_per_second=1e9", "train.memory_limit_gib=1")
-    found = found_by(root, "--step", "--search", "--steps", "2", *slow)
-    seconds = [one["seconds"] for one in found["best"]]
-    assert seconds == sorted(seconds)
-    tried = {}
-    for pp, vpp in ((1, 1), (2, 1), (2, 2), (4, 1)):
-        sizes = f"layout.pp={pp}", f"layout.vpp={vpp}", f"layout.dp={RANKS // pp}"
-        layout = (*sizes, "layout.ep=1", "layout.stages=null")  # four layers
-        tried[pp, vpp] = found_by(root, "--step", "--steps", "2", *slow, *layout)["mean"]["total"]
-    for one in found["best"]:
-        again = found_by(root, "--step", "--steps", "2", *slow, *one["settings"])
-        assert again["mean"]["total"] == pytest.approx(one["seconds"], rel=1e-12)
-        assert again["tokens_per_day"] == pytest.approx(one["tokens_per_day"], rel=1e-12)
-        config = load_config("tiny_cpu", [*SMALL, *slow, f"data.root={root}", *one["settings"]])
-        assert plan_memory(config).fullest.peak == one["bytes"] <= 2**30
-    pipelines = {(pp, vpp) for pp in (1, 2, 4) for vpp in ((1, 2, 4, 8) if pp > 1 else (1,))}
-    assert found["priced"] + sum(one["count"] for one in found["left_out"]) >= len(pipelines)
-    assert any("4 layers do not divide over 8" in one["reason"] for one in found["left_out"])
-    assert found["own_seconds"] in seconds
-    assert min(seconds) <= min(tried.values()) * (1 + 1e-9)
-    assert found["priced"] >= len(tried)
-
-
-def test_the_search_finds_what_fits_where_the_run_itself_does_not(root):
-    arguments = ("--step", "--search", "--steps", "1", "data.rows_per_step=16")
-    own = plan_memory(load_config("tiny_cpu", [*SMALL, "data.rows_per_step=16"])).fullest.peak
-    limit = (own - 1) / 2**30
-    best = found_by(root, *arguments, f"train.memory_limit_gib={limit!r}")["best"]
-    assert best
-    assert all(0 < one["bytes"] < own for one in best)
-    assert all(one["settings"] for one in best)  # the run as it is, is not among them
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tokens_travel_to_experts_on_other_nodes(root, overlap):
     """Half of two ranks' tokens, each to two experts and back; beside the pass with overlap."""
@@ -468,32 +384,6 @@ def test_tokens_travel_to_experts_on_other_nodes(root, overlap):
     if overlap:
         assert (forward < moved).any()
         assert (2 * forward > moved).any()
-
-
-def test_the_search_counts_what_it_leaves_out_and_says_why(root):
-    """Against trying each layout by hand: of two rows a step, four replicas have none."""
-    own = ("layout.vpp=1", "layout.stages=null", "data.rows_per_step=2")
-    result = run(root, "--step", "--search", "--steps", "1", *own, "train.memory_limit_gib=1")
-    *lines, last = run(
-        root, "--step", "--search", "--steps", "1", "--json", *own, "train.memory_limit_gib=1"
-    ).output.splitlines()
-    found = json.loads(last)["left_out"]
-    told = [line for line in result.output.splitlines() if " such as pp " in line]
-    for line, one in zip(told, found, strict=True):
-        assert line == f"{one['count']:4d} such as {one['layout']}: {one['reason']}"
-    cannot = 5  # pipelines of 8 chunks and more, of four layers
-    for pp, vpp, dp in ((1, 1, 4), (2, 1, 2), (2, 2, 2), (4, 1, 1)):
-        for ep in (1, 2, 4)[: dp.bit_length()]:
-            layout = f"layout.pp={pp}", f"layout.vpp={vpp}", f"layout.dp={dp}", f"layout.ep={ep}"
-            try:
-                load_config("tiny_cpu", [*SMALL, *own, *layout])
-            except ValueError:
-                cannot += 1
-    assert f"left out: {cannot} layouts" in lines
-    assert sum(one["count"] for one in found) == cannot > 5
-    reasons = " ".join(one["reason"] for one in found)
-    assert "do not divide over 8 chunks" in reasons
-    assert "data.rows_per_step=2 is not a multiple of layout.dp=4" in reasons
 
 
 MEASURED = (
@@ -521,7 +411,9 @@ def test_measured_passes_and_updates_take_the_place_of_counted_ones(root):
     assert step["total"] == pytest.approx(pipeline + level, rel=1e-3)
     table = run(root, "--step", "--steps", "1", *given).output
     assert "passes as measured" in table
-    assert "left out: checkpoints" in table
+    assert "left out" not in table
+    table = run(root, "--step", "--steps", "1", *given, "dep.update_cost=null").output
+    assert "left out: update (give dep.update_cost)" in table
     alone = found_by(root, "--step", "--steps", "1", *given, "optim.shard_state=false")
     assert alone["mean"]["update"] == pytest.approx(2 * 0.7 + 0.3 + 2 * 4 * 0.11 + 2.9)
     little = MEASURED[1].replace("encoder: 2.9", "encoder: 0.0")

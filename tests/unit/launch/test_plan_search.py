@@ -1,0 +1,204 @@
+"""`plan --step --search` against trying every layout and every setting by hand."""
+
+import json
+from itertools import product
+
+import pytest
+import yaml
+
+from data_pipeline.index.manifest import read_index
+from data_pipeline.plan.planner import Planner
+from data_pipeline.store.open import FolderStore
+from kimi_pretrain.config import load_config
+from kimi_pretrain.memory.plan import plan_memory
+from kimi_pretrain.tools.predict_step import predict_planned
+from kimi_pretrain.tools.text_passes import Traffic
+from tests.unit.launch.plan_command import RANKS, SMALL, found_by, run
+
+TRAFFIC = Traffic(1e7, node=2e7, memory=1e9, host=2e7)
+TOLD = ("--network=1e7", "--node-network=2e7", "--device-memory=1e9", "--host=2e7")
+SEARCH = ("--step", "--search", "--steps", "2", *TOLD)
+# So that there are few settings to try: media in chunks that cannot be smaller.
+SLOW = ("data.rows_per_step=16", "data.seq_len=1024", "dep.flops_per_second=1e9",
+        "dep.max_patches_per_chunk=448", "data.requests_per_second=null",
+        "train.offload_min_mib=0", "dep.exchange_budget_mib=1")  # fmt: skip
+NEUTRAL = {
+    "train.recompute": "[norms,swiglu,mla_up]", "train.offload": "true",
+    "dep.offload_outputs": "true", "dep.keep_activations": "none",
+}  # fmt: skip
+
+
+def every_layout():
+    """All layouts of four ranks, by loops over powers of two; some of them cannot run."""
+    powers = (1, 2, 4)
+    for pp, vpp, cp, tp, ep in product(powers, (1, 2, 4, 8), powers, powers, powers):
+        if pp * cp * tp <= RANKS and (pp > 1 or vpp == 1) and ep <= RANKS // pp:
+            yield {"pp": pp, "vpp": vpp, "dp": RANKS // (pp * cp * tp), "cp": cp, "tp": tp,
+                   "ep": ep}  # fmt: skip
+
+
+def tried_by_hand(root, limit: float, own: tuple[str, ...], switches: tuple[str, ...]) -> dict:
+    """Kind of layout -> least seconds of all its experts' layouts and settings that fit."""
+    given = (*SMALL, *own, f"data.root={root}")
+    config, store = load_config("tiny_cpu", given), FolderStore(root)
+    indices = [read_index(store, name) for name in config.data.source_names]
+    planner = Planner(indices, config.data)
+    state, plans = planner.state_dict(), []
+    for _ in range(2):
+        plan, state = planner.plan(state)
+        plans.append(plan)
+    best: dict[tuple[int, ...], float] = {}
+
+    def tried(layout: dict, settings: dict) -> float | None:
+        try:
+            one = config.replace(
+                layout=config.layout.replace(**layout),
+                train=config.train.replace(**settings.get("train", {})),
+                dep=config.dep.replace(**settings.get("dep", {})),
+            )
+            if plan_memory(one).fullest.peak <= limit * 2**30:
+                return predict_planned(one, plans, TRAFFIC).mean.total
+        except ValueError:
+            pass
+        return None
+
+    for layout in every_layout():
+        for coded in (False, True):  # the second where nothing else fits
+            found = []
+            for taken in product((False, True), repeat=len(switches)):
+                settings: dict[str, dict] = {"train": {"fp8_storage": coded}}
+                for key in (key for key, on in zip(switches, taken, strict=True) if on):
+                    section, name = key.split(".")
+                    settings.setdefault(section, {})[name] = yaml.safe_load(NEUTRAL[key])
+                found.append(tried(layout, settings))
+            if any(found):
+                break
+        kind = layout["pp"], layout["vpp"], layout["cp"], layout["tp"]
+        best[kind] = min([*filter(None, found), best.get(kind, float("inf"))])
+    return {kind: seconds for kind, seconds in best.items() if seconds < float("inf")}
+
+
+def peaks(*overrides: str) -> float:
+    """GiB of the fullest rank."""
+    return plan_memory(load_config("tiny_cpu", [*SMALL, *overrides])).fullest.peak / 2**30
+
+
+def check_found(root, found: dict, own: tuple[str, ...], limit: float) -> None:
+    """What is listed can be pasted: `--step` and the plan of memory say the same of it."""
+    for one in found["best"]:
+        again = found_by(root, "--step", "--steps", "2", *TOLD, *own, *one["settings"])
+        assert again["mean"]["total"] == pytest.approx(one["seconds"], rel=1e-12)
+        assert again["tokens_per_day"] == pytest.approx(one["tokens_per_day"], rel=1e-12)
+        config = load_config("tiny_cpu", [*SMALL, *own, f"data.root={root}", *one["settings"]])
+        assert plan_memory(config).fullest.peak == one["bytes"] <= limit * 2**30
+
+
+def test_the_search_finds_what_trying_every_layout_by_hand_finds(root):
+    own = (*SLOW, "layout.stages=null")
+    found = found_by(root, *SEARCH, *own, "train.memory_limit_gib=1")
+    by_hand = tried_by_hand(root, 1.0, own, ())
+    seconds = [one["seconds"] for one in found["best"]]
+    assert seconds == pytest.approx(sorted(by_hand.values())[:10], rel=1e-12)
+    assert len(by_hand) > 10  # so not all are listed
+    check_found(root, found, own, 1.0)
+    assert found["own_seconds"] >= seconds[0]
+    # Ranks share rows and heads in some, and neither is free.
+    settings = [set(one["settings"]) for one in found["best"]]
+    assert any("layout.tp=2" in one for one in settings)
+    assert any("layout.cp=2" in one for one in settings)
+
+
+@pytest.mark.parametrize(
+    ("own", "switches"),
+    [((), ("train.recompute", "train.offload")),
+     (("dep.keep_activations=auto", "dep.memory_limit_gib=0.2"),
+      ("train.recompute", "dep.keep_activations"))],
+    ids=["recompute and offload", "kept activations"],
+)  # fmt: skip
+def test_a_layout_takes_the_settings_with_which_it_is_fastest(root, own, switches):
+    """Under a limit that few fit as they are: by all combinations of all settings."""
+    given = (*SLOW, "layout.stages=null", *own)
+    if own:
+        given = (*given, "train.offload=true", "dep.offload_outputs=true")
+    plain, least = peaks(*given), peaks(*given, *(f"{key}={NEUTRAL[key]}" for key in switches))
+    limit = (plain + 3 * least) / 4
+    assert limit < plain
+    found = found_by(root, *SEARCH, *given, f"train.memory_limit_gib={limit!r}")
+    by_hand = tried_by_hand(root, limit, given, switches)
+    seconds = [one["seconds"] for one in found["best"]]
+    wanted = sorted(by_hand.values())[:10]
+    assert seconds == pytest.approx(wanted, rel=1e-12)
+    used = {setting.partition("=")[0] for one in found["best"] for setting in one["settings"]}
+    assert used & set(switches)
+    check_found(root, found, given, limit)
+
+
+def test_settings_that_change_results_are_taken_only_where_no_others_do(root):
+    given = (*SLOW, "layout.stages=null", "train.dtype=bfloat16", "train.rows_per_microbatch=1")
+    neutral = [f"{key}={value}" for key, value in NEUTRAL.items() if "keep" not in key]
+    own = (*given, *neutral)
+    limit = (peaks(*own) + peaks(*own, "train.fp8_storage=true")) / 2
+    found = found_by(root, *SEARCH, *own, f"train.memory_limit_gib={limit!r}")
+    coded = [one for one in found["best"] if "train.fp8_storage=true" in one["settings"]]
+    for one in coded:
+        without = [setting for setting in one["settings"] if "fp8" not in setting]
+        assert peaks(*own, *without) > limit
+    enough = found_by(root, *SEARCH, *given, "train.memory_limit_gib=1")["best"]
+    assert not any("fp8" in setting for one in enough for setting in one["settings"])
+
+
+def test_measured_passes_of_unknown_rows_are_not_told_for_single_rows(root):
+    """Of four rows a microbatch single ones would fit, but what they take is not known."""
+    measured = (
+        "dep.pass_cost={embedding_forward: 1.0e-3, embedding_backward: 2.0e-3, "
+        "dense_forward: 3.0e-3, dense_backward: 5.0e-3, expert_forward: 7.0e-3, "
+        "expert_backward: 11.0e-3, head_forward: 13.0e-3, head_backward: 17.0e-3}"
+    )
+    given = (*SLOW, "layout.stages=null", "train.rows_per_microbatch=4", measured)
+    most = [*(f"{key}={value}" for key, value in NEUTRAL.items()), "train.fp8_storage=true"]
+    sizes = ("layout.pp=1", "layout.vpp=1", "layout.dp=4", "layout.ep=4")
+    before = peaks(*given, *most, *sizes)
+    limit = (before + peaks(*given, *most, *sizes, "train.rows_per_microbatch=1")) / 2
+    own = (*SEARCH, *given, f"train.memory_limit_gib={limit!r}")
+    known = found_by(root, *own, "dep.pass_cost.rows=4")["best"]
+    assert any("train.rows_per_microbatch=1" in one["settings"] for one in known)
+    unknown = found_by(root, *own)["best"]
+    assert not any("train.rows_per_microbatch=1" in one["settings"] for one in unknown)
+    assert len(unknown) < len(known)
+
+
+def test_the_search_finds_what_fits_where_the_run_itself_does_not(root):
+    arguments = ("--step", "--search", "--steps", "1", "data.rows_per_step=16")
+    own = peaks("data.rows_per_step=16") * 2**30
+    limit = (own - 1) / 2**30
+    best = found_by(root, *arguments, f"train.memory_limit_gib={limit!r}")["best"]
+    assert best
+    assert all(0 < one["bytes"] < own for one in best)
+    assert all(one["settings"] for one in best)  # the run as it is, is not among them
+
+
+def test_the_search_counts_what_it_leaves_out_and_says_why(root):
+    """Against trying each layout by hand: of two rows a step, four replicas have none."""
+    own = ("layout.vpp=1", "layout.stages=null", "data.rows_per_step=2")
+    arguments = ("--step", "--search", "--steps", "1", *own, "train.memory_limit_gib=1")
+    *lines, last = run(root, *arguments, "--json").output.splitlines()
+    found = json.loads(last)["left_out"]
+    told = [line for line in lines if " such as pp " in line]
+    for line, one in zip(told, found, strict=True):
+        assert line == f"{one['count']:4d} such as {one['layout']}: {one['reason']}"
+    cannot, can = 5, 0  # pipelines of 8 chunks and more, of four layers
+    for layout in every_layout():
+        if layout["pp"] * layout["vpp"] > 4:
+            continue
+        try:
+            sizes = [f"layout.{key}={value}" for key, value in layout.items()]
+            load_config("tiny_cpu", [*SMALL, *own, *sizes])
+            can += 1
+        except ValueError:
+            cannot += 1
+    assert json.loads(last)["priced"] == can
+    assert f"left out: {cannot} layouts" in lines
+    assert sum(one["count"] for one in found) == cannot > 5
+    reasons = " ".join(one["reason"] for one in found)
+    assert "do not divide over 8 chunks" in reasons
+    assert "data.rows_per_step=2 is not a multiple of layout.dp=4" in reasons
