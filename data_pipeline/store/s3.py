@@ -20,7 +20,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from data_pipeline.store.objects import (
     ObjectInfo,
     StoreError,
     StoreUnavailable,
+    Unfinished,
     Versions,
     Written,
     check_key,
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 
 _MULTIPART = 16 << 20  # files of this size and more go up in parts
 _MOST_HEDGED = 32 << 20  # a second read of more would cost more than it saves
+_MOST_AT_ONCE = 1000  # objects of one DeleteObjects
 _CALM_S = 5.0  # no hedges for so long after the server asked for fewer requests
 _LISTING = {"ContinuationToken": "NextContinuationToken"}
 _REMARK_S = 10.0  # a failing server is worth a line in the log this often
@@ -278,38 +280,70 @@ class S3Store(Counted):
             but: tells of a key whether to leave it alone, because it is being written; asked
                 after the listing.
         """
+        found = [one for one in self.unfinished(prefix) if not but(one.key)]
+        for one in found:
+            self.drop_unfinished(one)
+        return len(found)
+
+    def unfinished(self, prefix: str = "") -> list[Unfinished]:
+        """See `Store.unfinished`; `mark` is the upload's id."""
         marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-        removed = 0
-        for page in self._pages("list_multipart_uploads", prefix, marks):
-            for upload in page.get("Uploads", ()):
-                key = upload["Key"][len(self._base) :]
-                if but(key):
-                    continue
-                which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                with suppress(MissingKey):  # it has just ended by itself
-                    self._request("abort_multipart_upload", key, which)
-                    removed += 1
-        return removed
+        return sorted(
+            Unfinished(upload["Key"][len(self._base) :], upload["UploadId"])
+            for page in self._pages("list_multipart_uploads", prefix, marks)
+            for upload in page.get("Uploads", ())
+        )
+
+    def drop_unfinished(self, one: Unfinished) -> None:
+        """See `Store.drop_unfinished`."""
+        with suppress(MissingKey):  # it has just ended by itself
+            self._call("abort_multipart_upload", one.key, UploadId=one.mark)
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
         self._call("delete_object", key)
 
-    def delete_versions(self, key: str) -> int:
-        """See `Store.delete_versions`. One by one: what is refused comes as an error of its own."""
+    def _versions_of(self, prefix: str) -> dict[str, list[str]]:
+        """Return key -> ids of all versions and delete markers under a prefix."""
         marks = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
+        found: dict[str, list[str]] = {}
         try:
-            found = [
-                one["VersionId"]
-                for page in self._pages("list_object_versions", key, marks)
-                for kind in ("Versions", "DeleteMarkers")
-                for one in page.get(kind, ())
-                if one["Key"] == self._key(key)
-            ]
+            for page in self._pages("list_object_versions", prefix, marks):
+                for kind in ("Versions", "DeleteMarkers"):
+                    for one in page.get(kind, ()):
+                        key = one["Key"][len(self._base) :]
+                        found.setdefault(key, []).append(one["VersionId"])
         except StoreError as error:
             if status_of(error.__cause__) != NOT_IMPLEMENTED:
                 raise
-            found = []  # a server that keeps none
+            return {}  # a server that keeps none
+        return found
+
+    def discard(self, keys: Sequence[str]) -> list[tuple[str, str]]:
+        """See `Store.discard`: DeleteObjects, whose answer 200 may hold an error for each key."""
+        known = {
+            folder: self._versions_of(f"{folder}/" if folder else "")
+            for folder in {key.rpartition("/")[0] for key in keys}
+        }
+        wanted: list[dict[str, str]] = []
+        for key in keys:
+            versions = known[key.rpartition("/")[0]].get(key)
+            one = {"Key": self._key(key)}
+            wanted += [one | {"VersionId": v} for v in versions] if versions else [one]
+        kept: dict[str, str] = {}
+        for first in range(0, len(wanted), _MOST_AT_ONCE):
+            batch = wanted[first : first + _MOST_AT_ONCE]
+            which = {"Delete": {"Objects": batch, "Quiet": True}}
+            reply = self._request("delete_objects", keys[0], which)
+            for error in reply.get("Errors", ()):
+                if error.get("Code") not in ("NoSuchKey", "NoSuchVersion"):
+                    told = f"{error.get('Code')}: {error.get('Message', '')}".strip(": ")
+                    kept[error["Key"][len(self._base) :]] = told
+        return list(kept.items())
+
+    def delete_versions(self, key: str) -> int:
+        """See `Store.delete_versions`. One by one: what is refused comes as an error of its own."""
+        found = self._versions_of(key).get(key, [])
         for version in found:
             self._call("delete_object", key, VersionId=version)
         with suppress(MissingKey):
