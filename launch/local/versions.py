@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from data_pipeline.store.open import Store
 
 # Keys of `data` under which sources are named.
-_KEYS = ("sources", "heldout", "max_epochs", "augment")
+_KEYS = ("sources", "past_sources", "heldout", "max_epochs", "augment")
 
 
 def load_pinned(
