@@ -8,9 +8,10 @@ import pytest
 
 from data_pipeline.access import open_fetcher, shard_versions
 from data_pipeline.augment.config import AugmentConfig
+from data_pipeline.config import BlendStage
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.samples import CrudeSample, TextSegment
-from data_pipeline.plan.change import change
+from data_pipeline.plan.change import change, renumbered
 from data_pipeline.plan.planner import Planner
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
@@ -130,6 +131,25 @@ def test_twice_and_back_again_with_quarantine_tombstones_and_redaction(tmp_path)
     assert last.sources == []
     assert len(json.dumps(back.state_dict())) < 1400
     assert {one[0] for found in rows(back, run(back, 40)[0]) for one in found} >= {*SECOND}
+
+
+def test_a_source_of_a_later_stage_comes_in_with_it():
+    _, states = run(planner_of(FIRST.sources), 9)
+    late = [BlendStage(after_tokens=60_000, sources={"shots": 1.0, "zone": 1.0})]
+    planner, told = changed(FIRST.sources, states[9], schedule=late)
+    assert told is not None
+    assert (told.sources, {*told.shares}) == (["zone"], {*FIRST.sources})
+    found = rows(planner, run(planner, 60)[0])
+    first = next(n for n, one in enumerate(found) if "zone" in {name for name, *_ in one})
+    assert 9 + first > told.step
+    assert planner.state_dict()["changes"] == [[told.step, told.position, ["zone"]]]
+
+
+def test_numbers_of_redacted_samples_move_with_their_sources():
+    state = planner_of(FIRST.sources).state_dict() | {"redacted": [[3, [1, 2]], [5, [4, 2]]]}
+    found = renumbered(state, ("area", "shots", "web", "zone"))
+    assert found["redacted"] == [[3, [0, 1, 2, 0]], [5, [0, 4, 2, 0]]]
+    assert renumbered(state, ("shots", "web")) == state
 
 
 def test_a_restart_with_the_same_command_changes_nothing_more():

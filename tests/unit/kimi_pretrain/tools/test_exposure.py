@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 
 import pytest
 
@@ -132,8 +132,12 @@ def test_a_run_that_went_over_to_other_data_is_planned_with_both(data_root, tmp_
         found = exposure(made.run, {index.name: wanted})
         assert told(found) == made.logged(index.name, numbers)
         assert (min(use.step for use in found.uses) < 90) == (index.name == "words")
+    rmtree(made.run / "checkpoints" / "step_00000150")  # the one left numbers one source
+    for index in made.indices:
+        found = exposure(made.run, {index.name: [index.key_of(n) for n in range(9)]})
+        assert told(found) == made.logged(index.name, range(9))
     (made.run / RUN_MIXTURES).unlink()
-    with pytest.raises(ValueError, match="were changed on the way"):
+    with pytest.raises(ValueError, match="step 60 is at .* were changed on the way"):
         exposure(made.run, {"words": ["w0001"]})
 
 
