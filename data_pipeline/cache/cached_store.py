@@ -306,6 +306,14 @@ class CachedStore:
         """See `Store.drop_unfinished`."""
         self._inner.drop_unfinished(one)
 
+    def bygone(self, prefix: str = "") -> "list[Unfinished]":
+        """See `Store.bygone`; asks the inner store."""
+        return self._inner.bygone(prefix)
+
+    def drop_bygone(self, ones: Sequence[Unfinished]) -> "list[tuple[str, str]]":
+        """See `Store.drop_bygone`."""
+        return self._inner.drop_bygone(ones)
+
     def list_folders(self, prefix: str = "") -> "list[str]":
         """See `Store.list_folders`; asks the inner store."""
         return self._inner.list_folders(prefix)

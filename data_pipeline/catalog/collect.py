@@ -144,15 +144,24 @@ class Ledger:
         with self._catalog.write() as connection:
             append(connection, told | {"kept": [list(one) for one in kept]})
             if thing.kind == "source" and not kept:
-                self._delete(connection, plan, thing)
+                while self._delete(connection, plan):
+                    pass
 
-    def _delete(self, connection: Connection, plan: str, thing: Thing) -> None:
-        """Make a version deleted whose last copy is gone."""
-        left = select(REPLICA).where(REPLICA.c.content_hash == thing.content)
-        found = select(VERSION).where(VERSION.c.content_hash == thing.content)
-        row = connection.execute(found).first()
-        if row is not None and row.state == "archived" and connection.execute(left).first() is None:
-            delete_version(connection, row, plan)
+    def _delete(self, connection: Connection, plan: str) -> bool:
+        """Make versions deleted whose last copy is gone by a plan; whether there were any.
+
+        One that grew from another may be noted after it, so all of the plan are looked at.
+        """
+        mine = [one.what for one in entries(connection) if one.what.get("collected") == plan]
+        gone = {one["folder"] for one in mine if one.get("kind") == "source" and not one["kept"]}
+        contents = {one["content"] for one in mine if "replica_gone" in one and one["name"] in gone}
+        query = select(VERSION).where(
+            VERSION.c.state == "archived",
+            VERSION.c.content_hash.in_(contents),
+            VERSION.c.content_hash.not_in(select(REPLICA.c.content_hash)),
+        )
+        rows = connection.execute(query).all()
+        return any([delete_version(connection, row, plan) for row in rows])
 
 
 def to_archive(

@@ -33,7 +33,7 @@ from data_pipeline.store.objects import Unfinished, check_key, in_threads
 from data_pipeline.store.open import MissingKey, Store, StoreError
 
 SCHEMA = 1
-KINDS = ("unfinished", "journal", "shard", "upload", "facts", "source")
+KINDS = ("unfinished", "journal", "shard", "upload", "versions", "facts", "source")
 """What may be collected, in the order in which it is."""
 _OURS = re.compile(
     r"[0-9]{6}(\.redacted-[0-9a-f]{12})?\.tar|(manifest|provenance)\.json"
@@ -60,7 +60,8 @@ class Thing:
     Attributes:
         kind: one of `KINDS`: a source that is archived; what an ingest or a sync that did not
             finish has left; its notes beside a finished source; shards that no manifest names;
-            uploads that were never completed; facts (`inspect.facts`) of contents that are gone.
+            uploads that were never completed; versions that a bucket keeps of objects that were
+            deleted; facts (`inspect.facts`) of contents that are gone.
         name: folder of the source; of facts their content_hash.
         why: for people.
         version: of a source in the catalogue, else "".
@@ -315,6 +316,12 @@ class _Root:
         self.holds: list[Hold] = read_holds(store, _names(self.keys, "holds.json"))
         self.held = {key: hold for hold in self.holds for key in hold.shards}
         self.leftovers = store.unfinished()
+        # Of locks no old version: whoever looks has written a newer one.
+        self.bygone = [
+            one
+            for one in store.bygone()
+            if _OURS.fullmatch(one.key.partition("/")[2]) and not one.key.endswith(_LOCK)
+        ]
         self._inside: dict[str, list[str]] = {}
         for key in self.keys:
             name, _, rest = key.partition("/")
@@ -477,7 +484,8 @@ def _things(root: _Root, going: Mapping[str, Retired]) -> tuple[Thing, ...]:
         )
         for kind, name, why, keys in found
     ]
-    return tuple(one for one in (*things, *_uploads(root)) if one.spots)
+    things += [*_uploads(root), *_bygone(root)]
+    return tuple(one for one in things if one.spots)
 
 
 def _order(thing: Thing) -> tuple[int, str]:
@@ -507,6 +515,18 @@ def _uploads(root: _Root) -> Iterator[Thing]:
             folders.setdefault(name, []).append(Spot(one.key, 0, one.mark))
     for name, spots in folders.items():
         yield Thing("upload", name, "an upload that was never completed", "", "", tuple(spots))
+
+
+def _bygone(root: _Root) -> Iterator[Thing]:
+    """Yield older versions of objects that are not there any more and that nothing names."""
+    needed = root.named_by(root.manifests) | root.held.keys()  # a version may be the rescue of one
+    folders: dict[str, list[Spot]] = {}
+    for one in root.bygone:
+        if one.key not in needed:
+            spot = Spot(one.key, one.size, one.mark)
+            folders.setdefault(one.key.partition("/")[0], []).append(spot)
+    for name, spots in folders.items():
+        yield Thing("versions", name, "of objects that were deleted", "", "", tuple(spots))
 
 
 def _spots(store: Store, keys: Sequence[str]) -> dict[str, Spot]:
@@ -561,9 +581,10 @@ def _still(thing: Thing, now: Thing | None, kept: Mapping[str, str]) -> tuple[Th
     then = {*thing.spots}
     # The lock is written by whoever looks; of a manifest the content was compared.
     apart = (f"{thing.name}/{_LOCK}", manifest_key(thing.name))
-    if any(spot not in then and spot.key not in apart for spot in now.spots):
+    new = [spot for spot in now.spots if spot not in then and spot.key not in apart]
+    if new and (thing.kind in ("unfinished", "source") or len(new) == len(now.spots)):
         return None, "something of it was written since the plan was made"
-    same = tuple(spot for spot in now.spots if spot.key != apart[0])
+    same = tuple(spot for spot in now.spots if spot not in new and spot.key != apart[0])
     return replace(thing, spots=same), ""
 
 
@@ -623,7 +644,9 @@ def _remove(removal: _Removal, store: Store | None, thing: Thing) -> None:
     removal.check()
     removal.progress(f"{thing.name}: {thing.kind}, {len(thing.spots):,} objects")
     kept: list[tuple[str, str]] = []
-    if thing.kind != "upload":
+    if thing.kind == "versions":
+        kept = store.drop_bygone([Unfinished(spot.key, spot.etag) for spot in thing.spots])
+    elif thing.kind != "upload":
         kept = store.discard([spot.key for spot in thing.spots])
     for spot in thing.spots if thing.kind == "upload" else ():
         try:

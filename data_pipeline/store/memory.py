@@ -155,6 +155,14 @@ class MemoryStore(Counted):
     def drop_unfinished(self, one: Unfinished) -> None:
         """See `Store.drop_unfinished`."""
 
+    def bygone(self, prefix: str = "") -> list[Unfinished]:
+        """See `Store.bygone`; one version is kept."""
+        return []
+
+    def drop_bygone(self, ones: Sequence[Unfinished]) -> list[tuple[str, str]]:
+        """See `Store.drop_bygone`."""
+        return []
+
     def list_folders(self, prefix: str = "") -> list[str]:
         """See `Store.list_folders`."""
         self.count(requests=1)

@@ -94,15 +94,17 @@ class Written:
 
 
 class Unfinished(NamedTuple):
-    """What a writer that was killed has left: it is no object, and costs what it holds.
+    """What is no object and costs what it holds: left by a killed writer, or an older version.
 
     Attributes:
-        key: of the object that it was to become; of a folder that of the temporary file.
+        key: of the object that it was or was to become; of a folder that of the temporary file.
         mark: tells it from another one of the same key.
+        size: its bytes, where the store tells them.
     """
 
     key: str
     mark: str
+    size: int = 0
 
 
 class Span(NamedTuple):
@@ -208,6 +210,14 @@ class Store(Protocol):
 
     def drop_unfinished(self, one: Unfinished) -> None:
         """Remove what a killed writer left, if it is still that one."""
+        ...
+
+    def bygone(self, prefix: str = "") -> list[Unfinished]:
+        """Versions that the store keeps of objects that were deleted, under a prefix; sorted."""
+        ...
+
+    def drop_bygone(self, ones: Sequence[Unfinished]) -> list[tuple[str, str]]:
+        """Remove such versions; (key, reason) of those that the store did not let go."""
         ...
 
     def list_folders(self, prefix: str = "") -> list[str]:
@@ -514,6 +524,14 @@ class FolderStore(Counted):
         with suppress(FileNotFoundError):
             if self._info(path.stat()).etag == one.mark:
                 path.unlink()
+
+    def bygone(self, prefix: str = "") -> list[Unfinished]:
+        """See `Store.bygone`; a folder keeps none."""
+        return []
+
+    def drop_bygone(self, ones: Sequence[Unfinished]) -> list[tuple[str, str]]:
+        """See `Store.drop_bygone`."""
+        return []
 
     def list_folders(self, prefix: str = "") -> list[str]:
         """See `Store.list_folders`."""

@@ -303,24 +303,27 @@ class S3Store(Counted):
         """See `Store.delete`."""
         self._call("delete_object", key)
 
-    def _versions_of(self, prefix: str) -> dict[str, list[str]]:
-        """Return key -> ids of all versions and delete markers under a prefix."""
+    def _all_versions(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield ("Versions" or "DeleteMarkers", entry) of all versions under a prefix."""
         marks = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
-        found: dict[str, list[str]] = {}
         try:
             for page in self._pages("list_object_versions", prefix, marks):
                 for kind in ("Versions", "DeleteMarkers"):
                     for one in page.get(kind, ()):
-                        key = one["Key"][len(self._base) :]
-                        found.setdefault(key, []).append(one["VersionId"])
-        except StoreError as error:
+                        yield kind, one
+        except StoreError as error:  # not of a server that keeps none
             if status_of(error.__cause__) != NOT_IMPLEMENTED:
                 raise
-            return {}  # a server that keeps none
+
+    def _versions_of(self, prefix: str) -> dict[str, list[str]]:
+        """Return key -> ids of all versions and delete markers under a prefix."""
+        found: dict[str, list[str]] = {}
+        for _, one in self._all_versions(prefix):
+            found.setdefault(one["Key"][len(self._base) :], []).append(one["VersionId"])
         return found
 
     def discard(self, keys: Sequence[str]) -> list[tuple[str, str]]:
-        """See `Store.discard`: DeleteObjects, whose answer 200 may hold an error for each key."""
+        """See `Store.discard`."""
         known = {
             folder: self._versions_of(f"{folder}/" if folder else "")
             for folder in {key.rpartition("/")[0] for key in keys}
@@ -330,16 +333,39 @@ class S3Store(Counted):
             versions = known[key.rpartition("/")[0]].get(key)
             one = {"Key": self._key(key)}
             wanted += [one | {"VersionId": v} for v in versions] if versions else [one]
+        return self._delete_many(wanted)
+
+    def _delete_many(self, wanted: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
+        """Send DeleteObjects, whose answer 200 may hold an error for each key; returns those."""
         kept: dict[str, str] = {}
         for first in range(0, len(wanted), _MOST_AT_ONCE):
             batch = wanted[first : first + _MOST_AT_ONCE]
             which = {"Delete": {"Objects": batch, "Quiet": True}}
-            reply = self._request("delete_objects", keys[0], which)
+            reply = self._request("delete_objects", batch[0]["Key"][len(self._base) :], which)
             for error in reply.get("Errors", ()):
                 if error.get("Code") not in ("NoSuchKey", "NoSuchVersion"):
                     told = f"{error.get('Code')}: {error.get('Message', '')}".strip(": ")
                     kept[error["Key"][len(self._base) :]] = told
         return list(kept.items())
+
+    def bygone(self, prefix: str = "") -> list[Unfinished]:
+        """See `Store.bygone`: versions of keys whose newest one is a delete marker."""
+        found: dict[str, list[Unfinished]] = {}
+        there: set[str] = set()
+        for kind, one in self._all_versions(prefix):
+            key = one["Key"][len(self._base) :]
+            if kind == "Versions":
+                size = one.get("Size", 0)
+                found.setdefault(key, []).append(Unfinished(key, one["VersionId"], size))
+                if one.get("IsLatest"):
+                    there.add(key)
+        return sorted(one for key, ones in found.items() if key not in there for one in ones)
+
+    def drop_bygone(self, ones: Sequence[Unfinished]) -> list[tuple[str, str]]:
+        """See `Store.drop_bygone`. A marker stays: without it an older version would come back."""
+        return self._delete_many(
+            [{"Key": self._key(one.key), "VersionId": one.mark} for one in ones]
+        )
 
     def delete_versions(self, key: str) -> int:
         """See `Store.delete_versions`. One by one: what is refused comes as an error of its own."""

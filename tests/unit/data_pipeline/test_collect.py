@@ -439,6 +439,18 @@ def test_shards_under_a_hold_stay_when_no_manifest_names_them():
     assert [spot.key for spot in thing.spots] == ["a/000000.redacted-0123456789ab.tar"]
 
 
+def test_an_orphan_that_was_written_again_stays():
+    world = World()
+    world.source("a", 1)
+    world.store.put("a/000009.tar", b"an orphan")
+    plan = world.plan()
+    world.store.put("a/000009.tar", b"of a redaction that went on")
+    done = world.apply(plan)
+    assert not done.removed
+    assert [one[:2] for one in done.refused] == [("shard", "a")]
+    assert "a/000009.tar" in world.store.list()
+
+
 def test_what_is_left_of_a_source_and_came_into_use_stays():
     world = World()
     world.source("a", 2)
@@ -596,7 +608,8 @@ def test_temporary_files_of_a_folder_and_facts(tmp_path):
     (tmp_path / "root/a/.part-00").unlink()
     (tmp_path / "root/a/.part-00").write_bytes(b"another writer's, since")
     done = apply(world.store, plan, world, LATER, facts=facts)
-    assert [one[:2] for one in done.refused] == [("upload", "a")]
+    assert [len(one.spots) for one in done.removed] == [1, 1]
+    assert (tmp_path / "root/a/.part-00").exists()
     assert facts.list() == [f"{'0' * 64}/1-2-3/facts.parquet", "notes/x"]
     plan = replace(plan, things=world.plan().things)
     apply(world.store, plan, world, LATER)

@@ -524,3 +524,15 @@ def test_a_shard_that_goes_before_the_names_are_taken_is_missed(source, target, 
     monkeypatch.undo()
     sync(source, target, ["captions_2"])
     assert_whole(target)
+
+
+def test_a_redacted_source_of_other_content_is_refused(source, target):
+    carry_out(source, GONE)
+    sync(source, target)
+    file = target.root / "captions" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps(manifest | {"content_hash": "0" * 64}))
+    before = objects_of(target)
+    with pytest.raises(OtherContent, match="content_hash is 0000"):
+        sync(source, target)
+    assert objects_of(target) == before

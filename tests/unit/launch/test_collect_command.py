@@ -1,6 +1,7 @@
 """`kimi-pretrain data collect`, from the command line, with a catalogue and run folders."""
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from shutil import copytree
 
@@ -9,12 +10,16 @@ import pytest
 pytest.importorskip("sqlalchemy", reason="the extra platform is not installed")
 from data_pipeline.access import run_sources
 from data_pipeline.catalog.audit import check, entries
-from data_pipeline.catalog.engine import Catalog
+from data_pipeline.catalog.collect import Ledger
+from data_pipeline.catalog.engine import Catalog, CatalogError
 from data_pipeline.catalog.register import look, register
 from data_pipeline.catalog.show import details
 from data_pipeline.catalog.states import promote
+from data_pipeline.govern.collect import Plan, apply, propose
 from data_pipeline.index.manifest import RUN_SOURCES, read_index, read_manifest
+from data_pipeline.index.reads import check_shards
 from data_pipeline.ingest.reindex import reindex
+from data_pipeline.inspect.verify import sources_at
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 from kimi_pretrain.config import load_config
@@ -178,3 +183,101 @@ def test_a_catalogue_that_was_set_back_ends_it(root, clock, tmp_path):
     (tmp_path / "catalog.sqlite").write_bytes(copy)
     found = run("collect", root.uri, "--apply", tmp_path / "plan.json", code=2)
     assert "its end was cut off" in found.stderr
+
+
+class Killed(BaseException):
+    """The process was killed."""
+
+
+def test_killed_between_any_two_operations_it_is_finished_by_the_same_plan(root, tmp_path):
+    """With the real catalogue: before and after each of its transactions, and of each removal."""
+    archive("words@1", "words@2")
+    now = datetime.now(UTC) + timedelta(days=31)
+    left = [0]
+
+    def tick():
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+
+    class Dying(FolderStore):
+        def discard(self, keys):
+            for key in keys:
+                tick()
+                self.delete(key)
+            return []
+
+    class DyingLedger(Ledger):
+        def take(self, plan, thing):
+            tick()
+            super().take(plan, thing)
+            tick()
+
+        def note(self, plan, thing, kept):
+            tick()
+            super().note(plan, thing, kept)
+            tick()
+
+    def ledger(kind, catalog, place):
+        return kind(catalog, place, "", 30, now, lambda _: None)
+
+    catalog = Catalog()
+    things, kept = propose(root, ledger(Ledger, catalog, root.uri))
+    assert not kept
+    plan = Plan(root.uri, "", now.isoformat(), 0, "", {}, things, kept)
+    whole = {spot.key for thing in things for spot in thing.spots}
+    others = {*root.list()} - whole
+    file = tmp_path / "catalog.sqlite"
+    for name in ("words", "words_2"):
+        copytree(root.root / name, tmp_path / "kept" / name)
+    held = file.read_bytes()
+    kills = 0
+    for after in range(0, 99, 2):
+        left[0] = after
+        try:
+            apply(Dying(root.root), plan, ledger(DyingLedger, catalog, root.uri), now)
+        except Killed:
+            kills += 1
+        else:
+            break
+        for name in sources_at(root):
+            check_shards(root, read_index(root, name))
+        done = apply(root, plan, ledger(Ledger, catalog, root.uri), now)
+        assert (done.kept, done.refused) == ([], [])
+        assert {*root.list()} == others
+        assert state("words@1") == state("words@2") == ("deleted", [])
+        catalog.close()
+        copytree(tmp_path / "kept", root.root, dirs_exist_ok=True)
+        file.write_bytes(held)
+        catalog = Catalog()
+        plan = replace(plan, things=propose(root, ledger(Ledger, catalog, root.uri))[0])
+    catalog.close()
+    assert kills > 7
+
+
+def test_what_was_brought_back_after_a_kill_stays(root, tmp_path):
+    """Archived, let go, killed before a byte was gone, and staged again by somebody."""
+    archive("words@2")
+    now = datetime.now(UTC) + timedelta(days=31)
+    with_catalog = Catalog()
+
+    def ledger():
+        return Ledger(with_catalog, root.uri, "", 30, now, lambda _: None)
+
+    things, kept = propose(root, ledger())
+    plan = Plan(root.uri, "", now.isoformat(), 0, "", {}, things, kept)
+    [thing] = things
+    ledger().take(plan.id, thing)
+    ledger().take(plan.id, thing)  # once more, as after a kill
+    assert ledger().taken(plan.id) == {"words_2": thing.content}
+    assert state("words@2") == ("archived", [])
+    promote(with_catalog, "words@2", "staged")
+    assert ledger().taken(plan.id) == {}
+    before = set(root.list())
+    done = apply(root, plan, ledger(), now)
+    assert [one[1] for one in done.refused] == ["words_2"]
+    assert set(root.list()) == before
+    register(with_catalog, look(root, None, "words_2"))
+    with pytest.raises(CatalogError, match="words@2 is staged by now"):
+        ledger().take(plan.id, thing)
+    with_catalog.close()
