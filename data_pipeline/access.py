@@ -107,14 +107,22 @@ def check_tokenizer(index: SourceIndex, tokenizer: Tokenizer) -> None:
 
 
 def run_sources(
-    config: DataConfig, indices: Sequence[SourceIndex], heldout: Sequence[SourceIndex]
+    config: DataConfig,
+    indices: Sequence[SourceIndex],
+    heldout: Sequence[SourceIndex],
+    changes: Sequence[tuple[int, int, Sequence[str]]] = (),
 ) -> list[dict[str, Any]]:
     """Return what a run notes of its sources, JSON without secrets.
 
     Each with its name, the name that was asked for (captions@active), content_hash, that which it
     was made with, how many of its samples were redacted since, the SHA-256 of the index as read,
-    root, endpoint ("" for a folder or Amazon's own), and its use: "train" or "heldout".
+    root, endpoint ("" for a folder or Amazon's own), its use: "train" or "heldout", and the first
+    step that may draw from it.
+
+    Args:
+        changes: (first step, position, new sources) of each change of the data on the way.
     """
+    since = {name: step for step, _, names in changes for name in names}
     scheme, folder = split_place("data.root", config.root)
     root = config.root.rstrip("/")
     if scheme in ("", "file"):
@@ -130,6 +138,7 @@ def run_sources(
             "root": root,
             "endpoint": endpoint_of(root, config.endpoint),
             "use": use,
+            "from_step": since.get(index.name, 1),
         }
         for use, used in (("train", indices), ("heldout", heldout))
         for index in used

@@ -158,6 +158,10 @@ class DataConfig(Section):
     schedule: list[BlendStage] = Field(default_factory=list)
     """Other shares later in training, in the order of their after_tokens.
     [-; data_pipeline/plan/mixture.py]"""
+    past_sources: HeldOut = Field(default_factory=dict)
+    """Sources that earlier steps of the run drew from and later ones do not (train --change-data),
+    as they stood in `sources`; the shares do not count. Their indices are read at each start.
+    [-; data_pipeline/plan/change.py]"""
     heldout: HeldOut = Field(default_factory=dict)
     """Source -> share, as `sources`, of samples that are never trained on: for train.validate_every
     and `kimi-pretrain eval --heldout`.
@@ -249,6 +253,11 @@ class DataConfig(Section):
                 f"heldout names {listed(both)}, which training draws from: their loss would not be "
                 "that of held-out data; leave them out of one"
             )
+        drawn = {*self.sources}.union(*(stage.sources for stage in self.schedule))
+        if both := sorted({*self.past_sources} & drawn):
+            raise ValueError(
+                f"past_sources names {listed(both)}, which is drawn from; leave it out of one"
+            )
         self._check_schedule()
         for name in (*self.source_names, *self.heldout):
             if len(given := {chosen.bounds for chosen in self._choices(name)}) > 1:
@@ -283,7 +292,8 @@ class DataConfig(Section):
 
     def _choices(self, name: str) -> Iterator[ChosenSource]:
         """Yield where bounds are given for a source; a plain share takes them over."""
-        for shares in (self.sources, *(stage.sources for stage in self.schedule), self.heldout):
+        stages = (self.sources, *(stage.sources for stage in self.schedule))
+        for shares in (*stages, self.past_sources, self.heldout):
             if isinstance(found := shares.get(name), ChosenSource) and found.bounds:
                 yield found
 
@@ -306,5 +316,6 @@ class DataConfig(Section):
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Names of all stages in the order that numbers sources everywhere: sorted."""
-        return tuple(sorted(set(self.sources).union(*(stage.sources for stage in self.schedule))))
+        """Names of all stages, past ones too, in the order that numbers sources: sorted."""
+        stages = (stage.sources for stage in self.schedule)
+        return tuple(sorted({*self.sources, *self.past_sources}.union(*stages)))

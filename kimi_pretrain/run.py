@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from data_pipeline.access import open_data, run_sources
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.reads import check_shards
 from data_pipeline.loader import Loader
+from data_pipeline.plan.change import Change, change
 from data_pipeline.plan.stage import taken_over
 from kimi_pretrain.checkpoint.find import find
 from kimi_pretrain.checkpoint.load import OPTIMIZER_STEPS, load
@@ -42,6 +44,8 @@ class Run:
     Args:
         resume: checkpoint to resume from: as from `find`, or a folder or URI that is verified here.
         watch: called with the name of each stage of the start.
+        change_data: go over to this configuration's shares and sources where the checkpoint was
+            saved with others.
     """
 
     def __init__(
@@ -50,6 +54,8 @@ class Run:
         mesh: Mesh,
         resume: Checkpoint | str | os.PathLike[str] | None = None,
         watch: Callable[[str], None] = lambda phase: None,
+        *,
+        change_data: bool = False,
     ):
         if resume is not None and not isinstance(resume, Checkpoint):
             resume = find(resume, open_place(resume), config, mesh)
@@ -75,6 +81,7 @@ class Run:
             found = (self.store, self.tokenizer, self._heldout)
             self.validation = Validation(config, mesh, self.model, *found)
         self.step = 0
+        self.data_change: Change | None = None
         if start is not None:
             watch("read the first weights")
             progress = partial(watch, "read the first weights")
@@ -82,7 +89,7 @@ class Run:
             if start.keep:  # train.start_optimizer: more than the weights
                 self._resume(start.checkpoint(), kept=True)
         if resume is not None:
-            self._resume(resume)
+            self._resume(resume, change_data=change_data)
         watch("compare the replicas")
         self.update.check_replicas()
         self.replicas = Replicas(self.model.tensors(), mesh, config.guard.replicas_every)
@@ -97,8 +104,14 @@ class Run:
         for index in (*indices, *self._heldout):  # ranks share the work of checking shards
             self._watch("check the shards")
             check_shards(self.store, index, self.mesh.world_size, self.mesh.rank)
-        self.sources = run_sources(data, indices, self._heldout)
         return Loader(data, self.store, indices, self.tokenizer, needs(self.mesh, self.planner))
+
+    @property
+    def sources(self) -> list[dict[str, Any]]:
+        """What it reads, as sources.json tells it."""
+        planner = self.loader.planner
+        changes = planner.state_dict()["changes"]
+        return run_sources(self.config.data, planner.indices, self._heldout, changes)
 
     @property
     def finished(self) -> str | None:
@@ -135,7 +148,9 @@ class Run:
         assert uri is not None
         return uri
 
-    def _resume(self, checkpoint: Checkpoint, *, kept: bool = False) -> None:
+    def _resume(
+        self, checkpoint: Checkpoint, *, kept: bool = False, change_data: bool = False
+    ) -> None:
         progress, copies = partial(self._watch, "load the checkpoint"), self.replica_group_of()
         tensors = self.update.optimizer.state_dict() if kept else self.tensors()
         state = load(checkpoint, tensors, progress, mesh=self.mesh, copies=copies)
@@ -144,6 +159,9 @@ class Run:
         data, anew = state.loader, None
         if kept:
             data, anew = taken_over(self.loader.planner, data, state.step)
+        if change_data:
+            self.data_change = change(self.loader.planner, data)
+            data = self.loader.planner.state_dict()
         self.loader.load_state_dict(data)
         if anew is None:
             self.update.guard.resume(state.losses, state.skips_in_row)  # losses on these data

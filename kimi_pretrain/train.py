@@ -18,7 +18,7 @@ import torch
 from data_pipeline.loader import LoaderError, StepBatch
 from data_pipeline.plan.budget import BudgetEnd, budget_end, budget_notices
 from data_pipeline.plan.planner import DataUsedUp, TooManyUnusable
-from data_pipeline.plan.report import blend_report
+from data_pipeline.plan.report import blend_report, mixtures
 from kimi_pretrain.attention.choice import check_kind
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.find import find
@@ -59,6 +59,7 @@ def train(
     otherwise: str | None = None,
     or_start: bool = False,
     restarted: bool = False,
+    change_data: bool = False,
     stop: Callable[[], str | None] = lambda: None,
     prepare: Callable[[Run], None] | None = None,
 ) -> None:
@@ -73,6 +74,8 @@ def train(
         or_start: begin from scratch where "latest" finds nothing, unless something was saved.
         restarted: whether this rank was restarted after a fault of the same job. If any was, all
             resume from the run's latest checkpoint; from `resume` if there is none yet.
+        change_data: with `resume`: go over to this configuration's shares and sources from the
+            next window of the data on (`data_pipeline.plan.change`).
         stop: returns why this rank was asked to stop, with the name of the signal; None as long as
             it was not. The run ends after the current step, with a checkpoint.
         prepare: called with the run before its first step, to watch it or to change it.
@@ -96,7 +99,7 @@ def train(
     found, last_own = _find_checkpoint(wanted, place, config, mesh, progress)
     if found is None and (restarted or resume is not None):
         mesh.broadcast_from_rank0(partial(check_may_begin, run_dir, place, or_start or restarted))
-    run = Run(config, mesh, found, watchdog.enter)
+    run = Run(config, mesh, found, watchdog.enter, change_data=change_data)
     run.train_step.clock.on_phase = watchdog.enter
     if prepare is not None:
         prepare(run)
@@ -308,7 +311,8 @@ def _find_checkpoint(
 
 def _log_start(run: Run, run_dir: Path) -> BudgetEnd | None:
     """Write what runs, on which data, to folder and log; return where a budget ends it. Rank 0."""
-    describe_environment(run_dir, run.config, run.began_from, run.sources)
+    history = mixtures(run.loader.planner)
+    describe_environment(run_dir, run.config, run.began_from, run.sources, history)
     log.info("%s", describe(run.config))
     if run.finished is not None:
         log.warning("%s: nothing is trained", run.finished)
@@ -316,6 +320,8 @@ def _log_start(run: Run, run_dir: Path) -> BudgetEnd | None:
         log.warning("%s", notice)
     log.info("data: %s", blend_report(run.loader.planner))
     planner = run.loader.planner
+    if run.data_change is not None:
+        log.warning("data: %s", run.data_change)
     end = budget_end(planner)
     for notice in (*planner.notices(), *budget_notices(end, run.config.train.steps)):
         log.warning("%s", notice)

@@ -39,7 +39,7 @@ from data_pipeline.cache.node import NodeFolder
 from data_pipeline.cache.tier import Tier
 from data_pipeline.store import objects
 from data_pipeline.store.addresses import check_local
-from data_pipeline.store.objects import ObjectInfo, Span, Store, StoreError, Written
+from data_pipeline.store.objects import ObjectInfo, Span, Store, StoreError, Unfinished, Written
 from data_pipeline.store.stats import StoreStats
 from typed_config.section import Section
 
@@ -291,6 +291,28 @@ class CachedStore:
         """See `Store.delete_versions`. The object is not registered any more."""
         self._objects.pop(key, None)
         return self._inner.delete_versions(key)
+
+    def discard(self, keys: Sequence[str]) -> "list[tuple[str, str]]":
+        """See `Store.discard`. The objects are not registered any more."""
+        for key in keys:
+            self._objects.pop(key, None)
+        return self._inner.discard(keys)
+
+    def unfinished(self, prefix: str = "") -> "list[Unfinished]":
+        """See `Store.unfinished`; asks the inner store."""
+        return self._inner.unfinished(prefix)
+
+    def drop_unfinished(self, one: Unfinished) -> None:
+        """See `Store.drop_unfinished`."""
+        self._inner.drop_unfinished(one)
+
+    def bygone(self, prefix: str = "") -> "list[Unfinished]":
+        """See `Store.bygone`; asks the inner store."""
+        return self._inner.bygone(prefix)
+
+    def drop_bygone(self, ones: Sequence[Unfinished]) -> "list[tuple[str, str]]":
+        """See `Store.drop_bygone`."""
+        return self._inner.drop_bygone(ones)
 
     def list_folders(self, prefix: str = "") -> "list[str]":
         """See `Store.list_folders`; asks the inner store."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, insert, select, text, update
 
 from data_pipeline.catalog.engine import CatalogError, Conflict
 from data_pipeline.catalog.names import name_of
@@ -27,6 +27,7 @@ AUDITED = tuple(
 )
 """Columns of a version of which the audit holds every value."""
 _PLACE = ("root", "endpoint", "name")
+_SESSION = text("SELECT session_user, host(inet_client_addr())")
 
 
 class Entry(NamedTuple):
@@ -40,16 +41,20 @@ class Entry(NamedTuple):
 
 
 def person(connection: Connection) -> str:
-    """Return who this process acts for: user and machine, and the role in the database.
+    """Return who this process acts for.
 
-    The user is the kernel's: LOGNAME and USER are whatever somebody sets.
+    PostgreSQL says whom it let in, and from where: the role of the session and the client's address
+    ("local" for a socket). Nothing is taken from the process. SQLite knows nobody: there it is the
+    kernel's user and the machine; LOGNAME and USER are whatever somebody sets.
     """
+    if connection.dialect.name == "postgresql":
+        role, address = connection.execute(_SESSION).one()
+        return f"{role} from {address or 'local'}"
     try:
         name = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a number without a name, as in containers
         name = f"user {os.getuid()}"
-    role = connection.engine.url.username
-    return f"{name}@{socket.gethostname()}" + (f" as {role}" if role else "")
+    return f"{name}@{socket.gethostname()}"
 
 
 def canonical(value: Mapping[str, Any]) -> str:
@@ -63,8 +68,8 @@ def append(connection: Connection, what: Mapping[str, Any]) -> None:
         select(AUDIT.c.seq, AUDIT.c.hash).order_by(AUDIT.c.seq.desc()).limit(1)
     ).first()
     seq, previous = (last.seq + 1, last.hash) if last else (1, "")
-    at, who, text = datetime.now(UTC).isoformat("T", "seconds"), person(connection), canonical(what)
-    values = {"seq": seq, "at": at, "who": who, "what": text, "previous": previous}
+    at, who, told = datetime.now(UTC).isoformat("T", "seconds"), person(connection), canonical(what)
+    values = {"seq": seq, "at": at, "who": who, "what": told, "previous": previous}
     connection.execute(insert(AUDIT).values(**values, hash=_hash(**values)))
 
 
@@ -168,5 +173,5 @@ def _check_replicas(connection: Connection, told: set[tuple[str, str, str, str]]
 
 
 def _hash(seq: int, at: str, who: str, what: str, previous: str) -> str:
-    text = json.dumps([seq, at, who, what, previous], separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    entry = json.dumps([seq, at, who, what, previous], separators=(",", ":"))
+    return hashlib.sha256(entry.encode()).hexdigest()

@@ -84,3 +84,29 @@ def resolve(catalog: Catalog, store: Store, endpoint: str | None, name: str) -> 
         f"{name}: {told} does not lie under {' at '.join(filter(None, here))}; it lies under "
         f"{places}: set data.root and data.endpoint, or register a copy here"
     )
+
+
+class Copy(NamedTuple):
+    """Where a version lies: root and endpoint ("" without one), its folder, and its content."""
+
+    version: str
+    root: str
+    endpoint: str
+    folder: str
+    content: str
+
+
+def copies(catalog: Catalog, name: str) -> list[Copy]:
+    """Return where captions@3 or captions@active lies, whatever its state; sorted.
+
+    Raises:
+        CatalogError: there is no such version, or it lies nowhere.
+    """
+    with catalog.read() as connection:
+        row = version(connection, name)
+        query = select(REPLICA).where(REPLICA.c.content_hash == row.content_hash)
+        found = connection.execute(query.order_by(REPLICA.c.root, REPLICA.c.endpoint)).all()
+    told = name_of(row)
+    if not found:
+        raise CatalogError(f"{name}: {told} ({row.state}) lies nowhere that the catalogue knows")
+    return [Copy(told, one.root, one.endpoint, one.name, row.content_hash) for one in found]

@@ -17,6 +17,8 @@ from data_pipeline.catalog.engine import Catalog, CatalogError
 from data_pipeline.catalog.names import Wanted, name_of
 from data_pipeline.catalog.register import Source, register_in
 from data_pipeline.catalog.tables import REPLICA, VERSION
+from data_pipeline.govern.holds import Hold
+from data_pipeline.store.addresses import endpoint_of
 
 
 def note_request(
@@ -31,6 +33,22 @@ def note_request(
     """
     with catalog.write() as connection:
         append(connection, {"request": request, "action": what, "samples": _told(wanted)})
+
+
+def note_hold(
+    catalog: Catalog, root: str, endpoint: str | None, hold: Hold, what: str, locked: str | None
+) -> None:
+    """Write into the audit that a hold was put or ended.
+
+    Args:
+        root, endpoint: where the source lies, as its store was opened.
+        what: "put" or "ended".
+        locked: what came of the store's own lock; None: it was not asked for.
+    """
+    about = {"hold": hold.name, "action": what, "since": hold.since, "shards": list(hold.shards)}
+    place = {"in": root, "endpoint": endpoint_of(root, endpoint), "folder": hold.source}
+    with catalog.write() as connection:
+        append(connection, about | place | {"lock": locked})
 
 
 def follow(

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, delete, insert, select
 
-from data_pipeline.catalog.engine import Catalog
+from data_pipeline.catalog.audit import append
+from data_pipeline.catalog.engine import Catalog, CatalogError
 from data_pipeline.catalog.tables import RUN, RUN_INPUT
 from data_pipeline.index.manifest import RUN_SOURCES
+from data_pipeline.names import did_you_mean
 
 
 class Run(NamedTuple):
@@ -82,6 +84,29 @@ def scan(catalog: Catalog, runs: Sequence[Run]) -> None:
             connection.execute(insert(RUN).values(**values))
             if run.inputs:
                 connection.execute(insert(RUN_INPUT), run.inputs)
+
+
+def forget(catalog: Catalog, folder: str) -> tuple[str, int]:
+    """Forget a run, with an entry of the audit; returns its folder, and how many sources it used.
+
+    Raises:
+        CatalogError: no run of this folder is known; names the nearest.
+    """
+    with catalog.write() as connection:
+        known = connection.execute(select(RUN).order_by(RUN.c.folder)).all()
+        wanted = {folder, str(Path(folder).resolve())}
+        found = next((run for run in known if run.folder in wanted), None)
+        if found is None:
+            hint = did_you_mean(folder, [run.folder for run in known])
+            raise CatalogError(f"the catalogue knows no run {folder!r}; {hint}")
+        mine = RUN_INPUT.c.folder == found.folder
+        used = connection.execute(select(RUN_INPUT).where(mine).order_by("name", "use")).all()
+        connection.execute(delete(RUN_INPUT).where(mine))
+        connection.execute(delete(RUN).where(RUN.c.folder == found.folder))
+        told = [[one.name, one.use, one.content_hash, one.steps] for one in used]
+        what = {"run_forgotten": found.folder, "state": found.state, "step": found.step}
+        append(connection, what | {"used": told})
+    return found.folder, len(used)
 
 
 def unfinished_with(connection: Connection, content: str) -> list[str]:

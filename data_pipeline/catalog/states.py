@@ -32,7 +32,7 @@ FOLLOWING: dict[str, tuple[str, ...]] = {
     "archived": ("staged", "deleted"),
     "deleted": (),
 }
-"""State -> those that may follow it."""
+"""State -> those that may follow it; deleted does when the bytes are gone (`catalog.collect`)."""
 
 
 def promote(
@@ -67,6 +67,11 @@ def promote(
         row = version(connection, name)
         _check_revision(row, revision)
         _check_step(row, to)
+        if to == "deleted":
+            raise CatalogError(
+                f"{name_of(row)}: a version is deleted when its bytes are, and by nothing else: "
+                "kimi-pretrain data collect ROOT"
+            )
         note: dict[str, Any] = {}
         values: dict[str, Any] = {"state": to}
         if to == "verified":
@@ -76,8 +81,8 @@ def promote(
         elif to == "active":
             _check_released(row)
             done += _retire(connection, row)
-        elif to in ("archived", "deleted"):
-            _check_unused(connection, row, to)
+        elif to == "archived":
+            _check_unused(connection, row)
         change(connection, row, note, **values)
         done.append((name_of(row), row.state, to))
     return done
@@ -206,21 +211,30 @@ def _retire(connection: Connection, row: Row[Any]) -> list[tuple[str, str, str]]
     return found
 
 
-def _check_unused(connection: Connection, row: Row[Any], to: str) -> None:
+def _check_unused(connection: Connection, row: Row[Any]) -> None:
     if runs := unfinished_with(connection, row.content_hash):
         raise CatalogError(
-            f"{name_of(row)} cannot be {to}: unfinished runs use it: {listed(runs)} (if they are "
-            "over: `data catalog scan` reads how they stand)"
+            f"{name_of(row)} cannot be archived: unfinished runs use it: {listed(runs)} (if they "
+            "are over: `data catalog scan` reads how they stand, `data catalog forget` drops one)"
         )
-    if to != "deleted":
-        return
+
+
+def delete_version(connection: Connection, row: Row[Any], plan: str) -> bool:
+    """Note that the bytes of an archived version are gone; returns whether it is deleted now.
+
+    For `catalog.collect` alone, which has removed them. It stays archived as long as a version that
+    is not deleted holds its shards by reference: a copy elsewhere may have them.
+
+    Args:
+        row: the version, as read.
+        plan: hash of the plan by which it was collected.
+    """
     mine = {row.content_hash, (row.provenance or {}).get("made_as", row.content_hash)}
     # By provenance, not by the parent, which people may set.
     for other in connection.execute(select(VERSION).where(VERSION.c.state != "deleted")):
         made_of = other.provenance or {}
         holds = made_of.get("kind") in ("append", "reindex") and made_of.get("parent") in mine
         if holds and other.content_hash not in mine:
-            raise CatalogError(
-                f"{name_of(row)} cannot be deleted: {name_of(other)} ({other.state}) holds its "
-                "shards by reference; delete that first"
-            )
+            return False
+    change(connection, row, {"collected": plan}, state="deleted")
+    return True

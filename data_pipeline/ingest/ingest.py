@@ -22,7 +22,14 @@ from typing import Any
 import pyarrow as pa
 
 from data_pipeline.index.columns import CATEGORIES, SCHEMA, SourceIndex
-from data_pipeline.index.manifest import manifest_key, read_index, refuse_finished, write_index
+from data_pipeline.index.manifest import (
+    expect,
+    manifest_key,
+    read_index,
+    read_manifest,
+    refuse_finished,
+    write_index,
+)
 from data_pipeline.index.shards import check_source_name
 from data_pipeline.ingest.append import appended, check_appendable
 from data_pipeline.ingest.claim import Claim
@@ -145,6 +152,8 @@ def ingest(
     with Claim(store, name) as claim:
         if finished := _finished(store, name, journal):
             return finished
+        if old is not None:  # read again now that the name says so: a collection may have begun
+            _refuse_changed(store, old)
         taken = set() if old is None else set(pa.array(old.key, pa.string()).to_pylist())
         shown = (progress, rejected, taken)
         with ShardWriter(store, name, journal, claim, shard_bytes, *shown) as writer:
@@ -169,6 +178,16 @@ def ingest(
         write_index(store, index, {**made_of, **(request or {})})
         journal.remove()
         return index
+
+
+def _refuse_changed(store: Store, old: SourceIndex) -> None:
+    """Refuse to append to a source that is no longer the one that was read.
+
+    Raises:
+        IndexMismatch, MissingKey: it was redacted or removed meanwhile.
+    """
+    found = read_manifest(store, old.name)["content_hash"]
+    expect(f"{store.uri}/{old.name}", "content_hash", found, old.content_hash)
 
 
 def _nothing_left(name: str, rejections: Sequence[Rejection]) -> ValueError:

@@ -50,7 +50,7 @@ class Mixer:
     """
 
     def __init__(self, config: DataConfig, totals: Sequence[SourceTotals], units: Sequence[int]):
-        self._names = config.source_names
+        self._names, self._past = config.source_names, {*config.past_sources}
         self._window = config.pack_window
         self._totals = tuple(totals)
         # What stages are counted in: all tokens, or those of the one kind that has a budget.
@@ -119,8 +119,8 @@ class Mixer:
         told = f"state field 'blend' ends with weights {parts[-1][1]}, {found}; "
         if all(stage.after_share is None for _, stage in self._stages):
             return told + (
-                "to go on with the new shares from the next window on, pass the state through "
-                "Planner.with_own_blend"
+                "to go on with the new shares from the next window on, add --change-data to "
+                "`train --resume`"
             )
         places = [
             f"data.schedule[{number}] with after_tokens={tokens}"
@@ -164,6 +164,7 @@ class Mixer:
             name
             for number, name in enumerate(self._names)
             if not any(segment.weights[number] for segment in mixture.segments)
+            and name not in self._past
         ]
         if mixture.end is not None:  # a later stage may not be reached
             never = [name for name in never if name in self._stages[0][1].sources]

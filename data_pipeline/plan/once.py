@@ -4,8 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.config import share_of
-from data_pipeline.plan.planner import Planner, join
+from data_pipeline.plan.planner import Planner
 from data_pipeline.plan.step_plan import GlobalPlan
+from data_pipeline.plan.window import join
 
 
 def once(planner: Planner, tokens: int, group: int) -> list[GlobalPlan]:

@@ -16,9 +16,8 @@ after every resume.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +28,12 @@ from data_pipeline.names import listed
 from data_pipeline.plan.blend import Segment, append_segment, blend
 from data_pipeline.plan.csr import gather_rows
 from data_pipeline.plan.mixture import Mixer, Mixture
-from data_pipeline.plan.pack import PackedWindow, pack_window
+from data_pipeline.plan.pack import pack_window
 from data_pipeline.plan.source import DataUsedUp, Drawn, Source
-from data_pipeline.plan.state import Identity, State, blend_segments_of
+from data_pipeline.plan.state import SCHEMA, TOMBSTONES, Identity, State, blend_segments_of
 from data_pipeline.plan.step_plan import GlobalPlan, ItemTable, SampleTable
 from data_pipeline.plan.tombstones import Pairs, Tombstones, tombstones_of
+from data_pipeline.plan.window import Window, join
 
 __all__ = [
     "DataUsedUp",
@@ -45,32 +45,14 @@ __all__ = [
     "TooManyUnusable",
 ]
 
+_CARRIED = ("quarantine", "changes")  # through a change of the data
 KEPT_WINDOWS = 16  # packed windows held in memory, some 100 bytes per sample
 # More than may be planned ahead of the step in use, with some to spare.
 QUARANTINE_DELAY = MAX_PREFETCH + 8
 
-Table = TypeVar("Table", SampleTable, ItemTable)
-
 
 class TooManyUnusable(ValueError):
     """More samples than `data.max_quarantined` are unusable: the data itself must be broken."""
-
-
-@dataclass(frozen=True, eq=False)
-class Window:
-    """A packed window: its samples by (row, start), their items, where each sample's begin."""
-
-    packed: PackedWindow
-    samples: SampleTable  # rows of the window; starts in the row
-    items: ItemTable  # samples of the window; starts in the row
-    item_ptr: NDArray[np.int64]  # [samples + 1]; items of sample i are item_ptr[i]:item_ptr[i + 1]
-
-    def tokens_before(self, row: int, kept: NDArray[np.bool_]) -> tuple[int, int]:
-        """Return text and vision tokens of the samples that are `kept` in the rows before one."""
-        end = int(self.packed.row_ptr[row])
-        items, media = int(self.item_ptr[end]), self.items
-        vision = int(media.tokens[:items].sum(dtype=np.int64, where=kept[media.sample[:items]]))
-        return int(self.samples.length[:end].sum(dtype=np.int64, where=kept[:end])) - vision, vision
 
 
 class Planner:
@@ -107,6 +89,8 @@ class Planner:
         self._mixtures = lru_cache(maxsize=KEPT_WINDOWS)(self._mix)
         # Replaced as a whole, never changed: the loader's thread reads it while it plans.
         self._quarantine: tuple[tuple[int, int, int], ...] = ()
+        # (first step, position, new sources) of each change of the data on the way.
+        self._changes: tuple[tuple[int, int, list[str]], ...] = ()
         self._state = self._encode(self.mixture, 0, 0, 0, 0, (0, 0))
 
     def plan(self, state: Mapping[str, Any]) -> tuple[GlobalPlan, State]:
@@ -163,6 +147,13 @@ class Planner:
         """Return the state to begin with: step 0, or what `load_state_dict` was given."""
         return self.with_quarantine(self._state)
 
+    def rows_left(self, state: Mapping[str, Any]) -> int:
+        """Return the rows of the window in progress that a state has not handed out; 0: none is."""
+        if not state["row"]:
+            return 0
+        content = self._content(state["window"], self.mixture_of(state), state["opened"])
+        return content.packed.num_rows - state["row"]
+
     def with_quarantine(self, state: Mapping[str, Any]) -> State:
         """Return a copy of a state that also holds what is in quarantine by now."""
         return json.loads(json.dumps({**state, "quarantine": self._quarantine}))
@@ -175,8 +166,11 @@ class Planner:
         """
         self.mixture_of(state)
         self._quarantine = tuple((int(a), int(b), int(c)) for a, b, c in state["quarantine"])
+        self._changes = tuple((a, b, [*c]) for a, b, c in state.get("changes", ()))
         self.tombstones = self.tombstones.going_on(state)
-        self._state = json.loads(json.dumps(dict(state) | self.tombstones.fields(state["step"])))
+        fields = {"schema": SCHEMA, "changes": self._changes}
+        fields |= self.tombstones.fields(state["step"])
+        self._state = json.loads(json.dumps(dict(state) | fields))
 
     def mixture_of(self, state: Mapping[str, Any]) -> Mixture:
         """Check a state as `load_state_dict`, and return the mixture it goes on with."""
@@ -232,7 +226,9 @@ class Planner:
         mixture = self._mixer.mixture(kept, start)
         where = (state["window"], state["row"], state["step"], state["opened"])
         changed = self._encode(mixture, *where, state.get("tokens"), len(kept) + 1)
-        return {**changed, "quarantine": state["quarantine"]}
+        # What a list and redactions came to so far is the state's: `load_state_dict` compares.
+        mine = {key: one for key, one in changed.items() if key not in TOMBSTONES}
+        return {**mine, **{key: state[key] for key in (*TOMBSTONES, *_CARRIED) if key in state}}
 
     def notices(self) -> list[str]:
         """Return what a person should know of samples that are not drawn as they are, by line."""
@@ -373,34 +369,5 @@ class Planner:
             "step": int(step),
             "tokens": None if tokens is None else list(tokens),
             "quarantine": [],
+            "changes": [list(change) for change in self._changes],
         }
-
-
-def join(pieces: Sequence[tuple[Window, int, int]]) -> tuple[SampleTable, ItemTable]:
-    """Take rows of each (window, first, end) and number them through as the rows of a step."""
-    samples: list[SampleTable] = []
-    items: list[ItemTable] = []
-    rows_before = samples_before = 0
-    for window, first, end in pieces:
-        begin, stop = (int(window.packed.row_ptr[row]) for row in (first, end))
-        part, shift = slice(begin, stop), np.int32(rows_before - first)
-        chosen = _slice(window.samples, part)
-        samples.append(replace(chosen, row=chosen.row + shift))
-        some = _slice(window.items, slice(int(window.item_ptr[begin]), int(window.item_ptr[stop])))
-        sample = some.sample + np.int32(samples_before - begin)
-        items.append(replace(some, row=some.row + shift, sample=sample))
-        rows_before += end - first
-        samples_before += stop - begin
-    return _concatenate(samples), _concatenate(items)
-
-
-def _slice(table: Table, part: slice) -> Table:
-    return type(table)(*(getattr(table, column.name)[part] for column in fields(table)))
-
-
-def _concatenate(tables: Sequence[Table]) -> Table:
-    first = tables[0]
-    if len(tables) == 1:
-        return first
-    columns = [column.name for column in fields(first)]
-    return type(first)(*(np.concatenate([getattr(t, c) for t in tables]) for c in columns))

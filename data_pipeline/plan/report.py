@@ -34,3 +34,19 @@ def blend_report(planner: Planner) -> dict[str, Any]:
         "blend": [[s.start, list(s.weights)] for s in mixture.segments],
         "ends_at": mixture.end,
     }
+
+
+def mixtures(planner: Planner) -> dict[str, Any]:
+    """Return the mixtures that a planner goes on with, as a run notes them, by names of sources.
+
+    `blend`: [position, {source: draws in UNITS}] of each stretch that has begun, or was decided on;
+    `changes`: [first step, position, new sources] of each `train --change-data`.
+    """
+    state, names = planner.state_dict(), planner.config.source_names
+    return {
+        "blend": [
+            [start, {name: n for name, n in zip(names, weights, strict=True) if n}]
+            for start, weights in state["blend"]
+        ],
+        "changes": state["changes"],
+    }

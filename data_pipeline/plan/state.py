@@ -12,13 +12,15 @@ from data_pipeline.index.columns import SourceIndex
 from data_pipeline.names import listed
 from typed_config.section import Section
 
-SCHEMA = 2
+SCHEMA = 3
+# Schemas that are read. One of 2 has no `changes`: the command that makes some came later.
+_READ = (2, SCHEMA)
 _HASH = 12  # hexadecimal digits of a source's content hash in a state
 
 # What a planner adds: how far the run is.
-OWN_FIELDS = ("blend", "window", "row", "opened", "step", "tokens", "quarantine")
+OWN_FIELDS = ("blend", "window", "row", "opened", "step", "tokens", "quarantine", "changes")
 # What it adds where there is such a thing (`Tombstones.fields`).
-_MAY_HAVE = ("tombstones", "redacted")
+TOMBSTONES = ("tombstones", "redacted")
 
 State = dict[str, Any]
 
@@ -42,7 +44,7 @@ class Identity:
         self._contents = {
             index.name: index.identity[:_HASH] + chosen.get(index.name, "") for index in indices
         }
-        self._packing = _packing(config)
+        self._packing = packing_of(config)
 
     def fields(self) -> State:
         """Return these fields of a state."""
@@ -63,12 +65,14 @@ class Identity:
         """
         expected = self.fields()
         fields = {*expected, *OWN_FIELDS}
-        # States of earlier versions do not name the sources, nor count tokens.
-        if {*state, "sources", "tokens"} - {*_MAY_HAVE} != fields:
+        # States of earlier versions do not name the sources, nor count tokens, nor know changes.
+        missing = {"sources", "tokens", *(("changes",) if state.get("schema") == 2 else ())}
+        if ({*state} | missing) - {*TOMBSTONES} != fields:
             raise ValueError(
                 f"state has fields {listed(sorted(state))}; expected {listed(sorted(fields))}"
             )
-        _same("schema", state["schema"], expected["schema"])
+        if state["schema"] not in _READ:
+            _same("schema", state["schema"], expected["schema"])
         if state["manifest"] != self.manifest:
             raise ValueError(_other_sources(state.get("sources"), self._contents))
         _same("seed", state["seed"], expected["seed"])
@@ -116,6 +120,15 @@ class Identity:
                 f"starts at multiples of {window}"
             )
         try:
+            changes = [(int(a), int(b), [*map(str, c)]) for a, b, c in state.get("changes", ())]
+        except (TypeError, ValueError):
+            changes = [(0, -1, [""])]
+        if any(step < 1 or at % window for step, at, _ in changes):
+            raise ValueError(
+                f"state field 'changes' is {state['changes']!r}; expected [[step, position, new "
+                f"sources], ...] with steps from 1 and positions at multiples of {window}"
+            )
+        try:
             entries = [(int(a), int(b), int(c)) for a, b, c in state["quarantine"]]
         except (TypeError, ValueError):
             raise ValueError(
@@ -157,11 +170,12 @@ def _other_sources(found: object, here: Mapping[str, str]) -> str:
     return (
         "state field 'manifest': the state belongs to other sources than this configuration's "
         f"{listed(here)}: {what}. Its rows would not be continued: give the sources that the run "
-        "began with, or begin a new run (train.start_from takes the weights along)"
+        "began with, go over to these from the next window on (train --resume latest "
+        "--change-data), or begin a new run (train.start_from takes the weights along)"
     )
 
 
-def _packing(config: DataConfig) -> dict[str, Any]:
+def packing_of(config: DataConfig) -> dict[str, Any]:
     """What else the rows depend on, small enough for a state."""
     augment = json.dumps([[name, _text(config.augment[name])] for name in sorted(config.augment)])
     return {

@@ -3,13 +3,14 @@
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data_pipeline.store.objects import (
     CheckedPieces,
     MissingKey,
     ObjectInfo,
+    Unfinished,
     Versions,
     Written,
     check_key,
@@ -140,6 +141,27 @@ class MemoryStore(Counted):
         with self._objects.lock:
             gone = self._objects.held.pop(f"{self._prefix}{check_key(key)}", None)
         return int(gone is not None)
+
+    def discard(self, keys: Sequence[str]) -> list[tuple[str, str]]:
+        """See `Store.discard`."""
+        for key in keys:
+            self.delete_versions(key)
+        return []
+
+    def unfinished(self, prefix: str = "") -> list[Unfinished]:
+        """See `Store.unfinished`; what is written here is there at once."""
+        return []
+
+    def drop_unfinished(self, one: Unfinished) -> None:
+        """See `Store.drop_unfinished`."""
+
+    def bygone(self, prefix: str = "") -> list[Unfinished]:
+        """See `Store.bygone`; one version is kept."""
+        return []
+
+    def drop_bygone(self, ones: Sequence[Unfinished]) -> list[tuple[str, str]]:
+        """See `Store.drop_bygone`."""
+        return []
 
     def list_folders(self, prefix: str = "") -> list[str]:
         """See `Store.list_folders`."""

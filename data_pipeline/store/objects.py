@@ -95,6 +95,20 @@ class Written:
     confirmed: bool
 
 
+class Unfinished(NamedTuple):
+    """What is no object and costs what it holds: left by a killed writer, or an older version.
+
+    Attributes:
+        key: of the object that it was or was to become; of a folder that of the temporary file.
+        mark: tells it from another one of the same key.
+        size: its bytes, where the store tells them.
+    """
+
+    key: str
+    mark: str
+    size: int = 0
+
+
 class Span(NamedTuple):
     """`length` bytes of object `key` from `offset`."""
 
@@ -182,6 +196,30 @@ class Store(Protocol):
         Raises:
             AccessDenied: the store holds a version (object lock), or this user may not remove it.
         """
+        ...
+
+    def discard(self, keys: Sequence[str]) -> list[tuple[str, str]]:
+        """Remove objects with all versions, many at a time; those that are gone already, too.
+
+        Returns:
+            (key, reason) of those that the store did not let go: a lock, or missing rights.
+        """
+        ...
+
+    def unfinished(self, prefix: str = "") -> list[Unfinished]:
+        """What killed writers left under a prefix, sorted: uploads in parts, temporary files."""
+        ...
+
+    def drop_unfinished(self, one: Unfinished) -> None:
+        """Remove what a killed writer left, if it is still that one."""
+        ...
+
+    def bygone(self, prefix: str = "") -> list[Unfinished]:
+        """Versions that the store keeps of objects that were deleted, under a prefix; sorted."""
+        ...
+
+    def drop_bygone(self, ones: Sequence[Unfinished]) -> list[tuple[str, str]]:
+        """Remove such versions; (key, reason) of those that the store did not let go."""
         ...
 
     def list_folders(self, prefix: str = "") -> list[str]:
@@ -460,6 +498,42 @@ class FolderStore(Counted):
         there = self._path(key).is_file()
         self.delete(key)
         return int(there)
+
+    def discard(self, keys: Sequence[str]) -> list[tuple[str, str]]:
+        """See `Store.discard`."""
+        kept = []
+        for key in keys:
+            try:
+                self.delete(key)
+            except PermissionError:
+                kept.append((key, "the file may not be removed"))
+        return kept
+
+    def unfinished(self, prefix: str = "") -> list[Unfinished]:
+        """See `Store.unfinished`."""
+        found = []
+        for inside, _, names in os.walk(self.root):
+            for name in names:
+                key = Path(inside, name).relative_to(self.root).as_posix()
+                if name.startswith(self._TEMPORARY) and key.startswith(prefix):
+                    with suppress(FileNotFoundError):  # it has just become an object
+                        found.append(Unfinished(key, self._info(Path(inside, name).stat()).etag))
+        return sorted(found)
+
+    def drop_unfinished(self, one: Unfinished) -> None:
+        """See `Store.drop_unfinished`."""
+        path = self._path(one.key)
+        with suppress(FileNotFoundError):
+            if self._info(path.stat()).etag == one.mark:
+                path.unlink()
+
+    def bygone(self, prefix: str = "") -> list[Unfinished]:
+        """See `Store.bygone`; a folder keeps none."""
+        return []
+
+    def drop_bygone(self, ones: Sequence[Unfinished]) -> list[tuple[str, str]]:
+        """See `Store.drop_bygone`."""
+        return []
 
     def list_folders(self, prefix: str = "") -> list[str]:
         """See `Store.list_folders`."""

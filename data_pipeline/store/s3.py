@@ -20,7 +20,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from data_pipeline.store.objects import (
     ObjectInfo,
     StoreError,
     StoreUnavailable,
+    Unfinished,
     Versions,
     Written,
     check_key,
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 
 _MULTIPART = 16 << 20  # files of this size and more go up in parts
 _MOST_HEDGED = 32 << 20  # a second read of more would cost more than it saves
+_MOST_AT_ONCE = 1000  # objects of one DeleteObjects
 _CALM_S = 5.0  # no hedges for so long after the server asked for fewer requests
 _LISTING = {"ContinuationToken": "NextContinuationToken"}
 _REMARK_S = 10.0  # a failing server is worth a line in the log this often
@@ -278,38 +280,96 @@ class S3Store(Counted):
             but: tells of a key whether to leave it alone, because it is being written; asked
                 after the listing.
         """
+        found = [one for one in self.unfinished(prefix) if not but(one.key)]
+        for one in found:
+            self.drop_unfinished(one)
+        return len(found)
+
+    def unfinished(self, prefix: str = "") -> list[Unfinished]:
+        """See `Store.unfinished`; `mark` is the upload's id."""
         marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-        removed = 0
-        for page in self._pages("list_multipart_uploads", prefix, marks):
-            for upload in page.get("Uploads", ()):
-                key = upload["Key"][len(self._base) :]
-                if but(key):
-                    continue
-                which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                with suppress(MissingKey):  # it has just ended by itself
-                    self._request("abort_multipart_upload", key, which)
-                    removed += 1
-        return removed
+        return sorted(
+            Unfinished(upload["Key"][len(self._base) :], upload["UploadId"])
+            for page in self._pages("list_multipart_uploads", prefix, marks)
+            for upload in page.get("Uploads", ())
+        )
+
+    def drop_unfinished(self, one: Unfinished) -> None:
+        """See `Store.drop_unfinished`."""
+        with suppress(MissingKey):  # it has just ended by itself
+            self._call("abort_multipart_upload", one.key, UploadId=one.mark)
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
         self._call("delete_object", key)
 
-    def delete_versions(self, key: str) -> int:
-        """See `Store.delete_versions`. One by one: what is refused comes as an error of its own."""
+    def _all_versions(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield ("Versions" or "DeleteMarkers", entry) of all versions under a prefix."""
         marks = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
         try:
-            found = [
-                one["VersionId"]
-                for page in self._pages("list_object_versions", key, marks)
-                for kind in ("Versions", "DeleteMarkers")
-                for one in page.get(kind, ())
-                if one["Key"] == self._key(key)
-            ]
-        except StoreError as error:
+            for page in self._pages("list_object_versions", prefix, marks):
+                for kind in ("Versions", "DeleteMarkers"):
+                    for one in page.get(kind, ()):
+                        yield kind, one
+        except StoreError as error:  # not of a server that keeps none
             if status_of(error.__cause__) != NOT_IMPLEMENTED:
                 raise
-            found = []  # a server that keeps none
+
+    def _versions_of(self, prefix: str) -> dict[str, list[str]]:
+        """Return key -> ids of all versions and delete markers under a prefix."""
+        found: dict[str, list[str]] = {}
+        for _, one in self._all_versions(prefix):
+            found.setdefault(one["Key"][len(self._base) :], []).append(one["VersionId"])
+        return found
+
+    def discard(self, keys: Sequence[str]) -> list[tuple[str, str]]:
+        """See `Store.discard`."""
+        known = {
+            folder: self._versions_of(f"{folder}/" if folder else "")
+            for folder in {key.rpartition("/")[0] for key in keys}
+        }
+        wanted: list[dict[str, str]] = []
+        for key in keys:
+            versions = known[key.rpartition("/")[0]].get(key)
+            one = {"Key": self._key(key)}
+            wanted += [one | {"VersionId": v} for v in versions] if versions else [one]
+        return self._delete_many(wanted)
+
+    def _delete_many(self, wanted: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
+        """Send DeleteObjects, whose answer 200 may hold an error for each key; returns those."""
+        kept: dict[str, str] = {}
+        for first in range(0, len(wanted), _MOST_AT_ONCE):
+            batch = wanted[first : first + _MOST_AT_ONCE]
+            which = {"Delete": {"Objects": batch, "Quiet": True}}
+            reply = self._request("delete_objects", batch[0]["Key"][len(self._base) :], which)
+            for error in reply.get("Errors", ()):
+                if error.get("Code") not in ("NoSuchKey", "NoSuchVersion"):
+                    told = f"{error.get('Code')}: {error.get('Message', '')}".strip(": ")
+                    kept[error["Key"][len(self._base) :]] = told
+        return list(kept.items())
+
+    def bygone(self, prefix: str = "") -> list[Unfinished]:
+        """See `Store.bygone`: versions of keys whose newest one is a delete marker."""
+        found: dict[str, list[Unfinished]] = {}
+        there: set[str] = set()
+        for kind, one in self._all_versions(prefix):
+            key = one["Key"][len(self._base) :]
+            if kind == "Versions":
+                size = one.get("Size", 0)
+                found.setdefault(key, []).append(Unfinished(key, one["VersionId"], size))
+                if one.get("IsLatest"):
+                    there.add(key)
+        return sorted(one for key, ones in found.items() if key not in there for one in ones)
+
+    def drop_bygone(self, ones: Sequence[Unfinished]) -> list[tuple[str, str]]:
+        """See `Store.drop_bygone`. A marker stays: without it an older version would come back."""
+        return self._delete_many(
+            [{"Key": self._key(one.key), "VersionId": one.mark} for one in ones]
+        )
+
+    def delete_versions(self, key: str) -> int:
+        """See `Store.delete_versions`. One by one: what is refused comes as an error of its own."""
+        found = self._versions_of(key).get(key, [])
         for version in found:
             self._call("delete_object", key, VersionId=version)
         with suppress(MissingKey):

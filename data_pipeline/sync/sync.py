@@ -16,11 +16,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from data_pipeline.govern.redact import carry_out
 from data_pipeline.index.manifest import manifest_key, read_index
 from data_pipeline.ingest.claim import Claim
+from data_pipeline.store.objects import in_threads
 from data_pipeline.store.open import Store
 from data_pipeline.sync.contents import Contents, Item, RankFiles, find_sources, read_contents
 from data_pipeline.sync.rate import Meter, Progress, Rate, Stopped
+from data_pipeline.sync.redactions import refuse_undoing, settle
 from data_pipeline.sync.survey import OtherContent, Survey, survey
 from data_pipeline.sync.sync_journal import SyncJournal
 from data_pipeline.sync.transfer import copy
@@ -51,11 +54,13 @@ class SyncReport:
     """What a sync did.
 
     Attributes:
-        sources: name -> "copied", "completed" (files were missing beside a manifest) or "there".
+        sources: name -> "copied", "completed" (files were missing beside a manifest), "there",
+            "redacted" or "redacted there" (`sync.redactions`).
         copied, there: files.
         bytes: of those copied.
         seconds: it took.
         without_tokenizer: sources whose rank file is not in the place they come from.
+        not_removed: shards with redacted samples that the target's store did not let go, and why.
     """
 
     sources: dict[str, str] = field(default_factory=dict)
@@ -64,6 +69,7 @@ class SyncReport:
     bytes: int = 0
     seconds: float = 0.0
     without_tokenizer: list[str] = field(default_factory=list)
+    not_removed: list[str] = field(default_factory=list)
 
 
 def sync(
@@ -91,13 +97,20 @@ def sync(
     begun, options = time.monotonic(), options or Options()
     rate, meter = Rate(options.bytes_per_second), Meter(progress)
     found = read_all(source, find_sources(source, wanted))
-    surveys = survey(source, target, found, rate, meter, LOOK_THREADS)
+    settled = settle(source, target, found)
+    surveys = survey(source, target, settled.rest, rate, meter, LOOK_THREADS)
+    refuse_undoing(source, target, _missing_shards(surveys))
+    # Refuses what is under a hold in the target, before it writes.
+    kept = carry_out(target, settled.todo).kept if settled.todo else []
     report = SyncReport(without_tokenizer=[one.name for one in found if one.tokenizer])
+    report.sources |= settled.states
+    report.not_removed = [f"{key}: {reason}" for key, reason in kept]
     work = [one for one in surveys if one.missing or one.journal or not one.published]
     for one in work:
         if one.missing or not one.published:
             check_index(source, one.contents)
     with _claimed(target, work) as claims:
+        _check_still_there(target, work)
         _copy_all(_Copying(source, target, rate, meter), work, options.parallel, claims)
         for one in work:
             SyncJournal(target, one.contents.name).remove()
@@ -139,6 +152,26 @@ def _claimed(target: Store, work: Sequence[Survey]) -> Iterator[dict[str, Claim]
         for one in work:
             SyncJournal(target, one.contents.name).tidy(_folders(one))
         yield claims
+
+
+def _missing_shards(surveys: Sequence[Survey]) -> list[str]:
+    """Return the keys of the shards that are to be copied."""
+    return [i.key for one in surveys for i in one.missing if i in {*one.contents.shards}]
+
+
+def _check_still_there(target: Store, work: Sequence[Survey]) -> None:
+    """See that what was there before the names were taken still is: a collection may remove it.
+
+    Raises:
+        MissingKey: it is gone; the same command copies it.
+    """
+    known = {
+        item.key
+        for one in work
+        if not one.published
+        for item in {*one.contents.items} - {*one.missing}
+    }
+    in_threads(target.head, sorted(known), LOOK_THREADS)
 
 
 def _folders(one: Survey) -> set[str]:

@@ -51,7 +51,7 @@ def latest_in(uri: str | os.PathLike[str]) -> str:
     place = open_place(text)
     if place.folder is not None and (place.folder / MANIFEST).is_file():
         return text
-    for root in (text, *_places_of_run(place.folder)):
+    for root in (text, *places_of_run(place.folder)):
         with storage_errors(root):
             steps = open_place(root).steps()
         if steps:
@@ -73,7 +73,7 @@ def check_ended(uri: str | os.PathLike[str]) -> None:
     for run_dir in (folder, folder.resolve().parent):
         status = read_status(run_dir)
         if run_dir != folder and status is not None:
-            places = _places_of_run(run_dir)
+            places = places_of_run(run_dir)
             status = status if any(_same_folder(one, str(folder)) for one in places) else None
         if status is not None and status.state != "finished":
             of = "" if status.steps is None else f" of {status.steps}"
@@ -83,7 +83,7 @@ def check_ended(uri: str | os.PathLike[str]) -> None:
             )
 
 
-def _places_of_run(folder: Path | None) -> list[str]:
+def places_of_run(folder: Path | None) -> list[str]:
     """Where the run of this folder keeps its checkpoints, if it is one."""
     if folder is None or not folder.is_dir():
         return []

@@ -28,7 +28,7 @@ from tensorboard.compat.proto.summary_pb2 import (
 )
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from data_pipeline.index.manifest import RUN_SOURCES
+from data_pipeline.index.manifest import RUN_MIXTURES, RUN_SOURCES
 from kimi_pretrain.checkpoint.manifest import PACKAGES as MANIFEST_PACKAGES
 from kimi_pretrain.checkpoint.manifest import installed_versions
 from kimi_pretrain.config import GIB, Config, dump_config
@@ -75,10 +75,12 @@ def describe_environment(
     config: Config,
     began_from: Mapping[str, Any] | None = None,
     sources: Sequence[Mapping[str, Any]] | None = None,
+    mixtures: Mapping[str, Any] | None = None,
 ) -> None:
     """Write config.yaml, versions.json, and git.json with diff.patch where there is a checkout.
 
-    sources.json, too, where `data_pipeline.access.run_sources` has told what it reads.
+    sources.json, too, where `data_pipeline.access.run_sources` has told what it reads, and
+    mixtures.json with the shares of all its steps (`data_pipeline.plan.report.mixtures`).
 
     began_from.json, too, where the run begins with weights of other runs' checkpoints; a resume
     leaves it as it is.
@@ -89,6 +91,8 @@ def describe_environment(
         write_whole(folder / BEGAN, json.dumps(began_from, indent=1) + "\n")
     if sources is not None:
         write_whole(folder / RUN_SOURCES, json.dumps(sources, indent=1) + "\n")
+    if mixtures is not None:
+        write_whole(folder / RUN_MIXTURES, json.dumps(mixtures, indent=1) + "\n")
     versions = {**installed_versions(PACKAGES), "cuda": torch.version.cuda}
     write_whole(folder / "versions.json", json.dumps(versions, indent=1) + "\n")
     checkout = Path(__file__).parent.parent.parent

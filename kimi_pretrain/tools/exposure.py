@@ -1,10 +1,10 @@
 """Exposure: in which steps and rows of a run samples stood, from the order alone.
 
 No log of samples is kept, and no byte of data is read: the steps of the run folder are planned once
-more, by its config.yaml, its quarantine and what the sources say was redacted. Each checkpoint that
-is still there says how far the data were at its step; where a plan comes to something else, nothing
-is told. Samples are looked for by where they lie, so that a run shows up that drew them from a
-source grown from the one they were ingested into, or reindexed.
+more, by its config.yaml, its mixtures, its quarantine and what the sources say was redacted. Each
+checkpoint that is still there says how far the data were at its step; where a plan comes to
+something else, nothing is told. Samples are looked for by where they lie, so that a run shows up
+that drew them from a source grown from the one they were ingested into, or reindexed.
 """
 
 import json
@@ -18,7 +18,8 @@ import numpy as np
 from data_pipeline.access import open_data
 from data_pipeline.govern.redact import held
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.index.manifest import RUN_SOURCES, read_index
+from data_pipeline.index.manifest import RUN_MIXTURES, RUN_SOURCES, read_index
+from data_pipeline.plan.change import renumbered
 from data_pipeline.plan.planner import GlobalPlan, Planner, State
 from data_pipeline.plan.stage import taken_over
 from data_pipeline.plan.tombstones import samples_of, tombstones_of
@@ -98,8 +99,9 @@ def exposure(
     config = load_config(run_dir / "config.yaml")
     store = open_data(config.data.replace(cache=None, requests_per_second=None))
     there = held(store, wanted)
+    names = config.data.source_names
     found = Exposure(str(run_dir), *_steps(run_dir))
-    states = _states(run_dir, config)
+    states = [renumbered(state, names) for state in _states(run_dir, config)]
     if states:
         found.last = max(found.last, states[-1]["step"])
     found.heldout = sorted({*there} & {*config.data.heldout})
@@ -215,10 +217,27 @@ def _quarantine(
     return faults
 
 
+def _history(run_dir: Path, planner: Planner) -> State:
+    """Return what mixtures.json says of a run whose data were changed on the way; {} of others."""
+    file = run_dir / RUN_MIXTURES
+    noted = json.loads(file.read_text()) if file.is_file() else {"changes": []}
+    if not noted["changes"]:
+        return {}
+    names = planner.config.source_names
+    blend = [[start, [given.get(name, 0) for name in names]] for start, given in noted["blend"]]
+    return {"blend": blend, "changes": noted["changes"]}
+
+
 def _begin(run_dir: Path, config: Config, planner: Planner) -> State:
     """Return the loader's state before the run's first step."""
+    history = _history(run_dir, planner)
     if config.train.start_optimizer != "keep":
-        return planner.state_dict()
+        return planner.state_dict() | history
+    if history:
+        raise ValueError(
+            f"{run_dir}: its data go on from another run's (train.start_optimizer=keep) and were "
+            "changed on the way: its steps cannot be planned again"
+        )
     began = json.loads((run_dir / BEGAN).read_text())["train.start_from"]["checkpoint"]
     try:
         before = open_checkpoint(began).manifest().state

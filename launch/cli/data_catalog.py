@@ -63,7 +63,7 @@ def register(
         --licence CC-BY-4.0 --tag web
     kimi-pretrain data catalog register /data/corpus/pairs --as captions@4
     """
-    with _opened(where) as found:
+    with opened(where) as found:
         from data_pipeline.catalog.names import check_licence, parse
         from data_pipeline.catalog.register import look
         from data_pipeline.catalog.register import register as take
@@ -100,7 +100,7 @@ def list_versions(
     kimi-pretrain data catalog list
     kimi-pretrain data catalog list captions --json
     """
-    with _opened(where) as found:
+    with opened(where) as found:
         from data_pipeline.catalog.show import versions
 
         with found.read() as connection:
@@ -126,7 +126,7 @@ def show(
     \b
     kimi-pretrain data catalog show captions@active
     """
-    with _opened(where) as found:
+    with opened(where) as found:
         from data_pipeline.catalog.show import details
 
         with found.read() as connection:
@@ -160,7 +160,7 @@ def set_fields(
     kimi-pretrain data catalog set captions@3 --licence CC-BY-4.0 --owner vision
     kimi-pretrain data catalog set captions@3 --tag web --tag english
     """
-    with _opened(where) as found:
+    with opened(where) as found:
         from data_pipeline.catalog.states import set_fields as change
 
         given = {"licence": licence, "owner": owner, "parent": parent}
@@ -177,7 +177,7 @@ def promote(
     name: VersionArgument,
     state: Annotated[
         str,
-        typer.Argument(help="staged, verified, active, deprecated, archived or deleted."),
+        typer.Argument(help="staged, verified, active, deprecated or archived."),
     ],
     report: Annotated[
         Path | None,
@@ -191,14 +191,14 @@ def promote(
 
     Verified needs a report of the whole version without a problem; active a
     licence and an owner. The version that was active before becomes deprecated.
-    Deleted is a record alone: no byte of the source is removed.
+    Deleted is what `data collect` makes of an archived one, with its bytes.
 
     \b
     kimi-pretrain data verify s3://corpus/captions_3 --json > verify.txt
     kimi-pretrain data catalog promote captions@3 verified --report verify.txt
     kimi-pretrain data catalog promote captions@3 active
     """
-    with _opened(where) as found:
+    with opened(where) as found:
         from data_pipeline.catalog.states import promote as change
         from data_pipeline.catalog.states import read_report
 
@@ -228,7 +228,7 @@ def audit(
     \b
     kimi-pretrain data catalog audit --head 8c1f...
     """
-    with _opened(where) as found:
+    with opened(where) as found:
         from data_pipeline.catalog.audit import check, entries
 
         with found.read() as connection:
@@ -255,7 +255,7 @@ def note_request(
     \b
     kimi-pretrain data catalog request 17 --list request-17.jsonl
     """
-    with _opened(where) as found:
+    with opened(where) as found:
         from data_pipeline.catalog.redactions import note_request as note
         from data_pipeline.plan.tombstones import parse_entries
 
@@ -282,7 +282,7 @@ def rebuild(
     \b
     kimi-pretrain data catalog rebuild s3://corpus /data/more
     """
-    with _opened(where) as found:
+    with opened(where) as found:
         from data_pipeline.catalog.register import rebuild as take_all
         from data_pipeline.store.open import open_store
 
@@ -310,7 +310,7 @@ def scan(
     \b
     kimi-pretrain data catalog scan /shared/runs
     """
-    with _opened(where) as found:
+    with opened(where) as found:
         from data_pipeline.catalog.runs import read_run, run_folders
         from data_pipeline.catalog.runs import scan as take
 
@@ -319,6 +319,26 @@ def scan(
         take(found, seen)
         for run in seen:
             typer.echo(f"{run.folder}: {run.state}, step {run.step}, {len(run.inputs)} sources")
+
+
+@catalog.command()
+def forget(
+    run: Annotated[str, typer.Argument(help="Folder of the run, as `scan` told it.")],
+    where: CatalogOption = None,
+) -> None:
+    """Forget a run that will never go on: what it used may be archived and collected.
+
+    The audit keeps what it used. A run folder that is still there comes back with
+    the next scan.
+
+    \b
+    kimi-pretrain data catalog forget /shared/runs/old
+    """
+    with opened(where) as found:
+        from data_pipeline.catalog.runs import forget as drop
+
+        folder, inputs = drop(found, run)
+        typer.echo(f"{folder}: forgotten, with {inputs} sources that it used")
 
 
 @catalog.command()
@@ -333,7 +353,7 @@ def resolve(
     \b
     kimi-pretrain data catalog resolve captions@active --root s3://corpus
     """
-    with _opened(where) as found:
+    with opened(where) as found:
         from data_pipeline.catalog.lookup import resolve as find
         from data_pipeline.store.open import open_store
 
@@ -347,14 +367,14 @@ def migrate(where: CatalogOption = None) -> None:
     \b
     kimi-pretrain data catalog migrate --catalog postgresql://owner@db/catalog
     """
-    with _opened(where) as found:
+    with opened(where) as found:
         before, now = found.migrate()
         typer.echo(f"{found.where}: schema {now}, was {before or 'empty'}")
 
 
 @contextmanager
-def _opened(where: str | None) -> "Iterator[Catalog]":
-    """Open the catalogue; errors are one line."""
+def opened(where: str | None) -> "Iterator[Catalog]":
+    """Open the catalogue; errors are one line, also those of what is done with it."""
     with one_line_errors():
         try:
             from data_pipeline.catalog.engine import Catalog

@@ -56,10 +56,8 @@ def facts(
     kimi-pretrain data facts s3://corpus --config my.yaml --facts /shared/facts
     """
     with one_line_errors():
-        from launch.cli.sources import open_sources
-
         limits, _, _ = limits_of(config, None, image_patches, frame_patches)
-        store, names = open_sources(uri, endpoint, source or ())
+        store, names = _opened(uri, endpoint, source or ())
         told = []
         for name in names:
             file, new = _written(store, name, limits, folder)
@@ -76,7 +74,7 @@ def count(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Compare the one --source with this: a source of the same root, or its own URI."
+            help="Compare the one source with this: of the same root, its own URI, or captions@2."
         ),
     ] = None,
     versions: Annotated[
@@ -104,6 +102,7 @@ def count(
     \b
     kimi-pretrain data count s3://corpus --out count.html
     kimi-pretrain data count s3://corpus --source captions_3 --against captions_2
+    kimi-pretrain data count captions@3 --against captions@2
     kimi-pretrain data count s3://corpus --versions --json
     """
     with one_line_errors():
@@ -119,10 +118,9 @@ def count(
 
             raise needs_extra(error, "data count") from None
         from data_pipeline.inspect.stats import totals
-        from launch.cli.sources import open_sources
 
         limits, seq_len, data = limits_of(config, seq_len, image_patches, frame_patches)
-        store, names = open_sources(uri, endpoint, source or ())
+        store, names = _opened(uri, endpoint, source or ())
         if against is not None and len(names) != 1:
             raise ValueError(
                 f"--against {against}: give the one source to compare with it by --source; there "
@@ -160,6 +158,24 @@ def count(
             typer.echo(json.dumps(found, ensure_ascii=False))
 
 
+def _opened(uri: str, endpoint: str | None, wanted: Sequence[str]) -> "tuple[Store, list[str]]":
+    """Open sources as `open_sources`; uri and names may be versions of the catalogue."""
+    from launch.cli.sources import open_sources
+    from launch.local.versions import open_version
+
+    if "@" in uri and "/" not in uri:
+        if wanted:
+            raise ValueError(f"--source {wanted[0]}: {uri} is one source already; leave it out")
+        store, name = open_version(uri, endpoint=endpoint)
+        return store, [name]
+    named = [one for one in wanted if "@" in one]
+    if not named:
+        return open_sources(uri, endpoint, wanted)
+    root = open_sources(uri, endpoint, ())[0].uri
+    folders = {one: open_version(one, root, endpoint)[1] for one in named}
+    return open_sources(uri, endpoint, [folders.get(one, one) for one in wanted])
+
+
 def facts_folder(given: Path | None) -> Path:
     """Return where facts lie: as given, or by the environment, or in the user's cache."""
     if given is not None:
@@ -188,7 +204,11 @@ def _other(
     from data_pipeline.store.open import open_store
     from launch.cli.sources import split_source
 
-    if "/" in against:
+    if "@" in against and "/" not in against:
+        from launch.local.versions import open_version
+
+        store, against = open_version(against, endpoint=endpoint)
+    elif "/" in against:
         root, against = split_source(against)
         store = open_store(root, endpoint=endpoint)
     return _written(store, against, limits, folder)[0]

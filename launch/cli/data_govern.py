@@ -171,12 +171,16 @@ def hold(
     lock: Annotated[
         bool, typer.Option("--lock", help="The bucket's legal hold, too, where it is enforced.")
     ] = False,
+    where: Annotated[
+        str | None, typer.Option("--catalog", help="For its audit; else KIMI_PRETRAIN_CATALOG.")
+    ] = None,
     endpoint: EndpointOption = None,
 ) -> None:
     """Keep shards of a source from being redacted or removed, until the hold is ended.
 
     Sources that share the shards are covered. With --lock the bucket's own legal
     hold is set as well, or ended, after a probe has shown that it is enforced.
+    Where there is a catalogue, its audit has it.
 
     \b
     kimi-pretrain data hold s3://corpus/captions case-9 --lock
@@ -190,16 +194,25 @@ def hold(
 
         root, source = split_source(uri)
         store = open_store(root, endpoint=endpoint)
-        if release:
-            found = end_hold(store, source, name)
-        else:
-            found = put_hold(store, source, name, shard or ())
-        typer.echo(
-            f"{store.uri}/{source}: hold {name!r} {'ended' if release else 'put'}, "
-            f"{len(found.shards):,} shards"
-        )
-        if lock:
-            typer.echo(set_lock(store, found, on=not release, others=read_holds(store)))
+        with _catalog(where) as catalog:
+            found = (
+                end_hold(store, source, name)
+                if release
+                else put_hold(store, source, name, shard or ())
+            )
+            done = "ended" if release else "put"
+            told = f"{store.uri}/{source}: hold {name!r} {done}, {len(found.shards):,} shards"
+            typer.echo(told)
+            locked = None
+            try:
+                if lock:
+                    locked = set_lock(store, found, on=not release, others=read_holds(store))
+                    typer.echo(locked)
+            finally:
+                if catalog is not None:
+                    from data_pipeline.catalog.redactions import note_hold
+
+                    note_hold(catalog, store.uri, endpoint, found, done, locked)
 
 
 def _wanted(source: str | None, keys: Sequence[str] | None, samples: Path | None) -> Wanted:

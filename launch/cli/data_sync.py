@@ -42,7 +42,9 @@ def sync(
     A source's manifest goes last: B never shows one that is not whole. What B has
     already is not copied; the same command continues a sync that was interrupted
     or killed. Shards that lie in the folder of another source (--append-to,
-    reindex) come along, under the same keys. Nothing in B is ever overwritten.
+    reindex) come along, under the same keys. Nothing in B is ever overwritten,
+    but for samples that were redacted in A: they are redacted in B, too. What was
+    redacted in B stays so.
 
     --verify-only reads all files of both sides; it ends with 1 if any differs.
 
@@ -85,7 +87,9 @@ def sync(
             typer.echo(json.dumps(told))
         else:
             _print(told)
-        if problems:
+        for line in told.get("not_removed", ()):
+            typer.echo(f"not removed: {line}", err=True)
+        if problems or told.get("not_removed"):
             raise typer.Exit(1)
 
 
@@ -97,7 +101,7 @@ def _print(told: dict[str, object]) -> None:
                 typer.echo(f"{name:20s} {state}")
         elif key == "problems":
             typer.echo(f"{key:20s} {len(value) if isinstance(value, list | tuple) else value}")
-        elif value or key not in ("without_tokenizer",):
+        elif value or key not in ("without_tokenizer", "not_removed"):
             shown = ", ".join(value) if isinstance(value, list | tuple) else value
             text = f"{shown:.1f}" if isinstance(shown, float) else shown
             typer.echo(f"{key:20s} {text}")

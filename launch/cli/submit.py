@@ -42,6 +42,10 @@ def submit(
         bool,
         typer.Option("--or-start", help="With --resume latest: begin if nothing was ever saved."),
     ] = False,
+    change_data: Annotated[
+        bool,
+        typer.Option("--change-data", help="As of `train`: other shares and sources from here on."),
+    ] = False,
     gpus_per_node: Annotated[int, typer.Option(min=0, help="0 runs on CPU.")] = 8,
     tasks_per_node: Annotated[
         int | None, typer.Option(min=1, help="Ranks per node; the number of GPUs unless given.")
@@ -135,7 +139,7 @@ def submit(
         )
         world_size = loaded.layout.world_size()
         options = request.options(world_size, tuple(after or ()), parse_seeds(seeds))
-        begin = Begin(resume, or_start, unchecked)
+        begin = Begin(resume, or_start, unchecked, change_data)
         if dry_run:
             typer.echo(script_of(loaded, folder, options, begin, dry_run), nl=False)
             return
@@ -156,6 +160,7 @@ class Begin:
     resume: str | None = None
     or_start: bool = False
     unchecked: bool = False
+    change_data: bool = False
 
 
 def submit_job(
@@ -209,7 +214,11 @@ def script_of(
     # that --resume names.
     other = None if resume in (None, LATEST) else resume
     anew = resume is None or (resume == LATEST and or_start)
-    job = Job(str(folder / JOB_CONFIG), str(folder), (), LATEST, other, anew)
+    if begin.change_data and resume is None:
+        raise ValueError("--change-data is for a run that goes on: add --resume latest")
+    where = (str(folder / JOB_CONFIG), str(folder), (), LATEST, other, anew)
+    # Of a requeued job, too: what was changed already is not changed again.
+    job = Job(*where, change_data=begin.change_data)
     if warning := late_watchdog(options, config.train.timeout_seconds):
         typer.echo(f"warning: {warning}", err=True)
     return slurm.script(job, options, config.checkpoint.place)

@@ -29,6 +29,12 @@ def train(
         bool,
         typer.Option("--or-start", help="With --resume latest: begin if nothing was ever saved."),
     ] = False,
+    change_data: Annotated[
+        bool,
+        typer.Option(
+            "--change-data", help="With --resume: other shares and new sources from here on."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Build the model without memory or GPUs; print sizes.")
     ] = False,
@@ -55,20 +61,31 @@ def train(
     one of them. Ctrl-C, TERM and USR1 end it in order: the step is finished and
     saved, and it can be resumed. Ctrl-C twice ends it at once.
 
+    --change-data goes over to the shares and sources that are given now: what was
+    trained stays as it was, the packing window in progress is finished, and the
+    first step of the new mixture is told. A source that is no longer drawn from
+    stands under data.past_sources.
+
     \b
     kimi-pretrain train --config configs/tiny_cpu.yaml data.root=/data/corpus \\
         train.steps=50
     kimi-pretrain train --config tiny_cpu --run-dir runs/a --resume latest \\
         --max-restarts 3
+    kimi-pretrain train --config mine.yaml --run-dir runs/a --resume latest \\
+        --change-data data.sources='{captions: 0.5, web: 0.5}'
     kimi-pretrain train --config configs/kimi_k25_1t.yaml --dry-run
     kimi-pretrain train --config kimi_k25_1t --dry-run --table tensors.tsv
     """
     with one_line_errors():
         from launch.local.versions import load_pinned
 
+        if change_data and resume is None:
+            raise ValueError("--change-data is for a run that goes on: add --resume latest")
         goes_on = None if resume is None else run_dir
         loaded, pinned = load_pinned(config, overrides or (), goes_on, nnodes)
-        job = Job(config, str(run_dir), pinned, resume, or_start=or_start)
+        job = Job(
+            *(config, str(run_dir), pinned, resume), or_start=or_start, change_data=change_data
+        )
         if table is not None:
             check_table(table, dry_run)
         if dry_run:

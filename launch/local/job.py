@@ -28,6 +28,7 @@ class Job:
             the newest one of this run; None to begin from scratch.
         otherwise: checkpoint to resume from if "latest" finds none.
         or_start: begin from scratch if "latest" finds none and none was ever saved.
+        change_data: go over to this configuration's shares and sources.
 
     Raises:
         ValueError: the run folder is a URI.
@@ -39,6 +40,7 @@ class Job:
     resume: str | None = None
     otherwise: str | None = None
     or_start: bool = False
+    change_data: bool = False
 
     def __post_init__(self) -> None:
         check_local("--run-dir", self.run_dir)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from data_pipeline.store.open import Store
 
 # Keys of `data` under which sources are named.
-_KEYS = ("sources", "heldout", "max_epochs", "augment")
+_KEYS = ("sources", "past_sources", "heldout", "max_epochs", "augment")
 
 
 def load_pinned(
@@ -99,6 +99,52 @@ def folder_of(name: str, store: "Store", endpoint: str | None) -> str:
     told = "" if found.state == "active" else f", which is {found.state}"
     typer.echo(f"{name}: {found.version}, {store.uri}/{found.name}{told}", err=True)
     return found.name
+
+
+def open_version(
+    name: str, root: str | None = None, endpoint: str | None = None
+) -> "tuple[Store, str]":
+    """Open where a version lies by the catalogue, whatever its state.
+
+    Args:
+        name: captions@3 or captions@active.
+        root: under this root (`Store.uri`); None: wherever it can be read.
+        endpoint: of an object store, in the place of the one that was registered.
+
+    Returns:
+        The store of its root, and its folder.
+
+    Raises:
+        CatalogError: no such version. ValueError: no copy of it can be read; says why of each.
+    """
+    from data_pipeline.index.manifest import IndexMismatch, expect, read_manifest
+    from data_pipeline.store.open import StoreError, open_store
+
+    try:
+        from data_pipeline.catalog.engine import Catalog
+        from data_pipeline.catalog.lookup import copies
+    except ModuleNotFoundError as error:
+        raise needs_extra(error) from None
+    catalog = Catalog()
+    try:
+        found = copies(catalog, name)
+    finally:
+        catalog.close()
+    problems = []
+    for copy in found:
+        if root is not None and copy.root != root:
+            problems.append(f"it lies under {copy.root}, not under {root}")
+            continue
+        try:
+            store = open_store(copy.root, endpoint=endpoint or copy.endpoint or None)
+            content = read_manifest(store, copy.folder)["content_hash"]
+            expect(f"{copy.root}/{copy.folder}", "content_hash", content, copy.content)
+        except (StoreError, IndexMismatch) as error:
+            problems.append(str(error))
+            continue
+        typer.echo(f"{name}: {copy.version}, {store.uri}/{copy.folder}", err=True)
+        return store, copy.folder
+    raise ValueError(f"{name}: no copy of it can be read: {'; '.join(problems)}")
 
 
 def needs_extra(error: ModuleNotFoundError, what: str = "the catalogue") -> ValueError:

@@ -71,6 +71,7 @@ def _train(config: "Config", job: Job, stop: StopSignal, prepare: Callable | Non
         otherwise=job.otherwise,
         or_start=job.or_start,
         restarted=restarted,
+        change_data=job.change_data,
         stop=stop.reason,
         prepare=prepare,
     )

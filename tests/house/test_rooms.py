@@ -190,7 +190,8 @@ WALLS: dict[str, set[str]] = {
     },
     # Training needs no catalogue: a start asks it once, before there are ranks.
     "data_pipeline.catalog": {
-        "data_pipeline.catalog", "launch.cli.data_catalog", "launch.cli.data_facts",
+        "data_pipeline.catalog", "launch.cli.data_catalog", "launch.cli.data_collect",
+        "launch.cli.data_facts",
         "launch.cli.data_govern",
         "launch.local.versions",
     },

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.govern.holds import end_hold, put_hold
+from data_pipeline.govern.redact import carry_out
 from data_pipeline.index.manifest import IndexMismatch, read_index
+from data_pipeline.index.reads import document_of, read_checked
 from data_pipeline.ingest import claim
 from data_pipeline.ingest.claim import Claim, NameTaken
+from data_pipeline.plan.tombstones import samples_of
 from data_pipeline.store.open import FolderStore, MemoryStore, MissingKey
 from data_pipeline.sync.compare import compare
 from data_pipeline.sync.places import Place, open_places
@@ -105,7 +109,8 @@ def test_the_next_version_copies_what_is_new(made, target):
     report = sync(made, watched, ["captions_2"])
     assert report.copied == 3 + len({"index", "provenance", "rejected"})
     old = [how for how, key in watched.asked if key.startswith("captions/0")]
-    assert old == ["head"] * SHARDS  # its manifest vouches for them
+    # Its manifest vouches for them; once more when the names are taken.
+    assert old == ["head"] * 2 * SHARDS
     assert assert_whole(target) == ["captions", "captions_2"]
 
 
@@ -416,3 +421,118 @@ def test_the_source_is_only_read(made, target):
     sync(made, target)
     compare(made, target)
     assert times(made.root) == before
+
+
+# Redactions and holds ---------------------------------------------------------------------------
+
+GONE = {"captions": ["captions-1"], "captions_2": ["more-0"]}
+
+
+def erased(store, name):
+    index = read_index(store, name)
+    return {index.key_of(n) for n in index.redacted}
+
+
+def bodies(store):
+    """Stretches of the texts of two samples, as long as somebody has them."""
+    made = {**dict.fromkeys(GONE, None)}
+    for name, [key] in GONE.items():
+        index = read_index(store, name)
+        made[name] = read_checked(store, [document_of(index, int(samples_of(index, [key])[0]))])[0][
+            80:160
+        ]
+    return list(made.values())
+
+
+def holds_any(folder, needles):
+    return [
+        path for path in folder.rglob("*.tar") if any(one in path.read_bytes() for one in needles)
+    ]
+
+
+def test_redactions_travel(source, target):
+    needles = bodies(source)
+    sync(source, target)
+    assert len(holds_any(target.root, needles)) == 2
+    carry_out(source, GONE)
+    report = sync(source, target)
+    assert report.sources == {
+        "captions": "redacted", "captions_2": "redacted", "captions_k2": "redacted",
+        "web": "there",
+    }  # fmt: skip
+    assert (report.copied, report.not_removed) == (0, [])
+    assert holds_any(target.root, needles) == []
+    for name in ALL:
+        assert erased(target, name) == erased(source, name)
+        assert read_index(target, name).content_hash == read_index(source, name).content_hash
+    assert_whole(target)
+    before = objects_of(target)
+    assert set(sync(source, target).sources.values()) == {"there"}
+    assert objects_of(target) == before
+    carry_out(source, {"captions": ["captions-2"]})  # and once more, in another order there
+    carry_out(target, {"captions": ["captions-3"]})
+    report = sync(source, target)
+    assert report.sources["captions"] == "redacted there"
+    assert erased(target, "captions") == {"captions-1", "captions-2", "captions-3"}
+
+
+def test_what_was_redacted_in_the_target_comes_back_in_no_way(source, target):
+    needles = bodies(source)
+    sync(source, target, ["captions"])
+    carry_out(target, {"captions": ["captions-1"]})
+    report = sync(source, target, ["captions", "web"])
+    assert report.sources == {"captions": "redacted there", "web": "copied"}
+    assert erased(target, "captions") == {"captions-1"}
+    before = objects_of(target)
+    with pytest.raises(OtherContent, match="was replaced there by a redaction of 'captions'"):
+        sync(source, target)  # captions_2 names the very shard
+    assert objects_of(target) == before
+    assert holds_any(target.root, needles[:1]) == []
+    carry_out(source, GONE)
+    sync(source, target)
+    assert holds_any(target.root, needles) == []
+    assert_whole(target)
+
+
+def test_what_is_held_in_the_target_is_not_redacted_by_a_sync(source, target):
+    sync(source, target)
+    put_hold(target, "captions_2", "case-9")
+    carry_out(source, GONE)
+    before = objects_of(target)
+    with pytest.raises(ValueError, match="is under hold 'case-9'"):
+        sync(source, target)
+    assert objects_of(target) == before
+    end_hold(target, "captions_2", "case-9")
+    sync(source, target)
+    assert erased(target, "captions") == {"captions-1"}
+
+
+def test_a_shard_that_goes_before_the_names_are_taken_is_missed(source, target, monkeypatch):
+    sync(source, target, ["captions"])
+    [shard] = [key for key in target.list() if key.endswith("captions/000003.tar")]
+    (target.root / "captions" / "manifest.json").unlink()
+    enter = Claim.__enter__
+
+    def late(claim):
+        (target.root / shard).unlink(missing_ok=True)
+        return enter(claim)
+
+    monkeypatch.setattr(Claim, "__enter__", late)
+    with pytest.raises(MissingKey, match="captions/000003.tar"):
+        sync(source, target, ["captions_2"])
+    assert "captions_2/manifest.json" not in target.list()
+    monkeypatch.undo()
+    sync(source, target, ["captions_2"])
+    assert_whole(target)
+
+
+def test_a_redacted_source_of_other_content_is_refused(source, target):
+    carry_out(source, GONE)
+    sync(source, target)
+    file = target.root / "captions" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps(manifest | {"content_hash": "0" * 64}))
+    before = objects_of(target)
+    with pytest.raises(OtherContent, match="content_hash is 0000"):
+        sync(source, target)
+    assert objects_of(target) == before

@@ -191,6 +191,7 @@ def test_what_a_run_notes_of_its_sources(root, monkeypatch):
             "root": str(root),
             "endpoint": "",
             "use": "train",
+            "from_step": 1,
         }
     ]
 

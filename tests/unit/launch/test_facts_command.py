@@ -152,3 +152,29 @@ def test_without_duckdb_the_extra_is_named_and_facts_are_still_written(corpus, m
         "'kimi-pretrain[platform]'\n"
     )
     assert last(run("facts", corpus / "digits", "--json"))[0]["new"]
+
+
+def test_versions_of_the_catalogue_are_counted_by_their_names(corpus, tmp_path, monkeypatch):
+    pytest.importorskip("sqlalchemy", reason="the extra platform is not installed")
+    monkeypatch.setenv("KIMI_PRETRAIN_CATALOG", str(tmp_path / "catalog.sqlite"))
+    for name in ("pairs", "pairs_2"):
+        run("catalog", "register", corpus / name)
+    plain = last(run("count", corpus, "--source", "pairs_2", "--against", "pairs", "--json"))
+    for arguments in (
+        ("pairs@2", "--against", "pairs@1"),
+        (corpus, "--source", "pairs@2", "--against", "pairs@1"),
+    ):
+        found = run("count", *arguments, "--json")
+        assert last(found) == plain
+        assert f"pairs@1: pairs@1, {corpus}/pairs" in found.stderr
+    assert last(run("facts", "pairs@2", "--json"))[0]["name"] == "pairs_2"
+    for arguments, told in (
+        (("pairs@3",), "pairs@3: there is no such version; there are pairs@1 (staged)"),
+        (("pairs@2", "--source", "pairs"), "pairs@2 is one source already"),
+        ((tmp_path, "--source", "pairs@2"), "no finished source here"),
+    ):
+        assert told in run("count", *arguments, code=2).stderr
+    (corpus / "pairs" / "manifest.json").rename(tmp_path / "manifest.json")
+    told = run("count", "pairs@1", code=2).stderr
+    assert "no copy of it can be read" in told
+    (tmp_path / "manifest.json").rename(corpus / "pairs" / "manifest.json")

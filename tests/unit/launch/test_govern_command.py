@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("sqlalchemy", reason="the extra platform is not installed")
 from data_pipeline.access import run_sources
+from data_pipeline.catalog.audit import entries
 from data_pipeline.catalog.engine import Catalog
 from data_pipeline.catalog.register import look, register
 from data_pipeline.catalog.show import details
@@ -108,3 +109,21 @@ def test_what_is_asked_wrongly_is_told_in_one_line(root, monkeypatch, arguments,
     monkeypatch.setenv("HOME", str(root))
     result = run(*(one.format(root=root) for one in arguments), code=2)
     assert told in result.stderr
+
+
+def test_holds_are_in_the_audit(root):
+    with Closing(Catalog()) as catalog:
+        register(catalog, look(FolderStore(root), None, "words"), owner="text")
+    run("hold", root / "words", "case-9", "--lock")
+    run("hold", root / "words", "case-9", "--release")
+    run("hold", root / "words", "case-9", "--release", code=2)
+    with Closing(Catalog()) as catalog, catalog.read() as connection:
+        held = [one.what for one in entries(connection) if "hold" in one.what]
+    shards = [shard.key for shard in read_index(FolderStore(root), "words").shards]
+    assert [(one["hold"], one["action"], one["folder"], one["in"]) for one in held] == [
+        ("case-9", "put", "words", str(root)), ("case-9", "ended", "words", str(root)),
+    ]  # fmt: skip
+    assert [one["shards"] for one in held] == [shards, shards]
+    assert [one["lock"] for one in held] == [
+        "the store has no locks: this software alone keeps to the hold", None,
+    ]  # fmt: skip

@@ -69,6 +69,18 @@ def test_what_is_submitted_is_the_configuration_of_now(sbatch):
     assert submit("--run-dir", str(folder), "--dry-run", "train.steps=7").output == text
 
 
+def test_a_run_may_go_over_to_other_data(sbatch):
+    folder = str(sbatch / "run")
+    saved = sbatch / "run" / "checkpoints" / "step_00000002"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    text = submit("--run-dir", folder, "--resume", "latest", "--change-data", "--dry-run").output
+    job = next(line for line in text.splitlines() if line.startswith("kimi_job='"))
+    assert Job.parse(job.removeprefix("kimi_job='").removesuffix("'")).change_data
+    told = refused("--run-dir", str(sbatch / "new"), "--change-data")
+    assert "--change-data is for a run that goes on: add --resume latest" in told
+
+
 def test_scripts_can_read_the_number(sbatch):
     folder = str(sbatch / "run")
     assert submit("--run-dir", folder, "--parsable").output == "41\n"

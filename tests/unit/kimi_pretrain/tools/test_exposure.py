@@ -2,16 +2,18 @@
 
 import json
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 
 import pytest
 
 from data_pipeline.access import run_sources
 from data_pipeline.fetch import everything, resolve
 from data_pipeline.govern.redact import carry_out
-from data_pipeline.index.manifest import RUN_SOURCES, read_index
+from data_pipeline.index.manifest import RUN_MIXTURES, RUN_SOURCES, read_index
 from data_pipeline.ingest.reindex import reindex
+from data_pipeline.plan.change import change
 from data_pipeline.plan.planner import Planner
+from data_pipeline.plan.report import mixtures
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, RunState, manifest_of
@@ -26,7 +28,7 @@ ONE = ("layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.ep=1")
 class Made:
     """A run folder as a training of 200 steps leaves it, and the log of what was read."""
 
-    def __init__(self, folder: Path, data_root: Path, *keys: str):
+    def __init__(self, folder: Path, data_root: Path, *keys: str, change_at: int = 0):
         self.root, self.run = folder / "corpus", folder / "run"
         copytree(data_root, self.root)
         lists = self.root / "gone.jsonl"
@@ -45,9 +47,18 @@ class Made:
         (self.run / RUN_SOURCES).write_text(json.dumps(run_sources(data, indices, [])))
         planner = Planner(indices, data)
         state = planner.state_dict()
+        if change_at:  # so far with one source, and with its index alone
+            names = data.source_names[1:]
+            planner = Planner(indices[1:], data.replace(sources=dict.fromkeys(names, 1.0)))
+            state = planner.state_dict()
         self.log: list[tuple[int, int, str, int]] = []  # step, row, shard, offset of the document
         faults, lines = [], []
         for step in range(1, STEPS + 1):
+            if step == change_at:
+                before, planner = planner.with_quarantine(state), Planner(indices, data)
+                assert change(planner, before) is not None
+                state = planner.state_dict()
+                (self.run / RUN_MIXTURES).write_text(json.dumps(mixtures(planner)))
             plan, state = planner.plan(state)
             request = resolve(planner, plan, everything(plan))
             self.log += [(step, r.row, r.span.key, r.span.offset) for r in request.texts]
@@ -110,6 +121,24 @@ def test_it_is_what_a_log_of_every_step_says(made):
     uses = exposure(made.run, {made.indices[-1].name: [tombstone]}).uses
     assert uses
     assert max(use.step for use in uses) < FROM
+
+
+def test_a_run_that_went_over_to_other_data_is_planned_with_both(data_root, tmp_path):
+    """With a sample in quarantine before the numbers of its source moved, and checkpoints."""
+    made = Made(tmp_path, data_root, "data.vision_token_ratio=null", change_at=90)
+    for index in made.indices:
+        wanted = [index.key_of(n) for n in range(0, index.num_samples, 3)]
+        numbers = range(0, index.num_samples, 3)
+        found = exposure(made.run, {index.name: wanted})
+        assert told(found) == made.logged(index.name, numbers)
+        assert (min(use.step for use in found.uses) < 90) == (index.name == "words")
+    rmtree(made.run / "checkpoints" / "step_00000150")  # the one left numbers one source
+    for index in made.indices:
+        found = exposure(made.run, {index.name: [index.key_of(n) for n in range(9)]})
+        assert told(found) == made.logged(index.name, range(9))
+    (made.run / RUN_MIXTURES).unlink()
+    with pytest.raises(ValueError, match="step 60 is at .* were changed on the way"):
+        exposure(made.run, {"words": ["w0001"]})
 
 
 def test_it_is_found_by_another_source_of_the_same_shards_and_after_redaction(made, tmp_path):

@@ -1,0 +1,226 @@
+"""What the catalogue says of garbage (`govern.collect`): which versions may go, and what went.
+
+A version may go from a root once it has been archived for long enough. It goes in two steps, so
+that a collection which is cut off can be finished and never lies: before the first byte its place
+is taken out of the table of replicas, with the plan's hash in the audit; when the last byte of the
+last copy is gone it becomes deleted. That state is reached in no other way.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, select
+
+from data_pipeline.catalog.audit import append, entries
+from data_pipeline.catalog.engine import Catalog, CatalogError
+from data_pipeline.catalog.lookup import version
+from data_pipeline.catalog.names import name_of
+from data_pipeline.catalog.runs import unfinished_with
+from data_pipeline.catalog.states import delete_version, promote
+from data_pipeline.catalog.tables import REPLICA, RUN, RUN_INPUT, VERSION
+from data_pipeline.govern.collect import Retired, Thing
+
+GOING = ("archived", "deleted")
+"""States of versions whose bytes may go."""
+
+Needs = Callable[[str], str | None]
+"""Folder of a run that has finished -> why it still needs its sources; None: it does not."""
+
+
+class Ledger:
+    """`govern.collect.Records` of a catalogue, for one place.
+
+    Args:
+        catalog: open.
+        root, endpoint: as replicas have them.
+        keep_archived_days: so long an archived version is kept, from when it became so.
+        now: UTC.
+        needs: asked of finished runs that `scan` has seen.
+        runs: (folder, sources.json) of more runs, which need what they name.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        root: str,
+        endpoint: str,
+        keep_archived_days: float,
+        now: datetime,
+        needs: Needs,
+        runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]] = (),
+    ) -> None:
+        self._catalog, self._place = catalog, (root, endpoint)
+        self._keep, self._now, self._needs, self._runs = keep_archived_days, now, needs, runs
+
+    def retired(self) -> dict[str, Retired]:
+        """See `govern.collect.Records`."""
+        found: dict[str, Retired] = {}
+        with self._catalog.read() as connection:
+            since = _since(connection)
+            for row in _replicas(connection, *self._place):
+                at = since.get(name_of(row), ("", ""))[1]
+                if row.state == "archived" and _days(at, self._now) < self._keep:
+                    continue
+                if row.state in GOING:
+                    why = f"{name_of(row)} is {row.state} since {at}"
+                    found[row.folder] = Retired(name_of(row), row.content_hash, why)
+        return found
+
+    def user(self, name: str, contents: frozenset[str]) -> str | None:
+        """See `govern.collect.Records`: a run counts by the folder's name, too."""
+        for folder, sources in self._runs:
+            for one in sources:
+                if one["name"] == name or {one["content_hash"], one.get("made_as")} & contents:
+                    return f"run {folder} uses it"
+        mine = (RUN_INPUT.c.name == name) | RUN_INPUT.c.content_hash.in_(contents)
+        query = select(RUN).join(RUN_INPUT, RUN_INPUT.c.folder == RUN.c.folder).where(mine)
+        with self._catalog.read() as connection:
+            runs = connection.execute(query.distinct().order_by(RUN.c.folder)).all()
+        for run in runs:
+            if run.state != "finished":
+                return (
+                    f"run {run.folder} ({run.state}) uses it; if it will never go on: "
+                    f"kimi-pretrain data catalog forget {run.folder}"
+                )
+            if (reason := self._needs(run.folder)) is not None:
+                return f"run {run.folder} {reason}"
+        return None
+
+    def has_facts(self, content: str) -> bool:
+        """See `govern.collect.Records`."""
+        query = select(VERSION.c.state).where(VERSION.c.content_hash == content)
+        with self._catalog.read() as connection:
+            return connection.execute(query).scalar() not in (None, *GOING)
+
+    def taken(self, plan: str) -> dict[str, str]:
+        """See `govern.collect.Records`: not what was registered there or brought back since."""
+        with self._catalog.read() as connection:
+            there = {row.folder for row in _replicas(connection, *self._place)}
+            found = {
+                entry.what["name"]: entry.what["content"]
+                for entry in entries(connection)
+                if entry.what.get("collected") == plan and "replica_gone" in entry.what
+            }
+            gone = select(VERSION.c.content_hash).where(VERSION.c.state.in_(GOING))
+            going = {*connection.execute(gone).scalars()}
+        return {
+            name: content
+            for name, content in found.items()
+            if name not in there and content in going
+        }
+
+    def take(self, plan: str, thing: Thing) -> None:
+        """See `govern.collect.Records`."""
+        with self._catalog.write() as connection:
+            place = dict(zip(("root", "endpoint", "name"), (*self._place, thing.name)))
+            query = [REPLICA.c[key] == value for key, value in place.items()]
+            there = connection.execute(select(REPLICA.c.content_hash).where(*query)).scalar()
+            if there is None and self._was_taken(connection, plan, thing):
+                return
+            if there != thing.content:
+                raise CatalogError(f"{thing.version} does not lie there any more")
+            row = version(connection, thing.version)
+            if row.state not in GOING:
+                raise CatalogError(f"{thing.version} is {row.state} by now")
+            if runs := unfinished_with(connection, row.content_hash):
+                raise CatalogError(f"unfinished run {runs[0]} uses it")
+            connection.execute(delete(REPLICA).where(*query))
+            what = {"replica_gone": name_of(row), **place}
+            append(connection, what | {"collected": plan, "content": thing.content})
+
+    def _was_taken(self, connection: Connection, plan: str, thing: Thing) -> bool:
+        wanted = (plan, thing.name, thing.content)
+        return any(
+            tuple(entry.what.get(key) for key in ("collected", "name", "content")) == wanted
+            for entry in entries(connection)
+        )
+
+    def note(self, plan: str, thing: Thing, kept: Sequence[tuple[str, str]]) -> None:
+        """See `govern.collect.Records`."""
+        root, endpoint = self._place
+        told = {"collected": plan, "kind": thing.kind, "folder": thing.name, "bytes": thing.size}
+        told |= {"in": root, "endpoint": endpoint, "objects": [spot.key for spot in thing.spots]}
+        with self._catalog.write() as connection:
+            append(connection, told | {"kept": [list(one) for one in kept]})
+            if thing.kind == "source" and not kept:
+                while self._delete(connection, plan):
+                    pass
+
+    def _delete(self, connection: Connection, plan: str) -> bool:
+        """Make versions deleted whose last copy is gone by a plan; whether there were any.
+
+        One that grew from another may be noted after it, so all of the plan are looked at.
+        """
+        mine = [one.what for one in entries(connection) if one.what.get("collected") == plan]
+        gone = {one["folder"] for one in mine if one.get("kind") == "source" and not one["kept"]}
+        contents = {one["content"] for one in mine if "replica_gone" in one and one["name"] in gone}
+        query = select(VERSION).where(
+            VERSION.c.state == "archived",
+            VERSION.c.content_hash.in_(contents),
+            VERSION.c.content_hash.not_in(select(REPLICA.c.content_hash)),
+        )
+        rows = connection.execute(query).all()
+        return any([delete_version(connection, row, plan) for row in rows])
+
+
+def to_archive(
+    catalog: Catalog, root: str, endpoint: str, days: float, now: datetime
+) -> list[tuple[str, int, str]]:
+    """Return (version, revision, why) of those at a place that are deprecated for so many days."""
+    with catalog.read() as connection:
+        since = _since(connection)
+        return [
+            (name_of(row), row.revision, f"deprecated since {since[name_of(row)][1]}")
+            for row in _replicas(connection, root, endpoint)
+            if row.state == "deprecated" and _days(since[name_of(row)][1], now) >= days
+        ]
+
+
+def archive(catalog: Catalog, wanted: Sequence[tuple[str, int, str]]) -> list[tuple[str, str]]:
+    """Archive versions as `to_archive` found them; returns (version, reason) of those it may not.
+
+    One that is archived already is left: an earlier call did it.
+    """
+    refused: list[tuple[str, str]] = []
+    for name, revision, _ in wanted:
+        with catalog.read() as connection:
+            if version(connection, name).state in GOING:
+                continue
+        try:
+            promote(catalog, name, "archived", revision=revision)
+        except CatalogError as error:
+            refused.append((name, str(error)))
+    return refused
+
+
+def note_plan(catalog: Catalog, plan: str, about: Mapping[str, Any]) -> None:
+    """Write into the audit that a plan was made."""
+    with catalog.write() as connection:
+        append(connection, {"collection_planned": plan, **about})
+
+
+def _replicas(connection: Connection, root: str, endpoint: str) -> Sequence[Row[Any]]:
+    """Return the versions at a place, each with `folder`, by folder."""
+    query = (
+        select(VERSION, REPLICA.c.name.label("folder"))
+        .join(REPLICA, REPLICA.c.content_hash == VERSION.c.content_hash)
+        .where(REPLICA.c.root == root, REPLICA.c.endpoint == endpoint)
+    )
+    return connection.execute(query.order_by(REPLICA.c.name)).all()
+
+
+def _since(connection: Connection) -> dict[str, tuple[str, str]]:
+    """Return version -> its state and when it came into it, by the audit."""
+    found: dict[str, tuple[str, str]] = {}
+    for entry in entries(connection):
+        state = entry.what.get("change", {}).get("state")
+        if state and (name := entry.what.get("version")):
+            found[name] = (state[1], entry.at)
+    return found
+
+
+def _days(at: str, now: datetime) -> float:
+    """Return the days since a time of the audit (UTC)."""
+    then = datetime.fromisoformat(at) if at else now
+    return (now - then.replace(tzinfo=then.tzinfo or UTC)) / timedelta(days=1)

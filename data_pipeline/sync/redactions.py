@@ -1,0 +1,112 @@
+"""Redactions on a sync: they travel, and those of the target are not undone.
+
+A source keeps the identity that it was made with (`made_as`), whatever was redacted of it since. So
+the two sides may hold one source with other samples redacted. What only the source's side has
+redacted is redacted in the target, too, with all that redaction does there: every source that
+shares the shards, old versions, holds that forbid it. What only the target has redacted stays so:
+the source's bytes are not copied, neither for this source nor under the key of a shard that was
+replaced there for one that shares it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from data_pipeline.index.manifest import IndexMismatch, read_index, read_manifest
+from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, Store
+from data_pipeline.sync.contents import Contents
+from data_pipeline.sync.survey import OtherContent
+
+
+@dataclass
+class Redactions:
+    """What redactions make of a sync.
+
+    Attributes:
+        rest: sources that are copied as any others.
+        todo: source -> keys of the samples to be redacted in the target.
+        states: source -> "redacted" (in the target, by this sync) or "redacted there" (samples that
+            the source's side still has), of those that are in the target already.
+    """
+
+    rest: list[Contents] = field(default_factory=list)
+    todo: dict[str, list[str]] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)
+
+
+def settle(source: Store, target: Store, found: Sequence[Contents]) -> Redactions:
+    """Find which sources are in both places with other samples redacted; changes nothing.
+
+    Raises:
+        IndexMismatch: a manifest or an index is damaged.
+    """
+    settled = Redactions()
+    for one in found:
+        ours, theirs = json.loads(one.manifest), _manifest(target, one.name)
+        if (
+            theirs is None
+            or "redacted" not in {*ours, *theirs}
+            or _made_as(ours) != _made_as(theirs)
+        ):
+            settled.rest.append(one)
+            continue
+        mine, other = _samples(ours), _samples(theirs)
+        if mine == other and ours["content_hash"] != theirs["content_hash"]:
+            settled.rest.append(one)  # which is an error that the survey tells
+            continue
+        if missing := sorted(mine - other):
+            index = read_index(source, one.name)
+            settled.todo[one.name] = [index.key_of(sample) for sample in missing]
+        told = "redacted there" if other - mine else "redacted" if missing else "there"
+        settled.states[one.name] = told
+    return settled
+
+
+def refuse_undoing(source: Store, target: Store, keys: Iterable[str]) -> None:
+    """Refuse to copy shards that were replaced in the target because samples were redacted.
+
+    Args:
+        keys: of shards that the target does not have.
+
+    Raises:
+        OtherContent: names the first of them; nothing was changed.
+    """
+    wanted = {*keys}
+    for name in _folders(target) if wanted else ():
+        manifest = _manifest(target, name) or {}
+        gone = {one["key"] for one in manifest.get("redacted", {}).get("replaced", ())}
+        for key in sorted(wanted & gone):
+            raise OtherContent(
+                f"{target.uri}/{key}: was replaced there by a redaction of {name!r}, and "
+                f"{source.uri} still has the redacted samples in it; redact them there first: "
+                f"kimi-pretrain data redact {source.uri}"
+            )
+
+
+def _manifest(store: Store, name: str) -> dict[str, Any] | None:
+    try:
+        return read_manifest(store, name)
+    except MissingKey:
+        return None
+    except MissingBucket:
+        if isinstance(store, FolderStore):
+            return None  # the first write makes it
+        raise
+    except IndexMismatch:
+        return None  # the survey says what is there
+
+
+def _folders(store: Store) -> list[str]:
+    with suppress(MissingBucket):
+        return [name for name in store.list_folders() if "@" not in name]
+    return []
+
+
+def _made_as(manifest: Mapping[str, Any]) -> object:
+    return manifest.get("redacted", {}).get("made_as") or manifest.get("content_hash")
+
+
+def _samples(manifest: Mapping[str, Any]) -> set[int]:
+    return {*manifest.get("redacted", {}).get("samples", ())}

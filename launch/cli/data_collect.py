@@ -1,0 +1,235 @@
+"""`kimi-pretrain data collect`: removes what nobody needs, by a plan and after a grace."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launch.cli.data_catalog import CatalogOption, opened
+from launch.cli.options import EndpointOption, JsonOption
+
+if TYPE_CHECKING:
+    from data_pipeline.catalog.collect import Ledger
+    from data_pipeline.catalog.engine import Catalog
+    from data_pipeline.govern.collect import Collected
+    from data_pipeline.store.open import Store
+
+_SHOWN = 20
+
+
+def collect(
+    uri: Annotated[
+        str, typer.Argument(metavar="ROOT", help="Of the sources: s3://bucket/prefix or a folder.")
+    ],
+    plan: Annotated[
+        Path | None, typer.Option(help="Write into this file what may be removed, and when.")
+    ] = None,
+    apply: Annotated[
+        Path | None, typer.Option(help="Remove what is in this file and still unneeded.")
+    ] = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Run folders, or folders of those: what they use stays; repeatable."),
+    ] = None,
+    grace_days: Annotated[
+        float, typer.Option(min=0, help="Between plan and removal, at least.")
+    ] = 7.0,
+    keep_archived_days: Annotated[
+        float, typer.Option(min=0, help="How long an archived version stays.")
+    ] = 30.0,
+    archive_deprecated_days: Annotated[
+        float | None,
+        typer.Option(min=0, help="Archive what is deprecated for so long; else nothing."),
+    ] = None,
+    facts: Annotated[
+        Path | None,
+        typer.Option(help="Folder of facts: those of archived and unknown contents go, too."),
+    ] = None,
+    where: CatalogOption = None,
+    endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove what nobody needs: archived sources, and what killed commands left.
+
+    First a plan is written and nothing else is done. After its grace it is
+    applied: each thing is looked at once more, and stays if any version, hold, run
+    or other source needs it by then, or if it was written again. All options are
+    those of the plan. What the store does not let go is told, with exit code 1.
+    Give the same command again to finish what was cut off.
+
+    \b
+    kimi-pretrain data collect s3://corpus --runs /shared/runs --plan old.json
+    kimi-pretrain data collect s3://corpus --apply old.json
+    """
+    with opened(where) as found:
+        from data_pipeline.store.open import open_store
+
+        if (plan is None) == (apply is None):
+            raise ValueError("give --plan FILE, which changes nothing, or --apply FILE")
+        store = open_store(uri, endpoint=endpoint)
+        if plan is not None:
+            options = {
+                "runs": [str(one.resolve()) for one in runs or ()],
+                "keep_archived_days": keep_archived_days,
+                "archive_deprecated_days": archive_deprecated_days,
+                "facts": None if facts is None else str(facts.resolve()),
+            }
+            told = _propose(found, store, endpoint, plan, grace_days, options)
+        else:
+            assert apply is not None
+            told = _apply(found, store, endpoint, apply)
+        if as_json:
+            typer.echo(json.dumps(told))
+        if told.get("kept_by_store"):
+            raise typer.Exit(1)
+
+
+def _propose(
+    catalog: "Catalog",
+    store: "Store",
+    endpoint: str | None,
+    file: Path,
+    grace_days: float,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write a plan; returns what is in it, for --json."""
+    from data_pipeline.catalog.audit import check
+    from data_pipeline.catalog.collect import note_plan, to_archive
+    from data_pipeline.govern.collect import Plan, propose
+    from data_pipeline.store.addresses import endpoint_of
+
+    if file.exists() or not file.absolute().parent.is_dir():
+        raise ValueError(f"--plan {file}: expected a file that is not there, in a folder that is")
+    now, place = _now(), (store.uri, endpoint_of(store.uri, endpoint))
+    things, kept = propose(store, _ledger(catalog, place, options, now), _facts(options))
+    days = options["archive_deprecated_days"]
+    old = [] if days is None else to_archive(catalog, *place, days, now)
+    with catalog.read() as connection:
+        head = check(connection)[1]
+    made = Plan(
+        *place, now.isoformat("T", "seconds"), grace_days, head, options, things, kept, tuple(old)
+    )
+    made.save(file)
+    size, objects = sum(one.size for one in things), sum(len(one.spots) for one in things)
+    about = {"in": store.uri, "endpoint": place[1], "objects": objects, "bytes": size}
+    note_plan(catalog, made.id, about)
+    for thing in things:
+        typer.echo(
+            f"{thing.kind:10s} {thing.name:24s} {len(thing.spots):>7,} objects "
+            f"{thing.size / 2**20:>12,.1f} MiB  {thing.why}"
+        )
+    for name, why in kept:
+        typer.echo(f"stays      {name:24s} {why}")
+    for name, _, why in old:
+        typer.echo(f"to archive {name:24s} {why}")
+    typer.echo(
+        f"{file}: {objects:,} objects, {size / 2**20:,.1f} MiB; nothing was changed; from "
+        f"{made.due.isoformat()} on: kimi-pretrain data collect {store.uri} --apply {file}"
+    )
+    return {"plan": made.id, "due": made.due.isoformat(), **about, "stays": dict(kept)}
+
+
+def _apply(catalog: "Catalog", store: "Store", endpoint: str | None, file: Path) -> dict[str, Any]:
+    """Apply a plan; returns what was done, for --json."""
+    from data_pipeline.catalog.audit import check
+    from data_pipeline.catalog.collect import archive
+    from data_pipeline.govern.collect import Plan, apply
+    from data_pipeline.store.addresses import endpoint_of
+
+    plan, now = Plan.read(file), _now()
+    place = (store.uri, endpoint_of(store.uri, endpoint))
+    if place != (plan.root, plan.endpoint):
+        raise ValueError(
+            f"{file}: is a plan of {plan.root} {plan.endpoint}".rstrip()
+            + f", not of {' at '.join(filter(None, place))}"
+        )
+    with catalog.read() as connection:
+        check(connection, plan.audit or None)
+    ledger = _ledger(catalog, place, plan.options, now)
+    progress = _echo_error
+    done = apply(store, plan, ledger, now, progress, _facts(plan.options))
+    refused = archive(catalog, plan.archive)
+    _tell(done)
+    for name, reason in refused:
+        typer.echo(f"not archived: {name}: {reason}")
+    return {
+        "plan": plan.id,
+        "objects": sum(len(one.spots) for one in done.removed),
+        "bytes": done.size,
+        "refused": [list(one) for one in done.refused],
+        "not_archived": [list(one) for one in refused],
+        "kept_by_store": [list(one) for one in done.kept],
+    }
+
+
+def _tell(done: "Collected") -> None:
+    for thing in done.removed:
+        typer.echo(
+            f"removed    {thing.name:24s} {len(thing.spots):>7,} objects "
+            f"{thing.size / 2**20:>12,.1f} MiB  {thing.kind}"
+        )
+    for kind, name, reason in done.refused:
+        typer.echo(f"stays      {name:24s} {kind}: {reason}")
+    for key, reason in done.kept[:_SHOWN]:
+        typer.echo(f"not removed: {key}: {' '.join(reason.split())}", err=True)
+    if len(done.kept) > _SHOWN:
+        typer.echo(f"and {len(done.kept) - _SHOWN:,} more were not removed", err=True)
+
+
+def _echo_error(text: str) -> None:
+    typer.echo(f"  {text}", err=True)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _facts(options: Mapping[str, Any]) -> "Store | None":
+    from data_pipeline.store.open import FolderStore
+
+    return None if options["facts"] is None else FolderStore(options["facts"])
+
+
+def _ledger(
+    catalog: "Catalog", place: tuple[str, str], options: Mapping[str, Any], now: datetime
+) -> "Ledger":
+    """Return what the catalogue and the run folders say, as they are now."""
+    from data_pipeline.catalog.collect import Ledger
+    from data_pipeline.catalog.runs import read_run, run_folders
+    from data_pipeline.index.manifest import RUN_SOURCES
+
+    needing: list[tuple[str, Sequence[Mapping[str, Any]]]] = []
+    folders = {one.resolve() for given in options["runs"] for one in run_folders(Path(given))}
+    for folder in sorted(folders):
+        if read_run(folder).state != "finished" or needs(str(folder)) is not None:
+            needing.append((str(folder), json.loads((folder / RUN_SOURCES).read_text())))
+    return Ledger(catalog, *place, options["keep_archived_days"], now, needs, needing)
+
+
+def needs(folder: str) -> str | None:
+    """Return why a run that has finished still needs its sources; None: it does not.
+
+    A run that cannot be seen from here may go on as well as any other.
+    """
+    from kimi_pretrain.checkpoint.errors import CheckpointError, storage_errors
+    from kimi_pretrain.checkpoint.storage_read import open_place
+    from kimi_pretrain.reliability.run_history import places_of_run
+
+    path = Path(folder)
+    if not path.is_dir():
+        return (
+            "uses it and cannot be seen from here; if it is gone: kimi-pretrain data catalog "
+            f"forget {folder}"
+        )
+    for place in places_of_run(path):
+        try:
+            with storage_errors(place):
+                steps = open_place(place).steps()
+        except CheckpointError as error:
+            return f"uses it, and nobody knows whether it has checkpoints: {error}"
+        if steps:
+            return f"has checkpoints at {place} that resume with it"
+    return None
