@@ -165,12 +165,15 @@ def _bound(host: str, port: int) -> socket.socket:
     # Named as TCP, or asyncio would leave Nagle's delay on: 40 ms for each answer.
     found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    told = None
     try:
         found.bind((address, port))
         found.listen(128)  # whoever comes before the server runs waits
     except OSError as error:
         found.close()
-        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}") from None
+        told = error.strerror or str(error)
+    if told is not None:  # beyond the OSError: a start of a program is not tried again
+        raise ValueError(f"--host {host} --port {port}: {told}")
     return found
 
 

@@ -22,7 +22,6 @@ from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
@@ -30,7 +29,7 @@ from starlette.staticfiles import StaticFiles
 
 from data_pipeline.govern.holds import end_hold, put_hold, read_holds
 from data_pipeline.index.manifest import IndexMismatch
-from data_pipeline.inspect.find import HOLDS, Wanted, count, find, longest, number_of
+from data_pipeline.inspect.find import HOLDS, STRETCH, Wanted, count, find, longest, number_of
 from data_pipeline.store.open import MissingKey, StoreError
 from launch.local.user_errors import user_message
 from launch.pages import html
@@ -104,12 +103,10 @@ class Site:
         return self.steps
 
 
-def application(site: Site) -> Starlette:
-    """Return the server's application."""
-    gate = Middleware(Gate, door=site.door, hosts=site.hosts, cookie=site.cookie)
+def application(site: Site) -> Gate:
+    """Return the server's application, behind its gate: answers to faults pass it, too."""
     app = Starlette(
         routes=_routes(),
-        middleware=[gate],
         exception_handlers={
             HTTPException: _told_http,
             ValueError: _told,
@@ -122,7 +119,7 @@ def application(site: Site) -> Starlette:
     )
     app.state.site = site
     app.state.templates = templates()
-    return app
+    return Gate(app, site.door, site.hosts, site.cookie)
 
 
 @asynccontextmanager
@@ -452,13 +449,18 @@ def _cards(
         if name not in left or (place := _whole(number, "after")) is None:
             raise ValueError(f"after={after[:80]!r}: expected SOURCE:NUMBER")
         left, first = left[left.index(name) :], place
-    if not left:
-        return [], None
-    page = find(corpus.facts(left[0]), asked.wanted, first, PAGE)
-    cards = [(left[0], one) for one in page.samples]
-    if page.after is not None:
-        return cards, f"{left[0]}:{page.after}"
-    return cards, f"{left[1]}:0" if len(left) > 1 else None
+    cards: list[tuple[str, Any]] = []
+    looked = 0
+    while left and len(cards) < PAGE and looked < STRETCH:
+        name, total = left[0], corpus.source(left[0]).cut.num_samples
+        page = find(corpus.facts(name), asked.wanted, first, PAGE - len(cards))
+        cards += [(name, one) for one in page.samples]
+        looked += (total if page.after is None else page.after) - first
+        if page.after is not None:
+            first = page.after
+        else:
+            left, first = left[1:], 0
+    return cards, f"{left[0]}:{first}" if left else None
 
 
 def how_many(request: Request) -> Response:
