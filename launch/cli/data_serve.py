@@ -211,7 +211,7 @@ def _steps_of_config(config: str, uri: str, endpoint: str | None) -> "Steps":
     store = open_data(data)
     planner = Planner([read_index(store, name) for name in data.source_names], data)
     tokenizer = open_tokenizer(data, store)
-    return Steps(f"--config {config}", data, whole.train.steps, planner, store, tokenizer)
+    return Steps(Path(config).name, data, whole.train.steps, planner, store, tokenizer)
 
 
 def _steps_of_run(run: Path) -> "Steps":
@@ -226,7 +226,9 @@ def _steps_of_run(run: Path) -> "Steps":
     store = open_data(data)
     planner, begin = replay(run, whole, store)
     tokenizer = open_tokenizer(data, store)
-    return Steps(f"--run {run}", data, whole.train.steps, planner, store, tokenizer, begin)
+    return Steps(
+        f"run {run.resolve().name}", data, whole.train.steps, planner, store, tokenizer, begin
+    )
 
 
 def _site(

@@ -258,6 +258,7 @@ def test_roles(made):
     assert "archived" in re.findall(r'value="(\w+)">Make it', texts["admin"].text)
     for role, state, form, status in (
         ("viewer", "archived", "own", 403),
+        ("viewer", "verified", "own", 403),
         ("curator", "archived", "own", 403),
         ("curator", "deleted", "own", 403),
         ("admin", "archived", "curator", 403),
@@ -268,6 +269,8 @@ def test_roles(made):
         answer = forms[role].post(f"{page}/state", data=given)
         assert answer.status_code == status, (role, state, form)
         problem(answer)
+    held = {"do": "put", "hold": "mine", "form": form_of(texts["viewer"])}
+    assert forms["viewer"].post("/sources/prose/holds", data=held).status_code == 403
     assert len(audited(made)) == before
 
 
