@@ -4,6 +4,7 @@ import ipaddress
 import os
 import pwd
 import socket
+import ssl
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -93,6 +94,8 @@ def serve(
             raise ValueError(f"--host {host}: give --allow-host NAME, as browsers call the machine")
         if (certificate is None) != (key is None):
             raise ValueError("--certificate and --key: give both, or neither")
+        if certificate is not None and key is not None:
+            _check_certificate(certificate, key)
         if config is not None and run is not None:
             raise ValueError("--config and --run: give one; a run has its own config")
         known = {} if tokens is None else read_tokens(tokens)
@@ -156,6 +159,17 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def _check_certificate(certificate: Path, key: Path) -> None:
+    """Refuse a certificate that the server could not use, before anything is written."""
+    told = None
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except OSError as error:  # of ssl, too
+        told = error.strerror or str(error)
+    if told is not None:
+        raise ValueError(f"--certificate {certificate} --key {key}: {told}")
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -7,8 +7,7 @@ address; the answer says which page's address the browser is to show.
 
 import hmac
 import json
-import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -41,8 +40,6 @@ from launch.web.media import Media, file_answer
 from launch.web.records import Records
 from launch.web.statistics import Statistics
 from launch.web.steps import MOST_EPOCHS, MOST_ROWS, MOST_STEPS, Steps
-
-log = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
 PAGE = 60  # samples that a page shows at first, and each time it is scrolled to its end
@@ -123,7 +120,7 @@ def application(site: Site) -> Gate:
 
 
 @asynccontextmanager
-async def _lifespan(app: Starlette):  # noqa: ANN202
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     to_thread.current_default_thread_limiter().total_tokens = _THREADS
     yield
     site: Site = app.state.site
@@ -182,7 +179,7 @@ def _page(request: Request, template: str, status: int = 200, **values: Any) -> 
 
 def _body(parts: Iterable[str]) -> Markup:
     """Return HTML of `launch.pages`, which has escaped what came from data."""
-    return Markup("\n".join(parts))  # noqa: S704
+    return Markup("\n".join(parts))
 
 
 def _number(request: Request, name: str, default: int, least: int, most: int) -> int:

@@ -6,7 +6,9 @@ import html
 import json
 import re
 import socket
+import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from types import SimpleNamespace
 from urllib.parse import quote
@@ -17,13 +19,13 @@ import pytest
 pytest.importorskip("starlette", reason="the extra platform is not installed")
 from starlette.testclient import TestClient
 
-from data_pipeline.access import open_data, open_tokenizer
+from data_pipeline.access import open_data, open_tokenizer, run_sources
 from data_pipeline.catalog.audit import entries
 from data_pipeline.catalog.engine import Catalog
 from data_pipeline.catalog.register import look, register
 from data_pipeline.catalog.states import promote
 from data_pipeline.index.manifest import read_index
-from data_pipeline.plan.planner import Planner
+from data_pipeline.plan.planner import QUARANTINE_DELAY, Planner
 from kimi_pretrain.config import load_config
 from launch.cli import data_serve
 from launch.cli.data_show import show_rows
@@ -585,7 +587,11 @@ def test_a_blend_is_that_of_the_plans(made, viewer):
         assert f"<tr><td>{name}</td><td>{samples:,}</td><td>{tokens:,}</td>" in text
 
 
-def test_statistics_are_those_of_data_count(made, viewer):
+def test_statistics_are_those_of_data_count(made, viewer, monkeypatch):
+    # Here in a thread; tests/browser has the process.
+    monkeypatch.setattr(
+        "launch.web.statistics.ProcessPoolExecutor", lambda *_: ThreadPoolExecutor()
+    )
     found = viewer.get("/statistics/counted?source=digits").text
     assert "60" in re.search(r"<tr><td>digits</td>.*?</tr>", found)[0]
     assert "<svg" in found
@@ -704,6 +710,8 @@ def test_templates_escape_and_have_no_script_or_style_of_their_own():
         (["--tokens", "/nowhere/tokens"], ["/nowhere/tokens"]),
         (["--role", "owner"], ["role 'owner'", "viewer, curator, admin"]),
         (["--certificate", "a.pem"], ["--certificate and --key"]),
+        (["--certificate", "/none.pem", "--key", "/none.key"], ["--certificate /none.pem"]),
+        (["--certificate", "TOKENS", "--key", "TOKENS"], ["--certificate ", "--key "]),
         (["--config", "tiny_cpu", "--run", "x"], ["--config and --run"]),
         (["--host", "203.0.113.7", "--tokens", "TOKENS", "--allow-host", "a"], ["203.0.113.7"]),
         (["--source", "digit"], ["'digit'", "did you mean 'digits'"]),
@@ -770,6 +778,58 @@ def test_outside_only_tokens_of_the_file_count(made, sites, tmp_path):
     people = [site.door.session(site.door.enter(one)).person for one in (token, other, token)]
     assert people == [Person("ann", Role.ADMIN), Person("bob", Role.VIEWER), people[0]]
     assert site.door.enter("guessed") is None
+
+
+def test_the_steps_of_a_run_are_those_that_it_had(made, sites, tmp_path):
+    """A sample that the run put into quarantine is drawn in its first steps, and not later on."""
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text((made.folder / "my.yaml").read_text())
+    data = load_config(str(folder / "config.yaml")).data
+    indices = [read_index(made.store, name) for name in data.source_names]
+    (folder / "sources.json").write_text(json.dumps(run_sources(data, indices, [])))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    line = {"step": 2, "source": "hostile", "key": "evil/04", "item": 0, "reason": PAYLOADS[0]}
+    (folder / "quarantine.jsonl").write_text(json.dumps(line) + "\n")
+    result = run("serve", made.store.root, "--facts", made.folder / "facts", "--run", folder)
+    printed = result.stdout.partition("token=")[2].strip()
+    [site] = sites
+    assert site.runs == (folder.resolve(),)
+    assert site.steps.title == "run mine"
+
+    def drawn(steps: Steps, first: int, count: int) -> int:
+        number = [index.name for index in steps._planner.indices].index("hostile")
+        tables = [plan.samples for plan in steps._reader.plans(first, count)]
+        return sum(int(((one.source == number) & (one.index == 4)).sum()) for one in tables)
+
+    plain = made.site.steps
+    assert drawn(site.steps, 0, 40) == drawn(plain, 0, 40) > 0
+    late = QUARANTINE_DELAY + 10
+    assert drawn(site.steps, late, 40) == 0
+    assert drawn(plain, late, 40) > 0
+    site.steps.close()
+    shown = TestClient(application(site), base_url="http://localhost")
+    shown.get("/login", params={"token": printed})
+    text = html.unescape(shown.get("/quarantined").text)
+    assert PAYLOADS[0] in text
+    assert "/sources/hostile/keys/evil%2F04" in text
+
+
+def test_a_broken_chain_is_told_and_what_stands_before_it_is_shown(made, tmp_path):
+    file = tmp_path / "catalog.sqlite"
+    catalog = Catalog(str(file))
+    for name in ("digits", "prose", "mixed"):
+        register(catalog, look(made.store, None, name))
+    records = Records(catalog)
+    assert records.audit(None, 2).number == 3
+    assert [one["seq"] for one in records.audit(None, 2).entries] == [3, 2]
+    assert [one["seq"] for one in records.audit(3, 100).entries] == [2, 1]
+    with sqlite3.connect(file) as raw:
+        raw.execute("UPDATE audit SET who = 'nobody' WHERE seq = 2")
+    found = records.audit(None, 100)
+    assert "entry 2 after 1 was altered" in found.problem
+    assert [one["seq"] for one in found.entries] == [1]
+    catalog.close()
 
 
 @pytest.mark.parametrize(
