@@ -22,8 +22,8 @@ from launch.local.user_errors import one_line_errors
 
 if TYPE_CHECKING:
     from data_pipeline.catalog.engine import Catalog
-    from launch.web.app import Site
     from launch.web.auth import Doorkeeper
+    from launch.web.site import Site
     from launch.web.steps import Steps
 
 TokensOption = Annotated[
@@ -256,10 +256,10 @@ def _site(
     """Return what there is to show; facts that are not there are written now."""
     from launch.cli.progress import item_bar
     from launch.cli.sources import open_sources
-    from launch.web.app import Site
     from launch.web.corpus import Corpus
     from launch.web.media import Media
     from launch.web.records import Records
+    from launch.web.site import Site
     from launch.web.statistics import Statistics
     from moonvit3d.geometry import PatchLimits
 

@@ -240,7 +240,8 @@ def room_of(module: str) -> str | None:
 @cache
 def nodes_of(text: str) -> list[ast.AST]:
     """Return the nodes that tell what a module imports, defines and names; each text read once."""
-    kinds = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Name | ast.Constant
+    defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    kinds = ast.Import | ast.ImportFrom | defined | ast.Name | ast.Constant
     return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
 
 
@@ -379,7 +380,7 @@ def names_in(nodes: list[ast.AST]) -> set[str]:
     """Return what a module defines, imports or is given by `__getattr__` (listed in `__all__`)."""
     found = set()
     for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)

@@ -30,11 +30,12 @@ from kimi_pretrain.config import load_config
 from launch.cli import data_serve
 from launch.cli.data_show import show_rows
 from launch.web import auth
-from launch.web.app import HERE, Site, application
+from launch.web.app import application
 from launch.web.auth import Doorkeeper, Person, Role, add_token, digest, host_of, read_tokens
 from launch.web.corpus import Corpus
 from launch.web.media import Media
 from launch.web.records import Records
+from launch.web.site import HERE, Site
 from launch.web.statistics import Statistics
 from launch.web.steps import Steps
 from tests.unit.launch.data_command import run
@@ -658,7 +659,7 @@ def test_a_fault_tells_nothing_of_itself(made, viewer, monkeypatch):
     def broken(*_):
         raise RuntimeError("the secret of the house")
 
-    monkeypatch.setattr("launch.web.app.read_holds", broken)
+    monkeypatch.setattr("launch.web.record_pages.read_holds", broken)
     quiet = TestClient(application(made.site), raise_server_exceptions=False)
     quiet.cookies = viewer.cookies
     answer = quiet.get("/governance")
