@@ -15,6 +15,8 @@ setup(
     package_dir={"kimi_pretrain.configs": "configs"},
     package_data={
         "kimi_pretrain.configs": ["*.yaml", "stages/*.yaml"],
+        "launch.pages": ["*.css"],
         "launch.slurm": ["*.sbatch"],
+        "launch.web": ["static/*", "templates/*"],
     },
 )

@@ -59,6 +59,21 @@ def details(connection: Connection, name: str) -> dict[str, Any]:
     }
 
 
+def lying_at(connection: Connection, root: str, endpoint: str) -> dict[str, dict[str, Any]]:
+    """Return folder -> version of what was registered under a root."""
+    query = (
+        select(REPLICA.c.name, *VERSION.c)
+        .join(VERSION, VERSION.c.content_hash == REPLICA.c.content_hash)
+        .where(REPLICA.c.root == root, REPLICA.c.endpoint == endpoint)
+    )
+    return {row.name: _version(row) for row in connection.execute(query)}
+
+
+def known_runs(connection: Connection) -> list[str]:
+    """Return the folders of the runs that were scanned, sorted."""
+    return sorted(connection.execute(select(RUN.c.folder)).scalars())
+
+
 def _version(row: Row[Any]) -> dict[str, Any]:
     left_out = ("dataset", "number", "provenance")
     values = {key: value for key, value in row._asdict().items() if key not in left_out}

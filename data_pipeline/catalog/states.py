@@ -42,6 +42,7 @@ def promote(
     *,
     report: Mapping[str, Any] | None = None,
     revision: int | None = None,
+    by: str | None = None,
 ) -> list[tuple[str, str, str]]:
     """Bring a version into another state.
 
@@ -50,6 +51,7 @@ def promote(
         to: one of `STATES`.
         report: of `data verify`, for "verified"; see `read_report`.
         revision: that it must still have; None: whichever it has.
+        by: who asked a server for it, whose own user the audit names anyway.
 
     Returns:
         (version, state before, state) of it, and before it of the one whose place it takes.
@@ -72,7 +74,7 @@ def promote(
                 f"{name_of(row)}: a version is deleted when its bytes are, and by nothing else: "
                 "kimi-pretrain data collect ROOT"
             )
-        note: dict[str, Any] = {}
+        note: dict[str, Any] = {} if by is None else {"by": by}
         values: dict[str, Any] = {"state": to}
         if to == "verified":
             values["report"], note["report"] = _verified_by(row, report), report
@@ -80,7 +82,7 @@ def promote(
             values["report"] = None
         elif to == "active":
             _check_released(row)
-            done += _retire(connection, row)
+            done += _retire(connection, row, note)
         elif to == "archived":
             _check_unused(connection, row)
         change(connection, row, note, **values)
@@ -201,12 +203,15 @@ def _check_released(row: Row[Any]) -> None:
         )
 
 
-def _retire(connection: Connection, row: Row[Any]) -> list[tuple[str, str, str]]:
+def _retire(
+    connection: Connection, row: Row[Any], note: Mapping[str, Any]
+) -> list[tuple[str, str, str]]:
     """Deprecate the active version of the dataset, if there is one."""
     same = (VERSION.c.dataset == row.dataset, VERSION.c.state == "active")
     found = []
     for other in connection.execute(select(VERSION).where(*same)).all():
-        change(connection, other, {"replaced_by": name_of(row)}, state="deprecated")
+        told = {**note, "replaced_by": name_of(row)}
+        change(connection, other, told, state="deprecated")
         found.append((name_of(other), "active", "deprecated"))
     return found
 

@@ -18,7 +18,6 @@ from data_pipeline.index.columns import (
     COLUMNS,
     GROUPS,
     HASHED,
-    SAMPLE_COLUMNS,
     ShardInfo,
     SourceIndex,
     content_digest,
@@ -28,6 +27,7 @@ from data_pipeline.store.open import Store
 
 PART_SAMPLES = 1 << 17
 _COPY_BYTES = 16 << 20  # asked of the store at once
+_CHECKSUMS = ("json_crc", "item_crc")
 
 
 def index_parts(
@@ -52,12 +52,35 @@ def index_parts(
     found = items = 0
     with pq.ParquetFile(scratch) as file:
         expect(where, "content_hash", content_hash(file, manifest), manifest["content_hash"])
-        for batch in file.iter_batches(samples):
-            part = index_of(pa.Table.from_batches([batch]), manifest, sha256)
+        for part in _parts(file, manifest, sha256, samples):
             found, items = found + part.num_samples, items + part.num_items
             yield part
     expect(where, "samples", found, manifest["samples"])
     expect(where, "items", items, manifest["items"])
+
+
+def _parts(
+    file: pq.ParquetFile, manifest: Mapping[str, Any], sha256: str, samples: int
+) -> Iterator[SourceIndex]:
+    first = 0
+    for batch in file.iter_batches(samples):
+        yield part_of(pa.Table.from_batches([batch]), manifest, sha256, first)
+        first += batch.num_rows
+
+
+def part_of(rows: pa.Table, manifest: Mapping[str, Any], sha256: str, first: int) -> SourceIndex:
+    """Return the index of some samples of a source.
+
+    Args:
+        rows: of index.parquet.
+        manifest, sha256: as of `index_of`.
+        first: number of the first of them in the source.
+    """
+    if (redacted := manifest.get("redacted")) is not None:
+        inside = range(first, first + rows.num_rows)
+        mine = [sample - first for sample in redacted["samples"] if sample in inside]
+        manifest = {**manifest, "redacted": {**redacted, "samples": mine}}
+    return index_of(rows, manifest, sha256)
 
 
 def content_hash(file: pq.ParquetFile, manifest: Mapping[str, Any]) -> str:
@@ -65,12 +88,16 @@ def content_hash(file: pq.ParquetFile, manifest: Mapping[str, Any]) -> str:
 
     Args:
         file: index.parquet.
-        manifest: category, tokenizer and shards of the source.
+        manifest: category, tokenizer, shards and redacted samples of the source.
     """
     shards = [ShardInfo(**shard) for shard in manifest["shards"]]
     digest = content_digest(manifest["category"], manifest["tokenizer"]["sha256"], shards)
 
     def parts(name: str) -> Iterator[pa.Array]:
+        if name in _CHECKSUMS and "redacted" in manifest:  # the file has those from before
+            for part in _parts(file, manifest, "", PART_SAMPLES):
+                yield pa.array(getattr(part, name))
+            return
         for batch in file.iter_batches(PART_SAMPLES, columns=[name]):
             yield batch.column(0)
 
@@ -87,7 +114,7 @@ def content_hash(file: pq.ParquetFile, manifest: Mapping[str, Any]) -> str:
                 end = pointer[-1:] if pointer.size else end
             continue
         for column in parts(name):
-            values = column.flatten() if name not in SAMPLE_COLUMNS else column
+            values = column.flatten() if pa.types.is_nested(column.type) else column
             digest.update(values.to_numpy(zero_copy_only=False).astype(COLUMNS[name]).tobytes())
     between = ""
     for column in parts("key"):

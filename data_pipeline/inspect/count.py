@@ -40,6 +40,7 @@ from data_pipeline.inspect.stats import (
     totals,
 )
 from data_pipeline.plan.source import within
+from moonvit3d.geometry import PatchLimits
 
 # Measure -> column, or expression, and the rows that have it.
 MEASURES = {
@@ -188,6 +189,45 @@ def _spread(
         return {"count": 0}
     found = {f"p{percent}": value for percent, value in zip(PERCENTILES, at, strict=True)}
     return {"count": count, "mean": mean, "min": least, **found, "max": most}
+
+
+def count_sources(
+    files: Mapping[str, FactsFile],
+    limits: PatchLimits,
+    seq_len: int | None,
+    choices: Mapping[str, ChosenSource | None],
+    pairs: Sequence[tuple[str, str]] = (),
+    other: tuple[str, FactsFile] | None = None,
+) -> dict[str, Any]:
+    """Count sources, alone and together.
+
+    Args:
+        files: name -> facts, all of the same limits.
+        limits: under which tokens were counted.
+        seq_len: of rows; None: samples longer than a row are not told.
+        choices: name -> which samples a configuration chooses.
+        pairs: (version, the one before it), to be compared.
+        other: (name, facts of another place), to be compared.
+
+    Returns:
+        limits, seq_len, sources, totals, alike, compared: as `data count --json` has them.
+
+    Raises:
+        FactsError: a file cannot be read. ValueError: as `compare`.
+    """
+    counted = {name: count_source(file, seq_len, choices.get(name)) for name, file in files.items()}
+    figures = [one.figures for one in counted.values()]
+    compared = [compare(files[new], files[old], (counted[new], counted[old])) for new, old in pairs]
+    if other is not None:
+        compared.append(compare(files[other[0]], other[1]))
+    return {
+        "limits": {"image": limits.image, "frame": limits.frame, "side": limits.side},
+        "seq_len": seq_len,
+        "sources": figures,
+        "totals": totals(figures) | {"categories": by_category(list(counted.values()))},
+        "alike": count_alike(list(files.values())),
+        "compared": compared,
+    }
 
 
 def by_category(sources: Sequence[Counted]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ IMAGE_FILES = f"kind = {IMAGE} AND chunk = 0"
 VIDEO_FILES = f"kind = {CHUNK} AND chunk = 0"
 FILES = f"kind <> {SAMPLE} AND chunk = 0"
 
-_MEMORY = "1GB"  # beyond it DuckDB writes to disk, beside the facts
+MEMORY = "1GB"
 
 
 class FactsError(ValueError):
@@ -37,22 +37,28 @@ class Facts:
         file: as `write_facts` returned it.
         other: the facts of another source, as table `other`.
         threads: of DuckDB; None: one a core.
+        memory: that DuckDB may use; beyond it it writes to disk, beside the facts.
 
     Raises:
         FactsError: a file cannot be read.
     """
 
     def __init__(
-        self, file: FactsFile, other: FactsFile | None = None, threads: int | None = None
+        self,
+        file: FactsFile,
+        other: FactsFile | None = None,
+        threads: int | None = None,
+        memory: str = MEMORY,
     ) -> None:
-        self.file, self._lock = file, threading.Lock()
+        self.file, self._lock, self._memory = file, threading.Lock(), memory
         paths = {"facts": file.path} | ({} if other is None else {"other": other.path})
         allowed = ", ".join(_quoted(path) for path in paths.values())
         self._connection = duckdb.connect(":memory:")
         for setting in (
             "autoinstall_known_extensions = false",
             "autoload_known_extensions = false",
-            f"memory_limit = '{_MEMORY}'",
+            f"memory_limit = '{memory}'",
+            "enable_external_file_cache = false",  # the page cache has the file; this counts
             f"temp_directory = {_quoted(file.path.parent / '.spill')}",
             *(() if threads is None else (f"threads = {threads}",)),
             f"allowed_paths = [{allowed}]",
@@ -128,8 +134,8 @@ class Facts:
             return getattr(cursor.execute(query, values), fetch)()
         except duckdb.OutOfMemoryException as error:
             raise FactsError(
-                f"{self.file.path}: DuckDB may use {_MEMORY} and the disk beside the file, which "
-                f"did not suffice ({_reason(error)})"
+                f"{self.file.path}: DuckDB may use {self._memory} and the disk beside the file, "
+                f"which did not suffice ({_reason(error)})"
             ) from error
         except (
             duckdb.IOException,

@@ -263,8 +263,25 @@ class Source:
             )
         return units, substitutes(units, self._shard_ptr)
 
+    def in_epochs(self, samples: NDArray[np.int64], epochs: NDArray[np.int64]) -> Drawn:
+        """Return what becomes of samples [n] in epochs [n], whenever those are; split ones whole.
+
+        Raises:
+            ValueError: a sample is longer than a row, and is not drawn.
+        """
+        if refused := samples[_in(samples, self._refused)].tolist():
+            raise ValueError(
+                f"source {self.index.name!r}: sample {self.index.key_of(refused[0])!r} is longer "
+                f"than a row of data.seq_len={self._seq_len} tokens, and is left out"
+            )
+        return self._laid_out(samples, np.zeros_like(samples), epochs)
+
     def _measure(self, units: NDArray[np.int64], epochs: NDArray[np.int64]) -> Drawn:
-        sample, part = self._units.of(units)
+        return self._laid_out(*self._units.of(units), epochs)
+
+    def _laid_out(
+        self, sample: NDArray[np.int64], part: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> Drawn:
         level, is_split = self.level_of(sample), _in(sample, self._split)
         varied = np.zeros(sample.size, np.bool_)
         if not self.variation.active:

@@ -23,6 +23,7 @@ from data_pipeline.plan.change import renumbered
 from data_pipeline.plan.planner import GlobalPlan, Planner, State
 from data_pipeline.plan.stage import taken_over
 from data_pipeline.plan.tombstones import samples_of, tombstones_of
+from data_pipeline.store.open import Store
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
 from kimi_pretrain.config import Config, load_config
@@ -107,10 +108,7 @@ def exposure(
     found.heldout = sorted({*there} & {*config.data.heldout})
     if not found.last or not {*there} & {*config.data.source_names}:
         return found
-    indices = [read_index(store, name) for name in config.data.source_names]
-    planner = _planner(run_dir, config, indices, states[-1] if states else {})
-    masked = _quarantine(run_dir, planner, states)
-    state = _begin(run_dir, config, planner)
+    planner, state, masked = _replay(run_dir, config, store, states)
     anchors = {one["step"]: one for one in states}
     for step in range(state["step"] + 1, found.last + 1):
         plan, state = planner.plan(state)
@@ -119,6 +117,30 @@ def exposure(
             found.uses += _uses(planner, plan, there, masked)
         progress(step, found.last)
     return found
+
+
+def replay(run_dir: Path, config: Config, store: Store) -> tuple[Planner, State]:
+    """Return the planner of a run with its quarantine, and the state before the run's first step.
+
+    Args:
+        run_dir: folder of the run.
+        config: of its config.yaml.
+        store: of its data.
+
+    Raises:
+        ValueError, IndexMismatch, StoreError, CheckpointError: as `exposure`.
+    """
+    return _replay(run_dir, config, store, _states(run_dir, config))[:2]
+
+
+def _replay(
+    run_dir: Path, config: Config, store: Store, states: Sequence[State]
+) -> tuple[Planner, State, set[tuple[int, int, int]]]:
+    """As `replay`; also (step from 0, source, sample) of all that could not be read."""
+    indices = [read_index(store, name) for name in config.data.source_names]
+    planner = _planner(run_dir, config, indices, states[-1] if states else {})
+    masked = _quarantine(run_dir, planner, states)
+    return planner, _begin(run_dir, config, planner), masked
 
 
 def _uses(

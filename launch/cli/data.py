@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from launch.cli import data_collect, data_facts, data_govern, data_inspect, data_sync
+from launch.cli import (
+    data_collect,
+    data_facts,
+    data_govern,
+    data_inspect,
+    data_serve,
+    data_sync,
+)
 from launch.cli.data_catalog import catalog
 from launch.cli.options import EndpointOption, JsonOption
 from launch.local.user_errors import one_line_errors
@@ -327,5 +334,6 @@ for command in (
     *(data_inspect.verify, data_inspect.stats, data_facts.facts, data_facts.count),
     *(data_inspect.show, data_sync.sync),
     *(data_govern.exposure, data_govern.redact, data_govern.hold, data_collect.collect),
+    *(data_serve.serve, data_serve.token),
 ):
     data.command()(command)

@@ -107,17 +107,11 @@ def count(
     """
     with one_line_errors():
         try:
-            from data_pipeline.inspect.count import (
-                by_category,
-                compare,
-                count_alike,
-                count_source,
-            )
+            from data_pipeline.inspect.count import count_sources
         except ModuleNotFoundError as error:
             from launch.local.versions import needs_extra
 
             raise needs_extra(error, "data count") from None
-        from data_pipeline.inspect.stats import totals
 
         limits, seq_len, data = limits_of(config, seq_len, image_patches, frame_patches)
         store, names = _opened(uri, endpoint, source or ())
@@ -129,25 +123,9 @@ def count(
         pairs = _pairs(names) if versions else []
         other = None if against is None else _other(store, against, limits, folder, endpoint)
         files = {name: _written(store, name, limits, folder)[0] for name in names}
-        counted = {
-            name: count_source(file, seq_len, data.chosen(name) if data else None)
-            for name, file in files.items()
-        }
-        figures = [one.figures for one in counted.values()]
-        compared = [
-            compare(files[new], files[old], (counted[new], counted[old])) for new, old in pairs
-        ]
-        if other is not None:
-            compared.append(compare(files[names[0]], other))
-        found = {
-            "uri": store.uri,
-            "limits": {"image": limits.image, "frame": limits.frame, "side": limits.side},
-            "seq_len": seq_len,
-            "sources": figures,
-            "totals": totals(figures) | {"categories": by_category(list(counted.values()))},
-            "alike": count_alike(list(files.values())),
-            "compared": compared,
-        }
+        choices = {name: data.chosen(name) if data else None for name in names}
+        extra = None if other is None else (names[0], other)
+        found = {"uri": store.uri} | count_sources(files, limits, seq_len, choices, pairs, extra)
         if out is not None:
             from launch.pages.count_page import count_page
 

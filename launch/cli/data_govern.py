@@ -141,7 +141,7 @@ def redact(
                 raise ValueError("--purge-only: give --config, whose data.cache is to be purged")
             _purge(uri, endpoint, config)
             return
-        with _catalog(where) as catalog:
+        with configured_catalog(where) as catalog:
             todo = plan(store, wanted)
             _tell_plan(store, todo)
             if not yes:
@@ -271,7 +271,7 @@ def _purge(uri: str, endpoint: str | None, config: str) -> None:
 
 
 @contextmanager
-def _catalog(where: str | None) -> "Iterator[Catalog | None]":
+def configured_catalog(where: str | None) -> "Iterator[Catalog | None]":
     """Open the catalogue if one is configured, and see that it can be read, before all else."""
     default = Path("~/.local/share/kimi-pretrain/catalog.sqlite").expanduser()
     if where is None and "KIMI_PRETRAIN_CATALOG" not in os.environ and not default.exists():

@@ -2,25 +2,23 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data_pipeline.access import open_data, open_tokenizer
-from data_pipeline.fetch import Needs, StepRequest, resolve
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.manifest import read_index
 from data_pipeline.index.reads import medium_of, read_checked, read_samples
-from data_pipeline.loader import Loader
-from data_pipeline.plan.planner import GlobalPlan
+from data_pipeline.plan.planner import Planner
 from data_pipeline.store.open import Store
 from kimi_pretrain.reliability.anomaly_guard import sample_names
 from launch.cli.sources import find_sample, open_sources
 from launch.local.versions import load_pinned
 from launch.pages.rows_page import Step, rows_page
 from launch.pages.samples_page import StoredSample, samples_page
+from launch.pages.step_reader import StepReader
 
 
 def find_anomaly(file: Path, step: int | None) -> dict[str, Any]:
@@ -77,31 +75,25 @@ def show_rows(
         raise ValueError(f"--first-row {rows.start}: a step has {data.rows_per_step} rows")
     rows = range(rows.start, min(rows.stop, data.rows_per_step))
 
-    def needs(plan: GlobalPlan) -> Needs:
-        return Needs(np.array(rows), np.flatnonzero(np.isin(plan.items.row, rows)))
-
     store = open_data(data)
     indices = [read_index(store, name) for name in data.source_names]
-    tokenizer = open_tokenizer(data, store)
-    with Loader(data, store, indices, tokenizer, needs) as loader:
+    planner, tokenizer = Planner(indices, data), open_tokenizer(data, store)
+    with closing(StepReader(planner, store, tokenizer, data.fetch_threads)) as reader:
         if anomaly is None:
-            loader.load_state_dict(loader.planner.state_at(step - 1))
+            state = planner.state_at(step - 1)
         else:
-            loader.load_state_dict(anomaly["loader"])
-        batch = next(loader)
+            planner.load_state_dict(anomaly["loader"])
+            state = planner.state_dict()
+        found = reader.read(state, rows)
         if anomaly is not None:
-            _check_samples(loader, batch.plan, anomaly)
-        request = resolve(loader.planner, batch.plan, needs(batch.plan))
-        found = Step(
-            batch, request, _documents(store, batch.bad, request), loader.indices, tokenizer
-        )
+            _check_samples(found, anomaly)
     title = f"Step {step}" if anomaly is None else _title(anomaly)
     return rows_page(found, f"{title}, rows {rows.start} to {rows.stop - 1}")
 
 
-def _check_samples(loader: Loader, plan: GlobalPlan, anomaly: dict[str, Any]) -> None:
+def _check_samples(step: Step, anomaly: dict[str, Any]) -> None:
     """Refuse to show other samples than those that the run recorded."""
-    pairs = zip_longest(sample_names(plan, loader.indices), anomaly["samples"])
+    pairs = zip_longest(sample_names(step.batch.plan, step.indices), anomaly["samples"])
     for place, (found, wanted) in enumerate(pairs):
         if found != wanted:
             raise ValueError(
@@ -116,14 +108,6 @@ def _title(anomaly: dict[str, Any]) -> str:
         f"Step {anomaly['step']} of metrics.jsonl: {anomaly['kind']}, loss {loss}, gradient norm "
         f"{norm} (null: not finite), {anomaly['action']}"
     )
-
-
-def _documents(store: Store, bad: Sequence, request: StepRequest) -> dict[int, dict]:
-    """Return {sample: document} of the samples that are not damaged."""
-    damaged = {entry.sample for entry in bad if entry.item is None}
-    reads = [read for read in request.texts if read.sample not in damaged]
-    bodies = read_checked(store, reads)
-    return {read.sample: json.loads(body) for read, body in zip(reads, bodies, strict=True)}
 
 
 def show_samples(

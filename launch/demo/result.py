@@ -52,8 +52,15 @@ def measured(summary: dict[str, Any]) -> dict[str, str]:
     return lines
 
 
-def show(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
-    """Print the figures, the files and what to try next."""
+def show(console: Console, run_dir: Path, summary: dict[str, Any], look: str) -> None:
+    """Print the figures, the files and what to try next.
+
+    Args:
+        console: to print to.
+        run_dir: of the demo.
+        summary: content of summary.json.
+        look: the command that shows corpus and run in a browser.
+    """
     lines = {
         "loss": f"{summary['loss_first']:.2f} -> {summary['loss_last']:.2f} "
         f"in {summary['steps']} steps",
@@ -84,9 +91,11 @@ def show(console: Console, run_dir: Path, summary: dict[str, Any]) -> None:
     ]
     console.print(f"in {run_dir}: {', '.join(files)}", highlight=False)
     console.print(
+        f"look at corpus and run in a browser:\n  {look}\n"
         f"try next:\n"
         f"  kimi-pretrain demo --run-dir runs/other optim.lr=1e-3\n"
         f"  tensorboard --logdir {run_dir}\n"
         f"  kimi-pretrain train --config configs/kimi_k25_1t.yaml --dry-run",
         highlight=False,
+        soft_wrap=True,  # commands are to be copied
     )

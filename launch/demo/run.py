@@ -6,17 +6,20 @@
 3. Training, by torchrun, from S3.
 4. The same training once more from its middle checkpoint, in new processes; compared bit by bit.
 5. Reading held-out pages of digits, with the right and with swapped images.
-6. summary.json and pictures.
+6. Corpus and run in a catalogue, and how to look at them in a browser.
+7. summary.json and pictures.
 """
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +82,8 @@ def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -
     prepare_folder(run_dir)
     console.print(describe(config), highlight=False)
     seconds: dict[str, float] = {}
-    with s3_server(run_dir / "s3") as server, environment(server.environment()):
+    # Where `kimi-pretrain s3 start` would keep it: so the corpus can be looked at afterwards.
+    with s3_server(run_dir / "s3" / "data") as server, environment(server.environment()):
         console.print(f"S3 server at {server.endpoint}: a wrong secret was refused")
         with timed(seconds, "setup_data"):
             corpus = make_corpus(console)
@@ -103,8 +107,10 @@ def run_demo(config_path: str, run_dir: Path, overrides: tuple[str, ...] = ()) -
             evaluation = evaluate(run_dir, config.train.steps)
         with timed(seconds, "verify_dep"), step(console, "comparing gradients with one process"):
             verified = verify_gradients(config_path, overrides, run_dir)
+        with timed(seconds, "register"), step(console, "registering the corpus and the run"):
+            page = register(run_dir, server.endpoint)
     summary = write_results(run_dir, config, evaluation, verified, seconds)
-    show(console, run_dir, summary)
+    show(console, run_dir, summary, page)
     return summary
 
 
@@ -235,6 +241,27 @@ def inspect_data(config_path: str, overrides: tuple[str, ...], run_dir: Path) ->
     stats, rows = str(run_dir / "stats.html"), str(run_dir / "rows.html")
     command("data", "stats", uri, *config, "--out", stats, what="statistics")
     command("data", "show", *config, *overrides, "--out", rows, what="showing rows")
+
+
+def register(run_dir: Path, endpoint: str) -> str:
+    """Take corpus and run into a catalogue in the run folder; returns how to look at all of it.
+
+    Raises:
+        DemoError: a source could not be taken in.
+    """
+    if find_spec("sqlalchemy") is None or find_spec("starlette") is None:
+        return "pip install 'kimi-pretrain[platform]' (docs/PLATFORM.md)"
+    catalog = run_dir / "catalog.sqlite"
+    for words in (("rebuild", f"s3://{BUCKET}"), ("scan", str(run_dir))):
+        line = ("data", "catalog", *words, "--catalog", str(catalog))
+        command(*line, what="the catalogue")
+    folder, file = shlex.quote(str(run_dir)), shlex.quote(str(catalog))
+    port = endpoint.rpartition(":")[2]  # the catalogue knows the sources by it
+    return (
+        f"kimi-pretrain s3 start --folder {folder}/s3 --bucket {BUCKET} --port {port} && "
+        f"source {folder}/s3/credentials.env && "
+        f"kimi-pretrain data serve s3://{BUCKET} --run {folder} --catalog {file}"
+    )
 
 
 def command(*arguments: str, what: str) -> str:

@@ -5,7 +5,6 @@ from typing import Any
 
 from launch.pages.html import amount, num_bytes, page, percent, table, text
 from launch.pages.stats_page import (
-    STYLE,
     equal_ones,
     limits_note,
     overview,
@@ -51,7 +50,7 @@ def count_page(found: Mapping[str, Any], title: str) -> str:
         found: the object of `data count --json`.
         title: of the page.
     """
-    return page(title, count_body(found), STYLE)
+    return page(title, count_body(found))
 
 
 def count_body(found: Mapping[str, Any]) -> Iterator[str]:

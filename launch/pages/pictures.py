@@ -1,8 +1,12 @@
-"""Turns patches back into a picture, and draws regions on it, as inline SVG."""
+"""Turns patches back into a picture, and draws regions on it, as inline SVG.
+
+Where the bytes of a picture go is for the page to say (`Src`): into the page itself, or to a server
+that hands them out under an address.
+"""
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +24,10 @@ LONGEST, SMALLEST = 448, 140
 _LOSSLESS_PIXELS = 160 * 160
 # Of regions, in turn: visible over pictures and over the page.
 COLOURS = ("#e6194b", "#1f77ff", "#109618", "#ff7f0e", "#911eb4", "#008b8b", "#b8860b", "#d6249f")
+
+
+Src = Callable[[bytes, str], str]
+"""Bytes of a picture and their media type -> what an element refers to them by."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,16 @@ def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
+def colour_class(number: int) -> str:
+    """Return the class of text in the colour of region `number`, and of lines below it."""
+    return f"c{number % len(COLOURS)}"
+
+
 def drawing(
-    pixels: NDArray[np.uint8], frame: tuple[float, float], shapes: Sequence[Shape] = ()
+    pixels: NDArray[np.uint8],
+    frame: tuple[float, float],
+    shapes: Sequence[Shape],
+    src: Src,
 ) -> str:
     """Return a picture with shapes on it, as SVG.
 
@@ -69,9 +85,30 @@ def drawing(
         pixels: uint8 [H, W, 3], as the model gets it, padding included.
         frame: (width, height) in pixels without padding; a dashed line marks it if there is any.
         shapes: to draw, in pixels of the frame.
+        src: takes the picture.
     """
     height, width = pixels.shape[:2]
-    scale = min(LONGEST / max(width, height), 1.0)
+    return overlay(src(*encoded(pixels)), (width, height), frame, shapes)
+
+
+def overlay(
+    href: str,
+    size: tuple[int, int],
+    frame: tuple[float, float],
+    shapes: Sequence[Shape],
+    longest: int = LONGEST,
+) -> str:
+    """Return shapes over a picture, as SVG; the picture lies as its file does, not as EXIF says.
+
+    Args:
+        href: of the picture.
+        size: (width, height) in pixels, of the picture with its padding.
+        frame: (width, height) in pixels without padding.
+        shapes: to draw, in pixels.
+        longest: most pixels of the longer side on the page.
+    """
+    width, height = size
+    scale = min(longest / max(width, height), 1.0)
     scale = max(scale, min(SMALLEST / max(width, height), 8.0))
     stroke = 1.6 / scale  # lines of equal width on every picture
     inside = "".join(_shape(shape, stroke) for shape in shapes)
@@ -84,7 +121,8 @@ def drawing(
     return (
         f'<svg width="{width * scale:.0f}" height="{height * scale:.0f}" '
         f'viewBox="0 0 {width} {height}"><image width="{width}" height="{height}" '
-        f'style="image-rendering:{smooth}" href="{_data_uri(pixels)}"/>{inside}</svg>'
+        f'preserveAspectRatio="none" image-rendering="{smooth}" href="{text(href)}"/>'
+        f"{inside}</svg>"
     )
 
 
@@ -107,15 +145,25 @@ def _shape(shape: Shape, stroke: float) -> str:
     return f'<polygon points="{points}" {line}>{title}</polygon>'
 
 
-def _data_uri(pixels: NDArray[np.uint8]) -> str:
+def encoded(pixels: NDArray[np.uint8], longest: int = LONGEST) -> tuple[bytes, str]:
+    """Return a picture as a file for a page, and its media type.
+
+    Args:
+        pixels: uint8 [H, W, 3].
+        longest: most pixels of its longer side.
+    """
     image = Image.fromarray(np.ascontiguousarray(pixels))
-    if max(image.size) > LONGEST:
-        image.thumbnail((LONGEST, LONGEST), Image.Resampling.LANCZOS)
+    if max(image.size) > longest:
+        image.thumbnail((longest, longest), Image.Resampling.LANCZOS)
     out = io.BytesIO()
     lossless = image.width * image.height <= _LOSSLESS_PIXELS
     if lossless:
         image.save(out, "PNG")
     else:
         image.save(out, "JPEG", quality=88)
-    kind = "png" if lossless else "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
+    return out.getvalue(), f"image/{'png' if lossless else 'jpeg'}"
+
+
+def data_uri(data: bytes, kind: str) -> str:
+    """Return a file as part of a page; a `Src`."""
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"

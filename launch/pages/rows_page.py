@@ -11,26 +11,16 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.augment.draws import Draw
-from data_pipeline.fetch import FileRead, StepRequest, TextRead
+from data_pipeline.fetch import StepRequest, TextRead
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.loader import StepBatch
 from data_pipeline.plan.layout import limits_at
 from data_pipeline.text import Tokenizer
 from launch.pages import tokens
 from launch.pages.html import page, percent, text
-from launch.pages.pictures import Shape, colour, drawing, unpatchify
+from launch.pages.pictures import Shape, Src, colour_class, data_uri, drawing, unpatchify
 from moonvit3d.geometry import KIND_IMAGE, PatchLimits, resized
 
-STYLE = (
-    tokens.STYLE
-    + """
-.row { display: flex; height: 14px; border: 1px solid var(--line); margin: .5rem 0; }
-.row span { background: var(--bar); border-right: 2px solid var(--paper); min-width: 1px; }
-.tokens figure { display: inline-block; margin: .3rem .6rem; vertical-align: top;
-  white-space: normal; line-height: 1.4; }
-.tokens figcaption { font: 12px/1.4 system-ui, sans-serif; max-width: 28rem; }
-"""
-)
 LEGEND = (
     '<p class="note tokens"><span class="t l">learnt</span> the model is trained to predict this '
     'token; <span class="t">read</span> it is only read; <span class="t s">[BOS]</span> a special '
@@ -65,13 +55,22 @@ class Step:
 
 def rows_page(step: Step, title: str) -> str:
     """Return the page of a step's rows."""
-    body = [LEGEND]
+    return page(title, rows_body(step, data_uri))
+
+
+def rows_body(step: Step, src: Src) -> Iterator[str]:
+    """Yield what stands in the page, as HTML.
+
+    Args:
+        step: to show.
+        src: takes the pictures.
+    """
+    yield LEGEND
     for place, row in enumerate(step.batch.row_ids.tolist()):
-        body += _row(step, place, row)
-    return page(title, body, STYLE)
+        yield from _row(step, place, row, src)
 
 
-def _row(step: Step, place: int, row: int) -> Iterator[str]:
+def _row(step: Step, place: int, row: int, src: Src) -> Iterator[str]:
     plan, rows = step.batch.plan, step.batch.rows
     assert rows is not None, "only rows that were asked for are shown"
     samples = [read for read in step.request.texts if read.row == place]
@@ -85,17 +84,17 @@ def _row(step: Step, place: int, row: int) -> Iterator[str]:
     )
     yield f"<p>{said}</p>"
     bar = "".join(
-        f'<span style="width:{100 * read.layout.length / plan.seq_len:.3f}%" '
-        f'title="{text(step.source(read.sample)[0].name)}: {read.layout.length} tokens"></span>'
+        f'<rect x="{read.start}" width="{read.layout.length}" height="1"><title>'
+        f"{text(step.source(read.sample)[0].name)}: {read.layout.length} tokens</title></rect>"
         for read in samples
     )
-    yield f'<div class="row">{bar}</div>'
+    yield f'<svg class="row" viewBox="0 0 {plan.seq_len} 1" preserveAspectRatio="none">{bar}</svg>'
     for read in samples:
-        yield from _document(step, place, read)
+        yield from _document(step, place, read, src)
     yield "</section>"
 
 
-def _document(step: Step, place: int, read: TextRead) -> Iterator[str]:
+def _document(step: Step, place: int, read: TextRead, src: Src) -> Iterator[str]:
     index, number = step.source(read.sample)
     table = step.batch.plan.samples
     facts = [
@@ -114,16 +113,16 @@ def _document(step: Step, place: int, read: TextRead) -> Iterator[str]:
     for bad in step.batch.bad:
         if bad.sample == read.sample:
             yield f'<div class="wrong">{text(bad.reason)}</div>'
-    yield f'<div class="tokens">{_Document(step, place, read).html()}</div>\n</article>'
+    yield f'<div class="tokens">{_Document(step, place, read, src).html()}</div>\n</article>'
 
 
 class _Document:
     """One sample of a row."""
 
-    def __init__(self, step: Step, place: int, read: TextRead):
+    def __init__(self, step: Step, place: int, read: TextRead, src: Src):
         rows, stop = step.batch.rows, read.start + read.layout.length
         assert rows is not None
-        self._step, self._read = step, read
+        self._step, self._read, self._src = step, read, src
         self._ids = rows.tokens[place, read.start : stop]
         # Token j is learnt where the place before it has loss; its label is this token, or wrong.
         before = np.arange(read.start, stop) - 1
@@ -179,9 +178,11 @@ class _Document:
         index, _ = step.source(self._read.sample)
         line = int(items.index_line[item])
         stored = int(index.item_width[line]), int(index.item_height[line])
-        frame = frame_size(file, stored, step.request.limits)
+        frame = frame_size(file.kind, file.draw, file.level, stored, step.request.limits)
         shapes = self._shapes(int(items.media[item]), frame)
-        pictures = "".join(drawing(one, frame, shapes) for one in unpatchify(patches, grid))
+        pictures = "".join(
+            drawing(one, frame, shapes, self._src) for one in unpatchify(patches, grid)
+        )
         facts = [
             f"{name}, {stored[0]} x {stored[1]} pixels",
             *([f"chunk {items.chunk[item]}"] if file.kind != KIND_IMAGE else []),
@@ -206,11 +207,7 @@ class _Document:
         shapes = []
         for number, region, numbers in self._written(media):
             if numbers and region["shape"] != "turn" and len(numbers) % 2 == 0:
-                # A number stands for its thousandth of the frame: draw at the middle of it.
-                points = [
-                    ((x + 0.5) / 1000 * frame[0], (y + 0.5) / 1000 * frame[1])
-                    for x, y in zip(numbers[::2], numbers[1::2])
-                ]
+                points = drawn_points(numbers, frame)
                 shapes.append(Shape(region["shape"], points, number, region["label"]))
         return shapes
 
@@ -224,7 +221,7 @@ class _Document:
                 continue
             written_as = ",".join(f"{value:03d}" for value in numbers)
             what = f"{region['shape']}: {region['label']}[{written_as}]"
-            mark = f'<span style="color:{colour(number)}">&#9632;</span>'
+            mark = f'<span class="{colour_class(number)}">&#9632;</span>'
             lines.append(f"{mark} {text(what)}")
         for number, region in enumerate(self._regions):
             if region["media"] == media and number not in seen:
@@ -233,18 +230,30 @@ class _Document:
         return "".join(f"<br>{line}" for line in lines)
 
 
-def frame_size(file: FileRead, stored: tuple[int, int], limits: PatchLimits) -> tuple[int, int]:
+def frame_size(
+    kind: int, draw: Draw | None, level: int, stored: tuple[int, int], limits: PatchLimits
+) -> tuple[int, int]:
     """Return (width, height) of an item as the model gets it, without padding.
 
     Args:
-        file: the read that it comes from.
+        kind: KIND_IMAGE or KIND_VIDEO.
+        draw: what augmentation does to it.
+        level: how often its limits were lowered to fit the row.
         stored: (width, height) in pixels of the file.
         limits: of the run.
     """
-    lowered = limits_at(limits, file.level)
-    width, height = (file.draw.out_width, file.draw.out_height) if file.draw else stored
-    most = lowered.image if file.kind == KIND_IMAGE else lowered.frame
+    lowered = limits_at(limits, level)
+    width, height = (draw.out_width, draw.out_height) if draw else stored
+    most = lowered.image if kind == KIND_IMAGE else lowered.frame
     return resized(width, height, most, lowered.side)
+
+
+def drawn_points(numbers: Sequence[int], frame: tuple[int, int]) -> list[tuple[float, float]]:
+    """Return where coordinates lie that are written in thousandths: in the middle of each."""
+    return [
+        ((x + 0.5) / 1000 * frame[0], (y + 0.5) / 1000 * frame[1])
+        for x, y in zip(numbers[::2], numbers[1::2])
+    ]
 
 
 def describe_draw(draw: Draw | None) -> list[str]:

@@ -4,8 +4,9 @@ Nothing is augmented, and all wordings of a text are shown. Pictures are scaled 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,12 @@ from numpy.typing import NDArray
 from data_pipeline.decode import decode_items
 from data_pipeline.index.columns import SourceIndex
 from launch.pages.html import num_bytes, page, text
-from launch.pages.pictures import Shape, colour, drawing, unpatchify
+from launch.pages.pictures import Shape, colour_class, data_uri, drawing, unpatchify
 from moonvit3d.geometry import KIND_IMAGE, PatchLimits, grid, resized
 
 # Patches, enough for the page; larger pictures are scaled down by training's own rule.
 LIMITS = PatchLimits(image=1600, frame=400)
 
-STYLE = """
-.segment { margin: .5rem 0; } .kind { color: var(--muted); font-size: 12px; margin-right: .6rem; }
-.learnt { background: var(--learnt); } .words { white-space: pre-wrap; overflow-wrap: anywhere; }
-"""
 LEGEND = (
     '<p class="note"><span class="learnt">Text on this ground</span> is learnt, other text is only '
     "read. Regions are drawn in the pixels of the file as stored.</p>"
@@ -35,30 +32,68 @@ class StoredSample:
     """A sample as stored in its shard.
 
     Attributes:
-        number: in the source's index.
+        number: in the index that is at hand.
         document: the parsed JSON.
-        files: number of a media file -> its bytes.
+        files: number of a media file -> its bytes; where they are not at hand the page refers to
+            them.
+        before: samples of the source before that index, which is a part of it.
     """
 
     number: int
     document: Mapping[str, Any]
-    files: Mapping[int, bytes]
+    files: Mapping[int, bytes] = field(default_factory=dict)
+    before: int = 0
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A media file of a sample.
+
+    Attributes:
+        number: of the file in the sample.
+        items: its lines in the index.
+        name: such as "0.png".
+        size: (width, height) in pixels, as stored.
+        shapes: regions in it, in those pixels.
+    """
+
+    number: int
+    items: Sequence[int]
+    name: str
+    size: tuple[int, int]
+    shapes: Sequence[Shape]
+
+
+ShowMedium = Callable[[StoredSample, Medium], str]
+"""Draws a medium with its regions; a ValueError says why it cannot be."""
 
 
 def samples_page(index: SourceIndex, samples: Sequence[StoredSample], title: str) -> str:
     """Return the page of some samples of a source."""
-    body = [LEGEND]
+    return page(title, samples_body(index, samples, partial(_decoded, index)))
+
+
+def samples_body(
+    index: SourceIndex, samples: Sequence[StoredSample], show: ShowMedium
+) -> Iterator[str]:
+    """Yield what stands in the page, as HTML.
+
+    Args:
+        index: of the source, or of a part of it.
+        samples: to show.
+        show: draws a medium.
+    """
+    yield LEGEND
     for sample in samples:
-        body += _sample(index, sample)
-    return page(title, body, STYLE)
+        yield from _sample(index, sample, show)
 
 
-def _sample(index: SourceIndex, sample: StoredSample) -> Iterator[str]:
+def _sample(index: SourceIndex, sample: StoredSample, show: ShowMedium) -> Iterator[str]:
     at = sample.number
     shard = index.shards[index.shard[at]].key
     first, end = int(index.piece_ptr[at]), int(index.piece_ptr[at + 1])
     tokens = int(index.piece_tokens[first:end].sum())
-    facts = [f"sample {at}", shard, f"{tokens} tokens without pads"]
+    facts = [f"sample {at + sample.before}", shard, f"{tokens} tokens without pads"]
     facts += [name for name in ("flip_ok", "turn_ok") if getattr(index, name)[at]]
     yield (
         f"<article>\n<header><b>{text(index.name)}</b> ({text(index.category)}) "
@@ -75,7 +110,7 @@ def _sample(index: SourceIndex, sample: StoredSample) -> Iterator[str]:
             yield _region(segment, seen)
             seen += 1
         else:
-            yield _medium(index, sample, segment, regions)
+            yield _medium(index, sample, segment, regions, show)
     meta = json.dumps(sample.document["meta"], ensure_ascii=False, indent=1)
     yield f"<details><summary>meta</summary><pre>{text(meta)}</pre></details></div>\n</article>"
 
@@ -90,7 +125,7 @@ def _text(segment: Mapping[str, Any]) -> Iterator[str]:
 def _region(segment: Mapping[str, Any], number: int) -> str:
     turn = segment["shape"] == "turn"
     place = f"{segment['degrees']} degrees" if turn else json.dumps(segment["points"])
-    mark = f'<span style="color:{colour(number)}">&#9632;</span> '
+    mark = f'<span class="{colour_class(number)}">&#9632;</span> '
     said = f"{segment['label']}  {place} in file {segment['media']}"
     return _line(segment["shape"], said, segment["loss"], mark)
 
@@ -108,45 +143,73 @@ def _medium(
     sample: StoredSample,
     segment: Mapping[str, Any],
     regions: Sequence[Mapping[str, Any]],
+    show: ShowMedium,
 ) -> str:
     number = int(segment["file"].partition(".")[0])
-    data = sample.files[number]
     first, end = (int(at) for at in index.item_ptr[sample.number : sample.number + 2])
     items = [item for item in range(first, end) if index.item_media[item] == number]
     width, height = int(index.item_width[items[0]]), int(index.item_height[items[0]])
-    caption = f"{segment['file']}, {width} x {height} pixels, {num_bytes(len(data))}"
+    size = int(index.item_length[items[0]])
+    caption = f"{segment['file']}, {width} x {height} pixels, {num_bytes(size)}"
     if segment["kind"] == "video":
         caption += f", {len(items)} chunks at {', '.join(segment['timestamps'])}"
-    try:
-        pictures = _pictures(data, index, items)
-    except ValueError as error:  # a medium that does not decode is one
-        return f'<figure><span class="wrong">{text(f"{caption}: {error}")}</span></figure>'
-    kind = int(index.item_kind[items[0]])
-    limit = LIMITS.image if kind == KIND_IMAGE else LIMITS.frame
-    frame = resized(width, height, limit, LIMITS.side)
-    scale = frame[0] / width, frame[1] / height
     shapes = [
-        Shape(
-            region["shape"],
-            [(x * scale[0], y * scale[1]) for x, y in region["points"]],
-            place,
-            region["label"],
-        )
+        Shape(region["shape"], [(x, y) for x, y in region["points"]], place, region["label"])
         for place, region in enumerate(regions)
         if region["media"] == number and region["shape"] != "turn"
     ]
-    drawn = "".join(drawing(one[: frame[1], : frame[0]], frame, shapes) for one in pictures)
+    try:
+        drawn = show(sample, Medium(number, items, segment["file"], (width, height), shapes))
+    except ValueError as error:  # a medium that does not decode is one
+        return f'<figure><span class="wrong">{text(f"{caption}: {error}")}</span></figure>'
     return f"<figure>{drawn}<figcaption>{text(caption)}</figcaption></figure>"
 
 
-def _pictures(data: bytes, index: SourceIndex, items: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """Yield every picture of a media file in order, uint8 [H, W, 3], decoded as in training."""
+def _decoded(index: SourceIndex, sample: StoredSample, medium: Medium) -> str:
+    """Draw every picture of a medium, decoded as in training; a `ShowMedium`."""
+    pictures = pictures_of(sample.files[medium.number], index, medium.items)
+    kind = int(index.item_kind[medium.items[0]])
+    limit = LIMITS.image if kind == KIND_IMAGE else LIMITS.frame
+    frame = resized(*medium.size, limit, LIMITS.side)
+    across, down = frame[0] / medium.size[0], frame[1] / medium.size[1]
+    shapes = [
+        replace(shape, points=[(x * across, y * down) for x, y in shape.points])
+        for shape in medium.shapes
+    ]
+    return "".join(drawing(one, frame, shapes, data_uri) for one in pictures)
+
+
+def pictures_of(
+    data: bytes, index: SourceIndex, items: Sequence[int], limits: PatchLimits = LIMITS
+) -> Iterator[NDArray[np.uint8]]:
+    """Yield every picture of some items of a media file in order, as training scales them.
+
+    Args:
+        data: the whole file.
+        index: of the source, or of a part of it.
+        items: lines of the index.
+        limits: how far pictures are scaled down.
+
+    Yields:
+        uint8 [H, W, 3], without padding.
+
+    Raises:
+        ValueError: the file does not decode, or is another one than the index says.
+    """
     kind = int(index.item_kind[items[0]])
+    width, height = int(index.item_width[items[0]]), int(index.item_height[items[0]])
+    frame = resized(
+        width, height, limits.image if kind == KIND_IMAGE else limits.frame, limits.side
+    )
     chunks = [int(index.item_chunk[item]) for item in items]
     shapes = [
         grid(kind, int(index.item_frames[item]), int(index.item_height[item]),
-             int(index.item_width[item]), LIMITS)
+             int(index.item_width[item]), limits)
         for item in items
     ]  # fmt: skip
-    decoded = decode_items(data, kind, chunks, LIMITS, shapes)
-    return (one for patches, shape in zip(decoded, shapes) for one in unpatchify(patches, shape))
+    decoded = decode_items(data, kind, chunks, limits, shapes)
+    return (
+        one[: frame[1], : frame[0]]
+        for patches, shape in zip(decoded, shapes)
+        for one in unpatchify(patches, shape)
+    )

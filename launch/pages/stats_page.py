@@ -7,7 +7,6 @@ from data_pipeline.inspect.stats import PERCENTILES
 from launch.pages.html import amount, num_bytes, page, percent, table, text
 from launch.pages.svg_plots import histogram, shares
 
-STYLE = ".plots { display: flex; flex-wrap: wrap; gap: .5rem 1.5rem; }\n"
 _KINDS = {"media": "media files", "samples": "samples"}
 _PLURAL = {"point": "points", "box": "boxes", "polygon": "polygons", "turn": "turns"}
 _MOST_PLACES = 4
@@ -26,7 +25,7 @@ def stats_page(found: Mapping[str, Any], title: str) -> str:
     if found["duplicates"] is not None:
         body.append("<h2>Duplicates, byte for byte</h2>")
         body += equal_ones(found["duplicates"], "equal", "SHA-256", "sha256")
-    return page(title, body, STYLE)
+    return page(title, body)
 
 
 def limits_note(found: Mapping[str, Any]) -> str:

@@ -141,4 +141,14 @@ def _svg(figure: Figure) -> str:
     drawing = drawing[drawing.index("<svg") :]
     for colour, name in _PAGE.items():
         drawing = drawing.replace(colour, name)
+    # A page whose styles are a file of its own takes no style from elements.
+    drawing = re.sub(r"<style.*?</style>", "", drawing, flags=re.DOTALL)
+    drawing = drawing.replace("<svg", '<svg stroke-linejoin="round" stroke-linecap="butt"', 1)
+    drawing = re.sub(r'style="([^"]*)"', _attributes, drawing)
     return re.sub(r"\s+", " ", drawing)
+
+
+def _attributes(style: re.Match[str]) -> str:
+    """Return the properties of a style as attributes."""
+    pairs = (part.split(":", 1) for part in style[1].split(";") if part.strip())
+    return " ".join(f'{name.strip()}="{value.strip()}"' for name, value in pairs)

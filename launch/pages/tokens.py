@@ -11,19 +11,12 @@ from numpy.typing import NDArray
 from data_pipeline.collate import SampleLayout
 from data_pipeline.text import Tokenizer
 from launch.pages.html import text
-from launch.pages.pictures import colour
+from launch.pages.pictures import colour_class
 
 # A character of text has four bytes at most, and a token at least one.
 _TOKENS_PER_CHARACTER = 4
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _NUMBERS = re.compile(r"\[(\d{3}(?:,\d{3})*)\]$")
-
-STYLE = """
-.tokens { overflow-wrap: anywhere; white-space: pre-wrap; }
-.t { border-right: 1px dotted var(--line); } .l { background: var(--learnt); }
-.s { color: var(--special); font-size: 12px; } .r { border-bottom: 2px solid; }
-.w { outline: 2px solid var(--wrong); }
-"""
 
 
 @dataclass(frozen=True)
@@ -117,13 +110,11 @@ def spans(
         classes = ["t"]
         classes += ["l"] * bool(learnt[first:end].any()) + ["w"] * bool(wrong[first:end].any())
         classes += ["s"] * (group[0] >= tokenizer.num_base)
-        shade = ""
         if region is not None:
-            classes.append("r")
-            shade = f' style="border-bottom-color:{colour(region)}"'
+            classes += ["r", colour_class(region)]
         name = " ".join(classes)
         title = " ".join(str(one) for one in group)
-        pieces.append(f'<span class="{name}"{shade} title="{title}">{_visible(shown)}</span>')
+        pieces.append(f'<span class="{name}" title="{title}">{_visible(shown)}</span>')
     return "".join(pieces)
 
 

@@ -166,6 +166,7 @@ ROOMS: dict[str, set[str]] = {
         "kimi_pretrain.weights", "data_pipeline", "moonvit3d",
     },
     "launch.pages": {"data_pipeline", "moonvit3d.geometry"},
+    "launch.web": {"data_pipeline", "launch.local", "launch.pages", "moonvit3d.geometry"},
     "launch.local": {"kimi_pretrain", "data_pipeline", "typed_config"},
     "launch.slurm": {"kimi_pretrain.config", "launch.local", "typed_config"},
     "launch.chain": {"kimi_pretrain", "launch.local", "launch.slurm", "typed_config"},
@@ -177,6 +178,7 @@ ROOMS: dict[str, set[str]] = {
     "launch.cli": {
         "kimi_pretrain", "data_pipeline", "moonvit3d", "typed_config", "launch.chain",
         "launch.demo", "launch.local", "launch.pages", "launch.slurm", "launch.verify",
+        "launch.web",
     },
 }  # fmt: skip
 
@@ -191,13 +193,15 @@ WALLS: dict[str, set[str]] = {
     # Training needs no catalogue: a start asks it once, before there are ranks.
     "data_pipeline.catalog": {
         "data_pipeline.catalog", "launch.cli.data_catalog", "launch.cli.data_collect",
-        "launch.cli.data_facts",
-        "launch.cli.data_govern",
-        "launch.local.versions",
+        "launch.cli.data_facts", "launch.cli.data_govern", "launch.cli.data_serve",
+        "launch.local.versions", "launch.web.records",
     },
     "duckdb": {"data_pipeline.inspect.query"},
     "sqlalchemy": {"data_pipeline.catalog"},
     "alembic": {"data_pipeline.catalog"},
+    "starlette": {"launch.web"},
+    "jinja2": {"launch.web"},
+    "uvicorn": {"launch.cli.data_serve"},
     "boto3": {"data_pipeline.store.open"},
     "botocore": {"data_pipeline.store.open"},
     # The bytes of samples have one door, where they are compared with the index; `data verify`
@@ -236,7 +240,8 @@ def room_of(module: str) -> str | None:
 @cache
 def nodes_of(text: str) -> list[ast.AST]:
     """Return the nodes that tell what a module imports, defines and names; each text read once."""
-    kinds = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Name | ast.Constant
+    defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    kinds = ast.Import | ast.ImportFrom | defined | ast.Name | ast.Constant
     return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
 
 
@@ -375,7 +380,7 @@ def names_in(nodes: list[ast.AST]) -> set[str]:
     """Return what a module defines, imports or is given by `__getattr__` (listed in `__all__`)."""
     found = set()
     for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
@@ -398,6 +403,8 @@ def names_in(nodes: list[ast.AST]) -> set[str]:
         ("kimi_pretrain.train", "def f():\n    from data_pipeline.catalog.engine import Catalog"),
         ("data_pipeline.loader", "import sqlalchemy"),
         ("data_pipeline.inspect.facts", "import duckdb"),
+        ("launch.pages.html", "from starlette.responses import Response"),
+        ("launch.web.app", "from data_pipeline.catalog.engine import Catalog"),
         ("moonvit3d.media", "from moonvit3d.model import normalise"),
         ("kimi_pretrain.tools.evaluate", "from data_pipeline.store.open import get_many"),
         ("kimi_pretrain.dep.assign", "from kimi_pretrain.engine.mesh import Mesh"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,28 @@ def test_verified_gradients_count_the_faults_that_could_be_planted(error):
     told = {"passed": error is not None, "comparison": {"groups": groups}, "faults": faults}
     expected = {"passed": error is not None, "error": error, "planted": 2, "found": 1}
     assert verified_gradients(told) == expected
+
+
+def test_the_corpus_is_registered_and_one_line_opens_the_page(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(run, "command", lambda *words, what: asked.append(words))
+    folder = tmp_path / "my demo"
+    line = run.register(folder, "http://127.0.0.1:12345")
+    assert [words[:4] for words in asked] == [
+        ("data", "catalog", "rebuild", "s3://kimi-demo"),
+        ("data", "catalog", "scan", str(folder)),
+    ]
+    assert {words[4:] for words in asked} == {("--catalog", str(folder / "catalog.sqlite"))}
+    start, source, serve = (shlex.split(part) for part in line.split(" && "))
+    assert start[:3] == ["kimi-pretrain", "s3", "start"]
+    assert start[3:] == [
+        *("--folder", f"{folder}/s3"),
+        *("--bucket", "kimi-demo"),
+        *("--port", "12345"),
+    ]
+    assert source == ["source", f"{folder}/s3/credentials.env"]
+    assert serve[:4] == ["kimi-pretrain", "data", "serve", "s3://kimi-demo"]
+    assert serve[4:] == ["--run", str(folder), "--catalog", f"{folder}/catalog.sqlite"]
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    assert "kimi-pretrain[platform]" in run.register(folder, "http://127.0.0.1:12345")
+    assert len(asked) == 2

@@ -1,0 +1,304 @@
+"""`kimi-pretrain data serve | token`: the page of the data platform, and who may look at it."""
+
+import ipaddress
+import os
+import pwd
+import socket
+import ssl
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from launch.cli.data_facts import FolderOption, facts_folder
+from launch.cli.data_govern import configured_catalog
+from launch.cli.data_inspect import SourceOption, UriArgument
+from launch.cli.options import EndpointOption
+from launch.local.user_errors import one_line_errors
+
+if TYPE_CHECKING:
+    from data_pipeline.catalog.engine import Catalog
+    from launch.web.auth import Doorkeeper
+    from launch.web.site import Site
+    from launch.web.steps import Steps
+
+TokensOption = Annotated[
+    Path | None, typer.Option(help="File of tokens, as `data token` writes it.")
+]
+RoleOption = Annotated[str, typer.Option(help="viewer, curator or admin.")]
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+def serve(
+    uri: UriArgument,
+    source: SourceOption = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="Show steps of a run with this config, on the sources at URI."),
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Or those of this run, as it had them: its folder.")
+    ] = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folders of runs whose quarantine is shown; repeatable."),
+    ] = None,
+    where: Annotated[
+        str | None, typer.Option("--catalog", help="Of sources; else KIMI_PRETRAIN_CATALOG.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at. Any but the loopback needs --tokens.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name that browsers know this machine by; repeatable."),
+    ] = None,
+    tokens: TokensOption = None,
+    role: RoleOption = "viewer",
+    certificate: Annotated[Path | None, typer.Option(help="For https: PEM file.")] = None,
+    key: Annotated[Path | None, typer.Option(help="For https: PEM file of its key.")] = None,
+    folder: FolderOption = None,
+    endpoint: EndpointOption = None,
+) -> None:
+    """Show sources in a browser: samples, rows as the model gets them, statistics.
+
+    It listens on this machine alone and prints an address whose token can be used
+    once. With a catalogue it shows versions, their lineage, replicas and runs, and
+    the audit. What is to be counted is written first, once for each content
+    (`data facts`). It needs no network. --role is that of the printed address.
+
+    \b
+    kimi-pretrain data serve /data/corpus --config my.yaml
+    kimi-pretrain data serve s3://corpus --run /shared/runs/mine --role curator
+    kimi-pretrain data serve s3://corpus --host 0.0.0.0 --port 8443 \\
+        --allow-host data.example.com --tokens tokens.jsonl \\
+        --certificate host.pem --key host.key
+    """
+    with one_line_errors():
+        _needs_packages()
+        from launch.web.auth import Doorkeeper, Person, Role, digest, new_token, read_tokens
+
+        mine = Role.named(role)
+        outside = not _is_loopback(host)
+        if outside and tokens is None:
+            raise ValueError(
+                f"--host {host}: whoever reaches this machine could ask; give --tokens FILE "
+                "(`kimi-pretrain data token` makes one) and --allow-host NAME"
+            )
+        if outside and not allow_host:
+            raise ValueError(f"--host {host}: give --allow-host NAME, as browsers call the machine")
+        if (certificate is None) != (key is None):
+            raise ValueError("--certificate and --key: give both, or neither")
+        if certificate is not None and key is not None:
+            _check_certificate(certificate, key)
+        if config is not None and run is not None:
+            raise ValueError("--config and --run: give one; a run has its own config")
+        known = {} if tokens is None else read_tokens(tokens)
+        hosts = frozenset(allow_host or ()) | (set() if outside else {*_LOOPBACK})
+        with closing(_bound(host, port)) as listening, configured_catalog(where) as catalog:
+            steps = _steps_of_run(run) if run is not None else None
+            if config is not None:
+                steps = _steps_of_config(config, uri, endpoint)
+            number = listening.getsockname()[1]
+            once = new_token()
+            door = Doorkeeper(known, {} if outside else {digest(once): Person(_user(), mine)})
+            about = (uri, tuple(source or ()), endpoint, folder)
+            site = _site(about, steps, catalog, door, hosts, f"kimi-pretrain-{number}")
+            site.secure = certificate is not None
+            site.runs = _run_folders([*(runs or ()), *([run] if run is not None else ())])
+            scheme = "https" if site.secure else "http"
+            if outside:
+                typer.echo(f"serving at {scheme}://{(allow_host or [host])[0]}:{number}/")
+                if not site.secure:
+                    typer.echo("tokens travel unencrypted: give --certificate and --key", err=True)
+            else:
+                name = f"[{host.strip('[]')}]" if ":" in host else host
+                typer.echo(f"open {scheme}://{name}:{number}/login?token={once}")
+            sys.stdout.flush()
+            _run(site, listening, certificate, key)
+
+
+def token(
+    name: Annotated[str, typer.Argument(help="Of the person, for the audit.")],
+    tokens: Annotated[Path, typer.Option(help="File to add it to; begun if it is not there.")],
+    role: RoleOption = "viewer",
+) -> None:
+    """Make a token for a person and print it; the file keeps its SHA-256 alone.
+
+    To take one away, delete its line and start the server again.
+
+    \b
+    kimi-pretrain data token ann --role curator --tokens tokens.jsonl
+    """
+    with one_line_errors():
+        _needs_packages()
+        from launch.web.auth import Role, add_token
+
+        typer.echo(add_token(tokens, name, Role.named(role)))
+
+
+def _needs_packages() -> None:
+    for name in ("duckdb", "sqlalchemy", "starlette", "jinja2", "uvicorn"):
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            from launch.local.versions import needs_extra
+
+            raise needs_extra(error, "data serve") from None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_certificate(certificate: Path, key: Path) -> None:
+    """Refuse a certificate that the server could not use, before anything is written."""
+    told = None
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except OSError as error:  # of ssl, too
+        told = error.strerror or str(error)
+    if told is not None:
+        raise ValueError(f"--certificate {certificate} --key {key}: {told}")
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; before anything is written, so that a port in use is told."""
+    address = host.strip("[]")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # Named as TCP, or asyncio would leave Nagle's delay on: 40 ms for each answer.
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    told = None
+    try:
+        found.bind((address, port))
+        found.listen(128)  # whoever comes before the server runs waits
+    except OSError as error:
+        found.close()
+        told = error.strerror or str(error)
+    if told is not None:  # beyond the OSError: a start of a program is not tried again
+        raise ValueError(f"--host {host} --port {port}: {told}")
+    return found
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a number without a name, as in containers
+        return f"user-{os.getuid()}"
+
+
+def _run_folders(places: Sequence[Path]) -> tuple[Path, ...]:
+    from kimi_pretrain.tools.exposure import run_folders
+
+    return tuple(sorted({one.resolve() for place in places for one in run_folders(place)}))
+
+
+def _steps_of_config(config: str, uri: str, endpoint: str | None) -> "Steps":
+    """Return the steps of a run that would begin with a configuration on the sources at a URI."""
+    from data_pipeline.access import open_data, open_tokenizer
+    from data_pipeline.index.manifest import read_index
+    from data_pipeline.plan.planner import Planner
+    from launch.cli.sources import open_sources
+    from launch.local.versions import load_pinned
+    from launch.web.steps import Steps
+
+    root = open_sources(uri, endpoint, ())[0].uri
+    given = (f"data.root={root}", *(() if endpoint is None else (f"data.endpoint={endpoint}",)))
+    whole, _ = load_pinned(config, given)
+    if whole.train.start_optimizer == "keep":
+        raise ValueError(
+            f"--config {config}: with train.start_optimizer=keep steps count on from the stage "
+            "before, which no configuration says; give --run with the run's folder"
+        )
+    data = whole.data.replace(workers=0, prefetch_steps=0, cache=None, requests_per_second=None)
+    store = open_data(data)
+    planner = Planner([read_index(store, name) for name in data.source_names], data)
+    tokenizer = open_tokenizer(data, store)
+    return Steps(Path(config).name, data, whole.train.steps, planner, store, tokenizer)
+
+
+def _steps_of_run(run: Path) -> "Steps":
+    """Return the steps of a run as it had them."""
+    from data_pipeline.access import open_data, open_tokenizer
+    from kimi_pretrain.config import load_config
+    from kimi_pretrain.tools.exposure import replay
+    from launch.web.steps import Steps
+
+    whole = load_config(run / "config.yaml")
+    data = whole.data.replace(workers=0, prefetch_steps=0, cache=None, requests_per_second=None)
+    store = open_data(data)
+    planner, begin = replay(run, whole, store)
+    tokenizer = open_tokenizer(data, store)
+    return Steps(
+        f"run {run.resolve().name}", data, whole.train.steps, planner, store, tokenizer, begin
+    )
+
+
+def _site(
+    about: tuple[str, tuple[str, ...], str | None, Path | None],
+    steps: "Steps | None",
+    catalog: "Catalog | None",
+    door: "Doorkeeper",
+    hosts: frozenset[str],
+    cookie: str,
+) -> "Site":
+    """Return what there is to show; facts that are not there are written now."""
+    from launch.cli.progress import item_bar
+    from launch.cli.sources import open_sources
+    from launch.web.corpus import Corpus
+    from launch.web.media import Media
+    from launch.web.records import Records
+    from launch.web.site import Site
+    from launch.web.statistics import Statistics
+    from moonvit3d.geometry import PatchLimits
+
+    uri, wanted, endpoint, folder = about
+    store, names = open_sources(uri, endpoint, wanted)
+    limits = PatchLimits() if steps is None else steps.config.limits
+    place = facts_folder(folder)
+    corpus = Corpus(
+        store, endpoint, names, limits, place, lambda name: item_bar(f"facts of {name}")
+    )
+    choices = {} if steps is None else {name: steps.config.chosen(name) for name in names}
+    statistics = Statistics(limits, None if steps is None else steps.config.seq_len, choices)
+    records = None if catalog is None else Records(catalog)
+    return Site(corpus, Media(), statistics, door, hosts, cookie, records=records, steps=steps)
+
+
+def _run(
+    site: "Site", listening: socket.socket, certificate: Path | None, key: Path | None
+) -> None:
+    """Serve until somebody interrupts it."""
+    import uvicorn
+
+    from launch.web.app import application
+
+    # No log of requests: addresses hold tokens and keys of samples.
+    config = uvicorn.Config(
+        application(site),
+        http="h11",
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=128,
+        timeout_graceful_shutdown=3,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)

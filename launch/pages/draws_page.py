@@ -1,0 +1,119 @@
+"""One sample in several epochs beside each other: what augmentation makes of it in a run."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from data_pipeline.decode import decode_items
+from data_pipeline.plan.layout import limits_at
+from data_pipeline.plan.source import Drawn, Source
+from data_pipeline.plan.variation import Detail
+from launch.pages.html import text
+from launch.pages.pictures import Shape, Src, colour_class, drawing, unpatchify
+from launch.pages.rows_page import describe_draw, drawn_points, frame_size
+from moonvit3d.geometry import KIND_IMAGE, PatchLimits
+
+
+def draws_body(
+    source: Source,
+    sample: int,
+    document: Mapping[str, Any],
+    files: Mapping[int, bytes],
+    limits: PatchLimits,
+    epochs: Sequence[int],
+    src: Src,
+) -> Iterator[str]:
+    """Yield the draws of a sample, as HTML.
+
+    Args:
+        source: as a run plans it.
+        sample: number in the source.
+        document: of the sample.
+        files: number of an image -> its bytes.
+        limits: of the run.
+        epochs: to show.
+        src: takes the pictures.
+
+    Raises:
+        ValueError: the run leaves the sample out, or an image does not decode.
+    """
+    which = np.full(len(epochs), sample)
+    drawn = source.in_epochs(which, np.array(epochs))
+    details = source.variation.details(which, np.array(epochs), drawn.varied)
+    segments = [one for one in document["segments"] if one["kind"] == "region"]
+    yield '<div class="draws">'
+    for place, epoch in enumerate(epochs):
+        told = text(_facts(drawn, place))
+        yield f"<article>\n<header><b>epoch {epoch}</b> &middot; {told}</header>\n<div>"
+        for at in range(*(int(end) for end in drawn.layout.item_ptr[place : place + 2])):
+            line = int(drawn.layout.item[at])
+            if int(source.index.item_kind[line]) == KIND_IMAGE:
+                number = int(source.index.item_media[line])
+                grid = tuple(int(side) for side in drawn.layout.grid[at])
+                level = int(drawn.level[place])
+                yield _picture(
+                    source, line, files[number], grid, level, limits, details[place], segments, src
+                )
+        yield from _wordings(document["segments"], details[place])
+        yield "</div>\n</article>"
+    yield "</div>"
+
+
+def _facts(drawn: Drawn, place: int) -> str:
+    told = [f"{int(drawn.layout.length[place])} tokens"]
+    told.append("augmented" if drawn.varied[place] else "as stored")
+    if level := int(drawn.level[place]):
+        told.append(f"shrunk {level} times to fit the row")
+    return " · ".join(told)
+
+
+def _picture(
+    source: Source,
+    line: int,
+    data: bytes,
+    grid: tuple[int, ...],
+    level: int,
+    limits: PatchLimits,
+    detail: Detail,
+    segments: Sequence[Mapping[str, Any]],
+    src: Src,
+) -> str:
+    index, number = source.index, int(source.index.item_media[line])
+    draw = detail.draws.get(number)
+    stored = int(index.item_width[line]), int(index.item_height[line])
+    frame = frame_size(KIND_IMAGE, draw, level, stored, limits)
+    lowered = limits_at(limits, level)
+    patches = decode_items(data, KIND_IMAGE, [0], lowered, [grid], draw)[0]
+    pixels = unpatchify(patches, (grid[0], grid[1], grid[2]))[0]
+    shapes, lines = list[Shape](), list[str]()
+    for place, (segment, numbers) in enumerate(zip(segments, detail.regions, strict=True)):
+        if segment["media"] != number:
+            continue
+        what = f"{segment['shape']}: {segment['label']}"
+        if numbers is None:
+            lines.append(f"&#9633; {text(what)} left the frame, not written")
+            continue
+        written = ",".join(f"{value:03d}" for value in numbers)
+        mark = f'<span class="{colour_class(place)}">&#9632;</span>'
+        lines.append(f"{mark} {text(what)}[{written}]")
+        if segment["shape"] != "turn":
+            points = drawn_points(numbers, frame)
+            shapes.append(Shape(segment["shape"], points, place, segment["label"]))
+    told = [f"file {number}", *describe_draw(draw), f"seen as {frame[0]} x {frame[1]}"]
+    caption = "<br>".join([text(", ".join(told)), *lines])
+    drawn = drawing(pixels, frame, shapes, src)
+    return f"<figure>{drawn}<figcaption>{caption}</figcaption></figure>"
+
+
+def _wordings(segments: Sequence[Mapping[str, Any]], detail: Detail) -> Iterator[str]:
+    """Yield the wordings that were chosen, where there is a choice."""
+    piece = 0
+    for segment in segments:
+        if segment["kind"] == "text" and (wordings := segment.get("texts")):
+            chosen = detail.variants[piece]
+            yield (
+                f'<p><span class="kind">wording {chosen + 1}/{len(wordings)}</span>'
+                f'<span class="words">{text(wordings[chosen])}</span></p>'
+            )
+        piece += len(segment.get("timestamps", [None]))

@@ -1,0 +1,147 @@
+"""The application: which address is which page, and signing in and out.
+
+Who may ask for a page was decided before (`auth.Gate`). Handlers are plain functions and run in
+threads: what they ask (facts, indices, stores, the catalogue) waits for disks and networks.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from data_pipeline.index.manifest import IndexMismatch
+from data_pipeline.store.open import StoreError
+from launch.pages import html
+from launch.web import record_pages, source_pages, step_pages
+from launch.web.auth import Gate, Role
+from launch.web.site import (
+    HERE,
+    Site,
+    checked_form,
+    fault,
+    form_fields,
+    page,
+    site_of,
+    templates,
+    told,
+    told_http,
+)
+
+_THREADS = 12
+
+
+def application(site: Site) -> Gate:
+    """Return the server's application, behind its gate: answers to faults pass it, too."""
+    app = Starlette(
+        routes=_routes(),
+        exception_handlers={
+            HTTPException: told_http,
+            ValueError: told,
+            OSError: told,
+            StoreError: told,
+            IndexMismatch: told,
+            Exception: fault,
+        },
+        lifespan=_lifespan,
+    )
+    app.state.site = site
+    app.state.templates = templates()
+    return Gate(app, site.door, site.hosts, site.cookie)
+
+
+@asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    to_thread.current_default_thread_limiter().total_tokens = _THREADS
+    yield
+    site: Site = app.state.site
+    if site.steps is not None:
+        site.steps.close()
+
+
+def sign_in(request: Request) -> Response:
+    """Exchange the token of an address for a session; without one, ask for it."""
+    token = request.query_params.get("token", "")
+    if not token or request.method == "HEAD":
+        return page(request, "login.html", wrong=False)
+    return _entered(request, token)
+
+
+async def sign_in_by_form(request: Request) -> Response:
+    """Exchange the token of a form."""
+    return _entered(request, (await form_fields(request)).get("token", ""))
+
+
+def _entered(request: Request, token: str) -> Response:
+    site = site_of(request)
+    secret = site.door.enter(token)
+    if secret is None:
+        return page(request, "login.html", 401, wrong=True)
+    # No redirect: a browser that came from another site would not send the cookie along with it.
+    answer = HTMLResponse(request.app.state.templates.get_template("entered.html").render())
+    answer.set_cookie(
+        site.cookie, secret, httponly=True, samesite="strict", secure=site.secure, path="/"
+    )
+    return answer
+
+
+async def sign_out(request: Request) -> Response:
+    """End the session."""
+    await checked_form(request, Role.VIEWER)
+    site = site_of(request)
+    site.door.leave(request.scope["secret"])
+    answer = RedirectResponse("/login", 303)
+    answer.delete_cookie(site.cookie, path="/", httponly=True, samesite="strict")
+    return answer
+
+
+def style(request: Request) -> Response:
+    """The style that static pages have inside."""
+    return Response(html.STYLE, media_type="text/css")
+
+
+Handler = Callable[[Request], Response] | Callable[[Request], Awaitable[Response]]
+
+
+def _routes() -> list[Route | Mount]:
+    pages: dict[str, Handler] = {
+        "/": source_pages.sources,
+        "/sources/{name}": source_pages.source,
+        "/sources/{name}/samples/{number:int}": source_pages.sample,
+        "/sources/{name}/samples/{number:int}/draws": step_pages.draws,
+        "/sources/{name}/rejected": record_pages.rejected,
+        "/sources/{name}/keys/{key:path}": source_pages.by_key,
+        "/samples": source_pages.samples,
+        "/samples/count": source_pages.how_many,
+        "/words/{name}/{number:int}": source_pages.words,
+        "/media/{name}/{number:int}/{file}": source_pages.medium,
+        "/thumbnails/{name}/{number:int}": source_pages.thumbnail,
+        "/pictures/{name}": source_pages.picture,
+        "/rows": step_pages.rows,
+        "/blend": step_pages.blend,
+        "/statistics": step_pages.statistics,
+        "/statistics/counted": step_pages.counted,
+        "/quarantined": record_pages.quarantined,
+        "/governance": record_pages.governance,
+        "/versions": record_pages.versions,
+        "/versions/{name}": record_pages.version,
+        "/audit": record_pages.audit,
+        "/login": sign_in,
+        "/static/style.css": style,
+    }
+    forms: dict[str, Handler] = {
+        "/login": sign_in_by_form,
+        "/logout": sign_out,
+        "/sources/{name}/holds": record_pages.hold,
+        "/versions/{name}/state": record_pages.change_state,
+    }
+    return [
+        *(Route(path, handler) for path, handler in pages.items()),
+        *(Route(path, handler, methods=["POST"]) for path, handler in forms.items()),
+        Mount("/static", StaticFiles(directory=HERE / "static")),
+    ]

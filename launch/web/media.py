@@ -1,0 +1,175 @@
+"""Pictures and videos of the page: parts of files, small pictures, and pictures that pages made."""
+
+import hashlib
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from launch.pages.pictures import encoded
+from launch.pages.samples_page import pictures_of
+from launch.web.auth import FILE_CSP
+from launch.web.corpus import Medium, NotHere, ShownSource
+from moonvit3d.geometry import KIND_IMAGE, PatchLimits
+
+TYPES = {
+    "png": "image/png",
+    "jpg": "image/jpeg",
+    "webp": "image/webp",
+    "gif": "image/gif",
+    "mp4": "video/mp4",
+}
+"""Suffix of a media file -> its type; nothing else is ever shown as what it says it is."""
+
+WHOLE = 16 << 20
+"""Larger files are not held in memory: their parts are sent as they lie, without a checksum."""
+
+_PIECE = 2 << 20  # most of a large file in one answer, or at once in memory
+_SIDE = 176  # pixels of a small picture
+# Enough patches for a small picture; so large ones are never held twice.
+_SMALL = PatchLimits(image=196, frame=196)
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+class Kept:
+    """Bytes by a name, the latest ones, up to a size; from any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._size = most, 0
+        self._found: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> tuple[bytes, str] | None:
+        """Return bytes and their type; None if they are not kept."""
+        with self._lock:
+            if name in self._found:
+                self._found.move_to_end(name)
+            return self._found.get(name)
+
+    def put(self, name: str, data: bytes, kind: str) -> None:
+        """Keep bytes."""
+        with self._lock:
+            before = self._found.pop(name, None)
+            self._size += len(data) - (len(before[0]) if before else 0)
+            self._found[name] = data, kind
+            while self._size > self._most:
+                _, (gone, _) = self._found.popitem(last=False)
+                self._size -= len(gone)
+
+
+class Media:
+    """What the page shows of media; from any thread."""
+
+    def __init__(self) -> None:
+        self._files, self._small, self._made = Kept(32 << 20), Kept(16 << 20), Kept(32 << 20)
+        # A picture of 80 megapixels takes some hundred megabytes while it is decoded.
+        self._decoding = threading.Semaphore(2)
+
+    def file(self, request: Request, source: ShownSource, sample: int, name: str) -> Response:
+        """Answer with a media file, or with a part of it that is asked for.
+
+        Raises:
+            NotHere: there is no such file.
+            IndexMismatch, StoreError: it cannot be read.
+        """
+        number, _, suffix = name.partition(".")
+        if suffix not in TYPES or not number.isdigit() or len(number) > 5:
+            raise NotHere(f"source {source.name!r}, sample {sample}: it has no file {name!r}")
+        medium = source.medium(sample, int(number))
+        if (medium.kind == KIND_IMAGE) != TYPES[suffix].startswith("image/"):
+            raise NotHere(f"source {source.name!r}, sample {sample}: it has no file {name!r}")
+        if medium.size > WHOLE:
+            return ranged(
+                request, medium.size, TYPES[suffix], lambda a, n: source.part(medium, a, n)
+            )
+        data = self._whole(source, sample, medium)
+        return ranged(request, medium.size, TYPES[suffix], lambda a, n: data[a : a + n], len(data))
+
+    def _whole(self, source: ShownSource, sample: int, medium: Medium) -> bytes:
+        key = f"{source.manifest['content_hash']} {sample} {medium.number}"
+        if (kept := self._files.get(key)) is not None:
+            return kept[0]
+        data = source.whole(sample, medium)
+        self._files.put(key, data, "")
+        return data
+
+    def small(self, source: ShownSource, sample: int) -> tuple[bytes, str] | None:
+        """Return a small picture of a sample's first medium and its type; None if it has none.
+
+        Raises:
+            ValueError: the medium does not decode.
+            IndexMismatch, StoreError: it cannot be read.
+        """
+        key = f"{source.manifest['content_hash']} {sample}"
+        if (kept := self._small.get(key)) is not None:
+            return kept
+        media = source.media(sample)
+        if not media:
+            return None
+        index, _ = source.around(sample)
+        with self._decoding:
+            data = source.whole(sample, media[0])
+            first = next(pictures_of(data, index, [media[0].line], _SMALL))
+            found = encoded(first, _SIDE)
+        self._small.put(key, *found)
+        return found
+
+    def made(self, data: bytes, kind: str) -> str:
+        """Keep a picture that a page made; returns its address; a `Src`."""
+        name = hashlib.sha256(data).hexdigest()
+        self._made.put(name, data, kind)
+        return f"/pictures/{name}"
+
+    def picture(self, name: str) -> Response:
+        """Answer with a picture that a page made.
+
+        Raises:
+            NotHere: it is not kept any more.
+        """
+        if (found := self._made.get(name)) is None:
+            raise NotHere("this picture is not kept any more: load the page again")
+        return file_answer(*found)
+
+
+def file_answer(data: bytes, kind: str) -> Response:
+    """Return an answer that is a picture and can be nothing else."""
+    return Response(data, media_type=kind, headers={"content-security-policy": FILE_CSP})
+
+
+def ranged(
+    request: Request,
+    size: int,
+    kind: str,
+    read: Callable[[int, int], bytes],
+    most: int = _PIECE,
+) -> Response:
+    """Return a file, or that part of it which the request's Range asks for (RFC 9110, 14).
+
+    Args:
+        request: with or without a Range; one of several parts gets the whole file.
+        size: of the file.
+        kind: its media type.
+        read: takes offset and length, and returns the bytes.
+        most: of a part in one answer: a browser asks for what follows.
+    """
+    headers = {"accept-ranges": "bytes", "content-security-policy": FILE_CSP}
+    match = _RANGE.fullmatch(request.headers.get("range", "").strip())
+    if match is None or not any(match.groups()):
+
+        def pieces() -> Iterator[bytes]:
+            for offset in range(0, size, _PIECE):
+                yield read(offset, min(_PIECE, size - offset))
+
+        length = {"content-length": str(size)}
+        return StreamingResponse(pieces(), media_type=kind, headers=headers | length)
+    first, last = match.groups()
+    begin = int(first) if first else max(0, size - int(last))
+    end = size if not first or not last else min(int(last) + 1, size)
+    if begin >= size or end <= begin:
+        return Response(status_code=416, headers=headers | {"content-range": f"bytes */{size}"})
+    end = min(end, begin + most)
+    headers["content-range"] = f"bytes {begin}-{end - 1}/{size}"
+    return Response(read(begin, end - begin), 206, headers, kind)

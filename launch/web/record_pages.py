@@ -1,0 +1,135 @@
+"""Pages of what was left out, deleted and held, and of the catalogue; and what is changed there."""
+
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from data_pipeline.govern.holds import end_hold, put_hold, read_holds
+from launch.web.auth import Role
+from launch.web.site import checked_form, page, session_of, site_of, whole
+
+_ENTRIES = 100  # of the audit, on a page
+_LINES = 500  # of a run's quarantine
+
+
+def rejected(request: Request) -> Response:
+    """What the ingest of a source left out, and why."""
+    corpus, given = site_of(request).corpus, request.query_params
+    shown = corpus.source(request.path_params["name"])
+    reason, key = given.get("reason", ""), given.get("key", "")[:200]
+    found = shown.rejected(reason, key)
+    return page(request, "rejected.html", source=shown.name, found=found, reason=reason, key=key)
+
+
+def quarantined(request: Request) -> Response:
+    """What runs could not use, and why."""
+    site = site_of(request)
+    folders = {str(folder) for folder in site.runs}
+    if site.records is not None:
+        folders |= set(site.records.run_folders())
+    runs = [(folder, _quarantine_of(Path(folder))) for folder in sorted(folders)]
+    return page(request, "quarantined.html", runs=runs, shown=_LINES)
+
+
+def _quarantine_of(folder: Path) -> list[dict[str, Any]] | None:
+    """Return the lines of a run's quarantine, the last ones; None: it is not on this machine."""
+    file = folder / "quarantine.jsonl"
+    if not folder.is_dir():
+        return None
+    if not file.is_file():
+        return []
+    lines = file.read_bytes().split(b"\n")[:-1][-_LINES:]  # a running one may be writing the last
+    return [json.loads(line) for line in lines]
+
+
+def governance(request: Request) -> Response:
+    """Deletions and holds."""
+    site = site_of(request)
+    corpus = site.corpus
+    redacted = [
+        (name, one.num_redacted) for name, one in corpus.sources.items() if one.num_redacted
+    ]
+    return page(
+        request,
+        "governance.html",
+        holds=read_holds(corpus.store, corpus.sources),
+        redacted=redacted,
+        requests=None if site.records is None else site.records.requests(),
+        tombstones=None if site.steps is None else site.steps.tombstones(),
+        steps=site.steps,
+    )
+
+
+async def hold(request: Request) -> Response:
+    """Put or end a hold."""
+    name = request.path_params["name"]
+    given = await checked_form(request, Role.CURATOR)
+    ends = given.get("do") == "end"
+    if ends and session_of(request).person.role < Role.ADMIN:
+        raise HTTPException(403, "only an admin may end a hold")
+    site, wanted = site_of(request), given.get("hold", "").strip()
+    if not 1 <= len(wanted) <= 200:
+        raise ValueError(f"hold={wanted[:40]!r}: expected a name of 1 to 200 characters")
+    shown = site.corpus.source(name)
+    act = end_hold if ends else put_hold
+    await run_in_threadpool(act, site.corpus.store, shown.name, wanted)
+    return RedirectResponse(f"/sources/{quote(shown.name, safe='')}", 303)
+
+
+# The catalogue ----------------------------------------------------------------------------------
+
+
+def versions(request: Request) -> Response:
+    """All versions."""
+    return page(request, "versions.html", rows=site_of(request).needs_records().versions())
+
+
+def version(request: Request) -> Response:
+    """One version with its lineage, replicas and runs."""
+    site = site_of(request)
+    records = site.needs_records()
+    found = records.details(request.path_params["name"])
+    here = [
+        one["name"]
+        for one in found["replicas"]
+        if (one["root"], one["endpoint"]) == (site.corpus.store.uri, site.corpus.endpoint)
+        and one["name"] in site.corpus.sources
+    ]
+    may = records.may_become(found["state"])
+    if session_of(request).person.role < Role.ADMIN:
+        may = tuple(one for one in may if one not in _ADMINS)
+    return page(request, "version.html", version=found, here=here, may_become=may)
+
+
+_ADMINS = ("archived",)
+"""States that only an admin brings a version into."""
+
+
+async def change_state(request: Request) -> Response:
+    """Bring a version into another state, if it is as the person saw it."""
+    given = await checked_form(request, Role.CURATOR)
+    records, person = site_of(request).needs_records(), session_of(request).person
+    state, revision = given.get("state", ""), whole(given.get("revision", ""), "revision")
+    if state in _ADMINS and person.role < Role.ADMIN:
+        raise HTTPException(403, f"only an admin may bring a version into the state {state}")
+    if revision is None:
+        raise ValueError("revision: expected that of the page")
+    name = request.path_params["name"]
+    by = f"{person.name} ({person.role.name.lower()}, by the page)"
+    await run_in_threadpool(records.promote, name, state, revision, by)
+    return RedirectResponse(f"/versions/{quote(name, safe='@')}", 303)
+
+
+def audit(request: Request) -> Response:
+    """The audit, the newest entries first."""
+    records = site_of(request).needs_records()
+    before = whole(request.query_params.get("before", ""), "before")
+    found = records.audit(before, _ENTRIES)
+    older = found.entries[-1]["seq"] if found.entries and found.entries[-1]["seq"] > 1 else None
+    return page(request, "audit.html", found=found, older=older)

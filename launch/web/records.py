@@ -1,0 +1,104 @@
+"""What the page shows of the catalogue, and the few changes that it makes there."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from data_pipeline.catalog.audit import Entry, entries
+from data_pipeline.catalog.engine import Catalog, CatalogError
+from data_pipeline.catalog.show import details, known_runs, lying_at, versions
+from data_pipeline.catalog.states import FOLLOWING, promote
+
+
+class AuditPage(NamedTuple):
+    """Entries of the audit, the newest first; how many there are; what is wrong with the chain."""
+
+    entries: list[dict[str, Any]]
+    number: int
+    head: str
+    problem: str | None
+
+
+class Records:
+    """An open catalogue, from any thread.
+
+    Args:
+        catalog: whose reader this process may be.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def versions(self) -> list[dict[str, Any]]:
+        """Return all versions, by name."""
+        with self._catalog.read() as connection:
+            return versions(connection)
+
+    def details(self, name: str) -> dict[str, Any]:
+        """Return a version with its relatives, replicas, runs and history.
+
+        Raises:
+            CatalogError, ValueError: there is none of this name.
+        """
+        with self._catalog.read() as connection:
+            return details(connection, name)
+
+    def lying_at(self, root: str, endpoint: str) -> dict[str, dict[str, Any]]:
+        """Return folder -> version of what was registered under a root."""
+        with self._catalog.read() as connection:
+            return lying_at(connection, root, endpoint)
+
+    def run_folders(self) -> list[str]:
+        """Return the folders of the runs that were scanned, sorted."""
+        with self._catalog.read() as connection:
+            return known_runs(connection)
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Return what the audit says of deletion requests, the newest first."""
+        with self._catalog.read() as connection:
+            found = [_told(one) for one in entries(connection) if "request" in one.what]
+        return found[::-1]
+
+    def audit(self, before: int | None, count: int) -> AuditPage:
+        """Return entries before one, each compared with its hash.
+
+        Where the chain is broken, those in front of the break are shown.
+        """
+        kept: list[Entry] = []
+        number, head, problem = 0, "", None
+        with self._catalog.read() as connection:
+            try:
+                for entry in entries(connection):
+                    number, head = entry.seq, entry.hash
+                    if before is None or entry.seq < before:
+                        kept.append(entry)
+                        del kept[:-count]
+            except CatalogError as error:
+                problem = str(error)
+        return AuditPage([_told(one) for one in kept[::-1]], number, head, problem)
+
+    def may_become(self, state: str) -> tuple[str, ...]:
+        """Return the states that may follow one by a press of a button.
+
+        A version is verified by a report, which `data verify` makes, and deleted by `data collect`.
+        """
+        return tuple(one for one in FOLLOWING[state] if one not in ("verified", "deleted"))
+
+    def promote(self, name: str, state: str, revision: int, by: str) -> list[tuple[str, str, str]]:
+        """Bring a version into another state, if it is as the person saw it.
+
+        Args:
+            by: who does it, for the audit.
+
+        Raises:
+            CatalogError, Conflict: as `states.promote`.
+        """
+        return promote(self._catalog, name, state, revision=revision, by=by)
+
+
+def _told(entry: Entry) -> dict[str, Any]:
+    return {**entry._asdict(), "what": _in_words(entry.what)}
+
+
+def _in_words(what: Mapping[str, Any]) -> str:
+    return json.dumps(what, ensure_ascii=False, sort_keys=True)

@@ -1,0 +1,250 @@
+"""Pages of sources, of their samples as a grid, and of single samples with their media.
+
+A page of samples and the part of it that htmx asks for have one address; the answer says which
+page's address the browser is to show.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from data_pipeline.govern.holds import read_holds
+from data_pipeline.inspect.find import HOLDS, STRETCH, Wanted, count, find, longest, number_of
+from launch.pages import html
+from launch.pages.pictures import overlay
+from launch.pages.samples_page import Medium, StoredSample, samples_body
+from launch.web.corpus import Corpus, NotHere
+from launch.web.media import file_answer
+from launch.web.site import page, ready, site_of, whole
+
+PAGE = 60  # samples that a page shows at first, and each time it is scrolled to its end
+_LARGE = 896  # pixels of the longer side of a sample's pictures
+_WORDS = 280  # characters of a text in the grid
+
+
+def sources(request: Request) -> Response:
+    """All sources."""
+    site = site_of(request)
+    corpus, known = site.corpus, {}
+    if site.records is not None:
+        known = site.records.lying_at(corpus.store.uri, corpus.endpoint)
+    rows = [
+        {
+            "name": name,
+            **{key: source.manifest[key] for key in ("category", "samples", "items")},
+            "shards": len(source.manifest["shards"]),
+            "bytes": sum(shard["size"] for shard in source.manifest["shards"]),
+            "tokenizer": source.manifest["tokenizer"]["name"],
+            "redacted": source.num_redacted,
+            "version": known.get(name),
+            "same": known.get(name, {}).get("content_hash") == source.manifest["content_hash"],
+        }
+        for name, source in corpus.sources.items()
+    ]
+    return page(request, "sources.html", rows=rows)
+
+
+def source(request: Request) -> Response:
+    """One source."""
+    site = site_of(request)
+    shown = site.corpus.source(request.path_params["name"])
+    known = None
+    if site.records is not None:
+        places = site.records.lying_at(site.corpus.store.uri, site.corpus.endpoint)
+        known = places.get(shown.name)
+    return page(
+        request,
+        "source.html",
+        source=shown,
+        manifest=shown.manifest,
+        provenance=shown.provenance(),
+        version=known,
+        holds=read_holds(site.corpus.store, [shown.name]),
+        trained=site.steps is not None
+        and site.steps.knows(shown.name, shown.manifest["content_hash"]),
+    )
+
+
+# Samples ----------------------------------------------------------------------------------------
+
+_NUMBERS = tuple(one.name for one in fields(Wanted) if one.name not in ("key", "holds"))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a page of samples was asked for."""
+
+    source: str
+    category: str
+    order: str
+    wanted: Wanted
+
+    @property
+    def query(self) -> str:
+        """Return it as part of an address, in one form."""
+        given = {"source": self.source, "category": self.category, **self.wanted.asks}
+        if self.order != "stored":
+            given["order"] = self.order
+        return urlencode({key: value for key, value in given.items() if value != ""})
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return what stands in the fields of the form."""
+        empty = dict.fromkeys((one.name for one in fields(Wanted)), "")
+        chosen = {"source": self.source, "category": self.category, "order": self.order}
+        return empty | self.wanted.asks | chosen
+
+
+def _asked(request: Request) -> Asked:
+    given = request.query_params
+    order = given.get("order", "stored") or "stored"
+    if order not in ("stored", "longest"):
+        raise ValueError(f"order={order[:40]!r}: expected stored or longest")
+    numbers = {name: whole(given.get(name, ""), name) for name in _NUMBERS}
+    key, holds = given.get("key", "")[:200], given.get("holds", "")
+    if holds not in HOLDS:
+        raise ValueError(f"holds={holds[:40]!r}: expected one of {', '.join(HOLDS)}")
+    wanted = Wanted(key=key, holds=holds, **numbers)
+    return Asked(given.get("source", ""), given.get("category", ""), order, wanted)
+
+
+def samples(request: Request) -> Response:
+    """Samples as a grid: the page, the grid alone after a filter, or what follows on it."""
+    site, asked = site_of(request), _asked(request)
+    names = site.corpus.chosen(asked.source, asked.category)
+    after = request.query_params.get("after", "")
+    cards, following = _cards(site.corpus, asked, names, after)
+    values: dict[str, Any] = {"cards": cards, "following": following, "query": asked.query}
+    address = f"/samples?{asked.query}" if asked.query else "/samples"
+    if "hx-request" not in request.headers or "hx-history-restore-request" in request.headers:
+        answer = page(
+            request,
+            "samples.html",
+            **values,
+            values=asked.values,
+            names=list(site.corpus.sources),
+            categories=site.corpus.categories,
+            holds=[name for name in HOLDS if name],
+        )
+    elif after:
+        answer = page(request, "cards.html", **values)
+    else:
+        answer = page(request, "grid.html", **values)
+        answer.headers["HX-Push-Url"] = address
+    answer.headers["Vary"] = "HX-Request"
+    return answer
+
+
+def _cards(
+    corpus: Corpus, asked: Asked, names: Sequence[str], after: str
+) -> tuple[list[tuple[str, Any]], str | None]:
+    """Return samples with their sources, and where to go on: "SOURCE:NUMBER"."""
+    if asked.order == "longest":
+        found = [
+            (name, one) for name in names for one in longest(corpus.facts(name), asked.wanted, PAGE)
+        ]
+        return sorted(found, key=lambda one: -one[1].tokens)[:PAGE], None
+    left, first = list(names), 0
+    if after:
+        name, _, given = after.rpartition(":")
+        if name not in left or (place := whole(given, "after")) is None:
+            raise ValueError(f"after={after[:80]!r}: expected SOURCE:NUMBER")
+        left, first = left[left.index(name) :], place
+    cards: list[tuple[str, Any]] = []
+    looked = 0
+    while left and len(cards) < PAGE and looked < STRETCH:
+        name, total = left[0], corpus.source(left[0]).cut.num_samples
+        found = find(corpus.facts(name), asked.wanted, first, PAGE - len(cards))
+        cards += [(name, one) for one in found.samples]
+        looked += (total if found.after is None else found.after) - first
+        if found.after is not None:
+            first = found.after
+        else:
+            left, first = left[1:], 0
+    return cards, f"{left[0]}:{first}" if left else None
+
+
+def how_many(request: Request) -> Response:
+    """How many samples are as wanted."""
+    site, asked = site_of(request), _asked(request)
+    names = site.corpus.chosen(asked.source, asked.category)
+    found = sum(count(site.corpus.facts(name), asked.wanted) for name in names)
+    total = sum(site.corpus.sources[name].cut.num_samples for name in names)
+    return HTMLResponse(f"{found:,} of {total:,} samples")
+
+
+def words(request: Request) -> Response:
+    """The first words of a sample."""
+    shown = site_of(request).corpus.source(request.path_params["name"])
+    document = shown.document(request.path_params["number"])
+    texts = (
+        (one.get("texts") or [one["text"]])[0]
+        for one in document["segments"]
+        if one["kind"] == "text"
+    )
+    return HTMLResponse(html.text(" ".join(texts)[:_WORDS]))
+
+
+def sample(request: Request) -> Response:
+    """One sample: its texts, its media with regions over them, what is known of it."""
+    site, at = site_of(request), request.path_params["number"]
+    shown = site.corpus.source(request.path_params["name"])
+    index, first = shown.around(at)
+    stored = StoredSample(at - first, shown.document(at), before=first)
+
+    def show(_: StoredSample, medium: Medium) -> str:
+        return _shown_medium(shown.name, at, medium)
+
+    return page(
+        request,
+        "sample.html",
+        source=shown.name,
+        number=at,
+        key=index.key_of(at - first),
+        last=shown.cut.num_samples - 1,
+        body=ready(samples_body(index, [stored], show)),
+        trained=site.steps is not None
+        and site.steps.knows(shown.name, shown.manifest["content_hash"]),
+    )
+
+
+def _shown_medium(source: str, sample: int, medium: Medium) -> str:
+    """Return a medium as the browser shows the stored file itself."""
+    href = f"/media/{quote(source, safe='')}/{sample}/{quote(medium.name, safe='')}"
+    if medium.name.endswith(".mp4"):
+        return f'<video controls muted preload="metadata" src="{html.text(href)}"></video>'
+    return overlay(href, medium.size, medium.size, medium.shapes, _LARGE)
+
+
+def by_key(request: Request) -> Response:
+    """Go to a sample by its key."""
+    corpus, name = site_of(request).corpus, request.path_params["name"]
+    key = request.path_params["key"]
+    found = number_of(corpus.facts(name), key)
+    if found is None:
+        raise NotHere(f"source {name!r}: no sample {key!r}")
+    return RedirectResponse(f"/sources/{quote(name, safe='')}/samples/{found}", 303)
+
+
+def medium(request: Request) -> Response:
+    """A media file, or a part of it."""
+    site, at = site_of(request), request.path_params
+    return site.media.file(request, site.corpus.source(at["name"]), at["number"], at["file"])
+
+
+def thumbnail(request: Request) -> Response:
+    """A small picture of a sample's first medium."""
+    site, at = site_of(request), request.path_params
+    found = site.media.small(site.corpus.source(at["name"]), at["number"])
+    if found is None:
+        raise NotHere(f"source {at['name']!r}: sample {at['number']} has no media")
+    return file_answer(*found)
+
+
+def picture(request: Request) -> Response:
+    """A picture that a page made."""
+    return site_of(request).media.picture(request.path_params["name"])

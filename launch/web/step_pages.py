@@ -1,0 +1,89 @@
+"""Pages of a run's steps: rows, blends, draws of a sample; and statistics of sources."""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from launch.web.corpus import Corpus, NotHere
+from launch.web.site import number, page, ready, site_of
+from launch.web.steps import MOST_EPOCHS, MOST_ROWS, MOST_STEPS
+
+
+def rows(request: Request) -> Response:
+    """Rows of a step as the model gets them."""
+    site = site_of(request)
+    steps = site.needs_steps()
+    step = number(request, "step", steps.first, 1, 10**12)
+    first = number(request, "row", 0, 0, 10**9)
+    chosen = number(request, "rows", 4, 1, MOST_ROWS)
+    body = ready(steps.rows(step, first, chosen, site.media.made))
+    values = {"step": step, "row": first, "rows": chosen, "most": MOST_ROWS}
+    total = steps.config.rows_per_step
+    return page(request, "rows.html", **values, steps=steps, total=total, body=body)
+
+
+def blend(request: Request) -> Response:
+    """What the next steps are made of."""
+    steps = site_of(request).needs_steps()
+    step = number(request, "step", steps.first, 1, 10**12)
+    left = max(1, min(MOST_STEPS, steps.last - step + 1))
+    chosen = number(request, "steps", min(50, left), 1, MOST_STEPS)
+    body = ready(steps.blend(step, chosen))
+    return page(request, "blend.html", step=step, count=chosen, most=left, steps=steps, body=body)
+
+
+def draws(request: Request) -> Response:
+    """A sample in several epochs of a run."""
+    site, at = site_of(request), request.path_params["number"]
+    shown, steps = site.corpus.source(request.path_params["name"]), site.needs_steps()
+    first = number(request, "first", 0, 0, 10**6)
+    epochs = range(first, first + number(request, "epochs", 6, 1, MOST_EPOCHS))
+    index, before = shown.around(at)
+    return page(
+        request,
+        "draws.html",
+        source=shown.name,
+        number=at,
+        key=index.key_of(at - before),
+        first=first,
+        epochs=len(epochs),
+        most=MOST_EPOCHS,
+        title=steps.title,
+        body=ready(steps.draws(shown, at, epochs, site.media.made)),
+    )
+
+
+# Statistics -------------------------------------------------------------------------------------
+
+
+def statistics(request: Request) -> Response:
+    """The page of statistics, which are counted after it is there."""
+    site, given = site_of(request), request.query_params
+    asked = {key: given.get(key, "") for key in ("source", "category", "against")}
+    _counted_files(site.corpus, asked)
+    query = urlencode({key: value for key, value in asked.items() if value})
+    names, categories = list(site.corpus.sources), site.corpus.categories
+    return page(
+        request, "statistics.html", names=names, categories=categories, query=query, asked=asked
+    )
+
+
+def counted(request: Request) -> Response:
+    """The statistics themselves."""
+    site, given = site_of(request), request.query_params
+    asked = {key: given.get(key, "") for key in ("source", "category", "against")}
+    files, against = _counted_files(site.corpus, asked)
+    return HTMLResponse(site.statistics.page(files, against))
+
+
+def _counted_files(corpus: Corpus, asked: Mapping[str, str]) -> tuple[list[Any], Any]:
+    names = corpus.chosen(asked["source"], asked["category"])
+    if not names:
+        raise NotHere(f"source {asked['source']!r} is not of category {asked['category']!r}")
+    if asked["against"] and not asked["source"]:
+        raise ValueError("against: choose the one source to compare with it")
+    against = corpus.source(asked["against"]).facts_file if asked["against"] else None
+    return [corpus.sources[name].facts_file for name in names], against
