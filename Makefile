@@ -62,10 +62,11 @@ slurm-lab: $(STAMP) ## bring up a real SLURM of two nodes on this machine, witho
 slurm-lab-end: $(STAMP) ## end it, and its jobs
 	@$(BIN)/python -m tests.slurm.lab down --folder runs/slurm_lab
 
-bench: $(STAMP) ## measure planning, statistics, DEP, bubbles, predicted steps, memory, MuonClip, checkpoints, and loading against other loaders (4 hours; ARGS="--quick": ours only)
+bench: $(STAMP) ## measure planning, statistics, the page, DEP, bubbles, predicted steps, memory, MuonClip, checkpoints, and loading against other loaders (4 hours; ARGS="--quick": ours only)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_plan.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_index.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_facts.py $(filter --quick,$(ARGS))
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_serve.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_sync.py $(filter --quick,$(ARGS))
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_loader.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_dep.py $(filter --quick,$(ARGS))

@@ -39,6 +39,7 @@ SHORT = {
     "bench_muon.py": ([], ("layers", "accuracy", "targets")),
     "bench_fp8.py": (["--work", "{}/work"], ("found", "targets", "runs")),
     "bench_memory.py": ([], ("layer", "attention", "host_time", "demo", "policies", "targets")),
+    "bench_serve.py": (["--work", "{}/work"], ("pages", "p95_s", "memory_bytes")),
     "bench_step_plan.py": (["--work", "{}/work"], ("summary", "targets", "raw")),
     "bench_sync.py": ([], ("summary", "requests", "measured")),
     "sim_dep.py": (["--picture", "{}/found.png"], ("grid",)),
