@@ -145,16 +145,22 @@ def single_changes(config: Config) -> Iterator[tuple[Change, Config]]:
 
 def host_bytes(config: Config) -> list[int]:
     """Return, for each stage, the bytes that each of its ranks has in host memory."""
-    chunks, pp = config.chunks(), config.layout.pp
-    return [_activations(config, chunks[stage::pp], stage)[2] for stage in range(pp)]
+    chunks, pp, kept = config.chunks(), config.layout.pp, _of_layers(config)
+    return [_activations(config, chunks[stage::pp], stage, kept)[2] for stage in range(pp)]
 
 
 def moved_bytes(config: Config) -> list[int]:
     """Return the bytes of a microbatch that each chunk has in host memory, [virtual stages]."""
     if not config.train.offload:
         return [0 for _ in config.chunks()]
+    kept = _of_layers(config)
     return [
-        sum(kept.size for group in _layers(config, *chunk) for kept in group if moves(config, kept))
+        sum(
+            one.size
+            for group in _layers(config, *chunk, kept)
+            for one in group
+            if moves(config, one)
+        )
         for chunk in config.chunks()
     ]
 
@@ -201,7 +207,7 @@ def stages_of(config: Config, division: Division | None, sizes: Sizes) -> tuple[
     layout, item = config.layout, ITEMSIZE[config.train.dtype]
     frozen, encoder = "language_model" in config.train.frozen, sizes.encoder
     per_stage = layout.world_size() // layout.pp
-    chunks = config.chunks()
+    chunks, kept, passing = config.chunks(), _of_layers(config), _passing_of_layers(config)
     found = []
     for stage in range(layout.pp):
         ranks = range(stage * per_stage, (stage + 1) * per_stage)
@@ -211,7 +217,7 @@ def stages_of(config: Config, division: Division | None, sizes: Sizes) -> tuple[
             rank = max(ranks, key=lambda rank: (loads[rank].state_bytes, -rank))
             state, update = loads[rank].state_bytes, _update(config, division, rank)
         own = chunks[stage :: layout.pp]
-        held, activations, host = _activations(config, own, stage)
+        held, activations, host = _activations(config, own, stage, kept)
         own_elements = sum(sizes.stages[stage])
         found.append(
             StageMemory(
@@ -226,7 +232,7 @@ def stages_of(config: Config, division: Division | None, sizes: Sizes) -> tuple[
                 host=host,
                 embeddings=_embeddings(config, stage),
                 waiting=_waiting(config),
-                passing=_passing(config, own),
+                passing=_passing(config, own, passing),
                 encoder=_encoder(config),
                 exchange=_exchange(config, stage),
                 update=update,
@@ -235,11 +241,19 @@ def stages_of(config: Config, division: Division | None, sizes: Sizes) -> tuple[
     return tuple(found)
 
 
-def _layers(config: Config, layers: range, has_loss: bool) -> Iterator[list[Kept]]:
+OfLayers = dict[bool, list[Kept]]
+"""What a layer keeps of a microbatch, by whether its MLP is plain: all such layers are alike."""
+
+
+def _of_layers(config: Config) -> OfLayers:
+    return {dense: list(layer_tensors(config, dense)) for dense in (False, True)}
+
+
+def _layers(config: Config, layers: range, has_loss: bool, kept: OfLayers) -> Iterator[list[Kept]]:
     """Yield what is kept of a chunk's microbatch, layer by layer, then for the loss."""
     num_dense = config.model.language.num_dense_layers
     for layer in layers:
-        yield list(layer_tensors(config, dense=layer < num_dense))
+        yield kept[layer < num_dense]
     if has_loss:
         yield list(head_tensors(config))
 
@@ -251,14 +265,14 @@ def moves(config: Config, tensor: Kept) -> bool:
 
 
 def _activations(
-    config: Config, chunks: Sequence[tuple[range, bool]], stage: int
+    config: Config, chunks: Sequence[tuple[range, bool]], stage: int, kept: OfLayers
 ) -> tuple[tuple[int, ...], Counter[str], int]:
     """Return microbatches in flight by chunk, bytes on the device by kind, and bytes on the host.
 
     With `train.offload` four layers are on the device: two on their way out, one in use, one on its
     way back.
     """
-    groups = [list(_layers(config, *chunk)) for chunk in chunks]
+    groups = [list(_layers(config, *chunk, kept)) for chunk in chunks]
     held = microbatches_in_flight(
         config, stage, [sum(t.size for group in chunk for t in group) for chunk in groups]
     )
@@ -309,22 +323,33 @@ def _media_bytes(config: Config) -> tuple[int, int]:
     return encoded, received
 
 
-def _passing(config: Config, chunks: Sequence[tuple[range, bool]]) -> int:
-    """Return the most that one layer, or the loss, makes and drops."""
+def _passing_of_layers(config: Config) -> dict[bool, int]:
+    """Return the bytes that a layer makes and drops, by whether its MLP is plain."""
     language, tokens = config.model.language, Tokens.of(config)
     item = ITEMSIZE[config.train.dtype]
     without = config.replace(train=config.train.replace(recompute=[], fp8_storage=False))
+    found: dict[bool, int] = {}
+    for dense in (False, True):
+        plain, kept = (
+            sum(tensor.size for tensor in layer_tensors(some, dense)) for some in (without, config)
+        )
+        remade = plain - kept + row_bytes(config)
+        # Sent and received tokens, in two orders each, forward and backward.
+        sent = 0 if dense else 4 * tokens.part * language.experts_per_token
+        found[dense] = remade + sent * language.hidden_size * item
+    return found
+
+
+def _passing(
+    config: Config, chunks: Sequence[tuple[range, bool]], of_layers: dict[bool, int]
+) -> int:
+    """Return the most that one layer, or the loss, makes and drops."""
+    language, tokens = config.model.language, Tokens.of(config)
+    item = ITEMSIZE[config.train.dtype]
     most = 0
     for layers, has_loss in chunks:
         for dense in {layer < language.num_dense_layers for layer in layers}:
-            plain, kept = (
-                sum(tensor.size for tensor in layer_tensors(some, dense))
-                for some in (without, config)
-            )
-            remade = plain - kept + row_bytes(config)
-            # Sent and received tokens, in two orders each, forward and backward.
-            sent = 0 if dense else 4 * tokens.part * language.experts_per_token
-            most = max(most, remade + sent * language.hidden_size * item)
+            most = max(most, of_layers[dense])
         if has_loss:  # logits in the model's type, and their gradient in both types
             logits = tokens.cp * language.vocab_size // config.layout.tp
             most = max(most, logits * (2 * item + max(4, item)))

@@ -16,6 +16,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -122,15 +123,14 @@ def search_layouts(
     limit = int(config.train.memory_limit_gib * GIB)
     # A run over its limit is refused where it starts; here it is what the search is for.
     config = config.replace(train=config.train.replace(memory_limit_gib=None))
-    search = _Search(plan_steps(config, num_steps, progress), traffic, limit, LeftOut())
+    planned = plan_steps(config, num_steps, progress)
+    search = _Search(config, planned, traffic, limit, LeftOut())
     own = search.price(config)
-    media = search.least_media(config)
     waiting = list[tuple[float, int, tuple[Change, ...], Config]]()
     for number, changes in enumerate(layouts(config, search.left_out)):
         try:
             other = changed(config, changes)
-            bound = least_seconds(other, traffic) + media
-            waiting.append((bound, number, changes, other))
+            waiting.append((search.bound(other), number, changes, other))
         except ValueError as error:  # it cannot run
             search.left_out.add(_named(config, changes), error)
     waiting.sort(key=lambda one: one[:2])
@@ -160,17 +160,6 @@ def search_layouts(
     return LayoutSearch(own, len(waiting), tuple(ordered[:BEST]), reasons)
 
 
-def least_seconds(config: Config, traffic: Traffic) -> float:
-    """Return seconds that a step of a layout takes at least, whatever of memory is switched.
-
-    Switches make computing longer, but may lessen what waits for the host, and cut microbatches.
-    Media are left out.
-    """
-    pipeline = text_pipeline(config, replace(traffic, host=FOREVER))
-    cuts = config.train.rows_per_microbatch
-    return pipeline.least(cuts) + sums_and_update(config, traffic)
-
-
 def sums_and_update(config: Config, traffic: Traffic) -> float:
     """Return the seconds behind the pipeline that any step has."""
     return float(backbone_sum_seconds(config, traffic).max()) + update_seconds(config)
@@ -180,14 +169,26 @@ def sums_and_update(config: Config, traffic: Traffic) -> float:
 class _Search:
     """Prices layouts, and fits them into memory."""
 
+    config: Config
     planned: PlannedSteps
     traffic: Traffic
     limit: int
     left_out: LeftOut
-    visions: Visions = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "visions", Visions(self.planned.plans))
+    @cached_property
+    def visions(self) -> Visions:
+        """Plans of the encoder's work."""
+        return Visions(self.planned.plans)
+
+    def bound(self, config: Config) -> float:
+        """Return seconds that a step of a layout takes at least, whatever of memory is switched.
+
+        Switches make computing longer, but may lessen what waits for the host, and cut
+        microbatches.
+        """
+        pipeline = text_pipeline(config, replace(self.traffic, host=FOREVER))
+        least = pipeline.least(config.train.rows_per_microbatch)
+        return least + sums_and_update(config, self.traffic) + self.least_media(config)
 
     def price(self, config: Config, division: Division | None = None) -> StepPredictions:
         """Predict the planned steps, as `plan --step` does.
@@ -202,12 +203,16 @@ class _Search:
         """Return the seconds of the encoder at least, evenly on all ranks, outside of bubbles."""
         if config.in_bubbles():
             return 0.0
-        model, dep = CostModel.configured(config), config.dep
-        costs = [model.seconds(plan.items.patches).sum() for plan in self.planned.plans]
-        passes = FORWARDS_PER_STEP - (dep.keep_activations == "auto")
+        passes = FORWARDS_PER_STEP - (config.dep.keep_activations == "auto")
         passes = 1.0 if "vision_tower" in config.train.frozen else passes
-        even = float(np.mean(costs)) / config.layout.world_size()
-        return even * passes / FORWARDS_PER_STEP
+        return self._forward * passes / config.layout.world_size()
+
+    @cached_property
+    def _forward(self) -> float:
+        """The seconds of a forward pass of all media of a step, on the mean."""
+        model = CostModel.configured(self.config)
+        costs = [model.seconds(plan.items.patches).sum() for plan in self.planned.plans]
+        return float(np.mean(costs)) / FORWARDS_PER_STEP
 
     def fastest(self, config: Config, changes: tuple[Change, ...]) -> Found | None:
         """Return a layout with the settings of memory with which it is fastest; None: none fits.
@@ -215,60 +220,64 @@ class _Search:
         Settings that change results are tried only where no others fit.
         """
         layout, sizes = Layout.of(config, changes), Sizes.of(config)
-        division, found = None, None
         for changing in (False, True) if max(_lasting(config, sizes)) <= self.limit else ():
-            tried = sorted(self._tried(layout, changing=changing), key=lambda one: one.order)
             # By the mean of the optimizer's state first: the fullest rank has more.
-            if any(self._fitting(layout, one, None, sizes) for one in tried):
-                division = division or divide_config(config)
-                try:
-                    found = self._fastest_of(layout, tried, division, sizes)
-                except ValueError as error:
-                    self.left_out.add(_named(config, changes), error)
-                    return None
+            fits = [
+                taken
+                for taken in _combinations(layout, changing=changing)
+                if self._fitting(layout, taken, None, sizes)
+            ]
+            try:
+                found = self._fastest_of(layout, fits, sizes) if fits else None
+            except ValueError as error:
+                self.left_out.add(_named(config, changes), error)
+                return None
             if found is not None:
                 return found
         reason = f"fits train.memory_limit_gib={self.limit / GIB:g} with no settings"
         self.left_out.add(_named(config, changes), reason)
         return None
 
-    def _tried(self, layout: Layout, *, changing: bool) -> Iterator["_Tried"]:
-        """Yield the combinations of switches that can run, with what is known of each."""
-        for taken in _combinations(layout, changing=changing):
-            try:
-                config = layout.with_levels(taken)
-            except ValueError:
-                continue
-            pipeline = text_pipeline(config, self.traffic).line().total
-            rest = sums_and_update(config, self.traffic) + self.least_media(config)
-            yield _Tried(taken, config, pipeline, pipeline + rest)
-
     def _fitting(
-        self, layout: Layout, one: "_Tried", division: Division | None, sizes: Sizes
+        self, layout: Layout, taken: Levels, division: Division | None, sizes: Sizes
     ) -> Combination | None:
-        planned = layout.plan(one.taken, division, sizes)
+        planned = layout.plan(taken, division, sizes)
         return None if planned is None or planned.fullest.peak > self.limit else planned
 
-    def _fastest_of(
-        self, layout: Layout, tried: Sequence["_Tried"], division: Division, sizes: Sizes
-    ) -> Found | None:
-        """Return the fastest combination that fits; `tried`: by their bounds.
+    def _tried(self, layout: Layout, taken: Levels) -> "_Tried":
+        config = layout.with_levels(taken)
+        pipeline = text_pipeline(config, self.traffic).line().total
+        rest = sums_and_update(config, self.traffic) + self.least_media(config)
+        return _Tried(taken, config, pipeline, pipeline + rest)
+
+    def _fastest_of(self, layout: Layout, taken: Sequence[Levels], sizes: Sizes) -> Found | None:
+        """Return the fastest combination that fits; None: none does.
 
         Of two whose passes take as long one that only has more switches is not faster.
+
+        Raises:
+            ValueError: what fits cannot be planned.
         """
-        best, priced = None, list[_Tried]()
-        for one in tried:
+        division, best, priced = divide_config(layout.config), None, list[_Tried]()
+        refused: ValueError | None = None
+        for one in sorted((self._tried(layout, each) for each in taken), key=lambda one: one.order):
             if best is not None and one.bound >= best.predicted.mean.total:
                 break
             if any(one.pipeline == other.pipeline and other.is_part_of(one) for other in priced):
                 continue
-            fits = self._fitting(layout, one, division, sizes)
+            fits = self._fitting(layout, one.taken, division, sizes)
             if fits is None:
                 continue
+            try:
+                predicted = self.price(one.config, division)
+            except ValueError as error:  # media over dep.memory_limit_gib: smaller chunks may fit
+                refused = error
+                continue
             priced.append(one)
-            predicted = self.price(one.config, division)
             if best is None or predicted.mean.total < best.predicted.mean.total:
                 best = Found(predicted, fits)
+        if best is None and refused is not None:
+            raise refused
         return best
 
 

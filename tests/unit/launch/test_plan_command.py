@@ -315,6 +315,21 @@ def test_seconds_of_a_step_are_those_of_plain_loops(root, frozen):
     assert found["tokens_per_day"] == pytest.approx(86_400 * tokens / seconds)
 
 
+def test_slices_gradients_are_gathered_before_they_are_summed(root):
+    """By the two ranks of a stage, which then have the same whole tensors, and sum experts'."""
+    given = (*STAGES_OF_TWO, *NO_MEDIA, "layout.dp=1", "layout.tp=2", "layout.ep=2")
+    node, network = 1e6, 2e6
+    found = found_by(
+        root, "--step", "--steps", "1", f"--network={network}", f"--node-network={node}", *given
+    )
+    config = load_config("tiny_cpu", [*SMALL, *given])
+    summed = sums_of_two(config, network)  # of two copies, here of the tensor-parallel ranks
+    gathered = summed * network / (4 + 4) * 4 / node
+    assert found["steps"][0]["gradient_sum"] == pytest.approx(summed + gathered, rel=1e-9)
+    near = found_by(root, "--step", "--steps", "1", f"--network={network}", *given)
+    assert near["steps"][0]["gradient_sum"] == pytest.approx(summed, rel=1e-3)
+
+
 def test_a_step_without_media_is_its_pipeline(root):
     found = found_by(root, "--step", "--steps", "1", *NO_MEDIA)
     (step,) = found["steps"]

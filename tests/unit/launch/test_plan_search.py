@@ -1,19 +1,25 @@
 """`plan --step --search` against trying every layout and every setting by hand."""
 
 import json
+from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 
 from data_pipeline.index.manifest import read_index
 from data_pipeline.plan.planner import Planner
 from data_pipeline.store.open import FolderStore
-from kimi_pretrain.config import load_config
-from kimi_pretrain.memory.plan import plan_memory
-from kimi_pretrain.tools.predict_step import predict_planned
+from kimi_pretrain.config import Config, load_config
+from kimi_pretrain.memory.plan import plan_memory, stages_of
+from kimi_pretrain.memory.search import Layout
+from kimi_pretrain.memory.states import Sizes
+from kimi_pretrain.tools import search_layouts
+from kimi_pretrain.tools.predict_step import PlannedSteps, plan_steps, predict_planned
 from kimi_pretrain.tools.text_passes import Traffic
-from tests.unit.launch.plan_command import RANKS, SMALL, found_by, run
+from tests.unit.launch.plan_command import RANKS, SMALL, cost, found_by, run
 
 TRAFFIC = Traffic(1e7, node=2e7, memory=1e9, host=2e7)
 TOLD = ("--network=1e7", "--node-network=2e7", "--device-memory=1e9", "--host=2e7")
@@ -202,3 +208,125 @@ def test_the_search_counts_what_it_leaves_out_and_says_why(root):
     reasons = " ".join(one["reason"] for one in found)
     assert "do not divide over 8 chunks" in reasons
     assert "data.rows_per_step=2 is not a multiple of layout.dp=4" in reasons
+
+
+def planned_steps(root, *overrides: str) -> tuple[Config, PlannedSteps]:
+    config = load_config("tiny_cpu", [*SMALL, *SLOW, *overrides, f"data.root={root}"])
+    return config, plan_steps(config, 1, lambda share, what: None)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [("train.offload=true",), ("train.rows_per_microbatch=4", "dep.keep_activations=auto",
+                               "dep.memory_limit_gib=1"), ("dep.bubbles=all",),
+     ("train.frozen=[vision_tower]", "layout.overlap_experts=true")],
+    ids=["offload", "rows and kept activations", "bubbles", "frozen and overlap"],
+)  # fmt: skip
+def test_no_settings_make_a_layout_faster_than_its_bound(root, own):
+    config, planned = planned_steps(root, "layout.stages=null", *own)
+    slow = replace(TRAFFIC, host=2e5)  # so that less to move makes passes shorter
+    search = search_layouts._Search(config, planned, slow, 1 << 40, search_layouts.LeftOut())
+    tried = 0
+    for layout in list(every_layout())[::2]:
+        try:
+            one = config.replace(layout=config.layout.replace(**layout))
+        except ValueError:
+            continue
+        bound, switches = search.bound(one), Layout.of(one)
+        forward = sum(cost(int(size)) for size in planned.plans[0].items.patches) / 4
+        passes = 1 if one.train.frozen else 3 if one.dep.keep_activations == "auto" else 4
+        inside = one.dep.bubbles == "all" and layout["pp"] > 1
+        media = 0.0 if inside else passes * forward / RANKS
+        assert search.least_media(one) == pytest.approx(media)
+        sizes = Sizes.of(one)
+        lasting = [stage.lasting for stage in stages_of(one, None, sizes)]
+        assert list(search_layouts._lasting(one, sizes)) == lasting
+        for taken in list(switches.combinations())[::5]:
+            try:
+                settled = switches.with_levels(taken)
+            except ValueError:
+                continue
+            total = search.price(settled).mean.total
+            assert bound <= total * (1 + 1e-9), (layout, taken)
+            assert search._tried(switches, taken).bound <= total * (1 + 1e-9), (layout, taken)
+            tried += 1
+    assert tried > 20
+
+
+def fake(seconds: float) -> SimpleNamespace:
+    mean = SimpleNamespace(total=seconds)
+    return SimpleNamespace(predicted=SimpleNamespace(mean=mean))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_layouts_that_are_not_looked_at_are_not_among_the_best(root, seed, monkeypatch):
+    """With seconds drawn at random above random bounds; some layouts do not fit."""
+    config, _ = planned_steps(root, "layout.stages=null", "train.memory_limit_gib=1")
+    random, drawn, looked = np.random.default_rng(seed), {}, []
+
+    def of(one: Config) -> tuple[float, float]:
+        layout = one.layout
+        key = layout.pp, layout.vpp, layout.cp, layout.tp, layout.ep
+        if key not in drawn:
+            bound = random.uniform(0.5, 3.0)
+            drawn[key] = bound, bound * random.uniform(1.0, 1.3)
+        return drawn[key]
+
+    def fastest(search, one: Config, changes) -> SimpleNamespace | None:
+        looked.append(one)
+        return None if of(one)[1] > 2.8 else fake(of(one)[1])
+
+    monkeypatch.setattr(search_layouts._Search, "bound", lambda search, one: of(one)[0])
+    monkeypatch.setattr(search_layouts._Search, "fastest", fastest)
+    found = search_layouts.search_layouts(config, 1, TRAFFIC)
+    least: dict[tuple[int, ...], float] = {}
+    for (*kind, _), (_, seconds) in drawn.items():
+        if seconds <= 2.8:
+            least[tuple(kind)] = min(seconds, least.get(tuple(kind), seconds))
+    assert len(least) > 10
+    assert [one.predicted.mean.total for one in found.best] == sorted(least.values())[:10]
+    assert len(looked) < len(drawn) == found.priced
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_settings_that_are_not_priced_are_not_the_fastest(root, seed, monkeypatch):
+    """More switches may lessen the pipeline's seconds; behind equal ones they cost some more."""
+    config, planned = planned_steps(root, "train.memory_limit_gib=1")
+    search = search_layouts._Search(config, planned, TRAFFIC, 1 << 40, search_layouts.LeftOut())
+    layout, random, priced = Layout.of(config), np.random.default_rng(seed), []
+    every = [taken for taken in layout.combinations()]
+    pipelines = {taken[:2]: random.choice([1.0, 1.1, 1.2]) for taken in every}
+    extra = {taken: random.uniform(0.0, 0.2) for taken in every}
+    for taken in every:  # of equal pipelines those with more switches are slower
+        for part in every:
+            inside = part != taken and all(a <= b for a, b in zip(part, taken, strict=True))
+            if inside and pipelines[part[:2]] == pipelines[taken[:2]]:
+                extra[taken] = max(extra[taken], extra[part] + 1e-3)
+    total = {taken: float(pipelines[taken[:2]] + extra[taken]) for taken in every}
+    share = {taken: random.uniform(0.8, 1.0) for taken in every}
+    fits = {taken for taken in every if random.uniform() < 0.5}
+
+    def tried(search, layout, taken):
+        bound = total[taken] * share[taken]
+        return search_layouts._Tried(taken, taken, float(pipelines[taken[:2]]), bound)
+
+    def price(search, taken, division):
+        priced.append(taken)
+        if taken == refused:
+            raise ValueError("does not go")
+        return fake(total[taken]).predicted
+
+    monkeypatch.setattr(search_layouts._Search, "_tried", tried)
+    monkeypatch.setattr(search_layouts._Search, "price", price)
+    monkeypatch.setattr(
+        search_layouts._Search, "_fitting",
+        lambda search, layout, taken, division, sizes: taken in fits or None,
+    )  # fmt: skip
+    refused = min(fits, key=lambda taken: total[taken])
+    found = search._fastest_of(layout, every, Sizes.of(config))
+    assert found.predicted.mean.total == min(total[taken] for taken in fits - {refused})
+    assert len(priced) < len(fits)
+    priced.clear()
+    fits &= {refused}
+    with pytest.raises(ValueError, match="does not go"):
+        search._fastest_of(layout, every, Sizes.of(config))
