@@ -194,7 +194,7 @@ def hold(
 
         root, source = split_source(uri)
         store = open_store(root, endpoint=endpoint)
-        with _catalog(where) as catalog:
+        with configured_catalog(where) as catalog:
             found = (
                 end_hold(store, source, name)
                 if release

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import pwd
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +25,11 @@ from data_pipeline.catalog.show import details, versions
 from data_pipeline.catalog.states import FOLLOWING, delete_version, promote, set_fields
 from data_pipeline.catalog.tables import AUDIT, METADATA, SCHEMA, STATES
 from tests import postgres
+from tests.unit.data_pipeline import catalog_jobs
 
-FORK = multiprocessing.get_context("fork")
+# Of a process with the catalogue alone: what else tests load here is not made for forks.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([catalog_jobs.__name__])
 
 
 @pytest.fixture(scope="module")
@@ -473,13 +475,11 @@ def test_another_schema_is_refused_with_what_to_do(bare):
 
 def at_once(work: Callable[..., None], *arguments: tuple) -> list:
     """Run `work` in a process for each tuple of arguments; all begin together."""
-    results, start = FORK.Queue(), FORK.Barrier(len(arguments))
-
-    def run(*given) -> None:
-        start.wait(60)
-        results.put(work(*given))
-
-    processes = [FORK.Process(target=run, args=given) for given in arguments]
+    results, start = FORKS.Queue(), FORKS.Barrier(len(arguments))
+    processes = [
+        FORKS.Process(target=catalog_jobs.told, args=(results, start, work, given))
+        for given in arguments
+    ]
     for process in processes:
         process.start()
     found = []
@@ -491,41 +491,12 @@ def at_once(work: Callable[..., None], *arguments: tuple) -> list:
     return found
 
 
-def migrated(url: str) -> tuple:
-    found = Catalog(url)
-    try:
-        return found.migrate()
-    finally:
-        found.close()
-
-
 @pytest.mark.parametrize("before", [None, "0001"])
 def test_four_migrations_at_once_all_succeed(bare, before):
     if before:
         begun_with(bare, before)
-    found = at_once(migrated, *[(bare,)] * 4)
+    found = at_once(catalog_jobs.migrated, *[(bare,)] * 4)
     assert sorted(found, key=str) == sorted([(before, "0002"), *[("0002", "0002")] * 3], key=str)
-
-
-def transitions(url: str, number: int, count: int) -> int:
-    """Bring versions to and fro as they were seen; returns how often somebody came between."""
-    catalog, chance, conflicts = Catalog(url), random.Random(number), 0
-    done = 0
-    while done < count:
-        name = f"c{chance.randrange(3)}@1"
-        with catalog.read() as connection:
-            row = version(connection, name)
-        to = "active" if row.state == "deprecated" else "deprecated"
-        try:
-            promote(catalog, name, to, revision=row.revision)
-            done += 1
-            if done % 25 == 1:  # while others write
-                with catalog.read() as connection:
-                    check(connection)
-        except Conflict:
-            conflicts += 1
-    catalog.close()
-    return conflicts
 
 
 @pytest.mark.parametrize(
@@ -539,8 +510,10 @@ def test_changes_of_many_processes_are_neither_lost_nor_refused(url, processes, 
     with catalog.read() as connection:
         before = check(connection)[0]
         revisions = sum(row["revision"] for row in versions(connection))
-    catalog.close()  # no connection goes through a fork
-    conflicts = at_once(transitions, *[(url, number, each) for number in range(processes)])
+    catalog.close()
+    conflicts = at_once(
+        catalog_jobs.transitions, *[(url, number, each) for number in range(processes)]
+    )
     with catalog.read() as connection:
         changes = sum(row["revision"] for row in versions(connection)) - revisions
         after = check(connection)[0]
