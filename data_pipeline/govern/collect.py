@@ -338,9 +338,8 @@ class _Root:
 
     def begun(self) -> list[str]:
         """Return the folders without a manifest in which a source is being made, or was."""
-        made = {
-            key.partition("/")[0] for key in self.keys if "/.ingest/" in key or "/.sync/" in key
-        }
+        parts = (key.split("/") for key in self.keys)
+        made = {one[0] for one in parts if len(one) > 2 and one[1] in (".ingest", ".sync")}
         return sorted(made - {*self.manifests})
 
     def referring(self, keys: Sequence[str]) -> set[str]:

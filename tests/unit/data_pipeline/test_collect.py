@@ -439,6 +439,14 @@ def test_shards_under_a_hold_stay_when_no_manifest_names_them():
     assert [spot.key for spot in thing.spots] == ["a/000000.redacted-0123456789ab.tar"]
 
 
+def test_what_lies_deeper_is_another_root_s():
+    world = World()
+    world.source("a", 1)
+    for key in ("deep/b/.ingest/request.json", "deep/000000.tar", "deep/b/000000.tar"):
+        world.store.put(key, b"{}")
+    assert world.plan().things == ()
+
+
 def test_an_orphan_that_was_written_again_stays():
     world = World()
     world.source("a", 1)
