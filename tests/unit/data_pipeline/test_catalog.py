@@ -28,7 +28,7 @@ from data_pipeline.catalog.runs import Run, forget, scan
 from data_pipeline.catalog.show import details, versions
 from data_pipeline.catalog.states import FOLLOWING, delete_version, promote, set_fields
 from data_pipeline.catalog.tables import AUDIT, METADATA, SCHEMA, STATES
-from data_pipeline.govern.collect import Spot, Thing
+from data_pipeline.govern.collect_plan import Spot, Thing
 from tests import postgres
 
 FORK = multiprocessing.get_context("fork")

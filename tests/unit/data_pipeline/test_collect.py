@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.govern.collect import Plan, Retired, apply, propose
+from data_pipeline.govern.collect import apply, propose
+from data_pipeline.govern.collect_plan import Plan, Retired
 from data_pipeline.govern.holds import holds_key
 from data_pipeline.index.columns import SCHEMA
 from data_pipeline.index.manifest import IndexMismatch, manifest_key
