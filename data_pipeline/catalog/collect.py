@@ -19,7 +19,7 @@ from data_pipeline.catalog.names import name_of
 from data_pipeline.catalog.runs import unfinished_with
 from data_pipeline.catalog.states import delete_version, promote
 from data_pipeline.catalog.tables import REPLICA, RUN, RUN_INPUT, VERSION
-from data_pipeline.govern.collect import Retired, Thing
+from data_pipeline.govern.collect_plan import Retired, Thing
 
 GOING = ("archived", "deleted")
 """States of versions whose bytes may go."""
@@ -29,7 +29,7 @@ Needs = Callable[[str], str | None]
 
 
 class Ledger:
-    """`govern.collect.Records` of a catalogue, for one place.
+    """`govern.collect_plan.Records` of a catalogue, for one place.
 
     Args:
         catalog: open.
@@ -54,7 +54,7 @@ class Ledger:
         self._keep, self._now, self._needs, self._runs = keep_archived_days, now, needs, runs
 
     def retired(self) -> dict[str, Retired]:
-        """See `govern.collect.Records`."""
+        """See `govern.collect_plan.Records`."""
         found: dict[str, Retired] = {}
         with self._catalog.read() as connection:
             since = _since(connection)
@@ -68,7 +68,7 @@ class Ledger:
         return found
 
     def user(self, name: str, contents: frozenset[str]) -> str | None:
-        """See `govern.collect.Records`: a run counts by the folder's name, too."""
+        """See `govern.collect_plan.Records`: a run counts by the folder's name, too."""
         for folder, sources in self._runs:
             for one in sources:
                 if one["name"] == name or {one["content_hash"], one.get("made_as")} & contents:
@@ -88,13 +88,13 @@ class Ledger:
         return None
 
     def has_facts(self, content: str) -> bool:
-        """See `govern.collect.Records`."""
+        """See `govern.collect_plan.Records`."""
         query = select(VERSION.c.state).where(VERSION.c.content_hash == content)
         with self._catalog.read() as connection:
             return connection.execute(query).scalar() not in (None, *GOING)
 
     def taken(self, plan: str) -> dict[str, str]:
-        """See `govern.collect.Records`: not what was registered there or brought back since."""
+        """See `govern.collect_plan.Records`: not what was registered or brought back since."""
         with self._catalog.read() as connection:
             there = {row.folder for row in _replicas(connection, *self._place)}
             found = {
@@ -111,7 +111,7 @@ class Ledger:
         }
 
     def take(self, plan: str, thing: Thing) -> None:
-        """See `govern.collect.Records`."""
+        """See `govern.collect_plan.Records`."""
         with self._catalog.write() as connection:
             place = dict(zip(("root", "endpoint", "name"), (*self._place, thing.name)))
             query = [REPLICA.c[key] == value for key, value in place.items()]
@@ -137,7 +137,7 @@ class Ledger:
         )
 
     def note(self, plan: str, thing: Thing, kept: Sequence[tuple[str, str]]) -> None:
-        """See `govern.collect.Records`."""
+        """See `govern.collect_plan.Records`."""
         root, endpoint = self._place
         told = {"collected": plan, "kind": thing.kind, "folder": thing.name, "bytes": thing.size}
         told |= {"in": root, "endpoint": endpoint, "objects": [spot.key for spot in thing.spots]}

@@ -36,7 +36,14 @@ def note_request(
 
 
 def note_hold(
-    catalog: Catalog, root: str, endpoint: str | None, hold: Hold, what: str, locked: str | None
+    catalog: Catalog,
+    root: str,
+    endpoint: str | None,
+    hold: Hold,
+    what: str,
+    locked: str | None = None,
+    *,
+    by: str | None = None,
 ) -> None:
     """Write into the audit that a hold was put or ended.
 
@@ -44,11 +51,12 @@ def note_hold(
         root, endpoint: where the source lies, as its store was opened.
         what: "put" or "ended".
         locked: what came of the store's own lock; None: it was not asked for.
+        by: a person for whom this process did it.
     """
     about = {"hold": hold.name, "action": what, "since": hold.since, "shards": list(hold.shards)}
     place = {"in": root, "endpoint": endpoint_of(root, endpoint), "folder": hold.source}
     with catalog.write() as connection:
-        append(connection, about | place | {"lock": locked})
+        append(connection, about | place | {"lock": locked} | ({} if by is None else {"by": by}))
 
 
 def follow(

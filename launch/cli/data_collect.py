@@ -98,7 +98,8 @@ def _propose(
     """Write a plan; returns what is in it, for --json."""
     from data_pipeline.catalog.audit import check
     from data_pipeline.catalog.collect import note_plan, to_archive
-    from data_pipeline.govern.collect import Plan, propose
+    from data_pipeline.govern.collect import propose
+    from data_pipeline.govern.collect_plan import Plan
     from data_pipeline.store.addresses import endpoint_of
 
     if file.exists() or not file.absolute().parent.is_dir():
@@ -136,7 +137,8 @@ def _apply(catalog: "Catalog", store: "Store", endpoint: str | None, file: Path)
     """Apply a plan; returns what was done, for --json."""
     from data_pipeline.catalog.audit import check
     from data_pipeline.catalog.collect import archive
-    from data_pipeline.govern.collect import Plan, apply
+    from data_pipeline.govern.collect import apply
+    from data_pipeline.govern.collect_plan import Plan
     from data_pipeline.store.addresses import endpoint_of
 
     plan, now = Plan.read(file), _now()

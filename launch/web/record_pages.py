@@ -78,7 +78,14 @@ async def hold(request: Request) -> Response:
         raise ValueError(f"hold={wanted[:40]!r}: expected a name of 1 to 200 characters")
     shown = site.corpus.source(name)
     act = end_hold if ends else put_hold
-    await run_in_threadpool(act, site.corpus.store, shown.name, wanted)
+    store, by = site.corpus.store, _by(request)
+
+    def change() -> None:
+        found, done = act(store, shown.name, wanted), "ended" if ends else "put"
+        if site.records is not None:
+            site.records.note_hold(store.uri, site.corpus.endpoint, found, done, by)
+
+    await run_in_threadpool(change)
     return RedirectResponse(f"/sources/{quote(shown.name, safe='')}", 303)
 
 
@@ -107,6 +114,12 @@ def version(request: Request) -> Response:
     return page(request, "version.html", version=found, here=here, may_become=may)
 
 
+def _by(request: Request) -> str:
+    """Return who asks, for the audit."""
+    person = session_of(request).person
+    return f"{person.name} ({person.role.name.lower()}, by the page)"
+
+
 _ADMINS = ("archived",)
 """States that only an admin brings a version into."""
 
@@ -121,8 +134,7 @@ async def change_state(request: Request) -> Response:
     if revision is None:
         raise ValueError("revision: expected that of the page")
     name = request.path_params["name"]
-    by = f"{person.name} ({person.role.name.lower()}, by the page)"
-    await run_in_threadpool(records.promote, name, state, revision, by)
+    await run_in_threadpool(records.promote, name, state, revision, _by(request))
     return RedirectResponse(f"/versions/{quote(name, safe='@')}", 303)
 
 

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 from data_pipeline.catalog.audit import Entry, entries
 from data_pipeline.catalog.engine import Catalog, CatalogError
+from data_pipeline.catalog.redactions import note_hold
 from data_pipeline.catalog.show import details, known_runs, lying_at, versions
 from data_pipeline.catalog.states import FOLLOWING, promote
+from data_pipeline.govern.holds import Hold
 
 
 class AuditPage(NamedTuple):
@@ -94,6 +96,10 @@ class Records:
             CatalogError, Conflict: as `states.promote`.
         """
         return promote(self._catalog, name, state, revision=revision, by=by)
+
+    def note_hold(self, root: str, endpoint: str | None, hold: Hold, what: str, by: str) -> None:
+        """Write into the audit that a hold was put or ended: as `redactions.note_hold`."""
+        note_hold(self._catalog, root, endpoint, hold, what, by=by)
 
 
 def _told(entry: Entry) -> dict[str, Any]:

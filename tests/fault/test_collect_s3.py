@@ -7,7 +7,8 @@ from itertools import count
 import boto3
 import pytest
 
-from data_pipeline.govern.collect import Plan, Retired, apply, propose
+from data_pipeline.govern.collect import apply, propose
+from data_pipeline.govern.collect_plan import Plan, Retired
 from data_pipeline.index.manifest import read_index, read_manifest
 from data_pipeline.index.reads import check_shards
 from data_pipeline.ingest.ingest import ingest

@@ -5,6 +5,7 @@ import os
 import pwd
 import shutil
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,17 @@ from sqlalchemy import text
 
 from data_pipeline.catalog import migrate
 from data_pipeline.catalog.audit import check, entries
+from data_pipeline.catalog.collect import Ledger
 from data_pipeline.catalog.engine import Catalog, CatalogError, Conflict
 from data_pipeline.catalog.file_systems import network_kind
 from data_pipeline.catalog.lookup import TRAINABLE, version
 from data_pipeline.catalog.names import Wanted, check_licence, of_folder, parse
 from data_pipeline.catalog.register import Source, register
+from data_pipeline.catalog.runs import Run, forget, scan
 from data_pipeline.catalog.show import details, versions
 from data_pipeline.catalog.states import FOLLOWING, delete_version, promote, set_fields
 from data_pipeline.catalog.tables import AUDIT, METADATA, SCHEMA, STATES
+from data_pipeline.govern.collect_plan import Spot, Thing
 from tests import postgres
 from tests.unit.data_pipeline import catalog_jobs
 
@@ -556,3 +560,66 @@ def test_a_reader_of_postgresql_may_not_write(request, monkeypatch):
         pass
     monkeypatch.setenv("PGPASSWORD", postgres.PASSWORD)
     catalog.close()
+
+
+# Collections: which versions may go, and what went (`govern.collect` decides about the bytes) ----
+
+
+def test_a_version_is_let_go_before_its_bytes_and_deleted_after_them(catalog):
+    for name in ("c_1", "c_2"):
+        register(catalog, source(name))
+        bring(catalog, f"c@{name[-1]}", "archived")
+    register(catalog, source("copy", "content of c_2", root="s3://far"))
+    now = datetime.now(UTC)
+
+    def ledger(days: float = 0, root: str = "/corpus") -> Ledger:
+        return Ledger(catalog, root, "", 30, now + timedelta(days=days), lambda _: None)
+
+    assert ledger(29).retired() == {}
+    found = ledger(31).retired()
+    assert {name: one.version for name, one in found.items()} == {"c_1": "c@1", "c_2": "c@2"}
+    assert [one.content for one in ledger(31, "s3://far").retired().values()] == ["content of c_2"]
+    scan(catalog, [Run("/runs/a", "running", 7, [used("/runs/a", "x", "content of c_1")])])
+    assert "(running) uses it" in (ledger().user("c_1", frozenset({"content of c_1"})) or "")
+    things = {
+        name: Thing("source", name, "", one.version, one.content, (Spot("k", 1, "e"),))
+        for name, one in found.items()
+    }
+    with pytest.raises(CatalogError, match="unfinished run /runs/a uses it"):
+        ledger().take("plan", things["c_1"])
+    assert forget(catalog, "/runs/a") == ("/runs/a", 1)
+    with pytest.raises(CatalogError, match="knows no run '/runs/a'"):
+        forget(catalog, "/runs/a")
+    assert ledger().user("c_1", frozenset({"content of c_1"})) is None
+    for thing in things.values():
+        ledger().take("plan", thing)
+        ledger().take("plan", thing)
+    with pytest.raises(CatalogError, match="c@1 does not lie there any more"):
+        ledger().take("another plan", things["c_1"])
+    assert {*ledger().taken("plan")} == {"c_1", "c_2"}
+    ledger().note("plan", things["c_1"], [("k", "locked")])
+    assert {one["version"]: one["state"] for one in listed_of(catalog)} == {
+        "c@1": "archived", "c@2": "archived",
+    }  # fmt: skip
+    for thing in things.values():
+        ledger().note("plan", thing, [])
+    assert {one["version"]: one["state"] for one in listed_of(catalog)} == {
+        "c@1": "deleted", "c@2": "archived",  # another copy is there
+    }  # fmt: skip
+    with catalog.read() as connection:
+        check(connection)
+        forgotten = [one.what for one in entries(connection) if "run_forgotten" in one.what]
+    assert forgotten[0]["used"] == [["x", "train", "content of c_1", 5]]
+    assert ledger().has_facts("content of c_1") is ledger().has_facts("nobody's") is False
+
+
+def used(folder: str, name: str, content: str) -> dict:
+    return {
+        "folder": folder, "name": name, "use": "train", "asked": name, "content_hash": content,
+        "index_sha256": "i", "steps": 5, "first_step": 1, "last_step": 5, "tokens": 9,
+    }  # fmt: skip
+
+
+def listed_of(catalog: Catalog) -> list[dict]:
+    with catalog.read() as connection:
+        return versions(connection)

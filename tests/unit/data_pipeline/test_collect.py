@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.govern.collect import Plan, Retired, apply, propose
+from data_pipeline.govern.collect import apply, propose
+from data_pipeline.govern.collect_plan import Plan, Retired
 from data_pipeline.govern.holds import holds_key
 from data_pipeline.index.columns import SCHEMA
 from data_pipeline.index.manifest import IndexMismatch, manifest_key
@@ -437,6 +438,14 @@ def test_shards_under_a_hold_stay_when_no_manifest_names_them():
     world.hold("a", ["a/000009.tar"])
     [thing] = world.plan().things
     assert [spot.key for spot in thing.spots] == ["a/000000.redacted-0123456789ab.tar"]
+
+
+def test_what_lies_deeper_is_another_root_s():
+    world = World()
+    world.source("a", 1)
+    for key in ("deep/b/.ingest/request.json", "deep/000000.tar", "deep/b/000000.tar"):
+        world.store.put(key, b"{}")
+    assert world.plan().things == ()
 
 
 def test_an_orphan_that_was_written_again_stays():

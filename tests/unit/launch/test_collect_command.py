@@ -15,7 +15,8 @@ from data_pipeline.catalog.engine import Catalog, CatalogError
 from data_pipeline.catalog.register import look, register
 from data_pipeline.catalog.show import details
 from data_pipeline.catalog.states import promote
-from data_pipeline.govern.collect import Plan, apply, propose
+from data_pipeline.govern.collect import apply, propose
+from data_pipeline.govern.collect_plan import Plan
 from data_pipeline.index.manifest import RUN_SOURCES, read_index, read_manifest
 from data_pipeline.index.reads import check_shards
 from data_pipeline.ingest.reindex import reindex

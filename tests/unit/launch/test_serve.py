@@ -312,6 +312,12 @@ def test_holds_are_put_by_curators_and_ended_by_admins(made):
     assert curator.post("/sources/prose/holds", data=end).status_code == 403
     mine = end | {"form": form_of(admin.get("/sources/prose"))}
     assert admin.post("/sources/prose/holds", data=mine).status_code == 303
+    told = [(one.what["action"], one.what["by"]) for one in audited(made)[-2:]]
+    assert told == [
+        ("put", "a-curator (curator, by the page)"),
+        ("ended", "a-admin (admin, by the page)"),
+    ]
+    assert audited(made)[-1].what["hold"] == PAYLOADS[0]
     assert "no hold" in problem(admin.post("/sources/prose/holds", data=mine))
     assert admin.post("/sources/prose/holds", data=mine | {"hold": ""}).status_code == 400
 

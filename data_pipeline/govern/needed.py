@@ -1,0 +1,265 @@
+"""What of a root of sources somebody needs, and what can be proven unneeded.
+
+An object is needed by key, wherever it lies: a version that grew, or was reindexed, names shards in
+the folders of others. Only files in the folders of sources that have one of the names which this
+project gives (`OURS`) are ever proposed. A manifest that cannot be read, or a file of holds, ends
+it all: nobody knows what they need.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from data_pipeline.govern.collect_plan import Records, Retired, Spot, Thing
+from data_pipeline.govern.holds import Hold, read_holds
+from data_pipeline.index.manifest import manifest_key, read_manifest_file
+from data_pipeline.store.objects import check_key, in_threads
+from data_pipeline.store.open import MissingKey, Store
+
+LOCK = ".ingest/lock"
+THREADS = 16
+OURS = re.compile(
+    r"[0-9]{6}(\.redacted-[0-9a-f]{12})?\.tar|(manifest|provenance)\.json"
+    r"|index\.parquet|rejected\.jsonl|\.ingest/(lock|request\.json|[0-9]{6}\.npz)|\.sync/[0-9a-f]{32}"
+)
+_SHARD = re.compile(r"[0-9]{6}(\.redacted-[0-9a-f]{12})?\.tar")
+_FACTS = re.compile(r"([0-9a-f]{64})/[^/]+/facts\.parquet")
+
+
+class Root:
+    """What lies under a root, and what of it is needed.
+
+    Attributes:
+        keys: of all objects.
+        manifests: source -> its manifest.
+        files: source -> bytes of its manifest.
+        holds: all that there are.
+    """
+
+    def __init__(self, store: Store, claimed: frozenset[str] = frozenset()) -> None:
+        self.store, self.claimed = store, claimed
+        self.keys = store.list()
+        self.manifests: dict[str, dict[str, Any]] = {}
+        self.files: dict[str, bytes] = {}
+        for name in names_of(self.keys, "manifest.json"):
+            self.manifests[name], self.files[name] = _read(store, name)
+        self.holds: list[Hold] = read_holds(store, names_of(self.keys, "holds.json"))
+        self.held = {key: hold for hold in self.holds for key in hold.shards}
+        self.leftovers = store.unfinished()
+        # Of locks no old version: whoever looks has written a newer one.
+        self.bygone = [
+            one
+            for one in store.bygone()
+            if OURS.fullmatch(one.key.partition("/")[2]) and not one.key.endswith(LOCK)
+        ]
+        self._inside: dict[str, list[str]] = {}
+        for key in self.keys:
+            name, _, rest = key.partition("/")
+            if OURS.fullmatch(rest):
+                self._inside.setdefault(name, []).append(key)
+
+    def inside(self, name: str) -> list[str]:
+        """Return the keys in the folder of a source that have a name of ours, sorted."""
+        return self._inside.get(name, [])
+
+    def named_by(self, sources: Iterable[str]) -> set[str]:
+        """Return the keys of the shards that the manifests of some sources name."""
+        return {shard["key"] for name in sources for shard in self.manifests[name]["shards"]}
+
+    def begun(self) -> list[str]:
+        """Return the folders without a manifest in which a source is being made, or was."""
+        parts = (key.split("/") for key in self.keys)
+        made = {one[0] for one in parts if len(one) > 2 and one[1] in (".ingest", ".sync")}
+        return sorted(made - {*self.manifests})
+
+    def referring(self, keys: Sequence[str]) -> set[str]:
+        """Return the sources being made that may come to name the shards of others.
+
+        A plain ingest does not; one that appends, a reindex and a sync may.
+
+        Args:
+            keys: of all objects.
+        """
+        left: dict[str, set[str]] = {}
+        for key in keys:
+            name, inside, rest = key.partition("/.ingest/")
+            if inside and "/" not in name and name not in self.manifests:
+                left.setdefault(name, set()).add(rest)
+        mine = {name for name in self.claimed & left.keys() if left[name] == {"lock"}}
+        return {name for name in left.keys() - mine if self._refers(name)}
+
+    def _refers(self, name: str) -> bool:
+        try:
+            request = json.loads(self.store.get(f"{name}/.ingest/request.json"))
+        except (MissingKey, ValueError):
+            return True
+        return not isinstance(request, dict) or "append to" in request
+
+
+def _read(store: Store, name: str) -> tuple[dict[str, Any], bytes]:
+    """Read a manifest, and see that it tells which shards it needs.
+
+    Raises:
+        ValueError, IndexMismatch, StoreError: it does not.
+    """
+    manifest, data = read_manifest_file(store, name)
+    try:
+        for shard in manifest["shards"]:
+            check_key(shard["key"])
+        contents_of(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{store.uri}/{manifest_key(name)}: does not tell its shards and its content "
+            f"({type(error).__name__}: {error}); as long as nobody knows what it needs, nothing is "
+            "collected: restore it"
+        ) from None
+    return manifest, data
+
+
+def contents_of(manifest: Mapping[str, Any]) -> frozenset[str]:
+    """Return the content_hash of a manifest, and that which it was made with if redacted since."""
+    found = {manifest["content_hash"]}
+    if redacted := manifest.get("redacted"):
+        found.add(redacted["made_as"])
+    return frozenset(str(one) for one in found if one)
+
+
+def names_of(keys: Iterable[str], file: str) -> list[str]:
+    """Return the folders of a root in which a file of this name lies."""
+    return [
+        key.partition("/")[0] for key in keys if key.count("/") == 1 and key.endswith(f"/{file}")
+    ]
+
+
+def sources_that_may_go(
+    root: Root,
+    records: Records,
+    taken: Mapping[str, str] | None = None,
+    only: set[str] | None = None,
+) -> tuple[dict[str, Retired], dict[str, str]]:
+    """Return the sources that may go, and why those that are archived may not.
+
+    Args:
+        taken: those that the catalogue has let go for the plan that is applied.
+        only: those that it lists; None: all.
+    """
+    going: dict[str, Retired] = {}
+    kept: dict[str, str] = {}
+    wanted = dict(records.retired())
+    for name, content in (taken or {}).items():
+        wanted.setdefault(name, Retired("", content, "was being removed"))
+    referring = sorted(root.referring(root.keys))
+    for name, retired in wanted.items():
+        if name not in root.manifests or (only is not None and name not in only):
+            continue
+        contents = contents_of(root.manifests[name])
+        shards = {*root.named_by([name]), *root.inside(name)}
+        held = next((root.held[key] for key in sorted(shards & root.held.keys())), None)
+        if root.manifests[name]["content_hash"] != retired.content:
+            kept[name] = f"its folder holds other content than {retired.version or 'the plan'}"
+        elif held or any(hold.source == name for hold in root.holds):
+            kept[name] = f"under hold {held.name!r}" if held else "there are holds on it"
+        elif referring:
+            kept[name] = f"{referring[0]} is being made and may need its shards: finish that first"
+        elif reason := records.user(name, contents):
+            kept[name] = reason
+        else:
+            going[name] = retired
+    # Until nothing changes: a source stays while one that stays names a shard in its folder.
+    while True:
+        staying = root.manifests.keys() - going.keys()
+        needed = {
+            shard["key"].partition("/")[0]: name
+            for name in sorted(staying)
+            for shard in root.manifests[name]["shards"]
+        }
+        lost = sorted(going.keys() & needed.keys())
+        if not lost:
+            return going, kept
+        for name in lost:
+            kept[name] = f"{needed[name]} holds its shards by reference"
+            del going[name]
+
+
+def things_that_may_go(root: Root, going: Mapping[str, Retired]) -> tuple[Thing, ...]:
+    """Return all that may go, when these sources do."""
+    staying = root.manifests.keys() - going.keys()
+    needed = root.named_by(staying) | root.held.keys()
+    found: list[tuple[str, str, str, list[str]]] = []
+    for name in root.begun():
+        left = [key for key in root.inside(name) if key not in needed]
+        found.append(("unfinished", name, "an ingest or sync that did not finish", left))
+    for name in sorted(staying):
+        inside = [key for key in root.inside(name) if key not in needed]
+        notes = [key for key in inside if "/." in key]
+        found.append(("journal", name, "notes of an ingest or sync that is over", notes))
+        shards = [key for key in inside if _SHARD.fullmatch(key.partition("/")[2])]
+        found.append(("shard", name, "no manifest names them", shards))
+    spoken_for: set[str] = set()
+    for name in sorted(going):
+        mine = {*root.inside(name), *root.named_by([name])} & {*root.keys}
+        mine -= needed | spoken_for
+        spoken_for |= mine
+        found.append(("source", name, going[name].why, sorted(mine)))
+    spots = spots_of(root.store, [key for *_, keys in found for key in keys])
+    things = [
+        Thing(
+            *(kind, name, why),
+            going[name].version if kind == "source" else "",
+            going[name].content if kind == "source" else "",
+            tuple(spots[key] for key in keys if key in spots),
+        )
+        for kind, name, why, keys in found
+    ]
+    things += [*_uploads(root), *_bygone(root)]
+    return tuple(one for one in things if one.spots)
+
+
+def facts_of(facts: Store, records: Records) -> Iterator[Thing]:
+    """Yield the facts of contents that nobody counts any more; they can be written again."""
+    contents: dict[str, list[str]] = {}
+    for key in facts.list():
+        if match := _FACTS.fullmatch(key):
+            contents.setdefault(match[1], []).append(key)
+    for content, keys in sorted(contents.items()):
+        if not records.has_facts(content):
+            why = "facts of a content that no version has, or an archived one"
+            spots = spots_of(facts, keys).values()
+            yield Thing("facts", content, why, "", "", tuple(spots))
+
+
+def _uploads(root: Root) -> Iterator[Thing]:
+    """Yield what killed writers left in the folders of sources, made or not."""
+    folders: dict[str, list[Spot]] = {}
+    ours = {*root.manifests, *root.begun()}
+    for one in root.leftovers:
+        name = one.key.partition("/")[0]
+        if name in ours:
+            folders.setdefault(name, []).append(Spot(one.key, 0, one.mark))
+    for name, spots in folders.items():
+        yield Thing("upload", name, "an upload that was never completed", "", "", tuple(spots))
+
+
+def _bygone(root: Root) -> Iterator[Thing]:
+    """Yield older versions of objects that are not there any more and that nothing names."""
+    needed = root.named_by(root.manifests) | root.held.keys()  # a version may be the rescue of one
+    folders: dict[str, list[Spot]] = {}
+    for one in root.bygone:
+        if one.key not in needed:
+            spot = Spot(one.key, one.size, one.mark)
+            folders.setdefault(one.key.partition("/")[0], []).append(spot)
+    for name, spots in folders.items():
+        yield Thing("versions", name, "of objects that were deleted", "", "", tuple(spots))
+
+
+def spots_of(store: Store, keys: Sequence[str]) -> dict[str, Spot]:
+    """Return size and ETag of objects; those that are gone are left out."""
+
+    def look(key: str) -> Spot | None:
+        with suppress(MissingKey):
+            return Spot(key, *vars(store.head(key)).values())
+        return None
+
+    return {spot.key: spot for spot in in_threads(look, keys, THREADS) if spot is not None}
