@@ -10,6 +10,8 @@ A source goes manifest first: without it there is none, and what is left of it i
 collection that was cut off leaves a root in which every source is whole; the same command goes on.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -29,8 +31,8 @@ from data_pipeline.govern.needed import (
 )
 from data_pipeline.index.manifest import manifest_key
 from data_pipeline.ingest.claim import Claim, NameTaken
-from data_pipeline.store.objects import Unfinished
-from data_pipeline.store.open import Store, StoreError
+from data_pipeline.store.objects import Unfinished, in_threads
+from data_pipeline.store.open import MissingKey, Store, StoreError
 
 
 @dataclass
@@ -51,6 +53,10 @@ class Collected:
     def size(self) -> int:
         """Bytes that went."""
         return sum(thing.size for thing in self.removed)
+
+
+# A name is lost by standing still for a minute and more: so often all are looked at.
+_CHECK_S = 5.0
 
 
 def propose(
@@ -197,13 +203,23 @@ def _left_of(
 
 def _refuse_newcomers(root: Root) -> None:
     """Refuse while a source is made that was not there: its manifest may name what is removed."""
-    now = root.store.list()
-    new = {*names_of(now, "manifest.json")} - root.manifests.keys()
-    for name in sorted((root.referring(now) - root.claimed) | new):
+    # Finished sources are claimed all: what is made lies in other folders, and those are few.
+    others = [name for name in root.store.list_folders() if name not in root.claimed]
+    left = [key for name in others for key in root.store.list(f"{name}/.ingest/")]
+    new = {name for name in others if _is_there(root.store, manifest_key(name))}
+    for name in sorted(root.referring(left) | new):
         raise ValueError(
             f"{root.store.uri}/{name}: is being made just now and may name what was to be removed; "
             "the same command goes on later"
         )
+
+
+def _is_there(store: Store, key: str) -> bool:
+    try:
+        store.head(key)
+    except MissingKey:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -214,11 +230,13 @@ class _Removal:
     claims: Mapping[str, Claim]
     done: Collected
     progress: Callable[[str], None]
+    checked: list[float] = field(default_factory=lambda: [-math.inf])  # when
 
     def check(self) -> None:
         """See that all names are still held, and that nobody makes a source out of these."""
-        for claim in self.claims.values():
-            claim.check()
+        if time.monotonic() - self.checked[0] > _CHECK_S:
+            in_threads(lambda claim: claim.check(), list(self.claims.values()), THREADS)
+            self.checked[0] = time.monotonic()
         _refuse_newcomers(self.root)
 
     def finish(self, thing: Thing, kept: Sequence[tuple[str, str]]) -> None:
@@ -255,13 +273,12 @@ def _remove_sources(removal: _Removal, sources: Sequence[Thing]) -> None:
     standing = {*root.manifests}
     gone: list[Thing] = []
     waiting = list(sources)
+    folders = {
+        name: {key.partition("/")[0] for key in root.named_by([name])} - {name}
+        for name in root.manifests
+    }
     while waiting:
-        needed = {
-            key.partition("/")[0]
-            for name in standing
-            for key in root.named_by([name])
-            if key.partition("/")[0] != name
-        }
+        needed = set[str]().union(*(folders[name] for name in standing))
         blocked = needed & standing  # what has no manifest any more cannot come back as it was
         ready = next((thing for thing in waiting if thing.name not in blocked), None)
         if ready is None:

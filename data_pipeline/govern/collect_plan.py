@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -119,7 +120,7 @@ class Plan:
     kept: tuple[tuple[str, str], ...]
     archive: tuple[tuple[str, int, str], ...] = ()
 
-    @property
+    @cached_property
     def id(self) -> str:
         """SHA-256 over all of it."""
         text = json.dumps(asdict(self), sort_keys=True)

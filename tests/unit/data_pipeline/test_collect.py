@@ -512,6 +512,23 @@ def test_a_source_that_begins_to_grow_during_the_removal_keeps_what_it_names(req
     assert world.store.list() == []
 
 
+def test_a_source_that_was_finished_during_the_removal_keeps_what_it_names():
+    world = World()
+    world.source("a", 1)
+    world.old.add("a")
+    plan, before = world.plan(), world.objects()
+
+    def finish(key):
+        if key == "a/manifest.json":
+            world.source("new", 1, ["a/000000.tar"])
+
+    with pytest.raises(ValueError, match="/new: is being made just now"):
+        world.apply(plan, Dying(world.name, between=finish))
+    assert before.items() <= world.objects().items()
+    world.apply(plan)
+    assert before.items() <= world.objects().items()  # in use by then
+
+
 def test_a_plain_ingest_beside_it_is_no_hindrance():
     world = World()
     world.source("a", 1)
