@@ -150,7 +150,7 @@ class BubblePlan:
 # several has no more patches than this, a usual picture's; and no more than this part of what a
 # rank encodes in a step, or ranks would be uneven.
 JOINED_PATCHES = 4_096
-JOINED_PART = 4
+JOINED_PART = 8
 
 
 def most_joined(patches: int, ranks: int) -> int:

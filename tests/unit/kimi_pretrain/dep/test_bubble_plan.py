@@ -74,7 +74,7 @@ def test_small_items_of_a_microbatch_are_joined_in_their_order(items, most):
 
 
 def test_a_unit_of_several_items_is_a_picture_or_a_part_of_a_ranks_share():
-    assert most_joined(4 * 100 * 4, 4) == 100
+    assert most_joined(8 * 100 * 4, 4) == 100
     assert most_joined(10**9, 4) == 4096
     assert most_joined(0, 4) == 0
 

@@ -50,7 +50,7 @@ def test_every_item_is_encoded_once_where_the_plan_of_bubbles_has_it(step):
     home = step.items.row.astype(int) // 32
     assert np.array_equal(bubbles.units.home[bubbles.unit], home)
     patches = step.items.patches.astype(int)
-    most = min(4096, patches.sum() // (4 * 8))
+    most = min(4096, patches.sum() // (8 * 8))
     sizes = np.bincount(bubbles.unit, patches)
     assert all(size <= most for size, items in zip(sizes, bubbles.items) if len(items) > 1)
     grids = np.stack([step.items.frames, step.items.grid_h, step.items.grid_w], axis=1)
