@@ -28,6 +28,9 @@ Needs = Callable[[str], str | None]
 """Folder of a run that has finished -> why it still needs its sources; None: it does not."""
 
 
+Runs = Sequence[tuple[str, Sequence[Mapping[str, Any]]]]
+
+
 class Ledger:
     """`govern.collect_plan.Records` of a catalogue, for one place.
 
@@ -37,7 +40,7 @@ class Ledger:
         keep_archived_days: so long an archived version is kept, from when it became so.
         now: UTC.
         needs: asked of finished runs that `scan` has seen.
-        runs: (folder, sources.json) of more runs, which need what they name.
+        runs: reads (folder, sources.json) of more runs, which need what they name.
     """
 
     def __init__(
@@ -48,10 +51,15 @@ class Ledger:
         keep_archived_days: float,
         now: datetime,
         needs: Needs,
-        runs: Sequence[tuple[str, Sequence[Mapping[str, Any]]]] = (),
+        runs: Callable[[], Runs] = tuple,
     ) -> None:
         self._catalog, self._place = catalog, (root, endpoint)
-        self._keep, self._now, self._needs, self._runs = keep_archived_days, now, needs, runs
+        self._keep, self._now, self._needs = keep_archived_days, now, needs
+        self._read_runs, self._runs = runs, runs()
+
+    def look_again(self) -> None:
+        """See `govern.collect_plan.Records`."""
+        self._runs = self._read_runs()
 
     def retired(self) -> dict[str, Retired]:
         """See `govern.collect_plan.Records`."""

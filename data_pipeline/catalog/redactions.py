@@ -7,7 +7,7 @@ taken out, so entries hold numbers and hashes of them.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, select
@@ -36,14 +36,7 @@ def note_request(
 
 
 def note_hold(
-    catalog: Catalog,
-    root: str,
-    endpoint: str | None,
-    hold: Hold,
-    what: str,
-    locked: str | None = None,
-    *,
-    by: str | None = None,
+    catalog: Catalog, root: str, endpoint: str | None, hold: Hold, what: str, locked: str | None
 ) -> None:
     """Write into the audit that a hold was put or ended.
 
@@ -51,12 +44,34 @@ def note_hold(
         root, endpoint: where the source lies, as its store was opened.
         what: "put" or "ended".
         locked: what came of the store's own lock; None: it was not asked for.
-        by: a person for whom this process did it.
     """
+    with catalog.write() as connection:
+        append(connection, _about(root, endpoint, hold, what) | {"lock": locked})
+
+
+def change_hold(
+    catalog: Catalog,
+    root: str,
+    endpoint: str | None,
+    change: Callable[[], Hold],
+    what: str,
+    by: str,
+) -> None:
+    """Put or end a hold for a person, if the audit can have it: an error leaves both as they were.
+
+    Args:
+        root, endpoint, what: as for `note_hold`.
+        change: puts or ends it.
+        by: the person.
+    """
+    with catalog.write() as connection:
+        append(connection, _about(root, endpoint, change(), what) | {"by": by})
+
+
+def _about(root: str, endpoint: str | None, hold: Hold, what: str) -> dict[str, Any]:
     about = {"hold": hold.name, "action": what, "since": hold.since, "shards": list(hold.shards)}
     place = {"in": root, "endpoint": endpoint_of(root, endpoint), "folder": hold.source}
-    with catalog.write() as connection:
-        append(connection, about | place | {"lock": locked} | ({} if by is None else {"by": by}))
+    return about | place
 
 
 def follow(

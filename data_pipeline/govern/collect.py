@@ -23,6 +23,7 @@ from data_pipeline.govern.needed import (
     LOCK,
     THREADS,
     Root,
+    contents_of,
     facts_of,
     names_of,
     sources_that_may_go,
@@ -307,7 +308,12 @@ def _remove_manifest(removal: _Removal, thing: Thing) -> bool:
     removal.check()
     if thing.name not in root.manifests:  # it went when the plan was applied before
         return True
+    # What was removed before may have taken hours, and a run claims nothing when it starts.
+    removal.records.look_again()
+    user = removal.records.user(thing.name, contents_of(root.manifests[thing.name]))
     try:
+        if user is not None:
+            raise ValueError(user)
         removal.records.take(removal.plan.id, thing)
     except ValueError as error:
         done.refused.append((thing.kind, thing.name, str(error)))

@@ -66,6 +66,10 @@ class Retired(NamedTuple):
 class Records(Protocol):
     """What the catalogue and the run folders say; asked anew by `apply`."""
 
+    def look_again(self) -> None:
+        """Read the run folders as they are now."""
+        ...
+
     def retired(self) -> Mapping[str, Retired]:
         """Folder under the root -> the version that may go by its state and age."""
         ...

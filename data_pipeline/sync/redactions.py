@@ -44,7 +44,9 @@ def settle(source: Store, target: Store, found: Sequence[Contents]) -> Redaction
     """
     settled = Redactions()
     for one in found:
-        ours, theirs = json.loads(one.manifest), _manifest(target, one.name)
+        ours, theirs = json.loads(one.manifest), None
+        with suppress(IndexMismatch):  # the survey says what is there
+            theirs = _manifest(target, one.name)
         if (
             theirs is None
             or "redacted" not in {*ours, *theirs}
@@ -72,6 +74,7 @@ def refuse_undoing(source: Store, target: Store, keys: Iterable[str]) -> None:
 
     Raises:
         OtherContent: names the first of them; nothing was changed.
+        IndexMismatch: a manifest in the target cannot be read: nobody knows what it redacted.
     """
     wanted = {*keys}
     for name in _folders(target) if wanted else ():
@@ -94,8 +97,6 @@ def _manifest(store: Store, name: str) -> dict[str, Any] | None:
         if isinstance(store, FolderStore):
             return None  # the first write makes it
         raise
-    except IndexMismatch:
-        return None  # the survey says what is there
 
 
 def _folders(store: Store) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from launch.cli.data_catalog import CatalogOption, opened
 from launch.cli.options import EndpointOption, JsonOption
 
 if TYPE_CHECKING:
-    from data_pipeline.catalog.collect import Ledger
+    from data_pipeline.catalog.collect import Ledger, Runs
     from data_pipeline.catalog.engine import Catalog
     from data_pipeline.govern.collect import Collected
     from data_pipeline.store.open import Store
@@ -198,17 +199,36 @@ def _facts(options: Mapping[str, Any]) -> "Store | None":
 def _ledger(
     catalog: "Catalog", place: tuple[str, str], options: Mapping[str, Any], now: datetime
 ) -> "Ledger":
-    """Return what the catalogue and the run folders say, as they are now."""
+    """Return what the catalogue and the run folders say."""
     from data_pipeline.catalog.collect import Ledger
+
+    places = [Path(given) for given in options["runs"]]
+    runs = partial(_needing, places)
+    return Ledger(catalog, *place, options["keep_archived_days"], now, needs, runs)
+
+
+def _needing(places: "Sequence[Path]") -> "Runs":
+    """Return the runs at these places that need their sources, as they are now.
+
+    Raises:
+        ValueError: nobody knows what one needs.
+    """
     from data_pipeline.catalog.runs import read_run, run_folders
     from data_pipeline.index.manifest import RUN_SOURCES
 
-    needing: list[tuple[str, Sequence[Mapping[str, Any]]]] = []
-    folders = {one.resolve() for given in options["runs"] for one in run_folders(Path(given))}
+    found: list[tuple[str, Sequence[Mapping[str, Any]]]] = []
+    folders = {one.resolve() for place in places for one in run_folders(place)}
+    for place in places:
+        for file in sorted(place.glob("**/status.json")):
+            if file.parent.resolve() not in folders:
+                raise ValueError(
+                    f"{file.parent}: a run that has left no {RUN_SOURCES}, so nobody knows what it "
+                    "needs; name the other runs one by one with --runs"
+                )
     for folder in sorted(folders):
         if read_run(folder).state != "finished" or needs(str(folder)) is not None:
-            needing.append((str(folder), json.loads((folder / RUN_SOURCES).read_text())))
-    return Ledger(catalog, *place, options["keep_archived_days"], now, needs, needing)
+            found.append((str(folder), json.loads((folder / RUN_SOURCES).read_text())))
+    return found
 
 
 def needs(folder: str) -> str | None:

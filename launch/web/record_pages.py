@@ -1,6 +1,7 @@
 """Pages of what was left out, deleted and held, and of the catalogue; and what is changed there."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -80,12 +81,12 @@ async def hold(request: Request) -> Response:
     act = end_hold if ends else put_hold
     store, by = site.corpus.store, _by(request)
 
-    def change() -> None:
-        found, done = act(store, shown.name, wanted), "ended" if ends else "put"
-        if site.records is not None:
-            site.records.note_hold(store.uri, site.corpus.endpoint, found, done, by)
-
-    await run_in_threadpool(change)
+    change = partial(act, store, shown.name, wanted)
+    if site.records is None:
+        await run_in_threadpool(change)
+    else:
+        about = (store.uri, site.corpus.endpoint, change, "ended" if ends else "put", by)
+        await run_in_threadpool(site.records.change_hold, *about)
     return RedirectResponse(f"/sources/{quote(shown.name, safe='')}", 303)
 
 

@@ -1,12 +1,12 @@
 """What the page shows of the catalogue, and the few changes that it makes there."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from data_pipeline.catalog.audit import Entry, entries
 from data_pipeline.catalog.engine import Catalog, CatalogError
-from data_pipeline.catalog.redactions import note_hold
+from data_pipeline.catalog.redactions import change_hold
 from data_pipeline.catalog.show import details, known_runs, lying_at, versions
 from data_pipeline.catalog.states import FOLLOWING, promote
 from data_pipeline.govern.holds import Hold
@@ -97,9 +97,11 @@ class Records:
         """
         return promote(self._catalog, name, state, revision=revision, by=by)
 
-    def note_hold(self, root: str, endpoint: str | None, hold: Hold, what: str, by: str) -> None:
-        """Write into the audit that a hold was put or ended: as `redactions.note_hold`."""
-        note_hold(self._catalog, root, endpoint, hold, what, by=by)
+    def change_hold(
+        self, root: str, endpoint: str | None, change: Callable[[], Hold], what: str, by: str
+    ) -> None:
+        """Put or end a hold, and write it into the audit: as `redactions.change_hold`."""
+        change_hold(self._catalog, root, endpoint, change, what, by)
 
 
 def _told(entry: Entry) -> dict[str, Any]:

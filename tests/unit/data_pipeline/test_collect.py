@@ -115,6 +115,9 @@ class World:
 
     # Records
 
+    def look_again(self):
+        self.seen = set(self.runs)
+
     def retired(self):
         return {
             name: Retired(f"{name}@1", self.read(name)["content_hash"], "archived")
@@ -123,7 +126,7 @@ class World:
         }
 
     def user(self, name, contents):
-        return "a run uses it" if name in self.runs else None
+        return "a run uses it" if name in self.seen else None
 
     def has_facts(self, content):
         return content.startswith("0")
@@ -145,11 +148,13 @@ class World:
         self.notes.append((thing.kind, thing.name, len(thing.spots), list(kept)))
 
     def plan(self, store=None):
+        self.look_again()
         things, kept = propose(store or self.store, self)
         uri = self.store.uri
         return Plan(uri, "", NOW.isoformat(), 7, "", {}, things, kept)
 
     def apply(self, plan, store=None):
+        self.look_again()
         return apply(store or self.store, plan, self, LATER)
 
 
@@ -458,6 +463,21 @@ def test_an_orphan_that_was_written_again_stays():
     assert not done.removed
     assert [one[:2] for one in done.refused] == [("shard", "a")]
     assert "a/000009.tar" in world.store.list()
+
+
+def test_a_run_that_begins_while_other_things_are_removed_keeps_its_source():
+    world = World()
+    for name in "ab":
+        world.source(name, 2)
+        world.old.add(name)
+    world.store.put("a/000009.tar", b"an orphan")
+    plan, store = world.plan(), Dying(world.name, world.kill)
+    store.between = lambda key: world.runs.add("b")
+    done = world.apply(plan, store)
+    assert ("source", "b", "a run uses it") in done.refused
+    assert {thing.name for thing in done.removed} == {"a"}
+    assert world.names() == ["b"]
+    assert whole(world)
 
 
 def test_what_is_left_of_a_source_and_came_into_use_stays():

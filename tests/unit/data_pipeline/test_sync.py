@@ -487,6 +487,12 @@ def test_what_was_redacted_in_the_target_comes_back_in_no_way(source, target):
     with pytest.raises(OtherContent, match="was replaced there by a redaction of 'captions'"):
         sync(source, target)  # captions_2 names the very shard
     assert objects_of(target) == before
+    manifest = target.get("captions/manifest.json")
+    target.put("captions/manifest.json", manifest[:-9])  # nobody knows what it has redacted
+    with pytest.raises(IndexMismatch, match="captions/manifest.json"):
+        sync(source, target, ["captions_2"])
+    target.put("captions/manifest.json", manifest)
+    assert objects_of(target) == before
     assert holds_any(target.root, needles[:1]) == []
     carry_out(source, GONE)
     sync(source, target)

@@ -152,6 +152,11 @@ def test_what_runs_need_stays_until_they_are_forgotten(root, clock, tmp_path):
     assert read_manifest(root, "words_2")["name"] == "words_2"
     found = run("collect", root.uri, "--plan", next(plans), "--runs", tmp_path / "none", code=2)
     assert "no run here" in found.stderr
+    (runs / "old" / "other").mkdir(parents=True)
+    (runs / "old" / "sources.json").write_text("[]")
+    (runs / "old" / "other" / "status.json").write_text("{}")
+    found = run("collect", root.uri, "--plan", tmp_path / "other.json", "--runs", runs, code=2)
+    assert f"{runs / 'old' / 'other'}: a run that has left no sources.json" in found.stderr
 
 
 def test_deprecated_versions_are_archived_by_a_plan(root, clock, tmp_path):
