@@ -6,7 +6,7 @@ for it, but not for their sleeps.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Device:
         return self.patch * sum(times * _patches(chunk.grids) for times, chunk in passes)
 
     def _piece_forward(self, one: UnitPass, _: int) -> float:
-        return self.patch * _patches([one.grid]) / one.pieces
+        return self.patch * _patches(one.grids) / one.pieces
 
     def _piece_backward(self, one: UnitPass, piece: int, _: Any = None) -> float:
         again = piece < one.later - one.pieces
@@ -83,5 +83,5 @@ def _sleep(until: float) -> None:
     time.sleep(max(0.0, until - time.perf_counter()))
 
 
-def _patches(grids: list[tuple[int, int, int]]) -> int:
+def _patches(grids: Sequence[tuple[int, int, int]]) -> int:
     return sum(t * h * w for t, h, w in grids)
