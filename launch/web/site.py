@@ -6,9 +6,10 @@ Templates, numbers of addresses, forms of our own, and answers to what goes wron
 import hmac
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any
 from urllib.parse import parse_qsl, quote
 
@@ -48,6 +49,8 @@ class Site:
         records: the catalogue, if there is one.
         steps: of a configuration or a run, if one was given.
         runs: folders of runs, beside those that the catalogue knows.
+        working: how many requests may plan, read or count at a time: each holds one of the threads
+            that all pages share.
     """
 
     corpus: Corpus
@@ -60,6 +63,7 @@ class Site:
     records: Records | None = None
     steps: Steps | None = None
     runs: tuple[Path, ...] = ()
+    working: BoundedSemaphore = field(default_factory=partial(BoundedSemaphore, 4))
 
     def needs_records(self) -> Records:
         """Return the catalogue.

@@ -1,9 +1,11 @@
 """Pages of a run's steps: rows, blends, draws of a sample; and statistics of sources."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 from urllib.parse import urlencode
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
@@ -12,6 +14,25 @@ from launch.web.site import number, page, ready, site_of
 from launch.web.steps import MOST_EPOCHS, MOST_ROWS, MOST_STEPS
 
 
+def _few_at_once(handler: Callable[[Request], Response]) -> Callable[[Request], Response]:
+    """Have a page that may take long answered for a few at a time, and the others told so."""
+
+    @wraps(handler)
+    def gated(request: Request) -> Response:
+        working = site_of(request).working
+        if not working.acquire(blocking=False):
+            raise HTTPException(
+                503, "others are having steps planned or sources counted: try again in a moment"
+            )
+        try:
+            return handler(request)
+        finally:
+            working.release()
+
+    return gated
+
+
+@_few_at_once
 def rows(request: Request) -> Response:
     """Rows of a step as the model gets them."""
     site = site_of(request)
@@ -25,6 +46,7 @@ def rows(request: Request) -> Response:
     return page(request, "rows.html", **values, steps=steps, total=total, body=body)
 
 
+@_few_at_once
 def blend(request: Request) -> Response:
     """What the next steps are made of."""
     steps = site_of(request).needs_steps()
@@ -35,6 +57,7 @@ def blend(request: Request) -> Response:
     return page(request, "blend.html", step=step, count=chosen, most=left, steps=steps, body=body)
 
 
+@_few_at_once
 def draws(request: Request) -> Response:
     """A sample in several epochs of a run."""
     site, at = site_of(request), request.path_params["number"]
@@ -71,6 +94,7 @@ def statistics(request: Request) -> Response:
     )
 
 
+@_few_at_once
 def counted(request: Request) -> Response:
     """The statistics themselves."""
     site, given = site_of(request), request.query_params

@@ -593,6 +593,25 @@ def test_a_blend_is_that_of_the_plans(made, viewer):
         assert f"<tr><td>{name}</td><td>{samples:,}</td><td>{tokens:,}</td>" in text
 
 
+def test_pages_that_take_long_leave_threads_to_the_others(made, viewer):
+    """Four at a time, and whoever comes then is told so at once."""
+    long = ("/rows?step=3", "/blend", "/sources/hostile/samples/2/draws")
+    for _ in range(4):
+        assert made.site.working.acquire(blocking=False)
+    try:
+        for path in (*long, "/statistics/counted"):
+            answer = viewer.get(path)
+            assert (answer.status_code, "try again in a moment" in problem(answer)) == (503, True)
+        assert viewer.get("/samples").status_code == viewer.get("/statistics").status_code == 200
+    finally:
+        for _ in range(4):
+            made.site.working.release()
+    for path in long:
+        assert viewer.get(path).status_code == 200
+    for _ in range(5):  # one that fails gives its place back
+        assert viewer.get("/rows?step=0").status_code == 400
+
+
 def test_statistics_are_those_of_data_count(made, viewer, monkeypatch):
     # Here in a thread; tests/browser has the process.
     monkeypatch.setattr(
