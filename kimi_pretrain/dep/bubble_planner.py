@@ -133,6 +133,7 @@ class BubblePlanner:
         )
         unit = np.full(len(home), -1)
         most = most_joined(int(patches.sum()), len(self.stage))
+        most = min(most, self.config.dep.max_patches_per_chunk)
         units, unit[items] = each.joined(patches, most)
         return units, unit
 

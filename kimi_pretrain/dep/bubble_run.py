@@ -269,7 +269,7 @@ class BubbleRun:
                     del self._units[unit]
 
     def _unit(self, unit: int) -> _Unit:
-        items, keep = self.bubbles.items[unit], bool(self.plan.kept[unit])
+        items, keep = self.bubbles.items(unit), bool(self.plan.kept[unit])
         grids = [(int(t), int(h), int(w)) for t, h, w in self.grids[items]]
         pixels = [self.pixels[item] for item in items]
         run = UnitPass(self.encoder, pixels, grids, self.plan.pieces, keep=keep)
@@ -327,7 +327,7 @@ class BubbleRun:
             with self.phase(phase), took.running():
                 yield
         except Exception as error:
-            items = ", ".join(map(str, self.bubbles.items[unit]))
+            items = ", ".join(map(str, self.bubbles.items(unit)))
             error.add_note(f"in the {phase[2:]} of item {items}, on rank {self.rank}, in a bubble")
             raise
 
@@ -386,17 +386,15 @@ class BubbleRun:
 
     def _find_messages(self, vision: VisionPlan) -> None:
         """Read from the plan what this rank sends and receives: both ends see the same rows."""
-        unit_of, before = self.bubbles.unit, np.zeros(len(vision.tokens), np.int64)
-        for items in self.bubbles.items:
-            before[items[1:]] = np.cumsum(vision.tokens[items[:-1]])
+        unit_of, first = self.bubbles.unit, self.bubbles.begins(vision.tokens)
         spans = vision.spans[unit_of[vision.spans.item] >= 0]
         out = spans[spans.source == self.rank]
-        begin = before[out.item] + out.begin
+        begin = first[out.item] + out.begin
         for unit, dest, some in _messages(unit_of[out.item], out.dest, begin):
             rows = runs(begin[some], out.count[some])
             self._outgoing.setdefault(unit, []).append(_Message(unit, dest, rows))
         into = spans[spans.dest == self.rank]
-        begin = before[into.item] + into.begin
+        begin = first[into.item] + into.begin
         for unit, source, some in _messages(unit_of[into.item], into.source, begin):
             rows = runs(into.position[some], into.count[some])
             number = int(self.plan.microbatch[unit])

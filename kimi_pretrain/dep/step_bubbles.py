@@ -1,7 +1,8 @@
 """A step's vision work in bubbles: the plan, and what was believed when it was made. Pure."""
 
 from dataclasses import dataclass
-from functools import cached_property
+
+import numpy as np
 
 from kimi_pretrain.dep.bubble_plan import BubblePlan, Ints, Units
 
@@ -33,13 +34,19 @@ class StepBubbles:
     room: list[dict[int, float]]
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
-    @cached_property
-    def items(self) -> list[list[int]]:
-        """The items of each unit, rising: so their patches and tokens lie in it."""
-        found: list[list[int]] = [[] for _ in range(len(self.units))]
-        for item, unit in enumerate(self.unit.tolist()):
-            if unit >= 0:
-                found[unit].append(item)
+    def items(self, unit: int) -> list[int]:
+        """Return the items of a unit, rising: so their patches and tokens lie in it."""
+        found: list[int] = np.flatnonzero(self.unit == unit).tolist()
+        return found
+
+    def begins(self, tokens: Ints) -> Ints:
+        """Return at which token of its unit each item begins, [items]; `tokens`: of each."""
+        order = np.argsort(self.unit, kind="stable")
+        before = np.cumsum(tokens[order]) - tokens[order]
+        first = np.flatnonzero(np.diff(self.unit[order], prepend=-2))
+        sizes = np.diff(np.append(first, len(order)))
+        found = np.empty(len(order), np.int64)
+        found[order] = before - np.repeat(before[first], sizes)
         return found
 
     def kind(self, unit: int, piece: int) -> int:

@@ -71,7 +71,7 @@ def bubbles(run) -> dict[str, Any]:
         found[name] = run.mesh.all_gather_object(ours)
     found["shared"] = int((vision.parts > 1).sum())
     found["units"] = len(vision.bubbles.units)
-    found["joined"] = sum(len(items) > 1 for items in vision.bubbles.items)
+    found["joined"] = int((np.bincount(vision.bubbles.unit + 1)[1:] > 1).sum())
     found["dep loss"] = plain.loss
     return found
 

@@ -39,8 +39,12 @@ def step():
 def test_every_item_is_encoded_once_where_the_plan_of_bubbles_has_it(step):
     vision = VisionPlanner(config_of()).plan(step)
     bubbles, plan = vision.bubbles, vision.bubbles.plan
-    assert sorted(item for items in bubbles.items for item in items) == list(range(len(step.items)))
-    assert max(map(len, bubbles.items)) > 1
+    items = [bubbles.items(unit) for unit in range(len(bubbles.units))]
+    assert sorted(item for mine in items for item in mine) == list(range(len(step.items)))
+    assert max(map(len, items)) > 1
+    begins = bubbles.begins(vision.tokens)
+    for mine in items:
+        assert begins[mine].tolist() == [0, *np.cumsum(vision.tokens[mine])[:-1]]
     assert np.array_equal(vision.rank, plan.rank[bubbles.unit])
     assert np.array_equal(vision.shares.rank, vision.rank)
     sent = {int(i): int(s) for i, s in zip(vision.spans.item, vision.spans.source)}
@@ -52,7 +56,7 @@ def test_every_item_is_encoded_once_where_the_plan_of_bubbles_has_it(step):
     patches = step.items.patches.astype(int)
     most = min(4096, patches.sum() // (8 * 8))
     sizes = np.bincount(bubbles.unit, patches)
-    assert all(size <= most for size, items in zip(sizes, bubbles.items) if len(items) > 1)
+    assert all(size <= most for size, mine in zip(sizes, items) if len(mine) > 1)
     grids = np.stack([step.items.frames, step.items.grid_h, step.items.grid_w], axis=1)
     each = activation_bytes(grids, config_of().model.vision, 2)
     assert np.array_equal(bubbles.units.kept_bytes, np.bincount(bubbles.unit, each))
@@ -86,6 +90,14 @@ def test_short_waits_come_together_unless_work_is_at_the_edges_alone(step, monke
     assert sum(seconds < 0.9 * least for seconds in after) < sum(s < 0.9 * least for s in before)
     VisionPlanner(config_of(*interleaved, "dep.bubbles=edges")).plan(step)
     assert len(asked) == 1
+
+
+def test_a_unit_of_several_items_is_no_larger_than_a_chunk(step):
+    found = VisionPlanner(config_of("dep.max_patches_per_chunk=1100")).plan(step).bubbles
+    sizes = np.bincount(found.unit, step.items.patches)
+    several = np.bincount(found.unit) > 1
+    assert several.sum() > 0
+    assert sizes[several].max() <= 1100
 
 
 def test_steps_without_a_backward_pass_have_no_bubbles(step):
