@@ -25,6 +25,10 @@ from data_pipeline.plan.blend import (
 )
 
 
+class OtherShares(ValueError):
+    """A state in which a run went on with other shares than the config has there."""
+
+
 @dataclass(frozen=True)
 class Mixture:
     """The blend from the first position to `end`.

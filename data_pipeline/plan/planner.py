@@ -27,7 +27,7 @@ from data_pipeline.index.columns import SourceIndex
 from data_pipeline.names import listed
 from data_pipeline.plan.blend import Segment, append_segment, blend
 from data_pipeline.plan.csr import gather_rows
-from data_pipeline.plan.mixture import Mixer, Mixture
+from data_pipeline.plan.mixture import Mixer, Mixture, OtherShares
 from data_pipeline.plan.pack import pack_window
 from data_pipeline.plan.source import DataUsedUp, Drawn, Source
 from data_pipeline.plan.state import SCHEMA, TOMBSTONES, Identity, State, blend_segments_of
@@ -162,7 +162,7 @@ class Planner:
         """Check a state and begin with it.
 
         Raises:
-            ValueError: naming the field that does not belong to this planner.
+            ValueError: naming the field that does not belong to this planner; OtherShares.
         """
         self.mixture_of(state)
         self._quarantine = tuple((int(a), int(b), int(c)) for a, b, c in state["quarantine"])
@@ -185,7 +185,7 @@ class Planner:
         missed = [s.start for s in mixture.segments[len(parts) :] if s.start <= position]
         own = mixture.segments[len(parts) - 1].weights
         if own != parts[-1][1] or missed:
-            raise ValueError(self._mixer.refusal(parts, own, missed))
+            raise OtherShares(self._mixer.refusal(parts, own, missed))
         return mixture
 
     def quarantine(self, source: int, sample: int, step: int) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from data_pipeline.plan.budget import used_up
+from data_pipeline.plan.mixture import OtherShares
 from data_pipeline.plan.planner import Planner, State
 
 _ROWS = ("manifest", "seed", "packing")
@@ -30,7 +31,7 @@ def taken_over(planner: Planner, state: Mapping[str, Any], step: int) -> tuple[S
     except ValueError as error:
         same = all(state.get(name) == here[name] for name in _ROWS)
         if same and state.get("blend", here["blend"])[:1] == here["blend"][:1]:
-            if not str(error).startswith("state field 'blend'"):
+            if not isinstance(error, OtherShares):
                 raise
             raise ValueError(
                 f"{str(error).partition(';')[0]}: the data of the stage before go on with "
