@@ -27,20 +27,6 @@ class Run(NamedTuple):
     inputs: list[dict[str, Any]]
 
 
-def run_folders(place: Path) -> list[Path]:
-    """Return the run folders at a place: itself, or those in it, sorted.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if (place / RUN_SOURCES).is_file():
-        return [place]
-    found = sorted(file.parent for file in place.glob(f"**/{RUN_SOURCES}"))
-    if not found:
-        raise ValueError(f"{place}: no run here that has left {RUN_SOURCES}")
-    return found
-
-
 def read_run(folder: Path) -> Run:
     """Read what a run folder tells.
 

@@ -9,10 +9,11 @@ the manifest; samples are read by it in `data_pipeline/index/reads.py`.
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,23 @@ RUN_MIXTURES = "mixtures.json"
 
 # Folders asked for a manifest to name a misspelt source: each costs a request.
 _MOST_LOOKED_AT = 100
+
+
+def run_folders(places: Iterable[Path]) -> list[Path]:
+    """Return the run folders at places, resolved, sorted: each itself, or those in it.
+
+    Raises:
+        ValueError: there is none at one of them.
+    """
+    found: set[Path] = set()
+    for place in places:
+        inside = [place / RUN_SOURCES]
+        if not inside[0].is_file():
+            inside = list(place.glob(f"**/{RUN_SOURCES}"))
+        if not inside:
+            raise ValueError(f"{place}: no run here that has left {RUN_SOURCES}")
+        found |= {file.parent.resolve() for file in inside}
+    return sorted(found)
 
 
 def manifest_key(name: str) -> str:

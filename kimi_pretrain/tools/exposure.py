@@ -68,19 +68,6 @@ class Exposure:
     heldout: list[str] = field(default_factory=list)
 
 
-def run_folders(place: Path) -> list[Path]:
-    """Return the run folders at a place: itself, or those in it, sorted.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = [place] if (place / RUN_SOURCES).is_file() else None
-    found = found or sorted(file.parent for file in place.glob(f"**/{RUN_SOURCES}"))
-    if not found:
-        raise ValueError(f"{place}: no run here that has left {RUN_SOURCES}")
-    return found
-
-
 def exposure(
     run_dir: Path,
     wanted: Mapping[str, Sequence[str]],

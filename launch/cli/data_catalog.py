@@ -311,11 +311,11 @@ def scan(
     kimi-pretrain data catalog scan /shared/runs
     """
     with opened(where) as found:
-        from data_pipeline.catalog.runs import read_run, run_folders
+        from data_pipeline.catalog.runs import read_run
         from data_pipeline.catalog.runs import scan as take
+        from data_pipeline.index.manifest import run_folders
 
-        folders = {folder.resolve() for place in runs for folder in run_folders(place)}
-        seen = [read_run(folder) for folder in sorted(folders)]
+        seen = [read_run(folder) for folder in run_folders(runs)]
         take(found, seen)
         for run in seen:
             typer.echo(f"{run.folder}: {run.state}, step {run.step}, {len(run.inputs)} sources")

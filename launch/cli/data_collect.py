@@ -213,11 +213,11 @@ def _needing(places: "Sequence[Path]") -> "Runs":
     Raises:
         ValueError: nobody knows what one needs.
     """
-    from data_pipeline.catalog.runs import read_run, run_folders
-    from data_pipeline.index.manifest import RUN_SOURCES
+    from data_pipeline.catalog.runs import read_run
+    from data_pipeline.index.manifest import RUN_SOURCES, run_folders
 
     found: list[tuple[str, Sequence[Mapping[str, Any]]]] = []
-    folders = {one.resolve() for place in places for one in run_folders(place)}
+    folders = run_folders(places)
     for place in places:
         for file in sorted(place.glob("**/status.json")):
             if file.parent.resolve() not in folders:
@@ -225,7 +225,7 @@ def _needing(places: "Sequence[Path]") -> "Runs":
                     f"{file.parent}: a run that has left no {RUN_SOURCES}, so nobody knows what it "
                     "needs; name the other runs one by one with --runs"
                 )
-    for folder in sorted(folders):
+    for folder in folders:
         if read_run(folder).state != "finished" or needs(str(folder)) is not None:
             found.append((str(folder), json.loads((folder / RUN_SOURCES).read_text())))
     return found

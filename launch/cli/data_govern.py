@@ -51,12 +51,12 @@ def exposure(
     kimi-pretrain data exposure runs/mine --list request-17.jsonl --out uses.jsonl
     """
     with one_line_errors():
+        from data_pipeline.index.manifest import run_folders
         from kimi_pretrain.tools.exposure import exposure as look
-        from kimi_pretrain.tools.exposure import run_folders
         from launch.cli.progress import item_bar
 
         wanted = _wanted(source, key, samples)
-        folders = sorted({one.resolve() for place in runs for one in run_folders(place)})
+        folders = run_folders(runs)
         told: list[dict[str, Any]] = []
         lines: list[str] = []
         failed = 0

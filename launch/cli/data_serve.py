@@ -6,7 +6,6 @@ import pwd
 import socket
 import ssl
 import sys
-from collections.abc import Sequence
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
@@ -81,6 +80,7 @@ def serve(
     """
     with one_line_errors():
         _needs_packages()
+        from data_pipeline.index.manifest import run_folders
         from launch.web.auth import Doorkeeper, Person, Role, digest, new_token, read_tokens
 
         mine = Role.named(role)
@@ -110,7 +110,7 @@ def serve(
             about = (uri, tuple(source or ()), endpoint, folder)
             site = _site(about, steps, catalog, door, hosts, f"kimi-pretrain-{number}")
             site.secure = certificate is not None
-            site.runs = _run_folders([*(runs or ()), *([run] if run is not None else ())])
+            site.runs = tuple(run_folders([*(runs or ()), *([run] if run is not None else ())]))
             scheme = "https" if site.secure else "http"
             if outside:
                 typer.echo(f"serving at {scheme}://{(allow_host or [host])[0]}:{number}/")
@@ -196,12 +196,6 @@ def _user() -> str:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a number without a name, as in containers
         return f"user-{os.getuid()}"
-
-
-def _run_folders(places: Sequence[Path]) -> tuple[Path, ...]:
-    from kimi_pretrain.tools.exposure import run_folders
-
-    return tuple(sorted({one.resolve() for place in places for one in run_folders(place)}))
 
 
 def _steps_of_config(config: str, uri: str, endpoint: str | None) -> "Steps":
