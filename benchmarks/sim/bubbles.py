@@ -54,6 +54,7 @@ class Bubbles:
         filling: of the plan.
         gather: plan on a timeline whose short waits lie together.
         scatter: how far true costs are off, as `Assumptions.cost_scatter`.
+        put_off: a rank puts backward pieces off that would go over their slot. On CUDA none does.
     """
 
     title: str
@@ -61,6 +62,7 @@ class Bubbles:
     filling: Filling = Filling()
     gather: bool = True
     scatter: float = SCATTER
+    put_off: bool = True
 
 
 def units_of(
@@ -91,7 +93,12 @@ def scattered(items: int, step: int, seed: int, scatter: float) -> Floats:
 
 
 def run_through(
-    plan: BubblePlan, units: Units, text: Pipeline, filling: Filling, experts: int
+    plan: BubblePlan,
+    units: Units,
+    text: Pipeline,
+    filling: Filling,
+    experts: int,
+    put_off: bool = True,
 ) -> float:
     """Return when the last rank is done with a step, in seconds from its beginning.
 
@@ -100,6 +107,7 @@ def run_through(
         text: the pipeline without vision work.
         filling: of the plan: pieces, transport, and what a bubble that is used loses.
         experts: replicas that meet in every layer.
+        put_off: as in `Bubbles`.
     """
     schedule, line = text.schedule, text.line
     replicas = len(plan.stage) // schedule.stages
@@ -140,7 +148,9 @@ def run_through(
             for replica, home, microbatch, runs, _ in work[stage, slot, 1]:
                 left[stage, replica] += [[home // experts, microbatch, *run] for run in runs]
             for replica in range(replicas):
-                ends = opened[stage, replica] + lost + lengths[stage][slot] if inside else np.inf
+                ends = np.inf
+                if inside and put_off:
+                    ends = opened[stage, replica] + lost + lengths[stage][slot]
                 if left[stage, replica] and busy[stage, replica] == opened[stage, replica]:
                     busy[stage, replica] += lost
                 time = _spent(left[stage, replica], float(busy[stage, replica]), ends, done)
@@ -263,7 +273,7 @@ def bubble_step(
     check(found)
     off = scattered(len(plan.items), plan.step, case.seed, way.scatter)
     true = units_of(plan, config, case.assumed, off)
-    seconds = run_through(found, true, text, way.filling, config.layout.ep)
+    seconds = run_through(found, true, text, way.filling, config.layout.ep, way.put_off)
     passes = (text.forward + text.backward).sum() / config.layout.pp
     spent = true.forward + true.backward + np.where(found.kept, 0.0, true.recompute)
     kept = np.bincount(found.rank[found.kept], units.kept_bytes[found.kept], case.ranks)
@@ -280,17 +290,21 @@ def bubble_step(
 
 
 KEPT_GIB = 40
+
+
+def _kept(gib: int, pieces: int = Filling.pieces) -> Filling:
+    return Filling(room_bytes=gib * GIB, pieces=pieces)
+
+
 WAYS = {
     "drawn": Bubbles("rows as they are drawn", order_rows="as_drawn"),
     "light": Bubbles("light rows first and last"),
     "short": Bubbles("the same, short waits left as they are", gather=False),
-    "kept": Bubbles(
-        f"light rows, activations kept in {KEPT_GIB} GiB",
-        filling=Filling(room_bytes=KEPT_GIB * GIB),
-    ),
-    "halves": Bubbles(
-        "the same, blocks cut in halves", filling=Filling(room_bytes=KEPT_GIB * GIB, pieces=54)
-    ),
+    "all": Bubbles("light rows, nothing put off, as on CUDA", put_off=False),
+    "kept8": Bubbles("light rows, activations kept in 8 GiB", filling=_kept(8)),
+    "kept16": Bubbles("light rows, activations kept in 16 GiB", filling=_kept(16)),
+    "kept": Bubbles(f"light rows, activations kept in {KEPT_GIB} GiB", filling=_kept(KEPT_GIB)),
+    "halves": Bubbles("the same, blocks cut in equal halves", filling=_kept(KEPT_GIB, 54)),
     "whole": Bubbles("light rows, items in one piece", filling=Filling(pieces=1)),
     "edges": Bubbles(
         "light rows, only in the first and the last slot", filling=Filling(edges=True)
@@ -312,16 +326,16 @@ class BubbleCase:
 
 def bubble_grid(quick: bool) -> Iterator[BubbleCase]:
     """Yield the cases of the tables."""
-    shares = (0.1, 0.3, 0.5)
+    shares, more = (0.1, 0.3, 0.5), ("light", "all", "kept8", "kept16", "kept")
     if quick:
         yield BubbleCase(Case(64, shares[0], 1), None, ("light",))
         return
     for vision in shares:
         yield BubbleCase(Case(256, vision, 4), None, tuple(WAYS))
-        yield BubbleCase(Case(256, vision, 4), 4, ("drawn", "light", "kept"))
-    for ranks in (1024, 4096):
+        yield BubbleCase(Case(256, vision, 4), 4, ("drawn", *more))
+    for ranks, steps in ((1024, 4), (4096, 2)):
         for vision in shares:
-            yield BubbleCase(Case(ranks, vision, 1), None, ("light", "kept"))
+            yield BubbleCase(Case(ranks, vision, steps), None, more)
 
 
 def run_bubbles(one: BubbleCase, library: Library) -> dict[str, dict[str, Any]]:

@@ -163,6 +163,9 @@ def most_joined(patches: int, ranks: int) -> int:
     return min(JOINED_PATCHES, patches // (JOINED_PART * ranks))
 
 
+# How far off a unit's seconds are taken to be, each by itself, as a share of them: of two ranks with
+# as much to do that with few large units may well end later.
+SCATTER = 0.1
 # What gaps of a stage are used for at least, in the choice of ranks, however large pieces are.
 LEAST_USE = 0.25
 
@@ -310,14 +313,17 @@ def _assigned(
     late_waste = _waste(gaps, units.backward / filling.pieces)
     rank, kept = np.zeros(len(units), np.int64), np.zeros(len(units), np.bool_)
     free = np.full(len(room.both), filling.room_bytes, np.int64)
+    squares = np.zeros(len(room.both))  # of what ranks have to do late
     for unit in np.argsort(-(units.forward + later), kind="stable").tolist():
         microbatch, size = int(units.microbatch[unit]), int(units.kept_bytes[unit])
         keeps = free >= size
         early = units.forward[unit] * early_waste[unit][stage]
         late = np.where(keeps, units.backward[unit], later[unit]) * late_waste[unit][stage]
+        more = squares + late**2
+        late += SCATTER * (np.sqrt(more) - np.sqrt(squares))
         one = room.rank_for(microbatch, early, late)
         room.take(one, microbatch, float(early[one]), float(late[one]))
-        rank[unit], kept[unit] = one, keeps[one]
+        rank[unit], kept[unit], squares[one] = one, keeps[one], more[one]
         free[one] -= size * keeps[one]
     return rank, kept
 

@@ -48,6 +48,22 @@ def changed(config: Config, changes: Sequence[Change]) -> Config:
     )
 
 
+def released(config: Config) -> tuple[Change, ...]:
+    """Return what takes back the switches that cost time alone, where a run has thrown them.
+
+    Of a run that computes a part again it is not known whether the rest would do instead.
+    """
+    train, dep = config.train, config.dep
+    found = list[Change]()
+    if set(train.recompute) == set(EVERYTHING):
+        found.append(Change("train", "recompute", ()))
+    if dep.offload_outputs:
+        found.append(Change("dep", "offload_outputs", False))
+    if train.offload:
+        found.append(Change("train", "offload", False))
+    return tuple(found)
+
+
 def switches(config: Config) -> Iterator[list[Change]]:
     """Yield the switches that are not yet thrown, the least costly first; each has its levels, of
     which one at most is taken, from the mildest.

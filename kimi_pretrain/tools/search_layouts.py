@@ -3,8 +3,8 @@
 Every layout that the configuration's checks accept is priced with the same planned steps, as
 `plan --step` prices the run's own: pipelines (`layout.pp`, `vpp`, equal chunks), ranks that share
 rows (`cp`, `tp`), ranks that experts are on. Which settings of memory a layout needs, the plan of
-memory says; of those that suffice the fastest are taken. Settings that change results are left
-alone where others suffice.
+memory says, also which of the run's own it does not; of those that suffice the fastest are taken.
+Settings that change results are left alone where others suffice.
 
 No layout is faster than its passes without bubbles between them: so much is known of each without a
 timeline. They are looked at in that order, until no other can be among the best. Of a pipeline with
@@ -28,7 +28,7 @@ from kimi_pretrain.dep.cost import FORWARDS_PER_STEP, CostModel
 from kimi_pretrain.dep.pass_costs import update_seconds
 from kimi_pretrain.memory.search import Combination, Layout, Levels
 from kimi_pretrain.memory.states import Sizes, divide_config
-from kimi_pretrain.memory.switches import Change, changed
+from kimi_pretrain.memory.switches import Change, changed, released
 from kimi_pretrain.parallel.layout import even_stages
 from kimi_pretrain.tools.optimizer_division import Division
 from kimi_pretrain.tools.predict import Progress
@@ -125,9 +125,10 @@ def search_layouts(
     config = config.replace(train=config.train.replace(memory_limit_gib=None))
     planned = plan_steps(config, num_steps, progress)
     search = _Search(config, planned, traffic, limit, LeftOut())
-    own = search.price(config)
+    own, free = search.price(config), released(config)
     waiting = list[tuple[float, int, tuple[Change, ...], Config]]()
     for number, changes in enumerate(layouts(config, search.left_out)):
+        changes = (*changes, *free)
         try:
             other = changed(config, changes)
             waiting.append((search.bound(other), number, changes, other))
@@ -233,7 +234,7 @@ class _Search:
                 self.left_out.add(_named(config, changes), error)
                 return None
             if found is not None:
-                return found
+                return replace(found, fits=replace(found.fits, settings=_settings(found.fits)))
         reason = f"fits train.memory_limit_gib={self.limit / GIB:g} with no settings"
         self.left_out.add(_named(config, changes), reason)
         return None
@@ -331,6 +332,14 @@ def _combinations(layout: Layout, *, changing: bool) -> Iterator[Levels]:
             yield taken
 
 
+def _settings(fits: Combination) -> tuple[str, ...]:
+    """Return the overrides that say what is not as the run has it: a switch of the run's that was
+    taken back and thrown again is there twice.
+    """
+    keys = [text.partition("=")[0] for text in fits.settings]
+    return tuple(text for text, key in zip(fits.settings, keys) if keys.count(key) == 1)
+
+
 def _named(config: Config, changes: tuple[Change, ...]) -> str:
     """Return a layout in words."""
     layout = config.layout
@@ -369,9 +378,12 @@ def layouts(config: Config, left_out: LeftOut) -> Iterator[tuple[Change, ...]]:
             for ep in powers:
                 if ep > ranks // pp:
                     break
+                # Only chunks that take turns overlap, and only what is sent.
+                overlap = layout.overlap_experts and vpp > 1 and ep > 1
+                every = {**values, "ep": ep, "stages": stages, "overlap_experts": overlap}
                 yield tuple(
                     Change("layout", key, value)
-                    for key, value in {**values, "ep": ep, "stages": stages}.items()
+                    for key, value in every.items()
                     if value != getattr(layout, key)
                 )
 

@@ -207,9 +207,13 @@ def test_a_plan_of_bubbles_runs_as_planned_where_costs_are_true(library, chunks)
     assert text.line.total < planned
     run = run_through(found, units, text, filling, config.layout.ep)
     assert text.line.total + found.after - 1e-6 <= run <= planned + 1e-6
+    nothing_put_off = run_through(found, units, text, filling, config.layout.ep, put_off=False)
+    assert nothing_put_off == pytest.approx(run)
     off = scattered(len(plan.items), plan.step, case.seed, 0.3)
     dearer = units_of(plan, config, case.assumed, off)
-    assert run_through(found, dearer, text, filling, config.layout.ep) > run
+    put_off = run_through(found, dearer, text, filling, config.layout.ep)
+    on_the_spot = run_through(found, dearer, text, filling, config.layout.ep, put_off=False)
+    assert on_the_spot > put_off > run  # with no margin, whatever is dearer makes passes late
     nothing = units_of(plan, config, case.assumed)
     nothing = type(nothing)(*(column[:0] for column in vars(nothing).values()))
     empty = plan_bubbles(nothing, text.schedule, text.line, stage, filling)
