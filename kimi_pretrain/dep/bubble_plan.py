@@ -163,8 +163,8 @@ def most_joined(patches: int, ranks: int) -> int:
     return min(JOINED_PATCHES, patches // (JOINED_PART * ranks))
 
 
-# How far off a unit's seconds are taken to be, each by itself, as a share of them: of two ranks that
-# have as much to do the one with few large units may well end later.
+# How far off a unit's seconds are taken to be, each by itself, as a share of them: of two ranks
+# with as much to do, one with few large units may well end later.
 SCATTER = 0.1
 # What gaps of a stage are used for at least, in the choice of ranks, however large pieces are.
 LEAST_USE = 0.25
