@@ -13,6 +13,7 @@ from kimi_pretrain.dep.bubble_plan import (
     Filling,
     Slice,
     Units,
+    assign_units,
     borders_of,
     gaps_of,
     least_wait,
@@ -166,6 +167,18 @@ def test_little_work_needs_no_time_of_its_own():
     first = units.forward[units.microbatch == 0]
     assert plan.upfront <= 0.02 + first.sum() + first.max() / 27
     assert plan.after <= units.forward.max() * 3 + 0.1
+
+
+def test_of_ranks_with_as_much_to_do_one_with_a_large_unit_gets_less():
+    """It may well end later: costs are off, each by itself, and those of many make up for it."""
+    schedule, forward = Schedule(2, 1, 8), np.array([1.0] + 400 * [0.02])
+    line, none = timeline(schedule, np.ones(2), 2 * np.ones(2)), np.zeros(401, np.int64)
+    units = Units(none, none, forward, forward, 2 * forward, none)
+    rank, _ = assign_units(units, schedule, line, np.ones(4, np.int64), Filling())
+    late = np.bincount(rank, 3 * forward, 4)
+    others = np.delete(late, rank[0])
+    assert others.max() - others.min() < 0.07  # a small unit
+    assert 0.15 < others.min() - late[rank[0]] < 0.35  # a tenth of 3.0, less that of the others
 
 
 def test_a_pipeline_without_bubbles_does_it_before_and_after():
