@@ -32,17 +32,21 @@ def activation_bytes(
     t, h, w = np.asarray(grids, dtype=np.int64).reshape(-1, 3).T
     patches, tokens = t * h * w, num_tokens(t, h, w)
     width, hidden = config.width, config.mlp_width
-    # Two norm inputs, two norm outputs, q, k and v, and attention's output as the kernel keeps it
-    # and again as one tensor (the CUDA kernel keeps it once); then the MLP before its GELU.
-    block = 9 * width + hidden
-    statistics = 4 * (config.heads + 4)  # float32: log-sums of each head, mean and scale of a norm
     angles = 2 * max(4, itemsize) * config.head_dim // 2
-    kept = patches * (
-        config.depth * (block * itemsize + statistics) + 3 * PATCH**2 * itemsize + angles
-    )
+    kept = config.depth * block_bytes(patches, config, itemsize)
+    kept += patches * (3 * PATCH**2 * itemsize + angles)
     # On top of the blocks: at first all of the projector, later the gradients inside one MLP.
     gradients = patches * (width + 2 * hidden)
     return kept + itemsize * np.maximum(_projector(patches, tokens, config), gradients)
+
+
+def block_bytes(patches: np.ndarray, config: MoonViTConfig, itemsize: int = 2) -> np.ndarray:
+    """Return what autograd keeps of one block, its input included, int64 as `patches` of items."""
+    # Two norm inputs, two norm outputs, q, k and v, and attention's output as the kernel keeps it
+    # and again as one tensor (the CUDA kernel keeps it once); then the MLP before its GELU.
+    numbers = 9 * config.width + config.mlp_width
+    statistics = 4 * (config.heads + 4)  # float32: log-sums of each head, mean and scale of a norm
+    return patches * (numbers * itemsize + statistics)
 
 
 def frozen_tower_bytes(

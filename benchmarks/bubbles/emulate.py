@@ -35,6 +35,7 @@ class Device:
         EncoderPass.forward = self._slow(EncoderPass.forward, self._chunks_forward)
         EncoderPass.backward = self._slow(EncoderPass.backward, self._chunks_backward)
         UnitPass.forward = self._slow(UnitPass.forward, self._piece_forward)
+        UnitPass.again = self._slow(UnitPass.again, self._piece_again)
         UnitPass.backward = self._slow(UnitPass.backward, self._piece_backward)
 
     def _slow(self, method: Callable[..., Any], seconds: Callable[..., float]):
@@ -56,9 +57,11 @@ class Device:
     def _piece_forward(self, one: UnitPass, _: int) -> float:
         return self.patch * _patches(one.grids) / one.pieces
 
-    def _piece_backward(self, one: UnitPass, piece: int, _: Any = None) -> float:
-        again = piece < one.later - one.pieces
-        return self._piece_forward(one, piece) * (1.0 if again else BACKWARD)
+    def _piece_again(self, one: UnitPass, piece: int) -> float:
+        return self._piece_forward(one, piece) * (piece >= one.kept)
+
+    def _piece_backward(self, one: UnitPass, _: Any = None) -> float:
+        return self._piece_forward(one, 0) * BACKWARD
 
     def _slow_schedule(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
         """Slow what a schedule calls; whoever counts passes has wrapped it before, and is told of a

@@ -23,6 +23,7 @@ from data_pipeline.plan.step_plan import GlobalPlan
 from kimi_pretrain.config import GIB, Config
 from kimi_pretrain.dep.bubble_check import check
 from kimi_pretrain.dep.bubble_plan import (
+    OVER,
     BubblePlan,
     Filling,
     Units,
@@ -34,9 +35,8 @@ from kimi_pretrain.dep.bubble_plan import (
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
 from kimi_pretrain.dep.row_order import microbatch_order
 from kimi_pretrain.dep.timeline import gathered
-from kimi_pretrain.dep.vision_plan import grids_of
 from kimi_pretrain.parallel.ranks import Ranks
-from moonvit3d.memory import activation_bytes
+from moonvit3d.memory import block_bytes
 
 Floats = NDArray[np.float64]
 
@@ -74,15 +74,16 @@ def units_of(
     number = plan.items.row.astype(np.int64) // per_microbatch
     home, number = np.divmod(number, plan.num_rows // (config.layout.dp * per_microbatch))
     place = np.argsort(microbatch_order(plan, config), axis=1)
+    patches, vision = plan.items.patches.astype(np.int64), config.model.vision
+    more = block_bytes(patches, vision, BYTES) - BYTES * vision.width * patches
     each = Units(
         home=home,
         microbatch=place[home, number],
         forward=seconds,
-        recompute=seconds,
+        again=3 * seconds,
         backward=2 * seconds,
-        kept_bytes=activation_bytes(grids_of(plan), config.model.vision, BYTES),
+        kept_bytes=vision.depth * more,
     )
-    patches = plan.items.patches.astype(np.int64)
     return each.joined(patches, most_joined(int(patches.sum()), config.layout.world_size()))[0]
 
 
@@ -184,13 +185,14 @@ def _spent(left: deque[list[Any]], time: float, ends: float, done: Floats) -> fl
 
     Args:
         left: (group, microbatch, pieces, seconds of each) in order; what is done is taken out.
-        ends: when the slot is used up; no piece begins that goes over it.
+        ends: when the slot is used up; no piece begins that goes over it by more than `OVER`.
         done: when the gradients of a microbatch are there, [microbatches, groups].
     """
     while left:
         group, microbatch, count, seconds = left[0]
         start = max(time, float(done[microbatch, group]))
-        fits = count if start + count * seconds <= ends else int(max(0.0, ends - start) // seconds)
+        over = ends + OVER * seconds
+        fits = count if start + count * seconds <= over else int(max(0.0, over - start) // seconds)
         if fits:
             time = start + fits * seconds
         if fits < count:
@@ -212,8 +214,8 @@ def _work(
     """
     cut = plan.pieces
     home, microbatch = units.home.tolist(), units.microbatch.tolist()
-    columns = (units.forward / cut, units.recompute / cut, units.backward / cut)
-    forward, recompute, backward = (column.tolist() for column in columns)
+    columns = (units.forward / cut, units.again / cut, units.backward / cut)
+    forward, again, backward = (column.tolist() for column in columns)
     kept = plan.kept.tolist()
     found: dict[tuple[int, int, int], list[tuple[int, int, int, Runs, bool]]] = defaultdict(list)
     for rank, stage in enumerate(plan.stage.tolist()):
@@ -223,8 +225,8 @@ def _work(
             entry = (replica, home[unit], microbatch[unit], runs, end == cut)
             found[stage, slot, 0].append(entry)
         for unit, slot, begin, end in plan.backward[rank]:
-            again = 0 if kept[unit] else max(0, min(end, cut) - begin)
-            runs = [(again, recompute[unit]), (end - begin - again, backward[unit])]
+            spared = max(0, min(end, kept[unit]) - begin)
+            runs = [(spared, backward[unit]), (end - begin - spared, again[unit])]
             runs = [run for run in runs if run[0]]
             found[stage, slot, 1].append((replica, home[unit], microbatch[unit], runs, False))
     return found
@@ -275,8 +277,9 @@ def bubble_step(
     true = units_of(plan, config, case.assumed, off)
     seconds = run_through(found, true, text, way.filling, config.layout.ep, way.put_off)
     passes = (text.forward + text.backward).sum() / config.layout.pp
-    spent = true.forward + true.backward + np.where(found.kept, 0.0, true.recompute)
-    kept = np.bincount(found.rank[found.kept], units.kept_bytes[found.kept], case.ranks)
+    share = found.kept / found.pieces
+    spent = true.forward + true.again - share * (true.again - true.backward)
+    kept = np.bincount(found.rank, share * units.kept_bytes, case.ranks)
     fixed = gradient_sum_seconds(config, case.assumed) + 2 * case.assumed.phase_seconds
     return BubbleStep(
         text=text.line.total,

@@ -2,8 +2,9 @@
 
 A unit is the encoder's work on one item, or on several small ones of a microbatch together: a
 forward pass, whose output a first-stage rank needs when it starts the microbatch, and later a
-recomputed forward pass and a backward pass, whose gradient comes when that rank is through with the
-microbatch. The encoder may stop between its blocks, so a unit is cut into pieces. A rank works in
+backward pass, whose gradient comes when that rank is through with the microbatch. The encoder may
+stop between its blocks, so a unit is cut into pieces. Each piece is computed again before it is
+taken back, but for those whose activations are kept (`unit_pass`). A rank works in
 its slots: slot n of a stage lies between its passes n - 1 and n, the first one before all passes,
 the last one behind them. What does not fit between the passes goes there: `upfront` and `after` say
 how much longer the step is for it.
@@ -33,14 +34,15 @@ class Units:
     Attributes:
         home: replica that needs it.
         microbatch: of the replica, as it runs; rising.
-        forward, recompute, backward: seconds.
-        kept_bytes: what its activations take if they are kept, instead of the recompute.
+        forward, again, backward: seconds of its forward pass, of its backward pass where all is
+            computed again, and where nothing is.
+        kept_bytes: what its activations take if all are kept, beside what its pieces begin with.
     """
 
     home: Ints
     microbatch: Ints
     forward: Floats
-    recompute: Floats
+    again: Floats
     backward: Floats
     kept_bytes: Ints
 
@@ -77,12 +79,12 @@ class Units:
         return type(self)(home, microbatch, **sums), joined
 
     def times(self, factors: tuple[float, float, float]) -> Self:
-        """Return the units with their seconds of forward, recompute and backward times these."""
-        forward, recompute, backward = factors
+        """Return the units with their seconds of each kind times these."""
+        forward, again, backward = factors
         return replace(
             self,
             forward=self.forward * forward,
-            recompute=self.recompute * recompute,
+            again=self.again * again,
             backward=self.backward * backward,
         )
 
@@ -96,7 +98,7 @@ class Filling:
         transport: seconds from the end of a forward pass until its output is at the first stage,
             and from there back.
         slot_seconds: lost in each bubble that is used.
-        pieces: into which each of the three passes of a unit can be cut; 1: not at all.
+        pieces: into which either pass of a unit can be cut; 1: not at all.
         edges: only before a stage's first pass and behind its last.
         room_bytes: of a rank, for activations that are kept.
     """
@@ -127,10 +129,10 @@ class BubblePlan:
         stage: of each rank, [ranks].
         microbatch: of each unit, [units].
         rank: that does it, [units].
-        kept: its activations are kept, [units].
-        pieces: of a unit's forward pass, of its recompute, and of its backward pass.
+        kept: first pieces of its backward pass whose activations are kept, [units].
+        pieces: of a unit's forward pass, and of its backward pass.
         forward: of each rank its slices of forward passes, in time and in the order of units.
-        backward: the same of what comes later: pieces of the recompute, then of the backward pass.
+        backward: the same of backward passes.
         upfront, after: seconds before and behind the passes.
     """
 
@@ -138,7 +140,7 @@ class BubblePlan:
     stage: Ints
     microbatch: Ints
     rank: Ints
-    kept: NDArray[np.bool_]
+    kept: Ints
     pieces: int
     forward: list[list[Slice]]
     backward: list[list[Slice]]
@@ -166,6 +168,9 @@ def most_joined(patches: int, ranks: int) -> int:
 # How far off a unit's seconds are taken to be, each by itself, as a share of them: of two ranks
 # with as much to do, one with few large units may well end later.
 SCATTER = 0.1
+# How much of a backward piece may lie beyond the time of its slot before it is put off: most passes
+# may begin somewhat later, and a gap may be no longer than a piece should take.
+OVER = 0.5
 # What gaps of a stage are used for at least, in the choice of ranks, however large pieces are.
 LEAST_USE = 0.25
 
@@ -202,7 +207,7 @@ def least_wait(units: Units, filling: Filling) -> float:
     """Return how long waits should last so that the largest piece fits each: shorter ones are
     to be gathered (`timeline.gathered`).
     """
-    largest = float(units.backward.max(initial=0.0)) / filling.pieces
+    largest = float(units.again.max(initial=0.0)) / filling.pieces
     return filling.slot_seconds + filling.margin * largest * (1 + 1e-9)
 
 
@@ -306,19 +311,20 @@ def _waste(gaps: Sequence[Sequence[Gap]], piece: Floats) -> Floats:
 
 def _assigned(
     units: Units, room: _Room, gaps: Sequence[Sequence[Gap]], stage: Ints, filling: Filling
-) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return the rank of each unit, and whether its activations are kept there: largest first."""
-    later = units.recompute + units.backward
-    early_waste = _waste(gaps, units.forward / filling.pieces)
-    late_waste = _waste(gaps, units.backward / filling.pieces)
-    rank, kept = np.zeros(len(units), np.int64), np.zeros(len(units), np.bool_)
+) -> tuple[Ints, Ints]:
+    """Return the rank of each unit, and how many of its pieces are kept there: largest first."""
+    cut, spared = filling.pieces, units.again - units.backward
+    early_waste = _waste(gaps, units.forward / cut)
+    late_waste = _waste(gaps, units.again / cut)
+    rank, kept = np.zeros(len(units), np.int64), np.zeros(len(units), np.int64)
+    piece_bytes = np.maximum(-(-units.kept_bytes // cut), 1)
     free = np.full(len(room.both), filling.room_bytes, np.int64)
     squares = np.zeros(len(room.both))  # of what ranks have to do late
-    for unit in np.argsort(-(units.forward + later), kind="stable").tolist():
-        microbatch, size = int(units.microbatch[unit]), int(units.kept_bytes[unit])
-        keeps = free >= size
+    for unit in np.argsort(-(units.forward + units.again), kind="stable").tolist():
+        microbatch, size = int(units.microbatch[unit]), int(piece_bytes[unit])
+        keeps = np.minimum(free // size, cut)
         early = units.forward[unit] * early_waste[unit][stage]
-        late = np.where(keeps, units.backward[unit], later[unit]) * late_waste[unit][stage]
+        late = (units.again[unit] - spared[unit] * keeps / cut) * late_waste[unit][stage]
         more = squares + late**2
         late += SCATTER * (np.sqrt(more) - np.sqrt(squares))
         one = room.rank_for(microbatch, early, late)
@@ -431,19 +437,19 @@ class _Work:
     """What each rank has to do, as jobs."""
 
     def __init__(
-        self, units: Units, rank: Ints, kept: NDArray[np.bool_], gaps: Sequence[Sequence[Gap]],
+        self, units: Units, rank: Ints, kept: Ints, gaps: Sequence[Sequence[Gap]],
         stage: Ints, borders: Borders, filling: Filling,
     ):  # fmt: skip
         cut = filling.pieces
         self.gaps, self.stage = gaps, stage.tolist()
         self.jobs: list[tuple[_Job, _Job]] = []
-        columns = (units.forward, units.recompute, units.backward, units.microbatch, kept)
-        for unit, (forward, recompute, backward, microbatch, keeps) in enumerate(
+        columns = (units.forward, units.again, units.backward, units.microbatch, kept)
+        for unit, (forward, again, backward, microbatch, keeps) in enumerate(
             zip(*(column.tolist() for column in columns))
         ):
-            again = [] if keeps else [(cut, recompute / cut)]
             early = _Job(unit, [(cut, forward / cut)], float(borders.need[microbatch]))
-            late = _Job(unit, [*again, (cut, backward / cut)], float(borders.done[microbatch]))
+            runs = [(keeps, backward / cut), (cut - keeps, again / cut)]
+            late = _Job(unit, runs, float(borders.done[microbatch]))
             self.jobs.append((early, late))
         self.units: list[list[int]] = [[] for _ in self.stage]
         for unit, one in enumerate(rank.tolist()):
@@ -459,8 +465,8 @@ class _Work:
 
 def assign_units(
     units: Units, schedule: Schedule, line: Timeline, stage: Ints, filling: Filling
-) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return the rank of each unit, and whether its activations are kept there.
+) -> tuple[Ints, Ints]:
+    """Return the rank of each unit, and how many of its pieces have their activations kept there.
 
     Args:
         units: as `Units.joined` has them.
@@ -475,7 +481,7 @@ def assign_units(
 
 
 def place_units(
-    units: Units, rank: Ints, kept: NDArray[np.bool_], schedule: Schedule, line: Timeline,
+    units: Units, rank: Ints, kept: Ints, schedule: Schedule, line: Timeline,
     stage: Ints, filling: Filling,
 ) -> BubblePlan:  # fmt: skip
     """Put each unit into slots of its rank.

@@ -8,6 +8,7 @@ through together. Items that several ranks encode stay before and after the pipe
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,8 @@ from kimi_pretrain.dep.step_bubbles import StepBubbles
 from kimi_pretrain.dep.timeline import Schedule, Timeline, gathered, timeline
 from kimi_pretrain.dep.vision_plan import Destinations, grids_of
 from kimi_pretrain.parallel.ranks import Ranks
-from moonvit3d.memory import activation_bytes
+from moonvit3d.geometry import MERGE
+from moonvit3d.memory import activation_bytes, block_bytes
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -86,11 +88,9 @@ class BubblePlanner:
         schedule = Schedule(layout.pp, layout.vpp, plan.num_rows // (layout.dp * per_microbatch))
         home = plan.items.row.astype(np.int64) // (plan.num_rows // layout.dp)
         units, unit = self._units(items, home, where.microbatch, plan, costs)
-        tokens = plan.items.tokens.astype(np.int64)
-        need = np.bincount(home, tokens, layout.dp).astype(np.int64)  # shared items, too
-        moved = np.bincount(unit[items], tokens[items], len(units)).astype(np.int64)
         line = self._timeline(schedule, self.configured, units)
-        rank, kept = self._fitting(units, schedule, line, (moved, need))
+        held = self._held(items, home, unit, plan)
+        rank, kept = self._fitting(units, schedule, line, held)
         now, scaled = learned or self.configured, units
         if learned is not None:
             scaled = units.times(learned.factors)
@@ -100,7 +100,8 @@ class BubblePlanner:
             {gap.slot: gap.end - gap.begin for gap in gaps_of(stage, line, self.filling)[1:-1]}
             for stage in range(schedule.stages)
         ]
-        return StepBubbles(found, units, unit, rooms, now.factors)
+        needed = self._needed(rank, kept, held, units)
+        return StepBubbles(found, units, unit, rooms, needed, now.factors)
 
     def _timeline(self, schedule: Schedule, costs: Learned, units: Units) -> Timeline:
         """Return when passes run; unless work is at the edges alone short waits lie together."""
@@ -119,17 +120,18 @@ class BubblePlanner:
         is next to nothing.
         """
         frozen, size = self.config.train.frozen, ITEMSIZE[self.config.train.dtype]
-        forward = costs[items] / FORWARDS_PER_STEP
+        forward, vision = costs[items] / FORWARDS_PER_STEP, self.config.model.vision
         trained = "vision_tower" not in frozen
         later = forward if trained else np.full(len(forward), NOTHING)
         patches = plan.items.patches.astype(np.int64)[items]
+        more = block_bytes(patches, vision, size) - vision.width * size * patches
         each = Units(
             home=home[items],
             microbatch=microbatch[items],
             forward=np.maximum(forward, NOTHING),
-            recompute=np.maximum(later, NOTHING),
+            again=np.maximum((1 + BACKWARD) * later, NOTHING),
             backward=np.maximum(BACKWARD * later, NOTHING),
-            kept_bytes=activation_bytes(grids_of(plan)[items], self.config.model.vision, size),
+            kept_bytes=vision.depth * more,
         )
         unit = np.full(len(home), -1)
         most = most_joined(int(patches.sum()), len(self.stage))
@@ -137,11 +139,29 @@ class BubblePlanner:
         units, unit[items] = each.joined(patches, most)
         return units, unit
 
+    def _held(self, items: Ints, home: Ints, unit: Ints, plan: GlobalPlan) -> "_Held":
+        """Return what units take; the arguments as of `_units`, `unit` as it returns it."""
+        vision, frozen = self.config.model.vision, self.config.train.frozen
+        size, grids = ITEMSIZE[self.config.train.dtype], grids_of(plan)[items]
+        patches = plan.items.patches.astype(np.int64)[items]
+        tokens = plan.items.tokens.astype(np.int64)
+        work = activation_bytes(grids, vision, size)
+        work -= (vision.depth - 1) * block_bytes(patches, vision, size)
+        begin = vision.depth * vision.width * size * patches
+        if "vision_tower" in frozen:  # what it put out, where a projector is trained on it
+            begin = MERGE**2 * vision.width * size * tokens[items] * ("projector" not in frozen)
+
+        def of_units(column: Ints) -> Ints:
+            return np.bincount(unit[items], column).astype(np.int64)
+
+        need = np.bincount(home, tokens, self.config.layout.dp).astype(np.int64)
+        return _Held(of_units(begin), of_units(work), of_units(tokens[items]), need)
+
     def _fitting(
-        self, units: Units, schedule: Schedule, line: Timeline, held: tuple[Ints, Ints]
-    ) -> tuple[Ints, NDArray[np.bool_]]:
-        """Return the rank of each unit, and whether its activations are kept: no more than there is
-        room for; `held`: `_needed`'s tokens.
+        self, units: Units, schedule: Schedule, line: Timeline, held: "_Held"
+    ) -> tuple[Ints, Ints]:
+        """Return the rank of each unit, and how many of its pieces are kept: no more than there is
+        room for.
         """
         dep, limit = self.config.dep, 0
         if dep.keep_activations == "auto":
@@ -150,16 +170,16 @@ class BubblePlanner:
         room = limit
         while True:
             rank, kept = self._assigned(units, schedule, line, room)
-            over = self._needed(rank, kept, *held, units) - limit
+            over = int(self._needed(rank, kept, held, units).max()) - limit
             if over <= 0 or not room:
                 return rank, kept
             room = max(0, room - over)
 
     def _assigned(
         self, units: Units, schedule: Schedule, line: Timeline, room: int
-    ) -> tuple[Ints, NDArray[np.bool_]]:
+    ) -> tuple[Ints, Ints]:
         """Assign the units of each scope to its own ranks."""
-        rank, kept = np.zeros(len(units), np.int64), np.zeros(len(units), np.bool_)
+        rank, kept = np.zeros(len(units), np.int64), np.zeros(len(units), np.int64)
         filling = replace(self.filling, room_bytes=room)
         for ranks in self.scopes:
             mine = np.flatnonzero(np.isin(units.home, self.ranks.replica[ranks]))
@@ -172,7 +192,7 @@ class BubblePlanner:
         self,
         units: Units,
         rank: Ints,
-        kept: NDArray[np.bool_],
+        kept: Ints,
         schedule: Schedule,
         line: Timeline,
     ) -> BubblePlan:
@@ -188,23 +208,37 @@ class BubblePlanner:
             check(found)
         return found
 
-    def _needed(
-        self, rank: Ints, keeps: NDArray[np.bool_], tokens: Ints, need: Ints, units: Units
-    ) -> int:
-        """Return the most bytes that media take on a rank, were all that is kept there at once.
+    def _needed(self, rank: Ints, kept: Ints, held: "_Held", units: Units) -> Ints:
+        """Return the bytes that media take on each rank, were all that waits there at once.
 
-        A rank may put backward work off by itself: it is not the plan that says how much is.
+        A rank may put backward work off by itself: it is not the plan that says how much waits.
 
         Args:
-            rank, keeps, tokens: of each unit; `keeps`: whether its activations are kept.
-            need: tokens of all items of each replica.
+            rank, kept: of each unit; `kept`: how many of its pieces are.
         """
         count = len(self.stage)
-        kept = np.bincount(rank[keeps], units.kept_bytes[keeps], count)
-        again = np.zeros(count)
-        np.maximum.at(again, rank[~keeps], units.kept_bytes[~keeps])
-        moved = np.bincount(rank, tokens, count).astype(np.int64)
+        piece = -(-units.kept_bytes // self.filling.pieces)
+        waits = np.bincount(rank, held.begin + kept * piece, count)
+        work = np.zeros(count)
+        np.maximum.at(work, rank, held.work)
+        moved = np.bincount(rank, held.tokens, count).astype(np.int64)
         first = self.ranks.first_stage
-        moved[first] += -(-need[:, None] // first.shape[1])  # each holds its part of the rows
+        moved[first] += -(-held.need[:, None] // first.shape[1])  # each holds its part of the rows
         size = self.config.model.vision.out_width * ITEMSIZE[self.config.train.dtype]
-        return int(np.ceil(kept + again + 2 * moved * size).max(initial=0))
+        return np.ceil(waits + work + 2 * moved * size).astype(np.int64)
+
+
+class _Held(NamedTuple):
+    """What units take beside what is kept of them.
+
+    Attributes:
+        begin: bytes of what their pieces begin with, from the forward pass on, [units].
+        work: bytes while a piece is computed and taken back, [units].
+        tokens: of each, [units].
+        need: tokens of all items of each replica, shared ones, too.
+    """
+
+    begin: Ints
+    work: Ints
+    tokens: Ints
+    need: Ints

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from kimi_pretrain.dep.bubble_links import Links
+from kimi_pretrain.dep.bubble_plan import OVER
 from kimi_pretrain.dep.bubble_times import RankTimes
 from kimi_pretrain.dep.encoder import DecoupledEncoder, Pixels
 from kimi_pretrain.dep.step_bubbles import FILLED, KINDS, OVERRUN, WAIT, WASTED
@@ -162,7 +163,8 @@ class BubbleRun:
         while self._backward and self._backward[0][0] <= self.started:
             _, unit, piece = self._backward[0]
             # Put off where time is up: nobody waits for it before the end of the step.
-            late = perf_counter() - began + self.bubbles.seconds(unit, piece) > room
+            within = (1 - OVER) * self.bubbles.seconds(unit, piece)
+            late = perf_counter() - began + within > room
             if self._timed and late:
                 break
             self._backward.popleft()
@@ -269,10 +271,10 @@ class BubbleRun:
                     del self._units[unit]
 
     def _unit(self, unit: int) -> _Unit:
-        items, keep = self.bubbles.items(unit), bool(self.plan.kept[unit])
+        items, kept = self.bubbles.items(unit), int(self.plan.kept[unit])
         grids = [(int(t), int(h), int(w)) for t, h, w in self.grids[items]]
         pixels = [self.pixels[item] for item in items]
-        run = UnitPass(self.encoder, pixels, grids, self.plan.pieces, keep=keep)
+        run = UnitPass(self.encoder, pixels, grids, self.plan.pieces, kept=kept)
         return _Unit(run, self._outgoing.get(unit, []))
 
     def _send(self, unit: _Unit, output: Tensor) -> None:
@@ -287,16 +289,18 @@ class BubbleRun:
                 self._sent.append((wire, self.links.send("over", wire, message.peer)))
 
     def _go_back(self, unit: int, piece: int) -> None:
-        """Do a piece of the recompute or of the backward pass."""
-        work, gradient = self._units[unit], None
+        """Take a piece back, which is computed again first if it was not kept."""
+        work, kind, gradient = self._units[unit], self.bubbles.kind(unit, piece), None
         if piece == 0:
             for message in work.to:
                 self._expect_gradient(message)
-        if work.run.needs_gradient(piece):
+        with self._working("6 vision backward", unit, kind):
+            work.run.again(piece)
+        if piece == 0:
             gradient = self._gradient(work)
-        with self._working("6 vision backward", unit, self.bubbles.kind(unit, piece)):
-            work.run.backward(piece, gradient)
-        if piece == work.run.later - 1:
+        with self._working("6 vision backward", unit, kind, more=True):
+            work.run.backward(gradient)
+        if piece == self.plan.pieces - 1:
             del self._units[unit]
 
     def _expect_gradient(self, message: _Message) -> None:
@@ -320,9 +324,11 @@ class BubbleRun:
         return gradient
 
     @contextmanager
-    def _working(self, phase: str, unit: int, kind: int) -> Iterator[None]:
+    def _working(self, phase: str, unit: int, kind: int, *, more: bool = False) -> Iterator[None]:
+        """Measure a piece, or `more` of one that was begun."""
         took, modelled = self._kinds[kind]
-        modelled.append(self.bubbles.modelled(unit, kind))
+        if not more:
+            modelled.append(self.bubbles.modelled(unit, kind))
         try:
             with self.phase(phase), took.running():
                 yield

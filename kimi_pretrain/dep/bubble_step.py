@@ -114,9 +114,10 @@ class BubbleStep(TrainStep):
         width, size = self.config.model.vision.out_width, self.encoder.dtype.itemsize
         planned = self.exchange.bytes_sent(vision, rank, width, size)
         self._moved = {way: planned[way] for way in WAYS if trained or way == "over"}
-        units = np.flatnonzero(plan.kept & (plan.rank == rank))
-        kept = vision.patches[np.isin(vision.bubbles.unit, units)]
-        return loss, int(kept.sum()) if trained else 0
+        (items,) = np.nonzero(vision.bubbles.unit >= 0)
+        units = vision.bubbles.unit[items]
+        kept = (vision.patches[items] * plan.kept[units])[plan.rank[units] == rank]
+        return loss, int(kept.sum()) // plan.pieces if trained else 0
 
 
 def _unnamed(phase: str) -> nullcontext[None]:

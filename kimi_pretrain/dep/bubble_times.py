@@ -27,8 +27,8 @@ class RankTimes:
     Attributes:
         stage: of the pipeline.
         passes: of each chunk the seconds of a (forward, backward) pass, mean of the microbatches.
-        pieces: of forward, recompute and backward pieces of its items the seconds that they took,
-            and those that the cost model has for them.
+        pieces: of each of `step_bubbles.KINDS` the seconds that its items' pieces took, and those
+            that the cost model has for them.
     """
 
     stage: int
@@ -42,7 +42,7 @@ class Learned:
 
     Attributes:
         forward, backward: seconds of a pass of each virtual stage, float64 [virtual stages].
-        factors: of the seconds that the cost model has for forward, recompute and backward.
+        factors: of the seconds that the cost model has for each of `step_bubbles.KINDS`.
     """
 
     forward: Floats

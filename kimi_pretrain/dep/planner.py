@@ -75,12 +75,11 @@ class VisionPlanner:
     def memory(self, plan: GlobalPlan, vision: VisionPlan) -> NDArray[np.int64]:
         """Return the bytes that the step's media take on each rank, int64 [ranks]."""
         size, config = ITEMSIZE[self.config.train.dtype], self.config
-        budget = config.dep.max_patches_per_chunk
-        if vision.bubbles is not None:  # unit by unit
-            inside = vision.bubbles.unit >= 0
-            units = np.bincount(vision.bubbles.unit[inside], vision.patches[inside])
-            budget = int(max(vision.patches.max(initial=0), units.max(initial=0)))
-        return vision_bytes(vision, grids_of(plan), config.model.vision, size, budget)
+        together = vision if vision.bubbles is None else vision.together()
+        found = vision_bytes(
+            together, grids_of(plan), config.model.vision, size, config.dep.max_patches_per_chunk
+        )
+        return found if vision.bubbles is None else found + vision.bubbles.needed
 
     def _plan(self, plan: GlobalPlan) -> VisionPlan:
         where = self._destinations(plan)

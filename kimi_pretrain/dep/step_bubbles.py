@@ -12,8 +12,9 @@ two passes beyond what the plan has there."""
 WAIT = "4 wait"
 """How a timeline names the waiting; work has the names of its phases."""
 
-KINDS = "forward", "recompute", "backward"
-"""Pieces of an item's work; one whose activations are kept has no second kind."""
+KINDS = "forward", "again", "backward"
+"""Pieces of an item's work: of its forward pass, of its backward pass that are computed again, and
+of its backward pass whose activations are kept."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class StepBubbles:
         units: what they cost by the cost model.
         unit: of each item of the step, [items]; -1: it stays before and after the pipeline.
         room: of each stage: slot between two passes -> seconds that it should last.
+        needed: bytes that media take on each rank, [ranks], but for shared items.
         factors: of the cost model's seconds of each of `KINDS`, by which the slots were planned.
     """
 
@@ -32,6 +34,7 @@ class StepBubbles:
     units: Units
     unit: Ints
     room: list[dict[int, float]]
+    needed: Ints
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     def items(self, unit: int) -> list[int]:
@@ -50,16 +53,16 @@ class StepBubbles:
         return found
 
     def kind(self, unit: int, piece: int) -> int:
-        """Return which of `KINDS` a piece behind a unit's forward pass is."""
-        return 1 if piece < self.plan.pieces and not self.plan.kept[unit] else 2
+        """Return which of `KINDS` a piece of a unit's backward pass is."""
+        return 2 if piece < self.plan.kept[unit] else 1
 
     def modelled(self, unit: int, kind: int) -> float:
         """Return the seconds that the cost model has for a piece."""
         units = self.units
-        passes = (units.forward, units.recompute, units.backward)[kind]
+        passes = (units.forward, units.again, units.backward)[kind]
         return float(passes[unit]) / self.plan.pieces
 
     def seconds(self, unit: int, piece: int) -> float:
-        """Return what a piece behind a unit's forward pass should take."""
+        """Return what a piece of a unit's backward pass should take."""
         kind = self.kind(unit, piece)
         return self.modelled(unit, kind) * self.factors[kind]

@@ -1,9 +1,10 @@
 """The encoder's work on a few items, in pieces: it can stop between its blocks, both ways.
 
 A piece is a run of blocks; the first one embeds the patches, too, and the last one merges and
-projects. Forward without a graph only the hidden state lies between two pieces. What is recomputed
-is recomputed piece by piece with a graph that ends at each border, where the backward pass puts the
-gradient on. The kernels and their order are those of a pass that does not stop, so the bits are.
+projects. The forward pass leaves what went into each piece. Backward a piece is computed again from
+that, with a graph that ends at its border, and taken back at once: no other's activations are
+there. The last pieces are the first to be taken back, and of them the graph may be kept from the
+forward pass on. Kernels and their order are those of a pass that does not stop, so the bits are.
 """
 
 from collections.abc import Sequence
@@ -27,8 +28,8 @@ class UnitPass:
         encoder: whose weights are used, and whose gradient buffer is added to.
         pixels: of each item, uint8 [patches, 3, 14, 14].
         grids: (frames, height, width) in patches, of each.
-        pieces: of the forward pass, and of what comes later.
-        keep: the graph is kept from the forward pass on, and nothing is computed again.
+        pieces: of the forward pass, and of the backward pass.
+        kept: last pieces whose graph is kept from the forward pass on: they are not computed again.
     """
 
     def __init__(
@@ -38,67 +39,77 @@ class UnitPass:
         grids: Sequence[Grid],
         pieces: int,
         *,
-        keep: bool,
+        kept: int,
     ):
-        self.encoder, self.grids, self.pieces, self.keep = encoder, grids, pieces, keep
+        self.encoder, self.grids, self.pieces, self.kept = encoder, grids, pieces, kept
         self._pixels: Sequence[NDArray[np.uint8]] | None = pixels
         self._features: Tensor | None = None  # of a frozen tower: final, and smaller
         self._pack: Packed | None = None
         self._x: Tensor | None = None  # what the last piece left
-        self._graph: list[tuple[Tensor | None, Tensor]] = []  # of each piece: input, output
+        self._inputs: list[Tensor | None] = []  # of the pieces that are to be computed again
+        self._hashes: list[int] = []  # of what they left
+        self._graph: list[tuple[Tensor | None, Tensor]] = []  # of pieces: input, output
         self._gradient: Tensor | None = None
-        self._hash = 0
-
-    @property
-    def later(self) -> int:
-        """Pieces behind the forward pass: those of the recompute, if there is one, come first."""
-        return self.pieces * (1 if self.keep else 2)
 
     def forward(self, piece: int) -> Tensor | None:
         """Do the next piece of the forward pass; returns the output [tokens, hidden] with the last.
 
         Where nothing is trained, nothing is held after it.
         """
-        with torch.set_grad_enabled(self.keep and self.encoder.trainable):
-            self._piece(piece)
-        if piece < self.pieces - 1:
-            return None
+        trainable, last = self.encoder.trainable, piece == self.pieces - 1
+        keep, blocks = trainable and piece >= self.pieces - self.kept, self.encoder.tower_is_trained
+        if trainable and not keep:
+            self._inputs.append(self._x if blocks else None)
+        with torch.set_grad_enabled(keep):
+            self._piece(piece, self._x)
         assert self._x is not None
-        output, self._x, self._pack = self._x, None, None
-        if self.encoder.check_recompute:
-            self._hash = hash_of(output)
-        if not self.encoder.trainable:
-            self._pixels = None
+        if trainable and not keep and self.encoder.check_recompute and (blocks or last):
+            self._hashes.append(hash_of(self._x))
+        if not last:
+            return None
+        output, self._x = self._x, None
+        if not trainable:
+            self._pixels = self._pack = None
         return output
 
-    def needs_gradient(self, piece: int) -> bool:
-        """Whether a piece behind the forward pass is the first to need the output's gradient."""
-        return piece == self.later - self.pieces
-
-    def backward(self, piece: int, gradient: Tensor | None = None) -> None:
-        """Do the next piece behind the forward pass: of the recompute, or of the backward pass.
+    def again(self, piece: int) -> None:
+        """Compute a piece again that is to be taken back next, unless its graph is there.
 
         Args:
-            gradient: [tokens, hidden], where `needs_gradient` says so.
+            piece: of the backward pass.
         """
-        if piece < self.later - self.pieces:
-            with torch.enable_grad():
-                self._piece(piece)
-            if piece == self.pieces - 1:
-                self._recomputed()
+        number = self.pieces - 1 - piece
+        if number >= self.pieces - self.kept:
             return
+        with torch.enable_grad():
+            self._piece(number, self._inputs.pop())
+        output, self._x = self._x, None
+        assert output is not None
+        if self._hashes and hash_of(output) != self._hashes.pop():
+            raise RuntimeError(
+                "the recomputed embeddings of items differ from those of the forward pass, which "
+                "the backbone has seen: a kernel whose result is not repeatable, or weights that "
+                "were changed inside the step"
+            )
+
+    def backward(self, gradient: Tensor | None = None) -> None:
+        """Take the next piece back.
+
+        Args:
+            gradient: of the output, [tokens, hidden], with the first one.
+        """
         if gradient is not None:
             self._gradient = gradient
         x, y = self._graph.pop()
         if y.requires_grad:  # nothing is before a trained projector
             torch.autograd.backward(y, self._gradient)
         self._gradient = None if x is None else x.grad
-        if not self._graph:
-            self._pixels = self._features = None
+        if not self._graph and not self._inputs:
+            self._pixels = self._features = self._pack = None
 
-    def _piece(self, number: int) -> None:
-        """Run blocks on what the piece before left; with a graph, one that begins here."""
-        x = None if self._x is None else self._x.detach()
+    def _piece(self, number: int, x: Tensor | None) -> None:
+        """Run blocks on what went into them; with a graph, one that begins here."""
+        x = None if x is None else x.detach()
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_(self.encoder.tower_is_trained)
         y = self._blocks(number, x)
@@ -133,14 +144,3 @@ class UnitPass:
     def _project(self, features: Tensor) -> Tensor:
         tokens = [num_tokens(*grid) for grid in self.grids]
         return self.encoder.module.mm_projector(features, tokens)
-
-    def _recomputed(self) -> None:
-        """The last piece of the recompute is done: its output is known from the forward pass."""
-        output, self._x, self._pack = self._x, None, None
-        assert output is not None
-        if self.encoder.check_recompute and hash_of(output) != self._hash:
-            raise RuntimeError(
-                "the recomputed embeddings of items differ from those of the forward pass, which "
-                "the backbone has seen: a kernel whose result is not repeatable, or weights that "
-                "were changed inside the step"
-            )

@@ -17,14 +17,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kimi_pretrain.config import GIB, ITEMSIZE, MIB, Config
 from kimi_pretrain.memory.kept import Kept, Tokens, head_tensors, layer_tensors, row_bytes
 from kimi_pretrain.memory.states import Sizes, divide_config
 from kimi_pretrain.memory.switches import Change, changed, switches
 from kimi_pretrain.siglip.counts import pooling_bytes, text_bytes
 from kimi_pretrain.tools.optimizer_division import Division
-from moonvit3d.geometry import MERGE
-from moonvit3d.memory import activation_bytes, frozen_tower_bytes, most_patches
+from moonvit3d.geometry import MAX_FRAMES, MERGE
+from moonvit3d.memory import activation_bytes, block_bytes, frozen_tower_bytes, most_patches
 
 
 @dataclass(frozen=True)
@@ -361,12 +363,16 @@ def _encoder(config: Config) -> int:
     the encoder's backward pass, with those that are kept.
     """
     dep, train, vision = config.dep, config.train, config.model.vision
-    most = dep.max_patches_per_chunk
+    most, frozen = dep.max_patches_per_chunk, "vision_tower" in train.frozen
     if config.in_bubbles():  # item by item
         most = min(most, most_patches(config.data.limits))
     item, half = ITEMSIZE[train.dtype], -(-most // 2)
-    of_chunk = frozen_tower_bytes if "vision_tower" in train.frozen else activation_bytes
+    of_chunk = frozen_tower_bytes if frozen else activation_bytes
     chunk = int(of_chunk([(1, 2, half)], vision, item)[0])
+    if config.in_bubbles() and not frozen:  # block by block, and what the blocks begin with
+        chunk -= (vision.depth - 1) * int(block_bytes(np.array([2 * half]), vision, item)[0])
+        tokens = -(-_media_tokens(config) // config.layout.world_size())
+        chunk += vision.depth * vision.width * item * tokens * MERGE**2 * MAX_FRAMES
     if dep.keep_activations == "auto":  # as many chunks as there is room for
         chunk = _room(config)
     elif dep.memory_limit_gib is not None:

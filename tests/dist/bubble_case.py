@@ -224,10 +224,10 @@ def _done_inside() -> Iterator[list[int]]:
 
     working, done = BubbleRun._working, list[int]()
 
-    def told(self, phase: str, unit: int, kind: int):
-        if 0 < self.started < len(self.passes):
+    def told(self, phase: str, unit: int, kind: int, *, more: bool = False):
+        if 0 < self.started < len(self.passes) and not more:
             done.append(unit)
-        return working(self, phase, unit, kind)
+        return working(self, phase, unit, kind, more=more)
 
     BubbleRun._working = told
     yield done

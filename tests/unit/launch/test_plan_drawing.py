@@ -136,11 +136,11 @@ def test_vision_in_bubbles_is_where_the_plan_has_it(root, rate):
             work[rank][slot] += (end - begin) * units.forward[unit] / plan.pieces
         for unit, slot, begin, end in plan.backward[rank]:
             for piece in range(begin, end):
-                again = piece < plan.pieces
-                seconds = units.recompute[unit] if again else units.backward[unit]
+                kept = piece < plan.kept[unit]
+                seconds = units.backward[unit] if kept else units.again[unit]
                 work[rank][slot] += seconds / plan.pieces
     whole = [
-        sum(units.forward[u] + units.recompute[u] + units.backward[u]
+        sum(units.forward[u] + units.again[u]
             for u in range(len(units)) if plan.rank[u] == rank)
         for rank in range(RANKS)
     ]  # fmt: skip

@@ -13,6 +13,7 @@ from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
 from kimi_pretrain.dep.bubble_plan import gaps_of
 from kimi_pretrain.dep.bubble_times import Learned
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
+from kimi_pretrain.dep.memory_limit import TooMuchMemory
 from kimi_pretrain.dep.planner import VisionPlanner
 from kimi_pretrain.dep.timeline import gathered, timeline
 from kimi_pretrain.verify.dep_faults import FAULTS
@@ -58,7 +59,9 @@ def test_every_item_is_encoded_once_where_the_plan_of_bubbles_has_it(step):
     sizes = np.bincount(bubbles.unit, patches)
     assert all(size <= most for size, mine in zip(sizes, items) if len(mine) > 1)
     grids = np.stack([step.items.frames, step.items.grid_h, step.items.grid_w], axis=1)
-    each = activation_bytes(grids, config_of().model.vision, 2)
+    blocks = [config_of().model.vision.replace(depth=depth) for depth in (27, 28)]
+    less, more = (activation_bytes(grids, vision, 2) for vision in blocks)
+    each = 27 * (more - less - 2 * 1152 * patches)  # a block without its input
     assert np.array_equal(bubbles.units.kept_bytes, np.bincount(bubbles.unit, each))
     forward = np.bincount(bubbles.unit, vision.costs) / FORWARDS_PER_STEP
     assert bubbles.units.forward == pytest.approx(forward)
@@ -132,13 +135,42 @@ def test_what_is_kept_fits_the_limit_all_at_once(step):
         config = config_of("dep.keep_activations=auto", f"dep.memory_limit_gib={limit}")
         vision = VisionPlanner(config).plan(step)
         plan, sizes = vision.bubbles.plan, vision.bubbles.units.kept_bytes
+        patches = step.items.patches.astype(int)
+        grids = np.stack([step.items.frames, step.items.grid_h, step.items.grid_w], axis=1)
+        of = vision.bubbles.unit
+        one = config.model.vision.replace(depth=1)
+        work = np.bincount(of, activation_bytes(grids, one, 2))  # of one block
         for rank in range(8):
             mine = plan.rank == rank
-            need = sizes[mine & plan.kept].sum() + sizes[mine & ~plan.kept].max(initial=0)
+            need = (sizes * plan.kept / 27)[mine].sum() + work[mine].max(initial=0)
+            need += 27 * 1152 * 2 * patches[plan.rank[of] == rank].sum()  # inputs
             need += int(vision.tokens_held()[rank]) * config.model.vision.out_width * 2
             assert need <= limit * GIB
         kept.append(int(plan.kept.sum()))
-    assert 0 < kept[0] < kept[1] < kept[2] == len(vision.bubbles.units)
+    assert 0 < kept[0] < kept[1] < kept[2] == 27 * len(vision.bubbles.units)
+
+
+def test_media_in_bubbles_take_a_block_at_a_time(step):
+    """By hand, and against the limit: whole chunks of the same items would not fit."""
+    config = config_of()
+    vision = VisionPlanner(config).plan(step)
+    patches, of, plan = step.items.patches.astype(int), vision.bubbles.unit, vision.bubbles.plan
+    grids = np.stack([step.items.frames, step.items.grid_h, step.items.grid_w], axis=1)
+    block = activation_bytes(grids, config.model.vision.replace(depth=1), 2)
+    work = np.bincount(of, block)
+    need = np.bincount(vision.rank, 27 * 1152 * 2 * patches, 8) + [
+        work[plan.rank == rank].max(initial=0) for rank in range(8)
+    ]
+    tokens = np.bincount(vision.rank, vision.tokens, 8)
+    tokens[:2] += np.bincount(step.items.row.astype(int) // 32, vision.tokens, 2).astype(int)
+    found = VisionPlanner(config).memory(step, vision)
+    assert found.tolist() == (need + 2 * 7168 * 2 * tokens).tolist()  # once more while they travel
+    limit = float(found.max()) / GIB
+    VisionPlanner(config_of(f"dep.memory_limit_gib={limit!r}")).plan(step)
+    with pytest.raises(TooMuchMemory, match="would take"):
+        VisionPlanner(config_of(f"dep.memory_limit_gib={limit - 1e-3!r}")).plan(step)
+    with pytest.raises(TooMuchMemory):
+        VisionPlanner(config_of("dep.bubbles=none", f"dep.memory_limit_gib={limit!r}")).plan(step)
 
 
 def test_a_step_whose_plan_would_not_end_uses_first_and_last_slots(step, monkeypatch, caplog):
@@ -175,7 +207,7 @@ def test_faults_of_the_media_are_planted_in_bubbles_too(step):
 def test_what_is_frozen_costs_nothing_later(step, frozen, later):
     vision = VisionPlanner(config_of(f"train.frozen={frozen}")).plan(step)
     units = vision.bubbles.units
-    ratio = (units.recompute + units.backward) / units.forward
+    ratio = units.again / units.forward
     assert ratio == pytest.approx(np.full(len(units), later), abs=1e-3)
 
 

@@ -33,16 +33,16 @@ def pixels():
 GRADIENT = torch.sin(torch.arange(TOKENS * 24, dtype=torch.float64)).view(TOKENS, 24)
 
 
-def step(encoder, pieces, keep=False):
+def step(encoder, pieces, kept=0):
     """Output and gradients of two items, in pieces."""
     encoder.sums.zero()
-    run = UnitPass(encoder, pixels(), GRIDS, pieces, keep=keep)
+    run = UnitPass(encoder, pixels(), GRIDS, pieces, kept=kept)
     outputs = [run.forward(piece) for piece in range(pieces)]
     assert all(output is None for output in outputs[:-1])
     assert not outputs[-1].requires_grad
-    for piece in range(run.later if encoder.trainable else 0):
-        gradient = GRADIENT.to(encoder.dtype) if run.needs_gradient(piece) else None
-        run.backward(piece, gradient)
+    for piece in range(pieces if encoder.trainable else 0):
+        run.again(piece)
+        run.backward(None if piece else GRADIENT.to(encoder.dtype))
     return outputs[-1], {name: grad.clone() for name, grad in encoder.sums.views.items()}
 
 
@@ -65,36 +65,40 @@ def test_pieces_come_to_the_bits_of_one_pass(dtype, frozen):
     output, grads = in_one(encoder)
     assert len(grads) == len(encoder.trained())
     for pieces in (1, 2, 3, 5, 7):  # of five blocks: pieces may be empty
-        for keep in (False, True):
-            found, found_grads = step(encoder, pieces, keep)
+        for kept in {0, pieces // 2, pieces - 1, pieces}:
+            found, found_grads = step(encoder, pieces, kept)
             assert torch.equal(found, output)
             assert found_grads.keys() == grads.keys()
             for name, grad in grads.items():
-                assert torch.equal(found_grads[name], grad), (name, pieces, keep)
+                assert torch.equal(found_grads[name], grad), (name, pieces, kept)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_nothing_is_left_of_a_unit_that_is_done(keep):
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_nothing_is_left_of_a_unit_that_is_done(kept):
     encoder = made_encoder()
-    run = UnitPass(encoder, pixels(), GRIDS, 3, keep=keep)
+    run = UnitPass(encoder, pixels(), GRIDS, 3, kept=kept)
     for piece in range(3):
         run.forward(piece)
-    assert len(run._graph) == (3 if keep else 0)
+    assert len(run._graph) == kept
+    assert len(run._inputs) == 3 - kept
     assert run._x is None
-    assert run._pack is None
-    for piece in range(run.later):
-        run.backward(piece, GRADIENT.float() if run.needs_gradient(piece) else None)
-    left = (run._graph, run._x, run._pack, run._pixels, run._features, run._gradient)
-    assert left == ([], None, None, None, None, None)
+    for piece in range(3):
+        run.again(piece)
+        assert len(run._graph) == max(1, kept - piece)  # no other graph than what is kept
+        run.backward(None if piece else GRADIENT.float())
+    left = (run._graph, run._inputs, run._hashes, run._x, run._pack, run._pixels, run._features)
+    assert left == ([], [], [], None, None, None, None)
+    assert run._gradient is None
 
 
 def test_weights_that_change_in_between_are_seen():
     encoder = made_encoder()
-    run = UnitPass(encoder, pixels(), GRIDS, 2, keep=False)
+    run = UnitPass(encoder, pixels(), GRIDS, 2, kept=0)
     for piece in range(2):
         run.forward(piece)
+    run.again(0)
+    run.backward(GRADIENT.float())
     with torch.no_grad():
         next(encoder.module.parameters()).add_(1.0)
-    run.backward(0)
     with pytest.raises(RuntimeError, match="differ from those of the forward pass"):
-        run.backward(1)
+        run.again(1)

@@ -121,9 +121,13 @@ def test_in_bubbles_an_item_is_encoded_beside_the_microbatches_that_wait():
         config = load_config("tiny_cpu", [*SMALL, "dep.max_patches_per_chunk=65536", *settings])
         plans[settings] = plan_memory(config).stages[0], config
     (plain, _), (bubbles, config), (alone, _) = plans.values()
-    (item,) = activation_bytes(
-        [(1, 2, most_patches(config.data.limits) // 2)], config.model.vision, 4
-    )
+    # One block of it at a time, beside what all blocks of a rank's media begin with: of four frames
+    # at the most each token is.
+    vision = config.model.vision
+    grid = (1, 2, most_patches(config.data.limits) // 2)
+    (item,) = activation_bytes([grid], vision.replace(depth=1), 4)
+    patches = -(-int(0.2 * config.tokens_per_step()) // 4) * 4 * 4
+    item += vision.depth * vision.width * 4 * patches
     assert 0 < item < plain.encoder
     assert bubbles.phases["backbone"] == plain.phases["backbone"] + item
     assert bubbles.encoder == item
