@@ -30,7 +30,8 @@ from data_pipeline.govern.needed import (
     spots_of,
     things_that_may_go,
 )
-from data_pipeline.index.manifest import manifest_key
+from data_pipeline.index.erased import note_all_erased
+from data_pipeline.index.manifest import IndexMismatch, manifest_key
 from data_pipeline.ingest.claim import Claim, NameTaken
 from data_pipeline.store.objects import Unfinished, in_threads
 from data_pipeline.store.open import MissingKey, Store, StoreError
@@ -314,8 +315,9 @@ def _remove_manifest(removal: _Removal, thing: Thing) -> bool:
     try:
         if user is not None:
             raise ValueError(user)
+        note_all_erased(root.store, thing.name)  # what was erased there must not come back
         removal.records.take(removal.plan.id, thing)
-    except ValueError as error:
+    except (ValueError, IndexMismatch, MissingKey) as error:
         done.refused.append((thing.kind, thing.name, str(error)))
         return False
     if kept := root.store.discard([key]):

@@ -112,6 +112,43 @@ def test_a_version_goes_after_its_time_and_its_grace(root, clock, tmp_path):
     assert state("words@1") == ("deleted", [])
 
 
+@pytest.mark.parametrize("noted", [True, False])
+def test_what_was_erased_stays_away_when_its_source_is_collected(root, clock, tmp_path, noted):
+    """From `redact` to a sync of a replica that still has the sample; noted by `redact` or not."""
+    replica = FolderStore(tmp_path / "replica")
+    copytree(root.root, replica.root)
+    told = run("redact", root.uri, "--source", "words", "--key", "w0003", "--yes").stdout
+    names = [line.split()[3] for line in told.splitlines() if line.startswith("catalogue: ")]
+    assert len(names) == 2
+    files = [f"{name}/erased.json" for name in ("words", "words_2")]
+    for file in files if not noted else ():
+        root.delete(file)  # as where the redacted source came by a sync
+    archive(*names)
+    clock[0] = 31
+    run("collect", root.uri, "--plan", tmp_path / "plan.json", *DAYS)
+    clock[0] = 39
+    index = root.root / "words" / "index.parquet"
+    index.rename(tmp_path / "index.parquet")  # nobody can tell what was erased
+    found = last(run("collect", root.uri, "--apply", tmp_path / "plan.json", "--json"))
+    [(kind, name, why)] = found["refused"]
+    assert (kind, name) == ("source", "words")
+    assert "words/index.parquet: no such object" in why
+    assert "words/manifest.json" in root.list()
+    (tmp_path / "index.parquet").rename(index)
+    run("collect", root.uri, "--apply", tmp_path / "plan.json")
+    left = [key for key in root.list() if key.startswith(("words/", "words_2/"))]
+    assert [key for key in left if not key.endswith("/lock")] == files
+    before = {key: root.get(key) for key in root.list()}
+    for wanted in ("words", "words_2"):
+        found = run("sync", replica.uri, root.uri, "--source", wanted, code=2)
+        assert f"{root.uri}/{wanted}: 1 of its samples were erased there, and" in found.stderr
+        assert "still has them: w0003; nothing was changed" in found.stderr
+    assert {key: root.get(key) for key in root.list()} == before
+    run("redact", replica.uri, "--source", "words", "--key", "w0003", "--yes")
+    run("sync", replica.uri, root.uri)
+    assert {"words", "words_2"} <= {*sources_at(root)}
+
+
 def test_what_runs_need_stays_until_they_are_forgotten(root, clock, tmp_path):
     archive("words@2")
     data = load_config("tiny_cpu", [*SMALL, f"data.root={root.uri}"]).data
