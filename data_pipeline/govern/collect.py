@@ -136,6 +136,9 @@ def apply(
             if thing.kind != "source":
                 _remove(removal, facts if thing.kind == "facts" else store, thing)
         _remove_sources(removal, [thing for thing in todo if thing.kind == "source"])
+        # What was let go before a kill and is needed by now, or is not let go by the store.
+        for name in sorted({name for kind, name, _ in done.refused if kind == "source"}):
+            _give_back(root, records, name)
     return done
 
 
@@ -328,5 +331,12 @@ def _remove_manifest(removal: _Removal, thing: Thing) -> bool:
         _refuse_newcomers(root)
     except ValueError:
         root.store.put_new(key, root.files[thing.name])
+        _give_back(root, removal.records, thing.name)
         raise
     return True
+
+
+def _give_back(root: Root, records: Records, name: str) -> None:
+    """Have the catalogue know that a source lies in its folder, where it does."""
+    if (manifest := root.manifests.get(name)) is not None:
+        records.give_back(name, manifest["content_hash"], manifest["index_sha256"])
