@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.index.manifest import index_key, index_of, read_manifest
+from data_pipeline.index.manifest import expect, index_key, index_of, read_manifest
 from data_pipeline.store.objects import in_threads
 from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, Store
 
@@ -116,8 +116,11 @@ def note_all_erased(store: Store, name: str) -> None:
     """
     manifest = read_manifest(store, name)
     if samples := manifest.pop("redacted", {}).get("samples"):
-        table = pq.read_table(pa.BufferReader(store.get(index_key(name))))
-        index = index_of(table, manifest, manifest["index_sha256"])  # with the first checksums
+        data = store.get(index_key(name))
+        sha256 = hashlib.sha256(data).hexdigest()
+        expect(f"{store.uri}/{name}", "index_sha256", sha256, manifest["index_sha256"])
+        # With the checksums that the samples had.
+        index = index_of(pq.read_table(pa.BufferReader(data)), manifest, sha256)
         note_erased(store, index, samples)
 
 

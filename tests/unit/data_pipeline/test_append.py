@@ -8,8 +8,8 @@ import pytest
 
 from data_pipeline.govern.redact import carry_out
 from data_pipeline.index.columns import COLUMNS, GROUPS
-from data_pipeline.index.erased import note_erased, read_erased
-from data_pipeline.index.manifest import read_index, read_provenance
+from data_pipeline.index.erased import note_all_erased, note_erased, read_erased
+from data_pipeline.index.manifest import IndexMismatch, read_index, read_provenance
 from data_pipeline.index.reads import check_shards, document_of, medium_of, read_checked
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.ingest.ingest import CrudeSample, RegionSegment, TextSegment, ingest
@@ -105,9 +105,18 @@ def test_a_sample_that_was_erased_here_is_rejected_also_when_its_source_is_gone(
     erased = [given[3].key, given[4].key]
     for key in erased:
         carry_out(store, {"gone": [key]})
-    gone = read_index(store, "gone")
+    gone, noted = read_index(store, "gone"), store.get("gone/erased.json")
     note_erased(store, gone, gone.redacted)  # as of one that was made of a redacted source
     assert read_erased(store).among(gone) == []
+    store.put("gone/erased.json", noted)
+    index = store.get("gone/index.parquet")
+    store.put("gone/index.parquet", store.get("old/index.parquet"))
+    with pytest.raises(IndexMismatch, match="gone: index_sha256 is"):
+        note_all_erased(store, "gone")
+    store.put("gone/index.parquet", index)
+    store.delete("gone/erased.json")  # as where it came by a sync
+    note_all_erased(store, "gone")
+    assert store.get("gone/erased.json") == noted
     for key in store.list("gone/"):
         if not key.endswith("/erased.json"):
             store.delete(key)
