@@ -6,7 +6,8 @@ Every process of a node opens its own; budget and cache are shared through files
 import hashlib
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from data_pipeline.cache.cached_store import CachedStore
 from data_pipeline.config import DataConfig
 from data_pipeline.fetch import Fetcher
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.index.manifest import IndexMismatch
+from data_pipeline.index.manifest import IndexMismatch, read_manifest
 from data_pipeline.store.addresses import endpoint_of, split_place
 from data_pipeline.store.budget import Budget
 from data_pipeline.store.objects import StoreError
@@ -123,26 +124,70 @@ def run_sources(
         changes: (first step, position, new sources) of each change of the data on the way.
     """
     since = {name: step for step, _, names in changes for name in names}
+    found = {
+        "train": [(index.name, _contents(index)) for index in indices],
+        "heldout": [(index.name, _contents(index)) for index in heldout],
+    }
+    return [
+        _told(config, name, use, contents, since.get(name, 1))
+        for use, used in found.items()
+        for name, contents in used
+    ]
+
+
+def sources_ahead(config: DataConfig, heldout: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what a start is going to read, by the manifests alone, in the form of `run_sources`.
+
+    A collection that begins before the indices are read must know it. The step from which on a new
+    source may be drawn from is not known yet.
+
+    Args:
+        heldout: names of the sources that are held out.
+
+    Raises:
+        MissingKey, IndexMismatch, StoreError: a manifest cannot be read.
+    """
+    found: list[dict[str, Any]] = []
+    with closing(open_data(config.replace(cache=None))) as store:
+        for use, names in (("train", config.source_names), ("heldout", heldout)):
+            for name in names:
+                manifest = read_manifest(store, name)
+                redacted = manifest.get("redacted", {"made_as": "", "samples": []})
+                contents = {
+                    "content_hash": manifest["content_hash"],
+                    "made_as": redacted["made_as"] or manifest["content_hash"],
+                    "redacted": len(redacted["samples"]),
+                    "index_sha256": manifest["index_sha256"],
+                }
+                found.append(_told(config, name, use, contents, 1))
+    return found
+
+
+def _contents(index: SourceIndex) -> dict[str, Any]:
+    return {
+        "content_hash": index.content_hash,
+        "made_as": index.identity,
+        "redacted": len(index.redacted),
+        "index_sha256": index.index_sha256,
+    }
+
+
+def _told(
+    config: DataConfig, name: str, use: str, contents: Mapping[str, Any], from_step: int
+) -> dict[str, Any]:
     scheme, folder = split_place("data.root", config.root)
     root = config.root.rstrip("/")
     if scheme in ("", "file"):
         root = str(Path(folder).expanduser().resolve())
-    return [
-        {
-            "name": index.name,
-            "asked": config.asked.get(index.name, index.name),
-            "content_hash": index.content_hash,
-            "made_as": index.identity,
-            "redacted": len(index.redacted),
-            "index_sha256": index.index_sha256,
-            "root": root,
-            "endpoint": endpoint_of(root, config.endpoint),
-            "use": use,
-            "from_step": since.get(index.name, 1),
-        }
-        for use, used in (("train", indices), ("heldout", heldout))
-        for index in used
-    ]
+    return {
+        "name": name,
+        "asked": config.asked.get(name, name),
+        **contents,
+        "root": root,
+        "endpoint": endpoint_of(root, config.endpoint),
+        "use": use,
+        "from_step": from_step,
+    }
 
 
 def open_fetcher(config: DataConfig, versions: ShardVersions, tokenizer_hash: str) -> Fetcher:

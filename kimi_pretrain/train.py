@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from data_pipeline.access import sources_ahead
 from data_pipeline.loader import LoaderError, StepBatch
 from data_pipeline.plan.budget import BudgetEnd, budget_end, budget_notices
 from data_pipeline.plan.planner import DataUsedUp, TooManyUnusable
@@ -45,7 +46,7 @@ from kimi_pretrain.run import Run
 from kimi_pretrain.step import StepReport
 from kimi_pretrain.telemetry.metrics import rank_metrics
 from kimi_pretrain.telemetry.recorder import RankReport, Recorder, check_agreement, stop_reason
-from kimi_pretrain.telemetry.run_dir import describe_environment, log_to
+from kimi_pretrain.telemetry.run_dir import describe_environment, log_to, tell_sources
 from kimi_pretrain.tools.state_hashes import measure_efficiency, write_state_hashes
 
 log = logging.getLogger("kimi_pretrain.train")
@@ -94,6 +95,9 @@ def train(
     restarted = any(mesh.all_gather_object(restarted))  # of several machines not all need to know
     watchdog.enter("claim the place of checkpoints")
     owner = mesh.broadcast_from_rank0(partial(claim_place, place, run_dir, resume, restarted))
+    # Before what may take long: until then a collection knows nothing of what this run needs.
+    watchdog.enter("tell the sources")
+    mesh.broadcast_from_rank0(partial(_tell_sources, config, run_dir))
     progress = watchdog.progress("find the checkpoint")
     wanted = ("latest" if restarted else None, resume, otherwise)
     found, last_own = _find_checkpoint(wanted, place, config, mesh, progress)
@@ -120,11 +124,14 @@ def train(
         if config.train.efficiency_pairs:
             measure_efficiency(run, run_dir / "efficiency.json")
     watchdog.enter("end")
-    recorder.status("finished" if reason is None else "stopped", run.step, checkpoints.uri, reason)
-    recorder.close()
+    if reason is not None:
+        recorder.status("stopped", run.step, checkpoints.uri, reason)
     checkpoints.close(hurry=reason is not None)
     run.close()
     mesh.barrier()
+    if reason is None:  # nothing of it is still to be written, on any rank: others may go by that
+        recorder.status("finished", run.step, checkpoints.uri)
+    recorder.close()
     engine_mesh.stop()
     watchdog.stop()
 
@@ -269,6 +276,12 @@ def _save_and_stop(checkpoints: CheckpointScheduler, reason: str | None) -> str 
         message = f"stopped ({reason}), but the last step could not be saved: {error}; {kept}"
         raise type(error)(message) from error
     return reason
+
+
+def _tell_sources(config: Config, run_dir: Path) -> None:
+    """Write which sources this start is going to read. Rank 0."""
+    held_out = config.data.heldout if config.train.validate_every is not None else ()
+    tell_sources(run_dir, sources_ahead(config.data, sorted(held_out)))
 
 
 def _start_watchdog(config: Config, run_dir: Path, stop: Callable[[], str | None]) -> Watchdog:

@@ -2,6 +2,7 @@
 
 The hash of an entry is over itself and the hash before it. The end of the chain can be cut off
 unseen, so whoever must be sure keeps the head of it elsewhere, and has it looked for again. The
+database refuses all of this to anybody but its owner, who can take its triggers away. The
 entries hold every change of a version, so the versions can be compared with them, too.
 """
 

@@ -3,14 +3,15 @@
 A version may go from a root once it has been archived for long enough. It goes in two steps, so
 that a collection which is cut off can be finished and never lies: before the first byte its place
 is taken out of the table of replicas, with the plan's hash in the audit; when the last byte of the
-last copy is gone it becomes deleted. That state is reached in no other way.
+last copy is gone it becomes deleted. That state is reached in no other way. A source that stays or
+comes back after all has its place given back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, select
+from sqlalchemy import Connection, Row, delete, insert, select
 
 from data_pipeline.catalog.audit import append, entries
 from data_pipeline.catalog.engine import Catalog, CatalogError
@@ -137,6 +138,10 @@ class Ledger:
             what = {"replica_gone": name_of(row), **place}
             append(connection, what | {"collected": plan, "content": thing.content})
 
+    def give_back(self, name: str, content: str, index_sha256: str) -> None:
+        """See `govern.collect_plan.Records`."""
+        give_back(self._catalog, *self._place, {name: (content, index_sha256)})
+
     def _was_taken(self, connection: Connection, plan: str, thing: Thing) -> bool:
         wanted = (plan, thing.name, thing.content)
         return any(
@@ -170,6 +175,56 @@ class Ledger:
         )
         rows = connection.execute(query).all()
         return any([delete_version(connection, row, plan) for row in rows])
+
+
+def give_back(
+    catalog: Catalog, root: str, endpoint: str, sources: Mapping[str, tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """Take in that sources which a collection let go lie in their folders (again).
+
+    Their versions keep their state: what is archived or deleted may be collected once more.
+
+    Args:
+        root, endpoint: as replicas have them.
+        sources: folder -> content_hash and index_sha256 of its manifest; those that no collection
+            let go there, and those that the catalogue knows there, are left.
+
+    Returns:
+        (version, folder) of each that was given back.
+    """
+    wanted = {(folder, content) for folder, (content, _) in sources.items()}
+    if not let_go(catalog, root, endpoint) & wanted:  # whoever may only look needs to do no more
+        return []
+    found: list[tuple[str, str]] = []
+    with catalog.write() as connection:
+        for folder, content in sorted(_let_go(connection, root, endpoint) & wanted):
+            known = select(VERSION).where(VERSION.c.content_hash == content)
+            name = name_of(connection.execute(known).one())
+            place = {"root": root, "endpoint": endpoint, "name": folder}
+            values = {"content_hash": content, "index_sha256": sources[folder][1], **place}
+            connection.execute(insert(REPLICA).values(**values))
+            append(connection, {"replica": name, **place, "came_back": content})
+            found.append((name, folder))
+    return found
+
+
+def let_go(catalog: Catalog, root: str, endpoint: str) -> set[tuple[str, str]]:
+    """Return (folder, content) of what collections let go at a place and the catalogue lacks."""
+    with catalog.read() as connection:
+        return _let_go(connection, root, endpoint)
+
+
+def _let_go(connection: Connection, root: str, endpoint: str) -> set[tuple[str, str]]:
+    told = [one.what for one in entries(connection)]
+    gone = {
+        (one["name"], one["content"])
+        for one in told
+        if "collected" in one and "replica_gone" in one
+        if (one["root"], one["endpoint"]) == (root, endpoint)
+    }
+    there = _replicas(connection, root, endpoint)
+    folders, contents = ({getattr(row, key) for row in there} for key in ("folder", "content_hash"))
+    return {one for one in gone if one[0] not in folders and one[1] not in contents}
 
 
 def to_archive(

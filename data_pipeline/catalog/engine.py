@@ -34,6 +34,10 @@ class CatalogError(ValueError):
     """The catalogue cannot do what it was asked, and nothing of it was changed."""
 
 
+class NoCatalog(CatalogError):
+    """There is no catalogue yet."""
+
+
 class Conflict(CatalogError):
     """What was to be changed is no longer as it was seen."""
 
@@ -77,7 +81,8 @@ class Catalog:
         """Open a transaction that sees one state and changes nothing.
 
         Raises:
-            CatalogError: there is no catalogue yet, it has another schema, or it does not answer.
+            NoCatalog: there is none yet.
+            CatalogError: it has another schema, or it does not answer.
         """
         if self._file is not None and not self._file.exists():
             raise self._nothing_there()
@@ -142,8 +147,8 @@ class Catalog:
         self._has_tables = found is not None
         return found
 
-    def _nothing_there(self) -> CatalogError:
-        return CatalogError(
+    def _nothing_there(self) -> NoCatalog:
+        return NoCatalog(
             f"catalogue {self.where}: there is none yet; `kimi-pretrain data catalog register` "
             f"begins one, --catalog or {VARIABLE} names another"
         )

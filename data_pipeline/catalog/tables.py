@@ -20,7 +20,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA = "0002"
+SCHEMA = "0003"
 """The last step of `catalog.versions`; a catalogue of another schema is refused."""
 
 STATES = ("staged", "verified", "active", "deprecated", "archived", "deleted")
@@ -84,6 +84,7 @@ REPLICA = Table(
     UniqueConstraint("root", "endpoint", "name"),
 )
 
+# Entries are only ever added: by triggers, too (`catalog.versions.v0003_append_only`).
 AUDIT = Table(
     "audit",
     METADATA,

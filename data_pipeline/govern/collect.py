@@ -30,7 +30,8 @@ from data_pipeline.govern.needed import (
     spots_of,
     things_that_may_go,
 )
-from data_pipeline.index.manifest import manifest_key
+from data_pipeline.index.erased import note_all_erased
+from data_pipeline.index.manifest import IndexMismatch, manifest_key
 from data_pipeline.ingest.claim import Claim, NameTaken
 from data_pipeline.store.objects import Unfinished, in_threads
 from data_pipeline.store.open import MissingKey, Store, StoreError
@@ -135,6 +136,9 @@ def apply(
             if thing.kind != "source":
                 _remove(removal, facts if thing.kind == "facts" else store, thing)
         _remove_sources(removal, [thing for thing in todo if thing.kind == "source"])
+        # What was let go before a kill and is needed by now, or is not let go by the store.
+        for name in sorted({name for kind, name, _ in done.refused if kind == "source"}):
+            _give_back(root, records, name)
     return done
 
 
@@ -314,8 +318,9 @@ def _remove_manifest(removal: _Removal, thing: Thing) -> bool:
     try:
         if user is not None:
             raise ValueError(user)
+        note_all_erased(root.store, thing.name)  # what was erased there must not come back
         removal.records.take(removal.plan.id, thing)
-    except ValueError as error:
+    except (ValueError, IndexMismatch, MissingKey) as error:
         done.refused.append((thing.kind, thing.name, str(error)))
         return False
     if kept := root.store.discard([key]):
@@ -326,5 +331,12 @@ def _remove_manifest(removal: _Removal, thing: Thing) -> bool:
         _refuse_newcomers(root)
     except ValueError:
         root.store.put_new(key, root.files[thing.name])
+        _give_back(root, removal.records, thing.name)
         raise
     return True
+
+
+def _give_back(root: Root, records: Records, name: str) -> None:
+    """Have the catalogue know that a source lies in its folder, where it does."""
+    if (manifest := root.manifests.get(name)) is not None:
+        records.give_back(name, manifest["content_hash"], manifest["index_sha256"])

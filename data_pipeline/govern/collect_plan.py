@@ -94,6 +94,10 @@ class Records(Protocol):
         """
         ...
 
+    def give_back(self, name: str, content: str, index_sha256: str) -> None:
+        """Note that a source lies in its folder after all, if it was let go there."""
+        ...
+
     def note(self, plan: str, thing: Thing, kept: Sequence[tuple[str, str]]) -> None:
         """Note what was removed, and what the store did not let go, (key, reason) each."""
         ...

@@ -5,7 +5,8 @@
    and compared. No other sample moves, and no index changes.
 3. Each source's manifest names the new shards and their hashes, the samples that are redacted, and
    the shards that were replaced. It changes as a whole, and with it the source's content_hash; runs
-   know a source by the hash that it was made with (`SourceIndex.identity`), so they go on.
+   know a source by the hash that it was made with (`SourceIndex.identity`), so they go on. Before
+   it hashes of the samples are written beside it, which stay when it goes (`index.erased`).
 4. Replaced shards that no manifest under the root names are removed, with all their versions.
 5. `purge` drops their blocks from a node's cache.
 
@@ -15,7 +16,7 @@ command goes on, and so does the next redaction under the root.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ import numpy as np
 from data_pipeline.cache.cached_store import CacheConfig, CachedStore
 from data_pipeline.govern.holds import read_holds, refuse_held
 from data_pipeline.index.columns import ShardInfo, SourceIndex
+from data_pipeline.index.erased import note_erased, sums_of
 from data_pipeline.index.manifest import expect, manifest_key, read_index, read_manifest
 from data_pipeline.index.redacted import erased, with_redacted
 from data_pipeline.ingest.claim import Claim
@@ -301,7 +303,7 @@ def _twins(indices: Mapping[str, SourceIndex], samples: Mapping[str, list[int]])
     seen: dict[tuple[int, int], str] = {}
     for name, numbers in samples.items():
         for number in numbers:
-            for one in _sums(indices[name], number):
+            for one in sums_of(indices[name], number):
                 seen.setdefault(one, indices[name].key_of(number))
     found: list[Twin] = []
     for name, index in indices.items():
@@ -316,13 +318,6 @@ def _twins(indices: Mapping[str, SourceIndex], samples: Mapping[str, list[int]])
                 if number not in out and (length, crc) in seen:
                     found.append(Twin(name, index.key_of(number), seen[length, crc]))
     return list(dict.fromkeys(found))
-
-
-def _sums(index: SourceIndex, sample: int) -> Iterator[tuple[int, int]]:
-    """Yield length and CRC-32 of a sample's document and media files."""
-    yield int(index.json_length[sample]), int(index.json_crc[sample])
-    for item in range(*index.item_ptr[sample : sample + 2].tolist()):
-        yield int(index.item_length[item]), int(index.item_crc[item])
 
 
 def _write_shards(
@@ -385,6 +380,7 @@ def _write_manifest(
         "redacted": {"made_as": new.made_as, "samples": numbers, "replaced": replaced},
     }
     text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
+    note_erased(store, index, todo.samples[name])
     store.put(manifest_key(name), text.encode())
     done.samples[name] = done.samples.get(name, 0) + len(todo.samples[name])
     before = done.contents.get(name, (index.content_hash, ""))[0]

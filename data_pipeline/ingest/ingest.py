@@ -22,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 
 from data_pipeline.index.columns import CATEGORIES, SCHEMA, SourceIndex
+from data_pipeline.index.erased import read_erased
 from data_pipeline.index.manifest import (
     expect,
     manifest_key,
@@ -155,7 +156,7 @@ def ingest(
         if old is not None:  # read again now that the name says so: a collection may have begun
             _refuse_changed(store, old)
         taken = set() if old is None else set(pa.array(old.key, pa.string()).to_pylist())
-        shown = (progress, rejected, taken)
+        shown = (progress, rejected, taken, read_erased(store))
         with ShardWriter(store, name, journal, claim, shard_bytes, *shown) as writer:
             if not writer.complete:
                 units = reader.read(writer.cursor)

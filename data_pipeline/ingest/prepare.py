@@ -72,6 +72,12 @@ class Prepared:
     columns: dict[str, list[Any]]
     turned: int
 
+    @property
+    def sums(self) -> list[tuple[int, int]]:
+        """See `index.erased.sums_of`."""
+        names = ("json_length", "json_crc"), ("item_length", "item_crc")
+        return [sums for pair in names for sums in zip(*(self.columns[name] for name in pair))]
+
 
 def prepare(
     sample: CrudeSample, category: str, tokenizer: Tokenizer, policy: IngestPolicy

@@ -41,7 +41,10 @@ _TARS = (".tar", ".tar.gz", ".tgz")
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 RAW_FILES = _TARS + _LINES
 # What a source of ours has beside its shards.
-_OURS = ("manifest.json", "index.parquet", "provenance.json", "rejected.jsonl")
+_OURS = (
+    *("manifest.json", "index.parquet", "provenance.json", "rejected.jsonl"),
+    *("erased.json", "holds.json"),
+)
 _LONGEST_LINE = 64 << 20
 # Members of a tar in a store up to this size are read with it, larger ones by a request of theirs.
 _HELD = 8 << 20

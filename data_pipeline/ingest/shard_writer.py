@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data_pipeline.index.columns import ShardInfo
+from data_pipeline.index.erased import Erased
 from data_pipeline.index.shards import ShardBuilder
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.ingest.journal import Journal
@@ -77,7 +78,8 @@ class ShardWriter:
     """Use it as a context: leaving it waits for the thread that puts shards.
 
     The journal is taken up if one is found, else begun; the claim is looked at before each shard.
-    `taken` are keys that no sample may have. The others as of `data_pipeline.ingest.ingest.ingest`.
+    `taken` are keys that no sample may have, `erased` samples that must not come back. The others
+    as of `data_pipeline.ingest.ingest.ingest`.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class ShardWriter:
         progress: Callable[[IngestProgress], None] | None = None,
         rejected: Callable[[Rejection], None] | None = None,
         taken: Collection[str] = (),
+        erased: Erased | None = None,
     ) -> None:
         self._store, self._name, self._journal = store, name, journal
         self._claim = claim
@@ -101,7 +104,7 @@ class ShardWriter:
             journal.begin()
         self.rejections = [rejection for part in self._parts for rejection in part.rejections]
         self._keys = {key for part in self._parts for key in part.keys}
-        self._taken = taken
+        self._taken, self._erased = taken, erased or Erased()
         self._done: Counter[str] = Counter()
         for part in self._parts:
             self._done.update(_counts(part))
@@ -142,6 +145,9 @@ class ShardWriter:
             elif outcome.key in self._taken:
                 told = "the source that this is appended to has this key"
                 outcome = Rejection(outcome.key, "key twice", told)
+            elif self._erased.has(outcome.key, outcome.sums):
+                told = "this very sample was redacted here: it does not come back"
+                outcome = Rejection(outcome.key, "erased", told)
         if isinstance(outcome, Rejection):
             self._filling.rejections.append(outcome)
             self.rejections.append(outcome)

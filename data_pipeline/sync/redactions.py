@@ -5,16 +5,19 @@ the two sides may hold one source with other samples redacted. What only the sou
 redacted is redacted in the target, too, with all that redaction does there: every source that
 shares the shards, old versions, holds that forbid it. What only the target has redacted stays so:
 the source's bytes are not copied, neither for this source nor under the key of a shard that was
-replaced there for one that shares it.
+replaced there for one that shares it. Nor are shards with a sample that was erased there in a
+source which was collected since (`index.erased`).
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from data_pipeline.index.erased import Erased, read_erased
 from data_pipeline.index.manifest import IndexMismatch, read_index, read_manifest
+from data_pipeline.names import listed
 from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, Store
 from data_pipeline.sync.contents import Contents
 from data_pipeline.sync.survey import OtherContent
@@ -66,17 +69,18 @@ def settle(source: Store, target: Store, found: Sequence[Contents]) -> Redaction
     return settled
 
 
-def refuse_undoing(source: Store, target: Store, keys: Iterable[str]) -> None:
-    """Refuse to copy shards that were replaced in the target because samples were redacted.
+def refuse_undoing(source: Store, target: Store, missing: Mapping[str, Set[str]]) -> None:
+    """Refuse to copy shards with samples that were redacted in the target, whatever became of it.
 
     Args:
-        keys: of shards that the target does not have.
+        missing: source -> keys of its shards that the target does not have.
 
     Raises:
-        OtherContent: names the first of them; nothing was changed.
-        IndexMismatch: a manifest in the target cannot be read: nobody knows what it redacted.
+        OtherContent: names the first shard, or the samples; nothing was changed.
+        IndexMismatch, ValueError: a manifest in the target, or what was erased there, cannot be
+            read: nobody knows what it redacted.
     """
-    wanted = {*keys}
+    wanted = set().union(*missing.values())
     for name in _folders(target) if wanted else ():
         manifest = _manifest(target, name) or {}
         gone = {one["key"] for one in manifest.get("redacted", {}).get("replaced", ())}
@@ -85,6 +89,20 @@ def refuse_undoing(source: Store, target: Store, keys: Iterable[str]) -> None:
                 f"{target.uri}/{key}: was replaced there by a redaction of {name!r}, and "
                 f"{source.uri} still has the redacted samples in it; redact them there first: "
                 f"kimi-pretrain data redact {source.uri}"
+            )
+    erased = read_erased(target) if wanted else Erased()
+    for name in sorted(one for one in missing if missing[one]) if erased.by_crc else ():
+        index = read_index(source, name)
+        keys = [
+            index.key_of(sample)
+            for sample in erased.among(index)
+            if index.shards[index.shard[sample]].key in missing[name]
+        ]
+        if keys:
+            raise OtherContent(
+                f"{target.uri}/{name}: {len(keys):,} of its samples were erased there, and "
+                f"{source.uri} still has them: {listed(keys)}; nothing was changed; redact them "
+                f"there first: kimi-pretrain data redact {source.uri}"
             )
 
 

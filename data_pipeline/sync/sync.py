@@ -154,9 +154,12 @@ def _claimed(target: Store, work: Sequence[Survey]) -> Iterator[dict[str, Claim]
         yield claims
 
 
-def _missing_shards(surveys: Sequence[Survey]) -> list[str]:
-    """Return the keys of the shards that are to be copied."""
-    return [i.key for one in surveys for i in one.missing if i in {*one.contents.shards}]
+def _missing_shards(surveys: Sequence[Survey]) -> dict[str, set[str]]:
+    """Return source -> keys of the shards that are to be copied for it."""
+    return {
+        one.contents.name: {item.key for item in {*one.missing} & {*one.contents.shards}}
+        for one in surveys
+    }
 
 
 def _check_still_there(target: Store, work: Sequence[Survey]) -> None:

@@ -102,6 +102,30 @@ def describe_environment(
         write_whole(folder / "diff.patch", difference)
 
 
+def tell_sources(folder: Path, sources: Sequence[Mapping[str, Any]]) -> None:
+    """Add to sources.json what a start is going to read, before it reads it.
+
+    What an earlier start wrote of a source stays: its steps were drawn with that. Once the run is
+    built `describe_environment` writes all of it anew.
+
+    Args:
+        sources: as of `data_pipeline.access.sources_ahead`.
+
+    Raises:
+        ValueError: what is there is no such file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / RUN_SOURCES
+    try:
+        known: list[dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else []
+        there = {(one["name"], one["use"]) for one in known}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file}: expected what a run writes of its sources; remove it") from None
+    new = [one for one in sources if (one["name"], one["use"]) not in there]
+    if new:
+        write_whole(file, json.dumps([*known, *new], indent=1) + "\n")
+
+
 def git_state(checkout: Path) -> tuple[dict[str, Any], bytes]:
     """Return what ran: its state, and how tracked files differ from the commit, as bytes.
 

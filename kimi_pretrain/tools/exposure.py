@@ -84,6 +84,9 @@ def exposure(
         ValueError, IndexMismatch, StoreError, CheckpointError: the run folder or its sources are
             not as they were, so its steps cannot be planned again; says what differs.
     """
+    files = (run_dir / "config.yaml", run_dir / METRICS)
+    if not any(file.is_file() for file in files):
+        return Exposure(str(run_dir))  # a start that told its sources and came no further
     config = load_config(run_dir / "config.yaml")
     store = open_data(config.data.replace(cache=None, requests_per_second=None))
     there = held(store, wanted)

@@ -182,6 +182,30 @@ def _tell(done: "Collected") -> None:
         typer.echo(f"and {len(done.kept) - _SHOWN:,} more were not removed", err=True)
 
 
+def tell_what_came_back(
+    catalog: "Catalog", store: "Store", endpoint: str | None, names: Sequence[str]
+) -> None:
+    """Take into the catalogue which sources lie again where a collection let them go.
+
+    Args:
+        store, endpoint: where they lie; the endpoint as given.
+        names: of sources.
+    """
+    from data_pipeline.catalog.collect import give_back, let_go
+    from data_pipeline.index.manifest import read_manifest
+    from data_pipeline.store.addresses import endpoint_of
+
+    place = (store.uri, endpoint_of(store.uri, endpoint))
+    folders = {folder for folder, _ in let_go(catalog, *place)} & {*names}
+    manifests = {folder: read_manifest(store, folder) for folder in sorted(folders)}
+    sources = {
+        folder: (manifest["content_hash"], manifest["index_sha256"])
+        for folder, manifest in manifests.items()
+    }
+    for version, folder in give_back(catalog, *place, sources):
+        typer.echo(f"catalogue: {version} lies in {store.uri}/{folder} again")
+
+
 def _echo_error(text: str) -> None:
     typer.echo(f"  {text}", err=True)
 

@@ -271,14 +271,19 @@ def _purge(uri: str, endpoint: str | None, config: str) -> None:
 
 
 @contextmanager
-def configured_catalog(where: str | None) -> "Iterator[Catalog | None]":
-    """Open the catalogue if one is configured, and see that it can be read, before all else."""
+def configured_catalog(where: str | None, *, begun: bool = False) -> "Iterator[Catalog | None]":
+    """Open the catalogue if one is configured, and see that it can be read, before all else.
+
+    Args:
+        where: as of `Catalog`.
+        begun: one that nobody has begun yet is none; otherwise it is an error.
+    """
     default = Path("~/.local/share/kimi-pretrain/catalog.sqlite").expanduser()
     if where is None and "KIMI_PRETRAIN_CATALOG" not in os.environ and not default.exists():
         yield None
         return
     try:
-        from data_pipeline.catalog.engine import Catalog
+        from data_pipeline.catalog.engine import Catalog, NoCatalog
 
         catalog = Catalog(where)
     except ModuleNotFoundError as error:
@@ -286,9 +291,15 @@ def configured_catalog(where: str | None) -> "Iterator[Catalog | None]":
 
         raise needs_extra(error) from None
     try:
-        with catalog.read():
-            pass
-        yield catalog
+        known = True
+        try:
+            with catalog.read():
+                pass
+        except NoCatalog:
+            if not begun:
+                raise
+            known = False
+        yield catalog if known else None
     finally:
         catalog.close()
 

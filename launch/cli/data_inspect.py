@@ -259,12 +259,15 @@ def show(
 
     With --config: the tokens of a step's rows, borders of documents, what is
     learnt, the pictures after augmentation and the regions drawn where the tokens
-    say. Without: the documents and media of a source. With --anomaly: the rows of
-    a step that a run skipped or stopped at, exactly as it had them.
+    say. With the config.yaml of a run's folder they are what that run drew, also
+    if its data were changed on the way. Without: the documents and media of a
+    source. With --anomaly: the rows of a step that a run skipped or stopped at,
+    exactly as it had them.
 
     \b
     kimi-pretrain data show --config tiny_cpu data.root=/data/corpus --step 100 \\
         --rows 2
+    kimi-pretrain data show --config runs/a/config.yaml --step 100
     kimi-pretrain data show --config runs/a/config.yaml \\
         --anomaly runs/a/anomalies.jsonl --rows 8
     kimi-pretrain data show s3://corpus --source photos --sample photos-0003 \\

@@ -9,16 +9,25 @@ from typing import Any
 
 from data_pipeline.access import open_data, open_tokenizer
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.index.manifest import read_index
+from data_pipeline.index.manifest import RUN_MIXTURES, RUN_SOURCES, read_index
 from data_pipeline.index.reads import medium_of, read_checked, read_samples
+from data_pipeline.names import listed
 from data_pipeline.plan.planner import Planner
 from data_pipeline.store.open import Store
+from kimi_pretrain.config import Config, find_config, load_config
 from kimi_pretrain.reliability.anomaly_guard import sample_names
+from kimi_pretrain.tools.exposure import replay
 from launch.cli.sources import find_sample, open_sources
 from launch.local.versions import load_pinned
 from launch.pages.rows_page import Step, rows_page
 from launch.pages.samples_page import StoredSample, samples_page
 from launch.pages.step_reader import StepReader
+
+# Of `data`, what says how bytes come and not which.
+_APART = {
+    *("root", "endpoint", "tokenizer", "requests_per_second", "patience", "cache"),
+    *("workers", "fetch_threads", "prefetch_steps", "prefetch_bytes", "same_decoders"),
+}
 
 
 def find_anomaly(file: Path, step: int | None) -> dict[str, Any]:
@@ -49,26 +58,42 @@ def show_rows(
     rows: range,
     anomaly: dict[str, Any] | None = None,
 ) -> str:
-    """Return the HTML page of some rows of a step, read as a run of one process reads them.
+    """Return the HTML page of some rows of a step, as of `read_rows`."""
+    found = read_rows(config, overrides, step, rows, anomaly)
+    title = f"Step {step}" if anomaly is None else _title(anomaly)
+    shown = found.batch.row_ids
+    return rows_page(found, f"{title}, rows {shown[0]} to {shown[-1]}")
+
+
+def read_rows(
+    config: str,
+    overrides: tuple[str, ...],
+    step: int,
+    rows: range,
+    anomaly: dict[str, Any] | None = None,
+) -> Step:
+    """Return some rows of a step, read as a run of one process reads them.
 
     Args:
-        config: YAML file or preset.
+        config: YAML file or preset: a run that would begin so. The config.yaml of a run's folder:
+            that run as it was, with its mixtures, its quarantine and what was redacted since.
         overrides: `section.key=value`.
-        step: number from 1, as in metrics.jsonl, of a run that has put no sample into quarantine.
+        step: number from 1, as in metrics.jsonl.
         rows: numbers of rows in the step; those beyond the last are ignored.
         anomaly: entry of anomalies.jsonl; shows its step, as the run had it, in place of `step`.
 
     Raises:
-        ValueError: the config cannot run, the step has no such row, or its samples are not those of
-            the anomaly.
+        ValueError: the config cannot run, the step has no such row, its samples are not those of
+            the anomaly, or the run's steps cannot be planned again.
     """
     # For a single step: no worker processes, no prefetch, no cache on disk.
     whole, _ = load_pinned(config, overrides)
-    if anomaly is None and whole.train.start_optimizer == "keep":
+    run = _run_of(config, whole) if anomaly is None else None
+    if anomaly is None and run is None and whole.train.start_optimizer == "keep":
         raise ValueError(
             "--step: with train.start_optimizer=keep steps and data count on from the stage "
-            "before, or the data begin anew among them, which no configuration says; --anomaly "
-            "shows a step of anomalies.jsonl with the state that the run had"
+            "before, or the data begin anew among them, which no configuration says; give that of "
+            "the run, RUN_DIR/config.yaml"
         )
     data = whole.data.replace(workers=0, prefetch_steps=0, cache=None)
     if rows.start >= data.rows_per_step:
@@ -76,10 +101,15 @@ def show_rows(
     rows = range(rows.start, min(rows.stop, data.rows_per_step))
 
     store = open_data(data)
-    indices = [read_index(store, name) for name in data.source_names]
-    planner, tokenizer = Planner(indices, data), open_tokenizer(data, store)
-    with closing(StepReader(planner, store, tokenizer, data.fetch_threads)) as reader:
-        if anomaly is None:
+    tokenizer, begin = open_tokenizer(data, store), None
+    if run is not None:
+        planner, begin = replay(run, whole.model_copy(update={"data": data}), store)
+    else:
+        planner = Planner([read_index(store, name) for name in data.source_names], data)
+    with closing(StepReader(planner, store, tokenizer, data.fetch_threads, begin)) as reader:
+        if run is not None:
+            state = reader.before(step - 1)
+        elif anomaly is None:
             state = planner.state_at(step - 1)
         else:
             planner.load_state_dict(anomaly["loader"])
@@ -87,8 +117,30 @@ def show_rows(
         found = reader.read(state, rows)
         if anomaly is not None:
             _check_samples(found, anomaly)
-    title = f"Step {step}" if anomaly is None else _title(anomaly)
-    return rows_page(found, f"{title}, rows {rows.start} to {rows.stop - 1}")
+    return found
+
+
+def _run_of(config: str, whole: Config) -> Path | None:
+    """Return the folder of the run whose config.yaml is given; None: it is not as the run's was.
+
+    Raises:
+        ValueError: the run's data were changed on the way, and overrides change them again.
+    """
+    file = find_config(config)
+    if file.name != "config.yaml" or not (file.parent / RUN_SOURCES).is_file():
+        return None
+    mine, its = (one.data.model_dump(exclude=_APART) for one in (whole, load_config(file)))
+    if mine == its:
+        return file.parent
+    mixtures = file.parent / RUN_MIXTURES
+    if mixtures.is_file() and json.loads(mixtures.read_text())["changes"]:
+        keys = listed(f"data.{key}" for key in its if mine[key] != its[key])
+        raise ValueError(
+            f"{keys}: the run of {file.parent} went over to other data on the way, so its steps "
+            "are shown as they were, and its config.yaml is not that of one that would begin "
+            "anew: leave the overrides out"
+        )
+    return None
 
 
 def _check_samples(step: Step, anomaly: dict[str, Any]) -> None:

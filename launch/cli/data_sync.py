@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+from launch.cli.data_catalog import CatalogOption
+from launch.cli.data_collect import tell_what_came_back
+from launch.cli.data_govern import configured_catalog
 from launch.cli.options import JsonOption
 from launch.local.user_errors import one_line_errors
 
@@ -34,6 +37,7 @@ def sync(
     verify_only: Annotated[
         bool, typer.Option("--verify-only", help="Compare both sides; copy nothing.")
     ] = False,
+    where: CatalogOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Copy finished sources to another place, folder or bucket, on whatever server.
@@ -44,7 +48,8 @@ def sync(
     or killed. Shards that lie in the folder of another source (--append-to,
     reindex) come along, under the same keys. Nothing in B is ever overwritten,
     but for samples that were redacted in A: they are redacted in B, too. What was
-    redacted in B stays so.
+    redacted in B stays so. A catalogue is told, where there is one, what a
+    collection took from B and is there again.
 
     --verify-only reads all files of both sides; it ends with 1 if any differs.
 
@@ -55,10 +60,11 @@ def sync(
         --to-endpoint https://storage.example.com --max-mb-s 200
     kimi-pretrain data sync /data/corpus s3://corpus --verify-only
     """
-    with one_line_errors():
+    with one_line_errors(), configured_catalog(where, begun=True) as catalog:
+        from data_pipeline.store.open import S3Store
         from data_pipeline.sync.compare import compare
         from data_pipeline.sync.places import Place, open_places
-        from data_pipeline.sync.sync import LOOK_THREADS, Options
+        from data_pipeline.sync.sync import LOOK_THREADS, Options, SyncReport
         from data_pipeline.sync.sync import sync as copy
         from launch.cli.progress import total_bar
 
@@ -73,6 +79,11 @@ def sync(
         try:
             with total_bar("compare" if verify_only else "sync") as show:
                 report = do(*stores, names or (), options, show)
+            if catalog is not None and isinstance(report, SyncReport):
+                endpoint = to_endpoint
+                if to_profile and isinstance(stores[1], S3Store):  # not the environment's
+                    endpoint = stores[1].endpoint
+                tell_what_came_back(catalog, stores[1], endpoint, list(report.sources))
         except KeyboardInterrupt:
             typer.echo("interrupted; the same command goes on where it was", err=True)
             raise typer.Exit(130) from None

@@ -159,11 +159,28 @@ def term_at_the_start(run: Any, step: int) -> None:
     os.kill(os.getpid(), 15)
 
 
+def ends_at_the_last_barrier(run: Any, step: int) -> None:
+    """An error where all ranks wait for each other at the end, checkpoints closed; tells status."""
+    from kimi_pretrain.checkpoint.scheduler import CheckpointScheduler
+    from kimi_pretrain.reliability.status import read_status
+
+    close = CheckpointScheduler.close
+
+    def barrier(folder: Any) -> None:
+        raise RuntimeError(f"it said {read_status(folder)}")
+
+    def closed(checkpoints: Any, **options: Any) -> None:
+        close(checkpoints, **options)
+        type(run.mesh).barrier = lambda _: barrier(checkpoints.place.folder.parent)
+
+    CheckpointScheduler.close = closed
+
+
 PLANTS = {
     plant.__name__: plant
     for plant in (
         *(sleep_in_encoder, hang_in_a_read, not_a_number, bug, spike, draws, slow_copy),
-        *(term_at_the_start, flip_a_bit),
+        *(term_at_the_start, flip_a_bit, ends_at_the_last_barrier),
     )
 }
 

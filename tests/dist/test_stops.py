@@ -267,6 +267,44 @@ def test_a_spike_stops_the_run_where_it_is_told_to(data_root, tmp_path):
     assert len(read_metrics(tmp_path)) == 6
 
 
+def test_a_run_has_finished_when_nothing_of_it_is_left_to_write(data_root, tmp_path):
+    settings = (f"data.root={data_root}", "train.steps=1", *ONE, "checkpoint.every=1")
+    code, _ = planted(tmp_path, "ends_at_the_last_barrier", 1, *settings)
+    assert code == 1
+    status = read_status(tmp_path)
+    assert status is not None
+    assert status.state == "failed"
+    assert "it said Status(state='running', step=0" in str(status.reason)
+
+
+def test_a_run_tells_its_sources_before_it_reads_them(data_root, tmp_path):
+    """A start that comes no further than to the first index; and one in a folder of an earlier."""
+    root, folder = tmp_path / "corpus", tmp_path / "run"
+    shutil.copytree(data_root, root)
+    for file in root.glob("*/index.parquet"):
+        file.write_bytes(b"damaged")
+    folder.mkdir()
+    noted = {"name": "words", "use": "train", "content_hash": "of its start", "redacted": 7}
+    (folder / "sources.json").write_text(json.dumps([noted]))
+    settings = (f"data.root={root}", "train.validate_every=1", *ONE)
+    settings += ("data.heldout={words_heldout: 1}",)
+    code, message = planted(folder, "bug", 1, *settings)
+    assert code == 2
+    assert "index_sha256" in str(message)
+    told = json.loads((folder / "sources.json").read_text())
+    assert told[0] == noted
+    assert [(one["name"], one["use"]) for one in told[1:]] == [
+        ("pictures", "train"), ("words_heldout", "heldout")
+    ]  # fmt: skip
+    for one in told[1:]:
+        manifest = json.loads((root / one["name"] / "manifest.json").read_text())
+        assert (one["content_hash"], one["root"]) == (manifest["content_hash"], str(root))
+        assert one["made_as"] == one["content_hash"]
+    (folder / "sources.json").write_text('[{"name": "words"}]')
+    code, message = planted(folder, "bug", 1, *settings)
+    assert (code, "sources.json: expected what a run writes" in str(message)) == (2, True)
+
+
 @pytest.mark.slow
 def test_a_signal_while_the_run_is_built_stops_it_before_its_first_step(data_root, tmp_path):
     settings = (f"data.root={data_root}", "train.steps=6", *ONE)

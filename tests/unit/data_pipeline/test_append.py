@@ -1,12 +1,15 @@
 """A source that grows: as if all had been ingested at once; the old shards stay where they are."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from data_pipeline.govern.redact import carry_out
 from data_pipeline.index.columns import COLUMNS, GROUPS
-from data_pipeline.index.manifest import read_index, read_provenance
+from data_pipeline.index.erased import note_all_erased, note_erased, read_erased
+from data_pipeline.index.manifest import IndexMismatch, read_index, read_provenance
 from data_pipeline.index.reads import check_shards, document_of, medium_of, read_checked
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.ingest.ingest import CrudeSample, RegionSegment, TextSegment, ingest
@@ -91,6 +94,42 @@ def test_a_key_that_the_old_source_has_is_rejected(store, tokenizer, given):
     assert [(one.key, one.reason) for one in told] == [(given[2].key, "key twice")]
     assert "the source that this is appended to" in told[0].detail
     assert new.num_samples == 5
+
+
+def test_a_sample_that_was_erased_here_is_rejected_also_when_its_source_is_gone(
+    store, tokenizer, given
+):
+    made = dict(category="caption")
+    ingest(given[:2], store, "old", tokenizer, 20_000, **made)
+    ingest(given[2:7], store, "gone", tokenizer, 20_000, **made)
+    erased = [given[3].key, given[4].key]
+    for key in erased:
+        carry_out(store, {"gone": [key]})
+    gone, noted = read_index(store, "gone"), store.get("gone/erased.json")
+    note_erased(store, gone, gone.redacted)  # as of one that was made of a redacted source
+    assert read_erased(store).among(gone) == []
+    store.put("gone/erased.json", noted)
+    index = store.get("gone/index.parquet")
+    store.put("gone/index.parquet", store.get("old/index.parquet"))
+    with pytest.raises(IndexMismatch, match="gone: index_sha256 is"):
+        note_all_erased(store, "gone")
+    store.put("gone/index.parquet", index)
+    store.delete("gone/erased.json")  # as where it came by a sync
+    note_all_erased(store, "gone")
+    assert store.get("gone/erased.json") == noted
+    for key in store.list("gone/"):
+        if not key.endswith("/erased.json"):
+            store.delete(key)
+    others = [replace(given[4], segments=given[5].segments), replace(given[3], key="twin")]
+    again = [*given[2:4], *others, *given[5:7]]
+    new = ingest(again, store, "new", tokenizer, 20_000, append_to="old", **made)
+    # Another sample under an erased one's key is another matter, and so is its twin.
+    kept = [*given[:3], *others, *given[5:7]]
+    assert [new.key_of(n) for n in range(new.num_samples)] == [sample.key for sample in kept]
+    [told] = [json.loads(line) for line in store.get("new/rejected.jsonl").splitlines()]
+    assert (told["key"], told["reason"]) == (erased[0], "erased")
+    again = ingest(given[2:7], store, "again", tokenizer, 20_000, **made)
+    assert again.num_samples == 3
 
 
 def test_no_byte_of_the_old_shards_is_read(tokenizer, given):

@@ -69,7 +69,8 @@ def url(request, tmp_path) -> str:
     found = postgresql(request)
     tables = ", ".join(METADATA.tables)
     try:
-        sql(found, f"TRUNCATE {tables}", f"UPDATE alembic_version SET version_num = '{SCHEMA}'")
+        schema = f"UPDATE alembic_version SET version_num = '{SCHEMA}'"
+        sql(found, unguarded(found), f"TRUNCATE {tables}", GUARDED, schema)
     except CatalogError:  # a test before this one left others
         sql(found, "DROP SCHEMA public CASCADE", "CREATE SCHEMA public")
         Catalog(found).migrate()
@@ -97,6 +98,16 @@ def sql(url: str, *statements: str) -> None:
         for statement in statements:
             connection.execute(text(statement))
     found.close()
+
+
+GUARDED = "ALTER TABLE audit ENABLE TRIGGER USER"
+
+
+def unguarded(url: str) -> str:
+    """What the owner of a database does to change the audit all the same."""
+    if url.startswith("postgresql"):
+        return "ALTER TABLE audit DISABLE TRIGGER USER"
+    return "; ".join(f"DROP TRIGGER audit_{what}" for what in ("update", "delete", "insert"))
 
 
 def source(name: str, content: str | None = None, root: str = "/corpus", **columns) -> Source:
@@ -404,7 +415,7 @@ def test_what_is_altered_past_the_catalogue_shows(catalog, url, tampering, told)
         number, head = check(connection)
         assert [one.seq for one in entries(connection)] == [1, 2, 3]
         assert check(connection, head) == (number, head)
-    sql(url, *tampering.split("; "))
+    sql(url, *unguarded(url).split("; "), *tampering.split("; "))
     with catalog.read() as connection, pytest.raises(CatalogError, match=told):
         check(connection)
 
@@ -421,13 +432,44 @@ def test_the_audit_names_the_user_of_the_process(catalog, monkeypatch):
         assert entry.who.startswith(f"{pwd.getpwuid(os.getuid()).pw_name}@")
 
 
+ENTRY = "INTO audit (seq, at, who, what, previous, hash) SELECT {}, at, who, what, {}, 'h' "
+SAME_AS_LAST = "FROM audit WHERE seq = 2"
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("UPDATE audit SET who = 'nobody' WHERE seq = 2", "entries are only ever added"),
+        ("DELETE FROM audit WHERE seq = 2", "entries are only ever added"),
+        ("TRUNCATE audit", "entries are only ever added"),
+        (f"INSERT {ENTRY.format(4, 'hash')} {SAME_AS_LAST}", "does not follow the last one"),
+        (f"INSERT {ENTRY.format(3, 'previous')} {SAME_AS_LAST}", "does not follow the last one"),
+        ("INSERT OR REPLACE " + ENTRY.format(2, "hash") + SAME_AS_LAST, "does not follow the last"),
+    ],
+)
+def test_the_database_itself_lets_entries_of_the_audit_only_be_added(catalog, url, statement, told):
+    register(catalog, source("c_1"))
+    set_fields(catalog, "c@1", {"owner": "me"})
+    before = state_of(catalog)
+    if statement.startswith("TRUNCATE") and url.startswith("sqlite"):
+        pytest.skip("SQLite has no such statement")
+    if "OR REPLACE" in statement and url.startswith("postgresql"):
+        pytest.skip("PostgreSQL has no such statement")
+    with pytest.raises(CatalogError, match=f"audit: .*{told}.*nothing was changed"):
+        sql(url, statement)
+    assert state_of(catalog) == before
+    set_fields(catalog, "c@1", {"owner": "you"})
+    with catalog.read() as connection:
+        assert check(connection)[0] == 3
+
+
 def test_a_chain_that_was_cut_off_and_put_right_shows_by_a_head_kept_elsewhere(catalog, url):
     register(catalog, source("c_1"))
     set_fields(catalog, "c@1", {"owner": "me"})
     with catalog.read() as connection:
         _, head = check(connection)
     undo = "UPDATE version SET owner = NULL, revision = 1"
-    sql(url, "DELETE FROM audit WHERE seq = 2", undo)
+    sql(url, *unguarded(url).split("; "), "DELETE FROM audit WHERE seq = 2", undo)
     with catalog.read() as connection:
         check(connection)  # what the database holds agrees with itself
         with pytest.raises(CatalogError, match=f"no entry has the hash {head}"):
@@ -460,10 +502,10 @@ def test_another_schema_is_refused_with_what_to_do(bare):
     catalog = Catalog(bare)
     begun_with(bare, "0001")
     for use in (catalog.read, catalog.write):
-        with pytest.raises(CatalogError, match="0001, this version has 0002.*migrate"), use():
+        with pytest.raises(CatalogError, match=f"0001, this version has {SCHEMA}.*migrate"), use():
             pass
-    assert catalog.migrate() == ("0001", "0002")
-    assert catalog.migrate() == ("0002", "0002")
+    assert catalog.migrate() == ("0001", SCHEMA)
+    assert catalog.migrate() == (SCHEMA, SCHEMA)
     assert [len(rows) for rows in state_of(catalog)].count(1) == 1  # the entry is still there
     sql(bare, "UPDATE alembic_version SET version_num = '0099'")
     later = pytest.raises(CatalogError, match="schema is 0099.*later version")
@@ -495,12 +537,12 @@ def at_once(work: Callable[..., None], *arguments: tuple) -> list:
     return found
 
 
-@pytest.mark.parametrize("before", [None, "0001"])
+@pytest.mark.parametrize("before", [None, "0001", "0002"])
 def test_four_migrations_at_once_all_succeed(bare, before):
     if before:
         begun_with(bare, before)
     found = at_once(catalog_jobs.migrated, *[(bare,)] * 4)
-    assert sorted(found, key=str) == sorted([(before, "0002"), *[("0002", "0002")] * 3], key=str)
+    assert sorted(found, key=str) == sorted([(before, SCHEMA), *[(SCHEMA, SCHEMA)] * 3], key=str)
 
 
 @pytest.mark.parametrize(
@@ -527,6 +569,48 @@ def test_changes_of_many_processes_are_neither_lost_nor_refused(url, processes, 
 
 
 # Who may not ------------------------------------------------------------------------------------
+
+
+def test_a_curator_of_postgresql_writes_in_its_own_name_alone(request, monkeypatch):
+    server = postgresql(request)
+    sql(server, "DROP SCHEMA public CASCADE", "CREATE SCHEMA public")
+    catalog = Catalog(server)
+    register(catalog, source("c_1"))
+    # The grants of docs/PLATFORM.md, section 1, and one that nobody should have given.
+    sql(
+        server,
+        "DROP ROLE IF EXISTS curator",
+        "CREATE ROLE curator LOGIN PASSWORD 'c'",
+        "GRANT USAGE ON SCHEMA public TO curator",
+        "GRANT SELECT, INSERT ON ALL TABLES IN SCHEMA public TO curator",
+        "GRANT UPDATE ON version TO curator",
+        "GRANT DELETE ON replica, run, run_input TO curator",
+        "GRANT UPDATE, DELETE, TRUNCATE ON audit TO curator",
+    )
+    monkeypatch.setenv("PGPASSWORD", "c")
+    theirs = server.replace("owner@", "curator@")
+    curator = Catalog(theirs)
+    set_fields(curator, "c@1", {"owner": "me"})
+    register(curator, source("c_2"))
+    before = state_of(curator)
+    with curator.read() as connection:
+        assert [one.who.split()[0] for one in entries(connection)] == ["owner", *["curator"] * 2]
+    elsewhere = "INSERT " + ENTRY.format(9, "'x'").replace("INTO audit", "INTO public.audit")
+    named = "INSERT " + ENTRY.format("3 + 1", "(SELECT hash FROM audit WHERE seq = 3)")
+    for statements, told in (
+        ([f"{named} FROM audit WHERE seq = 1"], "names another person than this session is"),
+        (["CREATE TEMPORARY TABLE audit (seq bigint, hash text)",
+          "INSERT INTO pg_temp.audit VALUES (8, 'x')",
+          f"{elsewhere} FROM public.audit WHERE seq = 3"], "does not follow the last one"),
+        (["DELETE FROM audit"], "entries are only ever added"),
+        (["ALTER TABLE audit DISABLE TRIGGER USER"], "must be owner"),
+        (["DROP TRIGGER audit_rows ON audit"], "must be owner"),
+    ):  # fmt: skip
+        with pytest.raises(CatalogError, match=told):
+            sql(theirs, *statements)
+    assert state_of(curator) == before
+    curator.close()
+    catalog.close()
 
 
 def test_a_reader_of_postgresql_may_not_write(request, monkeypatch):

@@ -91,7 +91,7 @@ class World:
 
     def manifest(self, name, keys, redacted=None):
         shards = [{"key": key, "size": 1, "sha256": "0"} for key in keys]
-        found = {"schema": SCHEMA, "name": name, "shards": shards}
+        found = {"schema": SCHEMA, "name": name, "shards": shards, "index_sha256": "0"}
         found |= {"content_hash": f"content of {name} {keys}"}
         if redacted:
             found["redacted"] = redacted
@@ -142,6 +142,11 @@ class World:
             raise ValueError("is active by now")
         self.old.discard(thing.name)
         self.gone[plan, thing.name] = thing.content
+
+    def give_back(self, name, content, index_sha256):
+        gone = {key for key, one in self.gone.items() if (key[1], one) == (name, content)}
+        self.old |= {name} if gone else set()
+        self.gone = {key: one for key, one in self.gone.items() if key not in gone}
 
     def note(self, plan, thing, kept):
         self.kill.tick()
@@ -206,6 +211,12 @@ def needed_by_force(world: World) -> set[str]:
         or key.split("/")[0] in ("tokenizer", "elsewhere")
     }
     return (needed | strange) & set(world.store.list())
+
+
+def lost(world: World) -> list[str]:
+    """Sources that lie there and that the catalogue has let go."""
+    there = {(name, world.read(name)["content_hash"]) for name in world.names()}
+    return sorted(key[1] for key, content in world.gone.items() if (key[1], content) in there)
 
 
 def whole(world: World) -> bool:
@@ -323,6 +334,7 @@ def check_world(world, changes, later, kills) -> None:
     now = world.objects()
     assert {key: now.get(key) for key in needed} == {key: then[key] for key in needed}
     assert whole(world)
+    assert lost(world) == []
     assert not done.kept
     if not changes and not later:
         assert {*before} - {*now} == spots.keys()
@@ -524,6 +536,7 @@ def test_a_source_that_begins_to_grow_during_the_removal_keeps_what_it_names(req
     before = world.objects()
     with pytest.raises(ValueError, match="/new: is being made just now"):
         world.apply(plan, Dying(world.name, between=grow))
+    assert lost(world) == []
     now = world.objects()
     assert {key: now[key] for key in before} == before
     for key in ("new/.ingest/lock", "new/.ingest/request.json"):

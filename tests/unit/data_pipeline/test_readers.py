@@ -3,12 +3,15 @@
 import gzip
 import io
 import json
+import os
 import pickle
 import tarfile
 
 import pytest
 import webdataset
 
+from data_pipeline.govern.holds import put_hold
+from data_pipeline.govern.redact import carry_out
 from data_pipeline.index.reads import read_samples
 from data_pipeline.index.shards import MAX_KEY, check_sample_key
 from data_pipeline.ingest.ingest import ImageSegment, IngestPolicy, TextSegment, ingest
@@ -396,6 +399,18 @@ def test_inputs_that_cannot_be_used(tmp_path, tokenizer):
         open_inputs([str(tmp_path)], "captions")
     with pytest.raises(ValueError, match="no input"):
         open_inputs([], "caption")
+
+
+def test_a_source_of_ours_is_an_input_with_all_that_lies_beside_its_shards(tmp_path, tokenizer):
+    there = FolderStore(tmp_path)
+    _put(tmp_path / "in", {"a.png": PNG, "a.txt": "one", "b.png": PNG, "b.txt": "two"})
+    made = dict(category="caption")
+    ingest(open_inputs([str(tmp_path / "in")], "caption"), there, "old", tokenizer, **made)
+    carry_out(there, {"old": ["a"]})
+    put_hold(there, "old", "case-9")
+    assert {"erased.json", "holds.json"} <= {*os.listdir(tmp_path / "old")}
+    index = ingest(open_inputs([str(tmp_path / "old")], "caption"), there, "new", tokenizer, **made)
+    assert [index.key_of(i) for i in range(index.num_samples)] == ["b"]
 
 
 def test_a_link_to_nothing_is_told(tmp_path):

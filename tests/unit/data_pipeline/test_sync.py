@@ -500,6 +500,36 @@ def test_what_was_redacted_in_the_target_comes_back_in_no_way(source, target):
     assert_whole(target)
 
 
+def collected(target, *names):
+    """Remove sources as a collection does: all but what was erased stays away."""
+    for key in target.list():
+        if key.split("/")[0] in names and not key.endswith("/erased.json"):
+            target.delete(key)
+
+
+def test_what_was_erased_in_a_source_that_is_gone_comes_back_in_no_way(source, target):
+    needles = bodies(source)
+    sync(source, target, ["captions"])
+    carry_out(target, {"captions": ["captions-1"]})
+    assert b"captions" not in target.get("captions/erased.json")  # a key may name a person
+    collected(target, "captions")
+    # Other samples are redacted on the other side: other shards, other names, another content.
+    carry_out(source, {"captions": ["captions-2", "captions-3"]})
+    told = "1 of its samples were erased there, and .* still has them: captions-1; nothing was"
+    for wanted in ("captions", "captions_2", "captions_k2"):  # grown from it, counted anew
+        refused(source, target, [wanted], OtherContent, f"b/{wanted}: {told}")
+    assert sync(source, target, ["web"]).sources == {"web": "copied"}
+    noted = target.get("captions/erased.json")
+    for wrong in (b"{", b"[]", b'{"erased": [["x", "y"]]}', b'{"erased": [[1]]}'):
+        target.put("captions/erased.json", wrong)
+        refused(source, target, ["captions"], ValueError, r"b/captions/erased\.json: expected")
+    target.put("captions/erased.json", noted)
+    carry_out(source, {"captions": ["captions-1"]})
+    assert set(sync(source, target).sources.values()) == {"copied", "there"}
+    assert holds_any(target.root, needles[:1]) == []
+    assert_whole(target)
+
+
 def test_what_is_held_in_the_target_is_not_redacted_by_a_sync(source, target):
     sync(source, target)
     put_hold(target, "captions_2", "case-9")

@@ -8,6 +8,8 @@ from shutil import copytree
 import pytest
 
 pytest.importorskip("sqlalchemy", reason="the extra platform is not installed")
+from sqlalchemy import select
+
 from data_pipeline.access import run_sources
 from data_pipeline.catalog.audit import check, entries
 from data_pipeline.catalog.collect import Ledger
@@ -15,6 +17,7 @@ from data_pipeline.catalog.engine import Catalog, CatalogError
 from data_pipeline.catalog.register import look, register
 from data_pipeline.catalog.show import details
 from data_pipeline.catalog.states import promote
+from data_pipeline.catalog.tables import REPLICA
 from data_pipeline.govern.collect import apply, propose
 from data_pipeline.govern.collect_plan import Plan
 from data_pipeline.index.manifest import RUN_SOURCES, read_index, read_manifest
@@ -110,6 +113,66 @@ def test_a_version_goes_after_its_time_and_its_grace(root, clock, tmp_path):
     assert {key for one in noted for key in one.get("objects", [])} == gone
     assert last(run("collect", root.uri, "--apply", plan, "--json"))["objects"] == 0
     assert state("words@1") == ("deleted", [])
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_what_was_erased_stays_away_when_its_source_is_collected(root, clock, tmp_path, noted):
+    """From `redact` to a sync of a replica that still has the sample; noted by `redact` or not."""
+    replica = FolderStore(tmp_path / "replica")
+    copytree(root.root, replica.root)
+    told = run("redact", root.uri, "--source", "words", "--key", "w0003", "--yes").stdout
+    names = [line.split()[3] for line in told.splitlines() if line.startswith("catalogue: ")]
+    assert len(names) == 2
+    files = [f"{name}/erased.json" for name in ("words", "words_2")]
+    for file in files if not noted else ():
+        root.delete(file)  # as where the redacted source came by a sync
+    archive(*names)
+    clock[0] = 31
+    run("collect", root.uri, "--plan", tmp_path / "plan.json", *DAYS)
+    clock[0] = 39
+    index = root.root / "words" / "index.parquet"
+    index.rename(tmp_path / "index.parquet")  # nobody can tell what was erased
+    found = last(run("collect", root.uri, "--apply", tmp_path / "plan.json", "--json"))
+    [(kind, name, why)] = found["refused"]
+    assert (kind, name) == ("source", "words")
+    assert "words/index.parquet: no such object" in why
+    assert "words/manifest.json" in root.list()
+    (tmp_path / "index.parquet").rename(index)
+    run("collect", root.uri, "--apply", tmp_path / "plan.json")
+    left = [key for key in root.list() if key.startswith(("words/", "words_2/"))]
+    assert [key for key in left if not key.endswith("/lock")] == files
+    before = {key: root.get(key) for key in root.list()}
+    for wanted in ("words", "words_2"):
+        found = run("sync", replica.uri, root.uri, "--source", wanted, code=2)
+        assert f"{root.uri}/{wanted}: 1 of its samples were erased there, and" in found.stderr
+        assert "still has them: w0003; nothing was changed" in found.stderr
+    assert {key: root.get(key) for key in root.list()} == before
+    run("redact", replica.uri, "--source", "words", "--key", "w0003", "--yes")
+    run("sync", replica.uri, root.uri)
+    assert {"words", "words_2"} <= {*sources_at(root)}
+
+
+def test_what_a_sync_brings_back_lies_there_again(root, clock, tmp_path, monkeypatch):
+    replica = tmp_path / "replica"
+    copytree(root.root, replica)
+    archive("words@1", "words@2")
+    clock[0] = 31
+    run("collect", root.uri, "--plan", tmp_path / "plan.json", *DAYS)
+    clock[0] = 39
+    run("collect", root.uri, "--apply", tmp_path / "plan.json")
+    assert state("words@1") == state("words@2") == ("deleted", [])
+    run("sync", replica, root.uri, "--source", "pictures")  # there all the time
+    told = run("sync", replica, root.uri, "--source", "words").stdout
+    assert f"catalogue: words@1 lies in {root.uri}/words again" in told
+    assert state("words@1") == ("deleted", ["words"])
+    assert state("words@2") == ("deleted", [])
+    monkeypatch.setenv("KIMI_PRETRAIN_CATALOG", str(tmp_path / "none.sqlite"))
+    run("sync", replica, root.uri, "--source", "words_2")
+    monkeypatch.setenv("KIMI_PRETRAIN_CATALOG", str(tmp_path / "catalog.sqlite"))
+    told = run("sync", replica, root.uri).stdout  # also if nothing was left to copy
+    assert told.count("catalogue: ") == 1
+    assert state("words@2") == ("deleted", ["words_2"])
+    assert "catalogue: " not in run("sync", replica, root.uri).stdout
 
 
 def test_what_runs_need_stays_until_they_are_forgotten(root, clock, tmp_path):
@@ -261,6 +324,53 @@ def test_killed_between_any_two_operations_it_is_finished_by_the_same_plan(root,
     assert kills > 7
 
 
+def test_what_stays_after_it_was_let_go_has_its_place_again(root, tmp_path, monkeypatch):
+    """Put back because somebody makes a source of it; and not let go by the store."""
+    now = datetime.now(UTC) + timedelta(days=31)
+    catalog = Catalog()
+    archive("words@2")
+
+    def ledger():
+        return Ledger(catalog, root.uri, "", 30, now, lambda _: None)
+
+    things, _ = propose(root, ledger())
+    plan = Plan(root.uri, "", now.isoformat(), 0, "", {}, things, ())
+    before, at_first = {key: root.get(key) for key in root.list()}, entry_of("words_2")
+    discard = FolderStore.discard
+
+    def grown(store, keys):
+        if keys == ["words_2/manifest.json"]:
+            store.put("new/.ingest/request.json", b'{"append to": "words_2"}')
+        return discard(store, keys)
+
+    def kept(store, keys):
+        return [(key, "access denied") for key in keys]
+
+    monkeypatch.setattr(FolderStore, "discard", grown)
+    with pytest.raises(ValueError, match="/new: is being made just now"):
+        apply(root, plan, ledger(), now)
+    assert {key: root.get(key) for key in before} == before
+    assert state("words@2") == ("archived", ["words_2"])
+    assert entry_of("words_2") == at_first
+    root.delete("new/.ingest/request.json")
+    monkeypatch.setattr(FolderStore, "discard", kept)
+    assert [one[1] for one in apply(root, plan, ledger(), now).refused] == ["words_2"]
+    assert state("words@2") == ("archived", ["words_2"])
+    monkeypatch.setattr(FolderStore, "discard", discard)
+    assert apply(root, plan, ledger(), now).refused == []
+    assert state("words@2") == ("deleted", [])
+    catalog.close()
+
+
+def entry_of(folder):
+    """The row of the catalogue's table of replicas for a folder."""
+    catalog = Catalog()
+    with catalog.read() as connection:
+        row = connection.execute(select(REPLICA).where(REPLICA.c.name == folder)).one()
+    catalog.close()
+    return row._asdict()
+
+
 def test_what_was_brought_back_after_a_kill_stays(root, tmp_path):
     """Archived, let go, killed before a byte was gone, and staged again by somebody."""
     archive("words@2")
@@ -283,6 +393,7 @@ def test_what_was_brought_back_after_a_kill_stays(root, tmp_path):
     done = apply(root, plan, ledger(), now)
     assert [one[1] for one in done.refused] == ["words_2"]
     assert set(root.list()) == before
+    assert state("words@2") == ("staged", ["words_2"])  # it has its place again
     register(with_catalog, look(root, None, "words_2"))
     with pytest.raises(CatalogError, match="words@2 is staged by now"):
         ledger().take(plan.id, thing)

@@ -850,6 +850,7 @@ def test_a_broken_chain_is_told_and_what_stands_before_it_is_shown(made, tmp_pat
     assert [one["seq"] for one in records.audit(None, 2).entries] == [3, 2]
     assert [one["seq"] for one in records.audit(3, 100).entries] == [2, 1]
     with sqlite3.connect(file) as raw:
+        raw.execute("DROP TRIGGER audit_update")
         raw.execute("UPDATE audit SET who = 'nobody' WHERE seq = 2")
     found = records.audit(None, 100)
     assert "entry 2 after 1 was altered" in found.problem

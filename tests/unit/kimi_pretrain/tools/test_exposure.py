@@ -19,6 +19,7 @@ from data_pipeline.text import Tokenizer
 from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, RunState, manifest_of
 from kimi_pretrain.config import dump_config, load_config
 from kimi_pretrain.tools.exposure import exposure
+from launch.cli.data_show import read_rows, show_rows
 from tests.dist.jobs import SMALL
 
 STEPS, FOUND, SAVED, FROM = 200, 20, (60, 150), 121
@@ -123,6 +124,31 @@ def test_it_is_what_a_log_of_every_step_says(made):
     assert max(use.step for use in uses) < FROM
 
 
+def shown_as_logged(made):
+    """`data show --step` with the run's config.yaml: what it drew, before and after the change."""
+    config = str(made.run / "config.yaml")
+    for step in (1, 89, 90, 100, FROM, STEPS):
+        found = read_rows(config, (), step, range(1, 4))
+        texts = [(r.row + 1, r.span.key, r.span.offset) for r in found.request.texts]
+        wanted = [(*at,) for when, *at in made.log if when == step and 1 <= at[0] < 4]
+        assert sorted(texts) == sorted(wanted)
+        assert found.batch.row_ids.tolist() == [1, 2, 3]
+    moved = (f"data.root={made.root}/.", "data.workers=1")
+    assert "Step 89, rows 1 to 1" in show_rows(config, moved, 89, range(1, 2))
+    with pytest.raises(ValueError, match=r"^data\.seed, data\.pack_window: the run of .*/run went"):
+        read_rows(config, ("data.seed=5", "data.pack_window=32"), 89, range(1))
+
+
+def test_a_run_whose_steps_were_not_changed_is_shown_as_it_was(made):
+    """A sample in quarantine, and a tombstone; with other keys it is the run that would be."""
+    config, overrides = str(made.run / "config.yaml"), ("data.seed=5",)
+    for step, keys in ((FOUND + 80, ()), (FROM, ()), (FROM, overrides)):
+        found = read_rows(config, keys, step, range(8))
+        texts = sorted((read.row, read.span.key, read.span.offset) for read in found.request.texts)
+        logged = sorted((*at,) for when, *at in made.log if when == step and at[0] < 8)
+        assert (texts == logged) == (not keys)
+
+
 def test_a_run_that_went_over_to_other_data_is_planned_with_both(data_root, tmp_path):
     """With a sample in quarantine before the numbers of its source moved, and checkpoints."""
     made = Made(tmp_path, data_root, "data.vision_token_ratio=null", change_at=90)
@@ -132,6 +158,7 @@ def test_a_run_that_went_over_to_other_data_is_planned_with_both(data_root, tmp_
         found = exposure(made.run, {index.name: wanted})
         assert told(found) == made.logged(index.name, numbers)
         assert (min(use.step for use in found.uses) < 90) == (index.name == "words")
+    shown_as_logged(made)
     rmtree(made.run / "checkpoints" / "step_00000150")  # the one left numbers one source
     for index in made.indices:
         found = exposure(made.run, {index.name: [index.key_of(n) for n in range(9)]})
@@ -139,6 +166,12 @@ def test_a_run_that_went_over_to_other_data_is_planned_with_both(data_root, tmp_
     (made.run / RUN_MIXTURES).unlink()
     with pytest.raises(ValueError, match="step 60 is at .* were changed on the way"):
         exposure(made.run, {"words": ["w0001"]})
+
+
+def test_a_start_that_told_its_sources_and_failed_has_used_nothing(made, tmp_path):
+    (tmp_path / RUN_SOURCES).write_text((made.run / RUN_SOURCES).read_text())
+    found = exposure(tmp_path, {"words": ["w0001"]})
+    assert (found.first, found.last, found.uses, found.heldout) == (0, 0, [], [])
 
 
 def test_it_is_found_by_another_source_of_the_same_shards_and_after_redaction(made, tmp_path):

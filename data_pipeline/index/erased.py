@@ -1,0 +1,144 @@
+"""Which samples were erased under a root: hashes that stay when the source itself is collected.
+
+`NAME/erased.json` beside a source has, of each sample that was redacted, the CRC-32 of its document
+(to find candidates quickly) and a SHA-256 over key, lengths and checksums of document and media.
+From neither can anything of the sample be told that is not known already. A sync copies no shard
+with such a sample, and no ingest writes one: another sample under the same key is another matter.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_pipeline.index.columns import SourceIndex
+from data_pipeline.index.manifest import expect, index_key, index_of, read_manifest
+from data_pipeline.store.objects import in_threads
+from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, Store
+
+_THREADS = 16
+
+
+@dataclass(frozen=True)
+class Erased:
+    """Samples that were erased.
+
+    Attributes:
+        by_crc: CRC-32 of the document -> SHA-256 of samples (`digest`).
+    """
+
+    by_crc: dict[int, set[str]] = field(default_factory=dict)
+
+    def add(self, crc: int, sha256: str) -> None:
+        """Take in one more sample."""
+        self.by_crc.setdefault(crc, set()).add(sha256)
+
+    def has(self, key: str, sums: Sequence[tuple[int, int]]) -> bool:
+        """Whether a sample is one of them; as of `digest`."""
+        found = self.by_crc.get(sums[0][1])
+        return found is not None and digest(key, sums) in found
+
+    def among(self, index: SourceIndex) -> list[int]:
+        """Return the samples of a source that are among them and not redacted there, ascending."""
+        near = np.flatnonzero(np.isin(index.json_crc, list(self.by_crc)))
+        candidates = sorted({*near.tolist()} - {*index.redacted})
+        return [one for one in candidates if self.has(index.key_of(one), sums_of(index, one))]
+
+
+def digest(key: str, sums: Sequence[tuple[int, int]]) -> str:
+    """Return the SHA-256 by which a sample is known.
+
+    Args:
+        key: of the sample.
+        sums: length and CRC-32 of its document, then of its items (`sums_of`).
+    """
+    return hashlib.sha256(json.dumps([key, *sums]).encode()).hexdigest()
+
+
+def sums_of(index: SourceIndex, sample: int) -> list[tuple[int, int]]:
+    """Return length and CRC-32 of a sample's document, then of the files of its items."""
+    first, end = index.item_ptr[sample : sample + 2].tolist()
+    items = zip(index.item_length[first:end].tolist(), index.item_crc[first:end].tolist())
+    return [(int(index.json_length[sample]), int(index.json_crc[sample])), *items]
+
+
+def erased_key(name: str) -> str:
+    """Where it is kept what was erased of a source."""
+    return f"{name}/erased.json"
+
+
+def read_erased(store: Store) -> Erased:
+    """Return what was erased under a root, of sources that are there and of collected ones.
+
+    Raises:
+        ValueError: a file is not as it must be: nobody knows what must not come back.
+    """
+    try:
+        folders = store.list_folders()
+    except MissingBucket:
+        if isinstance(store, FolderStore):
+            return Erased()  # the first write makes it
+        raise
+    found = Erased()
+    for one in in_threads(lambda name: _read(store, name), folders, _THREADS):
+        for crc, sha256 in one:
+            found.add(crc, sha256)
+    return found
+
+
+def note_erased(store: Store, index: SourceIndex, samples: Sequence[int]) -> None:
+    """Write down samples of a source, beside those that were noted before.
+
+    Args:
+        index: has the checksums that the samples had before they were redacted.
+    """
+    known = _read(store, index.name)
+    sums = [sums_of(index, sample) for sample in samples]
+    told = {
+        (one[0][1], digest(index.key_of(sample), one)) for sample, one in zip(samples, sums)
+    } | {*known}
+    if told != {*known}:
+        text = json.dumps({"erased": sorted(told)}, indent=1) + "\n"
+        store.put(erased_key(index.name), text.encode())
+
+
+def note_all_erased(store: Store, name: str) -> None:
+    """Write down all that is redacted in a source; one that came by a sync has no such file yet.
+
+    Raises:
+        ValueError, IndexMismatch, StoreError: the source or what was noted cannot be read.
+    """
+    manifest = read_manifest(store, name)
+    if samples := manifest.pop("redacted", {}).get("samples"):
+        data = store.get(index_key(name))
+        sha256 = hashlib.sha256(data).hexdigest()
+        expect(f"{store.uri}/{name}", "index_sha256", sha256, manifest["index_sha256"])
+        # With the checksums that the samples had.
+        index = index_of(pq.read_table(pa.BufferReader(data)), manifest, sha256)
+        note_erased(store, index, samples)
+
+
+def _read(store: Store, name: str) -> list[tuple[int, str]]:
+    given: Any = {"erased": []}
+    with suppress(MissingKey):
+        given = _parsed(store.get(erased_key(name)))
+    try:
+        return [(int(crc), str(sha256)) for crc, sha256 in given["erased"]]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{store.uri}/{erased_key(name)}: expected {{erased: [[crc32, sha256]]}}; as long as "
+            "nobody knows what was erased here, nothing is copied or written here: restore it"
+        ) from None
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
