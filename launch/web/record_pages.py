@@ -53,17 +53,16 @@ def governance(request: Request) -> Response:
     """Deletions and holds."""
     site = site_of(request)
     corpus = site.corpus
-    redacted = [
-        (name, one.num_redacted) for name, one in corpus.sources.items() if one.num_redacted
-    ]
+    redacted = [(one.name, one.num_redacted) for one in corpus.every() if one.num_redacted]
+    steps = None if site.steps is None else site.steps.now()
     return page(
         request,
         "governance.html",
-        holds=read_holds(corpus.store, corpus.sources),
+        holds=read_holds(corpus.store, corpus.names),
         redacted=redacted,
         requests=None if site.records is None else site.records.requests(),
-        tombstones=None if site.steps is None else site.steps.tombstones(),
-        steps=site.steps,
+        tombstones=None if steps is None else steps.tombstones(),
+        steps=steps,
     )
 
 
@@ -107,7 +106,7 @@ def version(request: Request) -> Response:
         one["name"]
         for one in found["replicas"]
         if (one["root"], one["endpoint"]) == (site.corpus.store.uri, site.corpus.endpoint)
-        and one["name"] in site.corpus.sources
+        and one["name"] in site.corpus.names
     ]
     may = records.may_become(found["state"])
     if session_of(request).person.role < Role.ADMIN:
