@@ -4,10 +4,9 @@ A source is read again when its manifest is another (`fresh`): nothing of a samp
 is shown afterwards.
 """
 
-import json
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,26 +22,17 @@ from data_pipeline.store.addresses import endpoint_of
 from data_pipeline.store.objects import in_threads
 from data_pipeline.store.open import MissingKey, Span, Store, open_store
 from launch.web.fresh import Fresh, manifests_of
+from launch.web.rejected import RejectedList
 from moonvit3d.geometry import PatchLimits
 
 Progress = Callable[[str], Any]
 _MEMORY = "96MB"  # of DuckDB, for each of the sources whose facts are open
 _OPEN = 6
 _THREADS = 16
-_PIECE = 4 << 20
-_LINES = 200  # of rejected.jsonl, on a page
 
 
 class NotHere(ValueError):
     """There is no such source, sample or file."""
-
-
-class Rejected(NamedTuple):
-    """Rejected samples: numbers by reason, those that were asked for, and how many those are."""
-
-    reasons: dict[str, int]
-    lines: list[dict[str, Any]]
-    matching: int
 
 
 class Medium(NamedTuple):
@@ -80,6 +70,7 @@ class ShownSource:
         self.name, self._store = name, store
         self.facts_file: FactsFile = write_facts(store, name, limits, folder, progress)[0]
         self.cut = CutIndex(store, name, folder)
+        self.rejected = RejectedList(store, name)
         self._redacted = frozenset(self.manifest.get("redacted", {}).get("samples", ()))
 
     @property
@@ -171,36 +162,6 @@ class ShownSource:
     def part(self, medium: Medium, offset: int, length: int) -> bytes:
         """Return some bytes of a media file, as they lie there: a part has no checksum."""
         return self._store.get(medium.span.key, medium.span.offset + offset, length)
-
-    def rejected(self, reason: str, key: str) -> Rejected:
-        """Return what its ingest left out.
-
-        Args:
-            reason, key: that lines must have, or have in them; "" for all.
-        """
-        reasons, lines, matching = Counter[str](), list[dict[str, Any]](), 0
-        for line in self._rejected_lines():
-            one = json.loads(line)
-            reasons[one["reason"]] += 1
-            if reason in ("", one["reason"]) and key.lower() in str(one["key"]).lower():
-                matching += 1
-                if len(lines) < _LINES:
-                    lines.append(one)
-        return Rejected(dict(reasons.most_common()), lines, matching)
-
-    def _rejected_lines(self) -> Iterator[bytes]:
-        where = f"{self.name}/rejected.jsonl"
-        try:
-            info = self._store.head(where)
-        except MissingKey:  # reindexed, or of an earlier version
-            return
-        rest = b""
-        for offset in range(0, info.size, _PIECE):
-            length = min(_PIECE, info.size - offset)
-            *whole, rest = (rest + self._store.get(where, offset, length)).split(b"\n")
-            yield from whole
-        if rest:
-            yield rest
 
 
 class Corpus:

@@ -1,10 +1,11 @@
 """Pages of what was left out, deleted and held, and of the catalogue; and what is changed there."""
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -17,6 +18,7 @@ from launch.web.site import checked_form, page, session_of, site_of, whole
 
 _ENTRIES = 100  # of the audit, on a page
 _LINES = 500  # of a run's quarantine
+_BLOCK = 1 << 16  # bytes of it, read at once
 
 
 def rejected(request: Request) -> Response:
@@ -24,8 +26,11 @@ def rejected(request: Request) -> Response:
     corpus, given = site_of(request).corpus, request.query_params
     shown = corpus.source(request.path_params["name"])
     reason, key = given.get("reason", ""), given.get("key", "")[:200]
-    found = shown.rejected(reason, key)
-    return page(request, "rejected.html", source=shown.name, found=found, reason=reason, key=key)
+    after = whole(given.get("after", ""), "after") or 0
+    found = shown.rejected.page(reason, key, after)
+    asked = urlencode({"reason": reason, "key": key, "after": found.after})
+    values = {"found": found, "reason": reason, "key": key, "further": asked}
+    return page(request, "rejected.html", source=shown.name, **values)
 
 
 def quarantined(request: Request) -> Response:
@@ -45,8 +50,23 @@ def _quarantine_of(folder: Path) -> list[dict[str, Any]] | None:
         return None
     if not file.is_file():
         return []
-    lines = file.read_bytes().split(b"\n")[:-1][-_LINES:]  # a running one may be writing the last
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in last_lines(file, _LINES)]
+
+
+def last_lines(file: Path, count: int) -> list[bytes]:
+    """Return the last lines of a file, read from its end; one that somebody still writes is none.
+
+    Args:
+        count: of lines, at most.
+    """
+    found = b""
+    with file.open("rb") as opened:
+        begin = opened.seek(0, os.SEEK_END)
+        while begin and found.count(b"\n") <= count:
+            end, begin = begin, max(0, begin - _BLOCK)
+            opened.seek(begin)
+            found = opened.read(end - begin) + found
+    return found.split(b"\n")[:-1][-count:]
 
 
 def governance(request: Request) -> Response:

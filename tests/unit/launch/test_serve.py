@@ -28,16 +28,18 @@ from data_pipeline.catalog.register import look, register
 from data_pipeline.catalog.states import promote
 from data_pipeline.index.manifest import read_index
 from data_pipeline.plan.planner import QUARANTINE_DELAY, Planner
+from data_pipeline.store.open import FolderStore
 from kimi_pretrain.config import load_config
 from launch.cli import data_serve
 from launch.cli.data_show import show_rows
-from launch.web import app, auth
+from launch.web import app, auth, record_pages, rejected
 from launch.web.app import application
 from launch.web.auth import Doorkeeper, Person, Role, add_token, digest, host_of, read_tokens
 from launch.web.corpus import Corpus
 from launch.web.fresh import Fresh, manifests_of
 from launch.web.media import Kept, Media
 from launch.web.records import Records
+from launch.web.rejected import RejectedList
 from launch.web.site import HERE, Site
 from launch.web.statistics import Statistics
 from launch.web.steps import Steps
@@ -400,6 +402,86 @@ def test_payloads_are_all_there_as_text(viewer):
         assert f"{payload}{number}" in rejected
     assert PAYLOADS[1] in html.unescape(viewer.get("/quarantined").text)
     assert HOSTILE.strip() in html.unescape(viewer.get("/sources/mixed/samples/0").text)
+
+
+@pytest.fixture
+def listed(tmp_path, monkeypatch) -> SimpleNamespace:
+    """A list of 1,000 rejected samples, looked through 30 kB at a time, and what was read of it."""
+    monkeypatch.setattr(rejected, "STRETCH", 30_000)
+    monkeypatch.setattr(rejected, "_PIECE", 7_000)
+    store = FolderStore(tmp_path)
+    lines = [
+        {"key": f"key {n}", "reason": ("odd", "rare")[n % 100 == 99], "detail": "x" * (n % 70)}
+        for n in range(1000)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    store.put("one/rejected.jsonl", text.encode())
+    return SimpleNamespace(store=store, lines=lines, size=len(text), all=RejectedList(store, "one"))
+
+
+def all_pages(listed, reason: str = "", key: str = "") -> list[list[dict]]:
+    pages, after = [], 0
+    while after is not None:
+        found = listed.all.page(reason, key, after)
+        pages.append(found.lines)
+        after = found.after
+    return pages
+
+
+def test_rejected_samples_come_in_parts(listed):
+    pages = all_pages(listed)
+    assert [len(page) for page in pages] == [200] * 5
+    assert sum(pages, []) == listed.lines
+    assert sum(all_pages(listed, "rare"), []) == listed.lines[99::100]
+    assert sum(all_pages(listed, key="EY 77"), []) == [
+        one for one in listed.lines if one["key"].startswith("key 77")
+    ]
+    with pytest.raises(ValueError, match=r"after=5: no line of one/rejected\.jsonl begins there"):
+        listed.all.page("", "", 5)
+    with pytest.raises(ValueError, match="no line"):
+        listed.all.page("", "", listed.size)
+
+
+def test_a_look_at_rejected_samples_reads_no_more_than_a_stretch(listed):
+    before = listed.store.stats.bytes
+    first = listed.all.page("no such reason", "", 0)
+    assert listed.store.stats.bytes - before <= 2 * (30_000 + 7_000)
+    assert first.lines == []
+    assert 30_000 <= first.after < 30_100
+    assert first.counted == pytest.approx(30_000 / listed.size, abs=0.01)
+    found = [listed.all.page("", "", 0) for _ in range(5)]
+    assert found[-1].reasons == {"odd": 990, "rare": 10}
+    assert [one.counted < 1 for one in found] == [True, False, False, False, False]
+    # Another list is counted anew; one that has no end of line, to its end.
+    listed.store.put("one/rejected.jsonl", b'{"key": "k", "reason": "new", "detail": ""}')
+    assert listed.all.page("", "", 0) == ([{"key": "k", "reason": "new", "detail": ""}], None,
+                                          {"new": 1}, 1.0)  # fmt: skip
+    assert RejectedList(listed.store, "none").page("", "", 0) == ([], None, {}, 1.0)
+
+
+def test_rejected_samples_go_on_by_a_link(viewer, monkeypatch):
+    monkeypatch.setattr(rejected, "LINES", 10)
+    path, keys = "/sources/hostile/rejected?key=script", []
+    for _ in range(4):
+        text = viewer.get(path).text
+        keys += re.findall(r"<tr><td>(.*?)</td>", text)
+        if (found := re.search(r'href="([^"]+)">look further', text)) is None:
+            break
+        path = html.unescape(found[1])
+    assert len(keys) == sum("script" in payload for payload in PAYLOADS)
+    assert "16 rejected samples." in text
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1 << 16])
+def test_the_last_lines_of_a_file(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(record_pages, "_BLOCK", size)
+    file = tmp_path / "lines"
+    file.write_bytes(b"")
+    assert record_pages.last_lines(file, 3) == []
+    lines = [b"%d" % n * (n % 9) for n in range(40)]
+    file.write_bytes(b"\n".join(lines) + b"\nunfinished")
+    for count in (1, 3, 39, 40, 41):
+        assert record_pages.last_lines(file, count) == lines[-count:]
 
 
 def test_the_grid_and_its_parts(viewer):
@@ -1017,6 +1099,7 @@ def test_what_is_redacted_is_in_no_answer_of_a_server_that_runs(own):
     # say that they are gone.
     of_each = [(f"{name}/{number}", f"{name}/samples/{number}") for name, number in numbers.items()]
     asked: dict[str, tuple[bool, list[str]]] = {
+        "/rows": (False, [f"/rows?step={step}&row={row}&rows=1" for step, row in spots.values()]),
         "/": (False, ["/"]),
         "/sources/{name}": (False, [f"/sources/{name}" for name in numbers]),
         "/sources/{name}/samples/{number:int}": (True, [f"/sources/{at}" for _, at in of_each]),
@@ -1034,7 +1117,6 @@ def test_what_is_redacted_is_in_no_answer_of_a_server_that_runs(own):
             True, [f"/media/digits/{numbers['digits']}/0.png", f"/media/hostile/{FILM}/0.mp4"],
         ),
         "/thumbnails/{name}/{number:int}": (True, [f"/thumbnails/{at}" for at, _ in of_each[:2]]),
-        "/rows": (False, [f"/rows?step={step}&row={row}&rows=1" for step, row in spots.values()]),
         "/blend": (False, ["/blend"]),
         "/statistics": (False, ["/statistics"]),
         "/quarantined": (False, ["/quarantined"]),

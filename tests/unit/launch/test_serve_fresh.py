@@ -3,18 +3,21 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="the extra platform is not installed")
 
 from data_pipeline.govern.redact import carry_out
 from data_pipeline.ingest.ingest import ingest
-from data_pipeline.ingest.samples import CrudeSample, TextSegment
+from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
 from data_pipeline.store.open import MissingKey, ObjectInfo, open_store
 from data_pipeline.text import Tokenizer, train_ranks
+from launch.pages.pictures import encoded
 from launch.web import fresh
 from launch.web.corpus import Corpus, NotHere
 from launch.web.fresh import ComeAgain, Fresh
+from launch.web.media import Media
 from moonvit3d.geometry import PatchLimits
 from tests.unit.launch.served import Quiet
 
@@ -48,11 +51,13 @@ def test_what_changes_while_it_is_made_is_seen():
 
     def make() -> str:
         told = given.make()
-        given.state = max(given.state, 5)  # somebody else, who is not in what was read
+        given.state += given.state in (0, 4)  # somebody else, who is not in what was read
         return told
 
     found = Fresh("it", given.look, make)
-    assert (found.last, found.now(), found.now()) == ("of 0", "of 5", "of 5")
+    assert (found.last, found.now(), found.now()) == ("of 0", "of 1", "of 1")
+    given.state = 4
+    assert (found.now(), found.now(), found.now()) == ("of 4", "of 5", "of 5")
 
 
 def test_a_failure_is_told_and_tried_again():
@@ -133,6 +138,22 @@ def test_a_store_that_remembers_what_it_has_read_is_no_hindrance(corpus):
     with pytest.raises(NotHere, match="'t4'"):
         corpus.source("notes").document(4)
     assert [one.num_redacted for one in corpus.every()] == [2, 0]
+
+
+def test_files_of_a_source_that_took_anothers_name_are_its_own(corpus):
+    store, media = open_store("memory://fresh"), Media()
+    tokenizer = Tokenizer(train_ranks(["the tide and the harbour " * 9], 270), "t")
+
+    def shown(colour: int) -> bytes:
+        for key in store.list("others/"):
+            store.delete(key)
+        data = encoded(np.full((60, 60, 3), colour, np.uint8))[0]
+        ingest([CrudeSample("a", [ImageSegment(data, "png")])], store, "others", tokenizer)
+        source = corpus.source("others")
+        assert media.whole(source, 0, source.medium(0, 0)) == data
+        return media.small(source, 0).data
+
+    assert shown(10) != shown(200)
 
 
 def test_a_source_that_was_removed_is_gone(corpus):
