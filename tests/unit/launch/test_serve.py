@@ -460,15 +460,15 @@ def test_a_look_at_rejected_samples_reads_no_more_than_a_stretch(listed):
 
 
 def test_rejected_samples_go_on_by_a_link(viewer, monkeypatch):
-    monkeypatch.setattr(rejected, "LINES", 10)
+    monkeypatch.setattr(rejected, "LINES", 2)
     path, keys = "/sources/hostile/rejected?key=script", []
-    for _ in range(4):
+    for _ in range(len(PAYLOADS)):
         text = viewer.get(path).text
         keys += re.findall(r"<tr><td>(.*?)</td>", text)
         if (found := re.search(r'href="([^"]+)">look further', text)) is None:
             break
         path = html.unescape(found[1])
-    assert len(keys) == sum("script" in payload for payload in PAYLOADS)
+    assert len(keys) == len({*keys}) == sum("script" in payload for payload in PAYLOADS) > 2
     assert "16 rejected samples." in text
 
 
@@ -697,7 +697,14 @@ def test_a_blend_is_that_of_the_plans(made, viewer):
     for number, name in enumerate(names):
         tokens = sum(int(p.samples.length[p.samples.source == number].sum()) for p in plans)
         samples = sum(int((p.samples.source == number).sum()) for p in plans)
-        assert f"<tr><td>{name}</td><td>{samples:,}</td><td>{tokens:,}</td>" in text
+        media = sum(
+            int(p.items.tokens[p.samples.source[p.items.sample] == number].sum()) for p in plans
+        )
+        found = re.search(
+            rf"<tr><td>{name}</td><td>{samples:,}</td><td>{tokens:,}</td><td>.*?</td><td>(.*?)</td>",
+            text,
+        )
+        assert found[1] == f"{media:,}"
 
 
 @pytest.fixture
@@ -762,6 +769,13 @@ def test_who_comes_while_steps_are_read_comes_again(viewer, late):
         assert "other steps are being planned" in problem(viewer.get("/rows?step=1&rows=1"))
         assert viewer.get("/samples").status_code == 200
     assert viewer.get("/rows?step=1&rows=1").status_code == 200
+
+
+def test_draws_are_offered_of_what_is_trained_on(made):
+    mine, steps = made.site.corpus.source("prose"), made.site.steps.last
+    assert steps.trains_on(mine)
+    assert not steps.trains_on(SimpleNamespace(name="prose", identity="of another content"))
+    assert not steps.trains_on(SimpleNamespace(name="proses", identity=mine.identity))
 
 
 def test_pages_that_take_long_leave_threads_to_the_others(made, viewer):
@@ -1173,7 +1187,7 @@ def test_what_is_redacted_is_in_no_answer_of_a_server_that_runs(own):
     # Everything else is there, from the shards that took the others' places.
     kept = browser.get("/media/hostile/0/0.jpg")
     assert kept.content == turned_jpeg()
-    assert browser.get("/sources/prose/samples/4").status_code == 200
+    assert "draws of augmentation" in browser.get("/sources/prose/samples/4").text
     assert browser.get("/sources/hostile/samples/2/draws").status_code == 200
     site.steps.last.close()
 
