@@ -21,6 +21,7 @@ from data_pipeline.loader import StepBatch
 from data_pipeline.plan.planner import GlobalPlan, Planner, State
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
+from launch.pages.html import num_bytes
 from launch.pages.rows_page import Step
 
 _KEPT = 256  # states of steps
@@ -125,16 +126,24 @@ class StepReader:
             self._keep(after)
         return plan
 
-    def read(self, state: Mapping[str, Any], rows: Sequence[int], until: float = math.inf) -> Step:
+    def read(
+        self,
+        state: Mapping[str, Any],
+        rows: Sequence[int],
+        until: float = math.inf,
+        most: float = math.inf,
+    ) -> Step:
         """Read rows of the step of a state.
 
         Args:
             state: before the step.
             rows: their numbers in the step.
             until: as of `before`, for others to end; what is begun is read.
+            most: bytes of memory that they, and the files they are made of, may take.
 
         Raises:
-            IndexMismatch, StoreError, ValueError: as the loader; a sample in the rows was redacted.
+            IndexMismatch, StoreError, ValueError: as the loader; a sample in the rows was redacted,
+                or they take more.
             StillPlanning: as `before`.
         """
         with self._turn(until):
@@ -142,6 +151,11 @@ class StepReader:
             self._refuse_redacted(plan, rows)
             needs = Needs(np.array(rows), np.flatnonzero(np.isin(plan.items.row, rows)))
             request = resolve(self.planner, plan, needs)
+            if request.num_bytes > most:
+                raise ValueError(
+                    f"{len(rows)} rows of step {plan.step + 1} take {num_bytes(request.num_bytes)} "
+                    f"with their media files; {num_bytes(most)} may be read at once: ask for fewer"
+                )
             found = self._fetcher(request)
         batch = StepBatch(plan, found.rows, request.row_ids, found.media, found.bad)
         documents = self._documents(batch, request)

@@ -49,7 +49,7 @@ class ShownSource:
     """One source.
 
     Args:
-        store: where it lies.
+        store: where it lies; it has read the manifest of this moment.
         name: of it.
         limits: under which tokens are counted.
         folder: of facts, and of the index in pieces.
@@ -67,7 +67,7 @@ class ShownSource:
         folder: Path,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self.name, self._store = name, store
+        self.name, self.store = name, store
         self.facts_file: FactsFile = write_facts(store, name, limits, folder, progress)[0]
         self.cut = CutIndex(store, name, folder)
         self.rejected = RejectedList(store, name)
@@ -91,7 +91,7 @@ class ShownSource:
 
     def provenance(self) -> dict[str, Any] | None:
         """Return what it was made of."""
-        return read_provenance(self._store, self.name)
+        return read_provenance(self.store, self.name)
 
     def around(self, sample: int) -> tuple[SourceIndex, int]:
         """Return the index around a sample, and the number of its first one.
@@ -121,7 +121,7 @@ class ShownSource:
                 read.
         """
         index, first = self._there(sample)
-        return read_samples(self._store, index, [sample - first])[0]
+        return read_samples(self.store, index, [sample - first])[0]
 
     def media(self, sample: int) -> list[Medium]:
         """Return the media files of a sample, in order.
@@ -157,11 +157,11 @@ class ShownSource:
     def whole(self, sample: int, medium: Medium) -> bytes:
         """Return the bytes of a media file, which have the CRC-32 of the index."""
         index, _ = self.around(sample)
-        return read_checked(self._store, [medium_of(index, medium.line)])[0]
+        return read_checked(self.store, [medium_of(index, medium.line)])[0]
 
     def part(self, medium: Medium, offset: int, length: int) -> bytes:
         """Return some bytes of a media file, as they lie there: a part has no checksum."""
-        return self._store.get(medium.span.key, medium.span.offset + offset, length)
+        return self.store.get(medium.span.key, medium.span.offset + offset, length)
 
 
 class Corpus:

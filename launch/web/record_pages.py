@@ -13,8 +13,12 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from data_pipeline.govern.holds import end_hold, put_hold, read_holds
+from data_pipeline.index.manifest import IndexMismatch
+from data_pipeline.store.open import MissingKey
 from launch.web.auth import Role
+from launch.web.fresh import Fresh
 from launch.web.site import checked_form, page, session_of, site_of, whole
+from launch.web.steps import Steps
 
 _ENTRIES = 100  # of the audit, on a page
 _LINES = 500  # of a run's quarantine
@@ -74,16 +78,23 @@ def governance(request: Request) -> Response:
     site = site_of(request)
     corpus = site.corpus
     redacted = [(one.name, one.num_redacted) for one in corpus.every() if one.num_redacted]
-    steps = None if site.steps is None else site.steps.now()
     return page(
         request,
         "governance.html",
         holds=read_holds(corpus.store, corpus.names),
         redacted=redacted,
         requests=None if site.records is None else site.records.requests(),
-        tombstones=None if steps is None else steps.tombstones(),
-        steps=steps,
+        tombstones=None if site.steps is None else _tombstones_of(site.steps),
+        title="" if site.steps is None else site.steps.last.title,
     )
+
+
+def _tombstones_of(steps: Fresh[Steps]) -> list[str]:
+    """Return what is to be said of tombstones, in lines; or why there are no steps any more."""
+    try:
+        return steps.now().tombstones()
+    except (MissingKey, IndexMismatch, ValueError) as error:
+        return [f"They cannot be planned: {error}"]
 
 
 async def hold(request: Request) -> Response:
@@ -98,7 +109,7 @@ async def hold(request: Request) -> Response:
         raise ValueError(f"hold={wanted[:40]!r}: expected a name of 1 to 200 characters")
     shown = site.corpus.source(name)
     act = end_hold if ends else put_hold
-    store, by = site.corpus.store, _by(request)
+    store, by = shown.store, _by(request)
 
     change = partial(act, store, shown.name, wanted)
     if site.records is None:

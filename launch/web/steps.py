@@ -19,6 +19,9 @@ MOST_ROWS, MOST_STEPS, MOST_EPOCHS = 16, 200, 12
 SLICE_S = 2.0
 """So long a request plans steps; what it planned is kept, and the page comes again by itself."""
 
+MOST_BYTES = 256 << 20
+"""Memory that the rows of a page may take, with the media files in them; one page at a time."""
+
 _KEPT = 4096  # steps whose sums are kept
 
 
@@ -77,9 +80,8 @@ class Steps:
         if not 0 <= first < total:
             raise ValueError(f"row {first}: a step has rows 0 to {total - 1}")
         chosen = range(first, min(first + min(count, MOST_ROWS), total))
-        return rows_body(
-            self._reader.read(self._reader.before(step - 1, until), chosen, until), src
-        )
+        state = self._reader.before(step - 1, until)
+        return rows_body(self._reader.read(state, chosen, until, MOST_BYTES), src)
 
     def blend(self, step: int, count: int) -> Iterator[str]:
         """Yield what some steps are made of, as HTML.

@@ -764,6 +764,17 @@ def test_a_blend_of_many_steps_comes_in_parts(viewer, late):
     assert late.planned == list(range(6))
 
 
+def test_rows_that_take_too_much_memory_are_not_read(viewer, monkeypatch):
+    assert viewer.get("/rows?step=2&rows=3").status_code == 200
+    monkeypatch.setattr("launch.web.steps.MOST_BYTES", 1000)
+    told = problem(viewer.get("/rows?step=2&rows=3"))
+    assert re.fullmatch(
+        r"3 rows of step 2 take [\d.]+ [kM]B with their media files; 1.0 kB may be read at once: "
+        "ask for fewer",
+        told,
+    )
+
+
 def test_who_comes_while_steps_are_read_comes_again(viewer, late):
     with late.steps._reader._lock:
         assert "other steps are being planned" in problem(viewer.get("/rows?step=1&rows=1"))
@@ -1223,6 +1234,9 @@ def test_a_tombstone_counts_from_the_next_request_on(own):
     step, row = step_with(site.steps.last, "prose", 3)
     path = f"/rows?step={step}&row={row}&rows=1"
     assert "text-03" in browser.get(path).text
+    (own.root / "tombstones.jsonl").write_text("{}\n")
+    assert "line 1: '{}'; expected" in problem(browser.get(path))
+    assert "They cannot be planned: " in browser.get("/governance").text
     line = {"source": "prose", "key": "text-03", "from_step": step}
     (own.root / "tombstones.jsonl").write_text(json.dumps(line) + "\n")
     assert "text-03" not in browser.get(path).text

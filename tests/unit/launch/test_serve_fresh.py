@@ -8,7 +8,9 @@ import pytest
 
 pytest.importorskip("starlette", reason="the extra platform is not installed")
 
+from data_pipeline.govern.holds import end_hold, put_hold, read_holds
 from data_pipeline.govern.redact import carry_out
+from data_pipeline.index.manifest import read_manifest
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
 from data_pipeline.store.open import MissingKey, ObjectInfo, open_store
@@ -154,6 +156,21 @@ def test_files_of_a_source_that_took_anothers_name_are_its_own(corpus):
         return media.small(source, 0).data
 
     assert shown(10) != shown(200)
+
+
+def test_a_hold_is_put_and_seen_whatever_others_did_meanwhile(corpus):
+    other = open_store("memory://fresh")
+    assert corpus.source("notes").document(0)
+    put_hold(other, "notes", "a")
+    assert [hold.name for hold in read_holds(corpus.store, corpus.names)] == ["a"]
+    end_hold(other, "notes", "a")
+    carry_out(other, {"notes": ["t1"]})
+    put_hold(other, "notes", "b")
+    assert [hold.name for hold in read_holds(corpus.store, corpus.names)] == ["b"]
+    hold = put_hold(corpus.source("notes").store, "notes", "c")
+    assert hold.shards == tuple(one["key"] for one in read_manifest(other, "notes")["shards"])
+    end_hold(other, "notes", "b")
+    assert [hold.name for hold in read_holds(corpus.store, corpus.names)] == ["c"]
 
 
 def test_a_source_that_was_removed_is_gone(corpus):
