@@ -1,5 +1,6 @@
 """What is made again once the store has changed; at once, and by one at a time."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="the extra platform is not installed")
+from starlette.testclient import TestClient
 
 from data_pipeline.govern.holds import end_hold, put_hold, read_holds
 from data_pipeline.govern.redact import carry_out
@@ -17,9 +19,13 @@ from data_pipeline.store.open import MissingKey, ObjectInfo, open_store
 from data_pipeline.text import Tokenizer, train_ranks
 from launch.pages.pictures import encoded
 from launch.web import fresh
+from launch.web.app import application
+from launch.web.auth import Doorkeeper, Person, Role, digest
 from launch.web.corpus import Corpus, NotHere
 from launch.web.fresh import ComeAgain, Fresh
 from launch.web.media import Media
+from launch.web.site import Site
+from launch.web.statistics import Statistics
 from moonvit3d.geometry import PatchLimits
 from tests.unit.launch.served import Quiet
 
@@ -171,6 +177,19 @@ def test_a_hold_is_put_and_seen_whatever_others_did_meanwhile(corpus):
     assert hold.shards == tuple(one["key"] for one in read_manifest(other, "notes")["shards"])
     end_hold(other, "notes", "b")
     assert [hold.name for hold in read_holds(corpus.store, corpus.names)] == ["c"]
+
+
+def test_the_page_puts_a_hold_on_a_source_that_was_redacted_meanwhile(corpus):
+    door = Doorkeeper({digest("token"): Person("ann", Role.CURATOR)}, {})
+    statistics = Statistics(PatchLimits(), None, {})
+    site = Site(corpus, Media(), statistics, door, frozenset({"testserver"}), "session")
+    browser = TestClient(application(site), follow_redirects=False)
+    browser.post("/login", data={"token": "token"})
+    [form, *_] = re.findall(r'name="form" value="([^"]+)"', browser.get("/sources/notes").text)
+    carry_out(open_store("memory://fresh"), {"notes": ["t3"]})
+    answer = browser.post("/sources/notes/holds", data={"form": form, "do": "put", "hold": "mine"})
+    assert answer.status_code == 303
+    assert "mine" in browser.get("/governance").text
 
 
 def test_a_source_that_was_removed_is_gone(corpus):
