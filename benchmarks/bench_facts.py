@@ -99,7 +99,10 @@ def part_of(name: str, first: int, samples: int, shards: tuple[ShardInfo, ...]) 
     )
 
 
-def write_source(root: Path, name: str, samples: int) -> None:
+MakePart = Callable[[str, int, int, tuple[ShardInfo, ...]], SourceIndex]
+
+
+def write_source(root: Path, name: str, samples: int, make: MakePart = part_of) -> None:
     """Write index and manifest of a made-up source, a slice at a time."""
     counts = [min(SHARD, samples - first) for first in range(0, samples, SHARD)]
     shards = tuple(
@@ -112,7 +115,7 @@ def write_source(root: Path, name: str, samples: int) -> None:
     path.parent.mkdir(parents=True)
     writer = None
     for first in range(0, samples, SLICE):
-        part = part_of(name, first, min(SLICE, samples - first), shards)
+        part = make(name, first, min(SLICE, samples - first), shards)
         items += part.num_items
         rows = table_of(part)
         writer = writer or pq.ParquetWriter(path, rows.schema, compression="zstd")

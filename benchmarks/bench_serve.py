@@ -2,16 +2,21 @@
 
 The made-up sources of `bench_facts`, served by the command as a person would start it. Pages are
 asked for one after the other, in an order of chance, by one signed-in person: the grid with each
-filter and from places deep in the sources, searches in keys, counts, samples by their keys.
-Targets: p95 <= 250 ms, the server's memory <= 512 MB, on two idle cores. No byte of data is there,
-so pages of single samples are not among them. Writes a result file and a page.
+filter and from places deep in the sources, searches in keys, counts, samples by their keys. One
+more source, a tenth as large as all of these together, has bytes: each sample of it the same
+document and photograph, so that pages of single samples, another one each time, read a piece of the
+index, the shard, and decode. Pages of steps are not among them: what they take is planning.
+Targets: p95 <= 250 ms, the server's memory <= 512 MB, on two idle cores. Writes a result file and a
+page.
 
     python benchmarks/bench_serve.py
     python benchmarks/bench_serve.py --quick      # 60,000 samples
 """
 
 import argparse
+import dataclasses
 import http.client
+import json
 import os
 import random
 import re
@@ -27,10 +32,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+from isal.isal_zlib import crc32
+from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.bench_facts import made_sources, target, timed, write_source  # noqa: E402
+from benchmarks.bench_facts import (  # noqa: E402
+    made_sources,
+    part_of,
+    target,
+    timed,
+    write_source,
+)
 from benchmarks.result import (  # noqa: E402
     RESULTS,
     cores,
@@ -41,15 +54,82 @@ from benchmarks.result import (  # noqa: E402
     versions,
     write,
 )
+from data_pipeline.index.columns import ShardInfo, SourceIndex  # noqa: E402
 from data_pipeline.index.manifest import read_manifest  # noqa: E402
 from data_pipeline.store.open import FolderStore  # noqa: E402
+from launch.pages.pictures import encoded  # noqa: E402
 
 PAGE_S, MEMORY_BYTES = 0.25, 512e6
 ROUNDS = 20
+PHOTOS = "photos"
+SIDES = 1600, 1200
 
 
-def addresses(sources: dict[str, int], category: str) -> dict[str, str]:
-    """Return what a page is -> its address."""
+def photograph() -> bytes:
+    """A JPEG of about two megapixels, with as much detail as one of a camera."""
+    rng = np.random.default_rng(0)
+    y, x = np.mgrid[: SIDES[1], : SIDES[0]] / 100
+    waves = np.stack([np.sin(x * k + y * y / (k + 1)) for k in range(3)], axis=2)
+    noise = rng.normal(0, 6, waves.shape)
+    data, kind = encoded((127 + 90 * waves + noise).clip(0, 255).astype(np.uint8), max(SIDES))
+    assert kind == "image/jpeg"
+    return data
+
+
+def write_photos(root: Path, samples: int) -> None:
+    """Write the source whose samples all have the same bytes, at the begin of every shard."""
+    picture = photograph()
+    document = json.dumps(
+        {
+            "meta": {},
+            "segments": [
+                {"kind": "image", "file": "0.jpg"},
+                {"kind": "text", "text": "A photograph of waves. " * 20, "loss": True},
+            ],
+        }
+    ).encode()
+
+    def make(name: str, first: int, count: int, shards: tuple[ShardInfo, ...]) -> SourceIndex:
+        part = part_of("captions", first, count, shards)  # of one picture each
+
+        def same(column: str, value: int) -> NDArray[Any]:
+            return np.full_like(getattr(part, column), value)
+
+        given = {
+            "json_offset": 0, "json_length": len(document), "json_crc": crc32(document),
+            "item_offset": len(document), "item_length": len(picture),
+            "item_crc": crc32(picture), "item_width": SIDES[0], "item_height": SIDES[1],
+        }  # fmt: skip
+        columns: dict[str, Any] = {column: same(column, value) for column, value in given.items()}
+        keys = [f"{name}-{number:09d}" for number in range(first, first + count)]
+        return dataclasses.replace(part, name=name, key=keys, **columns)
+
+    write_source(root, PHOTOS, samples, make)
+    keys = [shard["key"] for shard in read_manifest(FolderStore(root), PHOTOS)["shards"]]
+    (root / keys[0]).write_bytes(document + picture)
+    for key in keys[1:]:
+        os.link(root / keys[0], root / key)
+
+
+def addresses(sources: dict[str, int], category: str) -> dict[str, list[str]]:
+    """Return what a page is -> its addresses, one for each round."""
+    asked = {name: [address] * ROUNDS for name, address in fixed(sources, category).items()}
+    some, rng = (random.Random(seed) for seed in (1, 2))
+    for name, address in {
+        "a sample": f"/sources/{PHOTOS}/samples/{{}}",
+        "its words in the grid": f"/words/{PHOTOS}/{{}}",
+        "its small picture": f"/thumbnails/{PHOTOS}/{{}}",
+        "its picture": f"/media/{PHOTOS}/{{}}/0.jpg",
+    }.items():
+        numbers = [some.randrange(sources[PHOTOS]) for _ in range(ROUNDS)]
+        asked[name] = [address.format(number) for number in numbers]
+    near = rng.randrange(sources[PHOTOS] - ROUNDS)
+    asked["the next sample"] = [f"/sources/{PHOTOS}/samples/{near + n}" for n in range(ROUNDS)]
+    return asked
+
+
+def fixed(sources: dict[str, int], category: str) -> dict[str, str]:
+    """Return what a page over facts is -> its address."""
     large = max(sources, key=lambda name: sources[name])
     deep = f"{large}:{sources[large] * 2 // 3}"
     return {
@@ -132,6 +212,9 @@ def measure(samples: int, work: Path) -> dict[str, Any]:
     for name, count in sources.items():
         if not (root / name / "manifest.json").exists():
             write_source(root, name, count)
+    sources[PHOTOS] = samples // 10
+    if not (root / PHOTOS / "manifest.json").exists():
+        write_photos(root, sources[PHOTOS])
     begin = time.perf_counter()
     with served(root, facts):
         first_s = time.perf_counter() - begin
@@ -140,11 +223,11 @@ def measure(samples: int, work: Path) -> dict[str, Any]:
         start_s = time.perf_counter() - begin
         category = read_manifest(FolderStore(root), "grounding")["category"]
         person, asked = Person(address), addresses(sources, category)
-        order = [name for name in asked for _ in range(ROUNDS)]
+        order = [(name, address) for name, every in asked.items() for address in every]
         random.Random(0).shuffle(order)
         taken: dict[str, list[float]] = {name: [] for name in asked}
-        for name in order:
-            taken[name].append(person.get(asked[name]))
+        for name, address in order:
+            taken[name].append(person.get(address))
         memory = most_memory(pid)
         statistics_s = person.get("/statistics/counted")
         again_s = person.get("/statistics/counted")

@@ -16,7 +16,14 @@ from data_pipeline.index.manifest import read_manifest
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.inspect.verify import sources_at
 from data_pipeline.names import did_you_mean, listed
-from data_pipeline.store.open import AccessDenied, MissingKey, S3Store, Store, StoreError
+from data_pipeline.store.open import (
+    AccessDenied,
+    MissingKey,
+    ObjectChanged,
+    S3Store,
+    Store,
+    StoreError,
+)
 
 _PROBE = ".hold-probe"
 
@@ -44,7 +51,7 @@ def read_holds(store: Store, sources: Iterable[str] | None = None) -> list[Hold]
     found: list[Hold] = []
     for source in sources_at(store) if sources is None else sources:
         try:
-            given = json.loads(store.get(holds_key(source)))
+            given = json.loads(_read(store, holds_key(source)))
             entries = [(one["hold"], source, one["since"], one["shards"]) for one in given["holds"]]
         except MissingKey:
             continue
@@ -55,6 +62,14 @@ def read_holds(store: Store, sources: Iterable[str] | None = None) -> list[Hold]
             ) from None
         found += [Hold(a, b, c, tuple(keys)) for a, b, c, keys in entries]
     return found
+
+
+def _read(store: Store, key: str) -> bytes:
+    """Return a file of holds as it is now: they come and go while a process runs."""
+    try:
+        return store.get(key)
+    except ObjectChanged:  # since this store read it for the first time
+        return store.get(key, etag=store.head(key).etag)
 
 
 def refuse_held(store: Store, shards: Iterable[str]) -> None:

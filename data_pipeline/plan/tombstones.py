@@ -28,7 +28,7 @@ from data_pipeline.config import DataConfig
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.names import did_you_mean
 from data_pipeline.plan.step_plan import ItemTable, SampleTable
-from data_pipeline.store.open import open_store
+from data_pipeline.store.open import Store, open_store
 
 Pairs = frozenset[tuple[int, int]]
 """(source, sample) of samples."""
@@ -218,8 +218,8 @@ def tombstones_of(config: DataConfig, indices: Sequence[SourceIndex]) -> Tombsto
     redacted = tuple(index.redacted for index in indices)
     counts = tuple(map(len, redacted))
     listed = np.zeros((0, 3), np.int64)
-    if config.tombstones is not None:
-        where, text = _read(config)
+    if (opened := open_list(config)) is not None:
+        where, text = _read(opened)
         known = sorted({*config.source_names, *config.heldout})
         listed = resolve_entries(where, parse_entries(where, text, known), indices)
     return Tombstones(names, listed, redacted, ((0, counts),) if any(counts) else ())
@@ -329,16 +329,25 @@ def take_out(
     return SampleTable(**columns), ItemTable(**media)
 
 
-def _read(config: DataConfig) -> tuple[str, str]:
-    """Return what messages call the list, and its text."""
+def open_list(config: DataConfig) -> tuple[Store, str] | None:
+    """Return the store and the key of the list that `data.tombstones` names; None: it names none.
+
+    Raises:
+        ValueError, AccessDenied: as `open_store`.
+    """
     name = config.tombstones
-    assert name is not None
+    if name is None:
+        return None
+    root, key = config.root, name
     if "://" in name or name.startswith(("/", "~")):
         folder, _, key = name.rpartition("/")
-        store = open_store(folder or "/", endpoint=config.endpoint, patience=config.patience)
-    else:
-        key = name
-        store = open_store(config.root, endpoint=config.endpoint, patience=config.patience)
+        root = folder or "/"
+    return open_store(root, endpoint=config.endpoint, patience=config.patience), key
+
+
+def _read(listed: tuple[Store, str]) -> tuple[str, str]:
+    """Return what messages call the list, and its text."""
+    store, key = listed
     where = f"data.tombstones {store.uri}/{key}"
     try:
         return where, store.get(key).decode()

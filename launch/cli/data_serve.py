@@ -20,8 +20,12 @@ from launch.cli.options import EndpointOption
 from launch.local.user_errors import one_line_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from data_pipeline.catalog.engine import Catalog
+    from data_pipeline.config import DataConfig
     from launch.web.auth import Doorkeeper
+    from launch.web.fresh import Fresh
     from launch.web.site import Site
     from launch.web.steps import Steps
 
@@ -198,7 +202,7 @@ def _user() -> str:
         return f"user-{os.getuid()}"
 
 
-def _steps_of_config(config: str, uri: str, endpoint: str | None) -> "Steps":
+def _steps_of_config(config: str, uri: str, endpoint: str | None) -> "Fresh[Steps]":
     """Return the steps of a run that would begin with a configuration on the sources at a URI."""
     from data_pipeline.access import open_data, open_tokenizer
     from data_pipeline.index.manifest import read_index
@@ -216,13 +220,32 @@ def _steps_of_config(config: str, uri: str, endpoint: str | None) -> "Steps":
             "before, which no configuration says; give --run with the run's folder"
         )
     data = whole.data.replace(workers=0, prefetch_steps=0, cache=None, requests_per_second=None)
-    store = open_data(data)
-    planner = Planner([read_index(store, name) for name in data.source_names], data)
-    tokenizer = open_tokenizer(data, store)
-    return Steps(Path(config).name, data, whole.train.steps, planner, store, tokenizer)
+
+    def make() -> Steps:
+        store = open_data(data)
+        planner = Planner([read_index(store, name) for name in data.source_names], data)
+        tokenizer = open_tokenizer(data, store)
+        return Steps(Path(config).name, data, whole.train.steps, planner, store, tokenizer)
+
+    return _fresh_steps(data, make)
 
 
-def _steps_of_run(run: Path) -> "Steps":
+def _fresh_steps(data: "DataConfig", make: "Callable[[], Steps]") -> "Fresh[Steps]":
+    """Return steps that are read again once a source or the list of tombstones is another."""
+    from data_pipeline.access import open_data
+    from data_pipeline.plan.tombstones import open_list
+    from launch.web.fresh import Fresh, State, manifests_of, state_of
+
+    store, listed = open_data(data), open_list(data)
+
+    def look() -> State:
+        state = manifests_of(store, data.source_names)
+        return state if listed is None else (*state, state_of(*listed))
+
+    return Fresh("the data of the steps", look, make)
+
+
+def _steps_of_run(run: Path) -> "Fresh[Steps]":
     """Return the steps of a run as it had them."""
     from data_pipeline.access import open_data, open_tokenizer
     from kimi_pretrain.config import load_config
@@ -231,17 +254,20 @@ def _steps_of_run(run: Path) -> "Steps":
 
     whole = load_config(run / "config.yaml")
     data = whole.data.replace(workers=0, prefetch_steps=0, cache=None, requests_per_second=None)
-    store = open_data(data)
-    planner, begin = replay(run, whole, store)
-    tokenizer = open_tokenizer(data, store)
-    return Steps(
-        f"run {run.resolve().name}", data, whole.train.steps, planner, store, tokenizer, begin
-    )
+
+    def make() -> Steps:
+        store = open_data(data)
+        planner, begin = replay(run, whole, store)
+        tokenizer = open_tokenizer(data, store)
+        title = f"run {run.resolve().name}"
+        return Steps(title, data, whole.train.steps, planner, store, tokenizer, begin)
+
+    return _fresh_steps(data, make)
 
 
 def _site(
     about: tuple[str, tuple[str, ...], str | None, Path | None],
-    steps: "Steps | None",
+    steps: "Fresh[Steps] | None",
     catalog: "Catalog | None",
     door: "Doorkeeper",
     hosts: frozenset[str],
@@ -259,13 +285,14 @@ def _site(
 
     uri, wanted, endpoint, folder = about
     store, names = open_sources(uri, endpoint, wanted)
-    limits = PatchLimits() if steps is None else steps.config.limits
+    config = None if steps is None else steps.last.config
+    limits = PatchLimits() if config is None else config.limits
     place = facts_folder(folder)
     corpus = Corpus(
         store, endpoint, names, limits, place, lambda name: item_bar(f"facts of {name}")
     )
-    choices = {} if steps is None else {name: steps.config.chosen(name) for name in names}
-    statistics = Statistics(limits, None if steps is None else steps.config.seq_len, choices)
+    choices = {} if config is None else {name: config.chosen(name) for name in names}
+    statistics = Statistics(limits, None if config is None else config.seq_len, choices)
     records = None if catalog is None else Records(catalog)
     return Site(corpus, Media(), statistics, door, hosts, cookie, records=records, steps=steps)
 

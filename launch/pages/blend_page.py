@@ -1,8 +1,10 @@
 """What steps are made of: tokens by source over some steps, beside the shares of the blend."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_pipeline.plan.blend import UNITS
 from data_pipeline.plan.planner import GlobalPlan, Planner
@@ -12,31 +14,52 @@ from launch.pages.pictures import colour_class
 _HEIGHT = 100  # of the drawing, in percent of a step's rows
 
 
-def blend_body(planner: Planner, plans: Sequence[GlobalPlan]) -> Iterator[str]:
+class StepSums(NamedTuple):
+    """What a step is made of.
+
+    Attributes:
+        step: from 0.
+        capacity: tokens that its rows have places for.
+        position: of its first sample in the stream; None: it has none.
+        sums: int64 [sources, 3] samples, tokens, media tokens.
+    """
+
+    step: int
+    capacity: int
+    position: int | None
+    sums: NDArray[np.int64]
+
+
+def sums_of(plan: GlobalPlan, num_sources: int) -> StepSums:
+    """Return what a step is made of."""
+    samples, items = plan.samples, plan.items
+    sums = np.zeros((num_sources, 3), np.int64)
+    np.add.at(sums[:, 0], samples.source, 1)
+    np.add.at(sums[:, 1], samples.source, samples.length)
+    np.add.at(sums[:, 2], samples.source[items.sample], items.tokens)
+    position = int(samples.position.min()) if len(samples) else None
+    return StepSums(plan.step, plan.num_rows * plan.seq_len, position, sums)
+
+
+def blend_body(planner: Planner, steps: Sequence[StepSums]) -> Iterator[str]:
     """Yield tables and a drawing of some steps, as HTML.
 
     Args:
         planner: of the run.
-        plans: of steps in a row.
+        steps: in a row.
     """
     names = [index.name for index in planner.indices]
-    totals = np.zeros((len(plans), len(names), 3), np.int64)  # samples, tokens, media tokens
-    for place, plan in enumerate(plans):
-        table_, items = plan.samples, plan.items
-        lengths = (np.ones(len(table_), np.int64), table_.length)
-        for kind, values in enumerate(lengths):
-            np.add.at(totals[place, :, kind], table_.source, values)
-        np.add.at(totals[place, :, 2], table_.source[items.sample], items.tokens)
-    capacity = sum(plan.num_rows * plan.seq_len for plan in plans)
-    tokens = int(totals[:, :, 1].sum())
+    totals = sum((one.sums for one in steps), np.zeros((len(names), 3), np.int64))
+    capacity = sum(one.capacity for one in steps)
+    tokens = int(totals[:, 1].sum())
     yield (
         f"<p>{amount(tokens)} tokens of {amount(capacity)} places "
         f"({percent(tokens / capacity)} filled).</p>"
     )
-    yield _drawing(names, plans, totals[:, :, 1])
+    yield _drawing(names, steps)
     yield table(
         ["source", "samples", "tokens", "of all tokens", "media tokens", "draws by the blend"],
-        _rows(names, planner, plans, totals.sum(axis=0)),
+        _rows(names, planner, steps, totals),
     )
     segments = planner.mixture.segments
     if len(segments) > 1:
@@ -48,11 +71,9 @@ def blend_body(planner: Planner, plans: Sequence[GlobalPlan]) -> Iterator[str]:
 
 
 def _rows(
-    names: Sequence[str], planner: Planner, plans: Sequence[GlobalPlan], sums: np.ndarray
+    names: Sequence[str], planner: Planner, steps: Sequence[StepSums], sums: NDArray[np.int64]
 ) -> Iterator[list[str]]:
-    first = min(
-        (int(plan.samples.position.min()) for plan in plans if len(plan.samples)), default=0
-    )
+    first = min((one.position for one in steps if one.position is not None), default=0)
     weights = [s for s in planner.mixture.segments if s.start <= first][-1].weights
     total = max(int(sums[:, 1].sum()), 1)
     for name, (samples, tokens, media), weight in zip(names, sums.tolist(), weights, strict=True):
@@ -60,19 +81,18 @@ def _rows(
         yield [name, amount(samples), amount(tokens), share, amount(media), percent(weight / UNITS)]
 
 
-def _drawing(names: Sequence[str], plans: Sequence[GlobalPlan], tokens: np.ndarray) -> str:
+def _drawing(names: Sequence[str], steps: Sequence[StepSums]) -> str:
     """Return a bar for each step, whose parts are the sources, and a legend."""
     bars = []
-    for place, plan in enumerate(plans):
+    for place, one in enumerate(steps):
         below = 0.0
-        for number, name in enumerate(names):
-            part = float(_HEIGHT * tokens[place, number] / (plan.num_rows * plan.seq_len))
+        for number, (name, tokens) in enumerate(zip(names, one.sums[:, 1].tolist(), strict=True)):
+            part = _HEIGHT * tokens / one.capacity
             if part:
                 bars.append(
                     f'<rect class="{colour_class(number)}" x="{place + 0.05:.2f}" width="0.9" '
                     f'y="{_HEIGHT - below - part:.3f}" height="{part:.3f}" fill="currentColor">'
-                    f"<title>step {plan.step + 1}, {text(name)}: {int(tokens[place, number]):,} "
-                    f"tokens</title></rect>"
+                    f"<title>step {one.step + 1}, {text(name)}: {tokens:,} tokens</title></rect>"
                 )
             below += part
     legend = " ".join(
@@ -80,6 +100,6 @@ def _drawing(names: Sequence[str], plans: Sequence[GlobalPlan], tokens: np.ndarr
         for number, name in enumerate(names)
     )
     return (
-        f'<svg class="blend" viewBox="0 0 {len(plans)} {_HEIGHT}" preserveAspectRatio="none">'
+        f'<svg class="blend" viewBox="0 0 {len(steps)} {_HEIGHT}" preserveAspectRatio="none">'
         f'{"".join(bars)}</svg>\n<p class="note">{legend}</p>'
     )

@@ -1,6 +1,6 @@
 """One sample in several epochs beside each other: what augmentation makes of it in a run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ def draws_body(
     source: Source,
     sample: int,
     document: Mapping[str, Any],
-    files: Mapping[int, bytes],
+    file: Callable[[int], bytes],
     limits: PatchLimits,
     epochs: Sequence[int],
     src: Src,
@@ -30,7 +30,7 @@ def draws_body(
         source: as a run plans it.
         sample: number in the source.
         document: of the sample.
-        files: number of an image -> its bytes.
+        file: number of an image -> its bytes; asked for each time, so that one is held at a time.
         limits: of the run.
         epochs: to show.
         src: takes the pictures.
@@ -53,7 +53,7 @@ def draws_body(
                 grid = tuple(int(side) for side in drawn.layout.grid[at])
                 level = int(drawn.level[place])
                 yield _picture(
-                    source, line, files[number], grid, level, limits, details[place], segments, src
+                    source, line, file(number), grid, level, limits, details[place], segments, src
                 )
         yield from _wordings(document["segments"], details[place])
         yield "</div>\n</article>"

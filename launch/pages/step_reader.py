@@ -1,12 +1,15 @@
 """Reads the rows of a step as a run of one process reads them: what the page of rows shows.
 
 Nothing is read but what stands in the rows that are asked for. The steps before are planned, not
-read; what was planned once is not planned again.
+read; what was planned once is not planned again, also where somebody did not wait for its end.
 """
 
 import json
+import math
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,14 @@ from data_pipeline.loader import StepBatch
 from data_pipeline.plan.planner import GlobalPlan, Planner, State
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
+from launch.pages.html import num_bytes
 from launch.pages.rows_page import Step
 
 _KEPT = 256  # states of steps
+
+
+class StillPlanning(Exception):
+    """The time was over before a step was planned; what was planned up to then is kept."""
 
 
 class StepReader:
@@ -59,63 +67,111 @@ class StepReader:
         """End its threads."""
         self._fetcher.close()
 
-    def before(self, step: int) -> State:
+    def before(self, step: int, until: float = math.inf) -> State:
         """Return the state before step `step`, from 0.
 
-        Packs every window between the nearest step before that was asked for, and this one.
+        Packs every window between the nearest step before that was planned, and this one.
+
+        Args:
+            until: time.monotonic() at which it is enough; one more step is planned in any case, so
+                that whoever asks again and again arrives.
 
         Raises:
-            ValueError: the run began later.
+            ValueError: the run began later. DataUsedUp: the data end before. StillPlanning: the
+                time was over.
         """
-        with self._lock:
-            return self._before(step)
+        with self._turn(until):
+            return self._before(step, until)
 
-    def _before(self, step: int) -> State:
+    def _before(self, step: int, until: float) -> State:
         if step < self.first:
             raise ValueError(f"step {step + 1}: this run began with step {self.first + 1}")
         state = self._states[max(known for known in self._states if known <= step)]
-        while state["step"] < step:
-            _, state = self.planner.plan(state)
-        self._keep(state)
+        begin = state["step"]
+        try:
+            while state["step"] < step:
+                if state["step"] > begin and time.monotonic() > until:
+                    raise StillPlanning(
+                        f"step {step + 1:,} comes after windows that have to be packed first: done "
+                        f"up to step {state['step']:,}"
+                    )
+                _, state = self.planner.plan(state)
+        finally:
+            self._keep(state)
         return state
+
+    @contextmanager
+    def _turn(self, until: float) -> Iterator[None]:
+        wait = until - time.monotonic()
+        if not self._lock.acquire(timeout=-1 if wait == math.inf else max(0.0, wait)):
+            raise StillPlanning("other steps are being planned or read")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _keep(self, state: State) -> None:
         if len(self._states) >= _KEPT:  # the first one stays: no step lies before it
             del self._states[max(self._states, key=lambda step: step != self.first)]
         self._states[state["step"]] = state
 
-    def plans(self, first: int, count: int) -> list[GlobalPlan]:
-        """Return the plans of steps first, first + 1, ..., from 0.
+    def plan(self, step: int, until: float = math.inf) -> GlobalPlan:
+        """Return the plan of step `step`, from 0.
 
         Raises:
-            ValueError: as `before`; DataUsedUp: the data end before.
+            ValueError, DataUsedUp, StillPlanning: as `before`.
         """
-        with self._lock:
-            state, found = self._before(first), list[GlobalPlan]()
-            for _ in range(count):
-                plan, state = self.planner.plan(state)
-                found.append(plan)
-            self._keep(state)
-        return found
+        with self._turn(until):
+            plan, after = self.planner.plan(self._before(step, until))
+            self._keep(after)
+        return plan
 
-    def read(self, state: Mapping[str, Any], rows: Sequence[int]) -> Step:
+    def read(
+        self,
+        state: Mapping[str, Any],
+        rows: Sequence[int],
+        until: float = math.inf,
+        most: float = math.inf,
+    ) -> Step:
         """Read rows of the step of a state.
 
         Args:
             state: before the step.
             rows: their numbers in the step.
+            until: as of `before`, for others to end; what is begun is read.
+            most: bytes of memory that they, and the files they are made of, may take.
 
         Raises:
-            IndexMismatch, StoreError, ValueError: as the loader.
+            IndexMismatch, StoreError, ValueError: as the loader; a sample in the rows was redacted,
+                or they take more.
+            StillPlanning: as `before`.
         """
-        with self._lock:
+        with self._turn(until):
             plan, _ = self.planner.plan(state)
+            self._refuse_redacted(plan, rows)
             needs = Needs(np.array(rows), np.flatnonzero(np.isin(plan.items.row, rows)))
             request = resolve(self.planner, plan, needs)
+            if request.num_bytes > most:
+                raise ValueError(
+                    f"{len(rows)} rows of step {plan.step + 1} take {num_bytes(request.num_bytes)} "
+                    f"with their media files; {num_bytes(most)} may be read at once: ask for fewer"
+                )
             found = self._fetcher(request)
         batch = StepBatch(plan, found.rows, request.row_ids, found.media, found.bad)
         documents = self._documents(batch, request)
         return Step(batch, request, documents, self.planner.indices, self._tokenizer)
+
+    def _refuse_redacted(self, plan: GlobalPlan, rows: Sequence[int]) -> None:
+        """Refuse rows that cannot be laid out as a run had them before samples were redacted."""
+        table = plan.samples
+        for at in np.flatnonzero(np.isin(table.row, rows)).tolist():
+            index, number = self.planner.indices[table.source[at]], int(table.index[at])
+            if number in index.redacted:
+                raise ValueError(
+                    f"row {table.row[at]} of step {plan.step + 1} had sample "
+                    f"{index.key_of(number)!r} of source {index.name!r}, which was redacted: the "
+                    "row cannot be shown any more; choose others"
+                )
 
     def _documents(self, batch: StepBatch, request: StepRequest) -> dict[int, dict[str, Any]]:
         """Return {sample: document} of the samples that are not damaged."""

@@ -18,8 +18,10 @@ from starlette.staticfiles import StaticFiles
 from data_pipeline.index.manifest import IndexMismatch
 from data_pipeline.store.open import StoreError
 from launch.pages import html
+from launch.pages.step_reader import StillPlanning
 from launch.web import record_pages, source_pages, step_pages
 from launch.web.auth import Gate, Role
+from launch.web.fresh import ComeAgain
 from launch.web.site import (
     HERE,
     Site,
@@ -30,6 +32,7 @@ from launch.web.site import (
     site_of,
     templates,
     told,
+    told_again,
     told_http,
 )
 
@@ -42,6 +45,8 @@ def application(site: Site) -> Gate:
         routes=_routes(),
         exception_handlers={
             HTTPException: told_http,
+            ComeAgain: told_again,
+            StillPlanning: told_again,
             ValueError: told,
             OSError: told,
             StoreError: told,
@@ -61,7 +66,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     yield
     site: Site = app.state.site
     if site.steps is not None:
-        site.steps.close()
+        site.steps.last.close()
 
 
 def sign_in(request: Request) -> Response:

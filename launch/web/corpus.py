@@ -1,9 +1,13 @@
-"""The sources that a page shows: their manifests, facts, and indices in small pieces."""
+"""The sources that a page shows: their manifests, facts, and indices in small pieces.
 
-import json
+A source is read again when its manifest is another (`fresh`): nothing of a sample that was redacted
+is shown afterwards.
+"""
+
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,26 +19,20 @@ from data_pipeline.inspect.facts import FactsFile, write_facts
 from data_pipeline.inspect.query import Facts
 from data_pipeline.names import did_you_mean
 from data_pipeline.store.addresses import endpoint_of
-from data_pipeline.store.open import MissingKey, Span, Store
+from data_pipeline.store.objects import in_threads
+from data_pipeline.store.open import MissingKey, Span, Store, open_store
+from launch.web.fresh import Fresh, manifests_of
+from launch.web.rejected import RejectedList
 from moonvit3d.geometry import PatchLimits
 
 Progress = Callable[[str], Any]
 _MEMORY = "96MB"  # of DuckDB, for each of the sources whose facts are open
 _OPEN = 6
-_PIECE = 4 << 20
-_LINES = 200  # of rejected.jsonl, on a page
+_THREADS = 16
 
 
 class NotHere(ValueError):
     """There is no such source, sample or file."""
-
-
-class Rejected(NamedTuple):
-    """Rejected samples: numbers by reason, those that were asked for, and how many those are."""
-
-    reasons: dict[str, int]
-    lines: list[dict[str, Any]]
-    matching: int
 
 
 class Medium(NamedTuple):
@@ -51,7 +49,7 @@ class ShownSource:
     """One source.
 
     Args:
-        store: where it lies.
+        store: where it lies; it has read the manifest of this moment.
         name: of it.
         limits: under which tokens are counted.
         folder: of facts, and of the index in pieces.
@@ -69,23 +67,31 @@ class ShownSource:
         folder: Path,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self.name, self._store = name, store
+        self.name, self.store = name, store
         self.facts_file: FactsFile = write_facts(store, name, limits, folder, progress)[0]
         self.cut = CutIndex(store, name, folder)
+        self.rejected = RejectedList(store, name)
+        self._redacted = frozenset(self.manifest.get("redacted", {}).get("samples", ()))
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest as it was when the server began."""
+        """Return the manifest."""
         return self.cut.manifest
+
+    @property
+    def identity(self) -> str:
+        """What runs know it by, whatever was redacted since: as `SourceIndex.identity`."""
+        made_as = self.manifest.get("redacted", {}).get("made_as", "")
+        return made_as or self.manifest["content_hash"]
 
     @property
     def num_redacted(self) -> int:
         """Samples that were redacted."""
-        return len(self.manifest.get("redacted", {}).get("samples", ()))
+        return len(self._redacted)
 
     def provenance(self) -> dict[str, Any] | None:
         """Return what it was made of."""
-        return read_provenance(self._store, self.name)
+        return read_provenance(self.store, self.name)
 
     def around(self, sample: int) -> tuple[SourceIndex, int]:
         """Return the index around a sample, and the number of its first one.
@@ -99,18 +105,31 @@ class ShownSource:
             )
         return self.cut.around(sample)
 
+    def _there(self, sample: int) -> tuple[SourceIndex, int]:
+        """As `around`, of a sample whose bytes are there."""
+        index, first = self.around(sample)
+        if sample in self._redacted:
+            key = index.key_of(sample - first)
+            raise NotHere(f"source {self.name!r}, sample {sample} ({key!r}): it was redacted")
+        return index, first
+
     def document(self, sample: int) -> dict[str, Any]:
         """Return a sample's document.
 
         Raises:
-            IndexMismatch, StoreError, NotHere: it cannot be read.
+            NotHere: there is none, or it was redacted. IndexMismatch, StoreError: it cannot be
+                read.
         """
-        index, first = self.around(sample)
-        return read_samples(self._store, index, [sample - first])[0]
+        index, first = self._there(sample)
+        return read_samples(self.store, index, [sample - first])[0]
 
     def media(self, sample: int) -> list[Medium]:
-        """Return the media files of a sample, in order."""
-        index, first = self.around(sample)
+        """Return the media files of a sample, in order.
+
+        Raises:
+            NotHere: there is no such sample, or it was redacted.
+        """
+        index, first = self._there(sample)
         begin, end = (int(at) for at in index.item_ptr[sample - first : sample - first + 2])
         lines = [line for line in range(begin, end) if index.item_chunk[line] == 0]
         return [
@@ -138,41 +157,11 @@ class ShownSource:
     def whole(self, sample: int, medium: Medium) -> bytes:
         """Return the bytes of a media file, which have the CRC-32 of the index."""
         index, _ = self.around(sample)
-        return read_checked(self._store, [medium_of(index, medium.line)])[0]
+        return read_checked(self.store, [medium_of(index, medium.line)])[0]
 
     def part(self, medium: Medium, offset: int, length: int) -> bytes:
         """Return some bytes of a media file, as they lie there: a part has no checksum."""
-        return self._store.get(medium.span.key, medium.span.offset + offset, length)
-
-    def rejected(self, reason: str, key: str) -> Rejected:
-        """Return what its ingest left out.
-
-        Args:
-            reason, key: that lines must have, or have in them; "" for all.
-        """
-        reasons, lines, matching = Counter[str](), list[dict[str, Any]](), 0
-        for line in self._rejected_lines():
-            one = json.loads(line)
-            reasons[one["reason"]] += 1
-            if reason in ("", one["reason"]) and key.lower() in str(one["key"]).lower():
-                matching += 1
-                if len(lines) < _LINES:
-                    lines.append(one)
-        return Rejected(dict(reasons.most_common()), lines, matching)
-
-    def _rejected_lines(self) -> Iterator[bytes]:
-        where = f"{self.name}/rejected.jsonl"
-        try:
-            info = self._store.head(where)
-        except MissingKey:  # reindexed, or of an earlier version
-            return
-        rest = b""
-        for offset in range(0, info.size, _PIECE):
-            length = min(_PIECE, info.size - offset)
-            *whole, rest = (rest + self._store.get(where, offset, length)).split(b"\n")
-            yield from whole
-        if rest:
-            yield rest
+        return self.store.get(medium.span.key, medium.span.offset + offset, length)
 
 
 class Corpus:
@@ -201,53 +190,78 @@ class Corpus:
     ) -> None:
         self.store, self.limits = store, limits
         self.endpoint = endpoint_of(store.uri, endpoint)
-        self.sources: dict[str, ShownSource] = {}
+        self.names = tuple(names)
+        self._sources: dict[str, Fresh[ShownSource]] = {}
+
+        def read(name: str) -> ShownSource:
+            return ShownSource(open_store(store.uri, endpoint=endpoint), name, limits, folder)
+
         for name in names:
             with progress(name) as show:
-                self.sources[name] = ShownSource(store, name, limits, folder, show)
-        self._facts: OrderedDict[str, Facts] = OrderedDict()
+                self._sources[name] = Fresh(
+                    f"source {name!r}",
+                    partial(manifests_of, store, (name,)),
+                    partial(read, name),
+                    partial(ShownSource, store, name, limits, folder, show),
+                )
+        self._facts: OrderedDict[Path, Facts] = OrderedDict()
         self._lock = threading.Lock()
 
     def source(self, name: str) -> ShownSource:
-        """Return a source by its name.
+        """Return a source by its name, as it is now.
 
         Raises:
-            NotHere: there is none; says which there are.
+            NotHere: there is none; says which there are. ComeAgain: it is being read again.
+            MissingKey: it was removed. StoreError: nobody knows whether it is as it was.
         """
-        if name not in self.sources:
-            raise NotHere(f"no source {name!r} here; {did_you_mean(name, list(self.sources))}")
-        return self.sources[name]
+        if name not in self._sources:
+            raise NotHere(f"no source {name!r} here; {did_you_mean(name, self.names)}")
+        return self._sources[name].now()
 
-    def facts(self, name: str) -> Facts:
+    def every(self) -> list[ShownSource]:
+        """Return all sources as they are now, but for those that were removed.
+
+        Raises:
+            ComeAgain, StoreError: as `source`.
+        """
+        return [one for one in in_threads(self._unless_removed, self.names, _THREADS) if one]
+
+    def _unless_removed(self, name: str) -> ShownSource | None:
+        try:
+            return self._sources[name].now()
+        except MissingKey:
+            return None
+
+    def facts(self, source: ShownSource) -> Facts:
         """Return the facts of a source, open; who has them may use them for as long as wanted."""
-        source = self.source(name)
+        path = source.facts_file.path
         with self._lock:
-            if name not in self._facts:
-                self._facts[name] = Facts(source.facts_file, threads=2, memory=_MEMORY)
+            if path not in self._facts:
+                self._facts[path] = Facts(source.facts_file, threads=2, memory=_MEMORY)
                 if len(self._facts) > _OPEN:
                     self._facts.popitem(last=False)  # closed once nobody asks it any more
-            self._facts.move_to_end(name)
-            return self._facts[name]
+            self._facts.move_to_end(path)
+            return self._facts[path]
 
     @property
     def categories(self) -> list[str]:
-        """The categories that there are, sorted."""
-        return sorted({source.manifest["category"] for source in self.sources.values()})
+        """The categories that there are, sorted; a source keeps its own."""
+        return sorted({one.last.manifest["category"] for one in self._sources.values()})
 
-    def chosen(self, source: str, category: str) -> list[str]:
-        """Return the names of the sources that a page is about.
+    def chosen(self, source: str, category: str) -> list[ShownSource]:
+        """Return the sources that a page is about, as they are now.
 
         Args:
             source: one by its name; "" for all.
             category: theirs; "" for all.
 
         Raises:
-            NotHere: there is no such source, or none of the category.
+            NotHere: there is no such source, or none of the category. Also as `source`.
         """
         if category not in ("", *self.categories):
             raise NotHere(
                 f"no source of category {category[:40]!r} here; "
                 f"{did_you_mean(category[:40], self.categories)}"
             )
-        names = [self.source(source).name] if source else list(self.sources)
-        return [name for name in names if category in ("", self.sources[name].manifest["category"])]
+        found = [self.source(source)] if source else self.every()
+        return [one for one in found if category in ("", one.manifest["category"])]

@@ -5,11 +5,13 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from launch.pages.pictures import encoded
+from launch.pages.html import num_bytes
+from launch.pages.pictures import Src, encoded
 from launch.pages.samples_page import pictures_of
 from launch.web.auth import FILE_CSP
 from launch.web.corpus import Medium, NotHere, ShownSource
@@ -34,30 +36,38 @@ _SMALL = PatchLimits(image=196, frame=196)
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
+class File(NamedTuple):
+    """Bytes, their type, and whether what they were made of is still as it was."""
+
+    data: bytes
+    kind: str
+    still: Callable[[], bool] = lambda: True
+
+
 class Kept:
-    """Bytes by a name, the latest ones, up to a size; from any thread."""
+    """Files by a name, the latest ones, up to a size; from any thread."""
 
     def __init__(self, most: int) -> None:
         self._most, self._size = most, 0
-        self._found: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
+        self._found: OrderedDict[str, File] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, name: str) -> tuple[bytes, str] | None:
-        """Return bytes and their type; None if they are not kept."""
+    def get(self, name: str) -> File | None:
+        """Return a file; None if it is not kept."""
         with self._lock:
             if name in self._found:
                 self._found.move_to_end(name)
             return self._found.get(name)
 
-    def put(self, name: str, data: bytes, kind: str) -> None:
-        """Keep bytes."""
+    def put(self, name: str, file: File) -> None:
+        """Keep a file."""
         with self._lock:
             before = self._found.pop(name, None)
-            self._size += len(data) - (len(before[0]) if before else 0)
-            self._found[name] = data, kind
+            self._size += len(file.data) - (len(before.data) if before else 0)
+            self._found[name] = file
             while self._size > self._most:
-                _, (gone, _) = self._found.popitem(last=False)
-                self._size -= len(gone)
+                _, gone = self._found.popitem(last=False)
+                self._size -= len(gone.data)
 
 
 class Media:
@@ -85,22 +95,32 @@ class Media:
             return ranged(
                 request, medium.size, TYPES[suffix], lambda a, n: source.part(medium, a, n)
             )
-        data = self._whole(source, sample, medium)
+        data = self.whole(source, sample, medium)
         return ranged(request, medium.size, TYPES[suffix], lambda a, n: data[a : a + n], len(data))
 
-    def _whole(self, source: ShownSource, sample: int, medium: Medium) -> bytes:
+    def whole(self, source: ShownSource, sample: int, medium: Medium) -> bytes:
+        """Return the bytes of a media file of a size that may be held in memory.
+
+        Raises:
+            ValueError: it is larger. IndexMismatch, StoreError: it cannot be read.
+        """
+        if medium.size > WHOLE:
+            raise ValueError(
+                f"source {source.name!r}, sample {sample}: file {medium.number} has "
+                f"{num_bytes(medium.size)}; only files of up to {num_bytes(WHOLE)} are decoded here"
+            )
         key = f"{source.manifest['content_hash']} {sample} {medium.number}"
         if (kept := self._files.get(key)) is not None:
-            return kept[0]
+            return kept.data
         data = source.whole(sample, medium)
-        self._files.put(key, data, "")
+        self._files.put(key, File(data, ""))
         return data
 
-    def small(self, source: ShownSource, sample: int) -> tuple[bytes, str] | None:
+    def small(self, source: ShownSource, sample: int) -> File | None:
         """Return a small picture of a sample's first medium and its type; None if it has none.
 
         Raises:
-            ValueError: the medium does not decode.
+            ValueError: the medium does not decode, or is larger than `WHOLE`.
             IndexMismatch, StoreError: it cannot be read.
         """
         key = f"{source.manifest['content_hash']} {sample}"
@@ -111,32 +131,41 @@ class Media:
             return None
         index, _ = source.around(sample)
         with self._decoding:
-            data = source.whole(sample, media[0])
+            data = self.whole(source, sample, media[0])
             first = next(pictures_of(data, index, [media[0].line], _SMALL))
-            found = encoded(first, _SIDE)
-        self._small.put(key, *found)
+            found = File(*encoded(first, _SIDE))
+        self._small.put(key, found)
         return found
 
-    def made(self, data: bytes, kind: str) -> str:
-        """Keep a picture that a page made; returns its address; a `Src`."""
-        name = hashlib.sha256(data).hexdigest()
-        self._made.put(name, data, kind)
-        return f"/pictures/{name}"
+    def made(self, still: Callable[[], bool]) -> Src:
+        """Return what keeps the pictures of a page and gives them addresses.
+
+        Args:
+            still: whether what the page was made of is still as it was: no picture of an erased
+                sample is given out.
+        """
+
+        def keep(data: bytes, kind: str) -> str:
+            name = hashlib.sha256(data).hexdigest()
+            self._made.put(name, File(data, kind, still))
+            return f"/pictures/{name}"
+
+        return keep
 
     def picture(self, name: str) -> Response:
         """Answer with a picture that a page made.
 
         Raises:
-            NotHere: it is not kept any more.
+            NotHere: it is not kept any more, or what it was made of has changed.
         """
-        if (found := self._made.get(name)) is None:
+        if (found := self._made.get(name)) is None or not found.still():
             raise NotHere("this picture is not kept any more: load the page again")
-        return file_answer(*found)
+        return file_answer(found)
 
 
-def file_answer(data: bytes, kind: str) -> Response:
+def file_answer(file: File) -> Response:
     """Return an answer that is a picture and can be nothing else."""
-    return Response(data, media_type=kind, headers={"content-security-policy": FILE_CSP})
+    return Response(file.data, media_type=file.kind, headers={"content-security-policy": FILE_CSP})
 
 
 def ranged(

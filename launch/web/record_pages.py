@@ -1,10 +1,11 @@
 """Pages of what was left out, deleted and held, and of the catalogue; and what is changed there."""
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -12,11 +13,16 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from data_pipeline.govern.holds import end_hold, put_hold, read_holds
+from data_pipeline.index.manifest import IndexMismatch
+from data_pipeline.store.open import MissingKey
 from launch.web.auth import Role
+from launch.web.fresh import Fresh
 from launch.web.site import checked_form, page, session_of, site_of, whole
+from launch.web.steps import Steps
 
 _ENTRIES = 100  # of the audit, on a page
 _LINES = 500  # of a run's quarantine
+_BLOCK = 1 << 16  # bytes of it, read at once
 
 
 def rejected(request: Request) -> Response:
@@ -24,8 +30,11 @@ def rejected(request: Request) -> Response:
     corpus, given = site_of(request).corpus, request.query_params
     shown = corpus.source(request.path_params["name"])
     reason, key = given.get("reason", ""), given.get("key", "")[:200]
-    found = shown.rejected(reason, key)
-    return page(request, "rejected.html", source=shown.name, found=found, reason=reason, key=key)
+    after = whole(given.get("after", ""), "after") or 0
+    found = shown.rejected.page(reason, key, after)
+    asked = urlencode({"reason": reason, "key": key, "after": found.after})
+    values = {"found": found, "reason": reason, "key": key, "further": asked}
+    return page(request, "rejected.html", source=shown.name, **values)
 
 
 def quarantined(request: Request) -> Response:
@@ -45,26 +54,47 @@ def _quarantine_of(folder: Path) -> list[dict[str, Any]] | None:
         return None
     if not file.is_file():
         return []
-    lines = file.read_bytes().split(b"\n")[:-1][-_LINES:]  # a running one may be writing the last
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in last_lines(file, _LINES)]
+
+
+def last_lines(file: Path, count: int) -> list[bytes]:
+    """Return the last lines of a file, read from its end; one that somebody still writes is none.
+
+    Args:
+        count: of lines, at most.
+    """
+    found = b""
+    with file.open("rb") as opened:
+        begin = opened.seek(0, os.SEEK_END)
+        while begin and found.count(b"\n") <= count:
+            end, begin = begin, max(0, begin - _BLOCK)
+            opened.seek(begin)
+            found = opened.read(end - begin) + found
+    return found.split(b"\n")[:-1][-count:]
 
 
 def governance(request: Request) -> Response:
     """Deletions and holds."""
     site = site_of(request)
     corpus = site.corpus
-    redacted = [
-        (name, one.num_redacted) for name, one in corpus.sources.items() if one.num_redacted
-    ]
+    redacted = [(one.name, one.num_redacted) for one in corpus.every() if one.num_redacted]
     return page(
         request,
         "governance.html",
-        holds=read_holds(corpus.store, corpus.sources),
+        holds=read_holds(corpus.store, corpus.names),
         redacted=redacted,
         requests=None if site.records is None else site.records.requests(),
-        tombstones=None if site.steps is None else site.steps.tombstones(),
-        steps=site.steps,
+        tombstones=None if site.steps is None else _tombstones_of(site.steps),
+        title="" if site.steps is None else site.steps.last.title,
     )
+
+
+def _tombstones_of(steps: Fresh[Steps]) -> list[str]:
+    """Return what is to be said of tombstones, in lines; or why there are no steps any more."""
+    try:
+        return steps.now().tombstones()
+    except (MissingKey, IndexMismatch, ValueError) as error:
+        return [f"They cannot be planned: {error}"]
 
 
 async def hold(request: Request) -> Response:
@@ -79,7 +109,7 @@ async def hold(request: Request) -> Response:
         raise ValueError(f"hold={wanted[:40]!r}: expected a name of 1 to 200 characters")
     shown = site.corpus.source(name)
     act = end_hold if ends else put_hold
-    store, by = site.corpus.store, _by(request)
+    store, by = shown.store, _by(request)
 
     change = partial(act, store, shown.name, wanted)
     if site.records is None:
@@ -107,7 +137,7 @@ def version(request: Request) -> Response:
         one["name"]
         for one in found["replicas"]
         if (one["root"], one["endpoint"]) == (site.corpus.store.uri, site.corpus.endpoint)
-        and one["name"] in site.corpus.sources
+        and one["name"] in site.corpus.names
     ]
     may = records.may_become(found["state"])
     if session_of(request).person.role < Role.ADMIN:

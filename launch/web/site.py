@@ -24,7 +24,8 @@ from data_pipeline.store.open import MissingKey, StoreError
 from launch.local.user_errors import user_message
 from launch.pages import html
 from launch.web.auth import Doorkeeper, Role, Session
-from launch.web.corpus import Corpus, NotHere
+from launch.web.corpus import Corpus, NotHere, ShownSource
+from launch.web.fresh import Fresh
 from launch.web.media import Media
 from launch.web.records import Records
 from launch.web.statistics import Statistics
@@ -32,6 +33,7 @@ from launch.web.steps import Steps
 
 HERE = Path(__file__).parent
 _FORM = 16 << 10  # bytes of a form
+_AGAIN_S = 1  # after which a page that shall come again does
 
 
 @dataclass
@@ -61,7 +63,7 @@ class Site:
     cookie: str
     secure: bool = False
     records: Records | None = None
-    steps: Steps | None = None
+    steps: Fresh[Steps] | None = None
     runs: tuple[Path, ...] = ()
     working: BoundedSemaphore = field(default_factory=partial(BoundedSemaphore, 4))
 
@@ -76,14 +78,19 @@ class Site:
         return self.records
 
     def needs_steps(self) -> Steps:
-        """Return the steps.
+        """Return the steps, of sources and tombstones as they are now.
 
         Raises:
-            NotHere: this server was started without a configuration.
+            NotHere: this server was started without a configuration. ComeAgain: they are being
+                read again. Whatever reading them does.
         """
         if self.steps is None:
             raise NotHere("there are no steps here: start the server with --config or --run")
-        return self.steps
+        return self.steps.now()
+
+    def trains_on(self, source: ShownSource) -> bool:
+        """Whether there are steps in which a source is trained on."""
+        return self.steps is not None and self.steps.last.trains_on(source)
 
 
 def templates() -> Environment:
@@ -216,6 +223,23 @@ def told(request: Request, error: Exception) -> Response:
     return _wrong(request, message, 404 if missing else 502 if behind else 400)
 
 
+def told_again(request: Request, error: Exception) -> Response:
+    """Answer with what goes on; the browser asks again by itself."""
+    if request.method == "POST":
+        return _wrong(request, str(error), 503)
+    if "hx-request" not in request.headers:
+        message = f"{error}. This page comes again by itself."
+        answer = page(request, "error.html", 503, title="In a moment", message=message)
+        answer.headers["Refresh"] = str(_AGAIN_S)
+        return answer
+    where = f"{request.url.path}?{request.url.query}".rstrip("?")
+    return HTMLResponse(
+        f'<p class="note" role="status" hx-get="{html.text(where)}" hx-target="this" '
+        f'hx-trigger="load delay:{_AGAIN_S}s" hx-swap="outerHTML">{html.text(str(error))} ...</p>',
+        503,
+    )
+
+
 def told_http(request: Request, error: Exception) -> Response:
     """Answer with what Starlette, or a handler, refuses a request for."""
     assert isinstance(error, HTTPException)
@@ -231,4 +255,4 @@ def _wrong(request: Request, message: str, status: int) -> Response:
     if "hx-request" in request.headers:
         escaped = html.text(message)
         return HTMLResponse(f'<p class="wrong" role="alert">{escaped}</p>', status)
-    return page(request, "error.html", status, message=message)
+    return page(request, "error.html", status, title="Not possible", message=message)

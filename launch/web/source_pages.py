@@ -17,7 +17,7 @@ from data_pipeline.inspect.find import HOLDS, STRETCH, Wanted, count, find, long
 from launch.pages import html
 from launch.pages.pictures import overlay
 from launch.pages.samples_page import Medium, StoredSample, samples_body
-from launch.web.corpus import Corpus, NotHere
+from launch.web.corpus import Corpus, NotHere, ShownSource
 from launch.web.media import file_answer
 from launch.web.site import page, ready, site_of, whole
 
@@ -34,16 +34,17 @@ def sources(request: Request) -> Response:
         known = site.records.lying_at(corpus.store.uri, corpus.endpoint)
     rows = [
         {
-            "name": name,
+            "name": source.name,
             **{key: source.manifest[key] for key in ("category", "samples", "items")},
             "shards": len(source.manifest["shards"]),
             "bytes": sum(shard["size"] for shard in source.manifest["shards"]),
             "tokenizer": source.manifest["tokenizer"]["name"],
             "redacted": source.num_redacted,
-            "version": known.get(name),
-            "same": known.get(name, {}).get("content_hash") == source.manifest["content_hash"],
+            "version": known.get(source.name),
+            "same": known.get(source.name, {}).get("content_hash")
+            == source.manifest["content_hash"],
         }
-        for name, source in corpus.sources.items()
+        for source in corpus.every()
     ]
     return page(request, "sources.html", rows=rows)
 
@@ -64,8 +65,7 @@ def source(request: Request) -> Response:
         provenance=shown.provenance(),
         version=known,
         holds=read_holds(site.corpus.store, [shown.name]),
-        trained=site.steps is not None
-        and site.steps.knows(shown.name, shown.manifest["content_hash"]),
+        trained=site.trains_on(shown),
     )
 
 
@@ -115,9 +115,9 @@ def _asked(request: Request) -> Asked:
 def samples(request: Request) -> Response:
     """Samples as a grid: the page, the grid alone after a filter, or what follows on it."""
     site, asked = site_of(request), _asked(request)
-    names = site.corpus.chosen(asked.source, asked.category)
+    chosen = site.corpus.chosen(asked.source, asked.category)
     after = request.query_params.get("after", "")
-    cards, following = _cards(site.corpus, asked, names, after)
+    cards, following = _cards(site.corpus, asked, chosen, after)
     values: dict[str, Any] = {"cards": cards, "following": following, "query": asked.query}
     address = f"/samples?{asked.query}" if asked.query else "/samples"
     if "hx-request" not in request.headers or "hx-history-restore-request" in request.headers:
@@ -126,7 +126,7 @@ def samples(request: Request) -> Response:
             "samples.html",
             **values,
             values=asked.values,
-            names=list(site.corpus.sources),
+            names=site.corpus.names,
             categories=site.corpus.categories,
             holds=[name for name in HOLDS if name],
         )
@@ -140,40 +140,45 @@ def samples(request: Request) -> Response:
 
 
 def _cards(
-    corpus: Corpus, asked: Asked, names: Sequence[str], after: str
+    corpus: Corpus, asked: Asked, chosen: Sequence[ShownSource], after: str
 ) -> tuple[list[tuple[str, Any]], str | None]:
     """Return samples with their sources, and where to go on: "SOURCE:NUMBER"."""
     if asked.order == "longest":
         found = [
-            (name, one) for name in names for one in longest(corpus.facts(name), asked.wanted, PAGE)
+            (shown.name, one)
+            for shown in chosen
+            for one in longest(corpus.facts(shown), asked.wanted, PAGE)
         ]
         return sorted(found, key=lambda one: -one[1].tokens)[:PAGE], None
-    left, first = list(names), 0
+    left, first = list(chosen), 0
     if after:
         name, _, given = after.rpartition(":")
-        if name not in left or (place := whole(given, "after")) is None:
+        names = [shown.name for shown in chosen]
+        if name not in names or (place := whole(given, "after")) is None:
             raise ValueError(f"after={after[:80]!r}: expected SOURCE:NUMBER")
-        left, first = left[left.index(name) :], place
+        left, first = left[names.index(name) :], place
     cards: list[tuple[str, Any]] = []
     looked = 0
     while left and len(cards) < PAGE and looked < STRETCH:
-        name, total = left[0], corpus.source(left[0]).cut.num_samples
-        found = find(corpus.facts(name), asked.wanted, first, PAGE - len(cards))
-        cards += [(name, one) for one in found.samples]
+        shown = left[0]
+        total = shown.cut.num_samples
+        found = find(corpus.facts(shown), asked.wanted, first, PAGE - len(cards))
+        cards += [(shown.name, one) for one in found.samples]
         looked += (total if found.after is None else found.after) - first
         if found.after is not None:
             first = found.after
         else:
             left, first = left[1:], 0
-    return cards, f"{left[0]}:{first}" if left else None
+    return cards, f"{left[0].name}:{first}" if left else None
 
 
 def how_many(request: Request) -> Response:
     """How many samples are as wanted."""
     site, asked = site_of(request), _asked(request)
-    names = site.corpus.chosen(asked.source, asked.category)
-    found = sum(count(site.corpus.facts(name), asked.wanted) for name in names)
-    total = sum(site.corpus.sources[name].cut.num_samples for name in names)
+    corpus = site.corpus
+    chosen = corpus.chosen(asked.source, asked.category)
+    found = sum(count(corpus.facts(shown), asked.wanted) for shown in chosen)
+    total = sum(shown.cut.num_samples for shown in chosen)
     return HTMLResponse(f"{found:,} of {total:,} samples")
 
 
@@ -207,8 +212,7 @@ def sample(request: Request) -> Response:
         key=index.key_of(at - first),
         last=shown.cut.num_samples - 1,
         body=ready(samples_body(index, [stored], show)),
-        trained=site.steps is not None
-        and site.steps.knows(shown.name, shown.manifest["content_hash"]),
+        trained=site.trains_on(shown),
     )
 
 
@@ -224,7 +228,7 @@ def by_key(request: Request) -> Response:
     """Go to a sample by its key."""
     corpus, name = site_of(request).corpus, request.path_params["name"]
     key = request.path_params["key"]
-    found = number_of(corpus.facts(name), key)
+    found = number_of(corpus.facts(corpus.source(name)), key)
     if found is None:
         raise NotHere(f"source {name!r}: no sample {key!r}")
     return RedirectResponse(f"/sources/{quote(name, safe='')}/samples/{found}", 303)
@@ -242,7 +246,7 @@ def thumbnail(request: Request) -> Response:
     found = site.media.small(site.corpus.source(at["name"]), at["number"])
     if found is None:
         raise NotHere(f"source {at['name']!r}: sample {at['number']} has no media")
-    return file_answer(*found)
+    return file_answer(found)
 
 
 def picture(request: Request) -> Response:

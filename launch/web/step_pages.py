@@ -5,11 +5,11 @@ from functools import wraps
 from typing import Any
 from urllib.parse import urlencode
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from launch.web.corpus import Corpus, NotHere
+from launch.web.fresh import ComeAgain
 from launch.web.site import number, page, ready, site_of
 from launch.web.steps import MOST_EPOCHS, MOST_ROWS, MOST_STEPS
 
@@ -21,9 +21,7 @@ def _few_at_once(handler: Callable[[Request], Response]) -> Callable[[Request], 
     def gated(request: Request) -> Response:
         working = site_of(request).working
         if not working.acquire(blocking=False):
-            raise HTTPException(
-                503, "others are having steps planned or sources counted: try again in a moment"
-            )
+            raise ComeAgain("others are having steps planned or sources counted")
         try:
             return handler(request)
         finally:
@@ -40,7 +38,8 @@ def rows(request: Request) -> Response:
     step = number(request, "step", steps.first, 1, 10**12)
     first = number(request, "row", 0, 0, 10**9)
     chosen = number(request, "rows", 4, 1, MOST_ROWS)
-    body = ready(steps.rows(step, first, chosen, site.media.made))
+    src = site.media.made(lambda: site.needs_steps() is steps)
+    body = ready(steps.rows(step, first, chosen, src))
     values = {"step": step, "row": first, "rows": chosen, "most": MOST_ROWS}
     total = steps.config.rows_per_step
     return page(request, "rows.html", **values, steps=steps, total=total, body=body)
@@ -65,6 +64,10 @@ def draws(request: Request) -> Response:
     first = number(request, "first", 0, 0, 10**6)
     epochs = range(first, first + number(request, "epochs", 6, 1, MOST_EPOCHS))
     index, before = shown.around(at)
+
+    def still() -> bool:
+        return site.corpus.source(shown.name) is shown and site.needs_steps() is steps
+
     return page(
         request,
         "draws.html",
@@ -75,7 +78,7 @@ def draws(request: Request) -> Response:
         epochs=len(epochs),
         most=MOST_EPOCHS,
         title=steps.title,
-        body=ready(steps.draws(shown, at, epochs, site.media.made)),
+        body=ready(steps.draws(shown, at, epochs, site.media.whole, site.media.made(still))),
     )
 
 
@@ -88,7 +91,7 @@ def statistics(request: Request) -> Response:
     asked = {key: given.get(key, "") for key in ("source", "category", "against")}
     _counted_files(site.corpus, asked)
     query = urlencode({key: value for key, value in asked.items() if value})
-    names, categories = list(site.corpus.sources), site.corpus.categories
+    names, categories = site.corpus.names, site.corpus.categories
     return page(
         request, "statistics.html", names=names, categories=categories, query=query, asked=asked
     )
@@ -104,10 +107,10 @@ def counted(request: Request) -> Response:
 
 
 def _counted_files(corpus: Corpus, asked: Mapping[str, str]) -> tuple[list[Any], Any]:
-    names = corpus.chosen(asked["source"], asked["category"])
-    if not names:
+    chosen = corpus.chosen(asked["source"], asked["category"])
+    if not chosen:
         raise NotHere(f"source {asked['source']!r} is not of category {asked['category']!r}")
     if asked["against"] and not asked["source"]:
         raise ValueError("against: choose the one source to compare with it")
     against = corpus.source(asked["against"]).facts_file if asked["against"] else None
-    return [corpus.sources[name].facts_file for name in names], against
+    return [shown.facts_file for shown in chosen], against

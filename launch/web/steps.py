@@ -1,20 +1,28 @@
 """Steps of a run for the page: their rows, what they are made of, and draws of a sample."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from data_pipeline.config import DataConfig
 from data_pipeline.plan.planner import Planner, State
 from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
-from launch.pages.blend_page import blend_body
+from launch.pages.blend_page import StepSums, blend_body, sums_of
 from launch.pages.draws_page import draws_body
 from launch.pages.pictures import Src
 from launch.pages.rows_page import rows_body
-from launch.pages.step_reader import StepReader
-from launch.web.corpus import NotHere, ShownSource
+from launch.pages.step_reader import StepReader, StillPlanning
+from launch.web.corpus import Medium, NotHere, ShownSource
 
 MOST_ROWS, MOST_STEPS, MOST_EPOCHS = 16, 200, 12
+SLICE_S = 2.0
+"""So long a request plans steps; what it planned is kept, and the page comes again by itself."""
+
+MOST_BYTES = 256 << 20
+"""Memory that the rows of a page may take, with the media files in them; one page at a time."""
+
+_KEPT = 4096  # steps whose sums are kept
 
 
 class Steps:
@@ -46,6 +54,7 @@ class Steps:
         self.title, self.config, self.last = title, config, last
         self._planner = planner
         self._reader = StepReader(planner, store, tokenizer, config.fetch_threads, begin)
+        self._sums: dict[int, StepSums] = {}
 
     @property
     def first(self) -> int:
@@ -62,25 +71,45 @@ class Steps:
             src: takes the pictures.
 
         Raises:
-            ValueError: no such step or row. IndexMismatch, StoreError: it cannot be read.
+            ValueError: no such step or row. StillPlanning: ask again. IndexMismatch, StoreError: it
+                cannot be read.
         """
+        until = time.monotonic() + SLICE_S
         self._check(step, 1)
         total = self.config.rows_per_step
         if not 0 <= first < total:
             raise ValueError(f"row {first}: a step has rows 0 to {total - 1}")
         chosen = range(first, min(first + min(count, MOST_ROWS), total))
-        return rows_body(self._reader.read(self._reader.before(step - 1), chosen), src)
+        state = self._reader.before(step - 1, until)
+        return rows_body(self._reader.read(state, chosen, until, MOST_BYTES), src)
 
     def blend(self, step: int, count: int) -> Iterator[str]:
         """Yield what some steps are made of, as HTML.
 
         Raises:
-            ValueError: no such steps; DataUsedUp: the data end before.
+            ValueError: no such steps; DataUsedUp: the data end before. StillPlanning: ask again.
         """
+        until = time.monotonic() + SLICE_S
         if not 1 <= count <= MOST_STEPS:
             raise ValueError(f"{count} steps: expected 1 to {MOST_STEPS}")
         self._check(step, count)
-        return blend_body(self._planner, self._reader.plans(step - 1, count))
+        found: list[StepSums] = []
+        planned = 0
+        for number in range(step - 1, step - 1 + count):
+            known = self._sums.get(number)
+            if known is None:
+                if planned and time.monotonic() > until:
+                    raise StillPlanning(f"steps are being planned: done up to step {number:,}")
+                known = sums_of(self._reader.plan(number, until), len(self._planner.indices))
+                planned += 1
+                self._keep(known)
+            found.append(known)
+        return blend_body(self._planner, found)
+
+    def _keep(self, one: StepSums) -> None:
+        if len(self._sums) >= _KEPT:
+            self._sums.clear()
+        self._sums[one.step] = one
 
     def _check(self, step: int, count: int) -> None:
         if not self.first <= step <= self.last - count + 1:
@@ -89,21 +118,30 @@ class Steps:
                 f"steps {self.first} to {self.last}"
             )
 
-    def knows(self, name: str, content: str) -> bool:
-        """Whether a source of this content is trained on."""
+    def trains_on(self, shown: ShownSource) -> bool:
+        """Whether a source is trained on, whatever was redacted in it since."""
         return any(
-            source.index.name == name and source.index.content_hash == content
-            for source in self._planner.sources
+            (index.name, index.identity) == (shown.name, shown.identity)
+            for index in self._planner.indices
         )
 
     def draws(
-        self, shown: ShownSource, sample: int, epochs: Sequence[int], src: Src
+        self,
+        shown: ShownSource,
+        sample: int,
+        epochs: Sequence[int],
+        read: Callable[[ShownSource, int, Medium], bytes],
+        src: Src,
     ) -> Iterator[str]:
         """Yield a sample in several epochs, as HTML.
 
+        Args:
+            read: returns the bytes of a media file of the sample.
+            src: takes the pictures.
+
         Raises:
             NotHere: the configuration has no such source. ValueError: it leaves the sample out.
-            IndexMismatch, StoreError: it cannot be read.
+            IndexMismatch, StoreError: it cannot be read. Whatever `read` does.
         """
         for source in self._planner.sources:
             if source.index.name == shown.name:
@@ -113,8 +151,12 @@ class Steps:
         if source.index.content_hash != shown.manifest["content_hash"]:
             raise NotHere(f"{self.title} has another content of source {shown.name!r}")
         document: dict[str, Any] = shown.document(sample)
-        files = {one.number: shown.whole(sample, one) for one in shown.media(sample)}
-        return draws_body(source, sample, document, files, self.config.limits, epochs, src)
+        media = {one.number: one for one in shown.media(sample)}
+
+        def file(number: int) -> bytes:
+            return read(shown, sample, media[number])
+
+        return draws_body(source, sample, document, file, self.config.limits, epochs, src)
 
     def tombstones(self) -> list[str]:
         """Return what is to be said of tombstones, in lines."""

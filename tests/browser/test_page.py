@@ -20,9 +20,12 @@ pytest.importorskip(
 pytest.importorskip("starlette", reason="the extra platform is not installed")
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
+from starlette.requests import Request
 
 from data_pipeline.catalog.engine import Catalog
 from data_pipeline.catalog.register import look, register
+from launch.web.fresh import ComeAgain
+from launch.web.site import told_again
 from tests.unit.launch.served import (
     BOX,
     PAYLOADS,
@@ -258,6 +261,33 @@ def test_rows_blend_draws_and_statistics(visit):
         "all => [...new Set(all.map(one => getComputedStyle(one).fill))]"
     )
     assert len(fills) > 1  # the plots have their colours under the policy
+
+
+def test_what_is_not_ready_comes_again_by_itself(visit):
+    """A whole page by its header, a part of one by htmx: once each in the server's place."""
+    path, query = "/statistics/counted", "source=prose"
+    headers = [(b"hx-request", b"true"), (b"host", b"testserver")]
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": query.encode()}
+    part = told_again(Request({**scope, "headers": headers}), ComeAgain(PAYLOADS[0]))
+    seen: list[str] = []
+
+    def answer_by(body: str, **more: str):
+        def answer(route):
+            seen.append(urlsplit(route.request.url).path)
+            route.fulfill(status=503, headers={"content-type": "text/html", **more}, body=body)
+
+        return answer
+
+    visit.page.route(f"{visit.base}{path}?{query}", answer_by(part.body.decode()), times=1)
+    goto(visit, f"/statistics?{query}")
+    visit.page.wait_for_selector("#counted svg")
+    assert PAYLOADS[0] not in visit.page.inner_text("#counted")
+    whole = answer_by("<h1>In a moment</h1>", refresh="1")
+    visit.page.route(f"{visit.base}/rows?step=2", whole, times=1)
+    goto(visit, "/rows?step=2")
+    visit.page.wait_for_selector("text=Row 0 of step 2")
+    assert seen == [path, "/rows"]
+    visit.said.clear()  # the browser tells of the status 503
 
 
 def test_a_state_is_changed_by_a_button_as_it_was_seen(visit):

@@ -1,5 +1,7 @@
 """Redaction in a bucket that keeps old versions, and in one that will not let go of some."""
 
+from contextlib import nullcontext
+
 import boto3
 import pytest
 
@@ -11,6 +13,7 @@ from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.samples import CrudeSample, TextSegment
 from data_pipeline.store.open import open_store
 from data_pipeline.text import Tokenizer, train_ranks
+from moonvit3d.geometry import PatchLimits
 
 SECRET = "the tide table of a harbour that nobody may know of"
 
@@ -100,3 +103,20 @@ def test_what_the_bucket_holds_is_told_and_removed_later(bucket):
             check_shards(store, read_index(store, "notes"))
     assert done.removed == [shard]
     assert not left
+
+
+@pytest.mark.parametrize("bucket", [("watched", False)], indirect=True)
+def test_a_page_that_is_served_meanwhile_has_it_no_more(bucket, s3_environment, tmp_path):
+    pytest.importorskip("starlette", reason="the extra platform is not installed")
+    from launch.web.corpus import Corpus, NotHere
+
+    _, _, store = bucket
+    mine = open_store(store.uri, endpoint=s3_environment.endpoint)
+    about = (s3_environment.endpoint, ["notes"], PatchLimits(), tmp_path)
+    corpus = Corpus(mine, *about, lambda _: nullcontext(lambda done, total: None))
+    assert SECRET in corpus.source("notes").document(3)["segments"][0]["text"]
+    carry_out(store, {"notes": ["t3"]})
+    with pytest.raises(NotHere, match="it was redacted"):
+        corpus.source("notes").document(3)
+    assert corpus.source("notes").document(4)["segments"][0]["text"] == "x 4"
+    mine.close()

@@ -45,6 +45,16 @@ BOX, POINT = ((20.0, 10.0), (80.0, 60.0)), (150.0, 50.0)
 POLYGON = ((100.0, 10.0), (190.0, 20.0), (140.0, 90.0))
 
 
+class Quiet:
+    """A progress that shows nothing."""
+
+    def __enter__(self):
+        return lambda done, total: None
+
+    def __exit__(self, *_):
+        return None
+
+
 def turned_jpeg() -> bytes:
     """A picture whose EXIF would have it turned by a quarter: red at its top left, as stored."""
     image = Image.new("RGB", SIDES, (0, 0, 255))
@@ -94,8 +104,8 @@ def build_served(root: Path) -> FolderStore:
     return store
 
 
-def config_file(root: Path, file: Path) -> Path:
-    """Write a configuration that trains on the corpus, with augmentation."""
+def config_file(root: Path, file: Path, **more: str) -> Path:
+    """Write a configuration that trains on the corpus, with augmentation, and more keys of data."""
     settings = {
         "root": str(root),
         "tokenizer": TOKENIZER_KEY,
@@ -107,6 +117,6 @@ def config_file(root: Path, file: Path) -> Path:
         "heldout": "{}",
         "augment": "{hostile: {turn: 1.0, crop: {area: [0.6, 1.0]}}, mixed: {variants: true}}",
     }
-    given = [f"data.{key}={value}" for key, value in settings.items()]
+    given = [f"data.{key}={value}" for key, value in (settings | more).items()]
     file.write_text(dump_config(load_config("tiny_cpu", [*given, "train.validate_every=null"])))
     return file

@@ -5,10 +5,12 @@ import hashlib
 import html
 import json
 import re
+import shutil
 import socket
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from html.parser import HTMLParser
 from types import SimpleNamespace
 from urllib.parse import quote
@@ -26,21 +28,24 @@ from data_pipeline.catalog.register import look, register
 from data_pipeline.catalog.states import promote
 from data_pipeline.index.manifest import read_index
 from data_pipeline.plan.planner import QUARANTINE_DELAY, Planner
+from data_pipeline.store.open import FolderStore
 from kimi_pretrain.config import load_config
 from launch.cli import data_serve
 from launch.cli.data_show import show_rows
-from launch.web import auth
+from launch.web import app, auth, record_pages, rejected
 from launch.web.app import application
 from launch.web.auth import Doorkeeper, Person, Role, add_token, digest, host_of, read_tokens
 from launch.web.corpus import Corpus
-from launch.web.media import Media
+from launch.web.fresh import Fresh, manifests_of
+from launch.web.media import Kept, Media
 from launch.web.records import Records
+from launch.web.rejected import RejectedList
 from launch.web.site import HERE, Site
 from launch.web.statistics import Statistics
 from launch.web.steps import Steps
 from tests.unit.launch.data_command import run
 from tests.unit.launch.inspected import HOSTILE
-from tests.unit.launch.served import PAYLOADS, build_served, config_file, film, turned_jpeg
+from tests.unit.launch.served import PAYLOADS, Quiet, build_served, config_file, film, turned_jpeg
 
 HTMX_SHA256 = "d6fdc75f204e6bdefa99b69bf1e6d4ac69b8a364f77929f45c13476b4000f717"
 ROLES = {role.name.lower(): f"token of a {role.name.lower()}" for role in Role}
@@ -58,8 +63,11 @@ def made(tmp_path_factory) -> SimpleNamespace:
     config = load_config(str(config_file(store.root, folder / "my.yaml")))
     data = config.data.replace(workers=0, prefetch_steps=0, cache=None)
     opened = open_data(data)
-    planner = Planner([read_index(opened, name) for name in data.source_names], data)
-    steps = Steps("my.yaml", data, 50, planner, opened, open_tokenizer(data, opened))
+
+    def steps() -> Steps:
+        planner = Planner([read_index(opened, name) for name in data.source_names], data)
+        return Steps("my.yaml", data, 50, planner, opened, open_tokenizer(data, opened))
+
     corpus = Corpus(
         store,
         None,
@@ -78,7 +86,7 @@ def made(tmp_path_factory) -> SimpleNamespace:
         frozenset({"testserver", "data.example.com"}),
         "session",
         records=Records(catalog),
-        steps=steps,
+        steps=Fresh("the steps", partial(manifests_of, store, data.source_names), steps),
         runs=(folder / "run",),
     )
     (folder / "run").mkdir()
@@ -87,16 +95,6 @@ def made(tmp_path_factory) -> SimpleNamespace:
     with TestClient(application(site)):  # begins and ends it once
         yield SimpleNamespace(site=site, store=store, catalog=catalog, folder=folder)
     catalog.close()
-
-
-class Quiet:
-    """A progress that shows nothing."""
-
-    def __enter__(self):
-        return lambda done, total: None
-
-    def __exit__(self, *_):
-        return None
 
 
 def client(made, role: str | None = None) -> TestClient:
@@ -406,6 +404,86 @@ def test_payloads_are_all_there_as_text(viewer):
     assert HOSTILE.strip() in html.unescape(viewer.get("/sources/mixed/samples/0").text)
 
 
+@pytest.fixture
+def listed(tmp_path, monkeypatch) -> SimpleNamespace:
+    """A list of 1,000 rejected samples, looked through 30 kB at a time, and what was read of it."""
+    monkeypatch.setattr(rejected, "STRETCH", 30_000)
+    monkeypatch.setattr(rejected, "_PIECE", 7_000)
+    store = FolderStore(tmp_path)
+    lines = [
+        {"key": f"key {n}", "reason": ("odd", "rare")[n % 100 == 99], "detail": "x" * (n % 70)}
+        for n in range(1000)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    store.put("one/rejected.jsonl", text.encode())
+    return SimpleNamespace(store=store, lines=lines, size=len(text), all=RejectedList(store, "one"))
+
+
+def all_pages(listed, reason: str = "", key: str = "") -> list[list[dict]]:
+    pages, after = [], 0
+    while after is not None:
+        found = listed.all.page(reason, key, after)
+        pages.append(found.lines)
+        after = found.after
+    return pages
+
+
+def test_rejected_samples_come_in_parts(listed):
+    pages = all_pages(listed)
+    assert [len(page) for page in pages] == [200] * 5
+    assert sum(pages, []) == listed.lines
+    assert sum(all_pages(listed, "rare"), []) == listed.lines[99::100]
+    assert sum(all_pages(listed, key="EY 77"), []) == [
+        one for one in listed.lines if one["key"].startswith("key 77")
+    ]
+    with pytest.raises(ValueError, match=r"after=5: no line of one/rejected\.jsonl begins there"):
+        listed.all.page("", "", 5)
+    with pytest.raises(ValueError, match="no line"):
+        listed.all.page("", "", listed.size)
+
+
+def test_a_look_at_rejected_samples_reads_no_more_than_a_stretch(listed):
+    before = listed.store.stats.bytes
+    first = listed.all.page("no such reason", "", 0)
+    assert listed.store.stats.bytes - before <= 2 * (30_000 + 7_000)
+    assert first.lines == []
+    assert 30_000 <= first.after < 30_100
+    assert first.counted == pytest.approx(30_000 / listed.size, abs=0.01)
+    found = [listed.all.page("", "", 0) for _ in range(5)]
+    assert found[-1].reasons == {"odd": 990, "rare": 10}
+    assert [one.counted < 1 for one in found] == [True, False, False, False, False]
+    # Another list is counted anew; one that has no end of line, to its end.
+    listed.store.put("one/rejected.jsonl", b'{"key": "k", "reason": "new", "detail": ""}')
+    assert listed.all.page("", "", 0) == ([{"key": "k", "reason": "new", "detail": ""}], None,
+                                          {"new": 1}, 1.0)  # fmt: skip
+    assert RejectedList(listed.store, "none").page("", "", 0) == ([], None, {}, 1.0)
+
+
+def test_rejected_samples_go_on_by_a_link(viewer, monkeypatch):
+    monkeypatch.setattr(rejected, "LINES", 2)
+    path, keys = "/sources/hostile/rejected?key=script", []
+    for _ in range(len(PAYLOADS)):
+        text = viewer.get(path).text
+        keys += re.findall(r"<tr><td>(.*?)</td>", text)
+        if (found := re.search(r'href="([^"]+)">look further', text)) is None:
+            break
+        path = html.unescape(found[1])
+    assert len(keys) == len({*keys}) == sum("script" in payload for payload in PAYLOADS) > 2
+    assert "16 rejected samples." in text
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1 << 16])
+def test_the_last_lines_of_a_file(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(record_pages, "_BLOCK", size)
+    file = tmp_path / "lines"
+    file.write_bytes(b"")
+    assert record_pages.last_lines(file, 3) == []
+    lines = [b"%d" % n * (n % 9) for n in range(40)]
+    file.write_bytes(b"\n".join(lines) + b"\nunfinished")
+    for count in (1, 3, 39, 40, 41):
+        assert record_pages.last_lines(file, count) == lines[-count:]
+
+
 def test_the_grid_and_its_parts(viewer):
     whole = viewer.get("/samples?tokens_from=1&key=EVIL&category=&source=")
     assert whole.headers["vary"] == "HX-Request"
@@ -523,6 +601,34 @@ def test_large_files_are_sent_in_pieces(monkeypatch, viewer):
     assert part.headers["content-range"] == f"bytes 100-399/{len(data)}"
 
 
+def test_large_files_are_not_decoded(made, monkeypatch, viewer):
+    """A small picture and draws of one, say so; other files are read one at a time, no videos."""
+    read: list[tuple[str, int]] = []
+    real = Media.whole
+
+    def whole(self, source, sample, medium):
+        read.append((source.name, medium.number))
+        return real(self, source, sample, medium)
+
+    monkeypatch.setattr(Media, "whole", whole)
+    film_or_clip = "/sources/mixed/samples/1/draws?epochs=2"
+    assert viewer.get(film_or_clip).status_code == 200
+    assert read == []
+    assert viewer.get("/sources/mixed/samples/0/draws?epochs=2").status_code == 200
+    assert read == [("mixed", 0)] * 2
+    monkeypatch.setattr("launch.web.media.WHOLE", 1000)
+    monkeypatch.setattr(
+        "launch.web.corpus.ShownSource.whole", lambda *_: pytest.fail("read as a whole")
+    )
+    for path in (f"/thumbnails/hostile/{FILM}", "/sources/mixed/samples/0/draws"):
+        monkeypatch.setattr(made.site.media, "_small", Kept(1))
+        answer = viewer.get(path)
+        assert answer.status_code == 400
+        assert re.search(
+            r"file 0 has [\d.]+ kB; only files of up to 1.0 kB are decoded here", problem(answer)
+        )
+
+
 def test_damaged_bytes_are_not_shown(made, viewer, monkeypatch):
     real = type(made.store).get
 
@@ -563,12 +669,12 @@ def test_draws_are_those_of_the_run(made, viewer):
     turned = re.findall(r"turned by (\d+) degrees", text)
     assert {*turned} <= {"90", "180", "270"}
     assert turned
-    steps = made.site.steps
+    steps = made.site.steps.last
     source = next(one for one in steps._planner.sources if one.index.name == "hostile")
     drawn = source.in_epochs(np.full(5, 2), np.arange(1, 6))
     told = [int(one) for one in re.findall(r"&middot; (\d+) tokens", text)]
     assert told == drawn.layout.length.tolist()
-    plans = steps._reader.plans(0, 50)
+    plans = [steps._reader.plan(step) for step in range(50)]
     seen = 0
     for plan in plans:
         table = plan.samples
@@ -585,12 +691,102 @@ def test_draws_are_those_of_the_run(made, viewer):
 
 def test_a_blend_is_that_of_the_plans(made, viewer):
     text = viewer.get("/blend?step=5&steps=10").text
-    plans = made.site.steps._reader.plans(4, 10)
-    names = [one.index.name for one in made.site.steps._planner.sources]
+    steps = made.site.steps.last
+    plans = [steps._reader.plan(step) for step in range(4, 14)]
+    names = [one.index.name for one in steps._planner.sources]
     for number, name in enumerate(names):
         tokens = sum(int(p.samples.length[p.samples.source == number].sum()) for p in plans)
         samples = sum(int((p.samples.source == number).sum()) for p in plans)
-        assert f"<tr><td>{name}</td><td>{samples:,}</td><td>{tokens:,}</td>" in text
+        media = sum(
+            int(p.items.tokens[p.samples.source[p.items.sample] == number].sum()) for p in plans
+        )
+        found = re.search(
+            rf"<tr><td>{name}</td><td>{samples:,}</td><td>{tokens:,}</td><td>.*?</td><td>(.*?)</td>",
+            text,
+        )
+        assert found[1] == f"{media:,}"
+
+
+@pytest.fixture
+def late(made, monkeypatch) -> Iterator[SimpleNamespace]:
+    """Steps that nobody has looked at, by a server whose requests plan one step each."""
+    steps = made.site.steps._make()
+    planned: list[int] = []
+    real = steps._planner.plan
+
+    def plan(state):
+        planned.append(state["step"])
+        return real(state)
+
+    monkeypatch.setattr(steps._planner, "plan", plan)
+    monkeypatch.setattr(made.site, "steps", Fresh("the steps", tuple, lambda: steps))
+    monkeypatch.setattr("launch.web.steps.SLICE_S", -1.0)
+    plain = Planner(steps._planner.indices, steps.config)
+    yield SimpleNamespace(steps=steps, planned=planned, plan=plan, plain=plain)
+    steps.close()
+
+
+def test_a_late_step_comes_after_some_time_without_holding_anybody(viewer, late):
+    for number in range(1, 9):
+        answer = viewer.get("/rows?step=10&rows=1")
+        assert (answer.status_code, answer.headers["refresh"]) == (503, "1")
+        assert problem(answer) == (
+            "step 10 comes after windows that have to be packed first: done up to step "
+            f"{number}. This page comes again by itself."
+        )
+    assert late.planned == list(range(8))
+    assert viewer.get("/rows?step=10&rows=1").status_code == 200
+    assert late.planned == [*range(9), 9]
+    plain, _ = late.plain.plan(late.plain.state_at(9))
+    assert np.array_equal(late.steps._reader.plan(9).samples.index, plain.samples.index)
+
+
+def test_a_fault_on_the_way_loses_nothing(viewer, late, monkeypatch):
+    monkeypatch.setattr("launch.web.steps.SLICE_S", 60.0)
+    faults = [5]
+
+    def plan(state):
+        if state["step"] in faults:
+            faults.clear()
+            raise ValueError("a window that cannot be packed")
+        return late.plan(state)
+
+    monkeypatch.setattr(late.steps._planner, "plan", plan)
+    assert problem(viewer.get("/rows?step=9&rows=1")) == "a window that cannot be packed"
+    assert viewer.get("/rows?step=9&rows=1").status_code == 200
+    assert late.planned == [*range(8), 8]
+
+
+def test_a_blend_of_many_steps_comes_in_parts(viewer, late):
+    answers = [viewer.get("/blend?step=3&steps=4") for _ in range(5)]
+    assert [one.status_code for one in answers] == [503] * 4 + [200]
+    assert "done up to step 4" in problem(answers[2])
+    assert late.planned == list(range(6))
+
+
+def test_rows_that_take_too_much_memory_are_not_read(viewer, monkeypatch):
+    assert viewer.get("/rows?step=2&rows=3").status_code == 200
+    monkeypatch.setattr("launch.web.steps.MOST_BYTES", 1000)
+    told = problem(viewer.get("/rows?step=2&rows=3"))
+    assert re.fullmatch(
+        r"3 rows of step 2 take [\d.]+ [kM]B with their media files; 1.0 kB may be read at once: "
+        "ask for fewer",
+        told,
+    )
+
+
+def test_who_comes_while_steps_are_read_comes_again(viewer, late):
+    with late.steps._reader._lock:
+        assert "other steps are being planned" in problem(viewer.get("/rows?step=1&rows=1"))
+        assert viewer.get("/samples").status_code == 200
+    assert viewer.get("/rows?step=1&rows=1").status_code == 200
+
+
+def test_draws_are_offered_of_what_is_trained_on(made):
+    mine, steps = made.site.corpus.source("prose"), made.site.steps.last
+    assert steps.trains_on(mine)
+    assert not steps.trains_on(SimpleNamespace(name="prose", identity="of another content"))
+    assert not steps.trains_on(SimpleNamespace(name="proses", identity=mine.identity))
 
 
 def test_pages_that_take_long_leave_threads_to_the_others(made, viewer):
@@ -601,7 +797,10 @@ def test_pages_that_take_long_leave_threads_to_the_others(made, viewer):
     try:
         for path in (*long, "/statistics/counted"):
             answer = viewer.get(path)
-            assert (answer.status_code, "try again in a moment" in problem(answer)) == (503, True)
+            assert (answer.status_code, "others are having" in problem(answer)) == (503, True)
+            assert answer.headers["refresh"] == "1"
+        part = viewer.get("/statistics/counted?source=prose", headers={"HX-Request": "true"})
+        assert 'hx-get="/statistics/counted?source=prose"' in part.text
         assert viewer.get("/samples").status_code == viewer.get("/statistics").status_code == 200
     finally:
         for _ in range(4):
@@ -780,7 +979,7 @@ def test_the_command_serves_the_loopback_with_a_token_for_one_use(made, sites):
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/login\?token=[\w-]{43}", address)
     [site] = sites
     assert site.hosts == {"127.0.0.1", "localhost", "[::1]"}
-    assert list(site.corpus.sources) == ["prose"]
+    assert site.corpus.names == ("prose",)
     secret = site.door.enter(address.partition("token=")[2])
     assert site.door.session(secret).person.role == Role.CURATOR
     assert not site.secure
@@ -820,19 +1019,19 @@ def test_the_steps_of_a_run_are_those_that_it_had(made, sites, tmp_path):
     printed = result.stdout.partition("token=")[2].strip()
     [site] = sites
     assert site.runs == (folder.resolve(),)
-    assert site.steps.title == "run mine"
+    assert site.steps.last.title == "run mine"
 
     def drawn(steps: Steps, first: int, count: int) -> int:
         number = [index.name for index in steps._planner.indices].index("hostile")
-        tables = [plan.samples for plan in steps._reader.plans(first, count)]
+        tables = [steps._reader.plan(step).samples for step in range(first, first + count)]
         return sum(int(((one.source == number) & (one.index == 4)).sum()) for one in tables)
 
-    plain = made.site.steps
-    assert drawn(site.steps, 0, 40) == drawn(plain, 0, 40) > 0
+    plain, mine = made.site.steps.last, site.steps.last
+    assert drawn(mine, 0, 40) == drawn(plain, 0, 40) > 0
     late = QUARANTINE_DELAY + 10
-    assert drawn(site.steps, late, 40) == 0
+    assert drawn(mine, late, 40) == 0
     assert drawn(plain, late, 40) > 0
-    site.steps.close()
+    mine.close()
     shown = TestClient(application(site), base_url="http://localhost")
     shown.get("/login", params={"token": printed})
     text = html.unescape(shown.get("/quarantined").text)
@@ -878,3 +1077,169 @@ def test_a_file_of_tokens_that_is_none(tmp_path, text, words):
         read_tokens(file)
     with pytest.raises(ValueError, match="others may write it"):
         add_token(file, "ann", Role.VIEWER)
+
+
+# What is erased while the server runs -------------------------------------------------------------
+
+ERASED = {"digits": "digits-000005", "hostile": "film", "prose": "text-03"}
+DRAWN = ("digits", "prose")  # the film is longer than a row
+
+
+@pytest.fixture
+def own(made, sites, tmp_path) -> SimpleNamespace:
+    """A server as the command makes it, on a corpus that the test may change."""
+    root = tmp_path / "corpus"
+    shutil.copytree(made.store.root, root)
+    shutil.copytree(made.folder / "facts", tmp_path / "facts")
+    (root / "tombstones.jsonl").write_text("")
+    config = config_file(root, tmp_path / "my.yaml", tombstones="tombstones.jsonl")
+    return SimpleNamespace(root=root, config=config, facts=tmp_path / "facts", sites=sites)
+
+
+def serving(own, *options) -> TestClient:
+    """Begin to serve; returns a browser that is signed in."""
+    result = run("serve", own.root, "--facts", own.facts, *options)
+    shown = TestClient(application(own.sites[-1]), "http://localhost", follow_redirects=False)
+    shown.get("/login", params={"token": result.stdout.partition("token=")[2].strip()})
+    return shown
+
+
+def step_with(steps: Steps, name: str, sample: int) -> tuple[int, int]:
+    """Return a step, from 1, and a row that a sample stands in."""
+    number = [index.name for index in steps._planner.indices].index(name)
+    for step in range(50):
+        table = steps._reader.plan(step).samples
+        found = np.flatnonzero((table.source == number) & (table.index == sample))
+        if found.size:
+            return step + 1, int(table.row[found[0]])
+    raise AssertionError(f"{name}: {sample} is in no step")
+
+
+def test_what_is_redacted_is_in_no_answer_of_a_server_that_runs(own):
+    browser = serving(own, "--config", own.config)
+    [site] = own.sites
+    indices = {name: read_index(site.corpus.store, name) for name in ERASED}
+    numbers = {name: list(map(str, indices[name].key)).index(key) for name, key in ERASED.items()}
+    spots = {name: step_with(site.steps.last, name, numbers[name]) for name in DRAWN}
+    # Every route, with the addresses that could show something of them, and whether it then has to
+    # say that they are gone.
+    of_each = [(f"{name}/{number}", f"{name}/samples/{number}") for name, number in numbers.items()]
+    asked: dict[str, tuple[bool, list[str]]] = {
+        "/rows": (False, [f"/rows?step={step}&row={row}&rows=1" for step, row in spots.values()]),
+        "/": (False, ["/"]),
+        "/sources/{name}": (False, [f"/sources/{name}" for name in numbers]),
+        "/sources/{name}/samples/{number:int}": (True, [f"/sources/{at}" for _, at in of_each]),
+        "/sources/{name}/samples/{number:int}/draws": (
+            True, [f"/sources/{name}/samples/{numbers[name]}/draws" for name in DRAWN],
+        ),
+        "/sources/{name}/rejected": (False, [f"/sources/{name}/rejected" for name in numbers]),
+        "/sources/{name}/keys/{key:path}": (
+            False, [f"/sources/{name}/keys/{key}" for name, key in ERASED.items()],
+        ),
+        "/samples": (False, ["/samples", *(f"/samples?key={key}" for key in ERASED.values())]),
+        "/samples/count": (False, ["/samples/count"]),
+        "/words/{name}/{number:int}": (True, [f"/words/{at}" for at, _ in of_each]),
+        "/media/{name}/{number:int}/{file}": (
+            True, [f"/media/digits/{numbers['digits']}/0.png", f"/media/hostile/{FILM}/0.mp4"],
+        ),
+        "/thumbnails/{name}/{number:int}": (True, [f"/thumbnails/{at}" for at, _ in of_each[:2]]),
+        "/blend": (False, ["/blend"]),
+        "/statistics": (False, ["/statistics"]),
+        "/quarantined": (False, ["/quarantined"]),
+        "/governance": (False, ["/governance"]),
+    }  # fmt: skip
+    before = {path: browser.get(path) for _, paths in asked.values() for path in paths}
+    assert {path: one.status_code for path, one in before.items() if one.status_code >= 300} == {
+        path: 303 for path in asked["/sources/{name}/keys/{key:path}"][1]
+    }
+    pictures = {
+        href for one in before.values() for href in re.findall(r'href="(/pictures/\w+)"', one.text)
+    }
+    assert len(pictures) > 6
+    assert {browser.get(path).status_code for path in pictures} == {200}
+    # First: later pages make those anew that are of other samples.
+    asked = {"/pictures/{name}": (True, sorted(pictures)), **asked}
+    known = {
+        route.path for route in app._routes() if "GET" in (getattr(route, "methods", ()) or ())
+    }
+    others = {"/statistics/counted", "/versions", "/versions/{name}", "/audit", "/login"}
+    assert {*asked} == known - others - {"/static/style.css"}, "say of a new route what it shows"
+    secrets = [b"Text 3:", before[f"/media/digits/{numbers['digits']}/0.png"].content, film()]
+    thumbs = [before[path].content for path in asked["/thumbnails/{name}/{number:int}"][1]]
+    shown = [any(secret in one.content for one in before.values()) for secret in secrets + thumbs]
+    assert all(shown)
+
+    lines = [json.dumps({"source": name, "key": key}) for name, key in ERASED.items()]
+    (own.root.parent / "list.jsonl").write_text("\n".join(lines))
+    run("redact", own.root, "--list", own.root.parent / "list.jsonl", "--yes")
+
+    for gone, paths in asked.values():
+        for path in paths:
+            answer = browser.get(path)
+            assert answer.headers["cache-control"] == "no-store"
+            assert not any(secret in answer.content for secret in secrets + thumbs), path
+            if gone:
+                assert answer.status_code == 404, path
+                told = "load the page again" if path in pictures else "it was redacted"
+                assert told in problem(answer), path
+            else:
+                assert answer.status_code == before[path].status_code, path
+    own_pictures = re.findall(
+        r'href="(/pictures/\w+)"', before[f"/sources/digits/samples/{numbers['digits']}/draws"].text
+    )
+    assert own_pictures
+    assert {browser.get(path).status_code for path in own_pictures} == {404}
+    part = {"Range": "bytes=0-99"}
+    assert browser.get(f"/media/hostile/{FILM}/0.mp4", headers=part).status_code == 404
+    for path, name in zip(asked["/rows"][1], DRAWN, strict=True):
+        assert ERASED[name] in before[path].text
+        assert ERASED[name] not in browser.get(path).text
+    assert ">1<" in re.search(r"<tr><th>redacted.*?</tr>", browser.get("/sources/prose").text)[0]
+    assert browser.get("/governance").text.count("<td>1</td>") == len(ERASED)
+    # Everything else is there, from the shards that took the others' places.
+    kept = browser.get("/media/hostile/0/0.jpg")
+    assert kept.content == turned_jpeg()
+    assert "draws of augmentation" in browser.get("/sources/prose/samples/4").text
+    assert browser.get("/sources/hostile/samples/2/draws").status_code == 200
+    site.steps.last.close()
+
+
+def test_the_steps_of_a_run_do_not_show_what_was_redacted_since(own, tmp_path):
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(own.config.read_text())
+    data = load_config(str(own.config)).data
+    store = open_data(data.replace(cache=None))
+    indices = [read_index(store, name) for name in data.source_names]
+    (folder / "sources.json").write_text(json.dumps(run_sources(data, indices, [])))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    browser = serving(own, "--run", folder)
+    [site] = own.sites
+    step, row = step_with(site.steps.last, "digits", 5)
+    path = f"/rows?step={step}&row={row}&rows=1"
+    before = browser.get(path).text
+    assert "digits-000005" in before
+    pictures = re.findall(r'href="(/pictures/\w+)"', before)
+    run("redact", own.root, "--source", "digits", "--key", "digits-000005", "--yes")
+    after = browser.get(path)
+    assert after.status_code == 400
+    told = f"row {row} of step {step} had sample 'digits-000005' of source 'digits'"
+    assert told in problem(after)
+    assert {browser.get(one).status_code for one in pictures} == {404}
+    site.steps.last.close()
+
+
+def test_a_tombstone_counts_from_the_next_request_on(own):
+    browser = serving(own, "--config", own.config)
+    [site] = own.sites
+    step, row = step_with(site.steps.last, "prose", 3)
+    path = f"/rows?step={step}&row={row}&rows=1"
+    assert "text-03" in browser.get(path).text
+    (own.root / "tombstones.jsonl").write_text("{}\n")
+    assert "line 1: '{}'; expected" in problem(browser.get(path))
+    assert "They cannot be planned: " in browser.get("/governance").text
+    line = {"source": "prose", "key": "text-03", "from_step": step}
+    (own.root / "tombstones.jsonl").write_text(json.dumps(line) + "\n")
+    assert "text-03" not in browser.get(path).text
+    assert f"1 samples are not drawn from step {step} on" in browser.get("/governance").text
+    site.steps.last.close()
