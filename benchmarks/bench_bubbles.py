@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=CASES, help="one case; written to runs/")
     parser.add_argument("--quick", action="store_true", help="one round of the smallest case")
+    parser.add_argument("--rounds", type=int, help="that count, of each case; default: 10, real 20")
     parser.add_argument(
         "--out", type=Path, help=f"JSON; default: {RESULT.relative_to(launch.ROOT)}"
     )
@@ -109,6 +110,8 @@ def main() -> None:
     if arguments.quick:
         few = {"rounds": 1, "warm_up": 1, "device": Device(0.01, 0.00001), "variants": ALL[:4]}
         cases = {"PP2": Case(**{**vars(CASES["PP2"]), **few})}
+    if arguments.rounds:
+        cases = {name: replace(case, rounds=arguments.rounds) for name, case in cases.items()}
     partial = arguments.quick or arguments.only
     aside = launch.ROOT / "runs" / "bench_bubbles" / RESULT.name
     out = arguments.out or (aside if partial else RESULT)
@@ -121,6 +124,7 @@ def main() -> None:
         "load_before": load,
         "seconds": round(time.monotonic() - began),
         "quick": arguments.quick,
+        "rounds": {name: case.rounds for name, case in cases.items()},
         "versions": versions("torch", "megatron-core", "numpy"),
     }
     result = {"about": about, "cases": found, "targets": targets(found)}
@@ -200,11 +204,12 @@ def targets(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 def page(result: Mapping[str, Any]) -> str:
     """Return the page beside the JSON."""
     about = result["about"]
+    told = ", ".join(f"{name} {count}" for name, count in about["rounds"].items())
     lines = [
         "# Vision work in the pipeline's bubbles, emulated and run", "",
         f"{about['date']}, {about['machine']}, {named(about['versions'])}; load before the run "
         f"{about['load_before']}, {about['seconds']} s. Made by "
-        "`python benchmarks/bench_bubbles.py`.", "",
+        f"`python benchmarks/bench_bubbles.py`; rounds: {told}.", "",
         "Efficiency is the time of the same rows with text alone over the variant's: median and "
         "10th to 90th percentile of the rounds. Emulated devices sleep; the schedule, the plan and "
         "the messages are the real ones.", "",
