@@ -11,7 +11,7 @@ from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -110,6 +110,11 @@ def style(request: Request) -> Response:
     return Response(html.STYLE, media_type="text/css")
 
 
+def icon(request: Request) -> Response:
+    """What a browser asks for where a page is text or a picture, and names no icon."""
+    return FileResponse(HERE / "static" / "icon.svg")
+
+
 Handler = Callable[[Request], Response] | Callable[[Request], Awaitable[Response]]
 
 
@@ -138,6 +143,7 @@ def _routes() -> list[Route | Mount]:
         "/audit": record_pages.audit,
         "/login": sign_in,
         "/static/style.css": style,
+        "/favicon.ico": icon,
     }
     forms: dict[str, Handler] = {
         "/login": sign_in_by_form,

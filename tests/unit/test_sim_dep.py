@@ -1,5 +1,6 @@
 """The simulation of DEP: closed forms, plain twins, bounds."""
 
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from benchmarks.sim.assumptions import (
     gradient_sum_seconds,
 )
 from benchmarks.sim.backbone import pipeline, text_seconds
-from benchmarks.sim.bubbles import Bubbles, bubble_step, run_through, scattered, units_of
+from benchmarks.sim.bubbles import Bubbles, _spent, bubble_step, run_through, scattered, units_of
 from benchmarks.sim.phases import colocated, decoupled, true_plan
 from benchmarks.sim.study import SCHEMES, Case, Scheme, config_of, run
 from kimi_pretrain.dep.bubble_check import check
@@ -218,6 +219,13 @@ def test_a_plan_of_bubbles_runs_as_planned_where_costs_are_true(library, chunks)
     nothing = type(nothing)(*(column[:0] for column in vars(nothing).values()))
     empty = plan_bubbles(nothing, text.schedule, text.line, stage, filling)
     assert run_through(empty, nothing, text, filling, 4) == pytest.approx(text.line.total)
+
+
+@pytest.mark.parametrize(("ends", "spent"), [(0.4, 0.0), (1.4, 1.0), (1.6, 2.0), (9.0, 3.0)])
+def test_a_piece_is_put_off_when_less_than_half_of_it_fits(ends, spent):
+    left = deque([[0, 0, 3, 1.0]])
+    assert _spent(left, 0.0, ends, np.zeros((1, 1))) == spent
+    assert sum(count for _, _, count, _ in left) == 3 - spent
 
 
 def test_light_rows_at_the_ends_gathered_waits_and_kept_activations_help(library):

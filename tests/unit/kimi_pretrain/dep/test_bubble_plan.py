@@ -184,6 +184,17 @@ def test_of_ranks_with_as_much_to_do_one_with_a_large_unit_gets_less():
     assert 0.15 < others.min() - late[rank[0]] < 0.45  # about a tenth of 3.0
 
 
+def test_a_rank_that_keeps_a_unit_has_room_for_more_work():
+    schedule, forward = Schedule(2, 1, 8), np.array([1.0, 0.9, 0.1])
+    line, none = timeline(schedule, np.ones(2), 2 * np.ones(2)), np.zeros(3, np.int64)
+    kept_bytes = np.array([1000, 10**9, 10**9])
+    units = Units(none, none, forward, 3 * forward, 2 * forward, kept_bytes)
+    filling = Filling(room_bytes=27 * 38)  # a piece takes 1,000 / 27 bytes, rounded up
+    rank, kept = assign_units(units, schedule, line, np.ones(2, np.int64), filling)
+    assert kept.tolist() == [27, 0, 0]
+    assert rank[2] == rank[0] != rank[1]  # 2.0 s of the first unit are left, of the second 2.7
+
+
 def test_a_pipeline_without_bubbles_does_it_before_and_after():
     plan, units, *_ = made(1, 1, 4, replicas=1, items=6)
     slots = {one.slot for one in plan.forward[0]}, {one.slot for one in plan.backward[0]}
