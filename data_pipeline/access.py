@@ -15,7 +15,7 @@ from data_pipeline.cache.cached_store import CachedStore
 from data_pipeline.config import DataConfig
 from data_pipeline.fetch import Fetcher
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.index.manifest import IndexMismatch, read_manifest
+from data_pipeline.index.manifest import IndexMismatch, identity_of, read_manifest
 from data_pipeline.store.addresses import endpoint_of, split_place
 from data_pipeline.store.budget import Budget
 from data_pipeline.store.objects import StoreError
@@ -152,11 +152,10 @@ def sources_ahead(config: DataConfig, heldout: Sequence[str]) -> list[dict[str, 
         for use, names in (("train", config.source_names), ("heldout", heldout)):
             for name in names:
                 manifest = read_manifest(store, name)
-                redacted = manifest.get("redacted", {"made_as": "", "samples": []})
                 contents = {
                     "content_hash": manifest["content_hash"],
-                    "made_as": redacted["made_as"] or manifest["content_hash"],
-                    "redacted": len(redacted["samples"]),
+                    "made_as": identity_of(manifest),
+                    "redacted": len(manifest.get("redacted", {}).get("samples", ())),
                     "index_sha256": manifest["index_sha256"],
                 }
                 found.append(_told(config, name, use, contents, 1))

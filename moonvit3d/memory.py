@@ -5,6 +5,7 @@ What autograd keeps is linear in patches: fused attention stores no logits. Coun
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,20 +34,32 @@ def activation_bytes(
     patches, tokens = t * h * w, num_tokens(t, h, w)
     width, hidden = config.width, config.mlp_width
     angles = 2 * max(4, itemsize) * config.head_dim // 2
-    kept = config.depth * block_bytes(patches, config, itemsize)
-    kept += patches * (3 * PATCH**2 * itemsize + angles)
+    blocks = config.depth * _block(config, itemsize)
+    kept = patches * (blocks + 3 * PATCH**2 * itemsize + angles)
     # On top of the blocks: at first all of the projector, later the gradients inside one MLP.
     gradients = patches * (width + 2 * hidden)
     return kept + itemsize * np.maximum(_projector(patches, tokens, config), gradients)
 
 
-def block_bytes(patches: np.ndarray, config: MoonViTConfig, itemsize: int = 2) -> np.ndarray:
-    """Return what autograd keeps of one block, its input included, int64 as `patches` of items."""
+def begin_bytes(patches: Any, config: MoonViTConfig, itemsize: int = 2) -> Any:
+    """Return the bytes of what all blocks begin with; patches of items, integers or arrays."""
+    return config.depth * config.width * itemsize * patches
+
+
+def kept_bytes(patches: Any, config: MoonViTConfig, itemsize: int = 2) -> Any:
+    """Return what autograd keeps of all blocks, beside what they begin with (`begin_bytes`)."""
+    return config.depth * _block(config, itemsize) * patches - begin_bytes(
+        patches, config, itemsize
+    )
+
+
+def _block(config: MoonViTConfig, itemsize: int) -> int:
+    """Return the bytes that autograd keeps of one block, for each patch."""
     # Two norm inputs, two norm outputs, q, k and v, and attention's output as the kernel keeps it
     # and again as one tensor (the CUDA kernel keeps it once); then the MLP before its GELU.
     numbers = 9 * config.width + config.mlp_width
     statistics = 4 * (config.heads + 4)  # float32: log-sums of each head, mean and scale of a norm
-    return patches * (numbers * itemsize + statistics)
+    return numbers * itemsize + statistics
 
 
 def frozen_tower_bytes(

@@ -36,7 +36,7 @@ from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
 from kimi_pretrain.dep.row_order import microbatch_order
 from kimi_pretrain.dep.timeline import gathered
 from kimi_pretrain.parallel.ranks import Ranks
-from moonvit3d.memory import block_bytes
+from moonvit3d.memory import kept_bytes
 
 Floats = NDArray[np.float64]
 
@@ -74,15 +74,14 @@ def units_of(
     number = plan.items.row.astype(np.int64) // per_microbatch
     home, number = np.divmod(number, plan.num_rows // (config.layout.dp * per_microbatch))
     place = np.argsort(microbatch_order(plan, config), axis=1)
-    patches, vision = plan.items.patches.astype(np.int64), config.model.vision
-    more = block_bytes(patches, vision, BYTES) - BYTES * vision.width * patches
+    patches = plan.items.patches.astype(np.int64)
     each = Units(
         home=home,
         microbatch=place[home, number],
         forward=seconds,
         again=3 * seconds,
         backward=2 * seconds,
-        kept_bytes=vision.depth * more,
+        kept_bytes=kept_bytes(patches, config.model.vision, BYTES),
     )
     return each.joined(patches, most_joined(int(patches.sum()), config.layout.world_size()))[0]
 

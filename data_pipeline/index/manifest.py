@@ -64,6 +64,15 @@ def run_folders(places: Iterable[Path]) -> list[Path]:
     return sorted(found)
 
 
+def identity_of(manifest: Mapping[str, Any]) -> str:
+    """Return the hash by which runs know a source, whatever was redacted since.
+
+    As `SourceIndex.identity`: of a manifest that was not checked it may be "".
+    """
+    made_as = manifest.get("redacted", {}).get("made_as")
+    return str(made_as or manifest.get("content_hash", ""))
+
+
 def manifest_key(name: str) -> str:
     """Where a source's manifest lies."""
     return f"{name}/manifest.json"

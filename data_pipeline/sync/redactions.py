@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data_pipeline.index.erased import Erased, read_erased
-from data_pipeline.index.manifest import IndexMismatch, read_index, read_manifest
+from data_pipeline.index.manifest import IndexMismatch, identity_of, read_index, read_manifest
 from data_pipeline.names import listed
 from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, Store
 from data_pipeline.sync.contents import Contents
@@ -53,7 +53,7 @@ def settle(source: Store, target: Store, found: Sequence[Contents]) -> Redaction
         if (
             theirs is None
             or "redacted" not in {*ours, *theirs}
-            or _made_as(ours) != _made_as(theirs)
+            or identity_of(ours) != identity_of(theirs)
         ):
             settled.rest.append(one)
             continue
@@ -121,10 +121,6 @@ def _folders(store: Store) -> list[str]:
     with suppress(MissingBucket):
         return [name for name in store.list_folders() if "@" not in name]
     return []
-
-
-def _made_as(manifest: Mapping[str, Any]) -> object:
-    return manifest.get("redacted", {}).get("made_as") or manifest.get("content_hash")
 
 
 def _samples(manifest: Mapping[str, Any]) -> set[int]:

@@ -34,7 +34,7 @@ from kimi_pretrain.dep.timeline import Schedule, Timeline, gathered, timeline
 from kimi_pretrain.dep.vision_plan import Destinations, grids_of
 from kimi_pretrain.parallel.ranks import Ranks
 from moonvit3d.geometry import MERGE
-from moonvit3d.memory import activation_bytes, block_bytes
+from moonvit3d.memory import activation_bytes, begin_bytes, kept_bytes
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -124,14 +124,13 @@ class BubblePlanner:
         trained = "vision_tower" not in frozen
         later = forward if trained else np.full(len(forward), NOTHING)
         patches = plan.items.patches.astype(np.int64)[items]
-        more = block_bytes(patches, vision, size) - vision.width * size * patches
         each = Units(
             home=home[items],
             microbatch=microbatch[items],
             forward=np.maximum(forward, NOTHING),
             again=np.maximum((1 + BACKWARD) * later, NOTHING),
             backward=np.maximum(BACKWARD * later, NOTHING),
-            kept_bytes=vision.depth * more,
+            kept_bytes=kept_bytes(patches, vision, size),
         )
         unit = np.full(len(home), -1)
         most = most_joined(int(patches.sum()), len(self.stage))
@@ -145,9 +144,8 @@ class BubblePlanner:
         size, grids = ITEMSIZE[self.config.train.dtype], grids_of(plan)[items]
         patches = plan.items.patches.astype(np.int64)[items]
         tokens = plan.items.tokens.astype(np.int64)
-        work = activation_bytes(grids, vision, size)
-        work -= (vision.depth - 1) * block_bytes(patches, vision, size)
-        begin = vision.depth * vision.width * size * patches
+        work = activation_bytes(grids, vision.replace(depth=1), size)
+        begin = begin_bytes(patches, vision, size)
         if "vision_tower" in frozen:  # what it put out, where a projector is trained on it
             begin = MERGE**2 * vision.width * size * tokens[items] * ("projector" not in frozen)
 

@@ -17,8 +17,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kimi_pretrain.config import GIB, ITEMSIZE, MIB, Config
 from kimi_pretrain.memory.kept import Kept, Tokens, head_tensors, layer_tensors, row_bytes
 from kimi_pretrain.memory.states import Sizes, divide_config
@@ -26,7 +24,7 @@ from kimi_pretrain.memory.switches import Change, changed, switches
 from kimi_pretrain.siglip.counts import pooling_bytes, text_bytes
 from kimi_pretrain.tools.optimizer_division import Division
 from moonvit3d.geometry import MAX_FRAMES, MERGE
-from moonvit3d.memory import activation_bytes, block_bytes, frozen_tower_bytes, most_patches
+from moonvit3d.memory import activation_bytes, begin_bytes, frozen_tower_bytes, most_patches
 
 
 @dataclass(frozen=True)
@@ -368,11 +366,12 @@ def _encoder(config: Config) -> int:
         most = min(most, most_patches(config.data.limits))
     item, half = ITEMSIZE[train.dtype], -(-most // 2)
     of_chunk = frozen_tower_bytes if frozen else activation_bytes
-    chunk = int(of_chunk([(1, 2, half)], vision, item)[0])
-    if config.in_bubbles() and not frozen:  # block by block, and what the blocks begin with
-        chunk -= (vision.depth - 1) * int(block_bytes(np.array([2 * half]), vision, item)[0])
+    by_blocks = config.in_bubbles() and not frozen
+    at_once = vision.replace(depth=1) if by_blocks else vision
+    chunk = int(of_chunk([(1, 2, half)], at_once, item)[0])
+    if by_blocks:  # and what all blocks of a rank's media begin with
         tokens = -(-_media_tokens(config) // config.layout.world_size())
-        chunk += vision.depth * vision.width * item * tokens * MERGE**2 * MAX_FRAMES
+        chunk += begin_bytes(tokens * MERGE**2 * MAX_FRAMES, vision, item)
     if dep.keep_activations == "auto":  # as many chunks as there is room for
         chunk = _room(config)
     elif dep.memory_limit_gib is not None:

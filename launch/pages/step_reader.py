@@ -8,8 +8,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,10 @@ from data_pipeline.store.open import Store
 from data_pipeline.text import Tokenizer
 from launch.pages.html import num_bytes
 from launch.pages.rows_page import Step
+from launch.pages.turns import ComeAgain, turn
 
 _KEPT = 256  # states of steps
-
-
-class StillPlanning(Exception):
-    """The time was over before a step was planned; what was planned up to then is kept."""
+_OTHERS = "other steps are being planned or read"
 
 
 class StepReader:
@@ -77,10 +74,10 @@ class StepReader:
                 that whoever asks again and again arrives.
 
         Raises:
-            ValueError: the run began later. DataUsedUp: the data end before. StillPlanning: the
+            ValueError: the run began later. DataUsedUp: the data end before. ComeAgain: the
                 time was over.
         """
-        with self._turn(until):
+        with turn(self._lock, until, _OTHERS):
             return self._before(step, until)
 
     def _before(self, step: int, until: float) -> State:
@@ -91,7 +88,7 @@ class StepReader:
         try:
             while state["step"] < step:
                 if state["step"] > begin and time.monotonic() > until:
-                    raise StillPlanning(
+                    raise ComeAgain(
                         f"step {step + 1:,} comes after windows that have to be packed first: done "
                         f"up to step {state['step']:,}"
                     )
@@ -99,16 +96,6 @@ class StepReader:
         finally:
             self._keep(state)
         return state
-
-    @contextmanager
-    def _turn(self, until: float) -> Iterator[None]:
-        wait = until - time.monotonic()
-        if not self._lock.acquire(timeout=-1 if wait == math.inf else max(0.0, wait)):
-            raise StillPlanning("other steps are being planned or read")
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def _keep(self, state: State) -> None:
         if len(self._states) >= _KEPT:  # the first one stays: no step lies before it
@@ -119,9 +106,9 @@ class StepReader:
         """Return the plan of step `step`, from 0.
 
         Raises:
-            ValueError, DataUsedUp, StillPlanning: as `before`.
+            ValueError, DataUsedUp, ComeAgain: as `before`.
         """
-        with self._turn(until):
+        with turn(self._lock, until, _OTHERS):
             plan, after = self.planner.plan(self._before(step, until))
             self._keep(after)
         return plan
@@ -144,9 +131,9 @@ class StepReader:
         Raises:
             IndexMismatch, StoreError, ValueError: as the loader; a sample in the rows was redacted,
                 or they take more.
-            StillPlanning: as `before`.
+            ComeAgain: as `before`.
         """
-        with self._turn(until):
+        with turn(self._lock, until, _OTHERS):
             plan, _ = self.planner.plan(state)
             self._refuse_redacted(plan, rows)
             needs = Needs(np.array(rows), np.flatnonzero(np.isin(plan.items.row, rows)))

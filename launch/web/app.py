@@ -18,10 +18,9 @@ from starlette.staticfiles import StaticFiles
 from data_pipeline.index.manifest import IndexMismatch
 from data_pipeline.store.open import StoreError
 from launch.pages import html
-from launch.pages.step_reader import StillPlanning
+from launch.pages.turns import ComeAgain
 from launch.web import record_pages, source_pages, step_pages
 from launch.web.auth import Gate, Role
-from launch.web.fresh import ComeAgain
 from launch.web.site import (
     HERE,
     Site,
@@ -46,7 +45,6 @@ def application(site: Site) -> Gate:
         exception_handlers={
             HTTPException: told_http,
             ComeAgain: told_again,
-            StillPlanning: told_again,
             ValueError: told,
             OSError: told,
             StoreError: told,

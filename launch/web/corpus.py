@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.index.cut import CutIndex
-from data_pipeline.index.manifest import read_provenance
+from data_pipeline.index.manifest import identity_of, read_provenance
 from data_pipeline.index.reads import medium_of, read_checked, read_samples
 from data_pipeline.inspect.facts import FactsFile, write_facts
 from data_pipeline.inspect.query import Facts
@@ -81,8 +81,7 @@ class ShownSource:
     @property
     def identity(self) -> str:
         """What runs know it by, whatever was redacted since: as `SourceIndex.identity`."""
-        made_as = self.manifest.get("redacted", {}).get("made_as", "")
-        return made_as or self.manifest["content_hash"]
+        return identity_of(self.manifest)
 
     @property
     def num_redacted(self) -> int:

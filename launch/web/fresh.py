@@ -7,13 +7,13 @@ others wait for a moment, and are told to come again.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from data_pipeline.index.manifest import manifest_key
 from data_pipeline.store.objects import in_threads
 from data_pipeline.store.open import MissingKey, ObjectInfo, Store
+from launch.pages.turns import turn
 
 Made = TypeVar("Made")
 State = tuple[ObjectInfo | None, ...]
@@ -24,10 +24,6 @@ WAIT_S = 2.0
 
 _THREADS = 16
 _AT_ONCE = threading.BoundedSemaphore(2)  # an index is read, and 0.7 GB of memory are used for it
-
-
-class ComeAgain(Exception):
-    """What was asked for takes longer than a request may; work that was done is kept."""
 
 
 def manifests_of(store: Store, names: Sequence[str]) -> State:
@@ -102,20 +98,3 @@ class Fresh(Generic[Made]):
     def _current(self) -> Made | None:
         state, made = self._held
         return made if self._look() == state else None
-
-
-@contextmanager
-def turn(
-    lock: "threading.Lock | threading.BoundedSemaphore", until: float, told: str
-) -> Iterator[None]:
-    """Hold a lock, for which is waited until a time.
-
-    Raises:
-        ComeAgain: it was not free by then; says what was told.
-    """
-    if not lock.acquire(timeout=max(0.0, until - time.monotonic())):
-        raise ComeAgain(told)
-    try:
-        yield
-    finally:
-        lock.release()

@@ -8,8 +8,8 @@ from urllib.parse import urlencode
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from launch.pages.turns import ComeAgain
 from launch.web.corpus import Corpus, NotHere
-from launch.web.fresh import ComeAgain
 from launch.web.site import number, page, ready, site_of
 from launch.web.steps import MOST_EPOCHS, MOST_ROWS, MOST_STEPS
 

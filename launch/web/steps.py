@@ -12,7 +12,8 @@ from launch.pages.blend_page import StepSums, blend_body, sums_of
 from launch.pages.draws_page import draws_body
 from launch.pages.pictures import Src
 from launch.pages.rows_page import rows_body
-from launch.pages.step_reader import StepReader, StillPlanning
+from launch.pages.step_reader import StepReader
+from launch.pages.turns import ComeAgain
 from launch.web.corpus import Medium, NotHere, ShownSource
 
 MOST_ROWS, MOST_STEPS, MOST_EPOCHS = 16, 200, 12
@@ -71,7 +72,7 @@ class Steps:
             src: takes the pictures.
 
         Raises:
-            ValueError: no such step or row. StillPlanning: ask again. IndexMismatch, StoreError: it
+            ValueError: no such step or row. ComeAgain: ask again. IndexMismatch, StoreError: it
                 cannot be read.
         """
         until = time.monotonic() + SLICE_S
@@ -87,7 +88,7 @@ class Steps:
         """Yield what some steps are made of, as HTML.
 
         Raises:
-            ValueError: no such steps; DataUsedUp: the data end before. StillPlanning: ask again.
+            ValueError: no such steps; DataUsedUp: the data end before. ComeAgain: ask again.
         """
         until = time.monotonic() + SLICE_S
         if not 1 <= count <= MOST_STEPS:
@@ -99,7 +100,7 @@ class Steps:
             known = self._sums.get(number)
             if known is None:
                 if planned and time.monotonic() > until:
-                    raise StillPlanning(f"steps are being planned: done up to step {number:,}")
+                    raise ComeAgain(f"steps are being planned: done up to step {number:,}")
                 known = sums_of(self._reader.plan(number, until), len(self._planner.indices))
                 planned += 1
                 self._keep(known)

@@ -24,7 +24,7 @@ from starlette.requests import Request
 
 from data_pipeline.catalog.engine import Catalog
 from data_pipeline.catalog.register import look, register
-from launch.web.fresh import ComeAgain
+from launch.pages.turns import ComeAgain
 from launch.web.site import told_again
 from tests.unit.launch.served import (
     BOX,

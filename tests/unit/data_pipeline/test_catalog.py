@@ -571,24 +571,35 @@ def test_changes_of_many_processes_are_neither_lost_nor_refused(url, processes, 
 # Who may not ------------------------------------------------------------------------------------
 
 
-def test_a_curator_of_postgresql_writes_in_its_own_name_alone(request, monkeypatch):
+def with_role(request, role: str, *grants: str) -> tuple[Catalog, str]:
+    """Return a new catalogue with one version, and its URL for a role whose password is its name.
+
+    Args:
+        grants: to the role, "SELECT ON ..." each.
+    """
     server = postgresql(request)
     sql(server, "DROP SCHEMA public CASCADE", "CREATE SCHEMA public")
     catalog = Catalog(server)
     register(catalog, source("c_1"))
-    # The grants of docs/PLATFORM.md, section 1, and one that nobody should have given.
     sql(
         server,
-        "DROP ROLE IF EXISTS curator",
-        "CREATE ROLE curator LOGIN PASSWORD 'c'",
-        "GRANT USAGE ON SCHEMA public TO curator",
-        "GRANT SELECT, INSERT ON ALL TABLES IN SCHEMA public TO curator",
-        "GRANT UPDATE ON version TO curator",
-        "GRANT DELETE ON replica, run, run_input TO curator",
-        "GRANT UPDATE, DELETE, TRUNCATE ON audit TO curator",
+        f"DROP ROLE IF EXISTS {role}",
+        f"CREATE ROLE {role} LOGIN PASSWORD '{role}'",
+        *(f"GRANT {grant} TO {role}" for grant in ("USAGE ON SCHEMA public", *grants)),
     )
-    monkeypatch.setenv("PGPASSWORD", "c")
-    theirs = server.replace("owner@", "curator@")
+    return catalog, server.replace("owner@", f"{role}@")
+
+
+def test_a_curator_of_postgresql_writes_in_its_own_name_alone(request, monkeypatch):
+    # The grants of docs/PLATFORM.md, section 1, and one that nobody should have given.
+    catalog, theirs = with_role(
+        request, "curator",
+        "SELECT, INSERT ON ALL TABLES IN SCHEMA public",
+        "UPDATE ON version",
+        "DELETE ON replica, run, run_input",
+        "UPDATE, DELETE, TRUNCATE ON audit",
+    )  # fmt: skip
+    monkeypatch.setenv("PGPASSWORD", "curator")
     curator = Catalog(theirs)
     set_fields(curator, "c@1", {"owner": "me"})
     register(curator, source("c_2"))
@@ -614,20 +625,10 @@ def test_a_curator_of_postgresql_writes_in_its_own_name_alone(request, monkeypat
 
 
 def test_a_reader_of_postgresql_may_not_write(request, monkeypatch):
-    server = postgresql(request)
-    sql(server, "DROP SCHEMA public CASCADE", "CREATE SCHEMA public")
-    catalog = Catalog(server)
-    register(catalog, source("c_1"))
-    sql(
-        server,
-        "DROP ROLE IF EXISTS viewer",
-        "CREATE ROLE viewer LOGIN PASSWORD 'v'",
-        "GRANT USAGE ON SCHEMA public TO viewer",
-        "GRANT SELECT ON ALL TABLES IN SCHEMA public TO viewer",
-    )
+    catalog, theirs = with_role(request, "viewer", "SELECT ON ALL TABLES IN SCHEMA public")
     before = state_of(catalog)
-    monkeypatch.setenv("PGPASSWORD", "v")
-    viewer = Catalog(server.replace("owner@", "viewer@"))
+    monkeypatch.setenv("PGPASSWORD", "viewer")
+    viewer = Catalog(theirs)
     assert state_of(viewer) == before
     for change in (
         lambda: set_fields(viewer, "c@1", {"owner": "thief"}),
@@ -639,7 +640,7 @@ def test_a_reader_of_postgresql_may_not_write(request, monkeypatch):
     assert state_of(catalog) == before
     viewer.close()
     monkeypatch.setenv("PGPASSWORD", "wrong")
-    stranger = Catalog(server.replace("owner@", "viewer@"))
+    stranger = Catalog(theirs)
     with pytest.raises(CatalogError, match="password authentication failed"), stranger.read():
         pass
     monkeypatch.setenv("PGPASSWORD", postgres.PASSWORD)

@@ -18,11 +18,12 @@ from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
 from data_pipeline.store.open import MissingKey, ObjectInfo, open_store
 from data_pipeline.text import Tokenizer, train_ranks
 from launch.pages.pictures import encoded
+from launch.pages.turns import ComeAgain
 from launch.web import fresh
 from launch.web.app import application
 from launch.web.auth import Doorkeeper, Person, Role, digest
 from launch.web.corpus import Corpus, NotHere
-from launch.web.fresh import ComeAgain, Fresh
+from launch.web.fresh import Fresh
 from launch.web.media import Media
 from launch.web.site import Site
 from launch.web.statistics import Statistics
