@@ -13,8 +13,7 @@ from data_pipeline.catalog.audit import AUDITED, append
 from data_pipeline.catalog.engine import Catalog, CatalogError
 from data_pipeline.catalog.names import Wanted, of_folder
 from data_pipeline.catalog.tables import REPLICA, VERSION
-from data_pipeline.index.manifest import IndexMismatch, read_index, read_provenance
-from data_pipeline.inspect.verify import sources_at
+from data_pipeline.index.manifest import IndexMismatch, read_index, read_provenance, sources_at
 from data_pipeline.names import listed
 from data_pipeline.store.addresses import endpoint_of
 from data_pipeline.store.open import MissingKey, Store

@@ -12,9 +12,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from data_pipeline.index.manifest import read_manifest
+from data_pipeline.index.manifest import read_manifest, sources_at
 from data_pipeline.ingest.claim import Claim
-from data_pipeline.inspect.verify import sources_at
 from data_pipeline.names import did_you_mean, listed
 from data_pipeline.store.open import (
     AccessDenied,

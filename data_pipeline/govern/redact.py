@@ -27,10 +27,9 @@ from data_pipeline.cache.cached_store import CacheConfig, CachedStore
 from data_pipeline.govern.holds import read_holds, refuse_held
 from data_pipeline.index.columns import ShardInfo, SourceIndex
 from data_pipeline.index.erased import note_erased, sums_of
-from data_pipeline.index.manifest import expect, manifest_key, read_index, read_manifest
+from data_pipeline.index.manifest import expect, manifest_key, read_index, read_manifest, sources_at
 from data_pipeline.index.redacted import erased, with_redacted
 from data_pipeline.ingest.claim import Claim
-from data_pipeline.inspect.verify import sources_at
 from data_pipeline.names import listed
 from data_pipeline.plan.tombstones import samples_of, unknown_key
 from data_pipeline.store.open import FolderStore, MissingKey, S3Store, Store, StoreError

@@ -137,6 +137,12 @@ def refuse_finished(store: Store, name: str) -> None:
     )
 
 
+def sources_at(store: Store) -> list[str]:
+    """Names of the finished sources under a store's root, sorted."""
+    keys = (key.split("/") for key in store.list())
+    return sorted(parts[0] for parts in keys if len(parts) == 2 and parts[1] == "manifest.json")
+
+
 def read_index(store: Store, name: str) -> SourceIndex:
     """Read and check a source.
 

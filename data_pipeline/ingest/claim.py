@@ -44,12 +44,20 @@ class NameTaken(ValueError):
 
 
 class Claim:
-    """Holds the name of an unfinished source; a context, whose entry may raise NameTaken."""
+    """Holds the name of an unfinished source; a context, whose entry may raise NameTaken.
 
-    def __init__(self, store: Store, name: str) -> None:
+    Args:
+        store, name: the root, and the source that is going to be written.
+        wait: whether the entry waits, a second on an object store, until the name is surely held.
+            Who does other work meanwhile calls `settle` before it writes or removes an object.
+    """
+
+    def __init__(self, store: Store, name: str, *, wait: bool = True) -> None:
         self._store, self._source, self._key = store, f"{store.uri}/{name}", f"{name}/.ingest/lock"
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self._mine = {"id": secrets.token_hex(8), **_this_process(), "since": since}
+        self._wait, self._settling = wait, threading.Lock()
+        self._settled_at: float | None = None  # None: it is
         self._renewing: float | None = None  # since when
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="ingest claim", daemon=True)
@@ -58,6 +66,8 @@ class Claim:
         _HELD.add(self._mine["id"])
         try:
             self._take()
+            if self._wait:
+                self.settle()
         except BaseException:
             _HELD.discard(self._mine["id"])
             raise
@@ -80,8 +90,19 @@ class Claim:
                 settle = True
                 break
         if settle:
-            time.sleep(_SETTLE_S)
-            self.check()
+            self._settled_at = time.monotonic() + _SETTLE_S
+
+    def settle(self) -> None:
+        """Wait until the name is surely this process's: only once, and then at no cost.
+
+        Raises:
+            NameTaken: it is another's.
+        """
+        with self._settling:
+            if self._settled_at is not None:
+                time.sleep(max(0.0, self._settled_at - time.monotonic()))
+                self.check()
+                self._settled_at = None
 
     def __exit__(self, *_: object) -> None:
         _HELD.discard(self._mine["id"])

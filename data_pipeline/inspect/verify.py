@@ -41,12 +41,6 @@ class Checks:
             raise ValueError(f"threads is {self.threads}; allowed: 1 or more")
 
 
-def sources_at(store: Store) -> list[str]:
-    """Names of the finished sources under a store's root, sorted."""
-    keys = (key.split("/") for key in store.list())
-    return sorted(parts[0] for parts in keys if len(parts) == 2 and parts[1] == "manifest.json")
-
-
 def open_source(store: Store, name: str) -> SourceIndex | Problem:
     """Read a source's index, or say what is wrong with it.
 

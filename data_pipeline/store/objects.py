@@ -86,8 +86,8 @@ class Written:
     Args:
         info: size and ETag.
         sha256: of what was sent.
-        confirmed: whether the store compared what arrived with a SHA-256; else who wants to be
-            sure reads it again.
+        confirmed: whether the store compared what arrived with checksums of ours; else who wants to
+            be sure reads it again.
     """
 
     info: ObjectInfo

@@ -27,7 +27,7 @@ from typing import Any
 
 from data_pipeline.store.budget import Budget
 from data_pipeline.store.hedge import Hedger
-from data_pipeline.store.multipart import md5_of, part_size, put_parts, put_pieces, sha256_of
+from data_pipeline.store.multipart import crc32_of, md5_of, part_size, put_parts, put_pieces
 from data_pipeline.store.objects import (
     CheckedPieces,
     MissingKey,
@@ -97,7 +97,7 @@ class S3Store(Counted):
         self._closing = threading.Event()
         self._calm_at = self._remark_at = 0.0
         self._no_conditions = False  # whether the server refuses If-None-Match
-        self._no_sums = False  # ... and checksums by SHA-256
+        self._no_sums = False  # ... and checksums by CRC-32
         self._connect = partial(connect, self._before_send)
         self._client = self._connect()
         self.endpoint: str = self._client.meta.endpoint_url
@@ -252,12 +252,12 @@ class S3Store(Counted):
         def put() -> tuple[str, bool]:
             if whole is None:
                 return put_pieces(self._call, key, pieces, sums=not self._no_sums)
-            mine = "" if self._no_sums else sha256_of(whole)
+            mine = "" if self._no_sums else crc32_of(whole)
             check: dict[str, Any] = (
-                {"ChecksumSHA256": mine} if mine else {"ContentMD5": md5_of(whole)}
+                {"ChecksumCRC32": mine} if mine else {"ContentMD5": md5_of(whole)}
             )
             reply = self._call("put_object", key, Body=whole, **check)
-            return reply["ETag"], bool(mine) and reply.get("ChecksumSHA256") == mine
+            return reply["ETag"], bool(mine) and reply.get("ChecksumCRC32") == mine
 
         try:
             etag, confirmed = put()

@@ -11,12 +11,11 @@
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from data_pipeline.govern.redact import carry_out
 from data_pipeline.index.manifest import manifest_key, read_index
 from data_pipeline.ingest.claim import Claim
 from data_pipeline.store.objects import in_threads
@@ -37,7 +36,7 @@ class Options:
     """How to move bytes.
 
     Args:
-        parallel: files at a time; memory holds some 20 MiB for each.
+        parallel: files at a time; memory holds some 40 MiB for each.
         bytes_per_second: of all together, copied or read to be compared; None: no limit.
     """
 
@@ -100,18 +99,24 @@ def sync(
     settled = settle(source, target, found)
     surveys = survey(source, target, settled.rest, rate, meter, LOOK_THREADS)
     refuse_undoing(source, target, _missing_shards(surveys))
-    # Refuses what is under a hold in the target, before it writes.
-    kept = carry_out(target, settled.todo).kept if settled.todo else []
     report = SyncReport(without_tokenizer=[one.name for one in found if one.tokenizer])
+    if settled.todo:
+        from data_pipeline.govern.redact import (
+            carry_out,
+        )  # it loads what a plain sync does not need
+
+        # Refuses what is under a hold in the target, before it writes.
+        kept = carry_out(target, settled.todo).kept
+        report.not_removed = [f"{key}: {reason}" for key, reason in kept]
     report.sources |= settled.states
-    report.not_removed = [f"{key}: {reason}" for key, reason in kept]
     work = [one for one in surveys if one.missing or one.journal or not one.published]
     for one in work:
         if one.missing or not one.published:
             check_index(source, one.contents)
     with _claimed(target, work) as claims:
         _check_still_there(target, work)
-        _copy_all(_Copying(source, target, rate, meter), work, options.parallel, claims)
+        copying = _Copying(source, target, rate, meter, claims.values())
+        _copy_all(copying, work, options.parallel, claims)
         for one in work:
             SyncJournal(target, one.contents.name).remove()
     for one in surveys:
@@ -142,15 +147,16 @@ def check_index(source: Store, contents: Contents) -> None:
 @contextmanager
 def _claimed(target: Store, work: Sequence[Survey]) -> Iterator[dict[str, Claim]]:
     """Hold all folders that are written to, and remove what a killed sync was writing there."""
-    claims = {name: Claim(target, name) for name in sorted(set().union(*map(_folders, work)))}
+    folders = sorted(set().union(*map(_folders, work)))
+    claims = {name: Claim(target, name, wait=False) for name in folders}
     with ExitStack() as held:
-        # Side by side: on an object store each takes a second.
         with ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="sync claim") as pool:
             futures = [pool.submit(held.enter_context, claim) for claim in claims.values()]
         for future in futures:
             future.result()
         for one in work:
-            SyncJournal(target, one.contents.name).tidy(_folders(one))
+            mine = {name: claims[name] for name in sorted(_folders(one))}
+            SyncJournal(target, one.contents.name).tidy(mine)
         yield claims
 
 
@@ -186,8 +192,11 @@ def _folders(one: Survey) -> set[str]:
 class _Copying:
     """Copies single files, from several threads; the first error ends all."""
 
-    def __init__(self, source: Store, target: Store, rate: Rate, meter: Meter) -> None:
+    def __init__(
+        self, source: Store, target: Store, rate: Rate, meter: Meter, claims: Iterable[Claim]
+    ) -> None:
         self.source, self.target, self._rate, self._meter = source, target, rate, meter
+        self._claims = list(claims)
         self._error: BaseException | None = None
         self.futures: dict[str, Future[None]] = {}
 
@@ -201,13 +210,19 @@ class _Copying:
 
     def _copy(self, item: Item, journal: SyncJournal) -> None:
         try:
-            written = copy(self.source, self.target, item, self._rate, self._meter)
+            where = self.source, self.target
+            written = copy(*where, item, self._rate, self._meter, self._settle)
             journal.note(item, written.info.etag)
         except BaseException as error:
             if self._error is None:
                 self._error = error
             self._rate.stop()
             raise
+
+    def _settle(self) -> None:
+        """No file appears before the names are surely this sync's; until then bytes flow."""
+        for claim in self._claims:
+            claim.settle()
 
     def stop(self) -> None:
         """End what is under way."""

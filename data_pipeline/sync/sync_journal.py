@@ -8,8 +8,10 @@ address: two places are nobody's business but the user's.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 
+from data_pipeline.ingest.claim import Claim
 from data_pipeline.store.objects import in_threads
 from data_pipeline.store.open import FolderStore, MissingBucket, MissingKey, S3Store, Store
 from data_pipeline.sync.contents import Item
@@ -38,14 +40,17 @@ class SyncJournal:
         """Forget everything."""
         in_threads(self._target.delete, self._keys(), _THREADS)
 
-    def tidy(self, folders: set[str]) -> None:
-        """Remove what a killed sync was writing: only while nobody else writes these folders."""
-        for folder in folders:
+    def tidy(self, claims: Mapping[str, Claim]) -> None:
+        """Remove what a killed sync was writing in the folders that are claimed."""
+        for folder, claim in claims.items():
             if isinstance(self._target, FolderStore):
+                claim.settle()
                 for inside in (folder, f"{folder}/{_FOLDER}", f"{folder}/.ingest"):
                     self._target.remove_unfinished(inside)
             elif isinstance(self._target, S3Store):
-                self._target.remove_uploads(f"{folder}/", lambda _: False)
+                for one in self._target.unfinished(f"{folder}/"):
+                    claim.settle()
+                    self._target.drop_unfinished(one)
 
     def _keys(self) -> list[str]:
         with suppress(MissingKey, MissingBucket):

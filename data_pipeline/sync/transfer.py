@@ -5,6 +5,7 @@ compared there: by the server, part by part, or where it does not do that by rea
 """
 
 import hashlib
+from collections.abc import Callable
 
 from data_pipeline.store.open import Store, StoreError, Written, WrongBytes
 from data_pipeline.sync.contents import Item
@@ -29,7 +30,14 @@ def hash_of(store: Store, item: Item, rate: Rate, meter: Meter) -> str:
     return digest.hexdigest()
 
 
-def copy(source: Store, target: Store, item: Item, rate: Rate, meter: Meter) -> Written:
+def copy(
+    source: Store,
+    target: Store,
+    item: Item,
+    rate: Rate,
+    meter: Meter,
+    may_appear: Callable[[], None] = lambda: None,
+) -> Written:
     """Copy a file and compare both sides with its hash.
 
     Args:
@@ -37,6 +45,8 @@ def copy(source: Store, target: Store, item: Item, rate: Rate, meter: Meter) -> 
         item: the file.
         rate: is asked before each piece.
         meter: counts the pieces; the bytes of the file are expected already.
+        may_appear: called before the file's last bytes are read, so before it appears in the
+            target; what it raises takes the file back.
 
     Raises:
         Damaged: the source has other bytes, also when they are read again, or the target took
@@ -44,9 +54,13 @@ def copy(source: Store, target: Store, item: Item, rate: Rate, meter: Meter) -> 
         Stopped: as `Rate.take`.
     """
     seen = 0
+    if not item.size:
+        may_appear()
 
     def read(offset: int, length: int) -> bytes:
         nonlocal seen
+        if offset + length == item.size:
+            may_appear()
         rate.take(length)
         piece = source.get(item.key, offset, length)
         seen += length

@@ -314,8 +314,7 @@ def _record(
     """Take into the catalogue what the sources under the root are now."""
     from data_pipeline.catalog.redactions import follow, note_request
     from data_pipeline.catalog.register import look
-    from data_pipeline.index.manifest import read_manifest
-    from data_pipeline.inspect.verify import sources_at
+    from data_pipeline.index.manifest import read_manifest, sources_at
 
     redacted = [name for name in sources_at(store) if "redacted" in read_manifest(store, name)]
     note_request(catalog, request or "none", wanted, "redacted")

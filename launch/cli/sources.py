@@ -12,10 +12,9 @@ import pyarrow as pa
 from rich.console import Console
 
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.index.manifest import read_index
+from data_pipeline.index.manifest import read_index, sources_at
 from data_pipeline.ingest.readers import RAW_FILES, open_inputs
 from data_pipeline.ingest.texts import at_most, input_texts, source_texts
-from data_pipeline.inspect.verify import sources_at
 from data_pipeline.names import did_you_mean
 from data_pipeline.store.open import MissingBucket, MissingKey, Store, open_store
 from data_pipeline.text import Tokenizer

@@ -17,7 +17,7 @@ from tests.fault.fault_proxy import Fault
 
 pytestmark = pytest.mark.fault
 DATA = random.Random(9).randbytes(2_000_000)
-PART = 8 << 20
+PART = 16 << 20
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_spent_budget_is_waited_for_and_named(uri, proxy, tmp_path):
 
 
 def test_a_file_goes_up_in_parts_through_faults(store, proxy, tmp_path):
-    data = DATA * 9
+    data = DATA * (-(-2 * PART // len(DATA)) + 1)
     (tmp_path / "file").write_bytes(data)
     proxy.faults += [
         Fault("slowdown", method="POST", path="uploads"),

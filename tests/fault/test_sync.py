@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.bulk_source import bulk_source
 from data_pipeline.ingest import claim
-from data_pipeline.store import objects
+from data_pipeline.store import multipart, objects, s3
 from data_pipeline.store.open import (
     AccessDenied,
     FolderStore,
@@ -208,6 +208,54 @@ def test_the_server_confirms_what_it_took(s3_environment):
         assert written.confirmed
         assert store.head("x") == written.info
         assert store.get("x", etag=written.info.etag) == part
+
+
+def test_the_server_compares_what_arrives_with_its_checksum(s3_environment, monkeypatch):
+    """Bodies are not signed: these sums are all that shows a body which changed on its way."""
+    store = in_bucket(s3_environment, "arrives", patience=0.2)
+    for name in ("md5_of", "crc32_of"):
+        real = getattr(multipart, name)
+        for module in (multipart, s3):
+            monkeypatch.setattr(module, name, lambda body, real=real: real(body[:-1] + b"?"))
+    with pytest.raises(StoreUnavailable, match="BadDigest"):
+        store.put("x", b"a body")
+    with pytest.raises(StoreUnavailable, match="BadDigest"):
+        store.put_new("x", b"a body")
+    for size in (1000, 17 << 20):
+        with pytest.raises(StoreUnavailable, match="BadDigest"):
+            store.put_verified("x", size, None, lambda _, length: bytes(length))
+    assert store.list() == []
+
+
+def test_nothing_appears_under_a_name_that_another_took_at_once(
+    made, s3_environment, tmp_path, monkeypatch
+):
+    """As on a server that ignores If-None-Match: both believe for a moment that they hold it."""
+    monkeypatch.setattr(claim, "_SETTLE_S", 0.5)
+    large = build(tmp_path / "large", shards=1)
+    bulk_source(large, "web", "bulk", 2, 33 << 20)
+    target = in_bucket(s3_environment, "at-once")
+    other = b'{"id": "other", "pid": 7, "host": "far"}'
+    put_new = target.put_new
+
+    def and_another(key: str, data: bytes) -> bool:
+        created = put_new(key, data)
+        target.put(key, other)
+        return created
+
+    monkeypatch.setattr(target, "put_new", and_another)
+    for theirs in ([], ["bulk/theirs"]):
+        marks = [target._call("create_multipart_upload", key)["UploadId"] for key in theirs]
+        with pytest.raises(claim.NameTaken, match="another process: 7 on far"):
+            sync(large, target, ["bulk"])
+        assert target.list() == ["bulk/.ingest/lock"]
+        target.delete("bulk/.ingest/lock")
+        # What was begun is taken back, and nothing of the other's.
+        assert [one.mark for one in target.unfinished()] == marks
+    monkeypatch.setattr(target, "put_new", put_new)
+    sync(large, target, ["bulk"])
+    assert assert_whole(target) == ["bulk"]
+    assert target.unfinished() == []
 
 
 def test_wrong_bytes_never_become_an_object(s3_environment):

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.index.manifest import manifest_key, read_index, write_index
+from data_pipeline.index.manifest import manifest_key, read_index, sources_at, write_index
 from data_pipeline.index.shards import ShardBuilder
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.inspect.problem import KINDS, Problem
-from data_pipeline.inspect.verify import Checks, open_source, sources_at, verify_source
+from data_pipeline.inspect.verify import Checks, open_source, verify_source
 from data_pipeline.store.open import FolderStore, StoreUnavailable
 from data_pipeline.text import Tokenizer
 from tests.unit.data_pipeline.conftest import TRAINING_TEXT, train_ranks

@@ -20,10 +20,9 @@ from data_pipeline.catalog.states import promote
 from data_pipeline.catalog.tables import REPLICA
 from data_pipeline.govern.collect import apply, propose
 from data_pipeline.govern.collect_plan import Plan
-from data_pipeline.index.manifest import RUN_SOURCES, read_index, read_manifest
+from data_pipeline.index.manifest import RUN_SOURCES, read_index, read_manifest, sources_at
 from data_pipeline.index.reads import check_shards
 from data_pipeline.ingest.reindex import reindex
-from data_pipeline.inspect.verify import sources_at
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 from kimi_pretrain.config import load_config
