@@ -87,7 +87,7 @@ def _write(store: Store, name: str, path: Path) -> None:
             writer = writer or pq.ParquetWriter(unfinished, rows.schema, compression="zstd")
             writer.write_table(rows, row_group_size=PIECE)
         if writer is None:  # a source without samples
-            pq.write_table(pq.read_table(copy), unfinished)
+            pq.write_table(pq.ParquetFile(copy).read(), unfinished)
         else:
             writer.close()
         os.replace(unfinished, path)

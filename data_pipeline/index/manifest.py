@@ -155,7 +155,7 @@ def read_index(store: Store, name: str) -> SourceIndex:
     data = store.get(index_key(name))
     sha256 = hashlib.sha256(data).hexdigest()
     expect(where, "index_sha256", sha256, manifest["index_sha256"])
-    index = index_of(pq.read_table(pa.BufferReader(data)), manifest, sha256)
+    index = index_of(pq.ParquetFile(pa.BufferReader(data)).read(), manifest, sha256)
     expect(where, "samples", index.num_samples, manifest["samples"])
     expect(where, "items", index.num_items, manifest["items"])
     expect(where, "content_hash", index.content_hash, manifest["content_hash"])
@@ -267,6 +267,15 @@ def attributes_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def numbers_of(values: pa.Array) -> NDArray[Any]:
+    """Return what a column without nulls holds; bools as uint8.
+
+    Its own `to_numpy` would load pandas where that is installed, for 0.2 s.
+    """
+    bits = pa.types.is_boolean(values.type)
+    return np.from_dlpack(values.cast(pa.uint8()) if bits else values)
+
+
 def index_of(table: pa.Table, manifest: Mapping[str, Any], sha256: str) -> SourceIndex:
     """Return the index whose file holds these rows; of some of its rows those samples alone.
 
@@ -279,11 +288,11 @@ def index_of(table: pa.Table, manifest: Mapping[str, Any], sha256: str) -> Sourc
     def flat(name: str, kind: Any) -> NDArray[Any]:
         column = table.column(name).combine_chunks()
         values = column.flatten() if pa.types.is_large_list(column.type) else column
-        return values.to_numpy(zero_copy_only=False).astype(kind)
+        return numbers_of(values).astype(kind)
 
     def pointer(group: str) -> NDArray[np.int64]:
         column = table.column(next(iter(GROUPS[group]))).combine_chunks()
-        lengths = column.value_lengths().to_numpy(zero_copy_only=False)
+        lengths = numbers_of(column.value_lengths())
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     columns: dict[str, Any] = {f"{group}_ptr": pointer(group) for group in GROUPS}

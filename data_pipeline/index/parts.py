@@ -22,7 +22,7 @@ from data_pipeline.index.columns import (
     SourceIndex,
     content_digest,
 )
-from data_pipeline.index.manifest import expect, index_key, index_of, read_manifest
+from data_pipeline.index.manifest import expect, index_key, index_of, numbers_of, read_manifest
 from data_pipeline.store.open import Store
 
 PART_SAMPLES = 1 << 17
@@ -108,14 +108,14 @@ def content_hash(file: pq.ParquetFile, manifest: Mapping[str, Any]) -> str:
             end = np.zeros(1, np.int64)
             digest.update(end.tobytes())
             for column in parts(first[name]):
-                lengths = column.value_lengths().to_numpy(zero_copy_only=False)
+                lengths = numbers_of(column.value_lengths())
                 pointer = end[-1] + np.cumsum(lengths, dtype=np.int64)
                 digest.update(pointer.tobytes())
                 end = pointer[-1:] if pointer.size else end
             continue
         for column in parts(name):
             values = column.flatten() if pa.types.is_nested(column.type) else column
-            digest.update(values.to_numpy(zero_copy_only=False).astype(COLUMNS[name]).tobytes())
+            digest.update(numbers_of(values).astype(COLUMNS[name]).tobytes())
     between = ""
     for column in parts("key"):
         digest.update((between + "\n".join(column.to_pylist())).encode())
