@@ -28,7 +28,7 @@ from kimi_pretrain.dep.bubble_plan import (
     Filling,
     Units,
     gaps_of,
-    least_wait,
+    least_waits,
     most_joined,
     plan_bubbles,
 )
@@ -267,10 +267,13 @@ def bubble_step(
     stage = np.arange(case.ranks) // config.layout.dp
     assert np.array_equal(np.arange(case.ranks) % config.layout.dp, Ranks(config.layout, 8).replica)
     units = units_of(plan, config, case.assumed)
+    lines = [text.line]
     if way.gather:
-        least = least_wait(units, way.filling)
-        text = replace(text, line=gathered(text.schedule, text.line, least, text.send))
-    found = plan_bubbles(units, text.schedule, text.line, stage, way.filling)
+        waits = least_waits(units, way.filling)
+        lines = [gathered(text.schedule, text.line, least, text.send) for least in waits]
+    plans = [plan_bubbles(units, text.schedule, line, stage, way.filling) for line in lines]
+    best = min(range(len(plans)), key=lambda n: plans[n].upfront + plans[n].after)
+    found, text = plans[best], replace(text, line=lines[best])
     check(found)
     off = scattered(len(plan.items), plan.step, case.seed, way.scatter)
     true = units_of(plan, config, case.assumed, off)

@@ -203,12 +203,17 @@ def gaps_of(stage: int, line: Timeline, filling: Filling) -> list[Gap]:
     return [first, *inside, Gap(len(start), float(end[-1]), line.total, 1.0)]
 
 
-def least_wait(units: Units, filling: Filling) -> float:
-    """Return how long waits should last so that the largest piece fits each: shorter ones are
-    to be gathered (`timeline.gathered`).
+def least_waits(units: Units, filling: Filling) -> list[float]:
+    """Return how long waits could last at least, shorter ones gathered (`timeline.gathered`).
+
+    The largest piece is to fit each of them. Where activations are kept pieces are of two sizes,
+    and which waits lose least is seen when the plans are made: two of the shorter ones may fit, or
+    two of the longer ones.
     """
-    largest = float(units.again.max(initial=0.0)) / filling.pieces
-    return filling.slot_seconds + filling.margin * largest * (1 + 1e-9)
+    again, backward = float(units.again.max(initial=0.0)), float(units.backward.max(initial=0.0))
+    work = [again, 2 * backward, 2 * again] if filling.room_bytes else [again]
+    each = filling.margin * (1 + 1e-9) / filling.pieces
+    return [filling.slot_seconds + seconds * each for seconds in work]
 
 
 @dataclass(frozen=True)
@@ -313,23 +318,27 @@ def _assigned(
     units: Units, room: _Room, gaps: Sequence[Sequence[Gap]], stage: Ints, filling: Filling
 ) -> tuple[Ints, Ints]:
     """Return the rank of each unit, and how many of its pieces are kept there: largest first."""
-    cut, spared = filling.pieces, units.again - units.backward
-    early_waste = _waste(gaps, units.forward / cut)
-    late_waste = _waste(gaps, units.again / cut)
+    cut = filling.pieces
+    forward, again, backward = (
+        seconds[:, None] * _waste(gaps, seconds / cut)
+        for seconds in (units.forward, units.again, units.backward)
+    )
     rank, kept = np.zeros(len(units), np.int64), np.zeros(len(units), np.int64)
     piece_bytes = np.maximum(-(-units.kept_bytes // cut), 1)
     free = np.full(len(room.both), filling.room_bytes, np.int64)
     squares = np.zeros(len(room.both))  # of what ranks have to do late
+    roots = np.zeros(len(room.both))  # of these
     for unit in np.argsort(-(units.forward + units.again), kind="stable").tolist():
         microbatch, size = int(units.microbatch[unit]), int(piece_bytes[unit])
         keeps = np.minimum(free // size, cut)
-        early = units.forward[unit] * early_waste[unit][stage]
-        late = (units.again[unit] - spared[unit] * keeps / cut) * late_waste[unit][stage]
+        early, share = forward[unit][stage], keeps / cut
+        late = share * backward[unit][stage] + (1 - share) * again[unit][stage]
         more = squares + late**2
-        late += SCATTER * (np.sqrt(more) - np.sqrt(squares))
+        late += SCATTER * (np.sqrt(more) - roots)
         one = room.rank_for(microbatch, early, late)
         room.take(one, microbatch, float(early[one]), float(late[one]))
         rank[unit], kept[unit], squares[one] = one, keeps[one], more[one]
+        roots[one] = np.sqrt(more[one])
         free[one] -= size * keeps[one]
     return rank, kept
 
@@ -493,13 +502,14 @@ def place_units(
     borders = borders_of(schedule, line, filling.transport)
     gaps = [gaps_of(one, line, filling) for one in range(schedule.stages)]
     work = _Work(units, rank, kept, gaps, stage, borders, filling)
+    placed = [work.placed(one, mine, 0.0) for one, mine in enumerate(work.units)]
     # What the slowest rank needs before its passes, all have.
-    upfront = max(work.placed(one, mine, 0.0)[2] for one, mine in enumerate(work.units))
+    if upfront := max(needed for _, _, needed, _ in placed):
+        placed = [work.placed(one, mine, upfront) for one, mine in enumerate(work.units)]
     forward: list[list[Slice]] = []
     backward: list[list[Slice]] = []
     end = line.total
-    for one, mine in enumerate(work.units):
-        early, late, upfront, last = work.placed(one, mine, upfront)
+    for early, late, _, last in placed:
         forward.append(early)
         backward.append(late)
         end = max(end, last)

@@ -22,7 +22,7 @@ from kimi_pretrain.dep.bubble_plan import (
     Units,
     assign_units,
     gaps_of,
-    least_wait,
+    least_waits,
     most_joined,
     place_units,
 )
@@ -58,6 +58,7 @@ class BubblePlanner:
             margin=1.0 / dep.bubble_fill,
             pieces=config.model.vision.depth,
             edges=dep.bubbles == "edges",
+            room_bytes=_limit(config) if dep.keep_activations == "auto" else 0,
         )
         per_stage = layout.dp * layout.cp * layout.tp
         self.stage = np.arange(layout.world_size()) // per_stage
@@ -88,13 +89,12 @@ class BubblePlanner:
         schedule = Schedule(layout.pp, layout.vpp, plan.num_rows // (layout.dp * per_microbatch))
         home = plan.items.row.astype(np.int64) // (plan.num_rows // layout.dp)
         units, unit = self._units(items, home, where.microbatch, plan, costs)
-        line = self._timeline(schedule, self.configured, units)
         held = self._held(items, home, unit, plan)
-        rank, kept = self._fitting(units, schedule, line, held)
+        rank, kept, waits = self._chosen(units, schedule, held)
         now, scaled = learned or self.configured, units
         if learned is not None:
             scaled = units.times(learned.factors)
-            line = self._timeline(schedule, learned, scaled)
+        line = self._timelines(schedule, now, scaled)[waits]
         found = self._placed(scaled, rank, kept, schedule, line)
         rooms = [
             {gap.slot: gap.end - gap.begin for gap in gaps_of(stage, line, self.filling)[1:-1]}
@@ -103,12 +103,14 @@ class BubblePlanner:
         needed = self._needed(rank, kept, held, units)
         return StepBubbles(found, units, unit, rooms, needed, now.factors)
 
-    def _timeline(self, schedule: Schedule, costs: Learned, units: Units) -> Timeline:
-        """Return when passes run; unless work is at the edges alone short waits lie together."""
+    def _timelines(self, schedule: Schedule, costs: Learned, units: Units) -> list[Timeline]:
+        """Return when passes run; unless work is at the edges alone short waits lie together, for
+        each length that they could have.
+        """
         line = timeline(schedule, costs.forward, costs.backward)
         if self.filling.edges:
-            return line
-        return gathered(schedule, line, least_wait(units, self.filling))
+            return [line]
+        return [gathered(schedule, line, least) for least in least_waits(units, self.filling)]
 
     def _units(
         self, items: Ints, home: Ints, microbatch: Ints, plan: GlobalPlan, costs: Floats
@@ -155,23 +157,38 @@ class BubblePlanner:
         need = np.bincount(home, tokens, self.config.layout.dp).astype(np.int64)
         return _Held(of_units(begin), of_units(work), of_units(tokens[items]), need)
 
-    def _fitting(
-        self, units: Units, schedule: Schedule, line: Timeline, held: "_Held"
-    ) -> tuple[Ints, Ints]:
-        """Return the rank of each unit, and how many of its pieces are kept: no more than there is
-        room for.
+    def _chosen(self, units: Units, schedule: Schedule, held: "_Held") -> tuple[Ints, Ints, int]:
+        """Return the rank of each unit, how many of its pieces are kept, and the number of the
+        timeline: of that on which the step is shortest.
         """
-        dep, limit = self.config.dep, 0
-        if dep.keep_activations == "auto":
-            assert dep.memory_limit_gib is not None  # checked with the configuration
-            limit = int(dep.memory_limit_gib * GIB)
-        room = limit
+        lines, room = self._timelines(schedule, self.configured, units), self.filling.room_bytes
+        found = []
+        for number, line in enumerate(lines):
+            rank, kept, room = self._fitting(units, schedule, line, held, room)
+            if len(lines) == 1:
+                return rank, kept, 0
+            plan = place_units(units, rank, kept, schedule, line, self.stage, self.filling)
+            found.append((plan.upfront + plan.after, number, rank, kept))
+        _, number, rank, kept = min(found, key=lambda one: one[:2])
+        return rank, kept, number
+
+    def _fitting(
+        self, units: Units, schedule: Schedule, line: Timeline, held: "_Held", room: int
+    ) -> tuple[Ints, Ints, int]:
+        """Return the rank of each unit, and how many of its pieces are kept: no more than there is
+        room for; and the bytes of a rank that were left for those.
+
+        Args:
+            room: bytes to begin with; taken back until all fits.
+        """
         while True:
             rank, kept = self._assigned(units, schedule, line, room)
-            over = int(self._needed(rank, kept, held, units).max()) - limit
+            over = int(self._needed(rank, kept, held, units).max()) - self.filling.room_bytes
             if over <= 0 or not room:
-                return rank, kept
-            room = max(0, room - over)
+                return rank, kept, room
+            room = max(
+                0, room - over - self.filling.room_bytes // 256
+            )  # or it takes several rounds
 
     def _assigned(
         self, units: Units, schedule: Schedule, line: Timeline, room: int
@@ -224,6 +241,12 @@ class BubblePlanner:
         moved[first] += -(-held.need[:, None] // first.shape[1])  # each holds its part of the rows
         size = self.config.model.vision.out_width * ITEMSIZE[self.config.train.dtype]
         return np.ceil(waits + work + 2 * moved * size).astype(np.int64)
+
+
+def _limit(config: Config) -> int:
+    """Return the bytes that media may take on each rank."""
+    assert config.dep.memory_limit_gib is not None  # checked with the configuration
+    return int(config.dep.memory_limit_gib * GIB)
 
 
 class _Held(NamedTuple):

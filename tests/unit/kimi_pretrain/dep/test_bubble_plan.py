@@ -16,7 +16,7 @@ from kimi_pretrain.dep.bubble_plan import (
     assign_units,
     borders_of,
     gaps_of,
-    least_wait,
+    least_waits,
     most_joined,
     plan_bubbles,
 )
@@ -44,7 +44,7 @@ def made(
     ).joined(np.ones(items, np.int64), 1)
     stage = np.repeat(np.arange(stages), replicas)
     chosen = Filling(transport=0.02, slot_seconds=0.02, **filling)
-    line = gathered(schedule, line, least_wait(units, chosen), SEND) if gather else line
+    line = gathered(schedule, line, least_waits(units, chosen)[0], SEND) if gather else line
     plan = plan_bubbles(units, schedule, line, stage, chosen)
     return plan, units, line, chosen
 

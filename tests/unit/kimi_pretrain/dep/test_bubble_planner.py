@@ -10,7 +10,7 @@ from benchmarks.sim import corpus
 from kimi_pretrain.config import GIB, ConfigError, load_config
 from kimi_pretrain.dep import bubble_planner
 from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
-from kimi_pretrain.dep.bubble_plan import gaps_of
+from kimi_pretrain.dep.bubble_plan import gaps_of, least_waits
 from kimi_pretrain.dep.bubble_times import Learned
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
 from kimi_pretrain.dep.memory_limit import TooMuchMemory
@@ -80,7 +80,7 @@ def test_short_waits_come_together_unless_work_is_at_the_edges_alone(step, monke
     )  # fmt: skip
     planner = VisionPlanner(config_of(*interleaved))
     bubbles = planner.plan(step).bubbles
-    (least,) = asked
+    (least,) = {*asked}
     assert least > bubbles.units.backward.max() / bubbles.plan.pieces
     schedule, costs = bubbles.plan.schedule, planner.bubbles.configured
     line = timeline(schedule, costs.forward, costs.backward)
@@ -91,8 +91,34 @@ def test_short_waits_come_together_unless_work_is_at_the_edges_alone(step, monke
     ]
     after = [seconds for room in bubbles.room for seconds in room.values()]
     assert sum(seconds < 0.9 * least for seconds in after) < sum(s < 0.9 * least for s in before)
+    asked.clear()
     VisionPlanner(config_of(*interleaved, "dep.bubbles=edges")).plan(step)
-    assert len(asked) == 1
+    assert asked == []
+
+
+@pytest.mark.parametrize(("square", "which"), [("2.0e-8", 0), ("3.0e-8", 1), ("1.0e-8", 2)])
+def test_of_several_lengths_of_waits_the_shortest_step_is_taken(step, monkeypatch, square, which):
+    """Where activations are kept: pieces are of two sizes."""
+    cost = f"dep.cost={{per_patch: 0, per_patch_squared: {square}, per_item: 0}}"
+    keep = "dep.keep_activations=auto", "dep.memory_limit_gib=400"
+    config = config_of("layout.vpp=2", "layout.stages=Et*6|(t*8|)*6t*7L", cost, *keep)
+    vision = VisionPlanner(config).plan(step)
+    found, planner = vision.bubbles, VisionPlanner(config).bubbles
+    waits = least_waits(found.units, planner.filling)
+    large = {name: getattr(found.units, name).max() / 27 for name in ("again", "backward")}
+    work = np.array([large["again"], 2 * large["backward"], 2 * large["again"]])
+    assert waits == pytest.approx(0.001 + work / config.dep.bubble_fill)
+    longer, plans = [], []
+    for least in waits:
+        monkeypatch.setattr(bubble_planner, "least_waits", lambda *_, least=least: [least])
+        plans.append(VisionPlanner(config).plan(step).bubbles.plan)
+        longer.append(plans[-1].upfront + plans[-1].after)
+    assert len({*longer}) == 3
+    assert int(np.argmin(longer)) == which
+    best = plans[which]
+    assert np.array_equal(found.plan.rank, best.rank)
+    assert np.array_equal(found.plan.kept, best.kept)
+    assert (found.plan.forward, found.plan.backward) == (best.forward, best.backward)
 
 
 def test_a_unit_of_several_items_is_no_larger_than_a_chunk(step):
