@@ -120,7 +120,18 @@ def _connect(
         raise _no_profile(profile, where, error) from error
     client.meta.events.register("before-send.s3", before_send)
     client.meta.events.register("before-parse.s3", _check_length)
+    for operation in ("PutObject", "UploadPart"):
+        client.meta.events.register(f"before-sign.s3.{operation}", _sign_no_body)
     return client
+
+
+def _sign_no_body(request: Any, **_: object) -> None:
+    """Have a body that is an object's left out of the signature: a third of an upload's CPU.
+
+    It has a checksum in a header, which is signed. Bodies that are commands are signed themselves.
+    """
+    config = request.context["client_config"]
+    request.context["client_config"] = config.merge(Config(s3={"payload_signing_enabled": False}))
 
 
 def _check_length(response_dict: dict[str, Any], operation_model: Any, **_: object) -> None:
@@ -213,13 +224,8 @@ def open_store(
         max_pool_connections=2 * threads if hedge else threads,
         retries={"mode": "standard", "total_max_attempts": 1},
         signature_version="s3v4",
-        s3={
-            # A bucket as a host name does not resolve on a private endpoint.
-            "addressing_style": "path" if endpoint else "auto",
-            # Each object's body has a checksum in a header, which is signed. By itself boto3 signs
-            # bodies only where there is no TLS; that is a third of the CPU of an upload.
-            "payload_signing_enabled": False,
-        },
+        # A bucket as a host name does not resolve on a private endpoint.
+        s3={"addressing_style": "path" if endpoint else "auto"},
         # Every read is checked against the index by its reader; a second sum costs CPU.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",

@@ -101,9 +101,8 @@ def sync(
     refuse_undoing(source, target, _missing_shards(surveys))
     report = SyncReport(without_tokenizer=[one.name for one in found if one.tokenizer])
     if settled.todo:
-        from data_pipeline.govern.redact import (
-            carry_out,
-        )  # it loads what a plain sync does not need
+        # It loads much that a plain sync does not need.
+        from data_pipeline.govern.redact import carry_out
 
         # Refuses what is under a hold in the target, before it writes.
         kept = carry_out(target, settled.todo).kept
@@ -114,9 +113,7 @@ def sync(
         if one.missing or not one.published:
             check_index(source, one.contents)
     with _claimed(target, work) as claims:
-        _check_still_there(target, work)
-        copying = _Copying(source, target, rate, meter, claims.values())
-        _copy_all(copying, work, options.parallel, claims)
+        _copy_all(_Copying(source, target, rate, meter), work, options.parallel, claims)
         for one in work:
             SyncJournal(target, one.contents.name).remove()
     for one in surveys:
@@ -171,6 +168,8 @@ def _missing_shards(surveys: Sequence[Survey]) -> dict[str, set[str]]:
 def _check_still_there(target: Store, work: Sequence[Survey]) -> None:
     """See that what was there before the names were taken still is: a collection may remove it.
 
+    To be asked when the claims have settled: one that had looked just before them is through then.
+
     Raises:
         MissingKey: it is gone; the same command copies it.
     """
@@ -192,11 +191,9 @@ def _folders(one: Survey) -> set[str]:
 class _Copying:
     """Copies single files, from several threads; the first error ends all."""
 
-    def __init__(
-        self, source: Store, target: Store, rate: Rate, meter: Meter, claims: Iterable[Claim]
-    ) -> None:
+    def __init__(self, source: Store, target: Store, rate: Rate, meter: Meter) -> None:
         self.source, self.target, self._rate, self._meter = source, target, rate, meter
-        self._claims = list(claims)
+        self._settled: Future[None] = Future()
         self._error: BaseException | None = None
         self.futures: dict[str, Future[None]] = {}
 
@@ -211,7 +208,7 @@ class _Copying:
     def _copy(self, item: Item, journal: SyncJournal) -> None:
         try:
             where = self.source, self.target
-            written = copy(*where, item, self._rate, self._meter, self._settle)
+            written = copy(*where, item, self._rate, self._meter, self._settled.result)
             journal.note(item, written.info.etag)
         except BaseException as error:
             if self._error is None:
@@ -219,14 +216,20 @@ class _Copying:
             self._rate.stop()
             raise
 
-    def _settle(self) -> None:
-        """No file appears before the names are surely this sync's; until then bytes flow."""
-        for claim in self._claims:
-            claim.settle()
+    def settle(self, claims: Iterable[Claim]) -> None:
+        """Let files appear once the names are surely this sync's; until then only bytes flow."""
+        try:
+            in_threads(lambda claim: claim.settle(), list(claims), LOOK_THREADS)
+        except BaseException as error:
+            self._settled.set_exception(error)
+            raise
+        self._settled.set_result(None)
 
     def stop(self) -> None:
         """End what is under way."""
         self._rate.stop()
+        if not self._settled.done():
+            self._settled.set_exception(Stopped())
 
     def wait(self, item: Item) -> None:
         """Wait until a file is there; raises the first error of any."""
@@ -244,6 +247,8 @@ def _copy_all(
     try:
         for one in work:
             copying.begin(pool, one)
+        copying.settle(claims.values())
+        _check_still_there(copying.target, work)
         for one in work:
             for item in one.missing:
                 copying.wait(item)

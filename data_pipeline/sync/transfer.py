@@ -11,7 +11,7 @@ from data_pipeline.store.open import Store, StoreError, Written, WrongBytes
 from data_pipeline.sync.contents import Item
 from data_pipeline.sync.rate import Meter, Rate
 
-_PIECE = 16 << 20
+_PIECE = 8 << 20
 
 
 class Damaged(StoreError):

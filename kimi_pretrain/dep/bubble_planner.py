@@ -159,36 +159,38 @@ class BubblePlanner:
 
     def _chosen(self, units: Units, schedule: Schedule, held: "_Held") -> tuple[Ints, Ints, int]:
         """Return the rank of each unit, how many of its pieces are kept, and the number of the
-        timeline: of that on which the step is shortest.
+        timeline: of that on which media fit the memory, and the step is shortest.
         """
-        lines, room = self._timelines(schedule, self.configured, units), self.filling.room_bytes
+        lines, room = self._timelines(schedule, self.configured, units), 0
         found = []
         for number, line in enumerate(lines):
-            rank, kept, room = self._fitting(units, schedule, line, held, room)
+            # What the last one came to, or it takes several rounds each time.
+            room = room or self.filling.room_bytes
+            rank, kept, room, over = self._fitting(units, schedule, line, held, room)
             if len(lines) == 1:
                 return rank, kept, 0
             plan = place_units(units, rank, kept, schedule, line, self.stage, self.filling)
-            found.append((plan.upfront + plan.after, number, rank, kept))
-        _, number, rank, kept = min(found, key=lambda one: one[:2])
+            found.append((over, plan.upfront + plan.after, number, rank, kept))
+        _, _, number, rank, kept = min(found, key=lambda one: one[:3])
         return rank, kept, number
 
     def _fitting(
         self, units: Units, schedule: Schedule, line: Timeline, held: "_Held", room: int
-    ) -> tuple[Ints, Ints, int]:
+    ) -> tuple[Ints, Ints, int, int]:
         """Return the rank of each unit, and how many of its pieces are kept: no more than there is
-        room for; and the bytes of a rank that were left for those.
+        room for; the bytes of a rank that were left for those; and by how many bytes media are
+        over the limit even so.
 
         Args:
             room: bytes to begin with; taken back until all fits.
         """
+        limit = self.filling.room_bytes
         while True:
             rank, kept = self._assigned(units, schedule, line, room)
-            over = int(self._needed(rank, kept, held, units).max()) - self.filling.room_bytes
-            if over <= 0 or not room:
-                return rank, kept, room
-            room = max(
-                0, room - over - self.filling.room_bytes // 256
-            )  # or it takes several rounds
+            over = max(0, int(self._needed(rank, kept, held, units).max()) - limit)
+            if not over or not room:
+                return rank, kept, room, over
+            room = max(0, room - over - limit // 256)  # a little more, or it takes several rounds
 
     def _assigned(
         self, units: Units, schedule: Schedule, line: Timeline, room: int

@@ -210,9 +210,10 @@ def test_the_server_confirms_what_it_took(s3_environment):
         assert store.get("x", etag=written.info.etag) == part
 
 
-def test_the_server_compares_what_arrives_with_its_checksum(s3_environment, monkeypatch):
-    """Bodies are not signed: these sums are all that shows a body which changed on its way."""
+def test_the_server_compares_what_arrives_with_its_checksum(s3_environment, monkeypatch, tmp_path):
+    """Objects' bodies are not signed: these sums alone show one which changed on its way."""
     store = in_bucket(s3_environment, "arrives", patience=0.2)
+    (tmp_path / "file").write_bytes(bytes(17 << 20))
     for name in ("md5_of", "crc32_of"):
         real = getattr(multipart, name)
         for module in (multipart, s3):
@@ -221,10 +222,38 @@ def test_the_server_compares_what_arrives_with_its_checksum(s3_environment, monk
         store.put("x", b"a body")
     with pytest.raises(StoreUnavailable, match="BadDigest"):
         store.put_new("x", b"a body")
+    with pytest.raises(StoreUnavailable, match="BadDigest"):
+        store.put_file("x", tmp_path / "file")
     for size in (1000, 17 << 20):
         with pytest.raises(StoreUnavailable, match="BadDigest"):
             store.put_verified("x", size, None, lambda _, length: bytes(length))
     assert store.list() == []
+
+
+def test_each_body_is_signed_or_has_a_signed_checksum(s3_environment, tmp_path):
+    store = in_bucket(s3_environment, "signed")
+    sent: list[tuple[str, bool, bool]] = []
+
+    def look(request, **_):
+        headers = {name.lower(): str(value) for name, value in request.headers.items()}
+        summed = {"content-md5", "x-amz-checksum-crc32"} & {*headers}
+        assert all(f"{name};" in headers["authorization"] for name in summed)
+        signed = "UNSIGNED" not in headers["x-amz-content-sha256"]
+        sent.append((request.method, signed, bool(summed)))
+
+    store._client.meta.events.register("before-send.s3", look)
+    (tmp_path / "file").write_bytes(bytes(17 << 20))
+    store.put("a", b"x")
+    store.put_new("b", b"x")
+    for size in (0, 1000, 17 << 20):
+        store.put_verified("c", size, None, lambda _, length: bytes(length))
+    store.put_file("d", tmp_path / "file")
+    puts = [one for one in sent if one[0] == "PUT"]
+    assert puts == [("PUT", False, True)] * 8
+    store.discard(["a", "b"])
+    # Those that begin and complete an upload, and the one that removes.
+    posts = [signed for method, signed, _ in sent if method == "POST"]
+    assert posts == [True] * 5
 
 
 def test_nothing_appears_under_a_name_that_another_took_at_once(

@@ -21,7 +21,7 @@ from data_pipeline.sync.compare import compare
 from data_pipeline.sync.places import Place, open_places
 from data_pipeline.sync.rate import Rate, Stopped
 from data_pipeline.sync.survey import OtherContent
-from data_pipeline.sync.sync import Options, sync
+from data_pipeline.sync.sync import Options, _Copying, sync
 from data_pipeline.sync.transfer import Damaged
 from tests.unit.data_pipeline.synced import SHARDS, assert_whole, build, flip, objects_of
 
@@ -329,6 +329,40 @@ def test_one_writer_at_a_time(made, target, monkeypatch):
         sync(made, target)
     assert target.list() == []
     sync(made, target)
+
+
+def test_what_a_collection_removes_while_the_names_settle_is_missed(made, target, monkeypatch):
+    """It had looked for newcomers just before the names were taken."""
+    sync(made, target)
+    target.delete("captions/manifest.json")
+    settle = _Copying.settle
+
+    def and_collected(copying, claims):
+        for key in [key for key in target.list("captions/") if key.endswith(".tar")]:
+            target.delete(key)
+        settle(copying, claims)
+
+    monkeypatch.setattr(_Copying, "settle", and_collected)
+    with pytest.raises(MissingKey, match=r"\.tar"):
+        sync(made, target, ["captions"])
+    assert "captions/manifest.json" not in target.list()
+
+
+def test_no_manifest_is_written_under_a_name_that_does_not_settle(made, target, monkeypatch):
+    """Though no file is missing: a sync that was killed had copied them all."""
+    sync(made, target)
+    target.delete("captions/manifest.json")
+
+    def taken(claim):
+        raise NameTaken("by another")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Claim, "settle", taken)
+        with pytest.raises(NameTaken, match="by another"):
+            sync(made, target, ["captions"])
+    assert "captions/manifest.json" not in target.list()
+    sync(made, target, ["captions"])
+    assert "captions/manifest.json" in target.list()
 
 
 # The way ----------------------------------------------------------------------------------------

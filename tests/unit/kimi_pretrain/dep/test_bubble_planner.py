@@ -121,6 +121,16 @@ def test_of_several_lengths_of_waits_the_shortest_step_is_taken(step, monkeypatc
     assert (found.plan.forward, found.plan.backward) == (best.forward, best.backward)
 
 
+@pytest.mark.parametrize("limit", [6.3585, 6.4085, 6.5])
+def test_of_several_lengths_of_waits_one_is_taken_that_fits_the_memory(limit):
+    cost = "dep.cost={per_patch: 0, per_patch_squared: 1.0e-8, per_item: 0}"
+    keep = "dep.keep_activations=auto", f"dep.memory_limit_gib={limit}", "data.seed=4"
+    config = config_of("layout.vpp=2", "layout.stages=Et*6|(t*8|)*6t*7L", cost, *keep)
+    step = next(corpus.steps(config.data, 1, corpus.read_mix()))
+    vision = VisionPlanner(config).plan(step)  # others of the lengths would take more
+    assert vision.bubbles.needed.max() <= limit * GIB
+
+
 def test_a_unit_of_several_items_is_no_larger_than_a_chunk(step):
     found = VisionPlanner(config_of("dep.max_patches_per_chunk=1100")).plan(step).bubbles
     sizes = np.bincount(found.unit, step.items.patches)
