@@ -219,7 +219,7 @@ def _steps_of_config(config: str, uri: str, endpoint: str | None) -> "Fresh[Step
             f"--config {config}: with train.start_optimizer=keep steps count on from the stage "
             "before, which no configuration says; give --run with the run's folder"
         )
-    data = whole.data.replace(workers=0, prefetch_steps=0, cache=None, requests_per_second=None)
+    data = _for_pages(whole.data)
 
     def make() -> Steps:
         store = open_data(data)
@@ -228,6 +228,14 @@ def _steps_of_config(config: str, uri: str, endpoint: str | None) -> "Fresh[Step
         return Steps(Path(config).name, data, whole.train.steps, planner, store, tokenizer)
 
     return _fresh_steps(data, make)
+
+
+def _for_pages(data: "DataConfig") -> "DataConfig":
+    """Return a run's data as a page reads it: here, and for somebody who waits."""
+    from launch.web.corpus import PATIENCE_S
+
+    alone = data.replace(workers=0, prefetch_steps=0, cache=None, requests_per_second=None)
+    return alone.replace(patience=min(data.patience, PATIENCE_S))
 
 
 def _fresh_steps(data: "DataConfig", make: "Callable[[], Steps]") -> "Fresh[Steps]":
@@ -253,7 +261,7 @@ def _steps_of_run(run: Path) -> "Fresh[Steps]":
     from launch.web.steps import Steps
 
     whole = load_config(run / "config.yaml")
-    data = whole.data.replace(workers=0, prefetch_steps=0, cache=None, requests_per_second=None)
+    data = _for_pages(whole.data)
 
     def make() -> Steps:
         store = open_data(data)
@@ -274,9 +282,10 @@ def _site(
     cookie: str,
 ) -> "Site":
     """Return what there is to show; facts that are not there are written now."""
+    from data_pipeline.store.open import open_store
     from launch.cli.progress import item_bar
     from launch.cli.sources import open_sources
-    from launch.web.corpus import Corpus
+    from launch.web.corpus import PATIENCE_S, Corpus
     from launch.web.media import Media
     from launch.web.records import Records
     from launch.web.site import Site
@@ -284,7 +293,8 @@ def _site(
     from moonvit3d.geometry import PatchLimits
 
     uri, wanted, endpoint, folder = about
-    store, names = open_sources(uri, endpoint, wanted)
+    found, names = open_sources(uri, endpoint, wanted)
+    store = open_store(found.uri, endpoint=endpoint, patience=PATIENCE_S)
     config = None if steps is None else steps.last.config
     limits = PatchLimits() if config is None else config.limits
     place = facts_folder(folder)

@@ -26,6 +26,7 @@ from launch.web.rejected import RejectedList
 from moonvit3d.geometry import PatchLimits
 
 Progress = Callable[[str], Any]
+PATIENCE_S = 10.0  # without progress: who looks at a page waits no longer for its store
 _MEMORY = "96MB"  # of DuckDB, for each of the sources whose facts are open
 _OPEN = 6
 _THREADS = 16
@@ -193,7 +194,8 @@ class Corpus:
         self._sources: dict[str, Fresh[ShownSource]] = {}
 
         def read(name: str) -> ShownSource:
-            return ShownSource(open_store(store.uri, endpoint=endpoint), name, limits, folder)
+            again = open_store(store.uri, endpoint=endpoint, patience=PATIENCE_S)
+            return ShownSource(again, name, limits, folder)
 
         for name in names:
             with progress(name) as show:

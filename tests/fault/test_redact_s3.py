@@ -1,5 +1,6 @@
 """Redaction in a bucket that keeps old versions, and in one that will not let go of some."""
 
+import time
 from contextlib import nullcontext
 
 import boto3
@@ -11,9 +12,10 @@ from data_pipeline.index.manifest import read_index
 from data_pipeline.index.reads import check_shards
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.samples import CrudeSample, TextSegment
-from data_pipeline.store.open import open_store
+from data_pipeline.store.open import StoreUnavailable, open_store
 from data_pipeline.text import Tokenizer, train_ranks
 from moonvit3d.geometry import PatchLimits
+from tests.fault.fault_proxy import Fault
 
 SECRET = "the tide table of a harbour that nobody may know of"
 
@@ -106,17 +108,28 @@ def test_what_the_bucket_holds_is_told_and_removed_later(bucket):
 
 
 @pytest.mark.parametrize("bucket", [("watched", False)], indirect=True)
-def test_a_page_that_is_served_meanwhile_has_it_no_more(bucket, s3_environment, tmp_path):
+def test_a_page_that_is_served_meanwhile_has_it_no_more(bucket, proxy, tmp_path, monkeypatch):
+    """And who looks at it does not wait long for a store that is down."""
     pytest.importorskip("starlette", reason="the extra platform is not installed")
-    from launch.web.corpus import Corpus, NotHere
+    from launch.web import corpus as module
+    from launch.web.corpus import PATIENCE_S, Corpus, NotHere
 
+    assert PATIENCE_S <= 10
+    monkeypatch.setattr(module, "PATIENCE_S", 0.5)
     _, _, store = bucket
-    mine = open_store(store.uri, endpoint=s3_environment.endpoint)
-    about = (s3_environment.endpoint, ["notes"], PatchLimits(), tmp_path)
+    mine = open_store(store.uri, endpoint=proxy.endpoint, patience=0.5)
+    about = (proxy.endpoint, ["notes"], PatchLimits(), tmp_path)
     corpus = Corpus(mine, *about, lambda _: nullcontext(lambda done, total: None))
     assert SECRET in corpus.source("notes").document(3)["segments"][0]["text"]
     carry_out(store, {"notes": ["t3"]})
     with pytest.raises(NotHere, match="it was redacted"):
         corpus.source("notes").document(3)
-    assert corpus.source("notes").document(4)["segments"][0]["text"] == "x 4"
+    shown = corpus.source("notes")
+    assert shown.document(4)["segments"][0]["text"] == "x 4"
+    proxy.faults.append(Fault("refuse", method="", times=None))
+    begun = time.monotonic()
+    for read in (lambda: shown.document(5), lambda: corpus.source("notes")):
+        with pytest.raises(StoreUnavailable):
+            read()
+    assert time.monotonic() - begun < 110  # not two minutes each
     mine.close()
