@@ -120,18 +120,18 @@ def _connect(
         raise _no_profile(profile, where, error) from error
     client.meta.events.register("before-send.s3", before_send)
     client.meta.events.register("before-parse.s3", _check_length)
+    # A body that is an object's has a checksum in a header, which is signed: to sign it as well is
+    # a third of an upload's CPU. Bodies that are commands are signed themselves.
+    unsigned = client.meta.config.merge(Config(s3={"payload_signing_enabled": False}))
     for operation in ("PutObject", "UploadPart"):
-        client.meta.events.register(f"before-sign.s3.{operation}", _sign_no_body)
+        leave_out = partial(_sign_with, unsigned)
+        client.meta.events.register(f"before-sign.s3.{operation}", leave_out)
     return client
 
 
-def _sign_no_body(request: Any, **_: object) -> None:
-    """Have a body that is an object's left out of the signature: a third of an upload's CPU.
-
-    It has a checksum in a header, which is signed. Bodies that are commands are signed themselves.
-    """
-    config = request.context["client_config"]
-    request.context["client_config"] = config.merge(Config(s3={"payload_signing_enabled": False}))
+def _sign_with(config: Config, request: Any, **_: object) -> None:
+    """Have a request signed as a configuration says."""
+    request.context["client_config"] = config
 
 
 def _check_length(response_dict: dict[str, Any], operation_model: Any, **_: object) -> None:

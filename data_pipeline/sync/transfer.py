@@ -36,7 +36,7 @@ def copy(
     item: Item,
     rate: Rate,
     meter: Meter,
-    may_appear: Callable[[], None] = lambda: None,
+    may_appear: Callable[[], None],
 ) -> Written:
     """Copy a file and compare both sides with its hash.
 

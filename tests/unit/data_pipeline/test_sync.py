@@ -348,8 +348,9 @@ def test_what_a_collection_removes_while_the_names_settle_is_missed(made, target
     assert "captions/manifest.json" not in target.list()
 
 
-def test_no_manifest_is_written_under_a_name_that_does_not_settle(made, target, monkeypatch):
+def test_no_manifest_is_written_under_a_name_that_does_not_settle(made, monkeypatch):
     """Though no file is missing: a sync that was killed had copied them all."""
+    target = MemoryStore("unsettled")
     sync(made, target)
     target.delete("captions/manifest.json")
 
@@ -363,6 +364,7 @@ def test_no_manifest_is_written_under_a_name_that_does_not_settle(made, target, 
     assert "captions/manifest.json" not in target.list()
     sync(made, target, ["captions"])
     assert "captions/manifest.json" in target.list()
+    target.clear()
 
 
 # The way ----------------------------------------------------------------------------------------

@@ -17,12 +17,14 @@ from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.samples import CrudeSample, ImageSegment, TextSegment
 from data_pipeline.store.open import MissingKey, ObjectInfo, open_store
 from data_pipeline.text import Tokenizer, train_ranks
+from kimi_pretrain.config import load_config
+from launch.cli.data_serve import _for_pages
 from launch.pages.pictures import encoded
 from launch.pages.turns import ComeAgain
 from launch.web import fresh
 from launch.web.app import application
 from launch.web.auth import Doorkeeper, Person, Role, digest
-from launch.web.corpus import Corpus, NotHere
+from launch.web.corpus import PATIENCE_S, Corpus, NotHere
 from launch.web.fresh import Fresh
 from launch.web.media import Media
 from launch.web.site import Site
@@ -199,3 +201,11 @@ def test_a_source_that_was_removed_is_gone(corpus):
         corpus.source("notes")
     assert [one.name for one in corpus.every()] == ["others"]
     assert [one.name for one in corpus.chosen("", "text")] == ["others"]
+
+
+def test_pages_read_a_runs_data_here_and_do_not_wait_long_for_them():
+    data = load_config("kimi_k25_1t", []).data
+    found = _for_pages(data)
+    assert (found.workers, found.prefetch_steps, found.cache) == (0, 0, None)
+    assert (data.patience, found.patience) == (120.0, PATIENCE_S)
+    assert _for_pages(data.replace(patience=2.0)).patience == 2.0
