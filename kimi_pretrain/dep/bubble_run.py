@@ -4,7 +4,8 @@ The schedule says when it is about to wait and which pass it begins (`engine.slo
 before pass n. In its slots a rank encodes its units in their order and sends each output at
 once. A first-stage rank receives a few microbatches ahead, and puts a microbatch's leaf together
 when its first pass begins; as soon as that leaf has its gradient, it is sent back, unit by unit.
-Backward work waits for it in a slot that the plan has behind it.
+Backward work waits for it in a slot that the plan has behind it. Behind the last pass gradients
+leave for the sum over all ranks as the last unit's pieces complete them.
 
 Sends are waited for at the end alone. What a rank waits for inside the schedule is what the plan
 was checked with (`bubble_check`), or less: forward work may be done earlier than planned and
@@ -84,6 +85,7 @@ class BubbleRun:
         pixels: of this rank's items.
         ahead: microbatches before their first pass in which receives are posted.
         wire: type of numbers on their way; None: the encoder's.
+        complete: the encoder's gradients are, behind this run's: they are summed over ranks.
         phase: names what is done, for the timeline.
 
     Attributes:
@@ -100,6 +102,7 @@ class BubbleRun:
         pixels: Pixels,
         ahead: int,
         wire: torch.dtype | None,
+        complete: bool,
         phase: Callable[[str], AbstractContextManager[None]],
     ):
         assert vision.bubbles is not None
@@ -126,6 +129,9 @@ class BubbleRun:
         self._forward = deque(_pieces(self.plan.forward[self.rank]))
         later = self.plan.backward[self.rank] if encoder.trainable else []
         self._backward = deque(_pieces(later))
+        # Ranks that have nothing to take back send their buckets with the others'.
+        self._sums = encoder.sums if complete and encoder.trainable else None
+        self._last_unit = later[-1].unit if later else -1
         self._sent: list[tuple[Tensor, Work]] = []
         self._leaves: Sequence[Microbatch] = ()
         self._outgoing: dict[int, list[_Message]] = {}
@@ -211,9 +217,13 @@ class BubbleRun:
         if self.started < len(self.passes):
             raise OutOfOrder(f"stage {self.stage} ended before the {self.passes[self.started]}")
         assert not self._forward
+        if self._sums is not None:
+            self._sums.release()
         while self._backward:
             _, unit, piece = self._backward.popleft()
             self._go_back(unit, piece)
+        if self._sums is not None:
+            self._sums.send_all()
         with self.idle():
             for _, work in self._sent:
                 work.wait()
@@ -294,6 +304,9 @@ class BubbleRun:
         if piece == 0:
             for message in work.to:
                 self._expect_gradient(message)
+            if unit == self._last_unit and self._sums is not None:
+                # All ranks come to their end without each other's buckets, not to each pass.
+                self._sums.overlap(held=self.started < len(self.passes))
         with self._working("6 vision backward", unit, kind):
             work.run.again(piece)
         if piece == 0:

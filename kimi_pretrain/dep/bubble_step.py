@@ -95,7 +95,7 @@ class BubbleStep(TrainStep):
         with self.clock.phase("prepare"):
             run = BubbleRun(
                 vision, self.mesh.stage, self.encoder, self.links, grids, media,
-                self.config.dep.bubble_ahead, self.exchange.dtype, phase,
+                self.config.dep.bubble_ahead, self.exchange.dtype, outside is None, phase,
             )  # fmt: skip
         self.schedule.slots = run
         with self.clock.phase(BACKBONE):

@@ -1,4 +1,4 @@
-"""The sum of the encoder's gradients over all ranks, begun while the last chunk goes backward.
+"""The sum of the encoder's gradients over all ranks, begun while the last work goes backward.
 
 The encoder is replicated, so its gradient is the sum over all ranks, of whatever each encoded, or
 of nothing: ranks without media take part with zeros. One flat buffer holds it, cut into buckets
@@ -48,7 +48,7 @@ class GradientSum:
         self.buffer = torch.zeros(elements, dtype=wide, device=device)
         self.views: dict[str, Tensor] = {}
         self.bytes_moved = 0
-        self._overlapping = False
+        self._overlapping = self._held = False
         self._waiting: list[int] = []
         self._work: list[Work] = []
         self._lay_out([None] * len(params))
@@ -73,16 +73,29 @@ class GradientSum:
         self.buffer.zero_()
         self.bytes_moved = 0
 
-    def overlap(self) -> None:
-        """Say that the next backward pass is this rank's last: finished buckets may leave."""
-        self._overlapping = True
+    def overlap(self, *, held: bool = False) -> None:
+        """Say that the next backward pass is this rank's last: finished buckets may leave.
+
+        Args:
+            held: not before `release`.
+        """
+        self._overlapping, self._held = True, held
         self._waiting = list(self._members)
 
-    def finish(self) -> None:
-        """Send what is left, and wait until every sum over all ranks is where it belongs."""
+    def release(self) -> None:
+        """Send the finished buckets that are held, and others as they are finished."""
+        self._held = False
+        self._send_finished()
+
+    def send_all(self) -> None:
+        """Send all buckets that have not left, and wait for none; nothing more may be added."""
         self._overlapping = False
         while len(self._work) < len(self._parts):
             self._send()
+
+    def finish(self) -> None:
+        """Send what is left, and wait until every sum over all ranks is where it belongs."""
+        self.send_all()
         for work in self._work:
             work.wait()
         self._work = []
@@ -113,6 +126,12 @@ class GradientSum:
                     start += param.numel()
             self._parts[bucket] = self.buffer[first:start]
 
+    def _send_finished(self) -> None:
+        if not self._overlapping or self._held:
+            return
+        while len(self._work) < len(self._parts) and not self._waiting[len(self._work)]:
+            self._send()
+
     def _send(self) -> None:
         bucket = len(self._work)  # always in this order, or ranks would add up different buckets
         part, owner = self._parts[bucket], self._owner_of[bucket]
@@ -133,8 +152,7 @@ class GradientSum:
             param.grad = None
             if self._overlapping:
                 self._waiting[self._bucket_of[name]] -= 1
-                while len(self._work) < len(self._parts) and not self._waiting[len(self._work)]:
-                    self._send()
+                self._send_finished()
 
         return collect
 

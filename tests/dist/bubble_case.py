@@ -31,13 +31,18 @@ def bubbles(run) -> dict[str, Any]:
     "backbone", the largest relative difference of any tensor's gradient from DEP's, on any rank;
     "loss": whether it is the same bits; "bits": whether the encoder's gradients are those of
     "planned"; how many pieces are planned between two passes ("forward inside", "backward
-    inside"), and how many were done there ("done inside"); patches "kept"; seconds. Of all:
+    inside"), and how many were done there ("done inside"); patches "kept"; of how many "buckets" of
+    the encoder's gradients how many had "left" with the last piece, None where more gradients
+    follow; seconds. "summed behind": as "planned", but no bucket leaves before all are done. Of all:
     "shared" items, "units", and how many of these are of several items ("joined").
     """
     from kimi_pretrain.step import TrainStep
 
     batch = next(run.loader)
     step, vision = run.train_step, run.planner.plan(batch.plan)
+    sums = run.encoder.sums
+    sums._limit = 4_000
+    sums.to_owners(run.update.optimizer.owner_ranks("encoder"))
     kept: list[dict[str, torch.Tensor]] = []
 
     def gradients(plan, **patched) -> tuple[dict[str, torch.Tensor], Any]:
@@ -52,9 +57,16 @@ def bubbles(run) -> dict[str, Any]:
     )
     moves = [(f"moved {seed}", _moved(vision.bubbles, seed)) for seed in range(SEEDS)]
     found = {}
-    for name, plan in [("planned", vision.bubbles), *moves, ("asleep", moves[0][1])]:
+    behind = "summed behind", vision.bubbles
+    for name, plan in [("planned", vision.bubbles), *moves, ("asleep", moves[0][1]), behind]:
         began = time.time()
-        with _done_inside() as done, _sleeps(run.mesh.rank) if name == "asleep" else ExitStack():
+        with ExitStack() as around:
+            done = around.enter_context(_done_inside())
+            if name == "asleep":
+                around.enter_context(_sleeps(run.mesh.rank))
+            if name == "summed behind":
+                around.enter_context(_patched(sums, overlap=lambda **_: None))
+            left = around.enter_context(_left(sums))
             mine, report = gradients(replace(vision, bubbles=plan))
         kept.append(mine)
         errors = {name: _error(mine[name], want) for name, want in dep.items()}
@@ -64,6 +76,8 @@ def bubbles(run) -> dict[str, Any]:
             "loss": report.loss == plain.loss,
             "bits": all(torch.equal(mine[name], first) for name, first in kept[0].items()),
             "done inside": len(done),
+            "buckets": len(sums._parts),
+            "left": left[0] if left else None,
             "kept": report.kept_patches,
             "measured": report.bubble_seconds,
             "seconds": time.time() - began,
@@ -127,7 +141,7 @@ def bubble_rules(run) -> dict[str, Any]:
     vision, links = run.planner.plan(batch.plan), run.train_step.links
     assert isinstance(links, Links)
     vision = replace(vision, bubbles=replace(vision.bubbles, plan=_nothing(vision.bubbles.plan)))
-    work = BubbleRun(vision, 0, run.encoder, links, [], {}, 0, None, lambda phase: ExitStack())
+    work = BubbleRun(vision, 0, run.encoder, links, [], {}, 0, None, False, lambda phase: ExitStack())
     work._make_leaf = lambda microbatch: None
     work.forward(0, 0)
     messages = []
@@ -232,6 +246,28 @@ def _done_inside() -> Iterator[list[int]]:
     BubbleRun._working = told
     yield done
     BubbleRun._working = working
+
+
+@contextmanager
+def _left(sums) -> Iterator[list[int]]:
+    """Collect how many buckets left between the last pass and the end of the last piece.
+
+    None may have left before, nor afterwards.
+    """
+    left, released, send_all = list[int](), list[int](), sums.send_all
+
+    def release() -> None:
+        released.append(len(sums._work))
+        type(sums).release(sums)
+
+    def last() -> None:
+        if released and not left:
+            left.append(len(sums._work) - released[0])
+        send_all()
+
+    with _patched(sums, release=release, send_all=last):
+        yield left
+    assert not any(released)
 
 
 def _moved(bubbles, seed: int):

@@ -85,15 +85,21 @@ def made_layers(rank: int) -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(5)))
 
 
-def summed(rank: int, chunks: int, *, overlap: bool, bucket: int) -> torch.Tensor:
+def summed(
+    rank: int, chunks: int, *, overlap: bool, bucket: int, held: bool = False
+) -> torch.Tensor:
     layers = made_layers(rank)
     sums = GradientSum(dict(layers.named_parameters()), torch.float32, torch.device("cpu"), bucket)
     for chunk in range(chunks):
         x = torch.linspace(rank, chunk + 2.0, 18).view(3, 6)
         if overlap and chunk == chunks - 1:
-            sums.overlap()
+            sums.overlap(held=held)
         layers(x).square().sum().backward()
         assert all(p.grad is None for p in layers.parameters())
+    if held:
+        assert not sums._work
+        sums.release()
+    assert len(sums._work) == (len(sums._parts) if overlap and chunks else 0)
     sums.finish()
     return sums.buffer
 
@@ -105,6 +111,7 @@ def sum_is_the_same_with_and_without_overlap(rank: int) -> None:
         plain = summed(rank, chunks, overlap=False, bucket=bucket)
         early = summed(rank, chunks, overlap=True, bucket=bucket)
         assert torch.equal(plain, early), bucket
+        assert torch.equal(plain, summed(rank, chunks, overlap=True, bucket=bucket, held=True))
     expected = torch.zeros_like(plain)
     for other, count in enumerate([3, 1, 0, 2]):
         layers = made_layers(other)

@@ -65,8 +65,13 @@ def check(name, found):
             assert rank["backbone"] == 0, (variant, rank)
             assert rank["loss"], variant
             assert rank["bits"], variant
+            assert (rank["left"] is None) == ("shared" in name or rank["buckets"] == 0), variant
         inside += [rank for rank in ranks if "moved" in variant]
         assert (sum(rank["kept"] for rank in ranks) > 0) == ("kept" in name), variant
+    # Who has nothing to take back sends all with the others' at the end.
+    early = [rank["left"] == rank["buckets"] > 1 for rank in found["planned"]]
+    assert few or "shared" in name or "frozen" in name or any(early)
+    assert not any(rank["left"] for rank in found["summed behind"])
     planned = sum(rank["forward inside"] + rank["backward inside"] for rank in inside)
     assert few or planned > 10
     # How much of it hangs on the clock: backward work may be put off, forward work may not.
