@@ -3,7 +3,8 @@
 `kimi_pretrain.dep.bubble_plan` plans on the timeline of the text alone with what items should cost;
 here the plan runs, with what they do cost: a rank does the pieces of each of its slots, then its
 pass, and whoever waits for it is later. The replicas of a group of experts meet in every layer, so
-their passes begin together, when the last of them is ready.
+their passes begin together, when the last of them is ready. From its last pass on a rank's
+gradients leave for the sum over all ranks as its last unit completes them.
 """
 
 from collections import defaultdict, deque
@@ -99,8 +100,9 @@ def run_through(
     filling: Filling,
     experts: int,
     put_off: bool = True,
+    sum_seconds: float = 0.0,
 ) -> float:
-    """Return when the last rank is done with a step, in seconds from its beginning.
+    """Return when a step is done, in seconds from its beginning.
 
     Args:
         units: those of the plan, with true costs.
@@ -108,6 +110,8 @@ def run_through(
         filling: of the plan: pieces, transport, and what a bubble that is used loses.
         experts: replicas that meet in every layer.
         put_off: as in `Bubbles`.
+        sum_seconds: of the sum of the encoder's gradients over all ranks. Those of a piece of the
+            forward pass, which all have as many, travel when each rank's last unit has done it.
     """
     schedule, line = text.schedule, text.line
     replicas = len(plan.stage) // schedule.stages
@@ -119,25 +123,27 @@ def run_through(
             begin = line.end[stage, slot - 1] if slot else -np.inf
             start = np.inf if last else line.start[stage, slot]
             order += [(begin, stage, 0, slot)] if (stage, slot, 0) in work else []
-            order += [(start, stage, 1, slot)] if (stage, slot, 1) in work else []
+            order += [(start, stage, 1, slot)] if last or (stage, slot, 1) in work else []
             order += [] if last else [(start, stage, 2, slot)]
     numbers = [{one: n for n, one in enumerate(passes)} for passes in schedule.passes]
     lengths = [
         {gap.slot: gap.end - gap.begin for gap in gaps_of(stage, line, filling)}
         for stage in range(schedule.stages)
     ]
-    groups = replicas // experts
+    groups, together = replicas // experts, plan.together.reshape(-1, replicas)
     busy = np.zeros((schedule.stages, replicas))
     opened = np.zeros((schedule.stages, replicas))  # when the slot began
+    begun = np.zeros((schedule.stages, replicas))  # when the last pass did
     ended = np.zeros((schedule.stages, schedule.num_passes, groups))
     ready = np.zeros((schedule.microbatches, replicas))
     done = np.zeros((schedule.microbatches, groups))
     left: dict[tuple[int, int], deque[list[Any]]] = defaultdict(deque)
+    complete = np.zeros(plan.pieces)  # when the last rank has a piece's gradients
     for _, stage, kind, slot in sorted(order):
         inside = 0 < slot < schedule.num_passes
         lost = filling.slot_seconds if inside else 0.0
         if kind == 0:
-            for replica, home, microbatch, runs, last in work[stage, slot, 0]:
+            for _, replica, home, microbatch, runs, last in work[stage, slot, 0]:
                 if busy[stage, replica] == opened[stage, replica]:
                     busy[stage, replica] += lost
                 busy[stage, replica] += sum(count * seconds for count, seconds in runs)
@@ -145,15 +151,23 @@ def run_through(
                     at = busy[stage, replica] + filling.transport
                     ready[microbatch, home] = max(ready[microbatch, home], at)
         elif kind == 1:
-            for replica, home, microbatch, runs, _ in work[stage, slot, 1]:
-                left[stage, replica] += [[home // experts, microbatch, *run] for run in runs]
+            for unit, replica, home, microbatch, runs, _ in work[stage, slot, 1]:
+                more = [[unit, home // experts, microbatch, *run] for run in runs]
+                left[stage, replica] += more
             for replica in range(replicas):
                 ends = np.inf
                 if inside and put_off:
                     ends = opened[stage, replica] + lost + lengths[stage][slot]
                 if left[stage, replica] and busy[stage, replica] == opened[stage, replica]:
                     busy[stage, replica] += lost
-                time = _spent(left[stage, replica], float(busy[stage, replica]), ends, done)
+                mine, time = left[stage, replica], float(busy[stage, replica])
+                if slot == schedule.num_passes:
+                    begin = float(begun[stage, replica])
+                    count = int(together[stage, replica])
+                    time, over = _behind(mine, count, plan.pieces, begin, time, done)
+                    complete = np.maximum(complete, over)
+                else:
+                    time = _spent(mine, time, ends, done)
                 busy[stage, replica] = time
         else:
             backward, chunk, microbatch = this = schedule.passes[stage][slot]
@@ -172,9 +186,42 @@ def run_through(
             end = start + table[chunk * schedule.stages + stage, microbatch]
             ended[stage, slot] = end
             busy[stage] = opened[stage] = np.repeat(end, experts)
+            begun[stage] = np.repeat(start, experts)
             if first and backward:
                 done[microbatch] = end + filling.transport
-    return float(busy.max())
+    end = 0.0
+    for one in complete.tolist():
+        end = max(end, one) + sum_seconds / plan.pieces
+    return max(end, float(busy.max()))
+
+
+def _behind(
+    left: deque[list[Any]], together: int, pieces: int, begin: float, time: float, done: Floats
+) -> tuple[float, Floats]:
+    """Do what a rank has left behind its last pass.
+
+    Args:
+        left: as in `_spent`.
+        together: how many last pieces are done piece by piece for all their units.
+        pieces: of a unit.
+        begin: of the last pass: no gradient of a weight leaves before.
+        time: when the rank is free.
+        done: as in `_spent`.
+
+    Returns:
+        when the rank is free again, and when its gradients of each piece are complete, [pieces].
+    """
+    found, behind, each = np.full(pieces, begin), defaultdict[int, int](int), []
+    for unit, group, microbatch, count, seconds in reversed(left):
+        for _ in range(count):
+            behind[unit] += 1
+            each.append((pieces - behind[unit], float(done[microbatch, group]), seconds))
+    left.clear()
+    each.reverse()
+    first = len(each) - together
+    for piece, arrived, seconds in each[:first] + sorted(each[first:], key=lambda one: one[0]):
+        found[piece] = time = max(time, arrived) + seconds
+    return time, found
 
 
 def _spent(left: deque[list[Any]], time: float, ends: float, done: Floats) -> float:
@@ -183,51 +230,53 @@ def _spent(left: deque[list[Any]], time: float, ends: float, done: Floats) -> fl
     A rank may put these off by itself: nobody waits for them before the step's end.
 
     Args:
-        left: (group, microbatch, pieces, seconds of each) in order; what is done is taken out.
+        left: (unit, group, microbatch, pieces, seconds of each), in order; done ones are taken out.
         ends: when the slot is used up; no piece begins that goes over it by more than `OVER`.
         done: when the gradients of a microbatch are there, [microbatches, groups].
     """
     while left:
-        group, microbatch, count, seconds = left[0]
+        _, group, microbatch, count, seconds = left[0]
         start = max(time, float(done[microbatch, group]))
         over = ends + OVER * seconds
         fits = count if start + count * seconds <= over else int(max(0.0, over - start) // seconds)
         if fits:
             time = start + fits * seconds
         if fits < count:
-            left[0][2] -= fits
+            left[0][3] -= fits
             break
         left.popleft()
     return time
 
 
 Runs = list[tuple[int, float]]  # pieces, and seconds of each
+_Slice = tuple[int, int, int, int, Runs, bool]
 
 
 def _work(
     plan: BubblePlan, units: Units, replicas: int
-) -> Mapping[tuple[int, int, int], list[tuple[int, int, int, Runs, bool]]]:
+) -> Mapping[tuple[int, int, int], list[_Slice]]:
     """Return (stage, slot, 0 forward or 1 backward) -> what its ranks do there, in their order.
 
-    Each as (replica, replica that needs it, microbatch, pieces, whether they are the last).
+    Each as (unit, replica, replica that needs it, microbatch, pieces, whether they are the last).
     """
     cut = plan.pieces
     home, microbatch = units.home.tolist(), units.microbatch.tolist()
     columns = (units.forward / cut, units.again / cut, units.backward / cut)
     forward, again, backward = (column.tolist() for column in columns)
     kept = plan.kept.tolist()
-    found: dict[tuple[int, int, int], list[tuple[int, int, int, Runs, bool]]] = defaultdict(list)
+    found: dict[tuple[int, int, int], list[_Slice]] = defaultdict(list)
     for rank, stage in enumerate(plan.stage.tolist()):
         replica = rank % replicas
         for unit, slot, begin, end in plan.forward[rank]:
             runs = [(end - begin, forward[unit])]
-            entry = (replica, home[unit], microbatch[unit], runs, end == cut)
+            entry = (unit, replica, home[unit], microbatch[unit], runs, end == cut)
             found[stage, slot, 0].append(entry)
         for unit, slot, begin, end in plan.backward[rank]:
             spared = max(0, min(end, kept[unit]) - begin)
             runs = [(spared, backward[unit]), (end - begin - spared, again[unit])]
             runs = [run for run in runs if run[0]]
-            found[stage, slot, 1].append((replica, home[unit], microbatch[unit], runs, False))
+            entry = (unit, replica, home[unit], microbatch[unit], runs, False)
+            found[stage, slot, 1].append(entry)
     return found
 
 
@@ -277,19 +326,19 @@ def bubble_step(
     check(found)
     off = scattered(len(plan.items), plan.step, case.seed, way.scatter)
     true = units_of(plan, config, case.assumed, off)
-    seconds = run_through(found, true, text, way.filling, config.layout.ep, way.put_off)
+    sums = gradient_sum_seconds(config, case.assumed)
+    seconds = run_through(found, true, text, way.filling, config.layout.ep, way.put_off, sums)
     passes = (text.forward + text.backward).sum() / config.layout.pp
     share = found.kept / found.pieces
     spent = true.forward + true.again - share * (true.again - true.backward)
     kept = np.bincount(found.rank, share * units.kept_bytes, case.ranks)
-    fixed = gradient_sum_seconds(config, case.assumed) + 2 * case.assumed.phase_seconds
     return BubbleStep(
         text=text.line.total,
         load=float(spent.sum()) / case.ranks,
         bubble=text.line.total - float(passes),
         upfront=found.upfront,
         after=found.after,
-        total=seconds + fixed,
+        total=seconds + 2 * case.assumed.phase_seconds,
         kept_gib=float(kept.max()) / GIB if len(kept) else 0.0,
     )
 

@@ -133,6 +133,9 @@ class BubblePlan:
         pieces: of a unit's forward pass, and of its backward pass.
         forward: of each rank its slices of forward passes, in time and in the order of units.
         backward: the same of backward passes.
+        together: pieces of each rank's backward passes, the last ones, that it begins when all
+            gradients are there, [ranks]. It does them piece by piece for all their units, so that
+            weights' gradients are complete one after the other.
         upfront, after: seconds before and behind the passes.
     """
 
@@ -144,6 +147,7 @@ class BubblePlan:
     pieces: int
     forward: list[list[Slice]]
     backward: list[list[Slice]]
+    together: Ints
     upfront: float
     after: float
 
@@ -171,6 +175,12 @@ SCATTER = 0.1
 # How much of a backward piece may lie beyond the time of its slot before it is put off: most passes
 # may begin somewhat later, and a gap may be no longer than a piece should take.
 OVER = 0.5
+# Margin is scarce where work must be done, and spare elsewhere. Of others' margin so many times as
+# much is left in the choice of ranks before the first pass, where whatever takes longer makes all
+# passes late, and behind the last one, where slots have none and the slowest rank ends the step.
+FIRST_MARGIN, LAST_MARGIN = 1.5, 2 / 3
+# Of a rank's forward work so many times as much, the first of these with which no step is longer.
+SPARE = (3.0, 2.0, 1.5)
 # What gaps of a stage are used for at least, in the choice of ranks, however large pieces are.
 LEAST_USE = 0.25
 
@@ -418,7 +428,11 @@ def _fitting(pieces: int, seconds: float, room: float) -> int:
 
 
 def _placed(
-    forward: Sequence[_Job], backward: Sequence[_Job], gaps: Sequence[Gap], upfront: float
+    forward: Sequence[_Job],
+    backward: Sequence[_Job],
+    gaps: Sequence[Gap],
+    upfront: float,
+    spare: float,
 ) -> tuple[list[Slice], list[Slice], float, float]:
     """Place the work of one rank.
 
@@ -426,20 +440,27 @@ def _placed(
         forward: in the order of units; borders are when outputs are needed.
         backward: the same; borders are when gradients come.
         upfront: seconds before the passes to begin with; more is taken where they do not do.
+        spare: how many times their gaps' margin forward passes have.
 
     Returns:
         the slices of both kinds, the seconds that were needed before the passes, and the end.
     """
+    wider = [replace(gap, margin=_times(gap.margin, spare)) for gap in gaps]
     while True:
         first = Gap(gaps[0].slot, gaps[0].begin - upfront, gaps[0].begin, 1.0)
         wide = [first, *gaps]
         cursor = [gap.begin for gap in wide]
-        early, short = _before(forward, cursor, wide)
+        early, short = _before(forward, cursor, [first, *wider])
         if not short:
             break
         upfront += short * (1 + 1e-9)
     late = _behind(backward, cursor, wide)
     return early, late, upfront, cursor[-1]
+
+
+def _times(margin: float, more: float) -> float:
+    """Return so many times as much margin."""
+    return 1.0 + more * (margin - 1.0)
 
 
 class _Work:
@@ -465,11 +486,24 @@ class _Work:
             self.units[one].append(unit)
 
     def placed(
-        self, rank: int, units: Sequence[int], upfront: float
+        self, rank: int, upfront: float, spare: float = 1.0
     ) -> tuple[list[Slice], list[Slice], float, float]:
         """Place the units of a rank; see `_placed`."""
+        units = self.units[rank]
         early, late = zip(*(self.jobs[unit] for unit in units)) if units else ((), ())
-        return _placed(early, late, self.gaps[self.stage[rank]], upfront)
+        return _placed(early, late, self.gaps[self.stage[rank]], upfront, spare)
+
+    def pieces_within(self, late: Sequence[Slice], seconds: float) -> int:
+        """Return how many of a rank's last pieces behind all passes take no longer together."""
+        found, behind = 0, self.gaps[0][-1].slot
+        for unit, slot, begin, end in reversed(late):
+            (kept, spared), (_, again) = self.jobs[unit][1].runs
+            for piece in reversed(range(begin, end)):
+                seconds -= spared if piece < kept else again
+                if slot != behind or seconds < 0:
+                    return found
+                found += 1
+        return found
 
 
 def assign_units(
@@ -484,38 +518,48 @@ def assign_units(
         stage: pipeline stage of each rank that may take part, [ranks].
         filling: how.
     """
-    gaps = [gaps_of(one, line, filling) for one in range(schedule.stages)]
+    gaps = []
+    for one in range(schedule.stages):
+        first, *inside, last = gaps_of(one, line, filling)
+        first = replace(first, margin=_times(filling.margin, FIRST_MARGIN))
+        last = replace(last, margin=_times(filling.margin, LAST_MARGIN))
+        gaps.append([first, *inside, last])
     room = _Room(gaps, stage, borders_of(schedule, line, filling.transport))
     return _assigned(units, room, gaps, stage, filling)
 
 
 def place_units(
     units: Units, rank: Ints, kept: Ints, schedule: Schedule, line: Timeline,
-    stage: Ints, filling: Filling,
+    stage: Ints, filling: Filling, spare: Sequence[float] = SPARE,
 ) -> BubblePlan:  # fmt: skip
     """Put each unit into slots of its rank.
 
     Args:
         units, schedule, line, stage, filling: as for `assign_units`.
         rank, kept: of each unit.
+        spare: as `SPARE`; the step is as long without.
     """
     borders = borders_of(schedule, line, filling.transport)
     gaps = [gaps_of(one, line, filling) for one in range(schedule.stages)]
     work = _Work(units, rank, kept, gaps, stage, borders, filling)
-    placed = [work.placed(one, mine, 0.0) for one, mine in enumerate(work.units)]
+    ranks = range(len(stage))
+    placed = [work.placed(one, 0.0) for one in ranks]
     # What the slowest rank needs before its passes, all have.
     if upfront := max(needed for _, _, needed, _ in placed):
-        placed = [work.placed(one, mine, upfront) for one, mine in enumerate(work.units)]
-    forward: list[list[Slice]] = []
-    backward: list[list[Slice]] = []
-    end = line.total
-    for early, late, _, last in placed:
-        forward.append(early)
-        backward.append(late)
-        end = max(end, last)
+        placed = [work.placed(one, upfront) for one in ranks]
+    end = max(line.total, *(last for *_, last in placed))
+    for one in ranks:
+        for times in spare:
+            wider = work.placed(one, upfront, times)
+            if wider[2] <= upfront and wider[3] <= end:
+                placed[one] = wider
+                break
+    forward, backward, _, _ = zip(*placed)
+    arrived = float(borders.done.max())
+    together = [work.pieces_within(late, last - arrived) for _, late, _, last in placed]
     return BubblePlan(
-        schedule, stage, units.microbatch, rank, kept, filling.pieces, forward, backward, upfront,
-        end - line.total,
+        schedule, stage, units.microbatch, rank, kept, filling.pieces, list(forward),
+        list(backward), np.array(together), upfront, end - line.total,
     )  # fmt: skip
 
 

@@ -169,7 +169,7 @@ class BubblePlanner:
             rank, kept, room, over = self._fitting(units, schedule, line, held, room)
             if len(lines) == 1:
                 return rank, kept, 0
-            plan = place_units(units, rank, kept, schedule, line, self.stage, self.filling)
+            plan = place_units(units, rank, kept, schedule, line, self.stage, self.filling, ())
             found.append((over, plan.upfront + plan.after, number, rank, kept))
         _, _, number, rank, kept = min(found, key=lambda one: one[:3])
         return rank, kept, number

@@ -4,8 +4,8 @@ The schedule says when it is about to wait and which pass it begins (`engine.slo
 before pass n. In its slots a rank encodes its units in their order and sends each output at
 once. A first-stage rank receives a few microbatches ahead, and puts a microbatch's leaf together
 when its first pass begins; as soon as that leaf has its gradient, it is sent back, unit by unit.
-Backward work waits for it in a slot that the plan has behind it. Behind the last pass gradients
-leave for the sum over all ranks as the last unit's pieces complete them.
+Backward work waits for it in a slot that the plan has behind it. From the last pass on the
+encoder's gradients leave for the sum over all ranks as the last unit's pieces complete them.
 
 Sends are waited for at the end alone. What a rank waits for inside the schedule is what the plan
 was checked with (`bubble_check`), or less: forward work may be done earlier than planned and
@@ -15,8 +15,9 @@ in the order of units and sums of the backbone are not touched.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from operator import itemgetter
 from time import perf_counter
 
 import numpy as np
@@ -129,9 +130,10 @@ class BubbleRun:
         self._forward = deque(_pieces(self.plan.forward[self.rank]))
         later = self.plan.backward[self.rank] if encoder.trainable else []
         self._backward = deque(_pieces(later))
-        # Ranks that have nothing to take back send their buckets with the others'.
         self._sums = encoder.sums if complete and encoder.trainable else None
         self._last_unit = later[-1].unit if later else -1
+        if self._sums is not None:
+            self._sums.hold()
         self._sent: list[tuple[Tensor, Work]] = []
         self._leaves: Sequence[Microbatch] = ()
         self._outgoing: dict[int, list[_Message]] = {}
@@ -217,11 +219,13 @@ class BubbleRun:
         if self.started < len(self.passes):
             raise OutOfOrder(f"stage {self.stage} ended before the {self.passes[self.started]}")
         assert not self._forward
-        if self._sums is not None:
-            self._sums.release()
-        while self._backward:
+        together = int(self.plan.together[self.rank])
+        while len(self._backward) > together:
             _, unit, piece = self._backward.popleft()
             self._go_back(unit, piece)
+        for _, unit, piece in sorted(self._backward, key=itemgetter(2)):  # units stay in order
+            self._go_back(unit, piece)
+        self._backward.clear()
         if self._sums is not None:
             self._sums.send_all()
         with self.idle():
@@ -264,6 +268,9 @@ class BubbleRun:
                 f"has {planned}: Megatron-Core's schedule is not the one that it was made for"
             )
         self.started += 1
+        if self.started == len(self.passes) and self._sums is not None:
+            # Not before: others' buckets may need passes that wait for this rank's.
+            self._sums.release() if self._last_unit >= 0 else self._sums.send_all()
 
     # As a rank that encodes ----------------------------------------------------------------------
 
@@ -304,14 +311,15 @@ class BubbleRun:
         if piece == 0:
             for message in work.to:
                 self._expect_gradient(message)
-            if unit == self._last_unit and self._sums is not None:
-                # All ranks come to their end without each other's buckets, not to each pass.
-                self._sums.overlap(held=self.started < len(self.passes))
         with self._working("6 vision backward", unit, kind):
             work.run.again(piece)
         if piece == 0:
             gradient = self._gradient(work)
-        with self._working("6 vision backward", unit, kind, more=True):
+        last = unit == self._last_unit and self._sums is not None
+        with (
+            self._working("6 vision backward", unit, kind, more=True),
+            self.encoder.sums.last() if last else nullcontext(),
+        ):
             work.run.backward(gradient)
         if piece == self.plan.pieces - 1:
             del self._units[unit]

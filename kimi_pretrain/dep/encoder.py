@@ -7,6 +7,7 @@ activations are kept is not computed again.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -174,11 +175,11 @@ class EncoderPass:
             output = self._encode(chunk) if chunk.output is None else chunk.output
             if self.encoder.check_recompute:
                 self._check(chunk, output)
-            if number == len(self.chunks) - 1 and chunk.parts == 1:
-                # Ranks that share an item communicate in every layer: the sum starts after that,
-                # or ranks could wait for each other in two groups.
-                self.encoder.sums.overlap()
-            torch.autograd.backward(output, gradients[start : start + chunk.tokens])
+            # Ranks that share an item communicate in every layer: the sum starts after that, or
+            # ranks could wait for each other in two groups.
+            last = number == len(self.chunks) - 1 and chunk.parts == 1
+            with self.encoder.sums.last() if last else nullcontext():
+                torch.autograd.backward(output, gradients[start : start + chunk.tokens])
             start += chunk.tokens
             chunk.output = chunk.features = chunk.pixels = None
         assert start == len(gradients), (start, gradients.shape)

@@ -9,7 +9,8 @@ Where each parameter is updated by one rank (`to_owners`), its sum is made there
 holds parameters of one owner, laid side by side in the buffer, and half as many bytes travel.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -48,8 +49,7 @@ class GradientSum:
         self.buffer = torch.zeros(elements, dtype=wide, device=device)
         self.views: dict[str, Tensor] = {}
         self.bytes_moved = 0
-        self._overlapping = self._held = False
-        self._waiting: list[int] = []
+        self._counting = self._held = False
         self._work: list[Work] = []
         self._lay_out([None] * len(params))
         for name, param in params.items():
@@ -73,23 +73,29 @@ class GradientSum:
         self.buffer.zero_()
         self.bytes_moved = 0
 
-    def overlap(self, *, held: bool = False) -> None:
-        """Say that the next backward pass is this rank's last: finished buckets may leave.
+    @contextmanager
+    def last(self) -> Iterator[None]:
+        """Say that each gradient that comes meanwhile is this rank's last of its parameter.
 
-        Args:
-            held: not before `release`.
+        Buckets leave as they are finished, in the order of all ranks.
         """
-        self._overlapping, self._held = True, held
-        self._waiting = list(self._members)
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
+
+    def hold(self) -> None:
+        """Have finished buckets stay here until `release`."""
+        self._held = True
 
     def release(self) -> None:
-        """Send the finished buckets that are held, and others as they are finished."""
+        """Send what is finished, and from now on whatever is."""
         self._held = False
         self._send_finished()
 
     def send_all(self) -> None:
         """Send all buckets that have not left, and wait for none; nothing more may be added."""
-        self._overlapping = False
         while len(self._work) < len(self._parts):
             self._send()
 
@@ -98,7 +104,7 @@ class GradientSum:
         self.send_all()
         for work in self._work:
             work.wait()
-        self._work = []
+        self._work, self._waiting = [], list(self._members)
 
     def _lay_out(self, owners: Sequence[int | None]) -> None:
         """Give every parameter a bucket, and a place in the buffer beside the others of it.
@@ -116,6 +122,7 @@ class GradientSum:
         self._bucket_of = dict(zip(self._params, map(keys.index, runs), strict=True))
         self._owner_of = [None if owner < 0 else owner for _, owner in keys]
         self._members = [runs.count(key) for key in keys]
+        self._waiting = list(self._members)
         self._parts: list[Tensor] = [self.buffer[:0]] * len(keys)
         start = 0
         for bucket in reversed(range(len(keys))):
@@ -127,8 +134,6 @@ class GradientSum:
             self._parts[bucket] = self.buffer[first:start]
 
     def _send_finished(self) -> None:
-        if not self._overlapping or self._held:
-            return
         while len(self._work) < len(self._parts) and not self._waiting[len(self._work)]:
             self._send()
 
@@ -150,9 +155,10 @@ class GradientSum:
             assert param.grad is not None
             self.views[name].add_(param.grad)
             param.grad = None
-            if self._overlapping:
+            if self._counting:
                 self._waiting[self._bucket_of[name]] -= 1
-                self._send_finished()
+                if not self._held:
+                    self._send_finished()
 
         return collect
 

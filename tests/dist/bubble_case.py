@@ -6,7 +6,7 @@ See worker.py.
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -33,8 +33,9 @@ def bubbles(run) -> dict[str, Any]:
     "planned"; how many pieces are planned between two passes ("forward inside", "backward
     inside"), and how many were done there ("done inside"); patches "kept"; of how many "buckets" of
     the encoder's gradients how many had "left" with the last piece, None where more gradients
-    follow; seconds. "summed behind": as "planned", but no bucket leaves before all are done. Of all:
-    "shared" items, "units", and how many of these are of several items ("joined").
+    follow; the (unit, piece) that were taken back "together" at the end; seconds. "summed behind":
+    as "planned", but no bucket leaves before all are done. Of all: "shared" items, "units", and how
+    many of these are of several items ("joined").
     """
     from kimi_pretrain.step import TrainStep
 
@@ -57,16 +58,17 @@ def bubbles(run) -> dict[str, Any]:
     )
     moves = [(f"moved {seed}", _moved(vision.bubbles, seed)) for seed in range(SEEDS)]
     found = {}
-    behind = "summed behind", vision.bubbles
-    for name, plan in [("planned", vision.bubbles), *moves, ("asleep", moves[0][1]), behind]:
+    last = "summed behind", vision.bubbles
+    for name, plan in [("planned", vision.bubbles), *moves, ("asleep", moves[0][1]), last]:
         began = time.time()
         with ExitStack() as around:
             done = around.enter_context(_done_inside())
             if name == "asleep":
                 around.enter_context(_sleeps(run.mesh.rank))
             if name == "summed behind":
-                around.enter_context(_patched(sums, overlap=lambda **_: None))
+                around.enter_context(_patched(sums, last=nullcontext))
             left = around.enter_context(_left(sums))
+            behind = around.enter_context(_done_behind())
             mine, report = gradients(replace(vision, bubbles=plan))
         kept.append(mine)
         errors = {name: _error(mine[name], want) for name, want in dep.items()}
@@ -78,6 +80,7 @@ def bubbles(run) -> dict[str, Any]:
             "done inside": len(done),
             "buckets": len(sums._parts),
             "left": left[0] if left else None,
+            "together": list(behind)[-plan.plan.together[run.mesh.rank] or len(behind) :],
             "kept": report.kept_patches,
             "measured": report.bubble_seconds,
             "seconds": time.time() - began,
@@ -141,7 +144,9 @@ def bubble_rules(run) -> dict[str, Any]:
     vision, links = run.planner.plan(batch.plan), run.train_step.links
     assert isinstance(links, Links)
     vision = replace(vision, bubbles=replace(vision.bubbles, plan=_nothing(vision.bubbles.plan)))
-    work = BubbleRun(vision, 0, run.encoder, links, [], {}, 0, None, False, lambda phase: ExitStack())
+    work = BubbleRun(
+        vision, 0, run.encoder, links, [], {}, 0, None, False, lambda phase: ExitStack()
+    )
     work._make_leaf = lambda microbatch: None
     work.forward(0, 0)
     messages = []
@@ -246,6 +251,23 @@ def _done_inside() -> Iterator[list[int]]:
     BubbleRun._working = told
     yield done
     BubbleRun._working = working
+
+
+@contextmanager
+def _done_behind() -> Iterator[list[tuple[int, int]]]:
+    """Collect each (unit, piece) that is taken back behind the last pass."""
+    from kimi_pretrain.dep.bubble_run import BubbleRun
+
+    go_back, done = BubbleRun._go_back, list[tuple[int, int]]()
+
+    def told(self, unit: int, piece: int) -> None:
+        if self.started == len(self.passes):
+            done.append((unit, piece))
+        go_back(self, unit, piece)
+
+    BubbleRun._go_back = told
+    yield done
+    BubbleRun._go_back = go_back
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """One of four processes: the exchange and the sum of gradients, without model and engine."""
 
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 
 import numpy as np
@@ -90,11 +91,12 @@ def summed(
 ) -> torch.Tensor:
     layers = made_layers(rank)
     sums = GradientSum(dict(layers.named_parameters()), torch.float32, torch.device("cpu"), bucket)
+    if held:
+        sums.hold()
     for chunk in range(chunks):
         x = torch.linspace(rank, chunk + 2.0, 18).view(3, 6)
-        if overlap and chunk == chunks - 1:
-            sums.overlap(held=held)
-        layers(x).square().sum().backward()
+        with sums.last() if overlap and chunk == chunks - 1 else nullcontext():
+            layers(x).square().sum().backward()
         assert all(p.grad is None for p in layers.parameters())
     if held:
         assert not sums._work
@@ -138,9 +140,8 @@ def sum_goes_to_owners_alone(rank: int) -> None:
             sums.to_owners(told)
             for chunk in range(chunks):
                 x = torch.linspace(rank, chunk + 2.0, 18).view(3, 6)
-                if chunk == chunks - 1:
-                    sums.overlap()
-                layers(x).square().sum().backward()
+                with sums.last() if chunk == chunks - 1 else nullcontext():
+                    layers(x).square().sum().backward()
             sums.finish()
             for name, gradient in sums.views.items():
                 if told is None or told[name] == rank:

@@ -68,6 +68,14 @@ def check(name, found):
             assert (rank["left"] is None) == ("shared" in name or rank["buckets"] == 0), variant
         inside += [rank for rank in ranks if "moved" in variant]
         assert (sum(rank["kept"] for rank in ranks) > 0) == ("kept" in name), variant
+    for rank in found["planned"]:
+        pieces = [piece for _, piece in rank["together"]]
+        assert pieces == sorted(pieces)
+        for piece in {*pieces}:
+            units = [unit for unit, number in rank["together"] if number == piece]
+            assert units == sorted(units)
+    alike = (len({unit for unit, _ in rank["together"]}) for rank in found["planned"])
+    assert few or "shared" in name or "frozen encoder" in name or max(alike) > 1
     # Who has nothing to take back sends all with the others' at the end.
     early = [rank["left"] == rank["buckets"] > 1 for rank in found["planned"]]
     assert few or "shared" in name or "frozen" in name or any(early)

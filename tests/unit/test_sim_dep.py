@@ -12,7 +12,7 @@ from benchmarks.sim.assumptions import (
     gradient_sum_seconds,
 )
 from benchmarks.sim.backbone import pipeline, text_seconds
-from benchmarks.sim.bubbles import Bubbles, _spent, bubble_step, run_through, scattered, units_of
+from benchmarks.sim.bubbles import Bubbles, _behind, _spent, bubble_step, run_through, scattered, units_of
 from benchmarks.sim.phases import colocated, decoupled, true_plan
 from benchmarks.sim.study import SCHEMES, Case, Scheme, config_of, run
 from kimi_pretrain.dep.bubble_check import check
@@ -223,9 +223,38 @@ def test_a_plan_of_bubbles_runs_as_planned_where_costs_are_true(library, chunks)
 
 @pytest.mark.parametrize(("ends", "spent"), [(0.4, 0.0), (1.4, 1.0), (1.6, 2.0), (9.0, 3.0)])
 def test_a_piece_is_put_off_when_less_than_half_of_it_fits(ends, spent):
-    left = deque([[0, 0, 3, 1.0]])
+    left = deque([[0, 0, 0, 3, 1.0]])
     assert _spent(left, 0.0, ends, np.zeros((1, 1))) == spent
-    assert sum(count for _, _, count, _ in left) == 3 - spent
+    assert sum(count for *_, count, _ in left) == 3 - spent
+
+
+def test_what_is_left_behind_the_last_pass_is_done_piece_by_piece():
+    """Two of three pieces of one unit, and a whole other one, whose gradient comes at 4 s."""
+    arrived = np.array([[0.0], [4.0]])
+    for together, over in ((0, [5.0, 6.0, 7.0]), (5, [6.0, 8.0, 10.0])):
+        left = deque([[7, 0, 0, 2, 2.0], [9, 0, 1, 3, 1.0]])
+        first = [7, 9, 9, 9][: 5 - together]
+        time, complete = _behind(left, together, 3, 0.5, 0.0, arrived)
+        assert not left
+        assert first or time == complete.max()
+        if together:  # the second unit's first piece, then a second one and a third one of both
+            assert complete.tolist() == [5.0, 8.0, 11.0]
+        else:
+            assert complete.tolist() == over
+    time, complete = _behind(deque([[7, 0, 0, 1, 2.0]]), 1, 3, 0.5, 1.0, arrived)
+    assert (time, complete.tolist()) == (3.0, [0.5, 0.5, 3.0])
+
+
+def test_the_sum_of_gradients_ends_with_its_last_piece(library):
+    case = Case(64, 0.3, 1)
+    config, (plan,) = config_of(case), library.steps(config_of(case).data, 1)
+    text, filling = pipeline(config, case.assumed), Filling()
+    units, stage = units_of(plan, config, case.assumed), np.repeat(np.arange(16), 4)
+    found = plan_bubbles(units, text.schedule, text.line, stage, filling)
+    given = found, units, text, filling, config.layout.ep, True
+    without = run_through(*given)
+    assert run_through(*given, 0.027) == pytest.approx(without + 0.001)  # hidden but for a piece
+    assert without + 50 < run_through(*given, 60.0) < without + 60
 
 
 def test_light_rows_at_the_ends_gathered_waits_and_kept_activations_help(library):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kimi_pretrain.dep import bubble_plan
 from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
 from kimi_pretrain.dep.bubble_plan import (
     BubblePlan,
@@ -18,6 +19,7 @@ from kimi_pretrain.dep.bubble_plan import (
     gaps_of,
     least_waits,
     most_joined,
+    place_units,
     plan_bubbles,
 )
 from kimi_pretrain.dep.timeline import Pass, Schedule, gathered, timeline
@@ -134,15 +136,18 @@ def in_time(plan, units, line, chosen):
             clock[slot] += took if took <= ahead else took * gaps[slot].margin
             assert clock[slot] <= borders.need[units.microbatch[unit]] + 1e-6
             assert clock[slot] <= gaps[slot].end + 1e-6 or (slot == 0 and took <= ahead)
+        begun = []  # pieces
         for unit, slot, begin, end in plan.backward[rank]:
-            spared = max(0, min(end, int(plan.kept[unit])) - begin)
-            again = end - begin - spared
-            took = spared * float(units.backward[unit]) + again * float(units.again[unit])
-            took /= chosen.pieces
-            start = max(clock[slot], borders.done[units.microbatch[unit]])
-            clock[slot] = start + took * gaps[slot].margin
+            clock[slot] = max(clock[slot], borders.done[units.microbatch[unit]])
+            for piece in range(begin, end):
+                begun.append(clock[slot] if slot == last else 0.0)
+                work = units.backward if piece < plan.kept[unit] else units.again
+                clock[slot] += float(work[unit]) / chosen.pieces * gaps[slot].margin
             limit = line.total + plan.after if slot == last else gaps[slot].end
             assert clock[slot] <= limit + 1e-6
+        together = len(begun) - int(plan.together[rank])
+        assert all(start < borders.done.max() + 1e-6 for start in begun[:together])
+        assert all(start > borders.done.max() - 1e-6 for start in begun[together:])
 
 
 def enough_room(plan, units, chosen):
@@ -195,6 +200,56 @@ def test_a_rank_that_keeps_a_unit_has_room_for_more_work():
     assert rank[2] == rank[0] != rank[1]  # 2.0 s of the first unit are left, of the second 2.7
 
 
+def loads(seconds, microbatch):
+    """Forward work that the ranks of each of four stages are given, of alike items."""
+    schedule, stage = Schedule(4, 1, 16), np.repeat(np.arange(4), 4)
+    line = timeline(schedule, np.ones(4), 2 * np.ones(4))
+    forward, none = np.full(len(microbatch), seconds), np.zeros(len(microbatch), np.int64)
+    units = Units(none, microbatch, forward, 3 * forward, 2 * forward, none)
+    rank, _ = assign_units(units, schedule, line, stage, Filling())
+    return np.bincount(stage[rank], forward, 4)
+
+
+def test_ranks_have_less_to_do_behind_the_last_pass(monkeypatch):
+    """No slot there has margin; the last stage has the longest."""
+    microbatch = np.repeat(np.arange(6, 16), 60)
+    with_margin = loads(0.03, microbatch)
+    monkeypatch.setattr(bubble_plan, "LAST_MARGIN", 0.0)
+    without = loads(0.03, microbatch)
+    assert without[3] - without[0] > with_margin[3] - with_margin[0] + 0.4
+
+
+def test_ranks_have_less_to_do_before_the_first_pass(monkeypatch):
+    """Of what is needed a second after that, twelve ranks that wait so long can do 0.85 s each.
+
+    With more margin they cannot, and the step is longer; so the others have time for it, too.
+    """
+    microbatch = np.ones(12 * 84, np.int64)
+    assert loads(0.01, microbatch)[0] > 0
+    monkeypatch.setattr(bubble_plan, "FIRST_MARGIN", 1.0)
+    assert loads(0.01, microbatch)[0] == 0
+
+
+def test_forward_work_has_more_margin_where_no_step_is_longer_for_it():
+    plan, units, line, chosen = made(4, 2, 8, items=60, load=0.08)
+    given = units, plan.rank, plan.kept, plan.schedule, line, plan.stage, chosen
+    tight, wide = place_units(*given, ()), place_units(*given, (2.0,))
+    assert (wide.upfront, wide.after) == (tight.upfront, tight.after)
+    assert (plan.forward, plan.backward) != (tight.forward, tight.backward)
+    spared = 0
+    for stage, mine, others in zip(plan.stage.tolist(), wide.forward, tight.forward, strict=True):
+        gaps = {gap.slot: gap for gap in gaps_of(stage, line, chosen)}
+        took = dict.fromkeys(gaps, 0.0)
+        for unit, slot, begin, end in mine:
+            took[slot] += float(units.forward[unit]) / chosen.pieces * (end - begin)
+        if mine != others:
+            spared += 1
+            for slot in took.keys() - {0}:
+                assert took[slot] * 1.3 <= gaps[slot].end - gaps[slot].begin + 1e-6
+            assert took[0] - wide.upfront <= (gaps[0].end - gaps[0].begin) / 1.3 + 1e-6
+    assert spared > 1
+
+
 def test_a_pipeline_without_bubbles_does_it_before_and_after():
     plan, units, *_ = made(1, 1, 4, replicas=1, items=6)
     slots = {one.slot for one in plan.forward[0]}, {one.slot for one in plan.backward[0]}
@@ -227,6 +282,7 @@ def by_hand(schedule, *work):
         pieces=1,
         forward=[[Slice(u, w[2], 0, 1) for u, w in numbered if w[0] == s] for s in stages],
         backward=[[Slice(u, w[3], 0, 1) for u, w in numbered if w[0] == s] for s in stages],
+        together=np.zeros(schedule.stages, np.int64),
         upfront=0.0,
         after=0.0,
     )

@@ -96,7 +96,7 @@ def test_short_waits_come_together_unless_work_is_at_the_edges_alone(step, monke
     assert asked == []
 
 
-@pytest.mark.parametrize(("square", "which"), [("2.0e-8", 0), ("3.0e-8", 1), ("1.0e-8", 2)])
+@pytest.mark.parametrize(("square", "which"), [("2.0e-8", 0), ("1.0e-8", 1), ("1.2e-8", 2)])
 def test_of_several_lengths_of_waits_the_shortest_step_is_taken(step, monkeypatch, square, which):
     """Where activations are kept: pieces are of two sizes."""
     cost = f"dep.cost={{per_patch: 0, per_patch_squared: {square}, per_item: 0}}"
