@@ -12,7 +12,15 @@ from benchmarks.sim.assumptions import (
     gradient_sum_seconds,
 )
 from benchmarks.sim.backbone import pipeline, text_seconds
-from benchmarks.sim.bubbles import Bubbles, _behind, _spent, bubble_step, run_through, scattered, units_of
+from benchmarks.sim.bubbles import (
+    Bubbles,
+    _behind,
+    _spent,
+    bubble_step,
+    run_through,
+    scattered,
+    units_of,
+)
 from benchmarks.sim.phases import colocated, decoupled, true_plan
 from benchmarks.sim.study import SCHEMES, Case, Scheme, config_of, run
 from kimi_pretrain.dep.bubble_check import check
@@ -228,20 +236,18 @@ def test_a_piece_is_put_off_when_less_than_half_of_it_fits(ends, spent):
     assert sum(count for *_, count, _ in left) == 3 - spent
 
 
-def test_what_is_left_behind_the_last_pass_is_done_piece_by_piece():
+@pytest.mark.parametrize(
+    ("together", "over"), [(0, [5.0, 6.0, 7.0]), (4, [5.0, 6.0, 9.0]), (5, [5.0, 8.0, 11.0])]
+)
+def test_what_is_left_behind_the_last_pass_is_done_piece_by_piece(together, over):
     """Two of three pieces of one unit, and a whole other one, whose gradient comes at 4 s."""
-    arrived = np.array([[0.0], [4.0]])
-    for together, over in ((0, [5.0, 6.0, 7.0]), (5, [6.0, 8.0, 10.0])):
-        left = deque([[7, 0, 0, 2, 2.0], [9, 0, 1, 3, 1.0]])
-        first = [7, 9, 9, 9][: 5 - together]
-        time, complete = _behind(left, together, 3, 0.5, 0.0, arrived)
-        assert not left
-        assert first or time == complete.max()
-        if together:  # the second unit's first piece, then a second one and a third one of both
-            assert complete.tolist() == [5.0, 8.0, 11.0]
-        else:
-            assert complete.tolist() == over
-    time, complete = _behind(deque([[7, 0, 0, 1, 2.0]]), 1, 3, 0.5, 1.0, arrived)
+    left, arrived = deque([[7, 0, 0, 2, 2.0], [9, 0, 1, 3, 1.0]]), np.array([[0.0], [4.0]])
+    time, complete = _behind(left, together, 3, 0.5, 0.0, arrived)
+    assert (time, complete.tolist(), len(left)) == (over[-1], over, 0)
+
+
+def test_what_is_done_before_the_last_pass_leaves_with_it():
+    time, complete = _behind(deque([[7, 0, 0, 1, 2.0]]), 1, 3, 0.5, 1.0, np.zeros((1, 1)))
     assert (time, complete.tolist()) == (3.0, [0.5, 0.5, 3.0])
 
 
