@@ -3,7 +3,7 @@
 `kimi_pretrain.dep.bubble_plan` plans on the timeline of the text alone with what items should cost;
 here the plan runs, with what they do cost: a rank does the pieces of each of its slots, then its
 pass, and whoever waits for it is later. The replicas of a group of experts meet in every layer, so
-their passes begin together, when the last of them is ready. From its last pass on a rank's
+their passes begin together, when the last of them is ready. Behind its last pass a rank's
 gradients leave for the sum over all ranks as its last unit completes them.
 """
 
@@ -133,7 +133,6 @@ def run_through(
     groups, together = replicas // experts, plan.together.reshape(-1, replicas)
     busy = np.zeros((schedule.stages, replicas))
     opened = np.zeros((schedule.stages, replicas))  # when the slot began
-    begun = np.zeros((schedule.stages, replicas))  # when the last pass did
     ended = np.zeros((schedule.stages, schedule.num_passes, groups))
     ready = np.zeros((schedule.microbatches, replicas))
     done = np.zeros((schedule.microbatches, groups))
@@ -162,7 +161,7 @@ def run_through(
                     busy[stage, replica] += lost
                 mine, time = left[stage, replica], float(busy[stage, replica])
                 if slot == schedule.num_passes:
-                    begin = float(begun[stage, replica])
+                    begin = float(opened[stage, replica])
                     count = int(together[stage, replica])
                     time, over = _behind(mine, count, plan.pieces, begin, time, done)
                     complete = np.maximum(complete, over)
@@ -186,7 +185,6 @@ def run_through(
             end = start + table[chunk * schedule.stages + stage, microbatch]
             ended[stage, slot] = end
             busy[stage] = opened[stage] = np.repeat(end, experts)
-            begun[stage] = np.repeat(start, experts)
             if first and backward:
                 done[microbatch] = end + filling.transport
     end = 0.0
@@ -204,7 +202,7 @@ def _behind(
         left: as in `_spent`.
         together: how many last pieces are done piece by piece for all their units.
         pieces: of a unit.
-        begin: of the last pass: no gradient of a weight leaves before.
+        begin: of the slot: no gradient of a weight leaves before.
         time: when the rank is free.
         done: as in `_spent`.
 
@@ -387,7 +385,7 @@ def bubble_grid(quick: bool) -> Iterator[BubbleCase]:
     for vision in shares:
         yield BubbleCase(Case(256, vision, 4), None, tuple(WAYS))
         yield BubbleCase(Case(256, vision, 4), 4, ("drawn", *more))
-    for ranks, steps in ((1024, 4), (4096, 4)):
+    for ranks, steps in ((1024, 4), (4096, 2)):
         for vision in shares:
             yield BubbleCase(Case(ranks, vision, steps), None, more)
 

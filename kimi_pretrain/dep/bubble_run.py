@@ -4,7 +4,7 @@ The schedule says when it is about to wait and which pass it begins (`engine.slo
 before pass n. In its slots a rank encodes its units in their order and sends each output at
 once. A first-stage rank receives a few microbatches ahead, and puts a microbatch's leaf together
 when its first pass begins; as soon as that leaf has its gradient, it is sent back, unit by unit.
-Backward work waits for it in a slot that the plan has behind it. From the last pass on the
+Backward work waits for it in a slot that the plan has behind it. Behind the last pass the
 encoder's gradients leave for the sum over all ranks as the last unit's pieces complete them.
 
 Sends are waited for at the end alone. What a rank waits for inside the schedule is what the plan
@@ -219,6 +219,9 @@ class BubbleRun:
         if self.started < len(self.passes):
             raise OutOfOrder(f"stage {self.stage} ended before the {self.passes[self.started]}")
         assert not self._forward
+        if self._sums is not None:
+            # Not before: others' buckets may need passes that wait for this rank's.
+            self._sums.release() if self._last_unit >= 0 else self._sums.send_all()
         together = int(self.plan.together[self.rank])
         while len(self._backward) > together:
             _, unit, piece = self._backward.popleft()
@@ -268,9 +271,6 @@ class BubbleRun:
                 f"has {planned}: Megatron-Core's schedule is not the one that it was made for"
             )
         self.started += 1
-        if self.started == len(self.passes) and self._sums is not None:
-            # Not before: others' buckets may need passes that wait for this rank's.
-            self._sums.release() if self._last_unit >= 0 else self._sums.send_all()
 
     # As a rank that encodes ----------------------------------------------------------------------
 

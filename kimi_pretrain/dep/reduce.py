@@ -72,6 +72,7 @@ class GradientSum:
         """Forget the gradients of the last step."""
         self.buffer.zero_()
         self.bytes_moved = 0
+        self._waiting = list(self._members)
 
     @contextmanager
     def last(self) -> Iterator[None]:
@@ -104,7 +105,7 @@ class GradientSum:
         self.send_all()
         for work in self._work:
             work.wait()
-        self._work, self._waiting = [], list(self._members)
+        self._work = []
 
     def _lay_out(self, owners: Sequence[int | None]) -> None:
         """Give every parameter a bucket, and a place in the buffer beside the others of it.

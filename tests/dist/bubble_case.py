@@ -272,24 +272,33 @@ def _done_behind() -> Iterator[list[tuple[int, int]]]:
 
 @contextmanager
 def _left(sums) -> Iterator[list[int]]:
-    """Collect how many buckets left between the last pass and the end of the last piece.
+    """Collect how many buckets have left when all are told to, and before the schedule ends.
 
-    None may have left before, nor afterwards.
+    None may have left before they are released. Nothing is collected where they are not held.
     """
-    left, released, send_all = list[int](), list[int](), sums.send_all
+    left, held, early = list[int](), list[int](), list[int]()
+    kind, send_all = type(sums), sums.send_all
+
+    def hold() -> None:
+        held.append(1)
+        kind.hold(sums)
 
     def release() -> None:
-        released.append(len(sums._work))
-        type(sums).release(sums)
+        early.append(len(sums._work))
+        kind.release(sums)
 
     def last() -> None:
-        if released and not left:
-            left.append(len(sums._work) - released[0])
+        if held:
+            left.append(len(sums._work))
         send_all()
 
-    with _patched(sums, release=release, send_all=last):
+    def finish() -> None:
+        assert not held or len(sums._work) == len(sums._parts)  # before other sums over all ranks
+        kind.finish(sums)
+
+    with _patched(sums, hold=hold, release=release, send_all=last, finish=finish):
         yield left
-    assert not any(released)
+    assert not any(early)
 
 
 def _moved(bubbles, seed: int):
