@@ -175,11 +175,11 @@ SCATTER = 0.1
 # How much of a backward piece may lie beyond the time of its slot before it is put off: most passes
 # may begin somewhat later, and a gap may be no longer than a piece should take.
 OVER = 0.5
-# Margin is scarce where work must be done, and spare elsewhere. Of others' margin so many times as
-# much is left in the choice of ranks before the first pass, where whatever takes longer makes all
-# passes late, and behind the last one, where slots have none and the slowest rank ends the step.
+# Margins as multiples of that of slots between passes. In the choice of ranks: before the first
+# pass, where work that takes longer makes all passes late, and behind the last one, which is placed
+# without any, and where the slowest rank ends the step.
 FIRST_MARGIN, LAST_MARGIN = 1.5, 2 / 3
-# Of a rank's forward work so many times as much, the first of these with which no step is longer.
+# Of a rank's forward work, once it is placed: the first of these with which no step is longer.
 SPARE = (3.0, 2.0, 1.5)
 # What gaps of a stage are used for at least, in the choice of ranks, however large pieces are.
 LEAST_USE = 0.25
@@ -445,7 +445,7 @@ def _placed(
     Returns:
         the slices of both kinds, the seconds that were needed before the passes, and the end.
     """
-    wider = [replace(gap, margin=_times(gap.margin, spare)) for gap in gaps]
+    wider = [replace(gap, margin=_widened(gap.margin, spare)) for gap in gaps]
     while True:
         first = Gap(gaps[0].slot, gaps[0].begin - upfront, gaps[0].begin, 1.0)
         wide = [first, *gaps]
@@ -458,9 +458,9 @@ def _placed(
     return early, late, upfront, cursor[-1]
 
 
-def _times(margin: float, more: float) -> float:
-    """Return so many times as much margin."""
-    return 1.0 + more * (margin - 1.0)
+def _widened(margin: float, times: float) -> float:
+    """Return a margin with so many times as much to spare."""
+    return 1.0 + times * (margin - 1.0)
 
 
 class _Work:
@@ -521,8 +521,8 @@ def assign_units(
     gaps = []
     for one in range(schedule.stages):
         first, *inside, last = gaps_of(one, line, filling)
-        first = replace(first, margin=_times(filling.margin, FIRST_MARGIN))
-        last = replace(last, margin=_times(filling.margin, LAST_MARGIN))
+        first = replace(first, margin=_widened(filling.margin, FIRST_MARGIN))
+        last = replace(last, margin=_widened(filling.margin, LAST_MARGIN))
         gaps.append([first, *inside, last])
     room = _Room(gaps, stage, borders_of(schedule, line, filling.transport))
     return _assigned(units, room, gaps, stage, filling)

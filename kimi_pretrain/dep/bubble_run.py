@@ -86,7 +86,7 @@ class BubbleRun:
         pixels: of this rank's items.
         ahead: microbatches before their first pass in which receives are posted.
         wire: type of numbers on their way; None: the encoder's.
-        complete: the encoder's gradients are, behind this run's: they are summed over ranks.
+        complete: no other work adds to the encoder's gradients behind this; they are sent off.
         phase: names what is done, for the timeline.
 
     Attributes:
@@ -221,7 +221,7 @@ class BubbleRun:
         assert not self._forward
         if self._sums is not None:
             # Not before: others' buckets may need passes that wait for this rank's.
-            self._sums.release() if self._last_unit >= 0 else self._sums.send_all()
+            self._sums.release()
         together = int(self.plan.together[self.rank])
         while len(self._backward) > together:
             _, unit, piece = self._backward.popleft()

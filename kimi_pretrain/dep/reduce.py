@@ -51,7 +51,7 @@ class GradientSum:
         self.bytes_moved = 0
         self._counting = self._held = False
         self._work: list[Work] = []
-        self._lay_out([None] * len(params))
+        self.to_owners(None)
         for name, param in params.items():
             param.register_post_accumulate_grad_hook(self._collector(name))
 
@@ -123,7 +123,6 @@ class GradientSum:
         self._bucket_of = dict(zip(self._params, map(keys.index, runs), strict=True))
         self._owner_of = [None if owner < 0 else owner for _, owner in keys]
         self._members = [runs.count(key) for key in keys]
-        self._waiting = list(self._members)
         self._parts: list[Tensor] = [self.buffer[:0]] * len(keys)
         start = 0
         for bucket in reversed(range(len(keys))):
