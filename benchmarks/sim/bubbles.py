@@ -318,9 +318,8 @@ def bubble_step(
     if way.gather:
         waits = least_waits(units, way.filling)
         lines = [gathered(text.schedule, text.line, least, text.send) for least in waits]
-    plans = [plan_bubbles(units, text.schedule, line, stage, way.filling) for line in lines]
-    best = min(range(len(plans)), key=lambda n: plans[n].upfront + plans[n].after)
-    found, text = plans[best], replace(text, line=lines[best])
+    best, found = plan_bubbles(units, text.schedule, lines, stage, way.filling)
+    text = replace(text, line=lines[best])
     check(found)
     off = scattered(len(plan.items), plan.step, case.seed, way.scatter)
     true = units_of(plan, config, case.assumed, off)

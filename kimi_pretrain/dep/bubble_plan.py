@@ -14,7 +14,9 @@ whatever pieces and passes really take; so units are placed on one timeline of t
 `bubble_check` runs the result through without durations all the same.
 """
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -169,9 +171,12 @@ def most_joined(patches: int, ranks: int) -> int:
     return min(JOINED_PATCHES, patches // (JOINED_PART * ranks))
 
 
-# How far off a unit's seconds are taken to be, each by itself, as a share of them: of two ranks
-# with as much to do, one with few large units may well end later.
+# How far off a unit's seconds are taken to be, each by itself, as a share of them (one standard
+# deviation): of two ranks with as much to do, one with few large units may well end later.
 SCATTER = 0.1
+# How many of those a rank is taken to be late: in the choice of ranks, and where ends of stages are
+# compared. Of thousands of ranks the last one ends the step.
+CHOSEN_LATE, LAST_LATE = 1.5, 3.5
 # How much of a backward piece may lie beyond the time of its slot before it is put off: most passes
 # may begin somewhat later, and a gap may be no longer than a piece should take.
 OVER = 0.5
@@ -181,6 +186,13 @@ OVER = 0.5
 FIRST_MARGIN, LAST_MARGIN = 1.5, 2 / 3
 # Of a rank's forward work, once it is placed: the first of these with which no step is longer.
 SPARE = (3.0, 2.0, 1.5)
+# And where it has no room with all of its margin, before all ranks have to begin earlier for it.
+LESS = (1.0, 0.75, 0.5)
+# How often ranks are chosen again, with less room for stages that would end later than others, and
+# how much of the difference that is. So many ranks of a stage are looked at; it ends when only one
+# in `LATER` of those is later.
+ROUNDS, DAMPING = 2, 0.5
+SAMPLE, LATER = 32, 8
 # What gaps of a stage are used for at least, in the choice of ranks, however large pieces are.
 LEAST_USE = 0.25
 
@@ -262,7 +274,8 @@ class _Room:
         both: [ranks].
     """
 
-    def __init__(self, gaps: Sequence[Sequence[Gap]], stage: Ints, borders: Borders):
+    def __init__(self, gaps: Sequence[Sequence[Gap]], stage: Ints, borders: Borders, taken: Floats):
+        """`taken`: seconds behind all passes that a stage has less, [stages]."""
         forward, backward, both = [], [], []
         for mine in gaps:
             begin, end, margin = np.array([(g.begin, g.end, g.margin) for g in mine]).T
@@ -276,7 +289,8 @@ class _Room:
         self.backward = np.array(backward).T[:, stage]
         self.forward = np.minimum.accumulate(self.forward[::-1], axis=0)[::-1].copy()
         self.backward = np.minimum.accumulate(self.backward, axis=0).copy()
-        self.both = np.array(both)[stage]
+        self.backward -= taken[stage]
+        self.both = np.array(both)[stage] - taken[stage]
         self.upfront = self.after = 0.0
 
     def rank_for(self, microbatch: int, forward: Floats, backward: Floats) -> int:
@@ -333,6 +347,7 @@ def _assigned(
         seconds[:, None] * _waste(gaps, seconds / cut)
         for seconds in (units.forward, units.again, units.backward)
     )
+    spared, keeps = again - backward, np.zeros(len(room.both), np.int64)
     rank, kept = np.zeros(len(units), np.int64), np.zeros(len(units), np.int64)
     piece_bytes = np.maximum(-(-units.kept_bytes // cut), 1)
     free = np.full(len(room.both), filling.room_bytes, np.int64)
@@ -340,11 +355,12 @@ def _assigned(
     roots = np.zeros(len(room.both))  # of these
     for unit in np.argsort(-(units.forward + units.again), kind="stable").tolist():
         microbatch, size = int(units.microbatch[unit]), int(piece_bytes[unit])
-        keeps = np.minimum(free // size, cut)
-        early, share = forward[unit][stage], keeps / cut
-        late = share * backward[unit][stage] + (1 - share) * again[unit][stage]
+        early, late = forward[unit].take(stage), again[unit].take(stage)
+        if filling.room_bytes:
+            keeps = np.minimum(free // size, cut)
+            late -= keeps / cut * spared[unit].take(stage)
         more = squares + late**2
-        late += SCATTER * (np.sqrt(more) - roots)
+        late += CHOSEN_LATE * SCATTER * (np.sqrt(more) - roots)
         one = room.rank_for(microbatch, early, late)
         room.take(one, microbatch, float(early[one]), float(late[one]))
         rank[unit], kept[unit], squares[one] = one, keeps[one], more[one]
@@ -431,21 +447,20 @@ def _placed(
     forward: Sequence[_Job],
     backward: Sequence[_Job],
     gaps: Sequence[Gap],
+    wider: Sequence[Gap],
     upfront: float,
-    spare: float,
 ) -> tuple[list[Slice], list[Slice], float, float]:
     """Place the work of one rank.
 
     Args:
         forward: in the order of units; borders are when outputs are needed.
         backward: the same; borders are when gradients come.
+        gaps: of its stage; `wider`: the same, with the margin of forward passes.
         upfront: seconds before the passes to begin with; more is taken where they do not do.
-        spare: how many times their gaps' margin forward passes have.
 
     Returns:
         the slices of both kinds, the seconds that were needed before the passes, and the end.
     """
-    wider = [replace(gap, margin=_widened(gap.margin, spare)) for gap in gaps]
     while True:
         first = Gap(gaps[0].slot, gaps[0].begin - upfront, gaps[0].begin, 1.0)
         wide = [first, *gaps]
@@ -472,6 +487,7 @@ class _Work:
     ):  # fmt: skip
         cut = filling.pieces
         self.gaps, self.stage = gaps, stage.tolist()
+        self._with_margin: dict[tuple[int, float], Sequence[Gap]] = {}
         self.jobs: list[tuple[_Job, _Job]] = []
         columns = (units.forward, units.again, units.backward, units.microbatch, kept)
         for unit, (forward, again, backward, microbatch, keeps) in enumerate(
@@ -491,25 +507,92 @@ class _Work:
         """Place the units of a rank; see `_placed`."""
         units = self.units[rank]
         early, late = zip(*(self.jobs[unit] for unit in units)) if units else ((), ())
-        return _placed(early, late, self.gaps[self.stage[rank]], upfront, spare)
+        stage = self.stage[rank]
+        return _placed(early, late, self.gaps[stage], self._wider(stage, spare), upfront)
+
+    def _wider(self, stage: int, spare: float) -> Sequence[Gap]:
+        """Return a stage's gaps with so many times as much margin."""
+        found = self._with_margin.get((stage, spare))
+        if found is None:
+            found = [replace(one, margin=_widened(one.margin, spare)) for one in self.gaps[stage]]
+            self._with_margin[stage, spare] = found
+        return found
+
+    def widest(
+        self, rank: int, upfront: float, end: float, margins: Sequence[float]
+    ) -> tuple[list[Slice], list[Slice], float, float] | None:
+        """Place the units of a rank with the first of some margins with which no step is longer."""
+        for spare in margins:
+            found = self.placed(rank, upfront, spare)
+            if found[2] <= upfront and found[3] <= end:
+                return found
+        return None
+
+    def ends(self) -> tuple[float, Floats]:
+        """Return what some ranks need before the passes, and when each stage's end, [stages].
+
+        Units may take longer than planned; a stage without any rank ends when the others do, in
+        the mean.
+        """
+        upfront, found = 0.0, np.full(len(self.gaps), np.nan)
+        for stage in sorted(set(self.stage)):
+            ranks = [rank for rank, one in enumerate(self.stage) if one == stage]
+            last = []
+            for rank in ranks[:: -(-len(ranks) // SAMPLE)]:
+                _, late, needed, end = self.placed(rank, 0.0)
+                upfront = max(upfront, needed)
+                last.append(end + LAST_LATE * SCATTER * self._root(late))
+            found[stage] = sorted(last)[-1 - len(last) // LATER]
+        return upfront, np.where(np.isnan(found), np.nanmean(found), found)
+
+    def _root(self, late: Sequence[Slice]) -> float:
+        """Return the root of the squares of what units take behind all passes."""
+        took: dict[int, float] = defaultdict(float)
+        for unit, seconds in self._behind(late):
+            took[unit] += seconds
+        return math.sqrt(sum(seconds**2 for seconds in took.values()))
+
+    def _behind(self, late: Sequence[Slice]) -> Iterator[tuple[int, float]]:
+        """Yield (unit, seconds) of a rank's pieces behind all passes, the last one first."""
+        for unit, slot, begin, end in reversed(late):
+            if slot != self.gaps[0][-1].slot:
+                return
+            (kept, spared), (_, again) = self.jobs[unit][1].runs
+            for piece in reversed(range(begin, end)):
+                yield unit, spared if piece < kept else again
 
     def pieces_within(self, late: Sequence[Slice], seconds: float) -> int:
         """Return how many of a rank's last pieces behind all passes take no longer together."""
-        found, behind = 0, self.gaps[0][-1].slot
-        for unit, slot, begin, end in reversed(late):
-            (kept, spared), (_, again) = self.jobs[unit][1].runs
-            for piece in reversed(range(begin, end)):
-                seconds -= spared if piece < kept else again
-                if slot != behind or seconds < 0:
-                    return found
-                found += 1
+        found = 0
+        for _, piece in self._behind(late):
+            seconds -= piece
+            if seconds < 0:
+                break
+            found += 1
         return found
 
 
+class Choice(NamedTuple):
+    """Who does what.
+
+    Attributes:
+        rank: of each unit, [units].
+        kept: how many of its pieces have their activations kept there, [units].
+        longer: by how many seconds the step is, where units take longer than planned.
+        late: how much later than in the mean the ranks of each stage would end, [stages].
+    """
+
+    rank: Ints
+    kept: Ints
+    longer: float
+    late: Floats
+
+
 def assign_units(
-    units: Units, schedule: Schedule, line: Timeline, stage: Ints, filling: Filling
-) -> tuple[Ints, Ints]:
-    """Return the rank of each unit, and how many of its pieces have their activations kept there.
+    units: Units, schedule: Schedule, line: Timeline, stage: Ints, filling: Filling,
+    taken: Floats | None = None,
+) -> Choice:  # fmt: skip
+    """Choose a rank for each unit.
 
     Args:
         units: as `Units.joined` has them.
@@ -517,15 +600,43 @@ def assign_units(
         line: of the schedule with text alone.
         stage: pipeline stage of each rank that may take part, [ranks].
         filling: how.
+        taken: seconds that the ranks of each stage are to end earlier, [stages].
     """
-    gaps = []
-    for one in range(schedule.stages):
-        first, *inside, last = gaps_of(one, line, filling)
+    borders = borders_of(schedule, line, filling.transport)
+    gaps, careful = [gaps_of(one, line, filling) for one in range(schedule.stages)], []
+    for first, *inside, last in gaps:
         first = replace(first, margin=_widened(filling.margin, FIRST_MARGIN))
         last = replace(last, margin=_widened(filling.margin, LAST_MARGIN))
-        gaps.append([first, *inside, last])
-    room = _Room(gaps, stage, borders_of(schedule, line, filling.transport))
-    return _assigned(units, room, gaps, stage, filling)
+        careful.append([first, *inside, last])
+    taken = np.zeros(schedule.stages) if taken is None else taken
+    room = _Room(careful, stage, borders, taken)
+    rank, kept = _assigned(units, room, careful, stage, filling)
+    work = _Work(units, rank, kept, gaps, stage, borders, filling)
+    upfront, ends = work.ends()
+    longer = upfront + max(0.0, float(ends.max()) - line.total)
+    return Choice(rank, kept, longer, ends - ends.mean())
+
+
+def choose(attempt: Callable[[int, Floats], Choice], lines: int, stages: int) -> tuple[int, Choice]:
+    """Choose ranks on several timelines, and on the one with the shortest step some times more.
+
+    Args:
+        attempt: as `assign_units`, on a timeline of this number, with `taken`.
+        lines: number of timelines.
+        stages: of the pipeline.
+
+    Returns:
+        the number of the timeline, and the choice with the shortest step.
+    """
+    taken = np.zeros(stages)
+    found = [attempt(number, taken) for number in range(lines)]
+    number = min(range(lines), key=lambda one: found[one].longer)
+    best = last = found[number]
+    for _ in range(ROUNDS if best.longer else 0):
+        taken = taken + DAMPING * last.late
+        last = attempt(number, taken)
+        best = min(best, last, key=lambda one: one.longer)
+    return number, best
 
 
 def place_units(
@@ -544,16 +655,14 @@ def place_units(
     work = _Work(units, rank, kept, gaps, stage, borders, filling)
     ranks = range(len(stage))
     placed = [work.placed(one, 0.0) for one in ranks]
+    short = [one for one in ranks if placed[one][2]]
     # What the slowest rank needs before its passes, all have.
-    if upfront := max(needed for _, _, needed, _ in placed):
-        placed = [work.placed(one, upfront) for one in ranks]
+    upfront = max((work.placed(one, 0.0, LESS[-1])[2] for one in short), default=0.0)
+    for one in ranks if upfront else short:
+        placed[one] = work.widest(one, upfront, math.inf, LESS) or placed[one]
     end = max(line.total, *(last for *_, last in placed))
     for one in ranks:
-        for times in spare:
-            wider = work.placed(one, upfront, times)
-            if wider[2] <= upfront and wider[3] <= end:
-                placed[one] = wider
-                break
+        placed[one] = work.widest(one, upfront, end, spare) or placed[one]
     forward, backward, _, _ = zip(*placed)
     arrived = float(borders.done.max())
     together = [work.pieces_within(late, last - arrived) for _, late, _, last in placed]
@@ -564,8 +673,20 @@ def place_units(
 
 
 def plan_bubbles(
-    units: Units, schedule: Schedule, line: Timeline, stage: Ints, filling: Filling
-) -> BubblePlan:
-    """Choose ranks and slots of all units; see `assign_units`."""
-    rank, kept = assign_units(units, schedule, line, stage, filling)
-    return place_units(units, rank, kept, schedule, line, stage, filling)
+    units: Units, schedule: Schedule, lines: Sequence[Timeline], stage: Ints, filling: Filling
+) -> tuple[int, BubblePlan]:
+    """Choose ranks and slots of all units; see `assign_units`.
+
+    Args:
+        lines: timelines of which the one with the shortest step is taken.
+
+    Returns:
+        its number, and the plan.
+    """
+
+    def attempt(number: int, taken: Floats) -> Choice:
+        return assign_units(units, schedule, lines[number], stage, filling, taken)
+
+    number, choice = choose(attempt, len(lines), schedule.stages)
+    given = schedule, lines[number], stage, filling
+    return number, place_units(units, choice.rank, choice.kept, *given)

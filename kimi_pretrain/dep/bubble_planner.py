@@ -6,6 +6,7 @@ through together. Items that several ranks encode stay before and after the pipe
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -18,9 +19,11 @@ from kimi_pretrain.config import GIB, ITEMSIZE, Config
 from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
 from kimi_pretrain.dep.bubble_plan import (
     BubblePlan,
+    Choice,
     Filling,
     Units,
     assign_units,
+    choose,
     gaps_of,
     least_waits,
     most_joined,
@@ -162,48 +165,57 @@ class BubblePlanner:
         timeline: of that on which media fit the memory, and the step is shortest.
         """
         lines, room = self._timelines(schedule, self.configured, units), 0
-        found = []
-        for number, line in enumerate(lines):
+
+        def attempt(number: int, taken: Floats) -> Choice:
+            nonlocal room
             # What the last one came to, or it takes several rounds each time.
             room = room or self.filling.room_bytes
-            rank, kept, room, over = self._fitting(units, schedule, line, held, room)
-            if len(lines) == 1:
-                return rank, kept, 0
-            plan = place_units(units, rank, kept, schedule, line, self.stage, self.filling, ())
-            found.append((over, plan.upfront + plan.after, number, rank, kept))
-        _, _, number, rank, kept = min(found, key=lambda one: one[:3])
-        return rank, kept, number
+            choice, room, over = self._fitting(units, schedule, lines[number], held, room, taken)
+            return choice._replace(longer=math.inf) if over else choice
+
+        number, choice = choose(attempt, len(lines), schedule.stages)
+        return choice.rank, choice.kept, number
 
     def _fitting(
-        self, units: Units, schedule: Schedule, line: Timeline, held: "_Held", room: int
-    ) -> tuple[Ints, Ints, int, int]:
-        """Return the rank of each unit, and how many of its pieces are kept: no more than there is
-        room for; the bytes of a rank that were left for those; and by how many bytes media are
-        over the limit even so.
+        self,
+        units: Units,
+        schedule: Schedule,
+        line: Timeline,
+        held: "_Held",
+        room: int,
+        taken: Floats,
+    ) -> tuple[Choice, int, bool]:
+        """Return who does what, with no more pieces kept than there is room for; the bytes of a
+        rank that were left for those; and whether media are over the limit even so.
 
         Args:
             room: bytes to begin with; taken back until all fits.
+            taken: as for `assign_units`.
         """
         limit = self.filling.room_bytes
         while True:
-            rank, kept = self._assigned(units, schedule, line, room)
-            over = max(0, int(self._needed(rank, kept, held, units).max()) - limit)
+            found = self._assigned(units, schedule, line, room, taken)
+            needed = self._needed(found.rank, found.kept, held, units)
+            over = max(0, int(needed.max()) - limit)
             if not over or not room:
-                return rank, kept, room, over
+                return found, room, bool(over and limit)
             room = max(0, room - over - limit // 256)  # a little more, or it takes several rounds
 
     def _assigned(
-        self, units: Units, schedule: Schedule, line: Timeline, room: int
-    ) -> tuple[Ints, Ints]:
+        self, units: Units, schedule: Schedule, line: Timeline, room: int, taken: Floats
+    ) -> Choice:
         """Assign the units of each scope to its own ranks."""
         rank, kept = np.zeros(len(units), np.int64), np.zeros(len(units), np.int64)
+        longer, late = [], []
         filling = replace(self.filling, room_bytes=room)
         for ranks in self.scopes:
             mine = np.flatnonzero(np.isin(units.home, self.ranks.replica[ranks]))
             part = Units(*(column[mine] for column in vars(units).values()))
-            found, keeps = assign_units(part, schedule, line, self.stage[ranks], filling)
-            rank[mine], kept[mine] = ranks[found], keeps
-        return rank, kept
+            found = assign_units(part, schedule, line, self.stage[ranks], filling, taken)
+            rank[mine], kept[mine] = ranks[found.rank], found.kept
+            longer.append(found.longer)
+            late.append(found.late)
+        return Choice(rank, kept, max(longer), np.mean(late, axis=0))
 
     def _placed(
         self,

@@ -210,7 +210,7 @@ def test_a_plan_of_bubbles_runs_as_planned_where_costs_are_true(library, chunks)
     config, (plan,) = config_of(case), library.steps(config_of(case).data, 1)
     text, filling = pipeline(config, case.assumed, chunks), Filling(margin=1.0)
     units, stage = units_of(plan, config, case.assumed), np.repeat(np.arange(16), 4)
-    found = plan_bubbles(units, text.schedule, text.line, stage, filling)
+    _, found = plan_bubbles(units, text.schedule, [text.line], stage, filling)
     check(found)
     planned = text.line.total + found.upfront + found.after
     assert text.line.total < planned
@@ -225,7 +225,7 @@ def test_a_plan_of_bubbles_runs_as_planned_where_costs_are_true(library, chunks)
     assert on_the_spot > put_off > run  # with no margin, whatever is dearer makes passes late
     nothing = units_of(plan, config, case.assumed)
     nothing = type(nothing)(*(column[:0] for column in vars(nothing).values()))
-    empty = plan_bubbles(nothing, text.schedule, text.line, stage, filling)
+    _, empty = plan_bubbles(nothing, text.schedule, [text.line], stage, filling)
     assert run_through(empty, nothing, text, filling, 4) == pytest.approx(text.line.total)
 
 
@@ -256,7 +256,7 @@ def test_the_sum_of_gradients_ends_with_its_last_piece(library):
     config, (plan,) = config_of(case), library.steps(config_of(case).data, 1)
     text, filling = pipeline(config, case.assumed), Filling()
     units, stage = units_of(plan, config, case.assumed), np.repeat(np.arange(16), 4)
-    found = plan_bubbles(units, text.schedule, text.line, stage, filling)
+    _, found = plan_bubbles(units, text.schedule, [text.line], stage, filling)
     given = found, units, text, filling, config.layout.ep, True
     without = run_through(*given)
     assert run_through(*given, 0.027) == pytest.approx(without + 0.001)  # hidden but for a piece

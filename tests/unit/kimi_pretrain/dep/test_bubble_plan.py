@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 from kimi_pretrain.dep import bubble_plan
 from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
 from kimi_pretrain.dep.bubble_plan import (
+    LESS,
     BubblePlan,
+    Choice,
     Filling,
     Slice,
     Units,
     assign_units,
     borders_of,
+    choose,
     gaps_of,
     least_waits,
     most_joined,
@@ -47,7 +50,7 @@ def made(
     stage = np.repeat(np.arange(stages), replicas)
     chosen = Filling(transport=0.02, slot_seconds=0.02, **filling)
     line = gathered(schedule, line, least_waits(units, chosen)[0], SEND) if gather else line
-    plan = plan_bubbles(units, schedule, line, stage, chosen)
+    _, plan = plan_bubbles(units, schedule, [line], stage, chosen)
     return plan, units, line, chosen
 
 
@@ -133,7 +136,11 @@ def in_time(plan, units, line, chosen):
         for unit, slot, begin, end in plan.forward[rank]:
             ahead = max(0.0, gaps[0].begin - clock[0]) if slot == 0 else 0.0
             took = float(units.forward[unit]) / chosen.pieces * (end - begin)
-            clock[slot] += took if took <= ahead else took * gaps[slot].margin
+            # Less than its gap's margin, where all ranks would have to begin earlier for that.
+            margin = (
+                1.0 + LESS[-1] * (gaps[slot].margin - 1.0) if plan.upfront else gaps[slot].margin
+            )
+            clock[slot] += took if took <= ahead else took * margin
             assert clock[slot] <= borders.need[units.microbatch[unit]] + 1e-6
             assert clock[slot] <= gaps[slot].end + 1e-6 or (slot == 0 and took <= ahead)
         begun = []  # pieces
@@ -182,7 +189,7 @@ def test_of_ranks_with_as_much_to_do_one_with_a_large_unit_gets_less():
     schedule, forward = Schedule(2, 1, 8), np.array([1.0] + 400 * [0.02])
     line, none = timeline(schedule, np.ones(2), 2 * np.ones(2)), np.zeros(401, np.int64)
     units = Units(none, none, forward, 3 * forward, 2 * forward, none)
-    rank, _ = assign_units(units, schedule, line, np.ones(4, np.int64), Filling())
+    rank = assign_units(units, schedule, line, np.ones(4, np.int64), Filling()).rank
     late = np.bincount(rank, 3 * forward, 4)
     others = np.delete(late, rank[0])
     assert others.max() - others.min() < 0.07  # a small unit
@@ -195,7 +202,7 @@ def test_a_rank_that_keeps_a_unit_has_room_for_more_work():
     kept_bytes = np.array([1000, 10**9, 10**9])
     units = Units(none, none, forward, 3 * forward, 2 * forward, kept_bytes)
     filling = Filling(room_bytes=27 * 38)  # a piece takes 1,000 / 27 bytes, rounded up
-    rank, kept = assign_units(units, schedule, line, np.ones(2, np.int64), filling)
+    rank, kept, *_ = assign_units(units, schedule, line, np.ones(2, np.int64), filling)
     assert kept.tolist() == [27, 0, 0]
     assert rank[2] == rank[0] != rank[1]  # 2.0 s of the first unit are left, of the second 2.7
 
@@ -206,7 +213,7 @@ def loads(seconds, microbatch):
     line = timeline(schedule, np.ones(4), 2 * np.ones(4))
     forward, none = np.full(len(microbatch), seconds), np.zeros(len(microbatch), np.int64)
     units = Units(none, microbatch, forward, 3 * forward, 2 * forward, none)
-    rank, _ = assign_units(units, schedule, line, stage, Filling())
+    rank = assign_units(units, schedule, line, stage, Filling()).rank
     return np.bincount(stage[rank], forward, 4)
 
 
@@ -248,6 +255,46 @@ def test_forward_work_has_more_margin_where_no_step_is_longer_for_it():
                 assert took[slot] * 1.3 <= gaps[slot].end - gaps[slot].begin + 1e-6
             assert took[0] - wide.upfront <= (gaps[0].end - gaps[0].begin) / 1.3 + 1e-6
     assert spared > 1
+
+
+def test_ranks_without_room_for_all_margin_have_less_rather_than_that_all_begin_earlier(
+    monkeypatch,
+):
+    plan, units, line, chosen = made(4, 2, 8, items=60, load=0.3)
+    given = units, plan.rank, plan.kept, plan.schedule, line, plan.stage, chosen
+    monkeypatch.setattr(bubble_plan, "LESS", (1.0,))
+    strict = place_units(*given)
+    assert 0 < plan.upfront < strict.upfront - 0.05
+    assert plan.after < strict.after + 1e-9
+    monkeypatch.setattr(bubble_plan, "LESS", (1.0, 0.5))
+    assert place_units(*given).upfront == plan.upfront
+
+
+def test_stages_that_would_end_later_than_others_get_less(monkeypatch):
+    """Ranks are chosen with what waits can hold of a unit; what they do hold is seen then."""
+    plan, units, line, chosen = made(4, 2, 16, items=200, load=0.3)
+    given = plan.schedule, [line], plan.stage, chosen
+    monkeypatch.setattr(bubble_plan, "ROUNDS", 0)
+    _, once = plan_bubbles(units, *given)
+    first = assign_units(units, plan.schedule, line, plan.stage, chosen)
+    assert first.rank.tolist() == once.rank.tolist()
+    assert abs(first.late.mean()) < 1e-9 < np.ptp(first.late)
+    latest = int(first.late.argmax())
+    taken = np.where(np.arange(4) == latest, 10.0, 0.0)
+    second = assign_units(units, plan.schedule, line, plan.stage, chosen, taken)
+    work = units.forward + units.again
+    before, after = (np.bincount(plan.stage[rank], work, 4) for rank in (first.rank, second.rank))
+    assert after[latest] < before[latest] - 0.5
+    attempts = []
+
+    def attempt(number, taken):
+        attempts.append((number, taken))
+        return Choice(plan.rank, plan.kept, [3.0, 2.0, 1.0, 4.0][len(attempts) - 1], first.late)
+
+    monkeypatch.setattr(bubble_plan, "ROUNDS", 2)
+    assert choose(attempt, 2, 4)[1].longer == 1.0
+    assert [number for number, _ in attempts] == [0, 1, 1, 1]
+    assert np.array_equal([taken for _, taken in attempts], np.outer([0, 0, 0.5, 1.0], first.late))
 
 
 def test_a_pipeline_without_bubbles_does_it_before_and_after():

@@ -10,7 +10,7 @@ from benchmarks.sim import corpus
 from kimi_pretrain.config import GIB, ConfigError, load_config
 from kimi_pretrain.dep import bubble_planner
 from kimi_pretrain.dep.bubble_check import WaitsInACircle, check
-from kimi_pretrain.dep.bubble_plan import gaps_of, least_waits
+from kimi_pretrain.dep.bubble_plan import assign_units, gaps_of, least_waits
 from kimi_pretrain.dep.bubble_times import Learned
 from kimi_pretrain.dep.cost import FORWARDS_PER_STEP
 from kimi_pretrain.dep.memory_limit import TooMuchMemory
@@ -96,7 +96,7 @@ def test_short_waits_come_together_unless_work_is_at_the_edges_alone(step, monke
     assert asked == []
 
 
-@pytest.mark.parametrize(("square", "which"), [("2.0e-8", 0), ("1.0e-8", 1), ("1.2e-8", 2)])
+@pytest.mark.parametrize(("square", "which"), [("2.0e-8", 0), ("0.9e-8", 1), ("0.8e-8", 2)])
 def test_of_several_lengths_of_waits_the_shortest_step_is_taken(step, monkeypatch, square, which):
     """Where activations are kept: pieces are of two sizes."""
     cost = f"dep.cost={{per_patch: 0, per_patch_squared: {square}, per_item: 0}}"
@@ -108,11 +108,19 @@ def test_of_several_lengths_of_waits_the_shortest_step_is_taken(step, monkeypatc
     large = {name: getattr(found.units, name).max() / 27 for name in ("again", "backward")}
     work = np.array([large["again"], 2 * large["backward"], 2 * large["again"]])
     assert waits == pytest.approx(0.001 + work / config.dep.bubble_fill)
-    longer, plans = [], []
+    longer, plans, found_first = [], [], []
+
+    def assigned(*given):
+        choice = assign_units(*given)
+        found_first.append(choice.longer)
+        return choice
+
+    monkeypatch.setattr(bubble_planner, "assign_units", assigned)
     for least in waits:
         monkeypatch.setattr(bubble_planner, "least_waits", lambda *_, least=least: [least])
+        found_first.clear()
         plans.append(VisionPlanner(config).plan(step).bubbles.plan)
-        longer.append(plans[-1].upfront + plans[-1].after)
+        longer.append(found_first[0])
     assert len({*longer}) == 3
     assert int(np.argmin(longer)) == which
     best = plans[which]
