@@ -188,9 +188,9 @@ FIRST_MARGIN, LAST_MARGIN = 1.5, 2 / 3
 SPARE = (3.0, 2.0, 1.5)
 # And where it has no room with all of its margin, before all ranks have to begin earlier for it.
 LESS = (1.0, 0.75, 0.5)
-# How often ranks are chosen again, with less room for stages that would end later than others, and
-# how much of the difference that is. So many ranks of a stage are looked at; it ends when only one
-# in `LATER` of those is later.
+# How often ranks are chosen again, and what part of the seconds by which a stage would end later
+# than others is taken from its room then. A stage's end is seen on so many of its ranks, placed on
+# trial: it is the one that one in `LATER` of them is later than.
 ROUNDS, DAMPING = 2, 0.5
 SAMPLE, LATER = 32, 8
 # What gaps of a stage are used for at least, in the choice of ranks, however large pieces are.
@@ -529,10 +529,10 @@ class _Work:
         return None
 
     def ends(self) -> tuple[float, Floats]:
-        """Return what some ranks need before the passes, and when each stage's end, [stages].
+        """Return the seconds that ranks need before the passes, and when each stage ends, [stages].
 
-        Units may take longer than planned; a stage without any rank ends when the others do, in
-        the mean.
+        Seen on some ranks of each, if units take longer than planned. A stage without any rank ends
+        when the others do in the mean.
         """
         upfront, found = 0.0, np.full(len(self.gaps), np.nan)
         for stage in sorted(set(self.stage)):

@@ -127,34 +127,41 @@ def in_time(plan, units, line, chosen):
 
     What fits no bubble stands before the passes or behind them, and is told.
     """
+    given = plan, units, line, chosen
+    for rank in range(len(plan.stage)):
+        # With less than its gaps' margin, where all ranks would have to begin earlier for that.
+        assert rank_in_time(*given, rank, 1.0) or (
+            plan.upfront and rank_in_time(*given, rank, LESS[-1])
+        )
+
+
+def rank_in_time(plan, units, line, chosen, rank, times):
+    """Whether a rank's work is, its forward work with so many times its gaps' margin."""
     borders = borders_of(plan.schedule, line, chosen.transport)
     last = plan.schedule.num_passes
-    for rank, stage in enumerate(plan.stage.tolist()):
-        gaps = {gap.slot: gap for gap in gaps_of(stage, line, chosen)}
-        clock = {slot: gap.begin for slot, gap in gaps.items()}
-        clock[0] -= plan.upfront
-        for unit, slot, begin, end in plan.forward[rank]:
-            ahead = max(0.0, gaps[0].begin - clock[0]) if slot == 0 else 0.0
-            took = float(units.forward[unit]) / chosen.pieces * (end - begin)
-            # Less than its gap's margin, where all ranks would have to begin earlier for that.
-            margin = (
-                1.0 + LESS[-1] * (gaps[slot].margin - 1.0) if plan.upfront else gaps[slot].margin
-            )
-            clock[slot] += took if took <= ahead else took * margin
-            assert clock[slot] <= borders.need[units.microbatch[unit]] + 1e-6
-            assert clock[slot] <= gaps[slot].end + 1e-6 or (slot == 0 and took <= ahead)
-        begun = []  # pieces
-        for unit, slot, begin, end in plan.backward[rank]:
-            clock[slot] = max(clock[slot], borders.done[units.microbatch[unit]])
-            for piece in range(begin, end):
-                begun.append(clock[slot] if slot == last else 0.0)
-                work = units.backward if piece < plan.kept[unit] else units.again
-                clock[slot] += float(work[unit]) / chosen.pieces * gaps[slot].margin
-            limit = line.total + plan.after if slot == last else gaps[slot].end
-            assert clock[slot] <= limit + 1e-6
-        together = len(begun) - int(plan.together[rank])
-        assert all(start < borders.done.max() + 1e-6 for start in begun[:together])
-        assert all(start > borders.done.max() - 1e-6 for start in begun[together:])
+    gaps = {gap.slot: gap for gap in gaps_of(int(plan.stage[rank]), line, chosen)}
+    clock = {slot: gap.begin for slot, gap in gaps.items()}
+    clock[0] -= plan.upfront
+    found = []
+    for unit, slot, begin, end in plan.forward[rank]:
+        ahead = max(0.0, gaps[0].begin - clock[0]) if slot == 0 else 0.0
+        took = float(units.forward[unit]) / chosen.pieces * (end - begin)
+        clock[slot] += took if took <= ahead else took * (1.0 + times * (gaps[slot].margin - 1.0))
+        found.append(clock[slot] <= borders.need[units.microbatch[unit]] + 1e-6)
+        found.append(clock[slot] <= gaps[slot].end + 1e-6 or (slot == 0 and took <= ahead))
+    begun = []  # pieces
+    for unit, slot, begin, end in plan.backward[rank]:
+        clock[slot] = max(clock[slot], borders.done[units.microbatch[unit]])
+        for piece in range(begin, end):
+            begun.append(clock[slot] if slot == last else 0.0)
+            work = units.backward if piece < plan.kept[unit] else units.again
+            clock[slot] += float(work[unit]) / chosen.pieces * gaps[slot].margin
+        limit = line.total + plan.after if slot == last else gaps[slot].end
+        found.append(clock[slot] <= limit + 1e-6)
+    together = len(begun) - int(plan.together[rank])
+    found += [start < borders.done.max() + 1e-6 for start in begun[:together]]
+    found += [start > borders.done.max() - 1e-6 for start in begun[together:]]
+    return all(found)
 
 
 def enough_room(plan, units, chosen):
@@ -266,6 +273,8 @@ def test_ranks_without_room_for_all_margin_have_less_rather_than_that_all_begin_
     strict = place_units(*given)
     assert 0 < plan.upfront < strict.upfront - 0.05
     assert plan.after < strict.after + 1e-9
+    full = [rank_in_time(plan, units, line, chosen, rank, 1.0) for rank in range(len(plan.stage))]
+    assert sum(full) == 4  # of eight: whoever has room has all of it
     monkeypatch.setattr(bubble_plan, "LESS", (1.0, 0.5))
     assert place_units(*given).upfront == plan.upfront
 
@@ -285,6 +294,14 @@ def test_stages_that_would_end_later_than_others_get_less(monkeypatch):
     work = units.forward + units.again
     before, after = (np.bincount(plan.stage[rank], work, 4) for rank in (first.rank, second.rank))
     assert after[latest] < before[latest] - 0.5
+    gaps = [gaps_of(one, line, chosen) for one in range(4)]
+    borders = borders_of(plan.schedule, line, chosen.transport)
+    whole, rest = (
+        bubble_plan._Room(gaps, plan.stage, borders, one) for one in (np.zeros(4), taken)
+    )
+    for name in ("both", "backward"):
+        less = getattr(whole, name) - getattr(rest, name)
+        assert less == pytest.approx(np.broadcast_to(taken[plan.stage], less.shape))
     attempts = []
 
     def attempt(number, taken):
@@ -295,6 +312,18 @@ def test_stages_that_would_end_later_than_others_get_less(monkeypatch):
     assert choose(attempt, 2, 4)[1].longer == 1.0
     assert [number for number, _ in attempts] == [0, 1, 1, 1]
     assert np.array_equal([taken for _, taken in attempts], np.outer([0, 0, 0.5, 1.0], first.late))
+
+
+def test_a_step_is_taken_to_be_longer_by_what_its_last_rank_may_be_late(monkeypatch):
+    """Units are off each by itself: 3.5 deviations of a tenth of the root of their squares."""
+    schedule, forward = Schedule(2, 1, 8), np.array([3.0, 4.0])
+    line, none = timeline(schedule, np.ones(2), 2 * np.ones(2)), np.zeros(2, np.int64)
+    units = Units(none + 7, none + 7, forward, 3 * forward, 2 * forward, none)
+    given = units, schedule, line, np.zeros(1, np.int64), Filling(edges=True)
+    risky = assign_units(*given)
+    monkeypatch.setattr(bubble_plan, "LAST_LATE", 0.0)
+    assert risky.longer - assign_units(*given).longer == pytest.approx(0.35 * 15.0)
+    assert np.array_equal(risky.late, [0.0, 0.0])  # the other stage has no rank
 
 
 def test_a_pipeline_without_bubbles_does_it_before_and_after():
