@@ -24,8 +24,8 @@ FAST = {
     "PP2 x EP2, some shared": (dict(pp=2) | EP, (*ALL, *SHARED)),
 }
 SLOW = {
-    "PP4": (dict(pp=4), ALL),
-    "PP4, float64": (dict(pp=4), (*ALL, *FLOAT64)),
+    "PP4": (dict(pp=4), (*ALL, "data.rows_per_step=16")),
+    "PP4, float64": (dict(pp=4), (*ALL, *FLOAT64, "data.rows_per_step=16")),
     "PP2 x VPP2 x CP2 x EP2": (VPP | dict(cp=2, ep=2), (*ALL, "data.rows_per_step=4")),
     "PP2 x TP2": (dict(pp=2, tp=2), (*ALL, "data.rows_per_step=4")),
     "PP2 x VPP2 x EP2, first and last slots": (VPP | EP, EDGES),
