@@ -27,7 +27,7 @@ def check(plan: BubblePlan) -> None:
 
     Raises:
         WaitsInACircle: it does not come to its end; names the passes.
-        ValueError: a unit is not done once and in order, or out of the order of messages.
+        ValueError: a piece is not done once, or not in the order of units.
     """
     _check_slices(plan)
     schedule, slots = plan.schedule, plan.schedule.num_passes + 1
@@ -147,14 +147,19 @@ def _sends(schedule: Schedule) -> tuple[tuple[tuple[Takers, Takers], ...], ...]:
 
 
 def _check_slices(plan: BubblePlan) -> None:
-    """Refuse a plan that does a piece not once, or units not in the order of their messages."""
+    """Refuse a plan that does a piece not once, or not in the order of units.
+
+    Of each piece: gradients of its weights are added up in this order, and messages of units, which
+    go with the last piece or come with the first one, are sent and received in it.
+    """
     for kind, slices in (("forward", plan.forward), ("backward", plan.backward)):
         done = np.zeros(len(plan.rank), np.int64)
         for rank, mine in enumerate(slices):
-            order = [(one.unit, one.begin) for one in mine]
             slots = [one.slot for one in mine]
-            if order != sorted(order) or slots != sorted(slots):
+            if slots != sorted(slots):
                 raise ValueError(f"rank {rank} does its {kind} pieces out of order")
+            units = sorted({one.unit for one in mine})
+            before = dict(zip(units[1:], units))
             for one in mine:
                 if plan.rank[one.unit] != rank or done[one.unit] != one.begin:
                     raise ValueError(
@@ -162,6 +167,12 @@ def _check_slices(plan: BubblePlan) -> None:
                         "do not follow those before"
                     )
                 done[one.unit] = one.end
+                other = before.get(one.unit)
+                if other is not None and done[other] < one.end:
+                    raise ValueError(
+                        f"unit {one.unit}, {kind}: pieces {one.begin} to {one.end} on rank {rank} "
+                        f"come before those of unit {other}"
+                    )
         if (done != plan.pieces).any():
             unit = int(np.flatnonzero(done != plan.pieces)[0])
             raise ValueError(

@@ -4,10 +4,11 @@ A unit is the encoder's work on one item, or on several small ones of a microbat
 forward pass, whose output a first-stage rank needs when it starts the microbatch, and later a
 backward pass, whose gradient comes when that rank is through with the microbatch. The encoder may
 stop between its blocks, so a unit is cut into pieces. Each piece is computed again before it is
-taken back, but for those whose activations are kept (`unit_pass`). A rank works in
-its slots: slot n of a stage lies between its passes n - 1 and n, the first one before all passes,
-the last one behind them. What does not fit between the passes goes there: `upfront` and `after` say
-how much longer the step is for it.
+taken back, but for those whose activations are kept (`unit_pass`). Of each piece a rank does its
+units in order; where the next piece of one does not fit, one of a unit behind it may. A rank works
+in its slots: slot n of a stage lies between its passes n - 1 and n, the first one before all
+passes, the last one behind them. What does not fit between the passes goes there: `upfront` and
+`after` say how much longer the step is for it.
 
 No plan may let ranks wait for each other in a circle. Whatever one timeline orders is free of that,
 whatever pieces and passes really take; so units are placed on one timeline of the schedule, and
@@ -133,7 +134,8 @@ class BubblePlan:
         rank: that does it, [units].
         kept: first pieces of its backward pass whose activations are kept, [units].
         pieces: of a unit's forward pass, and of its backward pass.
-        forward: of each rank its slices of forward passes, in time and in the order of units.
+        forward: of each rank its slices of forward passes, in time; each piece of all its units in
+            the order of units.
         backward: the same of backward passes.
         together: pieces of each rank's backward passes, the last ones, that it begins when all
             gradients are there, [ranks]. It does them piece by piece for all their units, so that
@@ -373,69 +375,64 @@ def _assigned(
 
 
 class _Job(NamedTuple):
-    """Pieces of a unit: runs of (how many, seconds of each); the border that it must not cross."""
+    """Pieces of a unit: runs of (end of the run, seconds of each), and between which times."""
 
     unit: int
-    runs: list[tuple[int, float]]
-    border: float
+    runs: tuple[tuple[int, float], ...]
+    after: float
+    before: float
 
 
-def _before(
+def _filled(
     jobs: Sequence[_Job], cursor: list[float], gaps: Sequence[Gap]
 ) -> tuple[list[Slice], float]:
-    """Put pieces into gaps, in order and as early as can be, each job before its border.
+    """Put pieces into gaps, in order and as early as can be.
+
+    What is left of a gap where a job's next piece does not fit is used for those behind it, each as
+    far as the one before it has come: of each piece, jobs stay in order, as gradients are added up.
 
     Args:
         cursor: where each gap is free from; moved.
 
     Returns:
-        the slices, and the seconds of the first job that has no room before its border; 0 if all
-        have.
+        the slices, and the seconds of the first job that has no room in its time; 0 if all have.
     """
     found: list[Slice] = []
+    done = [0] * len(jobs)
     at = 0
-    for job in jobs:
-        piece = 0
-        for count, seconds in job.runs:
-            left = count
-            while left:
-                if at == len(gaps) or gaps[at].begin >= job.border:
-                    return found, left * seconds
-                gap = gaps[at]
-                fits = _fitting(left, seconds * gap.margin, min(gap.end, job.border) - cursor[at])
-                if fits:
-                    cursor[at] += fits * seconds * gap.margin
-                    found.append(Slice(job.unit, gap.slot, piece, piece + fits))
-                    piece, left = piece + fits, left - fits
-                if left:
-                    at += 1
-    return found, 0.0
 
-
-def _behind(jobs: Sequence[_Job], cursor: list[float], gaps: Sequence[Gap]) -> list[Slice]:
-    """Put pieces into gaps, in order and as early as can be, each job behind its border.
-
-    The last gap has no end. A rank that needs less than the others has then time to spare at the
-    end of the step, where costs that turn out higher do least harm.
-    """
-    found: list[Slice] = []
-    at = 0
-    for job in jobs:
-        piece = 0
-        for count, seconds in job.runs:
-            left = count
-            while left:
-                gap, begin = gaps[at], max(cursor[at], job.border)
-                last = at == len(gaps) - 1
+    def put(number: int, until: int) -> None:
+        job, gap, piece = jobs[number], gaps[at], done[number]
+        begin = max(cursor[at], job.after)
+        room = min(gap.end, job.before) - begin
+        for end, seconds in job.runs:
+            left = min(end, until) - done[number]
+            if left > 0:
                 took = seconds * gap.margin
-                fits = left if last else _fitting(left, took, gap.end - begin)
-                if fits:
-                    cursor[at] = begin + fits * took
-                    found.append(Slice(job.unit, gap.slot, piece, piece + fits))
-                    piece, left = piece + fits, left - fits
-                if left:
-                    at += 1
-    return found
+                fits = _fitting(left, took, room)
+                room -= fits * took
+                begin += fits * took
+                done[number] += fits
+                if fits < left:
+                    break
+        if done[number] > piece:
+            cursor[at] = begin
+            found.append(Slice(job.unit, gap.slot, piece, done[number]))
+
+    for number, job in enumerate(jobs):
+        while True:
+            if at == len(gaps) or gaps[at].begin >= job.before:
+                end, seconds = job.runs[-1]
+                return found, (end - done[number]) * seconds
+            put(number, job.runs[-1][0])
+            if done[number] == job.runs[-1][0]:
+                break
+            for behind in range(number + 1, len(jobs)):
+                if not done[behind - 1]:
+                    break
+                put(behind, done[behind - 1])
+            at += 1
+    return found, 0.0
 
 
 def _fitting(pieces: int, seconds: float, room: float) -> int:
@@ -453,8 +450,8 @@ def _placed(
     """Place the work of one rank.
 
     Args:
-        forward: in the order of units; borders are when outputs are needed.
-        backward: the same; borders are when gradients come.
+        forward: in the order of units, each until its output is needed.
+        backward: the same, each from when its gradient comes.
         gaps: of its stage; `wider`: the same, with the margin of forward passes.
         upfront: seconds before the passes to begin with; more is taken where they do not do.
 
@@ -465,11 +462,11 @@ def _placed(
         first = Gap(gaps[0].slot, gaps[0].begin - upfront, gaps[0].begin, 1.0)
         wide = [first, *gaps]
         cursor = [gap.begin for gap in wide]
-        early, short = _before(forward, cursor, [first, *wider])
+        early, short = _filled(forward, cursor, [first, *wider])
         if not short:
             break
         upfront += short * (1 + 1e-9)
-    late = _behind(backward, cursor, wide)
+    late, _ = _filled(backward, cursor, wide)
     return early, late, upfront, cursor[-1]
 
 
@@ -486,16 +483,19 @@ class _Work:
         stage: Ints, borders: Borders, filling: Filling,
     ):  # fmt: skip
         cut = filling.pieces
-        self.gaps, self.stage = gaps, stage.tolist()
+        # The last gap has no end. A rank that needs less than the others has then time to spare at
+        # the end of the step, where costs that turn out higher do least harm.
+        self.gaps = [[*mine[:-1], replace(mine[-1], end=math.inf)] for mine in gaps]
+        self.stage = stage.tolist()
         self._with_margin: dict[tuple[int, float], Sequence[Gap]] = {}
         self.jobs: list[tuple[_Job, _Job]] = []
         columns = (units.forward, units.again, units.backward, units.microbatch, kept)
         for unit, (forward, again, backward, microbatch, keeps) in enumerate(
             zip(*(column.tolist() for column in columns))
         ):
-            early = _Job(unit, [(cut, forward / cut)], float(borders.need[microbatch]))
-            runs = [(keeps, backward / cut), (cut - keeps, again / cut)]
-            late = _Job(unit, runs, float(borders.done[microbatch]))
+            need, done = float(borders.need[microbatch]), float(borders.done[microbatch])
+            early = _Job(unit, ((cut, forward / cut),), -math.inf, need)
+            late = _Job(unit, ((keeps, backward / cut), (cut, again / cut)), done, math.inf)
             self.jobs.append((early, late))
         self.units: list[list[int]] = [[] for _ in self.stage]
         for unit, one in enumerate(rank.tolist()):

@@ -1,16 +1,16 @@
 """Carries out a plan of vision work in bubbles, on one rank, while its pipeline runs.
 
 The schedule says when it is about to wait and which pass it begins (`engine.slots`); slot n lies
-before pass n. In its slots a rank encodes its units in their order and sends each output at
-once. A first-stage rank receives a few microbatches ahead, and puts a microbatch's leaf together
-when its first pass begins; as soon as that leaf has its gradient, it is sent back, unit by unit.
+before pass n. In its slots a rank does pieces of its units, and sends each output at once. A
+first-stage rank receives a few microbatches ahead, and puts a microbatch's leaf together when its
+first pass begins; as soon as that leaf has its gradient, it is sent back, unit by unit.
 Backward work waits for it in a slot that the plan has behind it. Behind the last pass the
 encoder's gradients leave for the sum over all ranks as the last unit's pieces complete them.
 
 Sends are waited for at the end alone. What a rank waits for inside the schedule is what the plan
 was checked with (`bubble_check`), or less: forward work may be done earlier than planned and
-backward work later, which a rank decides alone. Neither changes a bit, because gradients are added
-in the order of units and sums of the backbone are not touched.
+backward work later, which a rank decides alone. Neither changes a bit, because gradients of each
+piece are added in the order of units and sums of the backbone are not touched.
 """
 
 from collections import defaultdict, deque

@@ -56,7 +56,7 @@ def check(name, found):
     assert found["units"] > (0 if few else 8)
     assert few or "shared" in name or found["joined"] > 0
     assert (found["shared"] > 0) == ("shared" in name)
-    inside = []
+    inside, ways = [], ("forward",) if name == "frozen encoder" else ("forward", "backward")
     for variant, ranks in found.items():
         if not isinstance(ranks, list):
             continue
@@ -82,6 +82,7 @@ def check(name, found):
     assert not any(rank["left"] for rank in found["summed behind"])
     planned = sum(rank["forward inside"] + rank["backward inside"] for rank in inside)
     assert few or planned > 10
+    assert few or all(sum(rank[f"{way} mixed"] for rank in inside) for way in ways)
     # How much of it hangs on the clock: backward work may be put off, forward work may not.
     assert few or sum(rank["done inside"] for rank in inside) > 0
 

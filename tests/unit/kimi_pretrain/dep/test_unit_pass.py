@@ -73,6 +73,31 @@ def test_pieces_come_to_the_bits_of_one_pass(dtype, frozen):
                 assert torch.equal(found_grads[name], grad), (name, pieces, kept)
 
 
+def test_two_units_in_turns_come_to_the_bits_of_one_after_the_other():
+    """Each piece in the order of units: a bubble too short for one goes on with the next."""
+    encoder, pieces = made_encoder(), 3
+
+    def gradients(order):
+        encoder.sums.zero()
+        rows = GRADIENT.float().split((6, 3))
+        units = [
+            UnitPass(encoder, [some], [grid], pieces, kept=number)  # one more piece of the second
+            for number, (some, grid) in enumerate(zip(pixels(), GRIDS))
+        ]
+        for unit, piece in order:
+            units[unit].forward(piece)
+        for unit, piece in order:
+            units[unit].again(piece)
+            units[unit].backward(None if piece else rows[unit])
+        return {name: grad.clone() for name, grad in encoder.sums.views.items()}
+
+    alone = gradients([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)])
+    turns = gradients([(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)])
+    assert alone.keys() == turns.keys()
+    for name, grad in alone.items():
+        assert torch.equal(turns[name], grad), name
+
+
 @pytest.mark.parametrize("kept", [0, 1, 3])
 def test_nothing_is_left_of_a_unit_that_is_done(kept):
     encoder = made_encoder()
