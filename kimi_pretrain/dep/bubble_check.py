@@ -147,10 +147,10 @@ def _sends(schedule: Schedule) -> tuple[tuple[tuple[Takers, Takers], ...], ...]:
 
 
 def _check_slices(plan: BubblePlan) -> None:
-    """Refuse a plan that does a piece not once, or not in the order of units.
+    """Refuse a plan that does a piece not once, or piece k of its units not in their order.
 
-    Of each piece: gradients of its weights are added up in this order, and messages of units, which
-    go with the last piece or come with the first one, are sent and received in it.
+    Gradients of a piece's weights are added up in it, and messages of units, which go with the last
+    piece and come with the first one, are sent and received in it.
     """
     for kind, slices in (("forward", plan.forward), ("backward", plan.backward)):
         done = np.zeros(len(plan.rank), np.int64)

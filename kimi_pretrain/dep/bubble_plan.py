@@ -4,11 +4,11 @@ A unit is the encoder's work on one item, or on several small ones of a microbat
 forward pass, whose output a first-stage rank needs when it starts the microbatch, and later a
 backward pass, whose gradient comes when that rank is through with the microbatch. The encoder may
 stop between its blocks, so a unit is cut into pieces. Each piece is computed again before it is
-taken back, but for those whose activations are kept (`unit_pass`). Of each piece a rank does its
-units in order; where the next piece of one does not fit, one of a unit behind it may. A rank works
-in its slots: slot n of a stage lies between its passes n - 1 and n, the first one before all
-passes, the last one behind them. What does not fit between the passes goes there: `upfront` and
-`after` say how much longer the step is for it.
+taken back, but for those whose activations are kept (`unit_pass`). A rank does piece k of its units
+in the order of units; it may begin a unit before it is through with the one before. It works in its
+slots: slot n of a stage lies between its passes n - 1 and n, the first one before all passes, the
+last one behind them. What does not fit between the passes goes there: `upfront` and `after` say how
+much longer the step is for it.
 
 No plan may let ranks wait for each other in a circle. Whatever one timeline orders is free of that,
 whatever pieces and passes really take; so units are placed on one timeline of the schedule, and
@@ -134,8 +134,8 @@ class BubblePlan:
         rank: that does it, [units].
         kept: first pieces of its backward pass whose activations are kept, [units].
         pieces: of a unit's forward pass, and of its backward pass.
-        forward: of each rank its slices of forward passes, in time; each piece of all its units in
-            the order of units.
+        forward: of each rank its slices of forward passes, in time; piece k of its units in the
+            order of units.
         backward: the same of backward passes.
         together: pieces of each rank's backward passes, the last ones, that it begins when all
             gradients are there, [ranks]. It does them piece by piece for all their units, so that
@@ -329,7 +329,7 @@ class _Room:
 def _waste(gaps: Sequence[Sequence[Gap]], piece: Floats) -> Floats:
     """Return how much more room than its seconds a unit takes on each stage, [units, stages].
 
-    Gaps are filled with whole pieces, and what is left of them is lost.
+    Gaps are filled with whole pieces. What is left of them counts as lost: units behind use some.
     """
     found = []
     for mine in gaps:
@@ -389,7 +389,8 @@ def _filled(
     """Put pieces into gaps, in order and as early as can be.
 
     What is left of a gap where a job's next piece does not fit is used for those behind it, each as
-    far as the one before it has come: of each piece, jobs stay in order, as gradients are added up.
+    far as the one before it has come: piece k of all jobs is done in the order of jobs, in which
+    gradients of its weights are added up.
 
     Args:
         cursor: where each gap is free from; moved.
@@ -424,13 +425,15 @@ def _filled(
             if at == len(gaps) or gaps[at].begin >= job.before:
                 end, seconds = job.runs[-1]
                 return found, (end - done[number]) * seconds
-            put(number, job.runs[-1][0])
-            if done[number] == job.runs[-1][0]:
-                break
-            for behind in range(number + 1, len(jobs)):
-                if not done[behind - 1]:
+            if gaps[at].end > job.after:
+                put(number, job.runs[-1][0])
+                if done[number] == job.runs[-1][0]:
                     break
-                put(behind, done[behind - 1])
+                for behind in range(number + 1, len(jobs)):
+                    if not done[behind - 1]:
+                        break
+                    if done[behind] < done[behind - 1]:
+                        put(behind, done[behind - 1])
             at += 1
     return found, 0.0
 

@@ -73,16 +73,17 @@ def test_pieces_come_to_the_bits_of_one_pass(dtype, frozen):
                 assert torch.equal(found_grads[name], grad), (name, pieces, kept)
 
 
-def test_two_units_in_turns_come_to_the_bits_of_one_after_the_other():
+def test_units_in_turns_come_to_the_bits_of_one_after_the_other():
     """Each piece in the order of units: a bubble too short for one goes on with the next."""
     encoder, pieces = made_encoder(), 3
+    some, grids = [*pixels(), pixels()[0][:8]], [*GRIDS, (1, 2, 4)]
+    rows = [*GRADIENT.float().split((6, 3)), GRADIENT.float()[4:6]]
 
-    def gradients(order):
+    def gradients(*order):
         encoder.sums.zero()
-        rows = GRADIENT.float().split((6, 3))
-        units = [
-            UnitPass(encoder, [some], [grid], pieces, kept=number)  # one more piece of the second
-            for number, (some, grid) in enumerate(zip(pixels(), GRIDS))
+        units = [  # one more piece kept of each
+            UnitPass(encoder, [one], [grid], pieces, kept=number)
+            for number, (one, grid) in enumerate(zip(some, grids))
         ]
         for unit, piece in order:
             units[unit].forward(piece)
@@ -91,11 +92,14 @@ def test_two_units_in_turns_come_to_the_bits_of_one_after_the_other():
             units[unit].backward(None if piece else rows[unit])
         return {name: grad.clone() for name, grad in encoder.sums.views.items()}
 
-    alone = gradients([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)])
-    turns = gradients([(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)])
-    assert alone.keys() == turns.keys()
-    for name, grad in alone.items():
-        assert torch.equal(turns[name], grad), name
+    def same(one, other):
+        return [torch.equal(grad, other[name]) for name, grad in one.items()]
+
+    each = gradients(*((unit, piece) for unit in range(3) for piece in range(pieces)))
+    turns = (0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (1, 2), (2, 1), (2, 2)
+    assert all(same(each, gradients(*turns)))
+    ahead = (0, 0), (2, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2), (2, 1), (2, 2)
+    assert not all(same(each, gradients(*ahead)))
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])
