@@ -406,6 +406,8 @@ def _filled(
         job, gap, piece = jobs[number], gaps[at], done[number]
         begin = max(cursor[at], job.after)
         room = min(gap.end, job.before) - begin
+        if piece == until or room < 0:
+            return
         for end, seconds in job.runs:
             left = min(end, until) - done[number]
             if left > 0:
@@ -421,19 +423,17 @@ def _filled(
             found.append(Slice(job.unit, gap.slot, piece, done[number]))
 
     for number, job in enumerate(jobs):
+        pieces, seconds = job.runs[-1]
         while True:
             if at == len(gaps) or gaps[at].begin >= job.before:
-                end, seconds = job.runs[-1]
-                return found, (end - done[number]) * seconds
-            if gaps[at].end > job.after:
-                put(number, job.runs[-1][0])
-                if done[number] == job.runs[-1][0]:
+                return found, (pieces - done[number]) * seconds
+            put(number, pieces)
+            if done[number] == pieces:
+                break
+            for behind in range(number + 1, len(jobs)):
+                if not done[behind - 1]:
                     break
-                for behind in range(number + 1, len(jobs)):
-                    if not done[behind - 1]:
-                        break
-                    if done[behind] < done[behind - 1]:
-                        put(behind, done[behind - 1])
+                put(behind, done[behind - 1])
             at += 1
     return found, 0.0
 
@@ -644,14 +644,13 @@ def choose(attempt: Callable[[int, Floats], Choice], lines: int, stages: int) ->
 
 def place_units(
     units: Units, rank: Ints, kept: Ints, schedule: Schedule, line: Timeline,
-    stage: Ints, filling: Filling, spare: Sequence[float] = SPARE,
+    stage: Ints, filling: Filling,
 ) -> BubblePlan:  # fmt: skip
     """Put each unit into slots of its rank.
 
     Args:
         units, schedule, line, stage, filling: as for `assign_units`.
         rank, kept: of each unit.
-        spare: as `SPARE`; the step is as long without.
     """
     borders = borders_of(schedule, line, filling.transport)
     gaps = [gaps_of(one, line, filling) for one in range(schedule.stages)]
@@ -665,7 +664,7 @@ def place_units(
         placed[one] = work.widest(one, upfront, math.inf, LESS) or placed[one]
     end = max(line.total, *(last for *_, last in placed))
     for one in ranks:
-        placed[one] = work.widest(one, upfront, end, spare) or placed[one]
+        placed[one] = work.widest(one, upfront, end, SPARE) or placed[one]
     forward, backward, _, _ = zip(*placed)
     arrived = float(borders.done.max())
     together = [work.pieces_within(late, last - arrived) for _, late, _, last in placed]

@@ -271,10 +271,13 @@ def test_ranks_have_less_to_do_before_the_first_pass(monkeypatch):
     assert loads(0.01, microbatch)[0] == 0
 
 
-def test_forward_work_has_more_margin_where_no_step_is_longer_for_it():
+def test_forward_work_has_more_margin_where_no_step_is_longer_for_it(monkeypatch):
     plan, units, line, chosen = made(4, 2, 8, items=60, load=0.08)
     given = units, plan.rank, plan.kept, plan.schedule, line, plan.stage, chosen
-    tight, wide = place_units(*given, ()), place_units(*given, (2.0,))
+    monkeypatch.setattr(bubble_plan, "SPARE", ())
+    tight = place_units(*given)
+    monkeypatch.setattr(bubble_plan, "SPARE", (2.0,))
+    wide = place_units(*given)
     assert (wide.upfront, wide.after) == (tight.upfront, tight.after)
     assert (plan.forward, plan.backward) != (tight.forward, tight.backward)
     spared = 0
@@ -294,14 +297,14 @@ def test_forward_work_has_more_margin_where_no_step_is_longer_for_it():
 def test_ranks_without_room_for_all_margin_have_less_rather_than_that_all_begin_earlier(
     monkeypatch,
 ):
-    plan, units, line, chosen = made(4, 2, 8, items=60, load=0.3)
+    plan, units, line, chosen = made(4, 2, 8, items=100, load=0.2)
     given = units, plan.rank, plan.kept, plan.schedule, line, plan.stage, chosen
     monkeypatch.setattr(bubble_plan, "LESS", (1.0,))
     strict = place_units(*given)
-    assert 0 < plan.upfront < strict.upfront - 0.03
+    assert 0 < plan.upfront < strict.upfront - 0.1
     assert plan.after < strict.after + 1e-9
     full = [rank_in_time(plan, units, line, chosen, rank, 1.0) for rank in range(len(plan.stage))]
-    assert sum(full) == 6  # of eight: whoever has room has all of it
+    assert sum(full) == 2  # of eight: whoever has room has all of it
     monkeypatch.setattr(bubble_plan, "LESS", (1.0, 0.5))
     assert place_units(*given).upfront == plan.upfront
 
@@ -480,7 +483,7 @@ def _moved(mine, data, first, last):
 
 FAULTS = {
     "lost": "26 of 27 pieces are in the plan", "doubled": "do not follow those before",
-    "elsewhere": "do not follow those before", "early": "out of order",
+    "elsewhere": "do not follow those before", "early": "out of order", "swapped": "out of order",
 }  # fmt: skip
 
 
@@ -493,6 +496,8 @@ def test_a_plan_that_does_not_do_all_work_once_and_in_time_is_refused(fault):
         mine[-1] = mine[-1]._replace(end=mine[-1].end - 1)
     elif fault == "doubled":
         mine.append(mine[-1])
+    elif fault == "swapped":
+        mine[0], mine[-1] = mine[-1], mine[0]
     elif fault == "early":
         mine[-1] = mine[-1]._replace(slot=mine[-2].slot - 1)
     else:
