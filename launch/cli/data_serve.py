@@ -122,7 +122,7 @@ def serve(
                     typer.echo("tokens travel unencrypted: give --certificate and --key", err=True)
             else:
                 name = f"[{host.strip('[]')}]" if ":" in host else host
-                typer.echo(f"open {scheme}://{name}:{number}/login?token={once}")
+                typer.echo(f"open {scheme}://{name}:{number}/login#token={once}")
             sys.stdout.flush()
             _run(site, listening, certificate, key)
 

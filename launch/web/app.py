@@ -11,7 +11,7 @@ from anyio import to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -68,25 +68,22 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 
 def sign_in(request: Request) -> Response:
-    """Exchange the token of an address for a session; without one, ask for it."""
-    token = request.query_params.get("token", "")
-    if not token or request.method == "HEAD":
-        return page(request, "login.html", wrong=False)
-    return _entered(request, token)
+    """Ask for a token: the address may have it after "#", which a browser sends to nobody.
+
+    Our script sends the form at once where somebody opened the address himself. A link of another
+    site only fills it in, or that site could sign its visitor in as somebody else.
+    """
+    by_hand = request.headers.get("sec-fetch-site") == "none"
+    return page(request, "login.html", wrong=False, at_once=by_hand)
 
 
 async def sign_in_by_form(request: Request) -> Response:
-    """Exchange the token of a form."""
-    return _entered(request, (await form_fields(request)).get("token", ""))
-
-
-def _entered(request: Request, token: str) -> Response:
-    site = site_of(request)
+    """Exchange a token for a session."""
+    site, token = site_of(request), (await form_fields(request)).get("token", "")
     secret = site.door.enter(token)
     if secret is None:
-        return page(request, "login.html", 401, wrong=True)
-    # No redirect: a browser that came from another site would not send the cookie along with it.
-    answer = HTMLResponse(request.app.state.templates.get_template("entered.html").render())
+        return page(request, "login.html", 401, wrong=True, at_once=False)
+    answer = RedirectResponse("/", 303)
     answer.set_cookie(
         site.cookie, secret, httponly=True, samesite="strict", secure=site.secure, path="/"
     )

@@ -2,8 +2,9 @@
 
 A token is shown once and kept as its SHA-256. It is exchanged for a session, whose cookie no script
 can read and no other site's request carries (HttpOnly, SameSite=Strict). A page of another site
-that has this machine's name resolve to the loopback ("DNS rebinding") is refused by its Host. What
-changes anything is a POST with a value that only our own pages know.
+that has this machine's name resolve to the loopback ("DNS rebinding") is refused by its Host. The
+exchange of a token, and all that changes anything, is a POST whose Origin is one of our own pages;
+a change also carries a value that only our own pages know.
 """
 
 import hashlib
@@ -11,22 +12,23 @@ import json
 import os
 import re
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
 from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 IDLE_S = 12 * 3600.0
 """A session that nobody uses for so long ends."""
 
-_SESSIONS = 256  # the oldest one makes room
+_SESSIONS = 16  # of one person, whose oldest one makes room
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _OPEN = ("/login", "/static/")  # what a person without a session may ask for
@@ -81,12 +83,11 @@ def read_tokens(file: Path) -> dict[str, Person]:
     """Return SHA-256 -> person of a file of tokens: JSON lines {"name", "role", "sha256"}.
 
     Raises:
-        ValueError: a line is not as expected, or others may write the file; names both.
+        ValueError: a line is not as expected, or somebody else may write the file; names both.
     """
-    if file.stat().st_mode & 0o022:
-        raise ValueError(f"{file}: others may write it, and so sign in as anybody; chmod go-w")
+    text = _read_own(file)
     found: dict[str, Person] = {}
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         where = f"{file}, line {number}"
         try:
             name, role, sha256 = (json.loads(line)[key] for key in ("name", "role", "sha256"))
@@ -105,6 +106,32 @@ def read_tokens(file: Path) -> dict[str, Person]:
     if not found:
         raise ValueError(f"{file}: no token in it; `kimi-pretrain data token` adds one")
     return found
+
+
+def _read_own(file: Path) -> str:
+    """Return the text of a file that nobody but its owner, or root, can have written."""
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        state = os.fstat(opened.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise ValueError(f"{file}: expected a regular file of tokens")
+        _refuse_others(file, state)
+        folder = file.resolve().parent  # whose writers could replace the file
+        _refuse_others(folder, folder.stat())
+        if state.st_mode & 0o007:
+            raise ValueError(f"{file}: everybody may read it, and so see who signs in; chmod o-rwx")
+        return opened.read().decode("utf-8", "replace")
+
+
+def _refuse_others(path: Path, state: os.stat_result) -> None:
+    """Refuse what somebody else could replace, and so sign in as anybody."""
+    if state.st_uid not in (0, os.geteuid()):
+        raise ValueError(
+            f"{path}: belongs to user {state.st_uid}, who could sign in as anybody; expected you "
+            f"({os.geteuid()}) or root: chown it, or copy the file to a folder of your own"
+        )
+    sticky = stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX
+    if state.st_mode & 0o022 and not sticky:  # of /tmp, nobody replaces another's file
+        raise ValueError(f"{path}: others may write it, and so sign in as anybody; chmod go-w")
 
 
 def add_token(file: Path, name: str, role: Role) -> str:
@@ -154,9 +181,10 @@ class Doorkeeper:
             person = self._once.pop(key, None) or self._tokens.get(key)
             if person is None:
                 return None
-            if len(self._sessions) >= _SESSIONS:
-                oldest = min(self._sessions, key=lambda one: self._sessions[one].used)
-                del self._sessions[oldest]
+            name = person.name
+            own = [key for key, one in self._sessions.items() if one.person.name == name]
+            if len(own) >= _SESSIONS:
+                del self._sessions[min(own, key=lambda key: self._sessions[key].used)]
             secret = new_token()
             self._sessions[digest(secret)] = Session(person)
         return secret
@@ -215,7 +243,7 @@ class Gate:
         if scope["method"] not in ("GET", "HEAD", "POST"):
             return PlainTextResponse("GET, HEAD or POST\n", 405)
         if scope["method"] == "POST" and not _of_our_own(headers, given[0]):
-            return PlainTextResponse("a request of another site\n", 403)
+            return PlainTextResponse("this form is not from a page of this server\n", 403)
         if session is None and not scope["path"].startswith(_OPEN):
             return _sign_in(headers)
         return None
@@ -234,18 +262,14 @@ def host_of(given: str) -> str:
 
 
 def _cookie(headers: Headers, name: str) -> str | None:
-    try:
-        found = SimpleCookie(headers.get("cookie", "")).get(name)
-    except CookieError:
-        return None
-    return None if found is None else found.value
+    """Return our cookie among those of other programs on this host, whatever theirs look like."""
+    return cookie_parser("; ".join(headers.getlist("cookie"))).get(name)
 
 
 def _of_our_own(headers: Headers, host: str) -> bool:
-    """Whether a browser that says where a request comes from says that it comes from us."""
-    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-    ours = origin is None or origin.partition("://")[2].lower() == host.lower()
-    return ours and site in (None, "same-origin", "none")
+    """Whether a browser says that a form comes from one of our own pages."""
+    origin, site = headers.get("origin", ""), headers.get("sec-fetch-site")
+    return origin.partition("://")[2].lower() == host.lower() and site in (None, "same-origin")
 
 
 def _with_headers(send: Send) -> Send:

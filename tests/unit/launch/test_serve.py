@@ -4,10 +4,12 @@ import asyncio
 import hashlib
 import html
 import json
+import os
 import re
 import shutil
 import socket
 import sqlite3
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -97,11 +99,16 @@ def made(tmp_path_factory) -> SimpleNamespace:
     catalog.close()
 
 
+def browser_of(site: Site, base: str = "http://testserver") -> TestClient:
+    """A browser, which says of each form that it comes from a page of ours."""
+    return TestClient(application(site), base, follow_redirects=False, headers={"Origin": base})
+
+
 def client(made, role: str | None = None) -> TestClient:
-    found = TestClient(application(made.site), follow_redirects=False)
+    found = browser_of(made.site)
     if role is not None:
         answer = found.post("/login", data={"token": ROLES[role]})
-        assert answer.status_code == 200
+        assert (answer.status_code, answer.headers["location"]) == (303, "/")
         assert "session" in found.cookies
     return found
 
@@ -149,16 +156,60 @@ def test_nothing_is_shown_without_a_session(made, path):
 def test_a_token_of_an_address_is_used_up_by_its_first_use(made):
     made.site.door._once[digest("once")] = Person("me", Role.VIEWER)
     first, second = client(made), client(made)
-    assert first.head("/login?token=once").status_code == 200  # looks, and takes nothing
-    answer = first.get("/login?token=once")
-    assert answer.status_code == 200
+    answer = first.post("/login", data={"token": "once"})
+    assert answer.status_code == 303
     cookie = answer.headers["set-cookie"].lower()
     for word in ("httponly", "samesite=strict", "path=/"):
         assert word in cookie
-    assert "once" not in answer.text
     assert first.get("/").status_code == 200
-    assert second.get("/login?token=once").status_code == 401
+    assert second.post("/login", data={"token": "once"}).status_code == 401
     assert second.get("/").status_code == 303
+
+
+def test_a_token_is_exchanged_by_a_form_of_our_own_page_only(made):
+    """Not by looking at an address, as programs that follow links do, nor for another site."""
+    made.site.door._once[digest("once")] = Person("me", Role.VIEWER)
+    plain = TestClient(application(made.site), follow_redirects=False)
+    for path in ("/login?token=once", "/login"):
+        for looked in (plain.get(path), plain.head(path)):
+            assert looked.status_code == 200
+            assert "set-cookie" not in looked.headers
+            assert "once" not in looked.text.replace("at-once", "").replace("used once", "")
+    given = {"token": "once"}
+    foreign = (
+        {}, {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": "http://testserver:1"},
+        {"Origin": "http://testserver", "Sec-Fetch-Site": "cross-site"},
+    )  # fmt: skip
+    for headers in foreign:
+        answer = plain.post("/login", data=given, headers=headers)
+        assert (answer.status_code, "set-cookie" in answer.headers) == (403, False), headers
+    assert client(made).post("/login", data=given).status_code == 303
+
+
+def test_a_link_of_another_site_signs_nobody_in_by_itself(made):
+    """Our script sends the form where an address was opened by hand; else somebody clicks."""
+    stranger = client(made)
+    for site, at_once in (("none", True), ("cross-site", False), ("same-site", False), ("", False)):
+        answer = stranger.get("/login", headers={"Sec-Fetch-Site": site} if site else {})
+        assert ("data-at-once" in answer.text) == at_once, site
+
+
+def test_cookies_of_other_programs_on_this_host_do_not_hide_ours(made):
+    """Browsers send the cookies of all ports of a host: none of them has to be as we like it."""
+    own = client(made, "viewer").cookies["session"]
+    for foreign in (
+        'state={"a": [1, 2]}',
+        "na[me=1",
+        "plain",
+        "=",
+        '"',
+        "a=b=c",
+        "\xe9=\xff",
+        "x=@:,",
+    ):
+        for cookie in (f"{foreign}; session={own}", f"session={own}; {foreign}"):
+            headers = {"Cookie": cookie.encode("latin-1")}
+            assert browser_of(made.site).get("/", headers=headers).status_code == 200, cookie
 
 
 def test_the_cookie_is_for_https_alone_where_the_server_is(made, monkeypatch):
@@ -178,11 +229,15 @@ def test_a_session_ends_by_signing_out_and_by_age(made, monkeypatch):
     assert other.get("/").status_code == 303
 
 
-def test_the_oldest_session_makes_room(monkeypatch):
+def test_the_oldest_session_of_a_person_makes_room_for_his_own(monkeypatch):
     monkeypatch.setattr(auth, "_SESSIONS", 2)
-    door = Doorkeeper({digest("t"): Person("a", Role.VIEWER)}, {})
-    secrets = [door.enter("t") for _ in range(3)]
+    people = {digest("t"): Person("a", Role.VIEWER), digest("u"): Person("b", Role.ADMIN)}
+    people[digest("v")] = people[digest("t")]  # a second token of the same person
+    door = Doorkeeper(people, {})
+    other = door.enter("u")
+    secrets = [door.enter(token) for token in "ttv"]
     assert [door.session(one) is not None for one in secrets] == [False, True, True]
+    assert door.session(other).person.name == "b"
 
 
 @pytest.mark.parametrize(
@@ -909,7 +964,7 @@ def test_what_is_served_of_others_is_what_was_taken_in():
     assert 'version:"2.0.11"' in (folder / "htmx.min.js").read_text()
     assert (folder / "htmx.LICENSE").read_text().startswith("Zero-Clause BSD")
     assert {path.name for path in folder.iterdir()} == {
-        "htmx.min.js", "htmx.LICENSE", "icon.svg", "web.css"
+        "htmx.min.js", "htmx.LICENSE", "icon.svg", "login.js", "web.css"
     }  # fmt: skip
 
 
@@ -976,7 +1031,7 @@ def test_the_command_serves_the_loopback_with_a_token_for_one_use(made, sites):
     options = ("--facts", made.folder / "facts", "--source", "prose", "--role", "curator")
     result = run("serve", made.store.root, *options)
     address = result.stdout.split()[1]
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/login\?token=[\w-]{43}", address)
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/login#token=[\w-]{43}", address)
     [site] = sites
     assert site.hosts == {"127.0.0.1", "localhost", "[::1]"}
     assert site.corpus.names == ("prose",)
@@ -1032,8 +1087,8 @@ def test_the_steps_of_a_run_are_those_that_it_had(made, sites, tmp_path):
     assert drawn(mine, late, 40) == 0
     assert drawn(plain, late, 40) > 0
     mine.close()
-    shown = TestClient(application(site), base_url="http://localhost")
-    shown.get("/login", params={"token": printed})
+    shown = browser_of(site, "http://localhost")
+    shown.post("/login", data={"token": printed})
     text = html.unescape(shown.get("/quarantined").text)
     assert PAYLOADS[0] in text
     assert "/sources/hostile/keys/evil%2F04" in text
@@ -1070,13 +1125,48 @@ def test_a_broken_chain_is_told_and_what_stands_before_it_is_shown(made, tmp_pat
 def test_a_file_of_tokens_that_is_none(tmp_path, text, words):
     file = tmp_path / "tokens"
     file.write_text(text)
+    file.chmod(0o600)
     with pytest.raises(ValueError, match=re.escape(words)):
         read_tokens(file)
-    file.chmod(0o666)
-    with pytest.raises(ValueError, match="others may write it"):
-        read_tokens(file)
-    with pytest.raises(ValueError, match="others may write it"):
-        add_token(file, "ann", Role.VIEWER)
+
+
+def test_a_file_of_tokens_that_somebody_else_could_have_written(tmp_path, monkeypatch):
+    folder = tmp_path / "own"
+    folder.mkdir(0o755)
+    file = folder / "tokens"
+    add_token(file, "ann", Role.VIEWER)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+    def refused(words: str) -> None:
+        for act in (lambda: read_tokens(file), lambda: add_token(file, "bob", Role.ADMIN)):
+            with pytest.raises(ValueError, match=words):
+                act()
+
+    for mode, words in (
+        (0o620, f"{file}: others may write it"),
+        (0o602, f"{file}: others may write it"),
+        (0o604, f"{file}: everybody may read it"),
+    ):
+        file.chmod(mode)
+        refused(words)
+    file.chmod(0o640)  # a service's group may read it
+    assert len(read_tokens(file)) == 1
+    folder.chmod(0o777)
+    refused(f"{folder}: others may write it")
+    folder.chmod(0o1777)  # as /tmp
+    assert len(read_tokens(file)) == 1
+    with monkeypatch.context() as elsewhere:  # its owner is neither who runs this nor root
+        elsewhere.setattr("os.geteuid", lambda: 12_345)
+        os.chown(file, os.getuid() or 54_321, -1)
+        os.chown(folder, os.getuid(), -1)
+        folder.chmod(0o755)
+        refused("who could sign in as anybody; expected you")
+
+
+def test_a_pipe_is_no_file_of_tokens(tmp_path):
+    os.mkfifo(tmp_path / "tokens", 0o600)
+    with pytest.raises(ValueError, match="expected a regular file of tokens"):
+        read_tokens(tmp_path / "tokens")
 
 
 # What is erased while the server runs -------------------------------------------------------------
@@ -1099,8 +1189,8 @@ def own(made, sites, tmp_path) -> SimpleNamespace:
 def serving(own, *options) -> TestClient:
     """Begin to serve; returns a browser that is signed in."""
     result = run("serve", own.root, "--facts", own.facts, *options)
-    shown = TestClient(application(own.sites[-1]), "http://localhost", follow_redirects=False)
-    shown.get("/login", params={"token": result.stdout.partition("token=")[2].strip()})
+    shown = browser_of(own.sites[-1], "http://localhost")
+    shown.post("/login", data={"token": result.stdout.partition("token=")[2].strip()})
     return shown
 
 

@@ -186,7 +186,8 @@ def test_the_page_puts_a_hold_on_a_source_that_was_redacted_meanwhile(corpus):
     door = Doorkeeper({digest("token"): Person("ann", Role.CURATOR)}, {})
     statistics = Statistics(PatchLimits(), None, {})
     site = Site(corpus, Media(), statistics, door, frozenset({"testserver"}), "session")
-    browser = TestClient(application(site), follow_redirects=False)
+    ours = {"Origin": "http://testserver"}
+    browser = TestClient(application(site), follow_redirects=False, headers=ours)
     browser.post("/login", data={"token": "token"})
     [form, *_] = re.findall(r'name="form" value="([^"]+)"', browser.get("/sources/notes").text)
     carry_out(open_store("memory://fresh"), {"notes": ["t3"]})
