@@ -311,25 +311,12 @@ def _run(
     site: "Site", listening: socket.socket, certificate: Path | None, key: Path | None
 ) -> None:
     """Serve until somebody interrupts it."""
-    import uvicorn
-
+    from launch.local.worker import allow_many_files
     from launch.web.app import application
+    from launch.web.connections import web_server
 
-    # No log of requests: addresses hold tokens and keys of samples.
-    config = uvicorn.Config(
-        application(site),
-        http="h11",
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=128,
-        timeout_graceful_shutdown=3,
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
-    )
+    allow_many_files()  # clients that connect and say nothing hold one each
     try:
-        uvicorn.Server(config).run(sockets=[listening])
+        web_server(application(site), certificate, key).run(sockets=[listening])
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)

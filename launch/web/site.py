@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 
 from data_pipeline.index.manifest import IndexMismatch
@@ -189,10 +189,13 @@ async def form_fields(request: Request) -> dict[str, str]:
     if kind != "application/x-www-form-urlencoded":
         raise HTTPException(415, "expected a form")
     body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _FORM:
-            raise HTTPException(413, f"a form of more than {_FORM:,} bytes")
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > _FORM:
+                raise HTTPException(413, f"a form of more than {_FORM:,} bytes")
+    except ClientDisconnect:
+        raise HTTPException(400, "a form without its end") from None
     return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True))
 
 
