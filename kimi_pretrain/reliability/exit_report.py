@@ -8,7 +8,8 @@ failed and ends with its code, because torchrun reports neither. It reads report
 alone, and only the start that holds the run folder writes there; any other writes into the private
 folder of its supervisor (`kimi_pretrain.reliability.start_identity`).
 
-Exit codes: 2: user error; a retry fails again. 75 (EX_TEMPFAIL of sysexits.h): no progress. Any other (1): a fault, worth a restart.
+Exit codes: 2: user error; a retry fails again. 75 (EX_TEMPFAIL of sysexits.h): no progress. Any
+other (1): a fault, worth a restart.
 """
 
 import os
