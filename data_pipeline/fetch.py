@@ -8,6 +8,7 @@ the plan or an index.
 
 Bytes that do not have the checksum of the index are read again, from the store itself. If they stay
 wrong, or a medium does not decode, the sample is reported as unusable and everything else goes on.
+So it does where samples are redacted meanwhile: their shards are read on under new names.
 """
 
 import threading
@@ -289,6 +290,7 @@ class Fetcher:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self._split: OrderedDict[tuple[Span, int], LaidOut] = OrderedDict()
         self._lock = threading.Lock()
+        self._moved: dict[str, str] = {}  # shards that redactions replace under this run
 
     def __call__(self, request: StepRequest) -> Fetched:
         """Read, decode and lay out.
@@ -298,7 +300,7 @@ class Fetcher:
             IndexMismatch: text with other tokens than the index says; names source and sample key.
         """
         reads, before = [*request.texts, *request.files], self._num_requests()
-        reading = read_parts(self._store, reads, self._threads)
+        reading = read_parts(self._store, reads, self._threads, moved=self._moved)
         read_bytes = sum(len(body) for body in reading.data.values())
         decoding = [
             self._pool.submit(_decode, file, reading, request.limits) for file in request.files

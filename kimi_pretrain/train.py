@@ -41,6 +41,7 @@ from kimi_pretrain.reliability.run_history import (
     latest_in,
     place_of,
 )
+from kimi_pretrain.reliability.start_identity import join_start, start_id
 from kimi_pretrain.reliability.watchdog import WAIT_FOR_DATA, Watchdog, backstop
 from kimi_pretrain.run import Run
 from kimi_pretrain.step import StepReport
@@ -88,6 +89,8 @@ def train(
     watchdog = _start_watchdog(config, run_dir, stop)
     watchdog.enter("join the job")
     mesh = engine_mesh.start(config.layout, backstop(config.train.timeout_seconds))
+    join_start(mesh.broadcast_from_rank0(start_id))  # which holds the folder: all may write there
+    watchdog.joined()
     log_to(run_dir, mesh.rank)
     # Nothing is torn down on an error: other ranks may be inside a collective, and leaving it in
     # order would wait for them. The process ends, and with it the job.

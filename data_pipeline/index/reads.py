@@ -4,23 +4,37 @@ Bytes with another checksum are read again, past any cache: they may have change
 stays wrong is raised by `read_checked`, and listed by `read_parts` for who can go on without it.
 Only `data verify` and `SampleStream` read in their own ways and compare for themselves; the stream
 reads what differs again through here.
+
+A redaction replaces shards by others in which no other sample moves (`index.redacted`), also under
+a process that still has the former index. Who reads for long follows such shards to the present
+ones (`moved`): all samples but the redacted ones are read on, with the same checksums.
 """
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from isal.isal_zlib import crc32  # zlib's numbers in a fraction of its time
 
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.index.manifest import IndexMismatch, expect
+from data_pipeline.index.manifest import IndexMismatch, expect, read_manifest
+from data_pipeline.index.redacted import is_erased
 from data_pipeline.store.objects import MAX_GAP
-from data_pipeline.store.open import Span, Store, get_many
+from data_pipeline.store.open import MissingKey, Span, Store, StoreUnavailable, get_many
+
+log = logging.getLogger("data_pipeline.index.reads")
 
 # Reads of bytes with a wrong checksum, the first included.
 READS = 3
+
+
+class ShardReplaced(StoreUnavailable):
+    """A redaction has replaced a shard since its index was read; a new start reads the new one."""
 
 
 class Located(Protocol):
@@ -91,7 +105,12 @@ class Reading:
 
 
 def read_parts(
-    store: Store, parts: Sequence[Located], threads: int = 8, max_gap: int = MAX_GAP
+    store: Store,
+    parts: Sequence[Located],
+    threads: int = 8,
+    max_gap: int = MAX_GAP,
+    *,
+    moved: MutableMapping[str, str] | None = None,
 ) -> Reading:
     """Read many parts with few requests, each once; those that stay damaged are listed.
 
@@ -99,17 +118,14 @@ def read_parts(
         store: where the shards lie.
         parts: in any order, also several times the same.
         threads, max_gap: as of `get_many`.
+        moved: replaced shards that the caller has met, with those in their places; more are added.
+            What was redacted in them counts as damaged. None: a shard that is gone is an error.
 
     Raises:
         StoreError: naming the key.
     """
     spans = list(dict.fromkeys(part.span for part in parts))
-    # A cache answers many reads at once better than one by one.
-    together = getattr(store, "get_many", None)
-    if together is None:
-        bodies = get_many(store, spans, max_gap, threads)
-    else:
-        bodies = together(spans, max_gap, threads)
+    bodies = _bodies(store, spans, threads, max_gap, moved)
     data = dict(zip(spans, bodies, strict=True))
     damaged: dict[tuple[Span, int], str] = {}
     again = 0
@@ -117,17 +133,87 @@ def read_parts(
         for read in range(1, READS + 1):
             if (found := crc32(data[span])) == crc:
                 break
+            if moved and span.key in moved and is_erased(data[span]):
+                damaged[span, crc] = "was redacted after this start had read the index"
+                break
             if read == READS:
                 damaged[span, crc] = (
                     f"CRC-32 is {found:08x}, expected {crc:08x} (read {READS} times)"
                 )
                 break
             forget = getattr(store, "forget", None)
+            now = _now(span, moved)
             if forget is not None:  # or a cache would answer with the same bytes
-                forget(*span)
-            data[span] = store.get(*span)
+                forget(*now)
+            data[span] = store.get(*now)
             again += 1
     return Reading(data, damaged, again)
+
+
+def _now(span: Span, moved: MutableMapping[str, str] | None) -> Span:
+    return span._replace(key=moved.get(span.key, span.key)) if moved else span
+
+
+def _bodies(
+    store: Store,
+    spans: Sequence[Span],
+    threads: int,
+    max_gap: int,
+    moved: MutableMapping[str, str] | None,
+) -> list[bytes]:
+    """Read spans, from the present shards where those that were named have been replaced."""
+    # A cache answers many reads at once better than one by one.
+    together = getattr(store, "get_many", None) or partial(get_many, store)
+    while True:
+        try:
+            return together([_now(span, moved) for span in spans], max_gap, threads)
+        except MissingKey:
+            if moved is None:
+                raise
+            found = moved_shards(store, {span.key for span in spans})
+            new = {key: now for key, now in found.items() if moved.get(key) != now}
+            if not new:
+                raise
+            for key, now in sorted(new.items()):
+                log.warning("%s/%s was replaced by a redaction: %s is read", store.uri, key, now)
+            moved.update(new)
+
+
+def moved_shards(store: Store, keys: Iterable[str]) -> dict[str, str]:
+    """Return of shards that were replaced by redactions those that are in their places now.
+
+    The manifest beside a shard says it; where a source was collected whose shards others share,
+    theirs do.
+    """
+    wanted = set(keys)
+    beside = sorted({key.partition("/")[0] for key in wanted})
+    found = _follow(wanted, _replaced(store, beside))
+    if found.keys() < wanted:
+        others = sorted({*store.list_folders()} - {*beside})
+        found |= _follow(wanted - found.keys(), _replaced(store, [*beside, *others]))
+    return found
+
+
+def _replaced(store: Store, names: Sequence[str]) -> dict[str, str]:
+    """Return what the manifests of sources say of replaced shards; of one that is torn, nothing."""
+    found: dict[str, str] = {}
+    for name in names:
+        with suppress(MissingKey, IndexMismatch, KeyError, TypeError):
+            lines = read_manifest(store, name).get("redacted", {}).get("replaced", ())
+            found |= {str(one["key"]): str(one["by"]) for one in lines}
+    return found
+
+
+def _follow(keys: Iterable[str], replaced: dict[str, str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key in keys:
+        now, seen = key, set[str]()
+        while now in replaced and now not in seen:  # a hostile manifest may go in circles
+            seen.add(now)
+            now = replaced[now]
+        if now != key and now not in replaced:
+            found[key] = now
+    return found
 
 
 def read_checked(
@@ -174,14 +260,16 @@ def check_shards(
         The number of shards checked.
 
     Raises:
-        MissingKey: a shard is gone.
+        MissingKey: a shard is gone. ShardReplaced: by a redaction, since the index was read.
         IndexMismatch: naming the shard, the value and the expected one.
     """
     chosen = list(range(first, len(index.shards), every))
     parts: list[Part] = []
     for number in chosen:
         info = index.shards[number]
-        expect(f"{store.uri}/{info.key}", "size", store.head(info.key).size, info.size)
+        with replaced_shards_named(store, index, [info.key]):
+            size = store.head(info.key).size
+        expect(f"{store.uri}/{info.key}", "size", size, info.size)
         first, end = np.searchsorted(index.shard, [number, number + 1])
         if first == end:
             continue
@@ -189,5 +277,27 @@ def check_shards(
         parts.append(document_of(index, sample))
         items = range(index.item_ptr[sample], index.item_ptr[sample + 1])
         parts += [medium_of(index, item) for item in items]
-    read_checked(store, parts, threads)
+    with replaced_shards_named(store, index, [part.span.key for part in parts]):
+        read_checked(store, parts, threads)
     return len(chosen)
+
+
+@contextmanager
+def replaced_shards_named(store: Store, index: SourceIndex, keys: Iterable[str]) -> Iterator[None]:
+    """Have a shard that is gone tell so where a redaction replaced it: a new start finds another.
+
+    Raises:
+        ShardReplaced: in place of a MissingKey.
+    """
+    try:
+        yield
+    except MissingKey as error:
+        moved = moved_shards(store, keys)
+        if not moved:
+            raise
+        key, now = min(moved.items())
+        raise ShardReplaced(
+            f"{store.uri}/{key} of source {index.name!r} was replaced by {now}: samples in it were "
+            "redacted after this start had read the index; start again (--resume latest), which "
+            "reads what is there now"
+        ) from error

@@ -24,6 +24,11 @@ def erased_document(length: int) -> bytes:
     return _DOCUMENT.ljust(length) if length >= len(_DOCUMENT) else bytes(length)
 
 
+def is_erased(data: bytes) -> bool:
+    """Return whether this is what stands in the place of a document or medium."""
+    return data == erased_document(len(data)) or not any(data)
+
+
 def erased(index: SourceIndex, sample: int) -> Iterator[tuple[int, bytes]]:
     """Yield (offset in the shard, bytes to be there) of a redacted sample: document, then media."""
     yield int(index.json_offset[sample]), erased_document(int(index.json_length[sample]))

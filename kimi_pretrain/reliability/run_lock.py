@@ -1,7 +1,8 @@
 """Run locks: one run at a time in a run folder, and one run in a checkpoint place.
 
 Rank 0 holds a lock (flock) on `lock` in the run folder while it lives: the system releases it when
-the process ends, however it ends. The file names its holder, and its modification time is renewed
+the process ends, however it ends. The file names its holder and its start, whose processes alone
+write into the folder (`kimi_pretrain.reliability.start_identity`); its modification time is renewed
 every BEAT_S. A run has an id of its own in `run.json`; a checkpoint place that it writes to
 carries the id in `owner.json`, which is looked at again before every commit, so that two runs never
 complete checkpoints in one place, on whatever machines they are. It names the run folder, too: a
@@ -10,9 +11,11 @@ cannot be seen, as from another cluster, the copy gets the place; but `owner.jso
 start that claimed it last, and the other one ends at its next save.
 
 Where the node of a job's former start is lost, a file server may hold its lock for long, NFS for
-good. So a later start of the same SLURM job takes a lock over whose holder shows no life; should it
-come to life again, it finds another file in the place of its own, or on NFS that its own is gone
-(ESTALE), and ends within BEAT_S.
+good. So a later start of the same SLURM job takes over a lock whose holder shows no life: its file
+is SILENT_S old, and does not get newer in WATCHED_S of this process's own time, so that a clock
+that jumps takes nobody's lock. Should the holder come to life again, it finds another file in the
+place of its own, or on NFS that its own is gone (ESTALE), and ends within BEAT_S. It also ends
+where somebody has moved or removed the folder under it, and says that.
 """
 
 import errno
@@ -22,17 +25,25 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from kimi_pretrain.checkpoint.ownership import OWNER, Owner, ownership_conflict
-from kimi_pretrain.reliability.exit_report import NO_PROGRESS, ExitReport, write_exit_report
+from kimi_pretrain.reliability.exit_report import (
+    NO_PROGRESS,
+    USER_ERROR,
+    ExitReport,
+    remove_exit_reports,
+    write_exit_report,
+)
 from kimi_pretrain.reliability.run_files import naming, write_whole
+from kimi_pretrain.reliability.start_identity import LOCK, start_id
 
 if TYPE_CHECKING:
     from kimi_pretrain.checkpoint.storage_read import Place
@@ -40,10 +51,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("kimi_pretrain.reliability.run_lock")
 
 BEAT_S = 15.0
-# Without a sign of life after which a former start counts as dead; and how long its end is waited
+# Without a sign of life after which a former start counts as dead: by the file server's clock, and
+# for how long this process has to see that itself. And how long the end of a former start is waited
 # for: not as long as other ranks wait for this one.
 SILENT_S = 180.0
+WATCHED_S = 3 * BEAT_S
 PATIENCE_S = 90.0
+# Beats in a row at which the lock's name is nobody's before that is believed.
+_MISSING = 2
 # In an object store, where nothing can be created exclusively, two runs that claim a place at once
 # see what the last one wrote after so long.
 _SETTLE_S = 1.0
@@ -78,66 +93,109 @@ class RunLock:
             self._file.close()
 
     def _show_life(self) -> None:
+        missing = 0
         while not self._end.wait(BEAT_S):
-            if self._is_lost():
-                told = f"{self._path} was taken over by a later start of this job"
-                with suppress(OSError):
-                    write_exit_report(self._path.parent, 0, ExitReport(told, NO_PROGRESS))
-                self._leave(NO_PROGRESS)
-                return
+            there = self._whose()
+            missing = missing + 1 if there == "nobody's" else 0
+            if there == "another's":
+                told, code = (
+                    f"{self._path} was taken over by a later start of this job",
+                    NO_PROGRESS,
+                )
+            elif missing >= _MISSING:
+                told, code = _told_gone(self._file, self._path)
+            else:
+                continue
+            write_exit_report(self._path.parent, 0, ExitReport(told, code))
+            print(f"error: {told}", file=sys.stderr, flush=True)
+            self._leave(code)
+            return
 
-    def _is_lost(self) -> bool:
-        """Renew the file's time; returns whether it is no longer ours, False if nobody can tell.
+    def _whose(self) -> Literal["ours", "another's", "nobody's"]:
+        """Renew the file's time; return whose file has its name now, "ours" if nobody can tell.
 
         A lock that is taken over is replaced. An NFS server forgets the old file then: who still
         has it open gets ESTALE, and has lost its lock with it.
         """
         try:
             os.utime(self._file.fileno())
-        except OSError as error:
+        except OSError as error:  # ownership is asked whatever became of the sign of life
             if error.errno == errno.ESTALE:
-                return True
+                return "another's"
         try:
-            return not _is_at(self._file, self._path)
+            mine, there = os.fstat(self._file.fileno()), self._path.stat()
+            return "ours" if os.path.samestat(mine, there) else "another's"
+        except FileNotFoundError:
+            # Where the folders above are gone, too, a whole file system may be away for a while.
+            return "nobody's" if self._path.parent.parent.is_dir() else "ours"
         except OSError:  # a file server that is away
-            return False
+            return "ours"
+
+
+def _told_gone(file: IO[str], path: Path) -> tuple[str, int]:
+    """Return why a lock's name is nobody's, and the exit code of that.
+
+    The system knows the present name of an open file, on one machine at least.
+    """
+    run_dir, now = path.parent, Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))
+    if now != path and _is_at(file, now):
+        went = f"was moved to {now.parent} while this run wrote to it; go on with --run-dir "
+        return f"{run_dir} {went}{now.parent} --resume latest", USER_ERROR
+    if run_dir.is_dir():
+        told = f"{path} was removed while this run held it: a second run could start in the folder"
+        return f"{told}; resume, which makes a new one", NO_PROGRESS
+    told = f"{run_dir} was moved or removed while this run wrote to it"
+    return f"{told}; put it back, or name its new place by --run-dir, then resume", USER_ERROR
 
 
 def take(run_dir: Path, environment: Mapping[str, str] = os.environ) -> RunLock:
     """Lock a run folder.
 
-    Where the holder is an earlier start of the same SLURM job, its end is waited for; if it has
-    shown no life for SILENT_S, its lock is taken over.
+    Where the holder is an earlier start of the same SLURM job, its end is waited for; if it shows
+    no life, its lock is taken over. What earlier starts reported in the folder is removed.
 
     Raises:
         RunLocked: another run holds it; names host, process and since when. FormerStart: an earlier
             start of this job, which lives.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    path, begun = run_dir / "lock", time.monotonic()
+    path, begun = run_dir / LOCK, time.monotonic()
     job, start = environment.get("SLURM_JOB_ID"), environment.get("SLURM_RESTART_COUNT", "0")
-    file = path.open("a+")
+    file, beat = path.open("a+"), (begun, _beat_of(path))
     while not (_try_lock(file) and _is_at(file, path)):
-        holder = _read(file)
+        holder, now = _read(file), time.monotonic()
         former = job is not None and holder.get("job") == job
         former = former and int(str(holder.get("start", 0))) < int(start)
         file.close()
-        if former and _silence(path) > SILENT_S:
+        if not former:
+            raise RunLocked(_told(run_dir, holder))
+        if (newest := _beat_of(path)) != beat[1]:
+            beat = (now, newest)
+        silent = _silence(path) > SILENT_S
+        if silent and now - beat[0] >= WATCHED_S:
             log.warning("%s; no sign of life: taken over", _told(run_dir, holder))
             file = _another(path)
             break
-        if not former:
-            raise RunLocked(_told(run_dir, holder))
-        if time.monotonic() - begun > PATIENCE_S:
+        if not silent and now - begun > PATIENCE_S:
             raise FormerStart(_told(run_dir, holder))
         time.sleep(0.5)
         file = path.open("a+")
-    now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    remove_exit_reports(run_dir)
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     who = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "start": int(start)}
     with naming(path):
         os.truncate(file.fileno(), 0)
-        os.write(file.fileno(), json.dumps({**who, "since": now}).encode() + b"\n")
+        os.write(
+            file.fileno(), json.dumps({**who, "id": start_id(), "since": since}).encode() + b"\n"
+        )
     return RunLock(file, path)
+
+
+def _beat_of(path: Path) -> int | None:
+    """Return the last sign of life of a lock's holder; says nothing of when that was."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_mtime_ns
+    return None
 
 
 def _is_at(file: IO[str], path: Path) -> bool:
@@ -157,7 +215,7 @@ def _silence(path: Path) -> float:
 
 def _another(path: Path) -> IO[str]:
     """Put a new file in the place of one whose lock never ends, and lock that."""
-    fresh = path.with_name(f"lock.{socket.gethostname()}.{os.getpid()}")
+    fresh = path.with_name(f"{LOCK}.{socket.gethostname()}.{os.getpid()}")
     file = fresh.open("a+")
     _try_lock(file)
     fresh.replace(path)
@@ -171,7 +229,7 @@ def check_free(run_dir: Path) -> None:
         RunLocked: as for `take`.
     """
     try:
-        file = (run_dir / "lock").open("r")
+        file = (run_dir / LOCK).open("r")
     except FileNotFoundError:
         return
     with file:

@@ -54,6 +54,7 @@ from kimi_pretrain.reliability.exit_report import (
     write_exit_report,
 )
 from kimi_pretrain.reliability.stack_inspection import stack_of, waits, where
+from kimi_pretrain.reliability.start_identity import holds, report_base
 from kimi_pretrain.reliability.status import mark_failed
 
 EARLY = 0.8  # of the time, after which a rank says where it stands
@@ -133,28 +134,44 @@ class Watchdog:
         self._tick = min(1.0, seconds / 20)
         self._end = threading.Event()
         self._stacks = 2  # file descriptor for the stacks of a process that is held
+        self._base: Path | None = None  # folder below which that file is
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> "Watchdog":
         """Start watching."""
-        stall_file(self.run_dir, self.rank).unlink(missing_ok=True)
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # somebody reads it
-            with suppress(OSError):
-                self._stacks = open_held(self.run_dir, self.rank)
+        self._open_stacks()
         self._wind()
         self._thread.start()
         return self
+
+    def joined(self) -> None:
+        """Note that this rank has joined its start, which holds the run folder by now."""
+        self._open_stacks()
+
+    def _open_stacks(self) -> None:
+        """Have stacks of a held process go where this start may write now."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # nobody reads the file
+            return
+        with suppress(OSError):
+            base = report_base(self.run_dir)
+            if base is not None and base != self._base:
+                # The clock may still write into the former file: it stays open.
+                self._stacks, former = open_held(base, self.rank), self._base
+                self._base = base
+                if former is not None:
+                    self._wind()
+                    held_file(former, self.rank).unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Stop watching."""
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()
-        if self._stacks != 2:
+        if self._base is not None:
             os.close(self._stacks)
             self._stacks = 2
             with suppress(OSError):
-                held_file(self.run_dir, self.rank).unlink(missing_ok=True)
+                held_file(self._base, self.rank).unlink(missing_ok=True)
 
     def begin_step(self, step: int) -> None:
         """Record the start of a step, counted from 1."""
@@ -192,7 +209,8 @@ class Watchdog:
             if place != seen and told:
                 told = False
                 with suppress(OSError):
-                    stall_file(self.run_dir, self.rank).unlink(missing_ok=True)
+                    if holds(self.run_dir):
+                        stall_file(self.run_dir, self.rank).unlink(missing_ok=True)
             seen = place
             if asked and (why := self._unanswered(place, asked, still)):
                 _in_time(partial(self._say, why))
@@ -208,7 +226,10 @@ class Watchdog:
 
     def _tell(self, place: tuple[int, int, str], seconds: float) -> None:
         """Write this rank's position for the other ranks, and its stacks for people."""
-        file = stall_file(self.run_dir, self.rank)
+        base = report_base(self.run_dir)
+        if base is None:
+            return
+        file = stall_file(base, self.rank)
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(".partial")
         unfinished.write_text(json.dumps(asdict(self._stall(place, seconds))) + "\n")
@@ -244,15 +265,16 @@ class Watchdog:
     def _say(self, message: str) -> None:
         write_exit_report(self.run_dir, self.rank, ExitReport(message, NO_PROGRESS))
         print(f"error: {message}", file=sys.stderr, flush=True)
-        if self.rank == 0:
+        if self.rank == 0 and holds(self.run_dir):
             mark_failed(self.run_dir, message)
 
     def _say_why(self, place: tuple[int, int, str], seconds: float) -> None:
         mine = self._stall(place, seconds)
         message = stall_message(mine)
         write_exit_report(self.run_dir, self.rank, ExitReport(message, NO_PROGRESS))
-        if self._reads:  # which the file system may not let it do in time
-            stalls = read_stalls(self.run_dir, self.world_size)
+        base = report_base(self.run_dir)
+        if self._reads and base is not None:  # which the file system may not let it do in time
+            stalls = read_stalls(base, self.world_size)
             message = describe(mine, stalls, self.world_size)
             write_exit_report(self.run_dir, self.rank, ExitReport(message, NO_PROGRESS))
         print(f"error: {message}", file=sys.stderr, flush=True)

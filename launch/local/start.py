@@ -4,7 +4,6 @@ import os
 import shlex
 import socket
 import struct
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -217,15 +216,11 @@ def check_weights(config: "Config") -> None:
 
 def tell_end(job: Job, code: int, message: str | None) -> None:
     """Print how a training ended, where its results are, and how to resume it."""
-    from kimi_pretrain.reliability.run_lock import RunLocked, check_free
-    from kimi_pretrain.reliability.status import mark_failed, read_status
+    from kimi_pretrain.reliability.status import read_status
 
     run_dir = Path(job.run_dir)
     if message:
         typer.echo(f"error: {message}", err=True)
-        with suppress(RunLocked):  # the folder is another run's, and this one ended because of it
-            check_free(run_dir)
-            mark_failed(run_dir, message)
         return
     status = read_status(run_dir)
     if code == 0 and status is not None and status.state == "finished":

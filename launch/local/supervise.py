@@ -8,9 +8,13 @@ TERM. torchrun would kill ranks that are still saving after a while. The ranks s
 torchrun ends with them. A rank gets the signal once it has the handler; before, it would die of it.
 If a rank cannot save and leaves an exit report, torchrun is ended before it restarts the ranks. A
 second Ctrl-C ends everything at once.
+
+Until rank 0 holds the run folder another run may be at work there: nothing is written, and only
+reports of this start count (`kimi_pretrain.reliability.start_identity`).
 """
 
 import ctypes
+import secrets
 import signal
 import subprocess
 import sys
@@ -19,7 +23,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO
 
 import psutil
@@ -28,9 +34,11 @@ from kimi_pretrain.reliability.exit_report import (
     USER_ERROR,
     ExitReport,
     first_exit_report,
-    remove_exit_reports,
+    report_files,
 )
-from kimi_pretrain.reliability.run_files import Appended
+from kimi_pretrain.reliability.run_files import KEPT_BYTES, Appended
+from kimi_pretrain.reliability.start_identity import REPORTS, START, holds, joined_start
+from kimi_pretrain.reliability.status import mark_failed
 from launch.local.signals import PR_SET_PDEATHSIG, take_time
 
 GRACE_SECONDS = 40.0
@@ -44,6 +52,40 @@ LOG = "torchrun.log"
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
+@dataclass(frozen=True)
+class _Start:
+    """A start as its supervisor knows it: the run folder, and what of it is this start's.
+
+    Attributes:
+        private: folder of the reports of ranks whose start does not hold the run folder.
+        name: of the start, as the ranks' environment has it.
+        known: reports of earlier starts.
+    """
+
+    run_dir: Path
+    private: Path
+    name: str
+    known: frozenset[tuple[int, int]]
+
+    @property
+    def joined(self) -> str:
+        """Name of the start that the ranks have joined."""
+        return joined_start(self.private) or self.name
+
+    def holds_folder(self) -> bool:
+        """Return whether this start holds the run folder, or was the last that did."""
+        return holds(self.run_dir, self.joined)
+
+    def report(self) -> ExitReport | None:
+        """Return the exit report of the rank that failed first."""
+        own = first_exit_report(self.private)
+        try:
+            shared = first_exit_report(self.run_dir, start=self.joined, known=self.known)
+        except OSError:  # a shared folder that does not answer is no reason to end a training
+            return own
+        return own or shared
+
+
 def run(
     command: Sequence[str],
     env: Mapping[str, str],
@@ -54,31 +96,45 @@ def run(
 ) -> tuple[int, str | None]:
     """Run torchrun until it ends, and pass its output on.
 
-    Once a rank has left an exit report in the run folder, further lines on stderr (torchrun's
-    report, other ranks that lose their peer) go to torchrun's log only: the cause stays visible.
+    Once a rank has left an exit report, further lines on stderr (torchrun's report, other ranks
+    that lose their peer) go to torchrun's log only: the cause stays visible.
 
     Args:
         command: from `launch.local.torchrun.command`.
-        env: the whole environment of the processes.
+        env: the whole environment of the processes; may name the start.
         run_dir: the run folder.
         in_order: the ranks save and end when they get USR1 or TERM.
         log_name: of torchrun's log in `logs`; each of several machines has its own.
 
     Returns:
         Exit code, and the line of the rank that failed first, if it left one; then the code is that
-        rank's.
+        rank's, and status.json says so, too.
     """
-    logs = run_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    # No rank of this run has a report yet: the ranks start when all machines have come together.
-    remove_exit_reports(run_dir)
-    (logs / log_name).write_bytes(b"")
+    with TemporaryDirectory(prefix="kimi-pretrain-reports-") as private:  # of mode 0700
+        try:
+            known = frozenset(report_files(run_dir).values())
+        except OSError:
+            known = frozenset[tuple[int, int]]()
+        start = _Start(run_dir, Path(private), env.get(START) or secrets.token_hex(8), known)
+        own = {**env, START: start.name, REPORTS: private}
+        code, report = _supervised(command, own, start, in_order, run_dir / "logs" / log_name)
+        if report is None or not code:
+            return code, None
+        if start.holds_folder():
+            mark_failed(run_dir, report.message)
+    return report.code, report.message
+
+
+def _supervised(
+    command: Sequence[str], env: Mapping[str, str], start: _Start, in_order: bool, log: Path
+) -> tuple[int, ExitReport | None]:
+    """Return torchrun's exit code, and the exit report that counts."""
     with _passed_on(in_order) as asked:
         process = _start(command, env)
         assert process.stderr is not None
-        relay = _Relay(process.stderr, logs / log_name)
+        relay = _Relay(process.stderr, log)
         try:
-            code, report = _watch(process, run_dir, asked, relay)
+            code, report = _watch(process, start, asked, relay)
         except BaseException:
             take_time()
             # The interruption is known: torchrun's traceback of it would only be noise.
@@ -88,10 +144,12 @@ def run(
             raise
         finally:
             stop(process)
+            if start.holds_folder():
+                relay.keep()
             relay.join()
-    report = report or _report(run_dir)
+    report = report or start.report()
     relay.show(report)
-    return (code, None) if report is None or not code else (report.code, report.message)
+    return code, report
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -159,7 +217,7 @@ def _passed_on(in_order: bool) -> Iterator[_Asked]:
 
 
 def _watch(
-    process: subprocess.Popen, run_dir: Path, asked: _Asked, relay: "_Relay"
+    process: subprocess.Popen, start: _Start, asked: _Asked, relay: "_Relay"
 ) -> tuple[int, ExitReport | None]:
     """Wait until torchrun ends, and show its output.
 
@@ -185,8 +243,10 @@ def _watch(
         if relay.holds or ended or time.monotonic() - read > REPORT_SECONDS:
             relay.mark()
             read = time.monotonic()
-            before, report = report, _report(run_dir)
+            before, report = report, start.report()
             relay.show(report, marked=True)
+            if not relay.kept and start.holds_folder():
+                relay.keep()
             if report != before:
                 since, doomed = time.monotonic(), _ranks(process)
         # One that was read before may be of ranks that torchrun has replaced since.
@@ -269,14 +329,6 @@ def _kill(members: Sequence[psutil.Process]) -> None:
     psutil.wait_procs(members, timeout=5)
 
 
-def _report(run_dir: Path) -> ExitReport | None:
-    """Return the first exit report, as `first_exit_report`."""
-    try:
-        return first_exit_report(run_dir)
-    except OSError:  # a shared folder that does not answer now is no reason to end a training
-        return None
-
-
 class _Relay:
     """Copies torchrun's stderr to the log, and to our stderr what came before an exit report.
 
@@ -285,15 +337,31 @@ class _Relay:
 
     Args:
         lines: torchrun's stderr, read in a thread of its own.
-        log: file to append to.
+        log: file for all lines, once `keep` is called; until then they wait in memory.
     """
 
     def __init__(self, lines: IO[str], log: Path):
-        self._log = Appended(log)
+        self._file, self._log, self._early = log, None, b""
+        self._writing = threading.Lock()
         self._held = deque[str]()
         self._marked, self._hushed = 0, False
         self._thread = threading.Thread(target=self._read, args=(lines,), daemon=True)
         self._thread.start()
+
+    @property
+    def kept(self) -> bool:
+        """Whether lines go to the log."""
+        return self._log is not None
+
+    def keep(self) -> None:
+        """Begin the log anew, with the lines that waited: the run folder is this start's."""
+        with self._writing, suppress(OSError):
+            if self._log is None:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                self._log = Appended(self._file)
+                self._file.write_bytes(b"")
+                self._log.write(self._early)
+                self._early = b""
 
     @property
     def holds(self) -> bool:
@@ -325,10 +393,14 @@ class _Relay:
     def join(self) -> None:
         """Wait at most 5 s until everything is read."""
         self._thread.join(timeout=5)
-        if not self._thread.is_alive():
+        if self._log is not None and not self._thread.is_alive():
             self._log.close()
 
     def _read(self, lines: IO[str]) -> None:
         for line in lines:  # also if the log cannot be written: torchrun blocks on a full pipe
-            self._log.write(line.encode())
+            with self._writing:
+                if self._log is not None:
+                    self._log.write(line.encode())
+                elif len(self._early) < KEPT_BYTES:
+                    self._early += line.encode()
             self._held.append(line)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from kimi_pretrain.reliability.start_identity import REPORTS, START
 from launch.local.job import MEETING, WORKER, Job
 
 
@@ -139,6 +140,8 @@ def environment(base: Mapping[str, str], nodes: Nodes, cores: int, folder: Path)
     Store: every start of the processes uses a new one. torchrun would share its own, which still
     holds the addresses of the processes before a restart.
 
+    Start: `launch.local.supervise` names it, but for several machines, which must agree.
+
     Threads: each process gets its share of the cores (OMP_NUM_THREADS, unless the user has set it).
     By torch's default each would start one thread per core.
 
@@ -151,6 +154,8 @@ def environment(base: Mapping[str, str], nodes: Nodes, cores: int, folder: Path)
     own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if nodes.count == 1:
         own[MEETING] = str(folder)
-    # Inside another job this variable may be inherited: it names that job's folder.
-    others = {name: value for name, value in base.items() if name != MEETING}
+    elif nodes.rendezvous is not None:  # so that the machines name their start alike
+        own[START] = f"{nodes.name}@{nodes.rendezvous}"
+    # Inside another job these variables may be inherited: they name that job's.
+    others = {name: value for name, value in base.items() if name not in (MEETING, START, REPORTS)}
     return {"OMP_NUM_THREADS": str(max(1, cores // nodes.processes)), **others, **own}

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launch.local.signals import StopSignal, follow_torchrun
 
@@ -19,13 +19,14 @@ STOP = StopSignal()
 if __name__ == "__main__":  # before slow imports: without a handler a signal kills the process
     STOP.install()
 
-from kimi_pretrain.reliability.exit_report import ExitReport, remove_exit_report, write_exit_report  # noqa: E402
+from kimi_pretrain.reliability.exit_report import (  # noqa: E402
+    ExitReport,
+    remove_private_report,
+    write_exit_report,
+)
 from launch.local.job import Job  # noqa: E402
 from launch.local.quiet import quiet_libraries  # noqa: E402
 from launch.local.user_errors import exit_code, user_message  # noqa: E402
-
-if TYPE_CHECKING:
-    from kimi_pretrain.config import Config
 
 
 def run_job(
@@ -40,18 +41,16 @@ def run_job(
     """
     allow_many_files()
     quiet_libraries()
-    # Imported late, so that a wrong argument is reported before torch has loaded.
-    from kimi_pretrain.config import load_config
     from kimi_pretrain.reliability import run_lock
     from kimi_pretrain.reliability.status import mark_failed
 
-    config, run_dir = load_config(job.config, job.overrides), Path(job.run_dir)
+    run_dir = Path(job.run_dir)
     if rank_of_this() != 0:  # rank 0 alone holds the folder's lock and status
-        _train(config, job, stop, prepare)
+        _train(job, stop, prepare)
         return
-    lock = run_lock.take(run_dir)
+    lock = run_lock.take(run_dir)  # first of all: until then nobody of this start may write there
     try:
-        _train(config, job, stop, prepare)
+        _train(job, stop, prepare)
     except Exception as error:
         mark_failed(run_dir, user_message(error) or f"{type(error).__name__}: {error}")
         raise
@@ -59,7 +58,11 @@ def run_job(
         lock.release()
 
 
-def _train(config: "Config", job: Job, stop: StopSignal, prepare: Callable | None) -> None:
+def _train(job: Job, stop: StopSignal, prepare: Callable | None) -> None:
+    # In this order, so that a wrong argument is reported before torch has loaded.
+    from kimi_pretrain.config import load_config
+
+    config = load_config(job.config, job.overrides)
     from kimi_pretrain.train import train
 
     # torchrun restarts all ranks when one has died; they resume from the newest checkpoint.
@@ -112,7 +115,7 @@ def main(
         follow_torchrun()
     job = parse(argument)
     run_dir, rank = Path(job.run_dir), rank_of_this()
-    remove_exit_report(run_dir, rank)
+    remove_private_report(rank)
     try:
         run(job)
     except Exception as error:

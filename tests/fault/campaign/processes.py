@@ -145,7 +145,8 @@ class Training:
             yield
         finally:
             for process in ranks:
-                process.resume()
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
 
     def wait_for_step(self, step: int) -> None:
         """Wait until metrics.jsonl holds a step, or the training has ended."""

@@ -2,6 +2,8 @@
 
 import hashlib
 import itertools
+import json
+import shutil
 import tarfile
 from dataclasses import replace
 
@@ -12,14 +14,21 @@ from data_pipeline.cache.cached_store import CacheConfig, CachedStore
 from data_pipeline.config import DataConfig
 from data_pipeline.govern.holds import end_hold, put_hold
 from data_pipeline.govern.redact import carry_out, plan, purge
-from data_pipeline.index.manifest import read_index
-from data_pipeline.index.reads import check_shards, document_of, medium_of, read_checked
+from data_pipeline.index.manifest import SCHEMA, read_index
+from data_pipeline.index.reads import (
+    ShardReplaced,
+    check_shards,
+    document_of,
+    medium_of,
+    moved_shards,
+    read_checked,
+)
 from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.reindex import reindex
 from data_pipeline.ingest.samples import CrudeSample, TextSegment
 from data_pipeline.inspect.verify import Checks, verify_source
 from data_pipeline.loader import Loader
-from data_pipeline.store.open import FolderStore, StoreUnavailable
+from data_pipeline.store.open import FolderStore, MissingKey, StoreUnavailable
 from data_pipeline.stream.stream import SampleStream, StreamConfig
 from data_pipeline.text import Tokenizer, train_ranks
 from moonvit3d.geometry import PatchLimits
@@ -27,6 +36,11 @@ from tests.unit.data_pipeline.every_kind import WORDS, filmed, picture, sentence
 
 NAMES = ("pairs", "pairs_2", "pairs_k", "other")
 GONE = {"pairs": ["p3", "p17", "v1"], "pairs_2": ["n2"]}  # n2 is in shards of pairs_2 alone
+CONFIG = DataConfig(
+    root="/not/opened", sources={"other": 1.0, "pairs": 2.0}, seq_len=128, rows_per_step=3,
+    pack_window=16, tokenizer="words.tiktoken", prefetch_steps=0, fetch_threads=1,
+    limits=PatchLimits(image=100, frame=16, side=512),
+)  # fmt: skip
 CACHE = {"disk_bytes": 1 << 24, "block_bytes": 4096}
 
 
@@ -183,15 +197,10 @@ def test_sources_made_of_redacted_ones_know_it(root):
 
 def test_a_run_goes_on_and_draws_none_of_them(root):
     store, tokenizer = root
-    config = DataConfig(
-        root=str(store.root), sources={"other": 1.0, "pairs": 2.0}, seq_len=128, rows_per_step=3,
-        pack_window=16, tokenizer="words.tiktoken", prefetch_steps=0, fetch_threads=1,
-        limits=PatchLimits(image=100, frame=16, side=512),
-    )  # fmt: skip
 
     def loader():
         indices = [read_index(store, name) for name in ("other", "pairs")]
-        return Loader(config, FolderStore(store.root), indices, tokenizer)
+        return Loader(CONFIG, FolderStore(store.root), indices, tokenizer)
 
     def keys(running, steps):
         found = []
@@ -216,6 +225,63 @@ def test_a_run_goes_on_and_draws_none_of_them(root):
     with loader() as fresh:
         assert not {*keys(fresh, 20)} & {"p3", "p17", "v1"}
     assert whole
+
+
+def test_a_loader_under_way_reads_on_in_the_new_shards(root, tmp_path, caplog):
+    """All that was not redacted, bit for bit; what was counts as unusable, and says why."""
+    store, tokenizer = root
+    shutil.copytree(store.root, tmp_path / "copy")
+    indices = [read_index(store, name) for name in ("other", "pairs")]
+    redactions, met = [{"pairs": ["p3"]}, {"pairs": ["p17", "v1"]}], set()
+    with (
+        Loader(CONFIG, store, indices, tokenizer) as running,
+        Loader(CONFIG, FolderStore(tmp_path / "copy"), indices, tokenizer) as alone,
+    ):
+        for step in range(24):
+            if step in (1, 4):  # the second one replaces shards of the first
+                assert carry_out(store, redactions.pop(0)).removed
+            mine, whole = next(running), next(alone)
+            table, bad = mine.plan.samples, {one.sample for one in mine.bad}
+            met |= {running.indices[table.source[n]].key_of(int(table.index[n])) for n in bad}
+            assert all("redacted after this start had read" in one.reason for one in mine.bad)
+            for n in bad:
+                at = slice(table.start[n], table.start[n] + table.length[n])
+                assert not mine.rows.loss_mask[table.row[n], at].any()
+                for name in ("tokens", "labels", "loss_mask"):
+                    rows, expected = getattr(mine.rows, name), getattr(whole.rows, name)
+                    rows[table.row[n], at] = expected[table.row[n], at]
+            for name in ("tokens", "labels", "loss_mask"):
+                assert np.array_equal(getattr(mine.rows, name), getattr(whole.rows, name))
+            lost = {item for item in whole.media if int(mine.plan.items.sample[item]) in bad}
+            assert mine.media.keys() == whole.media.keys() - lost
+            assert all(np.array_equal(whole.media[item], mine.media[item]) for item in mine.media)
+    assert met == {"p3", "p17", "v1"}
+    assert "was replaced by a redaction" in caplog.text
+
+
+def test_a_start_that_meets_a_redaction_is_worth_another(root):
+    """It has read the index with the shards that go then."""
+    store, _ = root
+    index = read_index(store, "pairs_2")
+    carry_out(store, {"pairs": ["p3"]})
+    with pytest.raises(ShardReplaced, match=r"pairs/000000\.tar .* replaced by .*--resume latest"):
+        check_shards(store, index)
+    store.delete(read_index(store, "pairs_2").shards[0].key)
+    with pytest.raises(MissingKey):  # that is no redaction
+        check_shards(store, read_index(store, "pairs_2"))
+
+
+def test_what_a_manifest_says_of_shards_cannot_go_in_circles(tmp_path):
+    store = FolderStore(tmp_path)
+    replaced = [
+        {"key": "a/0", "by": "a/1"},
+        {"key": "a/1", "by": "a/0"},
+        {"key": "a/2", "by": "a/3"},
+    ]
+    manifest = {"schema": SCHEMA, "redacted": {"replaced": replaced}}
+    store.put("a/manifest.json", json.dumps(manifest).encode())
+    store.put("torn/manifest.json", b"{")
+    assert moved_shards(store, ["a/0", "a/1", "a/2", "b/0"]) == {"a/2": "a/3"}
 
 
 def test_a_stream_of_raw_samples_goes_on_with_others_in_their_places(root):

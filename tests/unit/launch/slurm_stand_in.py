@@ -64,7 +64,7 @@ source $FOLDER/act
             self.program(name, f"#!{shell}\n{body}")
         self.env = {
             "PATH": f"{folder}/bin:{os.environ['PATH']}", "FOLDER": str(folder),
-            "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_STEP_ID": "1",
         }  # fmt: skip
         given = {"cpus_per_task": 3, "python": "python-of-the-job", **options}
         job = Job(f"{self.run_dir}/job.yaml", str(self.run_dir), (), "latest")

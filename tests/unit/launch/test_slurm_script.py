@@ -1,5 +1,6 @@
 """Runs of the sbatch script under stand-ins for SLURM: what becomes of the job."""
 
+import fcntl
 import getpass
 import signal
 from pathlib import Path
@@ -164,17 +165,33 @@ def test_ranks_told_without_the_script_make_room_all_the_same(cluster):
 
 @pytest.mark.parametrize("others", [2, 137], ids=["all", "others were killed"])
 def test_what_the_user_must_mend_is_never_tried_again(cluster, others):
-    word = f"printf 'no such data\\nexit code 2\\n' > {cluster.run_dir}/logs/error_rank_1.txt\n"
+    file = f"{cluster.run_dir}/logs/error_rank_1.txt"
+    word = f'printf "no such data\\nexit code 2, start %s\\n" $KIMI_PRETRAIN_START > {file}\n'
     code, said = cluster.run(f"if [ $RANK = 1 ]; then {word} exit 2; fi; exit {others}")
     assert code == 2, said
     assert cluster.requeued() == 0
     assert "does not mend" in said
 
 
-def test_an_old_last_word_counts_for_nothing(cluster):
-    (cluster.run_dir / "logs" / "error_rank_0.txt").write_text("long ago\nexit code 2\n")
+@pytest.mark.parametrize("start", ["12345.1.1", "112345.0.1", "1234500.1"])
+def test_the_report_of_another_start_counts_for_nothing_and_stays(cluster, start):
+    """It may be of a run that goes on in the folder."""
+    word = cluster.run_dir / "logs" / "error_rank_0.txt"
+    word.write_text(f"of another\nexit code 2, start {start}\n")
     code, said = cluster.run("exit 1")
     assert (code, cluster.requeued()) == (0, 1), said
+    assert word.is_file()
+
+
+@pytest.mark.parametrize(("job", "ends"), [("99", (2, 0)), ("12345", (0, 1))])
+def test_a_job_whose_folder_another_run_holds_is_not_tried_again(cluster, job, ends):
+    """The refused rank writes no report, and srun tells of the ranks that it killed."""
+    lock = cluster.run_dir / "lock"
+    lock.write_text(f'{{"pid": 1, "job": "{job}", "id": "{job}.0.0"}}\n')
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, said = cluster.run("exit 137")
+    assert (code, cluster.requeued()) == ends, said
 
 
 def test_failures_are_tried_again_while_the_run_gets_further(tmp_path):
@@ -249,12 +266,11 @@ def test_a_setup_that_fails_is_tried_again_and_named(tmp_path, options, told):
     assert not (cluster.folder / "ranks").exists()
 
 
-@pytest.mark.parametrize("name", ["mkdir", "rm"])
-def test_a_node_that_cannot_use_the_run_folder_is_a_failure_like_others(cluster, name):
-    cluster.program(name, "#!/bin/bash\nexit 1\n")
+def test_a_node_that_cannot_use_the_run_folder_is_a_failure_like_others(cluster):
+    cluster.program("mkdir", "#!/bin/bash\nexit 1\n")
     code, said = cluster.run("exit 1")
     assert (code, cluster.requeued()) == (0, 1), said
-    assert f"mkdir or rm in {cluster.run_dir}/logs; newest" in said
+    assert f"mkdir of {cluster.run_dir}/logs; newest" in said
     assert not (cluster.folder / "ranks").exists()
 
 

@@ -14,38 +14,47 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kimi_pretrain.reliability.exit_report import ExitReport, remove_exit_reports, write_exit_report
+from kimi_pretrain.reliability.exit_report import ExitReport, remove_exit_reports
+from kimi_pretrain.reliability.start_identity import START
 from launch.local import supervise, torchrun
 from tests import ROOT
+from tests.held_folder import hold
+
+
+@pytest.fixture
+def held(tmp_path):
+    """The environment of a start whose rank 0 holds the folder."""
+    hold(tmp_path, "this")
+    return {**os.environ, START: "this"}
 
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_passes_the_exit_code_and_the_output_on(tmp_path, capfd):
+def test_passes_the_exit_code_and_the_output_on(tmp_path, capfd, held):
     code = "import sys; print('out'); print('noted', file=sys.stderr); sys.exit(7)"
-    assert supervise.run(python(code), os.environ, tmp_path) == (7, None)
+    assert supervise.run(python(code), held, tmp_path) == (7, None)
     assert capfd.readouterr().out == "out\n"
     assert (tmp_path / "logs" / "torchrun.log").read_text() == "noted\n"
 
 
-def test_shows_the_first_error_and_hides_what_follows(tmp_path, capsys, monkeypatch):
+def test_shows_the_first_error_and_hides_what_follows(tmp_path, capsys, monkeypatch, held):
     code = """
 import pathlib, sys, time
 logs = pathlib.Path(sys.argv[1]) / "logs"
 print("a warning", file=sys.stderr, flush=True)
 while not (logs / "shown").exists():
     time.sleep(0.01)
-(logs / "error_rank_2.txt").write_text("no bucket\\n")
+(logs / "error_rank_2.txt").write_text("no bucket\\nexit code 2, start this\\n")
 time.sleep(0.05)
-(logs / "error_rank_0.txt").write_text("lost rank 2\\n")
+(logs / "error_rank_0.txt").write_text("lost rank 2\\nexit code 1, start this\\n")
 print("Traceback of torchrun", file=sys.stderr, flush=True)
 sys.exit(1)
 """
     stale = tmp_path / "logs" / "error_rank_1.txt"
     stale.parent.mkdir()
-    stale.write_text("of an earlier run\n")
+    stale.write_text("of an earlier run\nexit code 1, start this\n")
     show = supervise._Relay.show
 
     def shown(relay, report, *, marked=False):
@@ -55,7 +64,7 @@ sys.exit(1)
             (tmp_path / "logs" / "shown").touch()
 
     monkeypatch.setattr(supervise._Relay, "show", shown)
-    result = supervise.run([*python(code), str(tmp_path)], os.environ, tmp_path)
+    result = supervise.run([*python(code), str(tmp_path)], held, tmp_path)
     assert result == (2, "no bucket")  # the code of who ended first, which torchrun does not tell
     assert capsys.readouterr().err == "a warning\n"
     assert "Traceback of torchrun" in (tmp_path / "logs" / "torchrun.log").read_text()
@@ -82,40 +91,41 @@ def test_words_of_an_earlier_run_may_vanish_while_they_are_removed(tmp_path, mon
     assert not list(logs.iterdir())
 
 
-def test_each_of_several_machines_has_its_own_log(tmp_path):
+def test_each_of_several_machines_has_its_own_log(tmp_path, held):
     code = "import sys; print('noted', file=sys.stderr)"
     name = torchrun.log_name(torchrun.Nodes(8, 2, "host:1"))
     assert name == f"torchrun_{socket.gethostname()}.log"
     assert torchrun.log_name(torchrun.Nodes(8)) == "torchrun.log"
-    assert supervise.run(python(code), os.environ, tmp_path, log_name=name) == (0, None)
+    assert supervise.run(python(code), held, tmp_path, log_name=name) == (0, None)
     assert [file.name for file in (tmp_path / "logs").iterdir()] == [name]
     assert (tmp_path / "logs" / name).read_text() == "noted\n"
 
 
-def test_a_folder_that_does_not_answer_ends_no_training(tmp_path, monkeypatch):
-    def first_exit_report(run_dir):
-        raise OSError(errno.ESTALE, "Stale file handle")
+def test_a_folder_that_does_not_answer_ends_no_training(tmp_path, monkeypatch, held):
+    def first_exit_report(base, **more):
+        if more:
+            raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(supervise, "first_exit_report", first_exit_report)
     code = "import sys, time; print('noted', file=sys.stderr); time.sleep(1); sys.exit(3)"
-    assert supervise.run(python(code), os.environ, tmp_path) == (3, None)
+    assert supervise.run(python(code), held, tmp_path) == (3, None)
 
 
-def test_a_log_on_a_full_disk_keeps_nobody_waiting(tmp_path, capsys):
+def test_a_log_on_a_full_disk_keeps_nobody_waiting(tmp_path, capsys, held):
     """More than a pipe holds: torchrun would stand still."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "torchrun.log").symlink_to("/dev/full")
     code = "import sys\nfor line in range(50000): print(line, file=sys.stderr)"
-    assert supervise.run(python(code), os.environ, tmp_path) == (0, None)
+    assert supervise.run(python(code), held, tmp_path) == (0, None)
     told = capsys.readouterr().err.splitlines()
     assert told == [str(line) for line in range(50000)]
 
 
-def test_many_lines_are_shown_at_once_in_their_order(tmp_path, capsys, monkeypatch):
+def test_many_lines_are_shown_at_once_in_their_order(tmp_path, capsys, monkeypatch, held):
     looked = []
-    monkeypatch.setattr(supervise, "first_exit_report", lambda run_dir: looked.append(run_dir))
+    monkeypatch.setattr(supervise, "first_exit_report", lambda base, **more: looked.append(base))
     code = "import sys\nfor line in range(5000): print(line, file=sys.stderr)"
-    assert supervise.run(python(code), os.environ, tmp_path) == (0, None)
+    assert supervise.run(python(code), held, tmp_path) == (0, None)
     assert capsys.readouterr().err.split() == [str(line) for line in range(5000)]
     assert len(looked) < 1000  # not once a line
 
@@ -123,6 +133,7 @@ def test_many_lines_are_shown_at_once_in_their_order(tmp_path, capsys, monkeypat
 def test_lines_wait_until_somebody_has_looked_for_a_word(tmp_path, capsys):
     log = tmp_path / "torchrun.log"
     relay = supervise._Relay(io.StringIO("first\nsecond\n"), log)
+    relay.keep()
     relay.join()
     assert (log.read_text(), relay.holds) == ("first\nsecond\n", True)
     assert capsys.readouterr().err == ""
@@ -142,7 +153,7 @@ def test_lines_wait_until_somebody_has_looked_for_a_word(tmp_path, capsys):
     assert capsys.readouterr().err == "before the interruption\n"
 
 
-def test_a_worker_in_a_session_of_its_own_does_not_survive(tmp_path, monkeypatch):
+def test_a_worker_in_a_session_of_its_own_does_not_survive(tmp_path, monkeypatch, held):
     """As torchrun does it; and torchrun itself is killed by force, so it cannot clean up."""
     code = """
 import pathlib, signal, subprocess, sys, time
@@ -176,7 +187,7 @@ time.sleep(120)
 
     monkeypatch.setattr(supervise.subprocess, "Popen", Popen)
     with pytest.raises(Interrupted):
-        supervise.run([*python(code), str(pid_file)], os.environ, tmp_path)
+        supervise.run([*python(code), str(pid_file)], held, tmp_path)
     worker = int(pid_file.read_text())
     with suppress(psutil.NoSuchProcess):  # gone, or not yet taken notice of
         assert psutil.Process(worker).status() == "zombie"
@@ -204,7 +215,7 @@ while stop.name is None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_training_is_asked_to_save_and_then_waited_for(number, tmp_path, capfd):
+def test_a_training_is_asked_to_save_and_then_waited_for(number, tmp_path, capfd, held):
     def interrupt() -> None:
         end = time.monotonic() + 60
         while not (tmp_path / "begun").is_file() and time.monotonic() < end:
@@ -216,7 +227,7 @@ def test_a_training_is_asked_to_save_and_then_waited_for(number, tmp_path, capfd
     sender = threading.Thread(target=interrupt)
     sender.start()
     command = [*python(LAUNCHER), str(tmp_path), rank]
-    assert supervise.run(command, os.environ, tmp_path, in_order=True) == (0, None)
+    assert supervise.run(command, held, tmp_path, in_order=True) == (0, None)
     sender.join()
     # How long a rank waits for a silent store depends on who asked.
     wanted = signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM
@@ -225,10 +236,14 @@ def test_a_training_is_asked_to_save_and_then_waited_for(number, tmp_path, capfd
     assert signal.getsignal(number) == before
 
 
-def test_a_report_from_before_a_restart_is_not_that_of_a_rank_that_saves(tmp_path, monkeypatch):
+def test_a_report_from_before_a_restart_is_not_that_of_a_rank_that_saves(
+    tmp_path, monkeypatch, held
+):
     """It was read before the rank was asked, and is gone since; looks are far apart."""
     reports = [ExitReport("no progress for 30 s", 75)]
-    monkeypatch.setattr(supervise, "_report", lambda run_dir: reports.pop() if reports else None)
+    monkeypatch.setattr(
+        supervise._Start, "report", lambda start: reports.pop() if reports else None
+    )
     monkeypatch.setattr(supervise, "REPORT_SECONDS", 60.0)
 
     def interrupt() -> None:
@@ -240,7 +255,7 @@ def test_a_report_from_before_a_restart_is_not_that_of_a_rank_that_saves(tmp_pat
     sender = threading.Thread(target=interrupt)
     sender.start()
     command = [*python(LAUNCHER), str(tmp_path), f"ROOT = {str(ROOT)!r}{RANK}"]
-    assert supervise.run(command, os.environ, tmp_path, in_order=True) == (0, None)
+    assert supervise.run(command, held, tmp_path, in_order=True) == (0, None)
     sender.join()
     assert (tmp_path / "saved").read_text() == "SIGTERM"
 
@@ -262,12 +277,14 @@ while True:
 CANNOT_SAVE = """
 import pathlib, sys, time
 sys.path.insert(0, ROOT)
-from kimi_pretrain.reliability.exit_report import ExitReport, remove_exit_report, write_exit_report
+from kimi_pretrain.reliability.exit_report import (
+    ExitReport, remove_private_report, write_exit_report,
+)
 from launch.local.signals import StopSignal
 stop = StopSignal().install()
 run_dir = pathlib.Path(sys.argv[1])
 time.sleep(1.0)  # a real one starts slower
-remove_exit_report(run_dir, 0)
+remove_private_report(0)
 (run_dir / "begun").touch()
 while stop.name is None:
     time.sleep(0.01)
@@ -277,7 +294,7 @@ sys.exit(75)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stop_that_cannot_save_is_not_tried_again(number, tmp_path):
+def test_a_stop_that_cannot_save_is_not_tried_again(number, tmp_path, held):
     """Nobody wants restarts of what was told to end; without an end to them this would hang."""
 
     def interrupt() -> None:
@@ -289,41 +306,110 @@ def test_a_stop_that_cannot_save_is_not_tried_again(number, tmp_path):
     sender = threading.Thread(target=interrupt)
     sender.start()
     command = [*python(RESTARTS), str(tmp_path), f"ROOT = {str(ROOT)!r}{CANNOT_SAVE}"]
-    result = supervise.run(command, os.environ, tmp_path, in_order=True)
+    result = supervise.run(command, held, tmp_path, in_order=True)
     sender.join()
     assert result == (75, "the store is silent")
 
 
-def test_a_rank_that_lingers_after_the_error_of_another_is_killed(tmp_path, monkeypatch):
+def test_a_rank_that_lingers_after_the_error_of_another_is_killed(tmp_path, monkeypatch, held):
     """It may be stopped, or inside a collective; torchrun alone would wait for half a minute."""
     monkeypatch.setattr(supervise, "LINGER_SECONDS", 0.5)
-    write_exit_report(tmp_path, 3, ExitReport("no progress", 75))
+    (tmp_path / "logs").mkdir()
+    report = "of an earlier start\nexit code 2, start this\n"  # such as of the same machines
+    (tmp_path / "logs" / "error_rank_1.txt").write_text(report)
 
     def rank() -> str:
         return (
             "import pathlib, sys, time\n"
             "logs = pathlib.Path(sys.argv[1]) / 'logs'\n"
-            "(logs / 'error_rank_3.txt').write_text('no progress\\nexit code 75\\n')\n"
+            "(logs / 'error_rank_3.txt').write_text('no progress\\nexit code 75, start this\\n')\n"
             "time.sleep(100)"
         )
 
     command = [*python(LAUNCHER), str(tmp_path), rank()]
     start = time.monotonic()
-    assert supervise.run(command, os.environ, tmp_path, in_order=True) == (75, "no progress")
+    assert supervise.run(command, held, tmp_path, in_order=True) == (75, "no progress")
     assert time.monotonic() - start < 50
 
 
-def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path, monkeypatch, capsys):
+def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path, monkeypatch, capsys, held):
     """A launcher with restarts left would go on for ever."""
     monkeypatch.setattr(supervise, "LINGER_SECONDS", 0.5)
     code = """
 import pathlib, sys, time
 logs = pathlib.Path(sys.argv[1]) / "logs"
+logs.mkdir()
 while True:
-    (logs / "error_rank_0.txt").write_text("no such source\\nexit code 2\\n")
+    (logs / "error_rank_0.txt").write_text("no such source\\nexit code 2, start this\\n")
     print("what follows from it", file=sys.stderr, flush=True)
     time.sleep(0.05)
 """
-    result = supervise.run([*python(code), str(tmp_path)], os.environ, tmp_path, in_order=True)
+    result = supervise.run([*python(code), str(tmp_path)], held, tmp_path, in_order=True)
     assert result == (2, "no such source")
     assert capsys.readouterr().err == ""
+
+
+# Stands for the torchrun of a start that another run's lock refuses: its rank tells, and ends.
+REFUSED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, ROOT)
+from kimi_pretrain.reliability.exit_report import ExitReport, write_exit_report
+run_dir = Path(sys.argv[1])
+for rank in (0, 1):
+    write_exit_report(run_dir, rank, ExitReport(f"{run_dir} is in use by another run", 2))
+print("Traceback of torchrun", file=sys.stderr)
+sys.exit(1)
+"""
+
+
+def test_a_start_without_the_lock_writes_nothing_into_the_folder(tmp_path, capsys):
+    """Another run is at work there, whose supervisor would take the report for its own."""
+    (tmp_path / "logs").mkdir()
+    for name in ("error_rank_0.txt", "torchrun.log"):  # of the other run
+        (tmp_path / "logs" / name).write_text("of the first\nexit code 1, start first\n")
+    hold(tmp_path, "first")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    command = [*python(f"ROOT = {str(ROOT)!r}{REFUSED}"), str(tmp_path)]
+    result = supervise.run(command, os.environ, tmp_path, in_order=True)
+    assert result == (2, f"{tmp_path} is in use by another run")
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("others", ["report", "stacks"])
+def test_a_report_of_another_start_ends_no_run(tmp_path, held, others):
+    """Whoever wrote it: on a mount without locks nothing keeps a second start from the folder."""
+    code = f"""
+import pathlib, sys, time
+logs = pathlib.Path(sys.argv[1]) / "logs"
+logs.mkdir(exist_ok=True)
+if {others!r} == "report":
+    (logs / "error_rank_0.txt").write_text("in use\\nexit code 2, start other\\n")
+else:
+    (logs / "held_rank_0.txt").write_text("start other\\nstacks")
+time.sleep(1.0)
+sys.exit(3)
+"""
+    assert supervise.run([*python(code), str(tmp_path)], held, tmp_path) == (3, None)
+
+
+def test_the_ranks_tell_their_supervisor_which_start_they_joined(tmp_path):
+    """As where another machine, which holds rank 0, names the place to meet in another way."""
+    hold(tmp_path, "of_rank_0")
+    code = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from kimi_pretrain.reliability.exit_report import ExitReport, write_exit_report
+from kimi_pretrain.reliability.start_identity import join_start
+join_start("of_rank_0")
+write_exit_report(Path(sys.argv[1]), 3, ExitReport("no progress", 75))
+sys.exit(1)
+"""
+    assert supervise.run([*python(code), str(tmp_path)], os.environ, tmp_path) == (
+        75,
+        "no progress",
+    )
+    word = (tmp_path / "logs" / "error_rank_3.txt").read_text()
+    assert word == "no progress\nexit code 75, start of_rank_0\n"

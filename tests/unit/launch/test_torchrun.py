@@ -9,6 +9,7 @@ import pytest
 from torch.distributed.run import parse_args
 
 from kimi_pretrain.parallel import rendezvous
+from kimi_pretrain.reliability.start_identity import REPORTS, START
 from launch.local.job import MEETING as NAME
 from launch.local.job import Job
 from launch.local.torchrun import SHUTDOWN_SECONDS, Nodes, command, environment, prepared, spread
@@ -63,9 +64,11 @@ def test_the_worker_gets_the_whole_job_as_its_only_argument():
 def test_threads_share_the_cores(cores, processes, threads):
     env = environment({"HOME": "/h"}, Nodes(processes), cores, HERE)
     assert env == {"HOME": "/h", "OMP_NUM_THREADS": threads, **OWN_STORE, **MEETING}
-    inherited = {"HOME": "/h", NAME: "/of/another/job"}
+    inherited = {"HOME": "/h", NAME: "/of/another/job", START: "another", REPORTS: "/of/it"}
     env = environment(inherited, Nodes(processes, 2, "n1:29400"), cores, HERE)
-    assert env == {"HOME": "/h", "OMP_NUM_THREADS": threads, **OWN_STORE}
+    # Machines that meet are one start; a machine alone is one of its own.
+    start = {START: "kimi-pretrain@n1:29400"}
+    assert env == {"HOME": "/h", "OMP_NUM_THREADS": threads, **OWN_STORE, **start}
 
 
 def test_the_user_s_number_of_threads_stays():

@@ -18,9 +18,11 @@ from kimi_pretrain.dep.memory_limit import TooMuchMemory
 from kimi_pretrain.reliability.anomaly_guard import AnomalyError
 from kimi_pretrain.reliability.exit_report import first_exit_report, step_faults
 from kimi_pretrain.reliability.run_lock import FormerStart, RunLocked
+from kimi_pretrain.reliability.start_identity import START
 from launch.local import worker
 from launch.local.job import Job
 from launch.local.user_errors import exit_code, one_line_errors, user_message
+from tests.held_folder import hold
 
 
 def wrapped(inner: Exception, outer: type[Exception], *, hidden: bool) -> Exception:
@@ -117,10 +119,14 @@ def test_in_a_step_a_plain_value_error_is_nobody_s_mistake(error, told):
 
 
 @pytest.mark.parametrize("cause", [ValueError("no class"), IndexMismatch("another tokenizer")])
-def test_a_plain_value_error_of_the_loader_ends_with_a_traceback(cause, tmp_path, capsys):
+def test_a_plain_value_error_of_the_loader_ends_with_a_traceback(
+    cause, tmp_path, capsys, monkeypatch
+):
     def run(job):
         raise LoaderError(812, cause) from cause
 
+    monkeypatch.setenv(START, "this")
+    hold(tmp_path, "this")
     argument = Job("tiny_cpu", str(tmp_path)).argument()
     ours = isinstance(cause, IndexMismatch)
     assert worker.main(argument, run=run) == (2 if ours else 1)

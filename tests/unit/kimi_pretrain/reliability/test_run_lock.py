@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +28,7 @@ from kimi_pretrain.reliability.run_lock import (
     run_id,
     take,
 )
+from kimi_pretrain.reliability.start_identity import START, holds
 from kimi_pretrain.reliability.status import Status, mark_failed, read_status, write_status
 from tests import ROOT
 
@@ -38,6 +40,21 @@ lock = take(pathlib.Path(sys.argv[1]), {"SLURM_JOB_ID": "77"})
 print("held", flush=True)
 sys.stdin.read()
 """
+
+
+class Clock:
+    """Time that passes while somebody sleeps, and not otherwise."""
+
+    def __init__(self, monkeypatch):
+        self.slept, self.asleep = 0.0, lambda: None
+        monkeypatch.setattr(
+            run_lock, "time",
+            SimpleNamespace(monotonic=lambda: self.slept, sleep=self.sleep, strftime=time.strftime),
+        )  # fmt: skip
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+        self.asleep()
 
 
 @pytest.fixture
@@ -86,12 +103,14 @@ def test_a_lock_without_a_sign_of_life_is_taken_over_by_the_same_job(
 ):
     """As where the lost node's lock never ends: here its holder does not, but it shows no life."""
     os.utime(tmp_path / "lock", (1000, time.time() - run_lock.SILENT_S - 5))
-    monkeypatch.setattr(run_lock.time, "sleep", None)  # nobody has to wait for that
+    clock = Clock(monkeypatch)
     for other in ({**LATER, "SLURM_JOB_ID": "78"}, {"SLURM_JOB_ID": "77"}):
         with pytest.raises(RunLocked) as refused:  # nor two commands of one job
             take(tmp_path, other)
         assert not isinstance(refused.value, FormerStart)
+    assert clock.slept == 0
     lock = take(tmp_path, LATER)
+    assert run_lock.WATCHED_S <= clock.slept < run_lock.PATIENCE_S
     assert f"process {holder.pid} on" in caplog.text
     assert "no sign of life: taken over" in caplog.text
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
@@ -99,6 +118,21 @@ def test_a_lock_without_a_sign_of_life_is_taken_over_by_the_same_job(
         check_free(tmp_path)
     lock.release()
     check_free(tmp_path)
+
+
+def test_a_clock_set_ahead_takes_no_lock_from_a_run_that_lives(holder, tmp_path, monkeypatch):
+    """All signs of life are old by it, until the next one comes."""
+    path, clock = tmp_path / "lock", Clock(monkeypatch)
+    os.utime(path, (1000, time.time() - 7 * 86400))
+
+    def beat() -> None:
+        if clock.slept >= run_lock.BEAT_S:
+            os.utime(path)
+
+    clock.asleep = beat
+    with pytest.raises(FormerStart):
+        take(tmp_path, LATER)
+    assert clock.slept >= run_lock.PATIENCE_S
 
 
 def test_a_former_start_that_lives_is_not_pushed_out(tmp_path, monkeypatch):
@@ -115,7 +149,7 @@ def test_a_former_start_that_lives_is_not_pushed_out(tmp_path, monkeypatch):
     lock.release()
 
 
-def test_one_whose_lock_was_taken_over_ends_when_it_wakes(tmp_path, monkeypatch):
+def test_one_whose_lock_was_taken_over_ends_when_it_wakes(tmp_path, monkeypatch, capsys):
     """Its node was only cut off: two runs must not go on in one folder."""
     first = tmp_path / "lock"
     file = first.open("a+")
@@ -123,15 +157,17 @@ def test_one_whose_lock_was_taken_over_ends_when_it_wakes(tmp_path, monkeypatch)
     file.write('{"job": "77", "start": 0}')
     file.flush()
     os.utime(first, (1000, 1000))
-    later = take(tmp_path, LATER)
+    with monkeypatch.context() as patched:
+        Clock(patched)
+        patched.setenv(START, "later")
+        later = take(tmp_path, LATER)
     monkeypatch.setattr(run_lock, "BEAT_S", 0.01)
     left, codes = threading.Event(), []
     woken = run_lock.RunLock(file, first, lambda code: codes.append(code) or left.set())
     assert left.wait(30)
     assert codes == [75]
-    word = first_exit_report(tmp_path)
-    assert word is not None
-    assert "was taken over by a later start of this job" in word.message
+    assert "was taken over by a later start of this job" in capsys.readouterr().err
+    assert first_exit_report(tmp_path) is None  # the folder is the other's
     woken.release()
     later.release()
 
@@ -146,7 +182,7 @@ def test_one_whose_lock_was_taken_over_ends_when_it_wakes(tmp_path, monkeypatch)
     ],
 )
 def test_a_lock_whose_file_is_gone_on_the_server_is_lost(
-    tmp_path, monkeypatch, error, replaced, ends
+    tmp_path, monkeypatch, capsys, error, replaced, ends
 ):
     lock, asked, left = take(tmp_path, {}), threading.Semaphore(0), threading.Event()
     lock.release()
@@ -167,11 +203,62 @@ def test_a_lock_whose_file_is_gone_on_the_server_is_lost(
             pass
     if ends:
         assert left.wait(30)
-        word = first_exit_report(tmp_path)
-        assert word is not None
-        assert "was taken over" in word.message
+        assert "was taken over" in capsys.readouterr().err
     held.release()
     assert left.is_set() == ends
+
+
+@pytest.mark.parametrize("what", ["moved", "moved, and written to", "removed", "lock", "mount"])
+def test_a_folder_that_is_moved_under_a_run_is_not_said_to_be_taken_over(
+    tmp_path, monkeypatch, capsys, what
+):
+    run_dir, codes, left = tmp_path / "runs" / "a", [], threading.Event()
+    take(run_dir, {}).release()
+    file = (run_dir / "lock").open("a+")
+    if what.startswith("moved"):
+        run_dir.rename(tmp_path / "b")
+        if what != "moved":
+            write_status(run_dir, Status("running", 3))
+    elif what == "lock":
+        (run_dir / "lock").unlink()
+    elif what == "removed":
+        shutil.rmtree(run_dir)
+    else:  # a whole file system is away, for a while
+        (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.01)
+    renewed, utime = threading.Semaphore(0), os.utime
+    monkeypatch.setattr(os, "utime", lambda *a, **k: (renewed.release(), utime(*a, **k)))
+    leave = lambda code: codes.append(code) or left.set()  # noqa: E731
+    held = run_lock.RunLock(file, run_dir / "lock", leave)
+    if what == "mount":
+        for _ in range(5):
+            assert renewed.acquire(timeout=30)
+    else:
+        assert left.wait(30)
+    held.release()
+    told = capsys.readouterr().err
+    assert "taken over" not in told
+    assert codes == {"mount": [], "lock": [75]}.get(what, [2])
+    if what.startswith("moved"):
+        assert f"go on with --run-dir {tmp_path / 'b'} --resume latest" in told
+    elif what != "mount":
+        assert f"{run_dir}{'/lock' if what == 'lock' else ''} was " in told
+        assert "removed" in told
+
+
+def test_a_new_start_forgets_what_earlier_ones_left(tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for name in ("error_rank_1.txt", "held_rank_2.txt", "stalled_rank_3.json", "rank_0.log"):
+        (logs / name).write_text("{}")
+    lock = take(tmp_path, {})
+    assert [file.name for file in logs.iterdir()] == ["rank_0.log"]
+    assert holds(tmp_path)
+    assert not holds(tmp_path, "another")
+    with pytest.raises(RunLocked):
+        take(tmp_path, {})
+    assert holds(tmp_path)
+    lock.release()
 
 
 def test_a_folder_that_no_run_has_used_is_free(tmp_path):

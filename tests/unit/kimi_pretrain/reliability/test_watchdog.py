@@ -26,11 +26,14 @@ from kimi_pretrain.reliability.exit_report import (
     ExitReport,
     error_file,
     first_exit_report,
+    held_file,
     remove_exit_reports,
+    report_files,
     write_exit_report,
 )
 from kimi_pretrain.reliability.stack_inspection import ROOT, _ours, stack_of, waits, where
-from kimi_pretrain.reliability.status import read_status
+from kimi_pretrain.reliability.start_identity import REPORTS, START
+from kimi_pretrain.reliability.status import Status, read_status, write_status
 from kimi_pretrain.reliability.watchdog import (
     READING_RANKS,
     WAIT_FOR_DATA,
@@ -43,9 +46,17 @@ from kimi_pretrain.reliability.watchdog import (
     suspects,
 )
 from launch.local import supervise
+from tests.held_folder import hold
 from tests.silent import KEYS, SilentServer
 
 WATCHDOG = "kimi_pretrain.reliability.watchdog"
+
+
+@pytest.fixture(autouse=True)
+def this_start(tmp_path, monkeypatch):
+    """What runs here is part of a start that holds the folder."""
+    monkeypatch.setenv(START, "this")
+    hold(tmp_path, "this")
 
 
 def halt(rank: int, phase: str = "4 backbone", step: int = 3, seconds: float = 20, **more):
@@ -213,11 +224,45 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path, monkeypa
     assert not stall_file(tmp_path, 0).exists()
 
 
-def test_a_new_start_forgets_where_the_last_one_halted(tmp_path):
-    stall_file(tmp_path, 1).parent.mkdir()
-    stall_file(tmp_path, 1).write_text("{}")
-    watched(tmp_path, 60, lambda dog: None, rank=1)
-    assert read_stalls(tmp_path, 2) == {}
+@pytest.mark.parametrize("private", [True, False])
+def test_a_rank_whose_start_does_not_hold_the_folder_writes_nothing_there(
+    tmp_path, monkeypatch, private
+):
+    """Such as one that srun starts in the folder of a run in mid-training: it joins nobody."""
+    write_status(tmp_path, Status("running", 3))
+    hold(tmp_path, "another")
+    (tmp_path / "reports").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    monkeypatch.delenv(START)  # nobody named its start
+    if private:
+        monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
+    before = {file: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+
+    def work(dog: Watchdog) -> None:
+        dog.enter("join the job")
+        until(lambda: not dog._thread.is_alive())
+
+    assert watched(tmp_path, 0.4, work) == [NO_PROGRESS]
+    assert {file: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
+    assert not (tmp_path / "logs").exists()
+    assert (first_exit_report(tmp_path / "reports") is not None) == private
+
+
+def test_stacks_go_into_the_folder_once_the_start_holds_it(tmp_path, monkeypatch):
+    hold(tmp_path, "another")
+    (tmp_path / "reports").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
+
+    def work(dog: Watchdog) -> None:
+        assert held_file(tmp_path / "reports", 0).is_file()
+        hold(tmp_path, "this")
+        dog.joined()
+        assert held_file(tmp_path, 0).read_text() == "start this\n"
+        assert not held_file(tmp_path / "reports", 0).exists()
+
+    assert watched(tmp_path, 60.0, work) == []
+    assert not held_file(tmp_path, 0).exists()
 
 
 def frames(*lines: tuple[str, int, str]) -> list[tuple[str, int, str]]:
@@ -410,8 +455,13 @@ def test_the_first_last_word_counts(tmp_path):
     assert first_exit_report(tmp_path) == ExitReport("no bucket here", 75)
     error_file(tmp_path, 2).unlink()
     assert first_exit_report(tmp_path) == ExitReport("lost rank 2", 2)
+    assert first_exit_report(tmp_path, start="this") == ExitReport("lost rank 2", 2)
+    assert first_exit_report(tmp_path, start="th") is None
     error_file(tmp_path, 0).write_text("by hand\n")
     assert first_exit_report(tmp_path) == ExitReport("by hand", 2)
+    assert first_exit_report(tmp_path, start="this") is None
+    known = report_files(tmp_path).values()
+    assert first_exit_report(tmp_path, known=known) is None
 
 
 @pytest.mark.parametrize("name", ["kimi_pretrain", "tests"])
