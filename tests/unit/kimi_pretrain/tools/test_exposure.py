@@ -23,7 +23,8 @@ from data_pipeline.sync.sync import sync
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, RunState, manifest_of
 from kimi_pretrain.config import dump_config, load_config
-from kimi_pretrain.tools.exposure import exposure
+from kimi_pretrain.reliability.anomaly_guard import sample_names
+from kimi_pretrain.tools.exposure import exposure, replay
 from launch.cli.data_show import read_rows, show_rows
 from tests.dist.jobs import SMALL
 
@@ -330,6 +331,27 @@ def test_a_list_that_changed_after_the_end_changes_nothing(made, tmp_path):
         found = read_rows(str(run / "config.yaml"), (), FROM - 1, range(4)).request.texts
         texts = sorted((r.row, shard_of(r.span.key), r.span.offset) for r in found)
         assert texts == sorted((*at,) for when, *at in made.log if when == FROM - 1)
+
+
+def test_an_anomaly_is_shown_as_the_run_had_it(redacted, tmp_path):
+    """Other samples were redacted since, and the list has another line of that very step."""
+    run = copied(redacted, tmp_path)
+    manifest = json.loads((run / "checkpoints" / "step_00000060" / MANIFEST).read_text())
+    planner, _ = replay(run, load_config(run / "config.yaml"), FolderStore(redacted.root))
+    state = manifest["state"]["loader"]
+    plan, _ = planner.plan(state)
+    line = {"source": "words", "key": redacted.indices[1].key_of(plan.samples.index[-1])}
+    late = tmp_path / "list.jsonl"
+    late.write_text(json.dumps(line | {"from_step": 61}) + "\n")
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace(str(redacted.root / "gone.jsonl"), str(late)))
+    names = sample_names(plan, planner.indices)
+    found = {"step": 61, "loader": state, "samples": names}
+    logged = sorted((*at,) for when, *at in redacted.log if when == 61)
+    assert len(logged) == len(names) > 4
+    step = read_rows(str(run / "config.yaml"), (), 1, range(4), found)
+    texts = [(r.row, shard_of(r.span.key), r.span.offset) for r in step.request.texts]
+    assert sorted(texts) == logged
 
 
 def test_at_a_synced_copy_the_run_reads_the_same_rows(redacted, data_root, tmp_path):
