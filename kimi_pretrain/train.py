@@ -47,7 +47,12 @@ from kimi_pretrain.run import Run
 from kimi_pretrain.step import StepReport
 from kimi_pretrain.telemetry.metrics import rank_metrics
 from kimi_pretrain.telemetry.recorder import RankReport, Recorder, check_agreement, stop_reason
-from kimi_pretrain.telemetry.run_dir import describe_environment, log_to, tell_sources
+from kimi_pretrain.telemetry.run_dir import (
+    describe_environment,
+    log_to,
+    note_tombstones,
+    tell_sources,
+)
 from kimi_pretrain.tools.state_hashes import measure_efficiency, write_state_hashes
 
 log = logging.getLogger("kimi_pretrain.train")
@@ -118,6 +123,8 @@ def train(
     run.update.before_change = checkpoints.before_update
     history = "none" if found is None else "own" if last_own == run.step else "other"
     recorder = Recorder(config, run_dir, mesh, run.step, run.loader.indices, history, end)
+    if mesh.rank == 0:  # no step ends without rank 0
+        note_tombstones(run_dir, run.loader.planner.tombstones.record())
     recorder.status("running", run.step, checkpoints.uri)
     with step_faults():
         reason = _train_steps(run, recorder, checkpoints, watchdog, stop)

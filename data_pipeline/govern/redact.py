@@ -36,6 +36,8 @@ from data_pipeline.store.open import FolderStore, MissingKey, S3Store, Store, St
 
 Erasure = tuple[int, bytes]
 """Offset in a shard, and the bytes that are to be there."""
+Spot = tuple[str, int]
+"""Key of a shard, and offset of a sample's document in it."""
 _MARK = ".redacted-"
 _MOST_ROUNDS = 5  # sources that come in between are taken in as often
 
@@ -54,7 +56,8 @@ class Plan:
 
     Attributes:
         indices: of the sources whose manifests change.
-        samples: source -> those to be redacted that are not yet, ascending.
+        samples: source -> those to be redacted that are not yet, in the order that its manifest
+            gets: that in which they were asked for. Runs go by it (`plan.redactions`).
         shards: key -> what is to stand where in it; of shards to be written anew.
         renamed: key of a shard in a manifest -> that of the one in its place, already there.
         twins: samples that are not to be redacted and may hold the same bytes.
@@ -124,6 +127,7 @@ def plan(store: Store, wanted: Mapping[str, Sequence[str]]) -> Plan:
     """
     root = _Root(store)
     spots: dict[str, dict[int, list[Erasure]]] = {}
+    orders: dict[str, list[int]] = {}
     indices: dict[str, SourceIndex] = {}
 
     def index_of(name: str) -> SourceIndex:
@@ -135,11 +139,15 @@ def plan(store: Store, wanted: Mapping[str, Sequence[str]]) -> Plan:
         if name not in root.manifests:
             there = listed(sorted(root.manifests))
             raise ValueError(f"{store.uri}: no finished source {name!r}; there are: {there}")
-        index = index_of(name)
-        _add_spots(spots, root, index, _numbers(store, index, wanted[name]))
+        orders[name] = _numbers(store, index_of(name), wanted[name])
     for name, manifest in root.manifests.items():
         if "redacted" in manifest:
-            _add_spots(spots, root, index_of(name), list(index_of(name).redacted))
+            orders[name] = [*orders.get(name, ()), *index_of(name).redacted]
+    places: dict[Spot, int] = {}
+    for name, numbers in orders.items():
+        _add_spots(spots, root, index_of(name), numbers)
+        for number in numbers:
+            places.setdefault(_spot(root, index_of(name), number), len(places))
     _refuse_unfinished(store, root)
     changed: dict[str, SourceIndex] = {}
     samples: dict[str, list[int]] = {}
@@ -150,7 +158,7 @@ def plan(store: Store, wanted: Mapping[str, Sequence[str]]) -> Plan:
         if not stale and not any(key in spots for key in root.keys_of(name)):
             continue
         index = index_of(name)
-        new = sorted({*_samples_at(index, spots, root)} - {*index.redacted})
+        new = _in_order(root, index, spots, orders.get(name, ()), places)
         if not stale and not new:
             continue
         changed[name], samples[name] = index, new
@@ -256,8 +264,12 @@ def _add_spots(
 ) -> None:
     """Note of samples where they lie (shard, offset of the document) and what is to be there."""
     for number in numbers:
-        key = root.now(index.shards[index.shard[number]].key)
-        spots.setdefault(key, {})[int(index.json_offset[number])] = list(erased(index, number))
+        key, offset = _spot(root, index, number)
+        spots.setdefault(key, {})[offset] = list(erased(index, number))
+
+
+def _spot(root: _Root, index: SourceIndex, number: int) -> Spot:
+    return root.now(index.shards[index.shard[number]].key), int(index.json_offset[number])
 
 
 def _numbers(store: Store, index: SourceIndex, keys: Sequence[str]) -> list[int]:
@@ -281,6 +293,26 @@ def _samples_at(
         offsets = index.json_offset[first:end]
         found += (first + np.flatnonzero(np.isin(offsets, list(spot)))).tolist()
     return found
+
+
+def _in_order(
+    root: _Root,
+    index: SourceIndex,
+    spots: Mapping[str, Mapping[int, object]],
+    own: Sequence[int],
+    places: Mapping[Spot, int],
+) -> list[int]:
+    """Return the samples of a source at some spots that are not redacted yet, in order.
+
+    Args:
+        own: samples of this source in their order; they come first.
+        places: place of each spot in the order of all sources: for the samples that are not in
+            `own`.
+    """
+    new = {*_samples_at(index, spots, root)} - {*index.redacted}
+    first = [number for number in dict.fromkeys(own) if number in new]
+    rest = new - {*first}
+    return first + sorted(rest, key=lambda number: places[_spot(root, index, number)])
 
 
 def _refuse_unfinished(store: Store, root: _Root) -> None:

@@ -92,12 +92,7 @@ def renumbered(state: Mapping[str, Any], names: Sequence[str]) -> State:
         return dict(state)
     blend = [[start, _spread(weights, number, len(names))] for start, weights in state["blend"]]
     quarantine = sorted([number[a], b, c] for a, b, c in state["quarantine"])
-    found = {"blend": blend, "quarantine": quarantine}
-    if "redacted" in state:
-        found["redacted"] = [
-            [step, _spread(counts, number, len(names))] for step, counts in state["redacted"]
-        ]
-    return {**state, **found}
+    return {**state, "blend": blend, "quarantine": quarantine}
 
 
 def _check_past(state: Mapping[str, Any], here: Mapping[str, str]) -> None:

@@ -8,7 +8,9 @@ which samples were redacted, and those are out from the step in which a run firs
   up, and the row ends with padding. Nothing of it is read.
 
 So both are functions of the step alone, and no row before it changes. A state holds what it was
-made with: counts and hashes of the list by step, and how many samples were redacted since when.
+made with: counts and hashes of the list by step, and of the samples that were redacted since when.
+The run folder holds the same with the list as it was resolved (`Tombstones.record`), so the steps
+of a run can be planned again whatever became of its checkpoints and of the list.
 """
 
 import difflib
@@ -27,6 +29,7 @@ from numpy.typing import NDArray
 from data_pipeline.config import DataConfig
 from data_pipeline.index.columns import SourceIndex
 from data_pipeline.names import did_you_mean
+from data_pipeline.plan.redactions import HASH, Since, note_of, since_of
 from data_pipeline.plan.step_plan import ItemTable, SampleTable
 from data_pipeline.store.open import Store, open_store
 
@@ -34,7 +37,6 @@ Pairs = frozenset[tuple[int, int]]
 """(source, sample) of samples."""
 _KEYS = {"source": str, "key": str, "from_step": int}
 _MAY = {"request": str}  # whose request it is: for people
-_HASH = 12  # hexadecimal digits of a list's hash in a state
 _COMPARED = 20_000  # keys among which the nearest one is looked for
 
 
@@ -55,13 +57,13 @@ class Tombstones:
         names: of the sources, as plans number them.
         listed: int64 [n, 3] source, sample, first step (from 0) without it; each sample once.
         redacted: of each source the redacted samples, in the order in which they became so.
-        since: (step, how many of each source's `redacted` are out from it on), ascending.
+        since: from which steps on they are out.
     """
 
     names: tuple[str, ...]
     listed: NDArray[np.int64]
     redacted: tuple[tuple[int, ...], ...]
-    since: tuple[tuple[int, tuple[int, ...]], ...]
+    since: Since
 
     @cached_property
     def _by_step(self) -> NDArray[np.int64]:
@@ -122,9 +124,21 @@ class Tombstones:
         found: dict[str, Any] = {}
         if early := [list(one) for one in self._by_first if one[0] < step]:
             found["tombstones"] = early
-        if any(self.redacted):
-            found["redacted"] = [[step, list(counts)] for step, counts in self.since]
+        if self.since:
+            found["redacted"] = [*self._note]
         return found
+
+    def record(self) -> dict[str, Any]:
+        """Return what a run folder keeps of them, ready for JSON; `recorded_tombstones` reads it.
+
+        `tombstones`: [source, sample, first step from 0] of each; `redacted`: as in a state.
+        """
+        listed = [[self.names[a], b, c] for a, b, c in self.listed.tolist()]
+        return {"tombstones": listed, "redacted": self._note}
+
+    @cached_property
+    def _note(self) -> list[list[Any]]:
+        return note_of(self.names, self.redacted, self.since)
 
     @cached_property
     def _by_first(self) -> tuple[tuple[int, int, str], ...]:
@@ -133,7 +147,7 @@ class Tombstones:
         for first in np.unique(self.listed[:, 2]).tolist():
             rows = self.listed[self.listed[:, 2] == first].tolist()
             text = "\n".join(f"{self.names[source]} {sample}" for source, sample, _ in rows)
-            found.append((first, len(rows), hashlib.sha256(text.encode()).hexdigest()[:_HASH]))
+            found.append((first, len(rows), hashlib.sha256(text.encode()).hexdigest()[:HASH]))
         return tuple(found)
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -167,22 +181,12 @@ class Tombstones:
         """Return those of a run that goes on from a state: what was redacted since is out from it.
 
         Raises:
-            ValueError: fewer samples are redacted than the state says.
+            ValueError: other samples were redacted first here than the state says.
         """
+        note = state.get("redacted", [])
+        since = since_of("state field 'redacted'", note, self.names, self.redacted)
         now = tuple(map(len, self.redacted))
-        try:
-            since = tuple((int(a), tuple(map(int, b))) for a, b in state.get("redacted", []))
-            wrong = any(len(counts) != len(now) for _, counts in since)
-        except (TypeError, ValueError):
-            since, wrong = (), True
-        last = since[-1][1] if since else (0,) * len(now)
-        if wrong or any(a < b for a, b in zip(now, last)):
-            raise ValueError(
-                f"state field 'redacted' is {state['redacted']!r}, the sources have {list(now)} "
-                "redacted samples: a source's redacted manifest was replaced by an older one; "
-                "restore it"
-            )
-        if now != last:
+        if now != (since[-1][1] if since else (0,) * len(now)):
             since = (*since, (int(state["step"]), now))
         return replace(self, since=since)
 
@@ -223,6 +227,36 @@ def tombstones_of(config: DataConfig, indices: Sequence[SourceIndex]) -> Tombsto
         known = sorted({*config.source_names, *config.heldout})
         listed = resolve_entries(where, parse_entries(where, text, known), indices)
     return Tombstones(names, listed, redacted, ((0, counts),) if any(counts) else ())
+
+
+def recorded_tombstones(where: str, text: str, indices: Sequence[SourceIndex]) -> Tombstones:
+    """Return the tombstones of a run by what its folder keeps of them (`Tombstones.record`).
+
+    Args:
+        where: names the file in messages.
+        text: of it.
+        indices: of the sources, as plans number them; more may be redacted in them by now.
+
+    Raises:
+        ValueError: it is no such file, or belongs to other sources.
+    """
+    names = tuple(index.name for index in indices)
+    sizes = [index.num_samples for index in indices]
+    try:
+        noted = json.loads(text)
+        redactions = noted["redacted"]
+        rows = [(names.index(name), int(at), int(step)) for name, at, step in noted["tombstones"]]
+        wrong = any(not (0 <= at < sizes[of] and 0 <= step < 2**62) for of, at, step in rows)
+    except (KeyError, TypeError, ValueError):
+        rows, redactions, wrong = [], None, True
+    if wrong:
+        raise ValueError(
+            f"{where}: expected what a run on {', '.join(names)} keeps of its tombstones; restore "
+            "it from a backup of the run folder"
+        )
+    listed = _earliest(np.array(rows, np.int64).reshape(-1, 3))
+    redacted = tuple(index.redacted for index in indices)
+    return Tombstones(names, listed, redacted, since_of(where, redactions, names, redacted))
 
 
 def parse_entries(

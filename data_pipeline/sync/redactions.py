@@ -7,10 +7,13 @@ shares the shards, old versions, holds that forbid it. What only the target has 
 the source's bytes are not copied, neither for this source nor under the key of a shard that was
 replaced there for one that shares it. Nor are shards with a sample that was erased there in a
 source which was collected since (`index.erased`).
+
+Runs know redactions by their order (`plan.redactions`), so the target takes them in the order of
+the source's side, after those that it had.
 """
 
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import KeysView, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +32,7 @@ class Redactions:
 
     Attributes:
         rest: sources that are copied as any others.
-        todo: source -> keys of the samples to be redacted in the target.
+        todo: source -> keys of the samples to be redacted in the target, in that order.
         states: source -> "redacted" (in the target, by this sync) or "redacted there" (samples that
             the source's side still has), of those that are in the target already.
     """
@@ -61,7 +64,7 @@ def settle(source: Store, target: Store, found: Sequence[Contents]) -> Redaction
         if mine == other and ours["content_hash"] != theirs["content_hash"]:
             settled.rest.append(one)  # which is an error that the survey tells
             continue
-        if missing := sorted(mine - other):
+        if missing := [sample for sample in mine if sample not in other]:
             index = read_index(source, one.name)
             settled.todo[one.name] = [index.key_of(sample) for sample in missing]
         told = "redacted there" if other - mine else "redacted" if missing else "there"
@@ -123,5 +126,6 @@ def _folders(store: Store) -> list[str]:
     return []
 
 
-def _samples(manifest: Mapping[str, Any]) -> set[int]:
-    return {*manifest.get("redacted", {}).get("samples", ())}
+def _samples(manifest: Mapping[str, Any]) -> KeysView[int]:
+    """Return the redacted samples of a source, in the order in which they became so."""
+    return dict.fromkeys(manifest.get("redacted", {}).get("samples", ())).keys()

@@ -28,7 +28,7 @@ from tensorboard.compat.proto.summary_pb2 import (
 )
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from data_pipeline.index.manifest import RUN_MIXTURES, RUN_SOURCES
+from data_pipeline.index.manifest import RUN_MIXTURES, RUN_SOURCES, RUN_TOMBSTONES
 from kimi_pretrain.checkpoint.manifest import PACKAGES as MANIFEST_PACKAGES
 from kimi_pretrain.checkpoint.manifest import installed_versions
 from kimi_pretrain.config import GIB, Config, dump_config
@@ -124,6 +124,21 @@ def tell_sources(folder: Path, sources: Sequence[Mapping[str, Any]]) -> None:
     new = [one for one in sources if (one["name"], one["use"]) not in there]
     if new:
         write_whole(file, json.dumps([*known, *new], indent=1) + "\n")
+
+
+def note_tombstones(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write tombstones.json: which samples are out of the run from which step on.
+
+    Call it after lines of steps that are done again were cut (`MetricsWriter`), and before the
+    first step: so at any time the file is that of the steps in metrics.jsonl.
+
+    Args:
+        record: as of `data_pipeline.plan.tombstones.Tombstones.record`.
+
+    Raises:
+        OSError: it cannot be written, so no step may be trained.
+    """
+    write_whole(folder / RUN_TOMBSTONES, json.dumps(record) + "\n")
 
 
 def git_state(checkout: Path) -> tuple[dict[str, Any], bytes]:

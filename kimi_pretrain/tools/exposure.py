@@ -1,28 +1,34 @@
 """Exposure: in which steps and rows of a run samples stood, from the order alone.
 
 No log of samples is kept, and no byte of data is read: the steps of the run folder are planned once
-more, by its config.yaml, its mixtures, its quarantine and what the sources say was redacted. Each
-checkpoint that is still there says how far the data were at its step; where a plan comes to
-something else, nothing is told. Samples are looked for by where they lie, so that a run shows up
-that drew them from a source grown from the one they were ingested into, or reindexed.
+more, by its config.yaml, its mixtures, its quarantine and its tombstones.json, which says from
+which step on samples were out, whatever a list or a manifest says by now. Each checkpoint that is
+still there says how far the data were at its step; where a plan comes to something else, nothing is
+told. Samples are looked for by where they lie, so that a run shows up that drew them from a source
+grown from the one they were ingested into, or reindexed.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from data_pipeline.access import open_data
 from data_pipeline.govern.redact import held
 from data_pipeline.index.columns import SourceIndex
-from data_pipeline.index.manifest import RUN_MIXTURES, RUN_SOURCES, read_index
+from data_pipeline.index.manifest import RUN_MIXTURES, RUN_SOURCES, RUN_TOMBSTONES, read_index
 from data_pipeline.plan.change import renumbered
 from data_pipeline.plan.planner import GlobalPlan, Planner, State
 from data_pipeline.plan.stage import taken_over
-from data_pipeline.plan.tombstones import samples_of, tombstones_of
+from data_pipeline.plan.tombstones import (
+    Tombstones,
+    recorded_tombstones,
+    samples_of,
+    tombstones_of,
+)
 from data_pipeline.store.open import Store
 from kimi_pretrain.checkpoint.errors import CheckpointError
 from kimi_pretrain.checkpoint.storage_read import open_checkpoint, open_place
@@ -128,7 +134,7 @@ def _replay(
 ) -> tuple[Planner, State, set[tuple[int, int, int]]]:
     """As `replay`; also (step from 0, source, sample) of all that could not be read."""
     indices = [read_index(store, name) for name in config.data.source_names]
-    planner = _planner(run_dir, config, indices, states[-1] if states else {})
+    planner = _planner(run_dir, config, indices)
     masked = _quarantine(run_dir, planner, states)
     return planner, _begin(run_dir, config, planner), masked
 
@@ -187,13 +193,10 @@ def _states(run_dir: Path, config: Config) -> list[State]:
         place.close()
 
 
-def _planner(
-    run_dir: Path, config: Config, indices: Sequence[SourceIndex], newest: Mapping[str, Any]
-) -> Planner:
+def _planner(run_dir: Path, config: Config, indices: Sequence[SourceIndex]) -> Planner:
     """Return the planner of the run: what was redacted after its last start was still drawn."""
     file = run_dir / RUN_SOURCES
     noted = {one["name"]: one for one in json.loads(file.read_text()) if one["use"] == "train"}
-    counts = []
     for index in indices:
         was = noted.get(index.name)
         known = {index.content_hash, index.identity}
@@ -203,13 +206,24 @@ def _planner(
                 f"{file}: source {index.name!r} {told}, under {config.data.root} it is "
                 f"{index.identity[:12]}: its steps cannot be planned again; restore the source"
             )
-        counts.append(int(was.get("redacted", 0)))
     data = config.data.replace(max_quarantined=_MOST)
-    tombstones = tombstones_of(data, indices)
-    since = [(int(step), tuple(numbers)) for step, numbers in newest.get("redacted", [])]
-    if any(counts) and (not since or list(since[-1][1]) != counts):
-        since.append((int(newest.get("step", 0)), tuple(counts)))
-    return Planner(indices, data, replace(tombstones, since=tuple(since)))
+    return Planner(indices, data, _tombstones(run_dir, config, indices))
+
+
+def _tombstones(run_dir: Path, config: Config, indices: Sequence[SourceIndex]) -> Tombstones:
+    """Return which samples were out of the run from which step on, as its folder has kept it."""
+    file = run_dir / RUN_TOMBSTONES
+    if file.is_file():
+        return recorded_tombstones(str(file), file.read_text(), indices)
+    why = [f"samples are redacted in {index.name!r}" for index in indices if index.redacted]
+    if config.data.tombstones is not None:
+        why.append(f"data.tombstones names {config.data.tombstones}")
+    if why:
+        raise ValueError(
+            f"{file} is missing: {', '.join(why)}, and nobody knows from which step on this run "
+            "drew without them: its rows cannot be told; restore the file from a backup"
+        )
+    return tombstones_of(config.data, indices)
 
 
 def _quarantine(

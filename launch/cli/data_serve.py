@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from data_pipeline.catalog.engine import Catalog
     from data_pipeline.config import DataConfig
+    from data_pipeline.store.open import Store
     from launch.web.auth import Doorkeeper
     from launch.web.fresh import Fresh
     from launch.web.site import Site
@@ -207,6 +208,7 @@ def _steps_of_config(config: str, uri: str, endpoint: str | None) -> "Fresh[Step
     from data_pipeline.access import open_data, open_tokenizer
     from data_pipeline.index.manifest import read_index
     from data_pipeline.plan.planner import Planner
+    from data_pipeline.plan.tombstones import open_list
     from launch.cli.sources import open_sources
     from launch.local.versions import load_pinned
     from launch.web.steps import Steps
@@ -227,7 +229,7 @@ def _steps_of_config(config: str, uri: str, endpoint: str | None) -> "Fresh[Step
         tokenizer = open_tokenizer(data, store)
         return Steps(Path(config).name, data, whole.train.steps, planner, store, tokenizer)
 
-    return _fresh_steps(data, make)
+    return _fresh_steps(data, open_list(data), make)
 
 
 def _for_pages(data: "DataConfig") -> "DataConfig":
@@ -238,13 +240,18 @@ def _for_pages(data: "DataConfig") -> "DataConfig":
     return alone.replace(patience=min(data.patience, PATIENCE_S))
 
 
-def _fresh_steps(data: "DataConfig", make: "Callable[[], Steps]") -> "Fresh[Steps]":
-    """Return steps that are read again once a source or the list of tombstones is another."""
+def _fresh_steps(
+    data: "DataConfig", listed: "tuple[Store, str] | None", make: "Callable[[], Steps]"
+) -> "Fresh[Steps]":
+    """Return steps that are read again once a source or the list of tombstones is another.
+
+    Args:
+        listed: store and key of the list, or of what a run keeps of it.
+    """
     from data_pipeline.access import open_data
-    from data_pipeline.plan.tombstones import open_list
     from launch.web.fresh import Fresh, State, manifests_of, state_of
 
-    store, listed = open_data(data), open_list(data)
+    store = open_data(data)
 
     def look() -> State:
         state = manifests_of(store, data.source_names)
@@ -256,6 +263,8 @@ def _fresh_steps(data: "DataConfig", make: "Callable[[], Steps]") -> "Fresh[Step
 def _steps_of_run(run: Path) -> "Fresh[Steps]":
     """Return the steps of a run as it had them."""
     from data_pipeline.access import open_data, open_tokenizer
+    from data_pipeline.index.manifest import RUN_TOMBSTONES
+    from data_pipeline.store.open import FolderStore
     from kimi_pretrain.config import load_config
     from kimi_pretrain.tools.exposure import replay
     from launch.web.steps import Steps
@@ -270,7 +279,7 @@ def _steps_of_run(run: Path) -> "Fresh[Steps]":
         title = f"run {run.resolve().name}"
         return Steps(title, data, whole.train.steps, planner, store, tokenizer, begin)
 
-    return _fresh_steps(data, make)
+    return _fresh_steps(data, (FolderStore(run.resolve()), RUN_TOMBSTONES), make)
 
 
 def _site(

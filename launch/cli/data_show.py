@@ -88,7 +88,7 @@ def read_rows(
     """
     # For a single step: no worker processes, no prefetch, no cache on disk.
     whole, _ = load_pinned(config, overrides)
-    run = _run_of(config, whole) if anomaly is None else None
+    run = _run_of(config, whole)
     if anomaly is None and run is None and whole.train.start_optimizer == "keep":
         raise ValueError(
             "--step: with train.start_optimizer=keep steps and data count on from the stage "
@@ -107,13 +107,14 @@ def read_rows(
     else:
         planner = Planner([read_index(store, name) for name in data.source_names], data)
     with closing(StepReader(planner, store, tokenizer, data.fetch_threads, begin)) as reader:
-        if run is not None:
+        if anomaly is not None:
+            if run is None:
+                planner.load_state_dict(anomaly["loader"])
+            state = anomaly["loader"]
+        elif run is not None:
             state = reader.before(step - 1)
-        elif anomaly is None:
-            state = planner.state_at(step - 1)
         else:
-            planner.load_state_dict(anomaly["loader"])
-            state = planner.state_dict()
+            state = planner.state_at(step - 1)
         found = reader.read(state, rows)
         if anomaly is not None:
             _check_samples(found, anomaly)

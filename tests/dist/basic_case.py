@@ -33,6 +33,20 @@ def line_of(run, report) -> dict:
     }
 
 
+def own_lists(run) -> list:
+    """Tombstones of every rank, and of its validation, where each finds another list."""
+    from kimi_pretrain.run import Run
+
+    data = run.config.data
+    own = data.replace(tombstones=data.tombstones.replace(".jsonl", f"_{run.mesh.rank}.jsonl"))
+    other = Run(run.config.model_copy(update={"data": own}), run.mesh)
+    try:
+        planners = other.loader.planner, other.validation._planner
+        return run.mesh.all_gather_object([one.tombstones.listed.tolist() for one in planners])
+    finally:
+        other.close()
+
+
 def _held_out(run) -> dict:
     """Return the line of a validation without its seconds."""
     return {**run.validation.run().line(0), "seconds": None}
@@ -338,6 +352,7 @@ ACTIONS = {
     "losses": losses,
     "validated": validated,
     "validated_once": validated_once,
+    "own_lists": own_lists,
     "dep_gradients": dep_gradients,
     "colocated_gradients": colocated_gradients,
     "dep_variants": dep_variants,

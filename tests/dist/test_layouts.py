@@ -78,6 +78,17 @@ def emptied(data_root, folder):
     return (f"data.tombstones={folder / 'list.jsonl'}",)
 
 
+def own_lists(folder):
+    """A list for each of two ranks, as one that is replaced while they start; other samples."""
+    for name, number in (("list", 0), ("list_0", 1), ("list_1", 2)):
+        lines = [
+            {"source": source, "key": f"{key}000{number}", "from_step": 2}
+            for source, key in (("words", "w"), ("words_heldout", "h"))
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return "own_lists", (*VALIDATE, *layout(pp=2), f"data.tombstones={folder / 'list.jsonl'}")
+
+
 def run_all(jobs, processes, data_root, tmp_path_factory):
     here = {name: (act, (f"data.root={data_root}", *more)) for name, (act, more) in jobs.items()}
     folder = tmp_path_factory.mktemp(f"processes{processes}")
@@ -100,6 +111,7 @@ def found(data_root, tmp_path_factory):
     double = {name: losses(axes) for name, axes in LAYOUTS.items() if processes_of(axes) == 2}
     double["planted replica"] = "planted_replica", layout(pp=2)
     double["planted bit"] = "planted_bit", layout(dp=2, ep=1)
+    double["own lists"] = own_lists(tmp_path_factory.mktemp("lists"))
     quadruple = {name: losses(axes) for name, axes in LAYOUTS.items() if processes_of(axes) == 4}
     quadruple[INTERLEAVED] = losses(FOUR | dict(vpp=2), EIGHT_ROWS)
     quadruple["bfloat16"] = losses(FOUR | dict(vpp=2), "train.dtype=bfloat16")
@@ -209,6 +221,12 @@ def test_a_replica_whose_rows_tombstones_have_emptied(found):
     assert first == found[1]["losses"][0]
     assert 0 < second["loss_tokens"] < found[1]["losses"][1]["loss_tokens"]
     assert_same(found[4]["emptied"], [first, second])
+
+
+def test_all_ranks_have_the_tombstones_that_rank_0_has_read(found):
+    """[source, sample, step from 0] of the data, and of the held-out ones."""
+    first, second = found[2]["own lists"]
+    assert first == second == [[[1, 1, 1]], [[1, 1, 1]]]
 
 
 def test_rows_of_a_microbatch_do_not_meet(found):

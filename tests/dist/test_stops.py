@@ -234,8 +234,14 @@ def test_a_read_that_hangs_ends_in_time(data_root, tmp_path):
 
 @pytest.mark.slow
 def test_a_bug_in_a_step_is_not_the_user_s_to_mend(data_root, tmp_path, capfd):
+    (tmp_path / "list.jsonl").write_text('{"source": "words", "key": "w0003", "from_step": 2}\n')
     settings = (f"data.root={data_root}", "train.steps=4", *ONE)
-    assert planted(tmp_path, "bug", 2, *settings) == (1, None)
+    settings += (f"data.tombstones={tmp_path}/list.jsonl",)
+    assert planted(tmp_path, "bug", 1, *settings) == (1, None)
+    # What exposure goes by is there before the first step is done.
+    noted = json.loads((tmp_path / "tombstones.json").read_text())
+    assert noted == {"tombstones": [["words", 3, 1]], "redacted": []}
+    assert not (tmp_path / "metrics.jsonl").exists()
     status, shown = read_status(tmp_path), capfd.readouterr().err
     assert status is not None
     assert (status.state, status.reason) == (

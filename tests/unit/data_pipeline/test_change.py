@@ -1,6 +1,7 @@
 """Other shares and new sources in mid-run: the past stays, and what follows is one order."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -145,11 +146,21 @@ def test_a_source_of_a_later_stage_comes_in_with_it():
     assert planner.state_dict()["changes"] == [[told.step, told.position, ["zone"]]]
 
 
-def test_numbers_of_redacted_samples_move_with_their_sources():
-    state = planner_of(FIRST.sources).state_dict() | {"redacted": [[3, [1, 2]], [5, [4, 2]]]}
-    found = renumbered(state, ("area", "shots", "web", "zone"))
-    assert found["redacted"] == [[3, [0, 1, 2, 0]], [5, [0, 4, 2, 0]]]
-    assert renumbered(state, ("shots", "web")) == state
+def test_redacted_samples_stay_those_of_their_sources():
+    """Sources that come in before them in the order of names move no redaction."""
+    web = replace(MADE["web"], redacted=(9, 3), made_as=MADE["web"].content_hash)
+    shots = replace(MADE["shots"], redacted=(4,), made_as=MADE["shots"].content_hash)
+    mine, old = {**MADE, "web": web, "shots": shots}, planner_of(FIRST.sources)
+    _, states = run(old, 12)
+    planner = Planner([mine[name] for name in ("shots", "web")], old.config)
+    planner.load_state_dict(states[12])
+    _, states = run(planner, 2)
+    names = ("area", "shots", "web", "zone")
+    assert renumbered(states[2], names)["redacted"] == states[2]["redacted"]
+    second = Planner([mine[name] for name in sorted(SECOND)], planner_of(SECOND).config)
+    assert change(second, states[2]) is not None
+    assert second.tombstones.since == ((12, (0, 1, 2)),)
+    assert second.state_dict()["redacted"] == states[2]["redacted"]
 
 
 def test_a_restart_with_the_same_command_changes_nothing_more():

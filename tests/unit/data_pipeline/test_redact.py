@@ -173,6 +173,22 @@ def test_no_byte_is_left_and_all_else_is_as_it_was(root, tmp_path):
     assert occurrences(store.root, needles_of(held, {"p4"})) == []
 
 
+def test_samples_are_redacted_in_the_order_in_which_they_are_asked_for(root):
+    """Runs count them by it; in a source that is not named they come as in those that share it."""
+    store, _ = root
+
+    def order(name):
+        index = read_index(store, name)
+        return [index.key_of(n) for n in index.redacted]
+
+    carry_out(store, {"pairs": ["p17", "v1", "p3"]})
+    for name in ("pairs", "pairs_2", "pairs_k"):
+        assert order(name) == ["p17", "v1", "p3"]
+    carry_out(store, {"pairs": ["p9", "p5", "p3"], "pairs_k": ["p5", "p9"]})
+    assert order("pairs") == ["p17", "v1", "p3", "p9", "p5"]
+    assert order("pairs_k") == ["p17", "v1", "p3", "p5", "p9"]
+
+
 def test_sources_made_of_redacted_ones_know_it(root):
     store, tokenizer = root
     carry_out(store, GONE)
@@ -221,7 +237,8 @@ def test_a_run_goes_on_and_draws_none_of_them(root):
         running.load_state_dict(state)
         assert "from step 13 on" in running.planner.notices()[-1]
         assert not {*keys(running, 20)} & {"p3", "p17", "v1"}
-        assert running.state_dict()["redacted"] == [[12, [0, 3]]]
+        [[step, noted]] = running.state_dict()["redacted"]
+        assert (step, {name: count for name, (count, _) in noted.items()}) == (12, {"pairs": 3})
     with loader() as fresh:
         assert not {*keys(fresh, 20)} & {"p3", "p17", "v1"}
     assert whole

@@ -1,6 +1,7 @@
 """One copy of an index for the processes of a node: the same columns, gone with the last."""
 
 import errno
+import json
 import logging
 import multiprocessing
 from dataclasses import replace
@@ -19,6 +20,7 @@ from data_pipeline.index.manifest import (
     read_index,
     write_index,
 )
+from data_pipeline.index.redacted import with_redacted
 from data_pipeline.index.shared import read_shared_index
 from data_pipeline.store.open import FolderStore
 from tests.unit.data_pipeline.plain import made_index
@@ -65,6 +67,18 @@ def assert_equal(found: SourceIndex, wanted: SourceIndex) -> None:
 
 def test_the_copy_is_the_index(store, node):
     assert_equal(read_shared_index(store, "made", (node,)), read_index(store, "made"))
+
+
+def test_the_copy_of_a_redacted_source_knows_what_was_redacted_in_it(store, node):
+    manifest = json.loads(store.get(manifest_key("made")))
+    index = with_redacted(read_index(store, "made"), [7, 2], "f" * 64)
+    noted = {"made_as": index.made_as, "samples": [7, 2], "replaced": []}
+    text = json.dumps(manifest | {"content_hash": index.content_hash, "redacted": noted})
+    store.put(manifest_key("made"), text.encode())
+    for _ in range(2):  # who reads it, and who maps what is there
+        found = read_shared_index(store, "made", (node,))
+        assert (found.redacted, found.made_as, found.identity) == ((7, 2), "f" * 64, "f" * 64)
+        assert_equal(found, read_index(store, "made"))
 
 
 def test_a_source_without_samples_can_be_shared(tmp_path, node):

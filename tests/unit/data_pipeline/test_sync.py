@@ -512,6 +512,19 @@ def test_redactions_travel(source, target):
     assert erased(target, "captions") == {"captions-1", "captions-2", "captions-3"}
 
 
+def test_redactions_keep_their_order(source, target):
+    """Also in a source of the target that is not synced and shares the shards."""
+    sync(source, target)
+    for key in ("captions-3", "captions-1", "captions-2"):
+        carry_out(source, {"captions": [key]})
+    sync(source, target, ["captions"])
+    sync(source, target)
+    wanted = read_index(source, "captions").redacted
+    assert list(wanted) != sorted(wanted)
+    for name in ("captions", "captions_2", "captions_k2"):
+        assert read_index(target, name).redacted == read_index(source, name).redacted == wanted
+
+
 def test_what_was_redacted_in_the_target_comes_back_in_no_way(source, target):
     needles = bodies(source)
     sync(source, target, ["captions"])

@@ -13,7 +13,7 @@ from data_pipeline.ingest.ingest import ingest
 from data_pipeline.ingest.samples import CrudeSample, TextSegment
 from data_pipeline.plan.once import once
 from data_pipeline.plan.planner import DataUsedUp, Planner
-from data_pipeline.plan.tombstones import tombstones_of
+from data_pipeline.plan.tombstones import recorded_tombstones, tombstones_of
 from data_pipeline.store.open import FolderStore
 from data_pipeline.text import Tokenizer, train_ranks
 from data_pipeline.workers.workers import Workers
@@ -189,13 +189,92 @@ def test_of_held_out_samples_none_is_measured(made, tmp_path):
     assert Planner(made[1:], data).tombstones.filled() == {(1 - 1, 0)}
 
 
+def counts(state):
+    """(step, how many samples of each source) of the redactions in a state."""
+    return [
+        (step, {name: n for name, (n, _) in noted.items()}) for step, noted in state["redacted"]
+    ]
+
+
+def redacted_as(made, *order):
+    """The sources, with samples of "web" redacted in some order."""
+    return [made[0], replace(made[1], redacted=order, made_as=made[1].content_hash)]
+
+
+def test_a_root_with_other_redactions_first_is_refused_and_named(made):
+    """Samples that were redacted between two starts may come in any order, and no others."""
+    planner = Planner(redacted_as(made, 9, 3), CONFIG)
+    _, states = run(planner, 10)
+    middle = Planner(redacted_as(made, 9, 3, 1, 5), CONFIG)
+    middle.load_state_dict(states[10])
+    plans, after = run(middle, 10)
+    same = Planner(redacted_as(made, 3, 9, 5, 1), CONFIG)
+    same.load_state_dict(after[5])
+    again, end = run(same, 5)
+    assert [one.content_hash() for one in again] == [one.content_hash() for one in plans[5:]]
+    assert end[-1] == after[-1]
+    told = (
+        r"^state field 'redacted', from step 1 on: source 'web' has 2 redacted samples, and the "
+        r"first 2 redacted in this root are others: it has them in another order.*data sync$"
+    )
+    for order in ((1, 3, 5, 9), (9, 1, 3, 5), (3, 1, 9)):
+        with pytest.raises(ValueError, match=told):
+            Planner(redacted_as(made, *order), CONFIG).load_state_dict(after[-1])
+    with pytest.raises(ValueError, match="from step 11 on: source 'web' has 4 redacted samples"):
+        Planner(redacted_as(made, 9, 3, 1, 20), CONFIG).load_state_dict(after[-1])
+    for odd in ([[10, [0, 2]]], [[1, {"wep": [1, "x"]}]], 7, [[0, {"web": 3}]]):
+        with pytest.raises(ValueError, match=r"field 'redacted' is .*expected \[\[step, {source"):
+            planner.load_state_dict(states[10] | {"redacted": odd})
+
+
+def test_a_record_brings_the_same_back_whatever_list_and_sources_say_by_now(made, tmp_path):
+    path = listed(tmp_path, [("web", made[1].key_of(n), 4 + n) for n in range(9)])
+    planner = Planner(redacted_as(made, 30, 12), CONFIG.replace(tombstones=path))
+    planner.load_state_dict(run(planner, 6)[1][6])
+    text = json.dumps(planner.tombstones.record())
+    plans, states = run(planner, 9)
+    now = redacted_as(made, 30, 12, 11)
+    back = Planner(now, CONFIG, recorded_tombstones("the file", text, now))
+    again, found = run(back, 9, states[0])
+    assert [one.content_hash() for one in again] == [one.content_hash() for one in plans]
+    assert found == states
+    assert back.tombstones.record() == planner.tombstones.record()
+    noted = json.loads(text)
+    for key, value in (
+        ("tombstones", [["web", 72, 3]]),
+        ("tombstones", [["wep", 1, 3]]),
+        ("tombstones", [["web", 1, -1]]),
+        ("tombstones", [["web", 1, 2**70]]),
+        ("tombstones", None),
+    ):
+        with pytest.raises(ValueError, match="the file: expected what a run on shots, web keeps"):
+            recorded_tombstones("the file", json.dumps(noted | {key: value}), now)
+    for text in ("[]", "{}", "nonsense"):
+        with pytest.raises(ValueError, match="the file: expected what"):
+            recorded_tombstones("the file", text, now)
+
+
+def test_of_two_lines_and_a_redaction_of_one_sample_the_earliest_step_counts(made, tmp_path):
+    """Wherever the lines stand, and whichever of the two ways is the earlier one."""
+    web = made[1]
+    steps = {3: (9, 5), 4: (5, 9), 6: (12,), 7: (3,)}
+    entries = [("web", web.key_of(n), step) for n, some in steps.items() for step in some]
+    sources = [made[0], replace(web, redacted=(6, 7), made_as=web.content_hash)]
+    config = CONFIG.replace(tombstones=listed(tmp_path, entries))
+    out = replace(tombstones_of(config, sources), since=((6, (0, 2)),))
+    assert out.listed.tolist() == [[1, 3, 4], [1, 4, 4], [1, 6, 11], [1, 7, 2]]
+    for step, wanted in ((1, set()), (2, {7}), (4, {7, 3, 4}), (5, {7, 3, 4}), (6, {*steps})):
+        assert out.filled(step) == {(1, n) for n in wanted}
+    assert out.filled() == {(1, n) for n in steps}
+
+
 def test_redacted_samples_are_out_from_where_a_run_finds_them_so(made):
     _, states = run(Planner(made, CONFIG), 20)
     once_more = [made[0], replace(made[1], redacted=(3, 9), made_as=made[1].content_hash)]
     planner = Planner(once_more, CONFIG)
     planner.load_state_dict(states[10])
     plans, after = run(planner, 10)
-    assert after[-1]["redacted"] == [[10, [0, 2]]]
+    assert counts(after[-1]) == [(10, {"web": 2})]
     assert not drawn(plans) & {(1, 3), (1, 9)}
     assert "redacted and count as tombstones, from step 11 on" in planner.notices()[-1]
     # In between: the step in which they went is remembered.
@@ -208,13 +287,13 @@ def test_redacted_samples_are_out_from_where_a_run_finds_them_so(made):
     more = Planner([made[0], replace(once_more[1], redacted=(3, 9, 1))], CONFIG)
     more.load_state_dict(after[5])
     plans, last = run(more, 10)
-    assert last[-1]["redacted"] == [[10, [0, 2]], [15, [0, 3]]]
+    assert counts(last[-1]) == [(10, {"web": 2}), (15, {"web": 3})]
     assert not drawn(plans) & {(1, 1), (1, 3), (1, 9)}
     with pytest.raises(ValueError, match="replaced by an older one"):
         Planner(once_more, CONFIG).load_state_dict(last[-1])
     fresh = Planner(once_more, CONFIG)
     plans, found = run(fresh, 30)
-    assert found[0]["redacted"] == [[0, [0, 2]]]
+    assert counts(found[0]) == [(0, {"web": 2})]
     assert not drawn(plans) & {(1, 3), (1, 9)}
     assert Planner(once_more, CONFIG).state_at(30) == found[30]
 

@@ -11,7 +11,8 @@ from data_pipeline.catalog.audit import entries
 from data_pipeline.catalog.engine import Catalog
 from data_pipeline.catalog.register import look, register
 from data_pipeline.catalog.show import details
-from data_pipeline.index.manifest import RUN_SOURCES, read_index
+from data_pipeline.index.manifest import RUN_SOURCES, RUN_TOMBSTONES, read_index
+from data_pipeline.plan.planner import Planner
 from data_pipeline.store.open import FolderStore
 from kimi_pretrain.config import dump_config, load_config
 from tests.dist.jobs import SMALL
@@ -34,6 +35,8 @@ def test_a_request_from_exposure_to_the_audit(root, tmp_path):
     (runs / "mine" / "config.yaml").write_text(dump_config(config))
     indices = [read_index(store, name) for name in config.data.source_names]
     (runs / "mine" / RUN_SOURCES).write_text(json.dumps(run_sources(config.data, indices, [])))
+    record = Planner(indices, config.data).tombstones.record()
+    (runs / "mine" / RUN_TOMBSTONES).write_text(json.dumps(record))
     (runs / "mine" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 30}\n')
     samples = tmp_path / "request.jsonl"
     lines = [{"source": "words", "key": f"w{n:04d}"} for n in range(20)]
@@ -73,9 +76,14 @@ def test_a_request_from_exposure_to_the_audit(root, tmp_path):
     copytree(runs / "mine", runs / "other")
     noted = (runs / "other" / RUN_SOURCES).read_text()
     (runs / "other" / RUN_SOURCES).write_text(noted.replace(indices[1].content_hash, "0" * 64))
+    copytree(runs / "mine", runs / "third")
+    (runs / "third" / RUN_TOMBSTONES).unlink()  # its words were redacted, nobody knows when
     found = run("exposure", runs, "--list", samples, code=1)
+    assert f"{runs / 'third' / RUN_TOMBSTONES} is missing: " in " ".join(found.stderr.split())
+    assert "its rows cannot be told; restore the file" in " ".join(found.stderr.split())
     assert "left out: " in found.stderr
     assert "restore the source" in found.stderr
+    assert f"{runs / 'third'}: " not in found.stdout
     assert f"{runs / 'mine'}: " in found.stdout
 
 

@@ -1304,6 +1304,8 @@ def test_the_steps_of_a_run_do_not_show_what_was_redacted_since(own, tmp_path):
     store = open_data(data.replace(cache=None))
     indices = [read_index(store, name) for name in data.source_names]
     (folder / "sources.json").write_text(json.dumps(run_sources(data, indices, [])))
+    record = Planner(indices, data).tombstones.record()
+    (folder / "tombstones.json").write_text(json.dumps(record))
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     browser = serving(own, "--run", folder)
     [site] = own.sites
@@ -1312,6 +1314,10 @@ def test_the_steps_of_a_run_do_not_show_what_was_redacted_since(own, tmp_path):
     before = browser.get(path).text
     assert "digits-000005" in before
     pictures = re.findall(r'href="(/pictures/\w+)"', before)
+    # A line that comes now is none of the run's.
+    line = {"source": "digits", "key": "digits-000005", "from_step": step}
+    (own.root / "tombstones.jsonl").write_text(json.dumps(line) + "\n")
+    assert browser.get(path).text == before
     run("redact", own.root, "--source", "digits", "--key", "digits-000005", "--yes")
     after = browser.get(path)
     assert after.status_code == 400

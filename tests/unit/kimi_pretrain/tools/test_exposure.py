@@ -1,24 +1,30 @@
 """Exposure equals a log of what a loader read, step by step, whatever happened on the way."""
 
 import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree, rmtree
+from types import MappingProxyType
 
 import pytest
 
 from data_pipeline.access import run_sources
 from data_pipeline.fetch import everything, resolve
 from data_pipeline.govern.redact import carry_out
-from data_pipeline.index.manifest import RUN_MIXTURES, RUN_SOURCES, read_index
+from data_pipeline.index.manifest import RUN_MIXTURES, RUN_SOURCES, RUN_TOMBSTONES, read_index
 from data_pipeline.ingest.reindex import reindex
 from data_pipeline.plan.change import change
 from data_pipeline.plan.planner import Planner
 from data_pipeline.plan.report import mixtures
 from data_pipeline.store.open import FolderStore
+from data_pipeline.sync.sync import sync
 from data_pipeline.text import Tokenizer
 from kimi_pretrain.checkpoint.manifest import INDEX, MANIFEST, Fingerprint, RunState, manifest_of
 from kimi_pretrain.config import dump_config, load_config
-from kimi_pretrain.tools.exposure import exposure
+from kimi_pretrain.reliability.anomaly_guard import sample_names
+from kimi_pretrain.tools.exposure import exposure, replay
 from launch.cli.data_show import read_rows, show_rows
 from tests.dist.jobs import SMALL
 
@@ -27,9 +33,22 @@ ONE = ("layout.pp=1", "layout.vpp=1", "layout.dp=1", "layout.ep=1")
 
 
 class Made:
-    """A run folder as a training of 200 steps leaves it, and the log of what was read."""
+    """A run folder as a training of 200 steps leaves it, and the log of what was read.
 
-    def __init__(self, folder: Path, data_root: Path, *keys: str, change_at: int = 0):
+    Args:
+        change_at: step before which it goes over to a second source.
+        redact: step before which samples are redacted and the run is started again -> of the first
+            source, by numbers.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        data_root: Path,
+        *keys: str,
+        change_at: int = 0,
+        redact: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    ):
         self.root, self.run = folder / "corpus", folder / "run"
         copytree(data_root, self.root)
         lists = self.root / "gone.jsonl"
@@ -45,8 +64,8 @@ class Made:
         lists.write_text(json.dumps(line) + "\n")
         self.run.mkdir()
         (self.run / "config.yaml").write_text(dump_config(self.config))
-        (self.run / RUN_SOURCES).write_text(json.dumps(run_sources(data, indices, [])))
         planner = Planner(indices, data)
+        self.begin(planner)
         state = planner.state_dict()
         if change_at:  # so far with one source, and with its index alone
             names = data.source_names[1:]
@@ -55,14 +74,23 @@ class Made:
         self.log: list[tuple[int, int, str, int]] = []  # step, row, shard, offset of the document
         faults, lines = [], []
         for step in range(1, STEPS + 1):
+            if step in redact:
+                first = planner.indices[0]
+                carry_out(store, {first.name: [first.key_of(n) for n in redact[step]]})
+                before = planner.with_quarantine(state)
+                planner = Planner([read_index(store, name) for name in data.source_names], data)
+                planner.load_state_dict(before)
+                state = planner.state_dict()
+                self.begin(planner)
             if step == change_at:
                 before, planner = planner.with_quarantine(state), Planner(indices, data)
                 assert change(planner, before) is not None
                 state = planner.state_dict()
+                self.begin(planner)
                 (self.run / RUN_MIXTURES).write_text(json.dumps(mixtures(planner)))
             plan, state = planner.plan(state)
             request = resolve(planner, plan, everything(plan))
-            self.log += [(step, r.row, r.span.key, r.span.offset) for r in request.texts]
+            self.log += [(step, r.row, shard_of(r.span.key), r.span.offset) for r in request.texts]
             if step == FOUND:
                 source, sample = int(plan.samples.source[1]), int(plan.samples.index[1])
                 assert planner.quarantine(source, sample, plan.step)
@@ -77,6 +105,12 @@ class Made:
             (self.run / f"{name}.jsonl").write_text(text)
         self.indices = planner.indices
 
+    def begin(self, planner):
+        """Write what a start notes of its data."""
+        sources = run_sources(self.config.data, planner.indices, [])
+        (self.run / RUN_SOURCES).write_text(json.dumps(sources))
+        (self.run / RUN_TOMBSTONES).write_text(json.dumps(planner.tombstones.record()))
+
     def save(self, step, state):
         folder = self.run / "checkpoints" / f"step_{step:08d}"
         folder.mkdir(parents=True)
@@ -88,12 +122,17 @@ class Made:
         """(step, row, key) of samples by the log, a line for each time they were read."""
         index = next(one for one in self.indices if one.name == source)
         at = {
-            (index.shards[index.shard[n]].key, int(index.json_offset[n])): index.key_of(n)
+            (shard_of(index.shards[index.shard[n]].key), int(index.json_offset[n])): index.key_of(n)
             for n in samples
         }
         return sorted(
             (s, r, at[key, offset]) for s, r, key, offset in self.log if (key, offset) in at
         )
+
+
+def shard_of(key):
+    """The key under which a shard was written first, whatever was redacted in it since."""
+    return key.partition(".redacted-")[0].removesuffix(".tar")
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +168,7 @@ def shown_as_logged(made):
     config = str(made.run / "config.yaml")
     for step in (1, 89, 90, 100, FROM, STEPS):
         found = read_rows(config, (), step, range(1, 4))
-        texts = [(r.row + 1, r.span.key, r.span.offset) for r in found.request.texts]
+        texts = [(r.row + 1, shard_of(r.span.key), r.span.offset) for r in found.request.texts]
         wanted = [(*at,) for when, *at in made.log if when == step and 1 <= at[0] < 4]
         assert sorted(texts) == sorted(wanted)
         assert found.batch.row_ids.tolist() == [1, 2, 3]
@@ -144,7 +183,7 @@ def test_a_run_whose_steps_were_not_changed_is_shown_as_it_was(made):
     config, overrides = str(made.run / "config.yaml"), ("data.seed=5",)
     for step, keys in ((FOUND + 80, ()), (FROM, ()), (FROM, overrides)):
         found = read_rows(config, keys, step, range(8))
-        texts = sorted((read.row, read.span.key, read.span.offset) for read in found.request.texts)
+        texts = sorted((r.row, shard_of(r.span.key), r.span.offset) for r in found.request.texts)
         logged = sorted((*at,) for when, *at in made.log if when == step and at[0] < 8)
         assert (texts == logged) == (not keys)
 
@@ -200,3 +239,150 @@ def test_a_run_that_was_changed_on_the_way_is_refused(made, tmp_path):
         exposure(tmp_path / "run", {name: [key]})
     with pytest.raises(ValueError, match="has no sample 'nobody' among"):
         exposure(made.run, {name: ["nobody"]})
+
+
+# Samples of the first source that were redacted before steps 61 and 151, and after the end.
+BEFORE_61, BEFORE_151, AT_THE_END = [7, 3], [1], [0]
+REDACTED = [*BEFORE_61, *BEFORE_151, *AT_THE_END]
+
+
+@pytest.fixture(scope="module")
+def redacted(data_root, tmp_path_factory):
+    """A run that was stopped twice for redactions, where its checkpoints were saved."""
+    folder = tmp_path_factory.mktemp("redacted")
+    made = Made(folder, data_root, redact={61: BEFORE_61, 151: BEFORE_151})
+    erase(made.root, made, AT_THE_END)
+    return made
+
+
+def erase(root, made, samples):
+    index = made.indices[0]
+    carry_out(FolderStore(root), {index.name: [index.key_of(n) for n in samples]})
+
+
+def copied(made, folder, root=None, keeps_checkpoints=True):
+    """A copy of the run, which reads another root if one is given."""
+    run = folder / "run"
+    copytree(made.run, run)
+    if root is not None:
+        text = (run / "config.yaml").read_text()
+        (run / "config.yaml").write_text(text.replace(str(made.root), str(root)))
+    if not keeps_checkpoints:
+        rmtree(run / "checkpoints")
+    return run
+
+
+def assert_as_logged(made, run):
+    """Exposure of the redacted samples, and rows that never held one that cannot be shown."""
+    index = made.indices[0]
+    logged = made.logged(index.name, REDACTED)
+    assert told(exposure(run, {index.name: [index.key_of(n) for n in REDACTED]})) == logged
+    for before, samples in ((61, BEFORE_61), (151, BEFORE_151), (STEPS + 1, AT_THE_END)):
+        steps = {step for n in samples for step, _, _ in made.logged(index.name, [n])}
+        assert steps
+        assert before - 40 < max(steps) < before
+    full = {(step, row) for step, row, _ in logged}
+    for step in (60, 61, 62, 150, 151, 152, STEPS):
+        rows = [row for row in range(4) if (step, row) not in full]
+        found = [
+            (row, shard_of(r.span.key), r.span.offset)
+            for row in rows
+            for r in read_rows(
+                str(run / "config.yaml"), (), step, range(row, row + 1)
+            ).request.texts
+        ]
+        wanted = [(*at,) for when, *at in made.log if when == step and at[0] in rows]
+        assert sorted(found) == sorted(wanted)
+
+
+@pytest.mark.parametrize("keeps_checkpoints", [True, False])
+def test_redactions_count_from_the_steps_in_which_the_run_found_them(
+    redacted, tmp_path, keeps_checkpoints
+):
+    assert_as_logged(redacted, copied(redacted, tmp_path, None, keeps_checkpoints))
+
+
+def test_without_the_record_of_redactions_nothing_is_told(redacted, made, tmp_path):
+    for one, why in ((redacted, "redacted in 'pictures'"), (made, "data.tombstones names")):
+        run = copied(one, tmp_path / why[:4])
+        (run / RUN_TOMBSTONES).unlink()
+        name, key = one.indices[0].name, one.indices[0].key_of(3)
+        with pytest.raises(
+            ValueError, match=rf"tombstones\.json is missing.*{why}.*cannot be told"
+        ):
+            exposure(run, {name: [key]})
+        with pytest.raises(ValueError, match="cannot be told"):
+            read_rows(str(run / "config.yaml"), (), 1, range(1))
+
+
+def test_a_list_that_changed_after_the_end_changes_nothing(made, tmp_path):
+    """Lines that came later, a line that went, and a list that is not there any more."""
+    index, gone = made.indices[-1], str(made.root / "gone.jsonl")
+    keys = [index.key_of(n) for n in range(9)]
+    late = tmp_path / "list.jsonl"
+    lines = [{"source": index.name, "key": key, "from_step": 5} for key in keys]
+    late.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for number, name in enumerate((str(late), str(tmp_path / "nowhere.jsonl"))):
+        run = copied(made, tmp_path / str(number), keeps_checkpoints=False)
+        text = (run / "config.yaml").read_text()
+        assert gone in text
+        (run / "config.yaml").write_text(text.replace(gone, name))
+        assert told(exposure(run, {index.name: keys})) == made.logged(index.name, range(9))
+        found = read_rows(str(run / "config.yaml"), (), FROM - 1, range(4)).request.texts
+        texts = sorted((r.row, shard_of(r.span.key), r.span.offset) for r in found)
+        assert texts == sorted((*at,) for when, *at in made.log if when == FROM - 1)
+
+
+def test_an_anomaly_is_shown_as_the_run_had_it(redacted, tmp_path):
+    """Other samples were redacted since, and the list has another line of that very step."""
+    run = copied(redacted, tmp_path)
+    manifest = json.loads((run / "checkpoints" / "step_00000060" / MANIFEST).read_text())
+    planner, _ = replay(run, load_config(run / "config.yaml"), FolderStore(redacted.root))
+    state = manifest["state"]["loader"]
+    plan, _ = planner.plan(state)
+    line = {"source": "words", "key": redacted.indices[1].key_of(plan.samples.index[-1])}
+    late = tmp_path / "list.jsonl"
+    late.write_text(json.dumps(line | {"from_step": 61}) + "\n")
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace(str(redacted.root / "gone.jsonl"), str(late)))
+    names = sample_names(plan, planner.indices)
+    found = {"step": 61, "loader": state, "samples": names}
+    logged = sorted((*at,) for when, *at in redacted.log if when == 61)
+    assert len(logged) == len(names) > 4
+    step = read_rows(str(run / "config.yaml"), (), 1, range(4), found)
+    texts = [(r.row, shard_of(r.span.key), r.span.offset) for r in step.request.texts]
+    assert sorted(texts) == logged
+
+
+def test_at_a_synced_copy_the_run_reads_the_same_rows(redacted, data_root, tmp_path):
+    root = tmp_path / "copy"
+    copytree(data_root, root)
+    shutil.copy(redacted.root / "gone.jsonl", root)
+    sync(FolderStore(redacted.root), FolderStore(root))
+    assert_as_logged(redacted, copied(redacted, tmp_path, root, keeps_checkpoints=False))
+    data = redacted.config.data.replace(root=str(root))
+    indices = [read_index(FolderStore(root), name) for name in data.source_names]
+    for step in SAVED:
+        saved = redacted.run / "checkpoints" / f"step_{step:08d}" / MANIFEST
+        state = json.loads(saved.read_text())["state"]["loader"]
+        plans = []
+        for found in (redacted.indices, indices):
+            planner = Planner(found, data)
+            planner.load_state_dict(state)
+            planner.tombstones = replace(planner.tombstones, since=planner.tombstones.since[:1])
+            plans.append(planner.plan(planner.state_dict())[0].content_hash())
+        assert plans[0] == plans[1]
+
+
+def test_at_a_root_with_another_order_of_redactions_nothing_is_told(redacted, data_root, tmp_path):
+    root = tmp_path / "copy"
+    copytree(data_root, root)
+    shutil.copy(redacted.root / "gone.jsonl", root)
+    for sample in sorted(REDACTED):
+        erase(root, redacted, [sample])
+    run = copied(redacted, tmp_path, root, keeps_checkpoints=False)
+    index = redacted.indices[0]
+    with pytest.raises(
+        ValueError, match=r"json, from step 61 on: source 'pictures' .*another order"
+    ):
+        exposure(run, {index.name: [index.key_of(7)]})
